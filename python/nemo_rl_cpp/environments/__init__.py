@@ -1,1 +1,1 @@
-"""Environments: they respond to the model's messages with observations and rewards."""
+"""Environments, which respond to the model's messages with observations and rewards."""

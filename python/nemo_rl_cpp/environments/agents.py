@@ -1,5 +1,6 @@
-"""Environments driven by an external agent: it queries the policy over HTTP as often as it likes and returns a
-result."""
+"""Environments driven by an external agent, which calls the policy over HTTP as often as it likes and
+returns a result.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Address(Protocol):
-    """The policy's address: see `serving.generation.ServerAddress`."""
+    """The address at which agents reach the policy (see `serving.generation.ServerAddress`)."""
 
     base_url: str
     api_key: str
@@ -37,12 +38,12 @@ class Address(Protocol):
 
 @dataclass(frozen=True)
 class AgentTask:
-    """One rollout to make.
+    """The task of one rollout, for an agent.
 
     Attributes:
-        key: of the rollout. Every request must send it, as a header or as the field `rollout_key`.
-        messages: the prompt of the data's row, {"role", "content"} each.
-        info: the row's data for the environment, `ground_truth` for instance.
+        key: the key of the rollout. Every request must send it, as a header or as the field `rollout_key`.
+        messages: the prompt of the data's row, as messages {"role", "content"}.
+        info: the row's data for the environment, such as `ground_truth`.
         address: the policy's address.
     """
 
@@ -63,7 +64,7 @@ class AgentTask:
 
     @property
     def model(self) -> str:
-        """The policy's name."""
+        """The policy's model name."""
         return self.address.model
 
     @property
@@ -77,9 +78,9 @@ class AgentResult:
     """The result of a rollout.
 
     Attributes:
-        reward: of the whole rollout, or a dictionary of reward components.
-        error: why it failed, in a sentence; its samples are then not trained.
-        metrics: numbers, averaged over the rollouts of a step.
+        reward: the reward of the whole rollout, or a dictionary of reward components.
+        error: one sentence on why the rollout failed, or None. A failed rollout is not trained on.
+        metrics: numbers, which are averaged over the rollouts of a step.
     """
 
     reward: float | dict[str, float] = 0.0
@@ -88,9 +89,10 @@ class AgentResult:
 
 
 class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
-    """The base of agent environments. A rollout that fails or times out scores 0, is not trained, and is counted.
+    """The base class of agent environments. A rollout that fails or times out gets reward 0, is not trained on, and is
+    counted.
 
-    Metrics: `agent_errors` and `agent_timeouts`, numbers of rollouts; and the means of the agents' metrics.
+    Metrics: `agent_errors` and `agent_timeouts`, numbers of rollouts, and the means of the agents' metrics.
     """
 
     runs_rollouts = True
@@ -103,10 +105,10 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
 
     @abc.abstractmethod
     async def roll_out(self, task: AgentTask) -> AgentResult:
-        """Make one rollout."""
+        """Make one rollout and return its result. An exception counts as a failed rollout."""
 
     def run_rollouts(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
-        """Make all rollouts, at most `max_concurrency` concurrently."""
+        """Make all rollouts, at most `max_concurrency` at a time, and return their results in order."""
         results = call_user(self._all, tasks)
         for result in results:
             for name, value in result.metrics.items():
@@ -125,7 +127,7 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
                     result = await self.roll_out(task)
                 result = result if result.error is not None else _checked(result)
             except Exception as error:  # noqa: BLE001 - one rollout must not end the run
-                late = isinstance(error, TimeoutError) and limit.expired()  # an agent may raise TimeoutErrors itself
+                late = isinstance(error, TimeoutError) and limit.expired()  # the agent, too, may raise TimeoutError
                 said = f"it was not over within {self._timeout_s:g} s (timeout_s)" if late else one_sentence(error)
                 result = AgentResult(error=said)
         if result.error is not None:
@@ -153,11 +155,12 @@ AgentFunction = Callable[[AgentTask], "Awaitable[float | AgentResult] | float | 
 
 
 class AgentFunctionEnvironment(AgentEnvironment):
-    """Makes rollouts with the user's function `env.agent.function`, which takes an `AgentTask`, queries the policy with
-    a client, and returns the reward.
+    """An environment whose rollouts are made by the user's function `env.agent.function`. The function is called with
+    an `AgentTask`, calls the policy with a client, and returns the reward or an `AgentResult`.
 
     Async functions run concurrently on the run's event loop (`user_code.py`). A plain function blocks its thread, so
-    each call gets a thread; with `max_concurrency` 1 it runs in the thread of user code, where it may use signals.
+    each call gets its own thread. With `max_concurrency` 1 it instead runs in the thread of user code, where it may use
+    signals.
     """
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
@@ -176,14 +179,14 @@ class AgentFunctionEnvironment(AgentEnvironment):
                 given = call_user(self._function, task) if alone else await _in_thread(self._function, task)
                 if inspect.isawaitable(given):
                     given = await given
-        except Exception:  # excludes the rollout's time limit, which is no error of user code
+        except Exception:  # not the rollout's time limit, which is no error of user code
             with user_code(f"the agent {getattr(self._function, '__name__', 'function')}"):
                 raise
         return given if isinstance(given, AgentResult) else AgentResult(given)
 
 
 def _checked(result: AgentResult) -> AgentResult:
-    """Return the result with floats as numbers. Raise ValueError for a number that is not finite."""
+    """Return the result with its numbers as floats. Raise ValueError if one is not finite."""
     reward = result.reward
     if isinstance(reward, Mapping):
         parts: float | dict[str, float] = {
@@ -196,7 +199,9 @@ def _checked(result: AgentResult) -> AgentResult:
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
-    """Call the function in a daemon thread, so that a function that never returns blocks only its rollout."""
+    """Call the function in a daemon thread and return a future, so that a function that never returns blocks only its
+    rollout.
+    """
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
@@ -208,7 +213,7 @@ def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
         result = error = None
         try:
             result = function(task)
-        except Exception as raised:  # noqa: BLE001 - it is the caller's
+        except Exception as raised:  # noqa: BLE001 - raised in the caller
             error = raised
         try:
             loop.call_soon_threadsafe(put, result, error)

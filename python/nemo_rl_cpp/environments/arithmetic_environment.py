@@ -1,4 +1,4 @@
-"""Arithmetic and reversed digits: tasks for tests and first runs."""
+"""Environments for sums and for reversed digits, tasks for tests and first runs."""
 
 import re
 from decimal import Decimal, InvalidOperation
@@ -11,17 +11,19 @@ from nemo_rl_cpp.environments.single_turn import GroundTruth, SingleTurnEnvironm
 
 _NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _BARE_INTEGER = re.compile(r"\s*-?[0-9]+\s*")
-_LONGEST_ANSWER = 4096  # characters that are parsed: a number on one line is never longer
+_LONGEST_ANSWER = 4096  # only these characters are parsed; a number on one line is never longer
 
 
 def first_number(text: str) -> Decimal | None:
-    """Return the first number in the text, which may have thousands separators (commas); None if there is none."""
+    """Return the first number in the text, which may have commas as thousands separators, or None if there is none."""
     found = _NUMBER.search(text[:_LONGEST_ANSWER])
     return Decimal(found.group().replace(",", "")) if found else None
 
 
 def is_well_formed(text: str) -> bool:
-    """Return whether the response is a finished line (it has the stop string) or nothing but an integer."""
+    """Return whether the response is a complete line (it contains a line end, the stop string), or consists only of an
+    integer.
+    """
     return "\n" in text[:_LONGEST_ANSWER] or _BARE_INTEGER.fullmatch(text[:_LONGEST_ANSWER]) is not None
 
 
@@ -35,7 +37,8 @@ def _expected(info: GroundTruth) -> Decimal:
 
 
 class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
-    """Reward 1 if the response's first number equals `metadata["ground_truth"]` and the response is well-formed.
+    """An environment that gives reward 1 if the response is well-formed and its first number equals
+    `metadata["ground_truth"]`, otherwise 0.
 
     Metrics: `well_formed`, the fraction of well-formed responses, and `accuracy_of_well_formed`.
     """
@@ -73,14 +76,18 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
 
 
 def fraction_right(text: str, expected: str) -> float:
-    """Return the fraction of expected characters that the stripped response has at the same position."""
+    """Return the fraction of characters of `expected` that the stripped response has at the same position. Raise
+    ValueError if `expected` is empty.
+    """
     if not expected:
         raise ValueError("ground_truth is empty: reverse_digits needs the expected digits")
     return sum(a == b for a, b in zip(text.strip(), expected)) / len(expected)
 
 
 class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
-    """Reward: the fraction of correct characters of `metadata["ground_truth"]`. Metric: `exactly_right`."""
+    """An environment whose reward is the fraction of characters of `metadata["ground_truth"]` that the response has at
+    the same position. Metric: `exactly_right`, the fraction of responses with reward 1.
+    """
 
     can_be_asked_again = True
 

@@ -1,4 +1,4 @@
-"""Programs as responses: they run against tests in a sandbox."""
+"""An environment for programs, which runs tests on them in a sandbox."""
 
 import re
 from collections import Counter
@@ -20,9 +20,10 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re
 class CodeEnvMetadata(TypedDict):
     """The part of a problem that the environment reads.
 
-    ground_truth: the tests, see `code_verifier.parse_tests`.
-    code_prefix: the beginning of the program, which the response continues; without it the response holds the whole
-        program, with or without a fenced block.
+    Attributes:
+        ground_truth: the tests, see `code_verifier.parse_tests`.
+        code_prefix: the beginning of the program, which the response continues. Without it, the response contains the
+            whole program, with or without a fenced block.
     """
 
     ground_truth: object
@@ -30,12 +31,15 @@ class CodeEnvMetadata(TypedDict):
 
 
 class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
-    """Rewards a program by the tests that it passes; each run is sandboxed as `docs/guides/environments.md` describes.
+    """An environment that rewards a program by the tests it passes. Each run is sandboxed as
+    `docs/guides/environments.md` describes.
 
-    Raises SandboxUnavailableError at start if a protection is missing. Metrics: `num_<reason>` for every reason that a
-    program failed (see `CodeVerifyWorker`), and those of `VerifyingEnvironment`. `answers` holds the reasons.
+    The constructor raises SandboxUnavailableError if a protection is missing. Metrics: `num_<reason>`, the number of
+    programs that failed for this reason (see `CodeVerifyWorker`), and those of `VerifyingEnvironment`. `answers`
+    contains the reasons.
 
-    Programs run only after generation has ended, because generation would take processor time from their time limits.
+    Programs run only after generation has ended, because generation would use processor time that counts against their
+    time limits.
     """
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
@@ -50,7 +54,7 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
         self._total_time_s, self._reward = cfg.total_time_limit_s, cfg.reward
         require_sandbox()
         self._reasons: Counter[str] = Counter()
-        # the worker enforces its time limit; the deadline is a fallback
+        # the worker enforces the time limit; the deadline is for a worker that hangs
         deadline = self._total_time_s + self._limits.time_s + 30
         super().__init__(CodeVerifyWorker, PoolOptions(cfg.num_workers, deadline, None, cfg.max_answer_chars))
 
@@ -58,7 +62,7 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
         self, message_log_batch: list[LLMMessageLogType], metadata: list[CodeEnvMetadata]
     ) -> EnvironmentReturn[CodeEnvMetadata]:
         for info in metadata:
-            parse_tests(info["ground_truth"])  # raises errors of the data in the caller's process
+            parse_tests(info["ground_truth"])  # errors in the data are raised in the caller's process
         verdicts = self._verify(
             [_program(assistant_text(log), info) for log, info in zip(message_log_batch, metadata)],
             [info["ground_truth"] for info in metadata],

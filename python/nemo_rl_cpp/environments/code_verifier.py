@@ -1,4 +1,4 @@
-"""Tests of code: the forms in which data sets specify them, and the verifier that runs them in the sandbox."""
+"""Tests of programs: the formats in which data sets specify them, and the verifier that runs them in the sandbox."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ from nemo_rl_cpp.environments.sandbox import Limits, Outcome, run_program
 from nemo_rl_cpp.environments.sandbox.inside import BOX
 from nemo_rl_cpp.environments.verifiers import Verdict, VerifierBase, VerifierUseError
 
-_LONGEST_VALUE = 100_000  # characters of a result that are parsed, which takes 0.2 s and 50 MB at worst
+_LONGEST_VALUE = 100_000  # a longer result is not parsed; this length takes 0.2 s and 50 MB at worst
 _UNCOMPILED = ("SyntaxError: ", "IndentationError: ", "TabError: ", "RecursionError: ", "OverflowError: ")
 
 # Runs the solution, then the checks, and writes the results to a descriptor that the solution does not print to.
@@ -58,7 +58,7 @@ os.write(results, json.dumps(found).encode())
 
 
 class Check(TypedDict, total=False):
-    """A test for `HARNESS`: a call with its arguments, an expression, or a statement."""
+    """A test in `HARNESS`: a call with its arguments, an expression, or a statement."""
 
     call: str
     arguments: list[object]
@@ -67,7 +67,9 @@ class Check(TypedDict, total=False):
 
 
 class CheckResult(TypedDict, total=False):
-    """The result of a test in `HARNESS`: the value as text, the token of a statement that passed, or the exception."""
+    """The result of a test in `HARNESS`: the value as a string, the token of a statement that passed, or
+    the exception.
+    """
 
     value: str
     passed: str
@@ -75,14 +77,14 @@ class CheckResult(TypedDict, total=False):
 
 
 Runner = Callable[..., Outcome]
-"""`run_program` with limits: (source, stdin=..., files=...) -> Outcome."""
+"""`run_program` with limits already applied: (source, stdin=..., files=...) -> Outcome."""
 
 
 @dataclass(frozen=True)
 class TestResult:
-    """The number of tests, of `count`, that a program passed. `outcome` and `detail` describe the first failure."""
+    """How many of `count` tests a program passed. `outcome` and `detail` describe the first failure."""
 
-    __test__ = False  # not a class for pytest
+    __test__ = False  # pytest must not collect this class
 
     passed: int
     count: int
@@ -92,14 +94,15 @@ class TestResult:
 
 @dataclass(frozen=True)
 class CodeTests:
-    """The tests of one problem; exactly one of the two kinds is set.
+    """The tests of one problem. Either `pairs` or `checks` is set.
 
     Attributes:
-        pairs: (standard input, expected standard output). Each is a separate run. Trailing spaces of lines and trailing
-            empty lines are ignored.
-        checks: for `HARNESS`, all in one run.
-        expected: per check the value, compared outside the sandbox so that the program never sees it; None for
-            statements."""
+        pairs: (standard input, expected standard output). Each pair is a separate run. Trailing spaces of lines and
+            trailing empty lines are ignored.
+        checks: the tests for `HARNESS`, all in one run.
+        expected: the expected value of each check, or None for a statement. It is compared outside the sandbox, so that
+            the program never sees it.
+    """
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
@@ -138,9 +141,11 @@ class CodeTests:
 
 
 def uncompiled(outcome: Outcome) -> bool:
-    """Return whether the program is not valid Python: Python then reports an error without a traceback line."""
+    """Return whether the program is not valid Python. For such a program, Python reports an error
+    without a traceback.
+    """
     errors = outcome.stderr.decode(errors="replace")
-    last = errors.rstrip().rpartition("\n")[2]  # no regex: a program may write a megabyte on which it never ends
+    last = errors.rstrip().rpartition("\n")[2]  # no regex, which may never end on a megabyte of output
     return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)
 
 
@@ -149,7 +154,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
-    """Return the harness's results; empty dictionaries if it was stopped or its output is invalid."""
+    """Return the results that the harness wrote, or empty dictionaries if it was stopped or its output is invalid."""
     found = None
     if outcome.exit_code == 0 and outcome.stopped is None:
         with suppress(ValueError, RecursionError):
@@ -172,15 +177,15 @@ def _fulfils(check: Check, wanted: object, result: CheckResult, token: str) -> b
 
 
 def parse_tests(ground_truth: object) -> CodeTests:
-    """Parse the tests of a sample's `ground_truth`, a value or its JSON text:
+    """Return the tests in the `ground_truth` of a sample, a value or its JSON text. The formats are:
 
-    - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and output;
+    - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and expected standard output.
     - {"fn_name": name, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: calls of a function (or of a method
-      of class Solution);
-    - {"asserts": [statement, ...]} or just the list. `assert EXPRESSION == LITERAL` is compared outside the program; any
-      other statement runs inside the program, where a malicious program could fake its success.
+      of class Solution) and expected values.
+    - {"asserts": [statement, ...]} or just the list. For `assert EXPRESSION == LITERAL` the value is compared outside
+      the program. Any other statement runs inside the program, where a malicious program could fake its success.
 
-    Raise ValueError that names the error.
+    Raise ValueError, which names the mistake, for anything else.
     """
     truth = ground_truth
     if isinstance(truth, str):
@@ -210,7 +215,7 @@ def parse_tests(ground_truth: object) -> CodeTests:
 
 
 def _assert(statement: str) -> tuple[Check, object]:
-    """Return (check, expected value) of one statement."""
+    """Return (check, expected value) for one statement. Raise ValueError if it is not one Python statement."""
     try:
         [node] = ast.parse(statement).body
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
@@ -230,21 +235,23 @@ def _assert(statement: str) -> tuple[Check, object]:
 
 
 _FILE_ERROR = re.compile(r"^\w+Error: \[Errno (1|2|13|30)\] [^:\n]*: '([^'\n]*)'")
-_READ_ONLY = "30"  # every folder but the program's is
+_READ_ONLY = "30"  # read-only file system: all folders except the program's
 _NO_PROCESS = re.compile(r"^(?:BlockingIOError: \[Errno 11\]|RuntimeError: can't start new thread)", re.MULTILINE)
 
 
 class CodeVerifyWorker(VerifierBase):
-    """Runs the tests of `ground_truth` (see `parse_tests`) on a program, which is the unmodified response.
+    """A verifier that runs the tests in `ground_truth` (see `parse_tests`) on a program, which is the whole response.
 
-    This process never compiles the program, because a few lines can make a compiler use gigabytes; the sandbox does.
+    The verifier's process never compiles the program, because a few lines can make a compiler use gigabytes; only the
+    sandbox does.
 
-    The score is 1 if all tests pass, otherwise 0 (with `reward="fraction"`: the fraction that passes). The answer is
-    the result, with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error, no_code, time_limit,
-    memory_limit, process_limit, output_limit, forbidden_call, or file_access, an error at a file outside its folder.
+    The score is 1 if all tests pass, otherwise 0, or with `reward="fraction"` the fraction of tests that pass. The
+    answer is the result, followed by a colon and a detail: passed, wrong_answer, runtime_error, syntax_error, no_code,
+    time_limit, memory_limit, process_limit, output_limit, forbidden_call, or file_access (an error at a file outside
+    the program's folder).
     """
 
-    caught = ()  # errors inside the sandbox never raise here; an exception is a usage error
+    caught = ()  # errors in the sandbox raise nothing here, so an exception is a usage error
 
     def judge(
         self, response: str, ground_truth: object, limits: dict[str, float] | None = None, total_time_s: float = 20.0, reward: str = "all"
@@ -272,7 +279,7 @@ class CodeVerifyWorker(VerifierBase):
 
 
 def reason_of(result: TestResult, limits: Limits) -> str:
-    """Return why tests failed, derived from how the run ended and its standard error."""
+    """Return why tests failed, from how the run ended and from its standard error."""
     outcome = result.outcome
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")
@@ -288,7 +295,7 @@ def reason_of(result: TestResult, limits: Limits) -> str:
         return f"file_access: {found[2][:100]}"
     if uncompiled(outcome):
         return "syntax_error"
-    if outcome.exit_code in (-9, -24):  # SIGKILL, SIGXCPU: from the kernel's limit, or from the program
+    if outcome.exit_code in (-9, -24):  # SIGKILL, SIGXCPU: sent by the kernel at a limit, or by the program
         return f"time_limit: ended by signal {-outcome.exit_code}"
     if outcome.exit_code != 0 or result.detail:
         return f"runtime_error: {last[:200]}" if last else f"runtime_error: exit code {outcome.exit_code}"

@@ -1,7 +1,8 @@
-"""Guess a number: the model guesses and the environment answers higher or lower, until the guess is right or no turns
+"""A game: the model guesses a number and the environment says higher or lower, until the guess is correct or no guesses
 are left.
 
-It is the smallest useful multi-turn task. A player who halves the range each time always wins."""
+It is the smallest useful multi-turn task. A player who halves the range with each guess always wins.
+"""
 
 import re
 from typing import NamedTuple, NotRequired, TypedDict
@@ -17,7 +18,7 @@ _GUESS = re.compile(r"[0-9]{1,9}")
 
 
 class GuessNumberMetadata(TypedDict):
-    """A game: the number to find, and the number of guesses so far."""
+    """The state of a game: the number to guess, and the number of guesses so far."""
 
     secret: int
     guesses: NotRequired[int]
@@ -31,9 +32,10 @@ class _Turn(NamedTuple):
 
 
 class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
-    """Reward 1 for the right number within `max_guesses` guesses, otherwise 0. A turn without a number ends the game.
+    """An environment that gives reward 1 for the correct number within `max_guesses` guesses, otherwise 0. A message
+    without a number ends the game.
 
-    A guess is the first number of the model's last message. Metrics: `solved` and `invalid_guess`, fractions of the
+    A guess is the first number in the model's last message. Metrics: `solved` and `invalid_guess`, fractions of the
     games that ended, and `guesses_per_game`.
     """
 

@@ -1,7 +1,8 @@
-"""Inspection of prompts and ground truths before a run: how many are cut, leave no room for a response, or cannot be
-matched.
+"""Inspection of prompts and ground truths before a run: prompts that will be truncated or leave no room for a response,
+and ground truths that no response can match.
 
-This needs no torch, so both `nemo-rl-cpp check` and the run call it."""
+It needs no torch, so both `nemo-rl-cpp check` and the run call it.
+"""
 
 import logging
 import re
@@ -27,7 +28,9 @@ _MOST_CHARACTERS = 2_000_000
 
 @dataclass(frozen=True)
 class Limits:
-    """Lengths that a prompt must stay below: `cut` (data.max_input_seq_length) and `context`; None for no limit."""
+    """Numbers of tokens that a prompt must stay below: `cut` (data.max_input_seq_length) and `context`. None means no
+    limit.
+    """
 
     cut: int | None = None
     context: int | None = None
@@ -38,10 +41,12 @@ def inspect_rows(
     raw: "RawDataset", rows: Indexed[Row], tokenizer: TokenizerType, limits: Limits, where: str,
     environment: tuple[str | None, Mapping[str, object] | None] = (None, None),
 ) -> Iterator[Finding]:  # fmt: skip
-    """Yield findings about one data set: its prompts against the limits, its ground truths against the environment.
+    """Yield the problems of one data set: prompts that reach a limit, and ground truths that do not fit the
+    environment.
 
-    `raw` holds processor, task_spec and perhaps preprocessor; `environment` is its name and its section. At most 1,000
-    evenly spaced rows are inspected. Rows of custom processors are skipped, because these may have side effects.
+    `raw` has processor, task_spec and possibly preprocessor. `environment` is the environment's name and its section.
+    At most 1,000 evenly spaced rows are inspected. Rows of custom processors are skipped, because these may have side
+    effects.
     """
     make = PROMPT_MAKERS.get(raw.processor)
     if make is None or not len(rows):
@@ -82,7 +87,7 @@ def inspect_rows(
 
 
 def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, rows: int) -> Iterator[Finding]:
-    """Yield findings about prompts, given as (tokens, row), that reach a limit."""
+    """Yield the problems of prompts that reach a limit. Prompts are given as (tokens, row number)."""
     longest, row = max(lengths, key=lambda each: each[0])
     looked_at = "" if len(lengths) == rows else f" looked at (of {rows:,})"
     cut = None if limits.cut == limits.context else limits.cut
@@ -101,12 +106,12 @@ def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, r
 
 # -- truths -----------------------------------------------------------------------------------------------------------
 
-# math-verify parses these as values
+# math-verify parses such ground truths as values
 _CERTAIN = re.compile(r"[-+\w\s.,/^*()\\{}=$%<>|!:;'\[\]]*[\w)}%]", re.ASCII)
-# it parses three words as a product of letters, which only the same text equals
+# it parses three or more words as a product of letters, which equals only the same text
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
 _COMPARING = ("math", "math_default", "math_multi_reward", "arithmetic", "reverse_digits", "code")
-"""Environments of this package that compare responses with a row's ground truth."""
+"""The environments of this package that compare responses with a row's ground truth."""
 _Judge = Callable[[object], str | None]
 
 
@@ -133,10 +138,10 @@ def _about_truths(
 
 
 def _judge(name: str, section: Mapping[str, object]) -> tuple[str, _Judge]:
-    """Return which ground truths an environment needs, and a function that classifies a ground truth.
+    """Return (description of the ground truths that an environment needs, function that classifies a ground truth).
 
-    The function returns None if the truth can be compared, "as text" if only the same text matches, "never" if no
-    response matches, and "wrong" for a value that the environment rejects or does not compare.
+    The function returns None if responses can be compared with the ground truth, "as text" if only the same text
+    matches, "never" if no response matches, and "wrong" for a value that the environment rejects or does not compare.
     """
     if name == "code":
         return "tests: inputs and outputs, or asserts", _of_code
@@ -193,15 +198,15 @@ def _read_by_math_verify(text: str) -> str | None:
     try:
         from math_verify import parse
         from math_verify.parser import LatexExtractionConfig
-    except ImportError:  # the environment reports that it is missing
+    except ImportError:  # the environment reports the missing package
         return None
     logger = logging.getLogger("math_verify")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        # the library's time limit needs the main thread; a ground truth is short
+        # the library's time limit needs the main thread; a short text needs no limit
         found = parse("\\boxed{" + text[:2000] + "}", (LatexExtractionConfig(),), parsing_timeout=None)
-    except Exception:  # noqa: BLE001 - whatever it raises, it reads nothing
+    except Exception:  # noqa: BLE001 - any exception means that it cannot parse the text
         found = []
     finally:
         logger.setLevel(level)
@@ -216,7 +221,9 @@ _SAID: set[str] = set()
 
 
 def note_as_said(finding: Finding) -> Finding:
-    """Record a finding that is reported elsewhere to the user, so that the run does not repeat it."""
+    """Record that a problem was already reported to the user, so that the run does not report it again. Return the
+    problem.
+    """
     _SAID.add(str(finding))
     return finding
 

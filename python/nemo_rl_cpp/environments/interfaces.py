@@ -16,8 +16,9 @@ MetadataT = TypeVar("MetadataT")
 
 
 class WeightedParts(dict[str, "Tensor"]):
-    """Unweighted components of a reward, name -> [B]; `weights` are their weights in the total. The estimator gdpo
-    weighs the components itself, after it has normalized each."""
+    """Unweighted components of a reward, name -> [B], with their weights in the total, `weights`. They are unweighted
+    because the estimator gdpo normalizes each component before it applies the weights.
+    """
 
     def __init__(self, parts: "Mapping[str, Tensor]", weights: Mapping[str, float]) -> None:
         super().__init__(parts)
@@ -25,7 +26,7 @@ class WeightedParts(dict[str, "Tensor"]):
 
     @staticmethod
     def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """Return `parts` with the weights of `given`, if it has any."""
+        """Return `parts`, with the weights of `given` if it has weights."""
         return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
 
 
@@ -33,14 +34,16 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     """The result of an environment for a batch of conversations.
 
     Attributes:
-        observations: [B] the next message: {"role", "content"}. Empty content adds no token.
-        metadata: [B] the state of each conversation, passed to the next step. `mask_sample: True` in a mapping excludes
-            the conversation from training, for instance if its verifier failed; the last step's value counts.
-        next_stop_strings: [B] stop strings of the next turn, None for those of the generation configuration.
-        rewards: [B] reward of this turn (summed over turns), or a dictionary of components [B], which are summed,
+        observations: [B] the next message of each conversation, {"role", "content"}. Empty content adds no token.
+        metadata: [B] the state of each conversation, passed to the next step. If it is a mapping with `mask_sample:
+            True`, the conversation is not trained on, for instance because its verifier failed; the value of the last
+            step counts.
+        next_stop_strings: [B] stop strings of the next turn; None for those of the generation configuration.
+        rewards: [B] reward of this turn, or a dictionary of components [B]. Turns are summed, and so are components,
             with `WeightedParts` by their weights.
-        terminateds: [B] true if the conversation has ended.
-        answers: [B] the answers extracted from the responses, or None if they were not requested."""
+        terminateds: [B] whether the conversation has ended.
+        answers: [B] the answers extracted from the responses, or None if they were not requested.
+    """
 
     observations: list[dict[str, str]]
     metadata: list[MetadataT]
@@ -51,8 +54,9 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 
 def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
-    """Validate the result of an environment's `step` for `size` conversations: an EnvironmentReturn, or a plain
-    sequence of the same six fields. Raise ValueError, which names the task, for anything else."""
+    """Return the result of an environment's `step` for `size` conversations as an EnvironmentReturn; a plain sequence
+    of the same six fields is accepted. Raise ValueError, which names the task, for anything else.
+    """
     fields = EnvironmentReturn._fields
     if not isinstance(answer, (tuple, list)) or len(answer) != len(fields):
         given = f"{len(answer)} things" if isinstance(answer, (tuple, list)) else type(answer).__name__
@@ -77,37 +81,40 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
 
 
 class Environment(Protocol):
-    """The interface of environments: a run uses only these five names.
+    """The interface of environments. A run uses only the five names below.
 
     A method may have `.remote(...)`, as those of `EnvironmentInterface.remote(...)` do. The run then starts the call,
-    continues, and waits for the result later; calls of one environment never overlap. An exception in a method ends the
-    run; the message names the environment.
+    continues, and waits for the result later. Calls of one environment never overlap. An exception in a method ends the
+    run, with a message that names the environment.
     """
 
     scores_rows_alone: bool
     """Whether a conversation's result depends only on that conversation. If True, rollouts may call `step` with some
-    rows of a batch while others are still generated."""
+    rows of a batch while the others are still generated."""
     runs_rollouts: bool
-    """Whether its agents make the rollouts, over the policy's HTTP server; `step` is then not called."""
+    """Whether agents of the environment make the rollouts, through the policy's HTTP server. If True, `step` is not
+    called."""
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
-        """Do one turn of B conversations, each of which ends with a message of the model.
+        """Do one turn of B conversations, each of which ends with a message of the model, and return the result.
 
-        `metadata` holds per conversation the data set's metadata, or what the last `step` returned. Every field of the
-        result has one entry per conversation, in order; a plain sequence of the same six fields is also accepted.
+        `metadata` has one entry per conversation: the data set's metadata, or what the previous `step` returned. Every
+        field of the result has one entry per conversation, in the same order. A plain sequence of the same six fields
+        is also accepted.
         """
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return metrics gathered since the last call, for the logs of the step. A run calls the method once after the
-        rollouts of a step."""
+        """Return the metrics gathered since the last call, which are logged with the step. A run calls the method once
+        after the rollouts of a step.
+        """
 
     def shutdown(self) -> None:
-        """End the environment's processes. Only `shutdown` itself may be called afterwards; it then does nothing."""
+        """End the environment's processes. Afterwards only `shutdown` may be called, which then does nothing."""
 
 
 class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
-    """The base class of environments: an `Environment` with one more method of NeMo RL. Receives conversations, returns
-    observations and rewards.
+    """The base class of environments: an `Environment` with one further method of NeMo RL. It receives conversations
+    and returns observations and rewards.
 
     `Environment.remote(...)` returns a handle whose methods can run concurrently with the caller:
     `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. A directly constructed object also works.
@@ -116,21 +123,25 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     scores_rows_alone: bool = False
     runs_rollouts: bool = False
     can_be_asked_again: bool = False
-    """Whether results depend only on `step`'s arguments, so that a lost Ray actor is restarted and called again."""
+    """Whether results depend only on `step`'s arguments. If True, a lost Ray actor is restarted and called again."""
 
     @abc.abstractmethod
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """Do one turn of conversations that end with the model's message (role "assistant")."""
+        """Do one turn of conversations that end with a message of the model (role "assistant"), and
+        return the result.
+        """
 
     def global_post_process_and_metrics(self, batch: "BatchedDataDict") -> "tuple[BatchedDataDict, dict]":
-        """Finish a whole batch of rollouts and return its metrics. NeMo RL's validation calls this; our runs do not."""
+        """Return a whole batch of rollouts after post-processing, and its metrics. NeMo RL's validation calls this
+        method; this package does not.
+        """
         return batch, {}
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return metrics gathered over the steps since the last call; none by default."""
+        """Return the metrics gathered since the last call; by default none."""
         return {}
 
     def shutdown(self) -> None:
-        """End the environment's processes. Idempotent."""
+        """End the environment's processes. Further calls do nothing."""

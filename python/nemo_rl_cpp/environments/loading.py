@@ -1,4 +1,4 @@
-"""Finds environments and reward functions by name, and holds the environments of a run."""
+"""The lookup of environments and reward functions by name, and the environments of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 
 
 def environment_target(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> str:
-    """Return the dotted name of an environment's class. Raise LoadingError for an unknown name."""
+    """Return the dotted name of the class for a registered name; a dotted name is returned unchanged. Raise
+    LoadingError for any other name.
+    """
     if name in registry:
         return registry[name]["actor_class_fqn"]
     if "." not in name:
@@ -33,8 +35,9 @@ def environment_target(name: str, registry: Mapping[str, EnvironmentEntry] = ENV
 
 
 def environment_class(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> type[EnvironmentInterface]:
-    """Import the class of a registered or dotted name. Raise LoadingError for a class without the environment
-    interface."""
+    """Return the environment class with a registered or dotted name. Raise LoadingError if it does not have the
+    interface of environments.
+    """
     found = import_object(environment_target(name, registry), "environment")
     check_environment_class(found, name)
     return found
@@ -52,8 +55,9 @@ def check_environment_class(found: object, name: str) -> None:
 
 
 def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
-    """Return the reward function of a dotted name, or the function itself. Raise LoadingError if it cannot be
-    called."""
+    """Return the reward function with a dotted name; a function is returned unchanged. Raise LoadingError if the result
+    cannot be called.
+    """
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
         raise LoadingError(
@@ -63,10 +67,11 @@ def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
 
 
 def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | None = None) -> None:
-    """Register a class by its dotted name for `create_env` and for configurations.
+    """Register an environment class, given by its dotted name, so that `create_env` and configurations can use it as
+    `env_name`.
 
-    `section` lists the keys of `env.<env_name>`; without it any key is accepted. Raise ValueError if the name
-    is taken.
+    `section` describes the keys of `env.<env_name>`; without it any key is accepted. Raise ValueError if the name is
+    taken.
     """
     if env_name in ENV_REGISTRY:
         raise ValueError(f"Env name {env_name} already registered as {ENV_REGISTRY[env_name]['actor_class_fqn']}")
@@ -78,9 +83,10 @@ def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | N
 def create_env(
     env_name: str, env_config: Mapping[str, object] | None = None, actors: ActorSettings | None = None
 ) -> EnvironmentInterface:
-    """Make an environment of a registered or dotted name from its section, and return a handle to it (see
-    `Environment.remote`). With `actors` it runs in a Ray actor; Ray is started if needed. Raise ValueError for
-    an unknown name, or a class without the environment interface."""
+    """Make an environment with a registered or dotted name from its section, and return a handle to it (see
+    `Environment.remote`). With `actors` it runs in a Ray actor, and Ray is started if needed. Raise ValueError for an
+    unknown name, or for a class without the interface of environments.
+    """
     environment = environment_class(env_name, ENV_REGISTRY)
     try:
         settings = dict(env_config or {})
@@ -96,11 +102,11 @@ def create_env(
 
 @dataclass
 class Environments:
-    """Environments by task name.
+    """The environments of a run, by task name.
 
     Attributes:
-        train: score the responses of training.
-        validation: score the responses of validations.
+        train: environments that score the responses of training.
+        validation: environments that score the responses of validation.
         owned: whether `close` ends them; environments passed in by a caller stay alive.
     """
 
@@ -109,8 +115,9 @@ class Environments:
     owned: bool = True
 
     def close(self, patience: float | None = None) -> None:
-        """End the processes of every environment once. An environment that does not answer for `patience` seconds is
-        abandoned."""
+        """End the processes of every environment, once. Abandon an environment that does not answer for `patience`
+        seconds; None waits.
+        """
         if not self.owned:
             return
         self.owned = False
@@ -118,7 +125,7 @@ class Environments:
         for environment in different.values():
             end = partial(shut_down, environment, patience)
             try:
-                # in the thread of the run's calls, if there is time: a client belongs to the event loop that used it
+                # if there is time, in the thread of the run's calls: a client belongs to the event loop that used it
                 serve(end) if patience is None else end()
             except TimeoutError:
                 print("an environment hangs and is left behind", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Mathematics: right or wrong, or with three rewards for GDPO."""
+"""Environments for mathematics: one gives reward 1 or 0, the other three reward components for GDPO."""
 
 import re
 from collections.abc import Mapping
@@ -40,7 +40,9 @@ _VERIFIERS: dict[str, type] = {
 
 
 class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
-    """Scores the model's joined messages against `metadata["ground_truth"]` with 1 or 0, and ends the conversation."""
+    """An environment that compares the model's joined messages with `metadata["ground_truth"]`, gives reward 1 or 0,
+    and ends the conversation.
+    """
 
     scores_rows_alone = True
 
@@ -57,8 +59,9 @@ class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
         metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
-        """Score the responses. Observations are "Environment: correct" or "Environment: incorrect"; `answers` are
-        returned on request."""
+        """Score the responses. Observations are "Environment: correct" or "Environment: incorrect". `answers` is None
+        unless `return_extracted_answer`.
+        """
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         truths = [truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
@@ -72,14 +75,15 @@ _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
 
 
 class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata]):
-    """Scores a response of the form `<think>...</think>`, a line feed, `<answer>...</answer>`. Each component is 1 or
-    0:
+    """An environment for responses of the form `<think>...</think>`, a line feed, `<answer>...</answer>`. It gives
+    three reward components, each 1 or 0:
 
-    - `reward/correctness`: the text between the answer's tags equals the ground truth exactly;
-    - `reward/integer`: that text consists of digits;
-    - `reward/format`: the whole response has the form, with one pair of answer tags.
+    - `reward/correctness`: the text between the answer tags equals the ground truth exactly.
+    - `reward/integer`: that text consists only of digits.
+    - `reward/format`: the whole response has this form, with exactly one pair of answer tags.
 
-    A response without tags is treated as the answer. `total_reward` of a rollout is the sum of the three."""
+    A response without tags is treated as the answer. `total_reward` of a rollout is the sum of the components.
+    """
 
     scores_rows_alone = can_be_asked_again = True
 
@@ -90,7 +94,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
-        """Score the responses and end the conversations; observations are as in `MathEnvironment`."""
+        """Score the responses and end the conversations. Observations are those of `MathEnvironment`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [extract_answer(response) for response in responses]
         scores = [
@@ -110,5 +114,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
 
 
 def extract_answer(response: str) -> str:
-    """Return the text after the last `<answer>`, up to the `</answer>` that follows."""
+    """Return the stripped text after the last `<answer>`, up to the next `</answer>`; without tags, the
+    whole response.
+    """
     return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()

@@ -1,4 +1,4 @@
-"""Tasks of the reasoning_gym package, scored by the package's scorers."""
+"""An environment for tasks of the package reasoning_gym, which scores responses with the package's scorers."""
 
 import importlib.util
 import re
@@ -12,14 +12,15 @@ from nemo_rl_cpp.environments.single_turn import VerifyingEnvironment, assistant
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import GymEntry, ReasoningGymVerifyWorker
 
-_NEXT_QUESTION = "\n\nQuestion:"  # follows a multi-line answer in the data set `reasoning_gym`
+_NEXT_QUESTION = "\n\nQuestion:"  # ends a multi-line answer in the data set `reasoning_gym`
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(text: str, answer_format: str = "auto", several_lines: bool = False) -> str:
-    """Return the answer in a response: the last `<answer>...</answer>` ("tag"), the first nonempty line ("line"), or
-    the tag if there is one and otherwise the line ("auto"). For a task whose answers have `several_lines`, "auto"
-    without a tag returns the whole response up to the next question of a few-shot prompt."""
+    """Return the answer in a response. `answer_format` "tag" selects the last `<answer>...</answer>` ("" without tags),
+    "line" the first nonempty line, and "auto" the tag if there is one, otherwise the line. For tasks whose answers have
+    `several_lines`, "auto" without a tag returns everything up to the next question of a few-shot prompt.
+    """
     tagged = _TAGGED.findall(text) if answer_format in ("auto", "tag") else []
     if tagged:
         return tagged[-1].strip()
@@ -31,19 +32,21 @@ def extract_answer(text: str, answer_format: str = "auto", several_lines: bool =
 
 
 class ReasoningGymMetadata(TypedDict):
-    """The part of a question that the environment reads: the entry of the task's data set, and the task's name."""
+    """The part of a sample that the environment reads: the entry of the task's data set, and the task's name."""
 
     reasoning_gym_entry: GymEntry
     reasoning_gym_task: NotRequired[str]
 
 
 class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
-    """Reward: reasoning_gym's score of the answer, in [0, 1].
+    """An environment whose reward is reasoning_gym's score of the answer, in [0, 1].
 
-    `metadata["reasoning_gym_entry"]` is the entry of the task's data set ({"question", "answer", "metadata"}),
-    `metadata["reasoning_gym_task"]` the task's name (the entry's `source_dataset` if missing).
+    `metadata["reasoning_gym_entry"]` is the entry of the task's data set ({"question", "answer", "metadata"}).
+    `metadata["reasoning_gym_task"]` is the task's name, by default the entry's `source_dataset`.
 
-    cfg: answer_format "auto" (default), "tag" or "line" (see `extract_answer`), and the keys of `PoolOptions`.
+    Args:
+        cfg: `answer_format`, which is "auto" (default), "tag" or "line" (see `extract_answer`), and the keys of
+            `PoolOptions`.
     """
 
     scores_rows_alone = True

@@ -1,13 +1,13 @@
-"""`Class.remote(...)`: creates an object whose methods can also be called as `method.remote(...)`.
+"""`Class.remote(...)`: it makes an object whose methods can also be called as `method.remote(...)`.
 
-If this program has started or joined Ray, the object lives in a Ray actor (`RayEnvironment`), and `ray.get` waits for a
-result. Otherwise it lives in this process, and the calls of one object run one after another, as in an actor. Calls of
-a custom class run in the thread of user code (`user_code.py`); an environment of this package has its own thread, so
-that several run concurrently. `nemo_rl_cpp.distributed.get` waits for results of both kinds.
+If this program has started or joined Ray, the object is in a Ray actor (`RayEnvironment`), and `ray.get` waits for a
+result. Otherwise it is in this process, and the calls of one object run one after another, as in an actor. Calls of a
+custom class run in the thread of user code (`user_code.py`). An environment of this package has its own thread, so that
+several run concurrently. `nemo_rl_cpp.distributed.get` waits for results of both kinds.
 
 An actor runs its calls in the main thread of its process, one after another, because user code may set signal handlers
 there. It has neither concurrency groups nor async methods, with which Ray would use other threads. If results depend
-only on the conversation (`can_be_asked_again`), Ray restarts a lost actor and repeats the call.
+only on the arguments (`can_be_asked_again`), Ray restarts a lost actor and repeats the call.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.errors import in_user_code
 from nemo_rl_cpp.user_code import call_any, call_user, is_users, runs_here
 
-START_SECONDS = 300.0  # time for an actor to make its environment
-DEADLINE_S = 1800.0  # per call of an actor that a different process made
-_END_SECONDS = 10.0  # time for an environment to end its processes
+START_SECONDS = 300.0  # for an actor to make its environment
+DEADLINE_S = 1800.0  # for a call of an actor that another process made
+_END_SECONDS = 10.0  # for an environment to end its processes
 
 
 # ---- in a Ray actor
@@ -40,12 +40,12 @@ _END_SECONDS = 10.0  # time for an environment to end its processes
 
 @dataclass(frozen=True)
 class ActorSettings:
-    """Settings of the environments' actors.
+    """The settings of the environments' actors.
 
     Attributes:
         deadline: the maximum seconds per call.
-        restarts: how often an actor is restarted.
-        cpus: of a Ray cluster that this process starts.
+        restarts: how often an actor may be restarted.
+        cpus: the number of CPUs of a Ray cluster that this process starts.
     """
 
     deadline: float
@@ -54,26 +54,28 @@ class ActorSettings:
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> ActorSettings:
-        """Read the section `cluster`."""
+        """Return the settings in the section `cluster`."""
         cpus = cluster.processes * (cluster.cpus_per_worker or 1)
         return cls(cluster.communication_timeout_s, cluster.environment_restarts, cpus)
 
 
 class EnvironmentActor:
-    """Runs in an actor: one environment, made at the first call, so that errors of its constructor reach the caller."""
+    """The class of the actors. An actor has one environment, which it makes at the first call, so that errors of the
+    constructor reach the caller.
+    """
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
-        """Take `make` pickled, because unpickling it imports the modules of the environment."""
+        """Store `make`, which is pickled because unpickling it imports the environment's modules."""
         enter(folder, variables)
         self._make, self._environment = make, None
 
     def start(self) -> None:
-        """Make the environment, unless it exists; raise the error of its constructor."""
+        """Make the environment, unless it exists. Raise the errors of its constructor."""
         if self._environment is None:
             self._environment = _told(lambda: pickle.loads(self._make)())
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, object]) -> object:
-        """Call a method of the environment by name."""
+        """Call the environment's method `method` and return its result."""
         self.start()
         return _told(lambda: getattr(self._environment, method)(*args, **kwargs))
 
@@ -85,8 +87,9 @@ class EnvironmentActor:
 
 
 def _told(call: Callable[[], Any]) -> Any:
-    """Return the result of a call of user code. Attach to an exception its traceback and the sentence about the user
-    code, whose location is known only in this process."""
+    """Return the result of a call of user code. If it raises, attach to the exception its traceback and the sentence
+    that locates the error in user code, which only this process knows.
+    """
     try:
         return call_user(call)
     except BaseException as error:
@@ -99,13 +102,13 @@ def _told(call: Callable[[], Any]) -> Any:
 
 
 class RayMethod:
-    """A method of a `RayEnvironment`: start it with `.remote(...)`, or call it and wait."""
+    """A method of a `RayEnvironment`: `.remote(...)` starts it, and a direct call also waits for the result."""
 
     def __init__(self, environment: RayEnvironment, name: str) -> None:
         self._environment, self._name = environment, name
 
     def remote(self, *args: object, **kwargs: object) -> object:
-        """Return a Ray ObjectRef of the result."""
+        """Start the call and return a Ray ObjectRef of the result."""
         actor = self._environment._actor
         return actor.end.remote() if self._name == "shutdown" else actor.call.remote(self._name, args, kwargs)
 
@@ -116,7 +119,9 @@ class RayMethod:
 
 
 class RayEnvironment:
-    """A handle to an environment in an actor. Other actors may receive it; its creator ends the actor with `close`."""
+    """A handle to an environment in an actor. It may be passed to other actors; only its creator can end the actor with
+    `close`.
+    """
 
     def __init__(self, cls: type, actor: Any, deadline: float, held: bool = False) -> None:
         self._cls, self._actor, self.deadline, self._held = cls, actor, deadline, held
@@ -134,7 +139,7 @@ class RayEnvironment:
         return RayMethod(self, name) if callable(value) else value
 
     def close(self, patience: float | None = None) -> None:
-        """End the environment's processes and its actor, and Ray if nothing else uses it. Idempotent."""
+        """End the environment's processes and its actor, and Ray if nothing else uses it. Further calls do nothing."""
         if not self._held:
             return
         self._held = False
@@ -151,7 +156,9 @@ class RayEnvironment:
 def ray_environment(
     cls: type, args: tuple, kwargs: dict[str, object], settings: ActorSettings | None = None, options: dict[str, Any] | None = None
 ) -> RayEnvironment:  # fmt: skip
-    """Make an environment of this class in an actor; `options` are its Ray options. Raise the constructor's error."""
+    """Make an environment of class `cls` in an actor with Ray's `options`, and return a handle. Errors of the
+    constructor are raised here, and TimeoutError if the actor does not start.
+    """
     settings = ActorSettings.of(ClusterConfig()) if settings is None else settings
     ray = hold_ray(settings.cpus)
     actor = None
@@ -161,7 +168,7 @@ def ray_environment(
         made = {
             "num_cpus": 0,
             "max_restarts": settings.restarts if cls.can_be_asked_again else 0,
-            # restarts are limited, not retries: if a node dies, Ray retries a call several times before a restart
+            # only restarts are limited: if a node dies, Ray retries a call several times before it restarts the actor
             "max_task_retries": -1 if cls.can_be_asked_again else 0,
             **(options or {}),
             "runtime_env": {**given, "env_vars": variables},
@@ -187,7 +194,7 @@ def ray_environment(
 
 
 class RemoteMethod:
-    """A method of a `LocalActor`: call it, or start it with `.remote(...)`."""
+    """A method of a `LocalActor`: `.remote(...)` starts it, and a direct call also waits for the result."""
 
     def __init__(self, actor: LocalActor, method: Callable[..., object]) -> None:
         self._actor = actor
@@ -197,14 +204,14 @@ class RemoteMethod:
         return self.remote(*args, **kwargs).result()
 
     def remote(self, *args: object, **kwargs: object) -> Future:
-        """Start the call and return at once."""
+        """Start the call and return a future."""
         return self._actor._submit(partial(self._method, *args, **kwargs))
 
 
 class LocalActor:
-    """A handle to an object of this process, with the interface of a Ray actor.
+    """A handle to an object in this process, with the interface of a Ray actor.
 
-    Its thread starts with the first `.remote` call and is a daemon, so it never keeps the program from ending.
+    Its thread starts with the first call. It is a daemon, so it does not keep the program from ending.
     """
 
     def __init__(self, instance: object) -> None:
@@ -227,13 +234,13 @@ class LocalActor:
         future = Future()
         if is_users(type(self._instance)):
             call = partial(call_user, call)
-        # an object that calls itself must not wait for itself, nor a thread for its own calls
+        # an object that calls itself must not wait for its own thread
         if threading.current_thread() is self._thread or runs_here():
             future.run(call)
             return future
         with self._lock:
             if self._thread is None:
-                # the thread must not keep the actor alive, hence no bound method
+                # a bound method would keep the actor alive as long as the thread
                 self._thread = threading.Thread(target=_work, args=(self._calls,), daemon=True)
                 self._thread.start()
         self._calls.put((future, call))
@@ -248,16 +255,20 @@ def _work(calls: queue.SimpleQueue) -> None:
 
 
 class Remotable:
-    """Adds `Class.remote(...)` and `Class.options(...).remote(...)` to a class, as Ray's decorator does."""
+    """A base class that adds `Class.remote(...)` and `Class.options(...).remote(...)` to a class, as Ray's decorator
+    does.
+    """
 
     @classmethod
     def remote(cls, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
-        """Make an object and return a handle: in a Ray actor if Ray is in use, otherwise in this process."""
+        """Make an object and return a handle to it. It is in a Ray actor if Ray is in use, otherwise in
+        this process.
+        """
         return _Options(cls, {}).remote(*args, **kwargs)
 
     @classmethod
     def options(cls, **options: object) -> _Options:
-        """Return the class with Ray's options for its actor. Raise ValueError for GPUs without Ray."""
+        """Return the class with Ray's options for its actor. Raise ValueError if GPUs are requested without Ray."""
         if options.get("num_gpus") and ray_in_use() is None:
             raise ValueError(
                 f"{cls.__name__}.options(num_gpus={options['num_gpus']}): environments of this process run without GPUs; start Ray "
@@ -267,7 +278,7 @@ class Remotable:
 
 
 class _Options:
-    """A class with Ray's options."""
+    """A class with Ray's options for its actors."""
 
     def __init__(self, cls: type, options: dict[str, object]) -> None:
         self._cls, self._options = cls, options
@@ -282,11 +293,15 @@ class _Options:
 
 
 class EnvironmentLostError(WorkerLostError):
-    """Raised if an environment's actor has ended for good or does not answer; the message names the environment."""
+    """Raised if an environment's actor has ended and is not restarted, or does not answer; the message names the
+    environment.
+    """
 
 
 def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
-    """Call `handle.method(...)`. If it has `.remote`, return a future or Ray ObjectRef; otherwise return the result."""
+    """Call `handle.method(...)`. If the method has `.remote`, start the call and return a future or a Ray ObjectRef;
+    otherwise return the result.
+    """
     function = getattr(handle, method)
     if hasattr(function, "remote"):
         return function.remote(*args, **kwargs)
@@ -294,9 +309,9 @@ def call_remote(handle: object, method: str, *args: object, **kwargs: object) ->
 
 
 def answer_of(handle: object, result: object, name: str) -> Any:
-    """Wait for the result of `call_remote`. Error messages name the environment by `name`.
+    """Wait for the result of `call_remote` and return it. `name` is the environment's name in error messages.
 
-    Raise the method's exception, or EnvironmentLostError if an actor is gone or misses its deadline
+    Raise the method's exception, or EnvironmentLostError if an actor is lost or misses its deadline
     (`cluster.communication_timeout_s`). A call in this process has no deadline, because it runs user code.
     """
     ray = ray_in_use()
@@ -322,8 +337,9 @@ def _why_for_good(handle: object) -> str:
 
 
 def shut_down(handle: object, patience: float | None = None) -> None:
-    """End an environment's processes and its actor. Raise TimeoutError if it does not answer for `patience` seconds;
-    None waits indefinitely for an environment in this process."""
+    """End an environment's processes and its actor. Raise TimeoutError if it does not answer for `patience` seconds.
+    With None, wait without limit for an environment in this process.
+    """
     if isinstance(handle, RayEnvironment):
         handle.close(patience)
         return

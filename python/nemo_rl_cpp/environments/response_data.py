@@ -1,4 +1,4 @@
-"""Makes the data sets of a run and the environments that score them, from the sections `data` and `env`."""
+"""The data sets of a run and the environments that score them, made from the sections `data` and `env`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Datasets = AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
 
 
 class _Tasks:
-    """Rows, processors and environments of one side (training or validation), by task name."""
+    """The rows, processors and environments of training or of validation, by task name."""
 
     def __init__(self) -> None:
         self.datasets: dict[str, list[Indexed[Row]]] = {}
@@ -56,7 +56,9 @@ class _Tasks:
 
 
 def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
-    """Return the sections of both sides with defaults filled in. Raise ValueError for errors found without loading."""
+    """Return the sections of training and validation with defaults filled in. Raise ValueError for mistakes that can be
+    found before data is loaded.
+    """
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "
@@ -84,9 +86,9 @@ class ResponseData:
 
     Attributes:
         train: one data set, or with `data.use_multiple_dataloader` one per task name.
-        validation: everything held out by split_validation_size and everything in `data.validation`, as one data set.
-        environments: for training, by task name; empty without `env_configs`.
-        val_environments: the same for validation.
+        validation: one data set of all rows that split_validation_size holds out and all rows in `data.validation`.
+        environments: the environments of training, by task name; empty without `env_configs`.
+        val_environments: the environments of validation, by task name.
     """
 
     train: Datasets
@@ -102,11 +104,12 @@ def load_response_data(
     max_total_sequence_length: int | None = None,
     actors: ActorSettings | None = None,
 ) -> ResponseData:
-    """Load the data sets of a run, and with `env_configs` make each environment that a section names, in Ray actors
-    with `actors`.
+    """Load the data sets of a run. With `env_configs`, also make each environment that a section names; with `actors`,
+    make them in Ray actors.
 
-    Warn of prompts that are cut (`data.max_input_seq_length`) or fill `max_total_sequence_length`, and of ground truths
-    that cannot be matched. Raise ValueError if this affects all rows of a section."""
+    Warn of prompts that will be truncated (`data.max_input_seq_length`) or that reach `max_total_sequence_length`, and
+    of ground truths that no response can match. Raise ValueError if this is true of all rows of a section.
+    """
     config = as_written(data_config)
     sides = _filled_sections(config, env_configs)
     max_length = as_model(config, DataConfig, "data").max_input_seq_length

@@ -1,4 +1,4 @@
-"""Plain Python functions as an environment: `reward_funcs=my_function` is all that a notebook needs."""
+"""An environment made of plain Python functions: in a notebook, `reward_funcs=my_function` is enough."""
 
 import inspect
 import math
@@ -19,14 +19,14 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """Return the name of a function or of a partial's function; for any other object the name of its class."""
+    """Return the name of a function or of a partial's function, and for any other object the name of its class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
-    """Return a distinct name per function; repeated names are numbered (`<lambda>_1`, `<lambda>_2`)."""
+    """Return one distinct name per function; repeated names are numbered (`<lambda>_1`, `<lambda>_2`)."""
     names = [function_name(function) for function in functions]
     taken = {name for name in names if names.count(name) == 1}
     distinct = []
@@ -42,7 +42,9 @@ def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
-    """Return a reward function's result as finite numbers or None. Raise ValueError unless it is one per completion."""
+    """Return the result of a reward function as a list of finite numbers and None. Raise ValueError unless there is one
+    per completion.
+    """
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
@@ -51,7 +53,7 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
         raise ValueError(f"{wanted}, but returned {_described(returned)}")
     if hasattr(returned, "tolist"):
         values = returned.tolist()
-    else:  # an iterator may have no end
+    else:  # an iterator may be endless
         values = list(returned if hasattr(returned, "__len__") else islice(returned, rows + 1))
     if len(values) != rows:
         raise ValueError(f"reward function {name} returned {len(values)} rewards for {rows} completions")
@@ -63,7 +65,7 @@ def _number(name: str, value: object, row: int) -> float | None:
         return None
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
-            value.close()  # prevents Python's warning that it was never awaited
+            value.close()  # prevents Python's warning that the coroutine was never awaited
         raise ValueError(
             f"reward function {name} returned a coroutine for completion {row}: make the function async and await each of them"
         )
@@ -76,7 +78,7 @@ def _number(name: str, value: object, row: int) -> float | None:
 
 
 def finite_number(value: object, what: str) -> float:
-    """Return `value` as a number. Raise ValueError, which names `what`, unless it is finite."""
+    """Return `value` as a float. Raise ValueError, which names `what`, unless it is a finite number."""
     number = _as_number(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} is {_described(value)}; it must be a finite number")
@@ -84,7 +86,7 @@ def finite_number(value: object, what: str) -> float:
 
 
 def _as_number(value: object) -> float:
-    """Return the value as a float; NaN if it is no number."""
+    """Return the value as a float, or NaN if it is not a number."""
     try:
         return math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -100,33 +102,33 @@ def _described(value: object) -> str:
 
 RewardFunction = Callable[..., Sequence[float | None]]
 Columns = dict[str, list[object]]
-"""The columns of a batch by name, each with one entry per sample."""
+"""Column name -> values, one per sample of the batch."""
 Info = Mapping[str, object] | None
-"""The columns of one sample."""
+"""Column name -> value, for one sample."""
 
 
 class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
-    """Rewards from one function or the (weighted) sum of several.
+    """An environment whose reward is the result of one function, or the (weighted) sum of the results of several.
 
-    A function is called with keywords: `prompts` and `completions` (lists of texts, [B]) and every column of the
-    samples' `extra_env_info` as a list, `ground_truth` for instance; it returns B numbers. A function without
-    `**kwargs` gets only the columns that it names. If it returns None for a sample, it is ignored for that sample. An
-    async function is awaited.
+    A function is called with keyword arguments: `prompts` and `completions` (lists of B strings), and every column of
+    the samples' `extra_env_info` as a list, such as `ground_truth`. It returns B numbers. A function without `**kwargs`
+    gets only the columns that it names. If it returns None for a sample, it does not count for that sample. An async
+    function is awaited.
 
     Args:
-        reward_funcs: a function, several, dotted names of them, or the environment's section of a configuration:
+        reward_funcs: a function, several, their dotted names, or the environment's section of a configuration:
             {"functions": [dotted names], "weights": [numbers], "names": [names]}.
-        weights: one factor per function; 1 if not given.
-        names: the functions' names in logs; by default those in the code.
+        weights: one factor per function; 1 by default.
+        as_parts: make each function's reward a component `reward/<function name>`, for `adv_estimator.name: gdpo`. None
+            becomes 0. The components are unweighted and the weights apply to their total, because gdpo normalizes
+            components before it applies weights.
+        names: the names of the functions in logs; by default those in the code.
 
-    With `as_parts` each function's reward is a component, `reward/<function name>`, for `adv_estimator.name: gdpo`;
-    None becomes 0. The components are unweighted, and the weights apply to their total, because gdpo normalizes the
-    components before it weighs them.
-
-    Raises ValueError if a function returns anything but one finite number (or None) per completion, or requires a
-    column that the samples do not have. An exception in a function reaches the caller, with a message that names the
-    function and its line. Metric with several functions: `rewards/<function name>`, its mean; repeated names are
-    numbered."""
+    A call raises ValueError if a function returns anything but one finite number (or None) per completion, or requires
+    a column that the samples do not have. An exception in a function is raised to the caller, with a message that names
+    the function and the line. If there are several functions, the metric `rewards/<function name>` is each function's
+    mean; repeated names are numbered.
+    """
 
     can_be_asked_again = True
 
@@ -193,27 +195,28 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         return result._replace(rewards=WeightedParts(parts, self.weight_of_name))
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Raise ValueError if a function requires a column that no sample has; `names` are the columns that some
-        samples have."""
+        """Raise ValueError if a function requires a column that is not in `names`, the columns that at least one sample
+        has.
+        """
         columns: Columns = {name: [] for name in (*names, "prompts", "completions")}
         for function, name in zip(self._functions, self._names):
             _asked_for(function, name, columns)
 
     @property
     def described(self) -> list[str]:
-        """The functions' names and weights for the model card."""
+        """The names of the functions with their weights, for the model card."""
         return [
             name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in zip(self._names, self._weights)
         ]
 
     @property
     def weight_of_name(self) -> dict[str, float]:
-        """Each function's weight by its name."""
+        """Function name -> weight."""
         return dict(zip(self._names, self._weights))
 
     @property
     def weights_by_name(self) -> list[float]:
-        """The weights in the order of the functions' names."""
+        """The weights, sorted by the names of the functions."""
         return [weight for _, weight in sorted(self.weight_of_name.items())]
 
     def pop_metrics(self) -> dict[str, float]:
@@ -256,7 +259,7 @@ def _call(function: RewardFunction, name: str, columns: Columns, rows: int) -> l
 
 
 def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns:
-    """Return the columns that a function takes. Raise ValueError if it requires a missing column."""
+    """Return the columns that a function takes. Raise ValueError if it requires a column that does not exist."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
@@ -279,7 +282,7 @@ def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns
 
 
 def _missing_column(columns: Columns, error: BaseException) -> str:
-    """Return a hint for a KeyError about a column that the samples do not have."""
+    """Return a hint for a KeyError about a column that the samples do not have, or "" for any other error."""
     if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
         return ""
     return f"the samples have no column {error.args[0]!r}, they have {', '.join(sorted(columns))}"

@@ -1,4 +1,4 @@
-"""Single-turn environments, including those whose verifiers run in processes."""
+"""Base classes of single-turn environments, among them those whose verifiers run in processes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
@@ -19,17 +19,17 @@ class GroundTruth(TypedDict):
 
 
 def truth_text(truth: object) -> str:
-    """Return the text of a ground truth; "" for null, lists, mappings and booleans, which have no text."""
+    """Return a ground truth as text; "" for null, lists, mappings and booleans, which have no text."""
     return str(truth) if isinstance(truth, (str, int, float)) and not isinstance(truth, bool) else ""
 
 
 def assistant_text(message_log: LLMMessageLogType) -> str:
-    """Return the joined messages of the model in a conversation."""
+    """Return the joined contents of the model's messages in a conversation."""
     return "".join(str(message["content"]) for message in message_log if message["role"] == "assistant")
 
 
 def prompt_text(message_log: LLMMessageLogType) -> str:
-    """Return the joined messages before the model's first message."""
+    """Return the joined contents of the messages before the model's first message."""
     texts = []
     for message in message_log:
         if message["role"] == "assistant":
@@ -39,12 +39,14 @@ def prompt_text(message_log: LLMMessageLogType) -> str:
 
 
 def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
-    """Return the observations "Environment: correct" or, for a score of 0, "Environment: incorrect"."""
+    """Return the observations: "Environment: incorrect" for a score of 0, and "Environment: correct" for any other
+    score.
+    """
     return [{"role": "environment", "content": f"Environment: {'' if score else 'in'}correct"} for score in scores]
 
 
 class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
-    """Scores one response per conversation and ends the conversation."""
+    """The base class of environments that score one response per conversation and then end the conversation."""
 
     def _finish(
         self,
@@ -65,12 +67,13 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
 
 
 class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
-    """Owns a `VerifierPool` and counts its failures.
+    """The base class of environments that score responses with a `VerifierPool`. It counts the pool's failures.
 
-    Metrics: `verifier_timeouts`, responses scored 0 because the verifier failed on them (deadline missed, worker ended,
-    or longer than `max_answer_chars`); of these `verifier_crashes` and `verifier_oversized`, if there are any.
-    `verifier_unmatchable_truths`, if there are any: responses scored 0 because no response could match their ground
-    truth."""
+    Metrics: `verifier_timeouts` is the number of responses that got score 0 because the verifier failed on them (it
+    missed its deadline or ended, or the response was longer than `max_answer_chars`). Two parts of it are given if they
+    are not 0: `verifier_crashes` and `verifier_oversized`. `verifier_unmatchable_truths` is given if it is not 0: the
+    number of responses that got score 0 because no response could match their ground truth.
+    """
 
     can_be_asked_again = True
 

@@ -1,4 +1,4 @@
-"""Verifiers in processes that can be killed: a response that hangs or crashes its verifier scores 0."""
+"""Verifiers in worker processes that can be killed: a response on which its verifier hangs or crashes gets score 0."""
 
 import contextlib
 import json
@@ -22,14 +22,14 @@ from nemo_rl_cpp.distributed.futures import Future
 from nemo_rl_cpp.environments.verifier_process import Reply, Request
 
 _START_SECONDS = 300.0
-_END_SECONDS = 5.0  # time for the kernel to end a killed process
+_END_SECONDS = 5.0  # for the kernel to end a killed process
 
 
 class WorkerProcess:
-    """A process of `verifier_process`, and the socket to it.
+    """A worker process, which runs `verifier_process`, and the socket to it.
 
-    The process is started by exec, not by fork, in a new session: it shares no thread, lock or file with this process,
-    and it is killed together with all of its children.
+    The process is started by exec, not by fork, in a new session. It shares no thread, lock or file with this process,
+    and it is killed together with all its children.
     """
 
     def __init__(self, target: str, options: Mapping[str, object]) -> None:
@@ -46,7 +46,7 @@ class WorkerProcess:
         self._ready = False
 
     def wait_until_ready(self) -> None:
-        """Raise RuntimeError with the process's error output if it cannot start."""
+        """Wait until the process is ready. Raise RuntimeError, with the process's error output, if it cannot start."""
         if self._ready:
             return
         try:
@@ -60,14 +60,16 @@ class WorkerProcess:
         self._ready = True
 
     def ask(self, request: Request, seconds: float) -> Reply:
-        """Return the reply. Raise TimeoutError after `seconds`, and EOFError if the process has ended."""
+        """Send a request and return the reply. Raise TimeoutError after `seconds`, and EOFError if the process has
+        ended.
+        """
         end = time.monotonic() + seconds
         try:
             self._socket.settimeout(seconds)
             self._socket.sendall(pickle.dumps(request))
         except TimeoutError:
             raise
-        except OSError:  # the process has died, or is being killed
+        except OSError:  # the process has ended, or is being killed
             raise EOFError from None
         return self._receive(end)
 
@@ -87,7 +89,7 @@ class WorkerProcess:
         return json.loads(received)
 
     def kill(self) -> None:
-        """Kill the process with all its children."""
+        """Kill the process and all its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process blocked in the kernel ends later
@@ -100,15 +102,15 @@ class WorkerProcess:
 
 @dataclass
 class Verdicts:
-    """Results of one call, in the order of the responses.
+    """The results of one call, in the order of the responses.
 
     Attributes:
         scores: [B], 0 if the verifier failed.
-        answers: [B] the extracted answers, None if there is none.
+        answers: [B], the extracted answers; None for a response without an answer.
         timed_out: the number of responses whose worker missed its deadline and was killed.
-        crashed: responses whose worker ended by itself (out of memory, for instance).
-        oversized: responses longer than the limit, which no worker reads.
-        unmatchable: responses whose ground truth no response can match.
+        crashed: the number of responses whose worker ended by itself (for instance, out of memory).
+        oversized: the number of responses longer than the limit, which no worker reads.
+        unmatchable: the number of responses whose ground truth no response can match.
     """
 
     scores: list[float]
@@ -121,13 +123,13 @@ class Verdicts:
 
 @dataclass
 class PoolOptions:
-    """How a pool runs its workers.
+    """The settings of a pool's workers.
 
     Attributes:
-        num_workers: the number of processes, capped at the number of cores (or at two on a single core).
+        num_workers: the number of processes, at most the number of cores (on a single core, at most two).
         deadline_s: seconds per response, after which its worker is killed.
-        memory_mb: address space that a worker may use beyond its size at start; None for no limit.
-        max_answer_chars: longer responses score 0 unread.
+        memory_mb: address space that a worker may use beyond its size at the start; None for no limit.
+        max_answer_chars: a longer response gets score 0 unread.
     """
 
     num_workers: int = 1
@@ -141,10 +143,11 @@ class PoolOptions:
 
 
 class VerifierPool:
-    """Scores responses with a verifier class in worker processes.
+    """A pool of worker processes that score responses with a verifier class.
 
-    The processes start in the background; the first call waits until they are ready. A worker that misses its deadline
-    or ends is replaced. `shutdown`, the end of the program and the pool's garbage collection kill them all.
+    The processes start in the background, and the first call waits until they are ready. A worker that misses its
+    deadline or ends is replaced. All workers are killed by `shutdown`, at the end of the program, and when the pool is
+    garbage-collected.
     """
 
     def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
@@ -167,9 +170,10 @@ class VerifierPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
-        """Score every response against its ground truth; `kwargs` are passed to the verifier.
+        """Score every response against its ground truth, and return the verdicts. `kwargs` are passed to the verifier.
 
-        Raise RuntimeError if workers cannot start, with their error output, and after `shutdown`.
+        Raise RuntimeError after `shutdown`, or if workers cannot start, with their error output. Raise ValueError if
+        the verifier reports a usage error.
         """
         verdicts = Verdicts([0.0] * len(responses), [None] * len(responses))
         waiting: deque[int] = deque()
@@ -204,7 +208,7 @@ class VerifierPool:
         return verdicts
 
     def _in_threads(self, work: Callable[[int], None], count: int, waiting: deque[int]) -> None:
-        """Run `work` for `count` workers, each in a thread. Raise the first exception."""
+        """Run `work` for `count` workers, each in a thread, and raise the first exception."""
         results = [Future() for _ in range(count)]
         threads = [
             threading.Thread(target=result.run, args=(partial(work, place),), daemon=True)
@@ -217,7 +221,7 @@ class VerifierPool:
                 result.result()
         except BaseException as error:
             waiting.clear()
-            if not isinstance(error, Exception):  # Ctrl-C: replies of busy workers would be taken for later ones
+            if not isinstance(error, Exception):  # Ctrl-C: later calls would get the replies of busy workers
                 for place in range(count):
                     self._replace(place)
             raise
@@ -226,13 +230,13 @@ class VerifierPool:
                 thread.join()
 
     def _judge(self, place: int, request: Request) -> Reply | str:
-        """Return the reply; "timed_out" or "crashed" if the worker had to be replaced."""
+        """Return the worker's reply, or "timed_out" or "crashed" if the worker had to be replaced."""
         worker = self._workers[place]
         worker.wait_until_ready()
         try:
             reply = worker.ask(request, self.options.deadline_s)
         except (TimeoutError, EOFError) as error:
-            if self._workers[place] is worker:  # otherwise the call was interrupted
+            if self._workers[place] is worker:  # otherwise an interrupt has replaced the worker
                 self._replace(place)
             return "timed_out" if isinstance(error, TimeoutError) else "crashed"
         if "error" in reply:
@@ -240,7 +244,7 @@ class VerifierPool:
         return reply
 
     def shutdown(self) -> None:
-        """Kill all workers. Idempotent."""
+        """Kill all workers. Further calls do nothing."""
         with self._lock:
             self._closed = True
             self._finalizer()

@@ -1,7 +1,7 @@
 """The worker process of `verifier_pool`: `python -m nemo_rl_cpp.environments.verifier_process module:Class options`.
 
-Standard input and output are one socket. Requests arrive pickled; replies are sent as JSON, one per line. The scored
-texts come from a model: whatever they make this process do, its replies cannot make the parent run code.
+Standard input and output are one socket. Requests are pickled; replies are JSON, one per line. The scored texts come
+from a model: whatever they make this process do, its replies cannot make the parent run code.
 """
 
 import fcntl
@@ -17,11 +17,11 @@ from functools import reduce
 from typing import TypedDict
 
 Request = tuple[str, object, dict[str, object]]
-"""A response, its ground truth, and the verifier's keyword arguments."""
+"""(response, ground truth, keyword arguments of the verifier)."""
 
 
 class Reply(TypedDict, total=False):
-    """A line from the process: its process id once it is ready, or the score and answer of a response, or an error."""
+    """One line from the process: its process id when it is ready, the score and answer of a response, or an error."""
 
     ready: int
     score: float
@@ -31,11 +31,11 @@ class Reply(TypedDict, total=False):
 
 
 class _Lifeline:
-    """Ends this process immediately when the parent has ended, even during a computation that never returns.
+    """A safeguard that ends this process as soon as the parent has ended, even during a computation that never returns.
 
-    The kernel sends SIGIO, which ends a process, when the other end of the socket closes, also because the trainer was
-    killed. The kernel sends the same signal when a request arrives, so the signal is ignored while the process waits
-    for one. (PR_SET_PDEATHSIG would send a signal when the thread that started this process ends.)
+    When the other end of the socket closes, for instance because the trainer was killed, the kernel sends SIGIO, which
+    ends a process. It sends the same signal when a request arrives, so the signal is ignored while this process waits
+    for a request. (PR_SET_PDEATHSIG is not used, because it reports the end of the thread that started this process.)
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -44,7 +44,7 @@ class _Lifeline:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
 
     def hold(self) -> None:
-        """Let the signal end the process from now on, when no request is expected."""
+        """From now on let the signal end the process. Call this when no request is expected."""
         signal.signal(signal.SIGIO, signal.SIG_DFL)
         closed = select.poll()
         closed.register(self._descriptor, 0)
@@ -56,7 +56,9 @@ class _Lifeline:
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limit the address space beyond the process's current size; larger allocations fail with MemoryError."""
+    """Limit the address space to the process's current size plus `megabytes`. Larger allocations fail
+    with MemoryError.
+    """
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
@@ -65,7 +67,9 @@ def _limit_memory(megabytes: int) -> None:
 
 
 def main(target: str, options_json: str) -> None:
-    """Build the verifier, signal readiness, then score one response per request until the socket closes."""
+    """Make the verifier, report that the process is ready, then score one response per request until the
+    socket closes.
+    """
     options = json.loads(options_json)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
@@ -94,7 +98,7 @@ def main(target: str, options_json: str) -> None:
         except (EOFError, OSError):
             os._exit(0)
         lifeline.hold()
-        # The kernel ends a process long past its deadline, in case no process is left to kill it.
+        # If no process is left to kill this one, the kernel ends it long after its deadline.
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, 2 * options["deadline_s"] + 1)
         before = getattr(verifier, "unmatchable", 0)
@@ -102,7 +106,7 @@ def main(target: str, options_json: str) -> None:
             scores, found = verifier.verify([response], [truth], return_extracted_answer=True, **kwargs)
             reply: Reply = {"score": float(scores[0]), "answer": None if found[0] is None else str(found[0])}
             reply["unmatchable"] = getattr(verifier, "unmatchable", 0) > before
-        except Exception as error:  # a verifier scores a faulty response 0; this is a usage error
+        except Exception as error:  # a usage error, because a verifier gives a faulty response score 0
             reply = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         say(reply)

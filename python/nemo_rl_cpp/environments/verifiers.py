@@ -1,4 +1,6 @@
-"""Verifiers: they score a response against its ground truth, in a process of the verifier pool or in this process."""
+"""Verifiers, which score a response against its ground truth. They run in a process of the verifier pool or in this
+process.
+"""
 
 import contextlib
 import io
@@ -10,7 +12,7 @@ from typing import TypedDict
 
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 INVALID = "[INVALID]"
-LOOKED_AT = 300  # characters at the end of a response; an earlier answer is ignored
+LOOKED_AT = 300  # only these last characters of a response are searched for an answer
 
 SUBSTITUTIONS = [
     ("an ", ""),
@@ -60,8 +62,9 @@ _REWRITES = [
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Return an answer without units, articles, spaces and LaTeX decoration, with shorthand fractions and roots
-    written out."""
+    """Return an answer without units, articles, spaces and LaTeX decoration, and with braces around the arguments of
+    fractions and roots.
+    """
     answer = final_answer.split("=")[-1]
     for before, after in SUBSTITUTIONS:
         answer = answer.replace(before, after)
@@ -76,45 +79,47 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def judge(response: str, ground_truth: str) -> tuple[bool, str]:
-    """Return whether the last answer in the last 300 characters of a response equals the ground truth, and the
-    normalised answer ("[INVALID]" if there is none)."""
+    """Return (whether the response is correct, normalised answer). The answer is the last one in the last 300
+    characters of the response, or "[INVALID]" if there is none; it is correct if it equals the normalised ground truth.
+    """
     found = re.findall(ANSWER_PATTERN, response[-LOOKED_AT:])
     answer = normalize_final_answer(found[-1] if found else INVALID)
     return answer == normalize_final_answer(ground_truth), answer
 
 
 Verdict = tuple[float, str | None]
-_LONGEST_EXTRACTED = 1000  # characters of an extracted answer that are returned
+_LONGEST_EXTRACTED = 1000  # an extracted answer is truncated to this many characters
 
 
 class VerifierUseError(ValueError):
-    """Raised if the verifier is used incorrectly: an error of the caller, not of the response."""
+    """Raised if the verifier is used incorrectly: the error is the caller's, not the response's."""
 
 
 class UnmatchableTruthError(ValueError):
-    """Raised if no response can be right, because the ground truth has nothing to compare with."""
+    """Raised if no response can be correct, because the ground truth contains nothing to compare with."""
 
 
 class VerifierBase:
-    """Scores responses one by one; a response that raises an error scores 0.
+    """The base class of verifiers, which score responses one by one. A response that raises an error gets score 0.
 
-    `unmatchable` counts the responses so far whose ground truth no response can match; they also score 0.
+    `unmatchable` is the number of responses so far whose ground truth no response can match; they also get score 0.
     """
 
     unmatchable = 0
 
-    # may be raised in addition to Exception: a library's timeout, for instance
+    # the exceptions that give score 0; a library's timeout may not be an Exception
     caught: tuple[type[BaseException], ...] = (Exception,)
 
     def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
-        """Return (score, extracted answer or None) of one response."""
+        """Return (score, extracted answer or None) for one response."""
         raise NotImplementedError
 
     def verify(
         self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
     ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
-        """Return scores [B], and with `return_extracted_answer` also the extracted answers [B], None for a response
-        without an answer."""
+        """Return the scores [B]. With `return_extracted_answer`, return (scores, extracted answers [B], None for a
+        response without an answer).
+        """
         verdicts = []
         for response, truth in zip(pred_responses, ground_truths):
             try:
@@ -131,11 +136,12 @@ class VerifierBase:
 
 
 class HFVerifyWorker(VerifierBase):
-    r"""Mathematics: `math_verify_impl` is "hf_math_verify" (default) or "dapo_math_verify".
+    r"""A verifier for mathematics. `math_verify_impl` is "hf_math_verify" (default) or "dapo_math_verify".
 
-    hf_math_verify is the math-verify package: the ground truth, wrapped in `\boxed{}`, is parsed as LaTeX; the response
-    as LaTeX or plain expression; equal values are right. Several boxes in the response are compared as a set. The
-    package's time limits need the main thread. On other threads use MathEnvironment, which scores in processes.
+    hf_math_verify is the package math-verify. The ground truth, wrapped in `\boxed{}`, is parsed as LaTeX, the response
+    as LaTeX or as a plain expression. The response is correct if the values are equal. Several boxes in the response
+    are compared as a set. The package's time limits need the main thread; on other threads use MathEnvironment, which
+    scores in processes.
     """
 
     def __init__(self) -> None:
@@ -158,7 +164,7 @@ class HFVerifyWorker(VerifierBase):
 
     def _hf_verdict(self, response: str, ground_truth: str) -> Verdict:
         if threading.current_thread() is not threading.main_thread():
-            # math-verify's time limit uses signals; on other threads it would silently score every answer wrong
+            # math-verify's time limit uses signals; on other threads it would silently give every response score 0
             raise VerifierUseError("hf_math_verify runs in the main thread only: use MathEnvironment")
         if self._metric is None:
             self._load()
@@ -189,8 +195,9 @@ class HFVerifyWorker(VerifierBase):
 
     @staticmethod
     def shortcut(response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict | None:
-        r"""Return the verdict without a worker if it is certain: for an integer ground truth and a response whose only
-        LaTeX is one `\boxed{integer}`. Otherwise return None."""
+        r"""Return the verdict without a worker if it is certain, which it is for an integer ground truth and a response
+        whose only LaTeX is one `\boxed{integer}`. Otherwise return None.
+        """
         if math_verify_impl != "hf_math_verify" or not _PLAIN_INTEGER.fullmatch(ground_truth):
             return None
         if len(response) > 100_000 or response.count("\\") != 1 or response.count("{") != 1 or response.count("}") != 1:
@@ -203,7 +210,7 @@ class HFVerifyWorker(VerifierBase):
 
 _PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,8}")
 _BOXED_INTEGER = re.compile(r"\\boxed\{(0|-?[1-9][0-9]{0,8})\}")
-# What math-verify may parse before or instead of a box: other LaTeX, and a number after "final answer".
+# Text that math-verify may parse before or instead of a box: other LaTeX, and a number after "final answer".
 _OTHER_EXTRACTIONS = re.compile(r"[$\[\]]|final\s+answer", re.IGNORECASE)
 
 
@@ -214,7 +221,9 @@ def _muted() -> Iterator[None]:
 
 
 class EnglishMultichoiceVerifyWorker(VerifierBase):
-    """Multiple choice: the letter after the first "Answer:" must equal the ground truth."""
+    """A verifier for multiple choice. A response is correct if the letter after its first "Answer:" equals the ground
+    truth.
+    """
 
     _PATTERN = re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)
 
@@ -225,7 +234,9 @@ class EnglishMultichoiceVerifyWorker(VerifierBase):
 
 
 class MultilingualMultichoiceVerifyWorker(VerifierBase):
-    """Multiple choice in many languages: a letter A-D (also Arabic, Bengali, full width) after a word for "answer"."""
+    """A verifier for multiple choice in many languages. A response is correct if the letter A-D (also in Arabic,
+    Bengali or full-width form) after a word for "answer" equals the ground truth.
+    """
 
     def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
         text = normalize_response(response)
@@ -241,7 +252,7 @@ _DRESS = [
 _LETTERS = {"A": "أاঅＡ", "B": "بবＢ", "C": "جসＣ", "D": "دডＤ"}
 _TO_LATIN = {foreign: latin for latin, others in _LETTERS.items() for foreign in others}
 
-# "answer" with its colon; the first match is used, so longer forms come before their parts
+# "answer" with its colon; the first match is used, so a longer form precedes the forms that it contains
 _ANSWER_WORDS = (
     r"Answer\s*:|উত্তর\s*:|উত্তরঃ|उत्तर\s*:|Antwort\s*:|답변\s*:|정답\s*:|답\s*:|答案\s*[：:]|"
     r"答复\s*[：:]|答曰\s*[：:]|回答\s*[：:]|答え\s*[：:]|答\s*[：:]|الإجابة النهائية\s*:|"
@@ -255,7 +266,7 @@ _MULTILINGUAL_PATTERNS = [
 
 
 def normalize_response(response: str) -> str:
-    """Remove Markdown stars and LaTeX around letters."""
+    """Return the response without Markdown stars and without the LaTeX that often surrounds letters."""
     for dress in _DRESS:
         response = response.replace(dress, "")
     return response
@@ -267,8 +278,9 @@ def normalize_extracted_answer(answer: str) -> str:
 
 
 def _letter(ground_truth: str) -> str:
-    """Return the ground truth of multiple choice. Raise UnmatchableTruthError unless it is one character, as every
-    extracted answer is."""
+    """Return the letter that is the ground truth of a multiple-choice question. Raise UnmatchableTruthError unless it
+    is a single character, as every extracted answer is.
+    """
     truth = normalize_response(ground_truth)
     if len(truth) != 1:
         raise UnmatchableTruthError(f"the truth {ground_truth!r} is no letter of an option")
@@ -276,7 +288,7 @@ def _letter(ground_truth: str) -> str:
 
 
 class GymEntry(TypedDict):
-    """A question of a reasoning_gym task. `answer` is None if a task checks responses without a reference."""
+    """A question of a reasoning_gym task. `answer` is None if the task checks responses without a reference answer."""
 
     question: str
     answer: str | None
@@ -284,7 +296,7 @@ class GymEntry(TypedDict):
 
 
 class ReasoningGymVerifyWorker(VerifierBase):
-    """reasoning_gym's scorer: `ground_truth` is the entry of the data set."""
+    """A verifier that uses reasoning_gym's scorers. `ground_truth` is the entry of the data set."""
 
     def __init__(self) -> None:
         self._scorers: dict[str, Callable[..., float]] = {}

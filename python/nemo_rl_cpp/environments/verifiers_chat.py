@@ -1,8 +1,9 @@
-"""An in-process agent for verifiers that chats and uses the task's tools: `env.verifiers.harness: {id:
+"""An in-process agent for the package verifiers. It chats and uses the task's tools: `env.verifiers.harness: {id:
 nemo_rl_cpp_chat}`.
 
-Verifiers' own harness `null` starts a program for each response in a conversation with a user, which takes a second of
-processor time. This agent sends the same messages to the same endpoint, and calls the same tools."""
+Verifiers' harness `null` starts a program for each response in a conversation with a user, which takes a second of
+processor time. This agent sends the same messages to the same endpoint and calls the same tools, without a program.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +29,13 @@ Json = dict[str, object]
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
-    """The configuration: only verifiers' own settings."""
+    """The configuration of `ChatHarness`, which has only verifiers' settings."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
-    """Queries the policy until a response calls no tool; verifiers calls again with the user's next message."""
+    """A harness that calls the policy until a response calls no tool. Verifiers calls it again with the user's next
+    message.
+    """
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -67,7 +70,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
 
 
 class _Tools:
-    """The tools of a rollout, and the gate that a task may put before them."""
+    """The tools of a rollout, and the gate through which a task may require their calls to pass."""
 
     def __init__(
         self, client: httpx.AsyncClient, places: dict[str, tuple[str, str]], connections: dict[str, MCPConnection], gate: str | None
@@ -75,8 +78,9 @@ class _Tools:
         self._client, self._places, self._connections, self._gate = client, places, connections, gate
 
     async def result_of(self, call: Json) -> Json:
-        """Return the message with the result of a call. For an invalid call it describes the error, so that the model
-        can retry."""
+        """Return the message with the result of a tool call. If the call is invalid, the message describes the error,
+        so that the model can retry.
+        """
         function = call["function"]
         name, text = function["name"], function["arguments"] or "{}"
         try:

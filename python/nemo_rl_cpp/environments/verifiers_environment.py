@@ -1,8 +1,8 @@
 """Rollouts of the package verifiers: its task sets, environments, agents, tools and scores, unchanged, with this run's
 policy as their model.
 
-Verifiers' training client tokenizes conversations itself and queries the policy by token ids
-(`/inference/v1/generate`). The policy's server samples the tokens that are trained.
+Verifiers' training client does its own tokenization and calls the policy with token ids (`/inference/v1/generate`). The
+policy's server samples the tokens on which the policy is trained.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from verifiers.v1.trace import Trace
 
 CHAT = "nemo_rl_cpp_chat"
-"""The id of `verifiers_chat.ChatHarness`: verifiers imports a harness as a module of this name, without dots."""
-_NO_KEY = "NEMO_RL_CPP_NO_KEY"  # an unset variable: the key is sent in a header
+"""The id of `verifiers_chat.ChatHarness`. Verifiers imports a harness as a module of this name, so it has no dots."""
+_NO_KEY = "NEMO_RL_CPP_NO_KEY"  # this variable is not set, because a header contains the key
 
 
 class VerifiersEnvironment(AgentEnvironment):
-    """Runs one episode of verifiers per rollout, as configured by `env.verifiers`. The reward is the trace's: the
-    weighted sum of the task's rewards.
+    """An environment that runs one episode of verifiers per rollout, as `env.verifiers` configures it. The reward is
+    the trace's: the weighted sum of the task's rewards.
 
-    Metrics: those of verifiers (each reward and metric of the task by its name), and `agent_errors`, `agent_timeouts`.
+    Metrics: those of verifiers (each reward and metric of the task by its name), and `agent_errors` and
+    `agent_timeouts`.
     """
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
@@ -45,7 +46,7 @@ class VerifiersEnvironment(AgentEnvironment):
         super().__init__(self._config.max_concurrency, self._config.timeout_s)
 
     async def _all(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
-        async with AsyncExitStack() as open_ones:  # servers for tools, and for requests of their programs
+        async with AsyncExitStack() as open_ones:  # servers for tools, and for the requests of the agents' programs
             for taskset in dict.fromkeys(str(task.info["taskset"]) for task in tasks):
                 await open_ones.enter_async_context(self._env(taskset).serving())
             return await super()._all(tasks)

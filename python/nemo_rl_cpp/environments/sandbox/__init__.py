@@ -1,4 +1,6 @@
-"""Runs untrusted programs with limits on time, memory and processes, no network, and only their own files."""
+"""The sandbox, which runs untrusted programs without network, with access only to their own files, and with limits on
+time, memory and processes.
+"""
 
 from nemo_rl_cpp.environments.sandbox.run import Limits, Outcome, SandboxUnavailableError, run_program
 

@@ -1,4 +1,4 @@
-"""Checks whether this machine can sandbox untrusted programs: `python -m nemo_rl_cpp.environments.sandbox.check`.
+"""A check of whether this machine can sandbox untrusted programs: `python -m nemo_rl_cpp.environments.sandbox.check`.
 
 The check builds a sandbox and runs a program in it that tries to escape.
 """
@@ -52,7 +52,9 @@ _NEEDS = (
 
 
 def missing_protections() -> list[str]:
-    """Return the missing protections, a sentence each; [] if none. The calling process must have one thread."""
+    """Return one sentence for each missing protection, or [] if none is missing. The calling process must have only one
+    thread.
+    """
     if sys.platform != "linux":
         return [f"Linux: this is {sys.platform}"]
     limits = Limits(time_s=10, memory_mb=256, threads=4)
@@ -68,7 +70,7 @@ def missing_protections() -> list[str]:
 
 
 def require_sandbox() -> None:
-    """Raise SandboxUnavailableError if a protection is missing. Checks in a new, single-threaded process."""
+    """Raise SandboxUnavailableError if a protection is missing. The check runs in a new, single-threaded process."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "nemo_rl_cpp.environments.sandbox.check"],

@@ -1,8 +1,9 @@
-"""Inside the sandbox: three processes, each started by the previous one, and the files that the program sees.
+"""The processes inside the sandbox, and the files that the program sees. There are three processes, each started by the
+previous one:
 
-1. The keeper leaves the caller's namespaces and waits. If the caller dies, the keeper dies, too.
-2. The first process of the new PID namespace builds the file system and waits for the program. When this process
-   ends, for whatever reason, the kernel ends the program.
+1. The keeper leaves the caller's namespaces and waits. If the caller ends, the kernel kills the keeper.
+2. The first process of the new PID namespace builds the file system and waits for the program. If this process ends,
+for whatever reason, the kernel kills the program.
 3. The program.
 """
 
@@ -24,7 +25,7 @@ NAMESPACES = (
     | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
 PROGRAM_USER = 65534
-"""User and group of the program, inside its namespace."""
+"""The program's user id and group id inside its namespace."""
 BOX = "/box"
 """The program's folder and working directory."""
 _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID
@@ -32,13 +33,13 @@ _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID
 
 @dataclass(frozen=True)
 class Job:
-    """The program to run, and the descriptors for communication.
+    """The program to run, and the file descriptors for communication.
 
     Attributes:
-        python: the interpreter, outside and inside.
-        files: name in the folder -> contents; `main.py` is run.
+        python: path of the interpreter, the same outside and inside.
+        files: name in the program's folder -> contents; `main.py` is run.
         stdin, stdout, stderr: the program's standard streams.
-        status: where processes 1 and 2 report, one line each.
+        status: the keeper and the first process report here, one line each time.
         go: becomes readable when the caller has mapped the users of the new namespace.
     """
 
@@ -53,7 +54,9 @@ class Job:
 
 
 def guarded(job: Job, work: Callable[[Job], None]) -> NoReturn:
-    """Call `work(job)` in a forked process, and never return into the caller's code, whatever happens."""
+    """Call `work(job)` in a forked process and then end the process, so that it never returns into the
+    caller's code.
+    """
     try:
         work(job)
     except MemoryError:
@@ -69,11 +72,11 @@ def _report(job: Job, line: str) -> None:
 
 
 def keeper(job: Job, caller: int) -> NoReturn:
-    os.setsid()  # signals to the program's process group must not reach the caller's
+    os.setsid()  # signals to the program's process group must not reach the caller
     kept = {0, 1, 2, job.stdin, job.stdout, job.stderr, job.status, job.go}
     for descriptor in sorted(int(name) for name in os.listdir("/proc/self/fd")):
         if descriptor not in kept:  # the caller's descriptors, which may exceed the program's limit
-            with suppress(OSError):  # the descriptor of the listing
+            with suppress(OSError):  # the listing's own descriptor is already closed
                 os.close(descriptor)
     kernel.unshare(NAMESPACES)
     kernel.die_with_parent()
@@ -123,7 +126,7 @@ def _program(job: Job) -> NoReturn:
     job.limits.apply(2 if of_the_same_user else 0)  # the keeper and the first process
     kernel.drop_privileges()
     os.chdir(BOX)
-    # because threads reserve memory, the address-space limit would otherwise allow only two or three
+    # MALLOC_ARENA_MAX: threads reserve memory, so the limit would otherwise allow only two or three of them
     fixed = {"PATH": "/nowhere", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
     environment = {"HOME": BOX, "TMPDIR": BOX, **fixed}
     arguments = [job.python, "-s", "-S", "-P", "-B", f"{BOX}/main.py"]
@@ -133,16 +136,20 @@ def _program(job: Job) -> NoReturn:
     os.execve(job.python, arguments, environment)
 
 
-# ---- the files that a program sees: the interpreter with its libraries, read-only, and one writable folder
+# ---- the files that the program sees: the interpreter with its libraries, read-only, and one writable folder
 
 
 def interpreter() -> str:
-    """Return the Python that runs programs: this process's interpreter, without its virtual environment."""
+    """Return the path of the Python interpreter that runs programs: this process's interpreter, outside its virtual
+    environment.
+    """
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def _visible_paths() -> list[str]:
-    """Return the paths bound into the sandbox at the same place: interpreter, standard library, system libraries."""
+    """Return the paths that are bound into the sandbox at the same place: interpreter, standard library, system
+    libraries.
+    """
     standard_library = os.path.dirname(os.__file__)
     names = [interpreter(), standard_library, sysconfig.get_config_var("LIBDIR") or ""]
     names += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
@@ -154,13 +161,12 @@ def _visible_paths() -> list[str]:
 
 
 def _enter_new_root(folder_mb: int) -> None:
-    """Build a new root with `_visible_paths` and an empty `BOX`, and enter it. The caller must be alone in its mount
-    namespace.
-
-    Raise OSError that names the failed mount."""
+    """Build a new root file system with `_visible_paths` and an empty `BOX`, and enter it. The caller must be the only
+    process in its mount namespace. If a mount fails, raise OSError, which names it.
+    """
     staging = "/tmp"
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # nothing that follows is visible outside
-    # not /dev/zero: mapped, it is shared memory, which can be held without address space
+    # /dev/zero is omitted: when mapped, it is shared memory, which can be held without address space
     attributes = dict.fromkeys(_visible_paths(), _READ_ONLY | kernel.MOUNT_ATTR_NODEV)
     attributes |= dict.fromkeys(("/dev/null", "/dev/urandom"), kernel.MOUNT_ATTR_NOSUID)
     sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in attributes}
@@ -181,7 +187,7 @@ def _enter_new_root(folder_mb: int) -> None:
 
 
 def _bind(source: int, target: str) -> None:
-    """Bind the file or folder of the descriptor `source` to `target`."""
+    """Bind the file or folder with the descriptor `source` to the path `target`."""
     original = os.readlink(f"/proc/self/fd/{source}")
     if os.path.isdir(f"/proc/self/fd/{source}"):
         os.makedirs(target, exist_ok=True)

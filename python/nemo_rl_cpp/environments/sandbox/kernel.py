@@ -1,4 +1,4 @@
-"""System calls that Python's standard library lacks."""
+"""System calls that Python's standard library does not offer."""
 
 import ctypes
 import os
@@ -25,7 +25,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def machine() -> str:
-    """Return "x86_64" or "aarch64". Raise OSError on any other machine, because its system call numbers are unknown."""
+    """Return "x86_64" or "aarch64". Raise OSError on any other machine, because its system call numbers are not known
+    here.
+    """
     name = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     if name not in _NUMBERS:
         raise OSError(f"the code sandbox knows the system calls of x86_64 and aarch64, not of {name}")
@@ -40,7 +42,7 @@ def _checked(result: int, what: str) -> int:
 
 
 def syscall(name: str, *arguments: object) -> int:
-    """Make a system call by name. Raise OSError with that name."""
+    """Make a system call by name. If it fails, raise OSError, with the call's name in the message."""
     return _checked(_libc.syscall(ctypes.c_long(_NUMBERS[machine()][name]), *arguments), name)
 
 
@@ -50,7 +52,9 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move the calling process to new namespaces (a new PID namespace applies to its next child)."""
+    """Move the calling process to new namespaces. A new PID namespace takes effect only for children
+    forked afterwards.
+    """
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
@@ -67,7 +71,9 @@ class _MountAttributes(ctypes.Structure):
 
 
 def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
-    """Make a mount and all mounts below it read-only, without set-uid and similar rights (Linux 5.12)."""
+    """Set attributes (`MOUNT_ATTR_...`) on the mount at `path`, and if `recursive` on all mounts below
+    it (Linux 5.12).
+    """
     wanted = _MountAttributes(set=attributes)
     syscall(
         "mount_setattr", ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
@@ -76,7 +82,7 @@ def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> 
 
 
 def change_root(new_root: str) -> None:
-    """Make `new_root`, a mount, the root; the old root becomes unreachable."""
+    """Make `new_root`, a mount, the root file system. The old root becomes unreachable."""
     os.chdir(new_root)
     syscall("pivot_root", b".", b".")  # the old root now covers the new root, at the same place
     _checked(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
@@ -84,17 +90,17 @@ def change_root(new_root: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. Call this after changing the user, which resets it."""
+    """Have the kernel kill this process when its parent ends. Call this after a change of the user, which resets it."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
 def close_at_exec(first: int) -> None:
-    """Make all descriptors from `first` on close at exec, including inherited ones."""
+    """Have all file descriptors from `first` on close at exec, including inherited ones."""
     syscall("close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(4))  # CLOSE_RANGE_CLOEXEC
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities, now and after any exec."""
+    """Drop all capabilities, for now and after any exec."""
     for capability in range(_LAST_CAPABILITY + 1):
         if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
             break  # this kernel has no further capabilities

@@ -1,4 +1,4 @@
-"""Runs one program in a sandbox, and stops it at a limit."""
+"""A run of one program in the sandbox, which is stopped when it reaches a limit."""
 
 import os
 import resource
@@ -13,25 +13,25 @@ from nemo_rl_cpp.environments.sandbox import inside
 _SETUP_SECONDS = 30.0
 _INTERPRETER_MB = 32
 _MB = 2**20
-_DESCRIPTORS = 32  # open files: their pipes and sockets hold 12 MB at most
+_DESCRIPTORS = 32  # open files; as pipes and sockets they hold at most 12 MB
 
 
 class SandboxUnavailableError(RuntimeError):
-    """Raised if this machine lacks a protection that untrusted programs need; the message names the protection."""
+    """Raised if this machine lacks a protection that untrusted programs need. The message names the protection."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run of a program, which is a single process.
+    """The limits for one run of a program, which is a single process.
 
     Attributes:
-        time_s: wall-clock seconds; the processor time is limited to the same number.
-        memory_mb: address space and folder together, enforced by the kernel: the folder gets `folder_mb`, the address
-            space
-            the rest.
+        time_s: wall-clock seconds; the processor time has the same limit.
+        memory_mb: address space and folder together. The folder gets `folder_mb`, the address space the rest. The
+            kernel enforces both.
         threads: concurrent threads.
-        output_kb: maximum of standard output and standard error.
-        folder_mb: size of its folder, which is in memory."""
+        output_kb: maximum size of standard output and standard error together.
+        folder_mb: size of the program's folder, which is in memory.
+    """
 
     time_s: float = 5.0
     memory_mb: int = 512
@@ -46,9 +46,9 @@ class Limits:
             raise ValueError(f"memory_mb is {self.memory_mb}; the least is {needed}")
 
     def apply(self, other_processes: int) -> None:
-        """Set the kernel's limits of the calling process, except the memory limit. They cannot be raised again.
+        """Set the kernel's limits for the calling process, except the memory limit. They cannot be raised again.
 
-        `other_processes`: the number of processes of the same user that do not belong to the program.
+        `other_processes` is the number of processes of the same user that do not belong to the program.
         """
         _lower(resource.RLIMIT_CPU, int(self.time_s) + 1)
         _lower(resource.RLIMIT_NPROC, self.threads + other_processes)
@@ -75,9 +75,9 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        exit_code: of the program; negative: the signal that ended it; None: it was stopped.
-        stopped: why it was stopped: "time_limit", "output_limit", "forbidden_call"; None: it was not.
-        detail: the limit.
+        exit_code: the program's exit code; a negative number is the signal that ended it; None: the run was stopped.
+        stopped: why the run was stopped: "time_limit", "output_limit" or "forbidden_call"; None: it was not.
+        detail: the limit that was reached.
     """
 
     stdout: bytes = b""
@@ -91,10 +91,11 @@ class Outcome:
 def run_program(
     source: str, stdin: str = "", limits: Limits | None = None, files: dict[str, bytes] | None = None
 ) -> Outcome:
-    """Run Python code with `stdin`, and `files` next to it in its folder. No process of the run is left on return.
+    """Run Python code with the standard input `stdin`, and with `files` (name -> contents) in its folder. When this
+    function returns, no process of the run is left.
 
     The calling process must have only one thread, because it forks. Raise SandboxUnavailableError if the sandbox cannot
-    be built; the program then has not run.
+    be built; in that case the program has not run.
     """
     run = _Run(limits or Limits())
     try:
@@ -113,7 +114,7 @@ class _Run:
     limits: Limits
     outcome: Outcome = field(default_factory=Outcome)
     keeper: int = 0
-    first: int = 0  # the first process inside, by its pid outside
+    first: int = 0  # the outside pid of the first process inside
     streams: dict[int, bytearray] = field(default_factory=dict)
     failure: str = ""
     started: bool = False
@@ -136,7 +137,7 @@ class _Run:
         self.deadline = self.began + _SETUP_SECONDS
 
     def watch(self) -> None:
-        """Wait until all processes inside have ended, and stop them at a limit."""
+        """Wait until all processes inside have ended. Stop the program when it reaches a limit."""
         poll = select.poll()
         for descriptor in self.streams:
             os.set_blocking(descriptor, False)
@@ -167,7 +168,7 @@ class _Run:
         return len(self.streams[self.stdout]) + len(self.streams[self.stderr])
 
     def _read(self, descriptor: int) -> bool:
-        """Read what is available; return False at the end of the stream."""
+        """Read the available bytes of a stream. Return False at its end."""
         try:
             chunk = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -183,7 +184,7 @@ class _Run:
         return bool(chunk)
 
     def _told(self, line: str) -> None:
-        """Handle a status line of the processes inside."""
+        """Handle a status line from the processes inside."""
         word, _, rest = line.partition(" ")
         if word == "unshared":
             self._name_users()
@@ -203,7 +204,9 @@ class _Run:
                 self.outcome.exit_code = int(rest)
 
     def _name_users(self) -> None:
-        """Map the users inside to users outside: as root to nobody (root has no limits), otherwise to the caller."""
+        """Map the user ids inside to user ids outside. As root, map the program's user to nobody, because root has no
+        limits; otherwise map it to the caller's user.
+        """
         program, uid, gid = inside.PROGRAM_USER, os.getuid(), os.getgid()
         folder = f"/proc/{self.keeper}"
         try:
@@ -226,12 +229,14 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the first process; the kernel then ends the program, and the keeper collects the process and ends."""
+        """Kill the first process inside. The kernel then kills the program, and the keeper ends."""
         with suppress(ProcessLookupError):
             os.kill(self.first or self.keeper, signal.SIGKILL)
 
     def end(self) -> None:
-        """Release all processes and descriptors, whatever happened."""
+        """End all processes and close all descriptors, whatever happened. Raise SandboxUnavailableError if the sandbox
+        was not built.
+        """
         if self.keeper:
             if not self.finished or self.outcome.stopped:
                 self._kill()
@@ -249,7 +254,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _read_only_file(contents: bytes) -> int:
-    """Return a read-only descriptor of an in-memory file."""
+    """Return a read-only descriptor of an in-memory file with these contents."""
     writable = os.memfd_create("stdin")
     try:
         view = memoryview(contents)

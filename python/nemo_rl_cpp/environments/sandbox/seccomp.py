@@ -1,9 +1,9 @@
-"""The system calls that a program must not make: the first forbidden call ends the program.
+"""The system calls that a program must not make. The first forbidden call ends the program.
 
 The kernel runs a filter (seccomp, in BPF instructions) at each call. Calls that libraries try but do not need fail
-instead, and the program continues: above all calls that start a process, because the address-space limit is per
-process. Calls that can hold memory outside of the address space and the program's folder are forbidden or fail.
-Descriptors cannot be sent (`sendmsg`), so that their number limits what they hold.
+instead, and the program continues. These are above all calls that start a process, because the address-space limit
+applies to a single process. Calls that can hold memory outside the address space and the program's folder are forbidden
+or fail. Descriptors cannot be sent (`sendmsg`), so the limit on their number also limits the memory that they hold.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from nemo_rl_cpp.environments.sandbox import kernel
 
 # name -> (number on x86-64, number on arm64)
 FORBIDDEN: dict[str, tuple[int, int | None]] = {
-    # networks; only socketpair remains
+    # networks; only socketpair is allowed
     "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
     "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269),
     # other processes' memory
@@ -37,14 +37,14 @@ FORBIDDEN: dict[str, tuple[int, int | None]] = {
     "sethostname": (170, 161), "setdomainname": (171, 162), "syslog": (103, 116),
 }  # fmt: skip
 
-# pages in a pipe belong to no process and no file: "no such call"; libraries then copy
+# These fail with "no such call", and libraries then copy: pages in a pipe belong to no process and no file.
 _MISSING = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75), "clone3": (435, 435)}
-# includes clone3, which passes its flags in memory that a filter cannot read; libraries then use clone
+# clone3 passes its flags in memory, which a filter cannot read; libraries then use clone.
 
-# access lists of files use 64 kB of kernel memory each: "not supported", as on many file systems
+# These fail with "not supported", as on many file systems: an access list of a file uses 64 kB of kernel memory.
 _UNSUPPORTED = {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463)}
 
-# "too many processes": callers do without, or fail as on a full machine
+# These fail with "too many processes": callers continue without, or fail as on a full machine.
 _NO_PROCESS = {"fork": (57, None), "vfork": (58, None)}
 
 _NEW_NAMESPACES = 0x7E020000
@@ -71,30 +71,32 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 
 
 def _argument(index: int) -> bytes:
-    return _instruction(_LOAD, _ARGUMENTS + 8 * index)  # the lower half: all checked arguments are ints
+    return _instruction(_LOAD, _ARGUMENTS + 8 * index)  # only the lower half, because all checked arguments are ints
 
 
 def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
-    """Return the verdict for a call whose argument, loaded before, matches one of the comparisons."""
+    """Return instructions that give `verdict` if one of the comparisons matches the argument that was loaded before."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 
-# name -> (numbers, checks of its arguments); a call that reaches the end of the instructions passes
+# name -> (numbers, checks of its arguments); a call that reaches the end of the instructions is allowed
 _BY_ARGUMENT = {
     "clone": ((56, 220), [
         _argument(0), *_any(_ANY_BIT, (_NEW_NAMESPACES,)), _instruction(_ANY_BIT, _THREAD, 1), _instruction(_RETURN, _TRY_AGAIN),
     ]),
     "prctl": ((157, 167), [_argument(0), *_any(_EQUAL, (_SET_SECCOMP,))]),
-    # locks matter only to other processes; they are granted without using kernel memory
+    # locks matter only to other processes, so they appear to succeed and use no kernel memory
     "fcntl": ((72, 25), [_argument(1), *_any(_EQUAL, (_SET_PIPE_SIZE,)), *_any(_EQUAL, _LOCKS, _DONE)]),
     "socketpair": ((53, 199), [_argument(0), *_any(_AT_LEAST, (2,))]),  # AF_UNIX is 1
-    # anonymous shared memory is held as a whole by any page of it that is still mapped
+    # any page of anonymous shared memory that is still mapped holds all of that memory
     "mmap": ((9, 222), [_argument(3), _instruction(_ANY_BIT, _ANONYMOUS, 0, 2), *_any(_ANY_BIT, (_SHARED,), _NOT_SUPPORTED)]),
 }  # fmt: skip
 
 
 def filter_program(machine: str) -> bytes:
-    """Return the filter as BPF instructions: forbidden calls and foreign architectures kill, some calls fail."""
+    """Return the filter as BPF instructions. Forbidden calls and calls of another architecture kill the program; some
+    calls fail.
+    """
     column = machine == "aarch64"
     checks = [
         _instruction(_LOAD, _ARCH),
@@ -102,7 +104,7 @@ def filter_program(machine: str) -> bytes:
         _instruction(_RETURN, _KILL),
         _instruction(_LOAD, _NR),
     ]
-    if machine == "x86_64":  # the same calls under different numbers
+    if machine == "x86_64":  # x32 has the same calls under different numbers
         checks += [_instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL)]
     tables = (FORBIDDEN, _KILL), (_MISSING, _NO_SUCH_CALL), (_UNSUPPORTED, _NOT_SUPPORTED), (_NO_PROCESS, _TRY_AGAIN)
     for table, verdict in tables:
@@ -114,7 +116,7 @@ def filter_program(machine: str) -> bytes:
 
 
 def install() -> None:
-    """Install the filter for the calling process and all of its descendants."""
+    """Install the filter for the calling process and all its descendants."""
     code = filter_program(kernel.machine())
     program = _Program(len(code) // 8, code)
     kernel.prctl(_SET_SECCOMP, _SET_SECCOMP_FILTER, ctypes.addressof(program))

@@ -1,16 +1,16 @@
 """Reinforcement-learning post-training of language models with a C++/CUDA core.
 
-Importing the package imports almost nothing: torch and the native core are loaded when a name needs them, so that a
-configuration can be checked without torch. The import limits how long torch's threads spin while they wait
+Importing the package imports almost nothing: torch and the native core are loaded when a name needs them, so a
+configuration can be checked without torch. The import also limits how long torch's threads spin while they wait
 (`threads.bound_spinning`), unless torch is already loaded.
 
-    nemo_rl_cpp.train_grpo          GRPO from a notebook: model, prompts, reward function; train_ppo likewise
-    nemo_rl_cpp.load                a model or a checkpoint for generation; nemo_rl_cpp.evaluate scores a model
-    nemo_rl_cpp.Callback            called after steps, validations, checkpoints and at the end of a run
+    nemo_rl_cpp.train_grpo          train a model with GRPO from a notebook; train_ppo does the same with PPO
+    nemo_rl_cpp.load                load a model or a checkpoint for generation; nemo_rl_cpp.evaluate scores a model
+    nemo_rl_cpp.Callback            called after steps, validations and checkpoints, and at the end of a run
     nemo_rl_cpp.ServiceClient       Tinker's training and sampling clients in this process
-    nemo_rl_cpp.load_grpo_config    a validated configuration
-    nemo_rl_cpp.build_run           its run: `with build_run(config) as run: run.train()`
-    nemo_rl_cpp.write_report        report.html of a log folder
+    nemo_rl_cpp.load_grpo_config    load and validate a configuration
+    nemo_rl_cpp.build_run           build a run: `with build_run(config) as run: run.train()`
+    nemo_rl_cpp.write_report        write report.html for a log folder
 """
 
 from __future__ import annotations

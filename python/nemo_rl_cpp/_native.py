@@ -1,4 +1,4 @@
-"""Loads the native core once, after checking that the installed torch is the version it was built for."""
+"""Loads the native core once, after checking that the installed torch has the version for which it was built."""
 
 import importlib
 import importlib.util
@@ -11,7 +11,7 @@ CPU_CAPABILITIES = ("base", "avx2", "avx512", "avx512_bf16", "amx", "software_ti
 
 
 def _check_capability() -> None:
-    """Raise ValueError for an unknown capability, which the core would ignore."""
+    """Raise ValueError if NEMO_RL_CPU_CAPABILITY has an unknown value, which the core would ignore."""
     asked = os.environ.get("NEMO_RL_CPU_CAPABILITY")
     if asked and asked not in CPU_CAPABILITIES:
         raise ValueError(f"NEMO_RL_CPU_CAPABILITY is {asked!r}, but must be one of {', '.join(CPU_CAPABILITIES)}")

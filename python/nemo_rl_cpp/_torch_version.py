@@ -1,4 +1,5 @@
-"""Checks the torch version, because the native core crashes with any but the one it was built for. Needs no torch."""
+"""Checks torch's version, because the native core crashes with any version but the one for which it was built.
+This module does not import torch."""
 
 import importlib.util
 from importlib import resources
@@ -6,7 +7,8 @@ from pathlib import Path
 
 
 def check_torch_version(installed: str) -> None:
-    """Raise ImportError unless `installed` is the version that this package was built for, ignoring a local suffix."""
+    """Raise ImportError unless `installed` is the torch version for which this package was built. Local suffixes such
+    as +cpu are ignored."""
     built_for = _built_for_torch()
     if built_for is not None and built_for.split("+")[0] != installed.split("+")[0]:
         raise ImportError(
@@ -16,7 +18,8 @@ def check_torch_version(installed: str) -> None:
 
 
 def _built_for_torch() -> str | None:
-    """Return the torch version that the build wrote next to the extension; the extension need not be loaded."""
+    """Return the torch version that the build wrote next to the extension, without loading the extension; None if
+    unknown."""
     stamp = resources.files("nemo_rl_cpp").joinpath("_torch_version.txt")
     try:
         return stamp.read_text().strip()

@@ -1,4 +1,5 @@
-"""Checks of arguments: each returns the value in its proper form, or raises a one-sentence ValueError. No torch."""
+"""Checks of arguments. Each returns the value in its proper form or raises ValueError with one sentence. Needs no
+torch."""
 
 import difflib
 import os
@@ -10,7 +11,7 @@ _WORDS = re.compile(r"[^\W_]+")
 
 
 def in_a_line(value: object, longest: int = 60) -> str:
-    """Return a value as shown in messages: its repr in one line, shortened if it is long."""
+    """Return the repr of a value in one line of at most `longest` characters, for messages."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # noqa: BLE001 - of an object of the caller's, which may raise anything
@@ -19,15 +20,15 @@ def in_a_line(value: object, longest: int = 60) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
-    """Return `did you mean NAME?` with the closest known name, or `otherwise` if none is close."""
+    """Return `did you mean NAME?` with the most similar known name, or `otherwise` if none is similar."""
     near = nearest(name, known, cutoff)
     return f"did you mean {near}?" if near else otherwise
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
-    """Return the known name that is most similar to `name`; None if none reaches difflib's ratio `cutoff`.
+    """Return the known name that is most similar to `name`, or None if difflib's ratio is below `cutoff` for all.
 
-    If names share whole words (`use_`), their other words must be similar, too: `use_rslora` does not suggest
+    If two names share whole words (`use_`), their remaining words must be similar, too: `use_rslora` does not suggest
     `use_triton`."""
     for near in difflib.get_close_matches(name, list(known), 3, cutoff):
         words, others = _WORDS.findall(name), _WORDS.findall(near)
@@ -42,12 +43,12 @@ SMALLEST, LARGEST = 1e-38, 1e38
 
 
 def _scalar(value: object) -> object:
-    """Return the number in a numpy or torch scalar, and any other value unchanged."""
+    """Return a numpy or torch scalar as a Python number, and any other value unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> int:
-    """Return `value` as an int within the bounds; accepts numpy integers and 3.0, but not True."""
+    """Return `value` as an int from `low` to `high`. Accept numpy integers and 3.0, but not True."""
     found = _scalar(value)
     if isinstance(found, float) and found.is_integer():
         found = int(found)
@@ -58,7 +59,8 @@ def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> i
 
 
 def number(name: str, value: object, low: float, high: float, zero_is: str = "") -> float:
-    """Return `value` as a float within the bounds, or 0 if `zero_is` describes its meaning; rejects True and texts."""
+    """Return `value` as a float from `low` to `high`. Also accept 0 if `zero_is` says what it means. Reject True and
+    strings."""
     found = _scalar(value)
     if (
         isinstance(found, bool)
@@ -72,7 +74,7 @@ def number(name: str, value: object, low: float, high: float, zero_is: str = "")
 
 
 def stop_texts(value: object) -> list[str]:
-    """Return stop strings as a list; a single text becomes a list of one, None an empty list."""
+    """Return stop strings as a list: a single string gives a list of one, None an empty list."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"stop_strings = {in_a_line(value)}: expected a text or a list of texts")
@@ -83,7 +85,7 @@ def stop_texts(value: object) -> list[str]:
 
 
 def stop_text_fault(texts: Iterable[str]) -> str:
-    """Return what is wrong with the stop strings, or ""."""
+    """Return what is wrong with the stop strings, or "" if nothing is."""
     for text in texts:
         if not text:
             return "holds an empty string, at which every response would end"
@@ -95,7 +97,7 @@ def stop_text_fault(texts: Iterable[str]) -> str:
 
 
 def model_name(model: object) -> str:
-    """Return the name or folder of a model as text."""
+    """Return the name or folder of a model as a string. Raise ValueError if it is neither."""
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
     if not isinstance(model, str) or not model or "\0" in model:
@@ -105,7 +107,7 @@ def model_name(model: object) -> str:
 
 
 def folder_path(value: object, name: str) -> Path:
-    """Return the argument `name` as a path, which need not exist."""
+    """Return `value` as a Path, which need not exist. Raise ValueError naming the argument `name` if it is no path."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path and "\0" not in path:
         return Path(path)
@@ -113,19 +115,20 @@ def folder_path(value: object, name: str) -> Path:
 
 
 def is_iterable(value: object) -> bool:
-    """Return whether `value` has items; numpy and torch scalars have none, although their class is iterable."""
+    """Return whether `value` can be iterated. Zero-dimensional arrays and tensors cannot, although their class is
+    iterable."""
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
 def names_of(keys: Iterable[object]) -> list[str]:
-    """Return keys as shown in messages."""
+    """Return the first 20 keys in sorted order, each as shown in messages."""
     return sorted(
         key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
     )[:20]
 
 
 def described(value: object) -> str:
-    """Return a number or text as shown in messages, and for anything else its type: "a function"."""
+    """Return a number or string as shown in messages; for anything else, its type, as in "a function"."""
     kind = type(value).__name__
     if isinstance(value, (bool, int, float, str)):
         return in_a_line(value)

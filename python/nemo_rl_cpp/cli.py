@@ -1,4 +1,4 @@
-"""The command `nemo-rl-cpp` and its subcommands. Almost nothing is imported before `main` handles Ctrl-C."""
+"""The command `nemo-rl-cpp` with its subcommands. Almost nothing is imported before `main` handles Ctrl-C."""
 
 import os
 import sys
@@ -34,17 +34,17 @@ nemo-rl-cpp COMMAND --help says more about one of them."""
 
 
 def _leave(number: int, frame: object) -> None:
-    """End the program immediately. An exception might be lost in an import, or be printed with a traceback."""
+    """End the program immediately: during an import, an exception might be lost or printed with a traceback."""
     os.write(2, b"\ninterrupted: stopped at once\n")
     os._exit(130)
 
 
 def main(argv: Sequence[str] | None = None, command: str | None = None, **options: object) -> int:
-    """Run one subcommand and return its exit status: 0, 1 after an error (one sentence on stderr), 2 for an invalid
-    command line or configuration, 130 after Ctrl-C.
+    """Run one subcommand and return its exit status: 0; 1 after an error (one sentence on stderr); 2 for an invalid
+    command line or configuration; 130 after Ctrl-C.
 
-    `command` names the subcommand instead of the first argument; `options` are passed to its function (scripts in
-    examples/)."""
+    `command` names the subcommand, which is otherwise the first argument. `options` are passed to the subcommand's
+    function, as scripts in examples/ do."""
     if argv is None:
         signal(SIGINT, _leave)
     from importlib import import_module
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
             outcome.status = 2
         else:
             if argv is None and command is None:
-                sys.argv[0] = f"nemo-rl-cpp {name}"  # argparse's name of the program
+                sys.argv[0] = f"nemo-rl-cpp {name}"  # the program's name in argparse's messages
             place, _, function = COMMANDS[name][0].partition(":")
             run = getattr(import_module(f"nemo_rl_cpp.commands.{place}"), function)
             outcome.status = run(words if command else words[1:], **options)
@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """Return the command given by the first argument. Otherwise print the help, or why it is no command."""
+    """Return the subcommand that the first argument names, or None after printing that it names none. For --help and
+    --version, print the answer and exit."""
     from nemo_rl_cpp.argument_checks import did_you_mean
     from nemo_rl_cpp.command_line import Exit
 

@@ -1,4 +1,4 @@
-"""Functions that all command lines of the package share. Nothing in this module loads torch or the schema."""
+"""What the command lines of the package share. Nothing in this module loads torch or the configuration's schema."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from nemo_rl_cpp.interrupts import Ended, nobody_reads, say, startup
 
 
 class Exit(SystemExit):
-    """Raised when the command line exits on purpose (--help, a bad option). Any other `sys.exit` is an error."""
+    """Raised when the command line exits on purpose (--help, an invalid option). Any other `sys.exit` is an error."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports errors in one line."""
+    """An argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}", file=sys.stderr)
@@ -38,11 +38,10 @@ class Outcome:
 
 @contextmanager
 def program(debug: bool = False) -> Iterator[Outcome]:
-    """Run a command line in this block. Set `status` to its exit status, and report an early end as a status and one
-    sentence.
+    """Run the body of a command line. Turn an exception or a signal into an exit `status` and one sentence on stderr.
 
-    1: an exception (`debug` also prints its traceback); 130: Ctrl-C; 128 + the signal's number: any other signal; 141
-    (SIGPIPE): the reader of the output has closed the pipe."""
+    The status is 1 for an exception (`debug` also prints its traceback), 130 for Ctrl-C, 128 + the signal's number for
+    another signal, and 141 (SIGPIPE) if the reader of the output has closed the pipe."""
     outcome = Outcome()
     with startup(), _plain_warnings():
         try:
@@ -61,7 +60,7 @@ def program(debug: bool = False) -> Iterator[Outcome]:
             raise
         except BaseException as error:
             if isinstance(error, BrokenPipeError) and nobody_reads():
-                with open(os.devnull, "wb") as nowhere:  # discards the buffer, and output that is printed at exit
+                with open(os.devnull, "wb") as nowhere:  # discards the buffer and whatever is printed at exit
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())
                 outcome.status = 128 + signal.SIGPIPE
                 return
@@ -72,7 +71,7 @@ def program(debug: bool = False) -> Iterator[Outcome]:
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """Add --debug and --version."""
+    """Add the options --debug and --version."""
     parser.add_argument(
         "--debug", action="store_true", help="print the traceback of an error too, not only where it is"
     )
@@ -80,7 +79,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """Add --model."""
+    """Add the option --model."""
     parser.add_argument(
         "--model",
         required=True,
@@ -89,13 +88,13 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add --precision and --threads."""
+    """Add the options --precision and --threads."""
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: all cores)")
 
 
 def at_least(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
-    """Return the argparse type of an integer option from `low` to `high`."""
+    """Return an argparse type for integers from `low` to `high`."""
 
     def number(text: str) -> int:
         found = int(text)
@@ -108,7 +107,7 @@ def at_least(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """Parse an option that is a number above 0."""
+    """Parse an option as a number above 0 and below 1e9."""
     found = float(text)
     if not 0 < found < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is out of range: expected a number above 0")
@@ -116,7 +115,7 @@ def positive(text: str) -> float:
 
 
 def command_parser(name: str, description: str, examples: str) -> OneLineParser:
-    """Return the parser of `nemo-rl-cpp NAME`, with --debug, --version, and examples below the options."""
+    """Return the parser of `nemo-rl-cpp NAME`, with --debug and --version, and with `examples` below the options."""
     parser = OneLineParser(
         prog=f"nemo-rl-cpp {name}", description=description, epilog=examples, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -126,7 +125,7 @@ def command_parser(name: str, description: str, examples: str) -> OneLineParser:
 
 
 def unknown_option(words: Sequence[str]) -> str | None:
-    """Return a message about the first argument that is an option and not an override; None if there is none."""
+    """Return an error message for the first argument that is an option, not an override; None if all are overrides."""
     for i, word in enumerate(words):
         if not word.startswith("-") or word == "-":
             continue
@@ -145,7 +144,7 @@ def unknown_option(words: Sequence[str]) -> str | None:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Print warnings in this block as one line on stderr, without the source line."""
+    """Print warnings in this block in one line on stderr, without the line of source code."""
 
     def plain(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None

@@ -1,4 +1,4 @@
-"""Imports objects by their dotted names (`my_module.my_name`); a wrong name gives a one-sentence error. No torch."""
+"""Imports objects by dotted name (`my_module.my_name`). A wrong name gives a one-sentence error. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.errors import in_user_code, one_sentence
 
-_searched: list[str] = []  # the folders of the last call of `search_for_modules`
+_searched: list[str] = []  # the folders given to the last call of `search_for_modules`
 
 
 class LoadingError(ValueError):
@@ -21,12 +21,13 @@ class LoadingError(ValueError):
 
 
 def searched_folders() -> list[str]:
-    """Return the folders that are searched for user modules after the installed packages."""
+    """Return the folders in which user modules are searched, after the installed packages."""
     return list(_searched)
 
 
 def search_for_modules(*folders: str | Path) -> None:
-    """Search these folders (the working directory, the configuration's folder) for user modules, after all others."""
+    """Search these folders for user modules (the working directory, the configuration's folder), after all other
+    places."""
     _searched[:] = dict.fromkeys(map(str, folders))
     for folder in _searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):
@@ -34,13 +35,14 @@ def search_for_modules(*folders: str | Path) -> None:
 
 
 def is_dotted(name: object) -> bool:
-    """Return whether a text has the form of a dotted name."""
+    """Return whether `name` is a string in the form of a dotted name."""
     return isinstance(name, str) and "." in name and all(part.isidentifier() for part in name.split("."))
 
 
 class PythonObjectRef(str):
     """The value of a configuration key for a component that was passed as a Python object. Its text is the component's
-    name with "(given from Python)"; other processes receive that text, which is never a valid name."""
+    name followed by "(given from Python)". Other processes receive only that text, which is never a valid dotted
+    name."""
 
     component: object
 
@@ -57,13 +59,14 @@ class PythonObjectRef(str):
 
 
 def is_user_defined(name: object) -> bool:
-    """Return whether a name in the configuration is a custom component: a dotted name, or a Python object."""
+    """Return whether the value of a key means a custom component: a dotted name, or a Python object."""
     return isinstance(name, PythonObjectRef) or is_dotted(name)
 
 
 def import_object(name: str, what: str) -> Any:
-    """Return the object of a dotted name (`module.name`, also `package.module.Class.method`). `what` starts the
-    sentence of a LoadingError: "reward function", for instance."""
+    """Import and return the object with a dotted name (`module.name`, also `package.module.Class.method`).
+
+    If that fails, raise LoadingError; its sentence starts with `what`, such as "reward function"."""
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise LoadingError(f"{what} {in_a_line(name)} is no dotted name: write module.name, as in my_module.my_name")
@@ -78,14 +81,14 @@ def import_object(name: str, what: str) -> Any:
 
 
 def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, list[str]]:
-    """Import the longest prefix of the name that is a module; return the module and the rest of the name."""
+    """Import the longest prefix of the dotted name that is a module. Return the module and the remaining parts."""
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
         try:
             return importlib.import_module(module), parts[end:]
         except ModuleNotFoundError as error:
             if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-                continue  # no module; the shorter prefix may be a module with this attribute
+                continue  # not a module, but perhaps an attribute of the module with the shorter prefix
             raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: {one_sentence(error)}") from error
         except KeyboardInterrupt:
             raise
@@ -118,7 +121,7 @@ def _no_attribute(name: str, what: str, owner: object, attribute: str) -> str:
 
 
 def takes(function: Callable[..., object], *arguments: object) -> bool:
-    """Return whether a call with these arguments fits the signature; True if the signature is unknown."""
+    """Return whether the function's signature accepts these arguments; True if the signature is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

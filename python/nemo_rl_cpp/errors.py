@@ -1,8 +1,8 @@
-"""Reports exceptions as one sentence, with their tracebacks in a file.
+"""Reports exceptions in one sentence, and writes their tracebacks to a file.
 
-A command line prints the sentence and the name of a file with the traceback; with `--debug` also the traceback. In
-Python, exceptions are raised as usual; one from user code keeps its type, and its message names function, file and
-line."""
+A command line prints the sentence and the name of the file with the traceback; `--debug` also prints the traceback.
+In Python, exceptions are raised as usual. An exception in user code keeps its type, and its message names the
+function, file and line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIBRARIES = tuple(
 # raised by this package, their messages say what to do
 _SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)
 _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # redundant with the line number
-_LONGEST = 600  # maximum characters of a foreign message
+_LONGEST = 600  # maximum length of a message that this package did not write
 _INSTALLED_AS = {
     "PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "reasoning_gym": "reasoning-gym", "skimage": "scikit-image",
     "sklearn": "scikit-learn", "yaml": "pyyaml",
@@ -38,8 +38,8 @@ _secrets: dict[str, str] = {}  # secret -> its replacement in files
 
 class UserCodeError(Exception):
     """Raised if user code failed: a reward function, an environment, a data set, a loss. The message is one sentence
-    with function, file and line; `__cause__` is the original exception, whose type this error shares (see
-    `in_user_code`)."""
+    that names the function, file and line. `__cause__` is the original exception, and the error is also an instance of
+    its type (see `in_user_code`)."""
 
     def __init__(self, sentence: str) -> None:
         Exception.__init__(self, sentence)
@@ -49,9 +49,9 @@ class UserCodeError(Exception):
 
 
 class Finding(NamedTuple):
-    """The result of a check. An "error" ends the run before it starts, a "warning" is printed.
+    """A problem that a check found. An "error" ends the run before it starts; a "warning" is only printed.
 
-    `key` is the dotted key to change ("" for none). `message` is one sentence: what is wrong, and what to do.
+    `key` is the dotted key to change, or "". `message` is one sentence that says what is wrong and what to do.
     """
 
     level: Literal["error", "warning"]
@@ -63,7 +63,7 @@ class Finding(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A line of code."""
+    """A line of code, with its file and function."""
 
     file: str
     line: int
@@ -75,7 +75,7 @@ class Place(NamedTuple):
 
 
 def short_path(path: str | os.PathLike[str]) -> str:
-    """Return the path as shown in messages: relative if it lies below the working directory."""
+    """Return the path as shown in messages: relative if it is inside the working directory."""
     full = Path(path)
     try:
         return str(full.resolve().relative_to(Path.cwd()))
@@ -84,13 +84,14 @@ def short_path(path: str | os.PathLike[str]) -> str:
 
 
 def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
-    """Set the folder in which `save_traceback` writes: the log folder of a run."""
+    """Set the folder to which `save_traceback` writes: the log folder of a run."""
     global _folder
     _folder = None if folder is None else Path(folder)
 
 
 def keep_out_of_files(texts: Mapping[str, str]) -> None:
-    """Make `save_traceback` replace each secret by `texts[secret]`, except short ones, which occur in many words."""
+    """Make `save_traceback` replace each secret by `texts[secret]`. Secrets below 6 characters are ignored, since they
+    occur in ordinary words."""
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
@@ -102,7 +103,8 @@ def _is_ours(file: str) -> bool:
 
 
 def _real(file: str) -> str:
-    """Return the real path of a source file; a name like `<string>` is unchanged. The working directory may not exist."""
+    """Return the real path of a source file, and a name such as `<string>` unchanged. The working directory may not
+    exist."""
     return os.path.realpath(file) if os.path.isabs(file) else file
 
 
@@ -113,16 +115,16 @@ def _is_library(file: str) -> bool:
 
 
 def _places(error: BaseException) -> list[Place]:
-    """Return the lines that the exception passed through, outermost first."""
+    """Return the lines of code in the exception's traceback, outermost first."""
     frames: Iterable[tuple[FrameType, int]] = traceback.walk_tb(error.__traceback__)
     return [Place(frame.f_code.co_filename, line, _INNER.sub("", frame.f_code.co_qualname)) for frame, line in frames]
 
 
 def user_place(error: BaseException) -> Place | None:
-    """Return the line of user code that raised an exception inside this package; None if our code raised it.
+    """Return the line of user code that raised an exception inside a call of this package; None if our code raised it.
 
-    Libraries are skipped: if the user's function calls a library with a wrong argument, the function's line is
-    returned. Callers of this package are skipped, too.
+    Libraries are skipped: if the user's function passes a wrong argument to a library, the line in the user's function
+    is returned. Code that called this package is skipped, too.
     """
     places = _places(error)
     first = next((i for i, place in enumerate(places) if _is_ours(place.file)), len(places))
@@ -135,17 +137,18 @@ def user_place(error: BaseException) -> Place | None:
 
 
 def _called_place(error: BaseException) -> Place | None:
-    """Return the line at which our innermost line called other code: user code even if it is an installed package."""
+    """Return the line of code that our innermost frame called. It counts as user code even in an installed package."""
     places = _places(error)
     last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
     return places[last + 1] if last + 1 < len(places) else None
 
 
 def _as_type_of(error: BaseException) -> type[UserCodeError]:
-    """Make a UserCodeError that is also an instance of the exception's type, if Python allows it."""
+    """Return a class that inherits from UserCodeError and the exception's type, or UserCodeError if that is
+    impossible."""
     kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end the process
     if issubclass(kind, (StopIteration, StopAsyncIteration)):
-        return UserCodeError  # nor these a loop; contextlib mistakes a RuntimeError raised from one for its own
+        return UserCodeError  # and these must not end a loop; contextlib mistakes a RuntimeError raised from one for its own
     try:
         return type(kind.__name__, (UserCodeError, kind), {"__module__": kind.__module__})
     except TypeError:
@@ -153,7 +156,7 @@ def _as_type_of(error: BaseException) -> type[UserCodeError]:
 
 
 def as_user_error(error: BaseException, text: str) -> UserCodeError:
-    """Make an exception of user code with this sentence; `error` is its cause."""
+    """Return an exception of user code with the message `text` and the cause `error`."""
     made = _as_type_of(error)(text)
     made.__cause__ = error
     return made
@@ -162,9 +165,9 @@ def as_user_error(error: BaseException, text: str) -> UserCodeError:
 def in_user_code(
     error: BaseException, what: str = "your code", hint: str = "", called: bool = False
 ) -> UserCodeError | None:
-    """Return the exception to raise instead of one that arose in user code: of its type, with one sentence as message.
-    Return None for other exceptions, for Ctrl-C, and for an exception that already has a sentence. `called`: the
-    exception comes from a call of user code, in whichever file."""
+    """Return the exception to raise in place of one from user code: of the same type, with one sentence as its message.
+    Return None for other exceptions, for Ctrl-C, and if the exception already has such a message. `called` says that
+    user code was called, so the exception is the user's in whichever file it was raised."""
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)
@@ -180,10 +183,10 @@ RAISED_ON = "raised on"
 
 
 class user_code:  # noqa: N801  (reads as a function; a generator as context manager could not tell StopIteration)
-    """Context manager for a call of user code: an exception in it becomes one sentence (`in_user_code`)."""
+    """A context manager for a call of user code, which turns an exception into one sentence (`in_user_code`)."""
 
     def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
-        """Name the code `what`; `hint(error)` returns text to append to the sentence."""
+        """Set the code's name in messages, `what`. `hint(error)` returns text to append to the message."""
         self._what, self._hint = what, hint
 
     def __enter__(self) -> None:
@@ -201,7 +204,7 @@ class user_code:  # noqa: N801  (reads as a function; a generator as context man
 
 
 def _flat(text: str) -> str:
-    """Join the lines of a message, without the C++ stack and references to it."""
+    """Join the lines of a message, without the C++ stack trace and references to it."""
     text = re.split(r"\nException raised from |\nC\+\+ CapturedTraceback", text)[0]
     line = "; ".join(re.sub(r"\s+", " ", line).strip(" ;") for line in text.strip().splitlines() if line.strip())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
@@ -215,7 +218,7 @@ def _type_and_text(error: BaseException) -> str:
 
 
 def _says_it_all(error: BaseException) -> bool:
-    """Return whether this package wrote the message for its users."""
+    """Return whether the exception's message was written by this package for its users."""
     if isinstance(error, UserCodeError) or type(error).__module__.partition(".")[0] == "nemo_rl_cpp":
         return True
     places = _places(error)
@@ -227,7 +230,7 @@ def _says_it_all(error: BaseException) -> bool:
 
 
 def one_sentence(error: BaseException) -> str:
-    """Return the user's message about an exception, in one line, with the rank of a worker that raised it."""
+    """Return an exception's message for users in one line, with the rank of the worker that raised it, if any."""
     note = next((note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_ON)), None)
     return _sentence(error) + (f" ({note.splitlines()[0].removeprefix('raised on ').rstrip(':')})" if note else "")
 
@@ -261,7 +264,7 @@ def _package_sentence(name: str, place: Place | None) -> str:
 
 
 def install_command(package: str) -> str:
-    """Return the command that installs the package that is imported under this name."""
+    """Return the command that installs the package with the import name `package`."""
     return f"pip install {_INSTALLED_AS.get(package, package)}"
 
 
@@ -276,7 +279,7 @@ def _os_sentence(error: OSError) -> str:
 
 
 def save_traceback(error: BaseException) -> Path | None:
-    """Write the traceback to the log folder or the temporary folder, and return the file; None if both fail."""
+    """Write the traceback to the log folder, or else to the temporary folder. Return the file, or None if both fail."""
     text = "".join(traceback.format_exception(error))
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, _secrets[secret])
@@ -291,7 +294,7 @@ def save_traceback(error: BaseException) -> Path | None:
 
 
 def report(error: BaseException, debug: bool = False) -> None:
-    """Print the sentence and the traceback's file to stderr; with `debug` first the traceback."""
+    """Print the exception's sentence and the file with its traceback to stderr; with `debug`, first the traceback."""
     if debug:
         traceback.print_exception(error)
     sentence, path = one_sentence(error), save_traceback(error)

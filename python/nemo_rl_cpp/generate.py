@@ -28,7 +28,7 @@ from nemo_rl_cpp.models.weight_files import RawTensor, fill_parameters, raw_tens
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """The generated text. `finish_reason` is "stop" (a stop token or string) or "length"."""
+    """A generated text. `finish_reason` is "stop" (a stop token or stop string) or "length"."""
 
     text: str
     token_ids: list[int]
@@ -36,11 +36,11 @@ class GeneratedText:
 
 
 class TextGenerator:
-    """A model and its tokenizer: the engine of training runs, for one text at a time.
+    """A model and its tokenizer, with the engine of training runs, for one text at a time.
 
     Args:
         model: a Hugging Face folder, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints.
-        precision: "bfloat16" or "float32"; weights of a different dtype are converted.
+        precision: "bfloat16" or "float32"; weights of another dtype are converted.
         num_threads: the number of CPU threads; by default all cores.
 
     Raises:
@@ -104,10 +104,10 @@ class TextGenerator:
     ) -> GeneratedText:
         """Continue a text, or respond to messages ({"role": ..., "content": ...}) through the model's chat template.
 
-        Temperature 0 is greedy: the likeliest token each time. The same seed gives the same text. `on_text` is called
-        with every piece of text as soon as it is complete (a character may take several tokens); bytes that form no
-        character are U+FFFD, as in transformers. The text ends at a stop token, after a stop string, after
-        `max_new_tokens`, or at the model's last position. Raise ValueError for invalid arguments.
+        Temperature 0 is greedy decoding. The same seed gives the same text. `on_text` is called with each piece of text
+        once it is final (a character may take several tokens); bytes that form no character become U+FFFD, as in
+        transformers. The text ends at a stop token, after a stop string, after `max_new_tokens`, or at the model's last
+        position. Raise ValueError for invalid arguments.
         """
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)

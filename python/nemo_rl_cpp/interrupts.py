@@ -1,5 +1,6 @@
-"""Signals. Before the first step they end the program. In a run Ctrl-C, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1
-(a scheduler's warning) end it at a step boundary, with a checkpoint; a second signal ends it immediately."""
+"""Signal handling. Before the first step a signal ends the program. During a run, Ctrl-C, SIGTERM, SIGHUP (a closed
+terminal) and SIGUSR1 (a scheduler's warning) end it after the step, with a checkpoint; a second signal ends it at
+once."""
 
 import os
 import select
@@ -15,7 +16,7 @@ GRACE_SECONDS = 3.0
 
 
 class Ended(SystemExit):
-    """Raised if a signal (except SIGINT) ended the program; `code` is 128 + the signal's number."""
+    """Raised if a signal other than SIGINT ended the program. `code` is 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -27,14 +28,14 @@ def _in_main_thread() -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr. Safe in a signal handler, which could re-enter a buffered write."""
+    """Print a line to stderr, unbuffered, so that a signal handler may call it during another write."""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"\n{text}\n".encode())
 
 
 def end_within(seconds: float, status: int, done: threading.Event | None = None, text: str | None = None) -> None:
-    """Print `text` and end the process with `status` after some seconds unless `done` is set first, because a thread
-    may not be stoppable, and the main thread may be stuck in a call."""
+    """End the process with `status` after `seconds`, printing `text`, unless `done` is set first. It works even if
+    another thread does not end or the main thread is stuck in a call."""
     done = done or threading.Event()
 
     def watch() -> None:
@@ -54,8 +55,8 @@ def _in_an_import(frame: FrameType | None) -> bool:
 
 @contextmanager
 def startup() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered. In an import the process ends with status
-    130, because importing torch loses the exception. Forked processes also receive Ctrl-C, and print nothing."""
+    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered. During an import, end the process with
+    status 130, because importing torch loses the exception. Forked processes end without printing anything."""
     if not _in_main_thread():
         yield
         return
@@ -76,7 +77,7 @@ def startup() -> Iterator[None]:
 
 
 def nobody_reads() -> bool:
-    """Return whether standard output is a pipe that its reader has closed, as `head` does when it is done."""
+    """Return whether standard output is a pipe whose reader has closed it, as `head` does."""
     try:
         out = select.poll()
         out.register(sys.stdout.fileno(), 0)  # errors are always reported
@@ -86,7 +87,8 @@ def nobody_reads() -> bool:
 
 
 class GracefulStop:
-    """While entered, the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 sets `requested`. The loop checks it between steps.
+    """A context manager that makes the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 set `requested`, to check between
+    steps.
 
         with GracefulStop() as stop:
             while not state.finished:
@@ -96,15 +98,16 @@ class GracefulStop:
 
     A second signal raises KeyboardInterrupt for SIGINT, otherwise SystemExit(128 + its number). If the block has not
     ended some seconds later (a call hangs, or the exception was caught), the process ends with that status. A third
-    signal kills it. Handlers that code of the run (a reward function's library) replaces are restored with a warning,
-    after its call or when the loop next checks `requested`. SIGHUP and SIGUSR1 stay ignored if they are (as by nohup).
-    Exit restores the previous handlers. Outside the main thread, where Python allows no handlers, it does nothing."""
+    signal kills it. If code that the run calls (a reward function's library) replaces a handler, the handler is
+    restored with a warning, after the call or when `requested` is next read. SIGHUP and SIGUSR1 stay ignored if they
+    already are, as under nohup. Exit restores the previous handlers. Outside the main thread, where Python allows no
+    handlers, it does nothing."""
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, announce: Callable[[str], None] | None = None, saves: bool = True) -> None:
-        """Take `announce(text)`, which shows the message of the first signal (default: on stderr), and whether the run
-        saves a checkpoint at its end."""
+        """Take `announce(text)`, which shows the first signal's message (by default on stderr), and `saves`: whether
+        the run saves a checkpoint at its end."""
         self._announce = announce
         self.saves = saves
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -115,12 +118,12 @@ class GracefulStop:
 
     @property
     def requested(self) -> bool:
-        """Whether the run was asked to end."""
+        """Whether a signal has asked the run to end."""
         self.put_back()
         return self.reason is not None
 
     def put_back(self) -> None:
-        """Restore handlers that code called by the run has replaced, and report them."""
+        """Restore handlers that code called by the run has replaced, and warn about it."""
         if not self._previous or self._count >= 2 or not _in_main_thread():
             return
         changed = [number for number in self._previous if signal.getsignal(number) != self._handle]
@@ -150,8 +153,8 @@ class GracefulStop:
         self._previous = {}
 
     def leave_to_the_parent(self) -> None:
-        """Let SIGTERM end a forked child, as `Process.terminate` expects. A first Ctrl-C at the terminal does not stop
-        the child, because the parent's step may need it."""
+        """In a forked child, let SIGTERM end the process, as `Process.terminate` expects. The first Ctrl-C at the
+        terminal does not end the child, because the parent's step may need it."""
         before = self._previous.pop(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
@@ -186,7 +189,7 @@ _entered: list[GracefulStop] = []
 
 
 def restore_signal_handlers() -> None:
-    """Restore the handlers of the signals that end a run, after code that may have replaced them."""
+    """Restore the signal handlers of every active `GracefulStop`, after code that may have replaced them."""
     for stop in _entered:
         stop.put_back()
 

@@ -1,4 +1,4 @@
-"""Distillation: `python -m nemo_rl_cpp.run_distillation --config FILE [--dry-run] [overrides]`."""
+"""Runs distillation: `python -m nemo_rl_cpp.run_distillation --config FILE [--dry-run] [overrides]`."""
 
 import sys
 from functools import partial

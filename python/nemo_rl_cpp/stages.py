@@ -1,4 +1,4 @@
-"""Progress lines for the stages of a command before its first step."""
+"""Prints progress lines for the stages of a command before its first step."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ _REDRAWN, _REPEATED = 0.5, 15.0
 
 @contextmanager
 def stages_shown() -> Iterator[None]:
-    """Make `stage` print in this block, with the seconds since its start."""
+    """Make `stage` print its lines during this block, each with the seconds since the block's start."""
     global _began
     _began = time.monotonic()
     try:
@@ -24,15 +24,15 @@ def stages_shown() -> Iterator[None]:
 
 
 def stage(text: str) -> None:
-    """Print the name of a starting stage, if inside `stages_shown`."""
+    """Print the name of a stage that begins, if inside `stages_shown`."""
     if _began is not None:
         print(f"[{time.monotonic() - _began:5.1f} s] {text}", flush=True)
 
 
 @contextmanager
 def work(text: str, total: float, always: bool = False) -> Iterator[Callable[[float], None]]:
-    """Yield `advance(amount)`, which adds to the finished part of `total`. After some seconds the progress is shown on
-    stderr, if inside `stages_shown` or `always`."""
+    """Yield `advance(amount)`, which adds `amount` to the finished part of `total`. If the work takes more than some
+    seconds, show its progress on stderr, provided it is inside `stages_shown` or `always` is set."""
     begin = last = time.monotonic()
     done, drawn = 0.0, False
     shown, terminal = always or _began is not None, sys.stderr is not None and sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""The number of compute threads, and how they wait for each other. Nothing in this module loads torch."""
+"""The number of compute threads, and how long they spin while they wait. Nothing in this module loads torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ often has no core, and the one that waits keeps a core from it meanwhile."""
 
 
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Set GOMP_SPINCOUNT if neither it nor OMP_WAIT_POLICY is set, for this process and its children; return whether it
-    takes effect. libgomp reads the variable when it is loaded by `import torch`."""
+    """Set GOMP_SPINCOUNT for this process and its children, if neither it nor OMP_WAIT_POLICY is set. Return whether it
+    takes effect: libgomp reads the variable when `import torch` loads it."""
     if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
         return False
     environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
@@ -22,8 +22,8 @@ def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def cores() -> int:
-    """Return the number of physical cores that this process may use, which is torch's thread count: two logical
-    processors may share a core's arithmetic units."""
+    """Return the number of physical cores that this process may use. It is torch's thread count, because two logical
+    processors may share the arithmetic units of a core."""
     found = set()
     for number in os.sched_getaffinity(0):
         try:
@@ -35,6 +35,7 @@ def cores() -> int:
 
 
 def threads_at_start(asked: int | None, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the threads of a run: the value of its key, otherwise OMP_NUM_THREADS, otherwise the cores."""
+    """Return the number of threads of a run: `asked` (its key), otherwise OMP_NUM_THREADS, otherwise the number of
+    cores."""
     given = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return asked or (int(given) if given.isdigit() and int(given) > 0 else cores())

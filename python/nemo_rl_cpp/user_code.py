@@ -1,11 +1,11 @@
-"""Runs user code in the thread that started the run, on one event loop for the life of that thread.
+"""Runs user code in the thread that started the run, on one event loop that lives as long as the thread.
 
 A reward function, an environment, an agent, a loss, an estimator, a callback or a data processor runs as in a script:
 signals work (`signal.alarm`, math-verify's time limits), and a client, lock or semaphore created once works at every
-step. To allow this, `serve` moves the run to a different thread. The thread that started the run (a program's main
-thread) makes the calls that the run requests with `call_user`: functions one after the other, coroutines concurrently.
-After each call `_ProcessState` restores the process, so that user code changes neither the run's results nor the
-location of its files."""
+step. To allow this, `serve` moves the training loop to another thread. The thread that started the run (a program's
+main thread) makes the calls that the training loop requests with `call_user`: functions one after the other,
+coroutines concurrently. After each call `_ProcessState` restores the process, so that user code changes neither the
+run's results nor where its files are written."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _CANCEL_SECONDS = 1.0  # time for coroutines of an interrupted run to end
 
 
 def call_user(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
-    """Call the user's `function` in the thread of user code, and return its result; an awaitable result is awaited.
+    """Call the user's `function` in the thread of user code, await the result if it is awaitable, and return it.
 
-    Raises what the function raises. Outside a run (see `serve`) the current thread makes the call.
+    Raise what the function raises. Outside a run (see `serve`) the current thread makes the call.
     """
     call = partial(function, *args, **kwargs)
     serving = _serving[-1] if _serving else None
@@ -41,34 +41,34 @@ def call_user(function: Callable[..., object], *args: object, **kwargs: object) 
 
 
 def call_any(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
-    """Call a function or method with `call_user` if it is user code, and directly if it is this package's."""
+    """Call a function or method: with `call_user` if it is user code, directly if it belongs to this package."""
     if is_users(getattr(function, "__self__", function)):
         return call_user(function, *args, **kwargs)
     return function(*args, **kwargs)
 
 
 def is_users(thing: object) -> bool:
-    """Return whether a function, or the class of an object, comes from outside this package."""
+    """Return whether a function, or an object's class, is defined outside this package."""
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return module.partition(".")[0] != __name__.partition(".")[0]
 
 
 def runs_here() -> bool:
-    """Return whether the current thread is the one that runs a run's user code."""
+    """Return whether the current thread is the one that makes the calls of user code."""
     return bool(_serving) and _serving[-1].is_here
 
 
 def serve(work: Callable[[], object]) -> Any:
-    """Run `work()` in a new thread and return its result, while the current thread makes the calls of `call_user`.
+    """Run `work()` in a new thread and return its result. Meanwhile the current thread makes the calls of `call_user`.
 
-    Raises what `work` raises. A KeyboardInterrupt or SystemExit of a signal also ends `work`. May be nested: a callback
-    may validate.
+    Raise what `work` raises. If a signal raises KeyboardInterrupt or SystemExit, `work` is ended, too. Calls may be
+    nested: a callback may run a validation.
     """
     return _caller().serve(work)
 
 
 class _Caller:
-    """A thread that runs user code, and its event loop."""
+    """A thread that makes calls of user code, with its event loop."""
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
@@ -76,7 +76,7 @@ class _Caller:
         self._tasks: set[asyncio.Task] = set()
         self._loop = asyncio.new_event_loop()
         self._waits = False  # whether it waits in `run_forever` for the next call
-        self._lock = threading.Lock()  # guards the two below: a call comes before the end or after it
+        self._lock = threading.Lock()  # guards the two below, so that a call comes either before the end or after it
         self._depth = 0  # nesting depth of `serve`
         self._ended = False  # set by a signal
 
@@ -85,13 +85,13 @@ class _Caller:
         return threading.current_thread() is self._thread
 
     def run(self, call: Callable[[], object]) -> object:
-        """Make a call in this thread, and wait for it."""
+        """Make a call in this thread and return its result, awaited if necessary."""
         with _outside_event_loop(), _ProcessState():
             result = self._called(call)
             return self._loop.run_until_complete(_result_of(result)) if inspect.isawaitable(result) else result
 
     def ask(self, call: Callable[[], object]) -> object:
-        """Have this thread make a call that a different thread requests."""
+        """Make a call in the caller's thread, on behalf of the current thread, and return its result."""
         grad = _grad_mode()
         future = Future()
         with self._lock:
@@ -134,8 +134,8 @@ class _Caller:
         return done.result()
 
     def _make_calls(self, done: Future, state: _ProcessState) -> None:
-        """Make calls until `done`, and until no thread waits for a started call. No event loop runs during a function,
-        because the function may run its own."""
+        """Make calls until `done`, and until no thread waits for a call already started. The event loop does not run
+        during a function call, because the function may run its own."""
         while True:
             with self._lock:
                 if not self._calls and done.done() and (self._depth > 1 or not self._tasks):
@@ -197,7 +197,7 @@ class _Caller:
             self._loop.stop()
 
     def _end(self, thread: threading.Thread) -> None:
-        """End the run's thread and the coroutines after a signal."""
+        """End the run's thread and the pending coroutines after a signal."""
         with self._lock:
             self._ended = True
             self._depth -= 1
@@ -219,7 +219,8 @@ _of_thread = threading.local()
 
 
 def _caller() -> _Caller:
-    """Return the current thread's caller. Its loop lives as long as the thread, so several runs can use one client."""
+    """Return the current thread's `_Caller`. Its event loop lives as long as the thread, so several runs can share a
+    client."""
     if not hasattr(_of_thread, "caller"):
         _of_thread.caller = _Caller()
     return _of_thread.caller
@@ -243,7 +244,8 @@ async def _finish(result: Awaitable[object], future: Future, state: _ProcessStat
 
 @contextmanager
 def _outside_event_loop() -> Iterator[None]:
-    """Let this thread run an event loop inside a running one, such as a notebook kernel's, which waits for the call."""
+    """Let this thread run an event loop although one is running already, such as a notebook kernel's, which waits
+    meanwhile."""
     running = asyncio._get_running_loop()
     if running is None:
         yield
@@ -267,7 +269,7 @@ def _grad_mode() -> bool | None:
 
 
 def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
-    """Make a call under the gradient mode of the requesting thread, because a loss needs a graph."""
+    """Make a call under the gradient mode of the thread that requests it, because a loss needs autograd."""
     import torch
 
     with torch.set_grad_enabled(enabled):
@@ -277,9 +279,9 @@ def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
 class _ProcessState:
     """The process state that user code may change, recorded at construction and restored on exit.
 
-    This covers the working directory, the handlers of the signals that end a run, and torch's default dtype and device,
-    gradient mode, thread count and deterministic mode. Random generators need no restoring: every draw of a run has its
-    own generator."""
+    It covers the working directory, the handlers of the signals that end a run, and torch's default dtype and device,
+    gradient mode, thread count and deterministic mode. Random generators are not restored, because all sampling in a
+    run uses its own generators."""
 
     def __init__(self) -> None:
         self._folder, self._torch = _folder(), _torch_state()

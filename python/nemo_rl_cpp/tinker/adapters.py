@@ -1,4 +1,4 @@
-"""Many LoRA models on one base: a native model computes with the adapters of one LoRA model at a time."""
+"""Many LoRA models on one base model. The native model computes with the adapters of one LoRA model at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TOKENS_AT_ONCE = 4096  # per forward pass with kept activations; a longer datum
 
 @dataclass(frozen=True)
 class Shape:
-    """The matrices that have adapters, and the adapters' rank."""
+    """Which matrices have adapters, and the rank of the adapters."""
 
     rank: int
     train_mlp: bool = True
@@ -46,10 +46,10 @@ class Shape:
 
 @dataclass
 class Base:
-    """The model that the server was started with.
+    """The model with which the server was started.
 
     Attributes:
-        names: the names that clients may use; the first is shown.
+        names: the model names that clients may use; the server lists the first.
         cache_bytes: size of the KV cache of one sampler, in bytes.
     """
 
@@ -66,7 +66,7 @@ class Base:
     def load(
         cls, name: str, served_name: str | None, *, precision: str, max_batch_size: int, cache_bytes: int, max_length: int | None
     ) -> Base:  # fmt: skip
-        """Open a Hugging Face folder, a named model, a run's checkpoint, or "tiny-random"."""
+        """Load the base model from a Hugging Face folder, a model name, a run's checkpoint, or "tiny-random"."""
         place = name if name == TINY_RANDOM else find_policy_weights(name)
         folder = open_model_folder(str(place), max_length=max_length, length_key="--max-model-len", key="--model")
         folder.check_weights()
@@ -88,17 +88,19 @@ class Base:
         return token_bytes_table(self.tokenizer, self.vocab_size)
 
     def adapted(self, shape: Shape) -> AdaptedModel:
-        """Return the native model for adapters of this shape; each shape has one, with its own copy of the weights."""
+        """Return the native model for adapters of this shape. Each shape has one, with a copy of the base model's
+        weights."""
         if shape not in self._native:
             self._native[shape] = AdaptedModel(self, shape)
         return self._native[shape]
 
     def any_adapted(self) -> AdaptedModel:
-        """Return a native model for sampling from the base model."""
+        """Return any native model, for sampling from the base model; make one if there is none."""
         return next(iter(self._native.values()), None) or self.adapted(Shape(1))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
-        """Raise UserError for tokens that are no valid sequence for this model."""
+        """Raise UserError if `tokens` is empty, is too long with `room` more tokens, or has a token outside the
+        vocabulary."""
         if not tokens:
             raise UserError(f"{what} has no token")
         self.check_vocabulary(min(tokens), max(tokens), what)
@@ -106,14 +108,14 @@ class Base:
             raise UserError(f"{what} has {len(tokens)} tokens, this model's sequences at most {self.max_length - room}")
 
     def check_vocabulary(self, least: int, most: int, what: str) -> None:
-        """Raise UserError unless the tokens from `least` to `most` are in the vocabulary."""
+        """Raise UserError unless all tokens from `least` to `most` are in the vocabulary."""
         if not 0 <= least <= most < self.vocab_size:
             raise UserError(f"{what} holds a token that is not in the vocabulary of {self.vocab_size}")
 
 
 @dataclass(eq=False)
 class TrainingState:
-    """The state of one model in training: its adapters (A and B), their gradient, AdamW's moments."""
+    """A model in training: its adapters (A and B), their gradient, and AdamW's moments."""
 
     adapter: Tensor
     grads: Tensor
@@ -123,7 +125,7 @@ class TrainingState:
 
     @classmethod
     def beginning(cls, adapter: Tensor) -> TrainingState:
-        """Return the state before the first step."""
+        """Return the state of a model before its first step."""
         return cls(adapter, *(torch.zeros_like(adapter) for _ in range(3)))
 
 
@@ -133,9 +135,9 @@ class Row:
 
     Attributes:
         tokens: the N input tokens.
-        targets: int64 [N, K], the tokens that are scored behind each input token.
-        shape: in which they were given, [N] or [N, K].
-        inputs: float32 of that shape by name, in addition to the targets.
+        targets: int64 [N, K], the tokens to score after each input token.
+        shape: the shape in which the targets were given, [N] or [N, K].
+        inputs: the other inputs by name, float32 of that shape.
     """
 
     tokens: list[int]
@@ -145,7 +147,8 @@ class Row:
 
 
 class AdaptedModel:
-    """The base with adapters of one shape. Several models (`TrainingState`) share it by swapping their adapters in."""
+    """The base model with adapters of one shape. Several models (`TrainingState`) share it by swapping their adapters
+    in."""
 
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
@@ -164,17 +167,17 @@ class AdaptedModel:
         self.trainer = C.Trainer(self.native)
         self.runner = native_runner(self.native, {})
         self.nothing = torch.zeros_like(self.native.masters)  # the adapters of the base model
-        self._shown: Tensor | None = None  # the adapters that the native model computes with
+        self._shown: Tensor | None = None  # the adapters with which the native model computes
         self._owner: TrainingState | None = None  # the state whose gradient and moments the trainer holds
 
     def new_adapter(self, seed: int) -> Tensor:
-        """Return a new adapter: A drawn from the seed, B zero."""
+        """Return a new adapter: A is random from the seed, B is zero."""
         self._shown = None
         self.lora.draw(self.native, seed)
         return self.native.masters.clone()
 
     def show(self, adapter: Tensor) -> None:
-        """Use these adapters from now on."""
+        """Load these adapters into the native model, unless it has them already."""
         if self._shown is adapter:
             return
         if not torch.equal(self.native.masters, adapter):
@@ -196,11 +199,11 @@ class AdaptedModel:
     def forward(
         self, state: TrainingState, rows: Sequence[Row], loss: Loss, config: dict[str, float], *, backward: bool
     ) -> tuple[float, list[Tensor]]:
-        """Compute a loss, and with `backward` add its gradient to the gradient for the next step.
+        """Compute a loss. If `backward`, accumulate its gradient for the next optimizer step.
 
-        Returns: the loss, and the log-probabilities of each row's targets, float32 [N, K] each.
+        Return the loss, and the log-probabilities of each row's targets, float32 [N, K] per row.
 
-        Raises UserError if the loss is not finite; nothing is added then.
+        Raise UserError if the loss is not finite; in that case no gradient is accumulated.
         """
         self._take_up(state)
         width = max(row.targets.shape[1] for row in rows)
@@ -216,7 +219,7 @@ class AdaptedModel:
             of_rows = _of_rows(rows[begin:end], logprobs)
             value = loss(torch.cat([row.flatten() for row in of_rows]), _inputs_of(rows[begin:end], config))
             if not torch.isfinite(value):
-                self._owner = None  # some parts may have been added
+                self._owner = None  # some micro-batches may have been accumulated
                 raise UserError(f"the loss is {value.item()}, expected a finite number: no gradient was added")
             if backward:
                 gradient = torch.zeros_like(scored)
@@ -230,9 +233,9 @@ class AdaptedModel:
     def step(
         self, state: TrainingState, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
     ) -> float:  # fmt: skip
-        """Update the adapters with AdamW and reset the gradient to zero. Return its norm before clipping.
+        """Update the adapters with AdamW and reset the gradient to zero. Return the gradient's norm before clipping.
 
-        Raises UserError if the norm is not finite; the adapters then stay unchanged.
+        Raise UserError if the norm is not finite; in that case the adapters are unchanged.
         """
         self._take_up(state)
         done = self.trainer.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
@@ -255,7 +258,7 @@ class AdaptedModel:
         self.lora.save(folder, self.native.trained_layout, adapter)
 
     def load(self, folder: Path) -> Tensor:
-        """Load adapters written by `save`. Raise ValueError if base or shape differ."""
+        """Load and return adapters written by `save`. Raise ValueError if the base model or the shape differs."""
         self._shown = None
         self.lora.load(folder, self.native)
         return self.native.masters.clone()
@@ -263,7 +266,7 @@ class AdaptedModel:
     # ---- sampling
 
     def prompt_logprobs(self, adapter: Tensor, prompt: list[int]) -> Tensor:
-        """Return the log-probabilities of a prompt's tokens, float32 [P]; NaN for the first."""
+        """Return the log-probabilities of a prompt's P tokens, float32 [P], with NaN for the first."""
         self.show(adapter)
         found = torch.full((len(prompt),), torch.nan)
         if len(prompt) > 1:
@@ -273,7 +276,7 @@ class AdaptedModel:
         return found
 
     def likeliest_of_prompt(self, adapter: Tensor, prompt: list[int], k: int) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens at each position of a prompt but the first, [P - 1, k], and their
+        """Return the `k` most likely tokens at each position of a prompt except the first, [P - 1, k], and their
         log-probabilities."""
         self.show(adapter)
         logits = self.trainer.logits(torch.tensor(prompt))[:-1].float()
@@ -291,7 +294,7 @@ class AdaptedModel:
 
 
 def _micro_batches(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of consecutive rows, limited by their tokens."""
+    """Yield (begin, end) of consecutive rows that form a micro-batch, whose number of tokens is limited."""
     begin, tokens = 0, 0
     for row, length in enumerate(lengths):
         if tokens and tokens + length > _TOKENS_AT_ONCE:
@@ -302,7 +305,8 @@ def _micro_batches(lengths: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _packed(rows: Sequence[Row], width: int) -> tuple[RaggedBatch, Tensor]:
-    """Return rows as a batch, each with a last token that nothing reads, and the targets of each token, [T, width]."""
+    """Pack rows into a batch, each with a dummy last token. Return the batch and the targets of each token, [T,
+    width]."""
     lengths = torch.tensor([len(row.tokens) + 1 for row in rows])
     tokens = torch.tensor([token for row in rows for token in (*row.tokens, 0)])
     targets = torch.zeros((len(tokens), width), dtype=torch.int64)
@@ -314,14 +318,14 @@ def _packed(rows: Sequence[Row], width: int) -> tuple[RaggedBatch, Tensor]:
 
 
 def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:
-    """Split the log-probabilities of consecutive rows, [sum of N, width]; return [N, K] of each."""
+    """Split the log-probabilities of consecutive rows, [sum of N, width], into one tensor [N, K] per row."""
     parts = scored.split([len(row.tokens) for row in rows])
     return [part[:, : row.targets.shape[1]] for part, row in zip(parts, rows)]
 
 
 def _inputs_of(rows: Sequence[Row], config: dict[str, float]) -> dict[str, Tensor]:
-    """Return the inputs of a loss for all targets in order, and `row`, the number of each target's row; the configured
-    number is used for a row without an input."""
+    """Return the inputs of a loss for all targets in order, and as `row` the index of each target's row. A row without
+    an input gets the number in `config`."""
     sizes = [row.targets.numel() for row in rows]
     names = {name for row in rows for name in row.inputs} | set(config)
     found = {

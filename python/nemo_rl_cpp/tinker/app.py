@@ -1,4 +1,4 @@
-"""The routes called by Tinker's SDK, as a Starlette application."""
+"""The HTTP routes that Tinker's SDK calls, as a Starlette application."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ M = TypeVar("M", bound=BaseModel)
 _POLL_SECONDS = 20.0  # the time a client waits for a result before it repeats the request
 _URL_LIFE = timedelta(days=1)
 _NO_CONTENT, _INVALID = 204, 422
-_BODY_SECONDS = 60.0  # for a body to arrive
+_BODY_SECONDS = 60.0  # the time for a body to arrive
 
 
 class Routes:
-    """The handlers.
+    """The request handlers.
 
     Args:
         api_key: the key that requests must send as `X-API-Key`; None: any key is accepted.
@@ -65,7 +65,7 @@ class Routes:
         return _json(types.ClientDynamicConfigResponse(sample_cancel_enabled=True))
 
     async def telemetry(self, request: Request) -> Response:
-        """Accept events and drop them."""
+        """Accept telemetry events and discard them."""
         await self._raw(request)
         return _json(types.TelemetryResponse(status="accepted"))
 
@@ -84,13 +84,15 @@ class Routes:
     # ---- futures
 
     async def retrieve_future(self, request: Request) -> Response:
-        """Wait for a result; return `try_again` if it takes long."""
+        """Wait for a result and return it, or `try_again` if it takes long."""
         request_id = (await self._body(request, types.FutureRetrieveRequest)).request_id
         future = self.service.worker.futures.get(request_id)
         if future is None:
             return _error(410, f"there is no request {request_id}: the server was started again, or its result is gone")
         wrapped = asyncio.wrap_future(future)
-        wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio prints it
+        wrapped.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # otherwise asyncio prints the exception
         await asyncio.wait({wrapped}, timeout=_POLL_SECONDS)
         if not future.done():
             return _json(types.TryAgainResponse(request_id=request_id, queue_state="active"))
@@ -115,7 +117,7 @@ class Routes:
     # ---- models
 
     def in_turn(self, kind: type[M], ask: Callable[[M], str]) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler for requests to a model whose result is a future."""
+        """Return a handler that parses the body, passes it to `ask`, and responds with the request's id."""
 
         async def handle(request: Request) -> Response:
             body = await self._body(request, kind)
@@ -171,7 +173,7 @@ class Routes:
         ))  # fmt: skip
 
     async def checkpoints(self, request: Request) -> Response:
-        """List the checkpoints of a run, or of all runs."""
+        """Return the list of checkpoints of a training run, or of all runs."""
         store, run = self.service.store, request.path_params.get("run")
         places = store.places(None if run is None else Place.of(f"tinker://{run}/weights/x").run)
         part, cursor = _page(request, places)
@@ -185,12 +187,12 @@ class Routes:
         return Response(status_code=_NO_CONTENT)
 
     async def keep_checkpoint(self, request: Request) -> Response:
-        """Accept a time to live and ignore it: checkpoints do not expire."""
+        """Accept a checkpoint's time to live and ignore it: checkpoints do not expire."""
         self.service.store.facts(self._place(request))
         return Response(status_code=_NO_CONTENT)
 
     async def download_urls(self, request: Request) -> Response:
-        """Return a URL for each file of an adapter."""
+        """Return a URL for each file of a checkpoint."""
         place = self._place(request)
         self.service.store.facts(place)
         folder = self.service.store.folder(place)
@@ -251,7 +253,7 @@ class Routes:
     # ---- bodies
 
     async def service_do(self, run: Callable[[], object]) -> None:
-        """Call `run` in the thread that owns the models."""
+        """Call `run` in the thread that owns the models, and wait for it."""
         await asyncio.wrap_future(self.service.worker.do(run))
 
     async def _raw(self, request: Request) -> bytes:
@@ -273,7 +275,7 @@ class Routes:
     def told(
         self, handler: Callable[[Request], Awaitable[Response]], needs_key: bool = True
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler that checks the key and turns exceptions into error responses."""
+        """Return a handler that checks the API key and turns exceptions into error responses."""
 
         async def handle(request: Request) -> Response:
             given = request.headers.get("x-api-key", "")
@@ -296,7 +298,7 @@ class Routes:
 
 
 def _checkpoint(store: Store, place: Place) -> types.Checkpoint:
-    """Describe a checkpoint."""
+    """Return the SDK's description of a checkpoint."""
     facts, files = store.facts(place), [file for file in store.folder(place).rglob("*") if file.is_file()]
     expires = None if facts.ttl_seconds is None else datetime.fromtimestamp(facts.time + facts.ttl_seconds, UTC)
     return types.Checkpoint(
@@ -314,7 +316,7 @@ def _error(status: int, text: str) -> JSONResponse:
 
 
 def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
-    """Return the part of a list given by the query's limit and offset."""
+    """Return the part of a list that the query's limit and offset select, with the SDK's cursor."""
     query = request.query_params
     try:
         limit, offset = int(query.get("limit", 1000)), int(query.get("offset", 0))
@@ -326,7 +328,7 @@ def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
 
 
 def make_app(service: Service, api_key: str | None = None, max_body_bytes: int = 64 << 20) -> Starlette:
-    """Return the application."""
+    """Return the Starlette application for the routes of `service`."""
     r = Routes(service, api_key, max_body_bytes)
     checkpoint = "/training_runs/{run}/checkpoints/{kind}/{name}"
     posts = {

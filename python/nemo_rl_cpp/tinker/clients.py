@@ -1,7 +1,7 @@
-"""Tinker's clients in this process: the same calls as the SDK's, on the same models as the server's, without HTTP.
+"""Tinker's clients in this process. They have the calls of the SDK and the models of the server, without HTTP.
 
-Every call returns an `APIFuture` at once; `.result()` or `await` gives the result. Calls run in the order in which they are made, in
-one thread. Types: `nemo_rl_cpp.tinker.types`, or the SDK's `tinker.types`.
+Every call returns an `APIFuture` at once; `.result()` or `await` gives the result. Calls run in the order in which they
+are made, in one thread. Their types are in `nemo_rl_cpp.tinker.types`, or in the SDK's `tinker.types`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ P, S, T = ParamSpec("P"), TypeVar("S"), TypeVar("T")
 
 
 def _async(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Awaitable[T]]:
-    """Return the SDK's variant `..._async` of a call, whose awaited result is what the call returns."""
+    """Return the SDK's `..._async` variant of a call: it is awaited, and returns what the call returns."""
 
     @functools.wraps(call)
     async def call_async(self: S, *args: P.args, **options: P.kwargs) -> T:
@@ -44,14 +44,14 @@ def _async(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
 
 
 class ServiceClient:
-    """A base model, and the thread that trains and samples its LoRA models.
+    """A base model, and the thread that trains its LoRA models and samples from them.
 
     Args:
         model: a Hugging Face folder, a packaged model, a name on the Hub, a run's checkpoint, or "tiny-random".
-        folder: of the checkpoints.
+        folder: the folder of the checkpoints.
         precision: "float32", "float64" or "bfloat16".
-        max_batch_size: answers that are generated at the same time.
-        cache_gb: memory of keys and values of one sampler.
+        max_batch_size: the number of responses generated concurrently.
+        cache_gb: size of the KV cache of one sampler, in GB.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ServiceClient:
         self._numbers = itertools.count()
 
     def close(self) -> None:
-        """End the thread after its current call, and unlock the folder of checkpoints."""
+        """End the thread after its current call, and unlock the checkpoint folder."""
         self._core.worker.shut_down()
         self._core.store.close()
 
@@ -78,7 +78,7 @@ class ServiceClient:
     def create_lora_training_client(
         self, rank: int = 32, seed: int | None = None, train_mlp: bool = True, train_attn: bool = True
     ) -> APIFuture[TrainingClient]:
-        """Make a model equal to the base, with new adapters drawn from the seed."""
+        """Make a LoRA model with new adapters. B is 0, so its outputs equal the base model's; `seed` initializes A."""
         model = self._model(Shape(rank, train_mlp, train_attn))
 
         def create() -> TrainingClient:
@@ -118,7 +118,7 @@ class ServiceClient:
 
 
 class TrainingClient:
-    """A LoRA model in training, made by a ServiceClient."""
+    """A LoRA model in training. A ServiceClient makes it."""
 
     def __init__(self, core: Models, model: Model) -> None:
         self._core, self._model = core, model
@@ -134,25 +134,25 @@ class TrainingClient:
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Compute a built-in loss (`nemo_rl_cpp.tinker.losses.LOSSES`), a sum over tokens."""
+        """Compute a built-in loss (`nemo_rl_cpp.tinker.losses.LOSSES`), summed over tokens, without its gradient."""
         return self._do(lambda core, model: core.forward(model, data, loss_fn, loss_fn_config, backward=False))
 
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Compute a built-in loss, and add its gradient to the gradient for the next step."""
+        """Compute a built-in loss, and accumulate its gradient for the next optimizer step."""
         return self._do(lambda core, model: core.forward(model, data, loss_fn, loss_fn_config, backward=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
-        """Add the gradient of a loss of yours.
+        """Compute your own loss, and accumulate its gradient for the next optimizer step.
 
-        `loss_fn(data, logprobs)` computes a scalar tensor from the log-probabilities of each datum's targets, and returns it with
-        metrics. It runs in the thread of the models, and must not wait for a call to a client.
+        `loss_fn(data, logprobs)` returns a scalar tensor and metrics, given the log-probabilities of the targets of
+        each datum. It runs in the thread of the models, so it must not wait for a call to a client.
         """
         return self._do(lambda core, model: core.forward_backward_custom(model, data, loss_fn))
 
     def optim_step(self, adam_params: AdamParams) -> APIFuture[dict[str, float]]:
-        """Update the adapters with AdamW, and reset the gradient to zero. The result holds the step's metrics."""
+        """Update the adapters with AdamW, and reset the gradient to zero. The result holds the metrics of the step."""
         return self._do(lambda core, model: core.step(model, adam_params))
 
     def save_state(self, name: str, *, overwrite: bool = False) -> APIFuture[str]:
@@ -160,11 +160,11 @@ class TrainingClient:
         return self._do(lambda core, model: core.save_state(model, SaveOptions(name, overwrite)))
 
     def load_state(self, path: str) -> APIFuture[None]:
-        """Load adapters; the optimizer begins anew."""
+        """Load adapters from a checkpoint, and reset the optimizer."""
         return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[None]:
-        """Load adapters and optimizer state."""
+        """Load adapters and optimizer state from a checkpoint."""
         return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=True))
 
     def save_weights_for_sampler(self, name: str) -> APIFuture[str]:
@@ -180,7 +180,7 @@ class TrainingClient:
         return self._do(save)
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[SamplingClient]:
-        """Return a sampler of the present weights, kept in memory."""
+        """Return a sampler of the current weights, which are copied and kept in memory."""
         return self._do(lambda core, model: SamplingClient(core, core.snapshot(model)))
 
     def _do(self, call: Callable[[Models, Model], T]) -> APIFuture[T]:
@@ -199,7 +199,7 @@ class TrainingClient:
 
 
 class SamplingClient:
-    """Samples from fixed weights, made by a ServiceClient or a TrainingClient."""
+    """A sampler of fixed weights. A ServiceClient or a TrainingClient makes it."""
 
     def __init__(self, core: Models, sampler: Sampler) -> None:
         self._core, self._sampler, self._id = core, sampler, str(uuid.uuid4())
@@ -212,10 +212,10 @@ class SamplingClient:
         self, prompt: Tokens, num_samples: int, sampling_params: SamplingParams, include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0, topk_sample_logprobs: int = 0,
     ) -> APIFuture[SampleResponse]:  # fmt: skip
-        """Generate answers to a prompt, with log-probabilities of the unfiltered model at temperature 1.
+        """Generate responses to a prompt. Their log-probabilities are the model's at temperature 1, without top-k or
+        top-p.
 
-        Requests that are made before the first one is complete are generated together.
-        """
+        Requests made before an earlier one is complete are generated together with it."""
         request = SampleRequest(
             tokens_of(prompt, "the prompt"), num_samples, sampling_params, include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs, topk_sample_logprobs=topk_sample_logprobs,
@@ -226,7 +226,7 @@ class SamplingClient:
         )
 
     def compute_logprobs(self, prompt: Tokens) -> APIFuture[list[float | None]]:
-        """Return the log-probability of each token of a text; None for the first."""
+        """Return the log-probability of each token of a prompt, and None for the first."""
         tokens = tokens_of(prompt, "the prompt")
         return self._core.worker.do(lambda: self._core.prompt_logprobs(self._sampler, tokens))
 

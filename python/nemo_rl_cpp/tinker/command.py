@@ -1,4 +1,4 @@
-"""`nemo-rl-cpp serve --tinker`."""
+"""The command `nemo-rl-cpp serve --tinker`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PACKAGES = ("tinker", "starlette", "uvicorn")
 
 
 def serve_tinker(arguments: argparse.Namespace, key: str | None) -> int:
-    """Serve until Ctrl-C or SIGTERM. Return the exit status."""
+    """Serve until Ctrl-C or SIGTERM, and return the exit status."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"serve --tinker needs {' and '.join(missing)}: run `pip install 'nemo-rl-cpp[tinker]'`")

@@ -1,5 +1,5 @@
-"""Errors caused by a client."""
+"""Errors that a client causes."""
 
 
 class UserError(ValueError):
-    """Raised for a request that the client has to change; any other exception is the server's fault."""
+    """Raised for a request that the client must change. Any other exception is the server's fault."""

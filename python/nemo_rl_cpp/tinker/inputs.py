@@ -1,4 +1,4 @@
-"""Checks the data of a forward pass."""
+"""Checks the training data of a forward pass."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _WIDEST = 4096
 
 
 def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Sequence[str]) -> list[Row]:
-    """Return checked data.
+    """Check the data of a request and return it as rows.
 
     Args:
         needed: the inputs that each datum must have in addition to target_tokens.
-        known: the inputs that it may have.
+        known: the inputs that a datum may have.
 
-    Raises UserError that names the datum and its fault.
+    Raise UserError naming the datum and its fault.
     """
     if not data:
         raise UserError("the request has no datum")
@@ -62,7 +62,7 @@ def _row(
 
 
 def _whole(given: object, what: str, length: int) -> Tensor:
-    """Return an input as a dense tensor, [N] or [N, K]; what a sparse one leaves out is 0."""
+    """Return an input as a dense tensor, [N] or [N, K]. Elements missing from a sparse tensor are 0."""
     tensor = tensor_of(given, what)
     shape = tuple(tensor.shape)
     if len(shape) not in (1, 2) or shape[0] != length or not 1 <= shape[-1] <= max(length, _WIDEST):

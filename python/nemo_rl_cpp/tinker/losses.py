@@ -1,4 +1,4 @@
-"""Tinker's built-in losses: sums over tokens, computed from log-probabilities and the inputs of a datum."""
+"""Tinker's built-in losses: sums over tokens, computed from log-probabilities and the other inputs of a datum."""
 
 from collections.abc import Callable, Mapping
 
@@ -41,8 +41,9 @@ def _dro(logprobs: Tensor, given: Inputs) -> Tensor:
 
 
 def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
-    """GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071): a token's ratio has the value of its sequence's, the geometric
-    mean over the tokens that `sequence_ratio_mask` marks, and the gradient of its own."""
+    """GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071). A token's ratio has the value of the
+    sequence's ratio, the geometric mean over the tokens marked by `sequence_ratio_mask`, and the gradient of the
+    token's own ratio."""
     row, mask = given["row"], (given["sequence_ratio_mask"] != 0).to(logprobs.dtype)
     sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(
         0, row, (logprobs.detach() - given["logprobs"]) * mask
@@ -66,7 +67,8 @@ LOSSES: dict[str, tuple[Loss, tuple[str, ...], dict[str, float]]] = {
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[str, ...], dict[str, float]]:
-    """Return a loss, the inputs that it needs, and its configuration. Raise UserError for an unknown loss."""
+    """Return a loss, the names of its inputs, and its configuration with defaults. Raise UserError for an unknown loss
+    or key."""
     if name not in LOSSES:
         raise UserError(f"the loss {name!r} is not here: take one of {', '.join(LOSSES)}, or forward_backward_custom")
     loss, needed, defaults = LOSSES[name]

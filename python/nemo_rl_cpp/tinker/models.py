@@ -1,4 +1,4 @@
-"""What can be done with the models over one base. The clients in this process and the server's routes call the same methods."""
+"""The operations on the models over one base model, shared by the clients in this process and the server's routes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SEEDS, _LONGEST_LIFE = 1 << 62, 1 << 32
 
 @dataclass(eq=False)
 class Model:
-    """A model in training. Its attributes `adapted` and `state` are None until it is created."""
+    """A model in training. `adapted` and `state` are None until it is created."""
 
     id: str
     facts: Facts
@@ -55,7 +55,8 @@ class Model:
 
 @dataclass
 class SaveOptions:
-    """How to save. `name`: None chooses one; `next_seq`: the number of the model's next request."""
+    """How to save a checkpoint. If `name` is None, a name is chosen. `next_seq` is the number of the model's next
+    request."""
 
     name: str
     overwrite: bool = False
@@ -66,7 +67,8 @@ class SaveOptions:
 
 @dataclass
 class Models:
-    """The models over one base, their checkpoints, and the thread that owns them. All methods run in that thread."""
+    """The models over one base model, their checkpoints, and the thread that owns them. All methods run in that
+    thread."""
 
     base: Base
     store: Store
@@ -77,7 +79,8 @@ class Models:
         return Facts(self.base.names[0], shape)
 
     def create(self, model: Model, seed: int) -> None:
-        """Make a model equal to the base."""
+        """Initialize a model, whose outputs then equal the base model's. Raise UserError for an invalid rank or
+        seed."""
         rank = model.facts.shape.rank
         if not 1 <= rank <= 4096:
             raise UserError(f"the rank of LoRA is {rank}, expected 1 to 4096")
@@ -91,7 +94,7 @@ class Models:
     def forward(
         self, model: Model, data: Sequence[Datum], loss_fn: str, config: dict[str, float | str] | None, *, backward: bool
     ) -> ForwardBackwardOutput:  # fmt: skip
-        """Compute a built-in loss, and with `backward` add its gradient to the gradient for the next step."""
+        """Compute a built-in loss. If `backward`, accumulate its gradient for the next optimizer step."""
         state = model.trained
         loss, needed, numbers = loss_of(loss_fn, config or {})
         rows = rows_of(data, self.base, needed, tuple(numbers))
@@ -101,7 +104,7 @@ class Models:
     def forward_backward_custom(
         self, model: Model, data: Sequence[Datum], loss_fn: CustomLoss
     ) -> ForwardBackwardOutput:
-        """Add the gradient of a client's loss. It costs one forward pass more than a built-in loss."""
+        """Compute a client's loss and accumulate its gradient. It needs one forward pass more than a built-in loss."""
         state = model.trained
         targets = [
             Datum(each.model_input, {name: value for name, value in each.loss_fn_inputs.items() if name == TARGETS})
@@ -121,7 +124,7 @@ class Models:
         return _output(rows, logprobs, {"loss:sum": loss.item(), **metrics})
 
     def step(self, model: Model, params: AdamParams) -> dict[str, float]:
-        """Take a step of AdamW. Return its metrics."""
+        """Make an AdamW step and return its metrics."""
         norm = model.adapted.step(
             model.trained, params.learning_rate, (params.beta1, params.beta2), params.eps, params.weight_decay,
             max(params.grad_clip_norm, 0.0),
@@ -172,7 +175,8 @@ class Models:
         return place.path
 
     def load(self, model: Model, place: Place, *, optimizer: bool, gradient: bool = False) -> None:
-        """Load a checkpoint into a model of the same shape. `gradient`: with the gradient of an unfinished step."""
+        """Load a checkpoint into a model of the same shape: with `optimizer` also the optimizer state, and with
+        `gradient` also the gradient accumulated for the next step."""
         facts, folder = self.store.facts(place), self.store.folder(place)
         if facts.shape != model.facts.shape:
             raise UserError(f"{place.path} has adapters {facts.shape}, this model {model.facts.shape}")
@@ -205,21 +209,22 @@ class Models:
         return Sampler(adapted, adapted.load(self.store.folder(place)), path)
 
     def snapshot(self, model: Model) -> Sampler:
-        """Return a sampler of a model's present weights."""
+        """Return a sampler of a copy of a model's current weights."""
         return Sampler(model.adapted, model.trained.adapter.clone(), snapshot_of=model.id)
 
     def prompt_logprobs(self, sampler: Sampler, prompt: list[int], last_n: int | None = None) -> list[float | None]:
-        """Return the log-probability of each token of a prompt; None for the first, and for all but the last `last_n`."""
+        """Return the log-probability of each prompt token; None for the first, and for all but the last `last_n` if it
+        is given."""
         self.base.check_tokens(prompt, "the prompt")
         found = sampler.adapted.prompt_logprobs(sampler.adapter, prompt).tolist()
         first = max(1, len(found) - (len(found) if last_n is None else last_n))
         return [None if place < first else logprob for place, logprob in enumerate(found)]
 
     def sample(self, sampler: Sampler, request: SampleRequest, draws: str, future: Future) -> None:
-        """Begin a request for samples; its SampleResponse is set as the future's result.
+        """Submit a request for samples. `future` later receives its SampleResponse.
 
         Args:
-            draws: names the random draws of a request without a seed.
+            draws: seeds the sampling of a request without a seed.
         """
         prompt, params = request.prompt, request.params
         self.base.check_tokens(prompt, "the prompt", room=1)
@@ -268,12 +273,12 @@ def _output(rows: list[Row], logprobs: list[Tensor], metrics: dict[str, float]) 
 
 
 def stops_of(stop: str | Sequence[str] | Sequence[int] | None) -> tuple[list[int], list[bytes]]:
-    """Return the stop tokens and stop strings of a request."""
+    """Split `stop` of a request into (stop tokens, stop strings as bytes)."""
     given = [stop] if isinstance(stop, str) else list(stop or ())
     return [s for s in given if isinstance(s, int)], [s.encode() for s in given if isinstance(s, str)]
 
 
 def _draw(seed: int | None, draws: str) -> dict[str, int]:
-    """Return the key of a request's random draws, from its seed or otherwise its name."""
+    """Return the engine's sampling seed of a request, from its seed, or from `draws` if it has none."""
     number = int.from_bytes(hashlib.sha256(draws.encode()).digest()[:8], "little") if seed is None else seed
     return {"seed": number & 0xFFFFFFFF, "stream": 2, "draw_id": (number >> 32) & 0xFFFFFFFF, "first_sample": 0}

@@ -1,4 +1,4 @@
-"""The service behind the routes: sessions, models and samplers by name, and requests that run once and in their order."""
+"""The service behind the routes: sessions, models and samplers by name, and requests that run once and in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nemo_rl_cpp.tinker.models import Model, Models, SaveOptions
 from nemo_rl_cpp.tinker.store import Place, Store
 from nemo_rl_cpp.tinker.worker import Sampler, Turns
 
-_SESSION_SECONDS = 3600.0  # time without a heartbeat after which a session's memory is dropped
+_SESSION_SECONDS = 3600.0  # a session without a heartbeat for this long is dropped from memory
 _MOST_SNAPSHOTS = 8  # unnamed snapshots per model; older ones are dropped
 
 
@@ -29,7 +29,7 @@ class NotFoundError(UserError):
 
 @dataclass
 class Session:
-    """The session of one ServiceClient."""
+    """The server's record of one ServiceClient."""
 
     metadata: dict | None = None
     seen: float = field(default_factory=time.monotonic)
@@ -37,13 +37,13 @@ class Session:
 
 @dataclass(eq=False)
 class TrainedModel(Turns, Model):
-    """A model that a client of a session trains."""
+    """A model that a session's client trains."""
 
     session: str = ""
 
 
 class Service:
-    """The state of a server."""
+    """The server's state: its sessions, models, samplers and checkpoints."""
 
     def __init__(self, base: Base, store: Store) -> None:
         self.core = Models(base, store)
@@ -58,7 +58,7 @@ class Service:
     # ---- sessions
 
     def create_session(self, metadata: dict | None) -> str:
-        """Create a session, and drop sessions without recent heartbeats."""
+        """Create a session and return its id. Drop sessions that sent no heartbeat for some time."""
         for old, session in list(self.sessions.items()):
             if time.monotonic() - session.seen > _SESSION_SECONDS:
                 self.end_session(old)
@@ -67,11 +67,12 @@ class Service:
         return session_id
 
     def heartbeat(self, session_id: str) -> None:
-        """Record that a client is alive; an unknown session was created before the server started."""
+        """Record that a session's client is alive. If the session is unknown, as after a restart of the server, create
+        it."""
         self.sessions.setdefault(session_id, Session()).seen = time.monotonic()
 
     def end_session(self, session_id: str) -> None:
-        """Drop a session's models, samplers and results; its checkpoints stay."""
+        """Drop a session's models, samplers and results; keep its checkpoints."""
         self.sessions.pop(session_id, None)
         for kept in (self.models, self.samplers, self.worker.futures):
             for name in [name for name in list(kept) if name.startswith(f"{session_id}:")]:
@@ -80,12 +81,12 @@ class Service:
     # ---- models
 
     def check_base(self, name: str) -> None:
-        """Raise UserError if the base model is not this server's."""
+        """Raise UserError unless the server has the base model `name`."""
         if name not in self.base.names:
             raise UserError(f"the base model {name!r} is not here: this server has {self.base.names[0]!r}")
 
     def create_model(self, request: types.CreateModelRequest) -> str:
-        """Create a model equal to the base. Return the request's id."""
+        """Create a model whose outputs equal the base model's. Return the id of the request."""
         lora = request.lora_config or types.LoraConfig(rank=32)
         model = self._new_model(
             request.session_id, request.model_seq_id, Shape(lora.rank, lora.train_mlp, lora.train_attn)
@@ -106,7 +107,9 @@ class Service:
         return self.models.setdefault(model_id, TrainedModel(model_id, self.core.facts(shape), session=session_id))
 
     def model(self, model_id: str) -> TrainedModel:
-        """Return a model; after a restart of the server, restore it from its last checkpoint."""
+        """Return a model. After a restart of the server, first restore it from its last checkpoint.
+
+        Raise NotFoundError if there is neither the model nor such a checkpoint."""
         if model_id not in self.models:
             place = self.store.last_training(model_id) if re.fullmatch(r"[\w-]+:train:\d+", model_id) else None
             if place is None:
@@ -119,12 +122,12 @@ class Service:
         return self.models[model_id]
 
     def unload(self, model_id: str) -> None:
-        """Drop a model; its checkpoints stay."""
+        """Drop a model; keep its checkpoints."""
         if self.models.pop(model_id, None) is None:
             raise NotFoundError(f"there is no model {model_id}")
 
     def info(self, model_id: str) -> types.GetInfoResponse:
-        """Describe a model."""
+        """Return the description of a model."""
         data = {
             "arch": self.base.folder.config.get("model_type"),
             "model_name": self.base.names[0],
@@ -149,7 +152,7 @@ class Service:
     # ---- training
 
     def forward(self, request: pb.ForwardBackwardRequest) -> str:
-        """Compute a loss, with its gradient unless `forward_only`."""
+        """Compute a loss and, unless `forward_only`, its gradient. Return the id of the request."""
 
         def run(model: TrainedModel) -> object:
             data, config = wire.data_of(request), wire.config_of(request)
@@ -158,7 +161,7 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def optim_step(self, request: types.OptimStepRequest) -> str:
-        """Take a step of AdamW."""
+        """Make an AdamW step. Return the id of the request."""
 
         def run(model: TrainedModel) -> dict:
             params = request.optim_params
@@ -171,7 +174,7 @@ class Service:
     # ---- checkpoints
 
     def save_weights(self, request: types.SaveWeightsRequest) -> str:
-        """Save a model with its optimizer state."""
+        """Save a model with its optimizer state. Return the id of the request."""
 
         def run(model: TrainedModel) -> dict:
             options = SaveOptions(
@@ -184,7 +187,8 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> str:
-        """Save a model's adapters for sampling: on disk under a name, otherwise in memory in a new sampling session."""
+        """Save a model's adapters for sampling: on disk if a name is given, otherwise in memory for a new sampling
+        session."""
 
         def run(model: TrainedModel) -> dict:
             if request.kind != "snapshot":
@@ -202,7 +206,7 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def save_external(self, request: types.SaveWeightsExternalRequest) -> str:
-        """Save a model's adapters in PEFT's format for download."""
+        """Save a model's adapters in PEFT's format for download. Return the id of the request."""
 
         def run(model: TrainedModel) -> dict:
             if request.age_encryption_recipients:
@@ -213,7 +217,7 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def load_weights(self, request: types.LoadWeightsRequest) -> str:
-        """Load a checkpoint into a model, or into a new model."""
+        """Load a checkpoint into an existing or a new model. Return the id of the request."""
         place = Place.of(request.path)
         if request.session_id is not None:
             if request.base_model is not None:
@@ -234,7 +238,7 @@ class Service:
     # ---- sampling
 
     def create_sampling_session(self, request: types.CreateSamplingSessionRequest) -> Future:
-        """Create a sampler of the base or of a checkpoint; its future returns its id."""
+        """Create a sampler of the base model or of a checkpoint. Return a future of the sampler's name."""
         name = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
 
         def run() -> str:
@@ -246,7 +250,7 @@ class Service:
         return self.worker.do(run)
 
     def sampler(self, name: str) -> Sampler:
-        """Return the sampler of a sampling session's id."""
+        """Return the sampler of a sampling session. Raise NotFoundError if it does not exist."""
         if name not in self.samplers:
             raise NotFoundError(
                 f"there is no sampling session {name}: make a new sampling client. (Of those without a name a model keeps {_MOST_SNAPSHOTS}.)"
@@ -254,7 +258,7 @@ class Service:
         return self.samplers[name]
 
     def sample(self, request: types.SampleRequest) -> tuple[str, list[str]]:
-        """Submit a request to a sampler. Return the request's id and an id per sample."""
+        """Submit a request for samples. Return the id of the request and an id for each sample."""
         name = request.sampling_session_id
         if name is None or request.seq_id is None:
             raise UserError("a request for samples needs sampling_session_id and seq_id")
@@ -266,7 +270,7 @@ class Service:
         return request_id, [f"{request_id}:{k}" for k in range(asked.num_samples)]
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request for samples whose result is no longer needed."""
+        """Cancel a request for samples whose result the client no longer needs."""
         future, name = self.worker.futures.get(request_id), request_id.rpartition(":")[0]
         sampler = self.samplers.get(name)
         if sampler is not None and future is not None:

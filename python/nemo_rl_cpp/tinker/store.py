@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a folder per tinker:// path, which appears only when it is complete."""
+"""Checkpoints on disk: one folder per tinker:// path. A folder appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 
 @dataclass(frozen=True)
 class Place:
-    """Identifies a checkpoint by its training run, kind and name."""
+    """The identity of a checkpoint: its training run, kind and name."""
 
     run: str
     kind: str
@@ -34,7 +34,7 @@ class Place:
 
     @classmethod
     def of(cls, path: str) -> Place:
-        """Parse a tinker:// path."""
+        """Parse a tinker:// path. Raise UserError if it is invalid."""
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in KINDS:
             raise UserError(
@@ -51,7 +51,7 @@ class Facts:
     """The metadata of a checkpoint.
 
     Attributes:
-        next_seq: the number of the next request that its model expected.
+        next_seq: the number of the model's next request when the checkpoint was saved.
     """
 
     base_model: str
@@ -71,10 +71,11 @@ class Facts:
 
 
 class Store:
-    """All checkpoints of a server, in one folder."""
+    """All checkpoints of a server in one folder."""
 
     def __init__(self, root: Path, key: str = "folder") -> None:
-        """Lock the folder, and finish or remove what a killed process left. `key` names the folder's option."""
+        """Lock the folder, and complete or remove what a killed process left. `key` names the folder's option in
+        errors."""
         self.root = root
         make_folder(root, key)
         self._lock = FolderLock(root, key)
@@ -100,7 +101,7 @@ class Store:
         return Facts.of(found)
 
     def save(self, place: Place, facts: Facts, write: Callable[[Path], None], overwrite: bool = False) -> None:
-        """Write a checkpoint atomically: readers see the complete new folder or the previous one."""
+        """Write a checkpoint atomically: readers see either the complete new folder or the previous one."""
         Place.of(place.path)
         folder = self.folder(place)
         if folder.exists() and not overwrite:
@@ -120,13 +121,13 @@ class Store:
         """Delete a checkpoint. Raise UserError if it does not exist."""
         self.facts(place)
         folder = self.folder(place)
-        doomed = folder.with_name(f"{_DOOMED}-{place.name}")  # a crash cannot leave a part of it under its name
+        doomed = folder.with_name(f"{_DOOMED}-{place.name}")  # after a crash, no partial folder has this name
         shutil.rmtree(doomed, ignore_errors=True)
         rename(folder, doomed)
         shutil.rmtree(doomed)
 
     def places(self, run: str | None = None) -> list[Place]:
-        """List the checkpoints of a run, or of all, oldest first."""
+        """Return the checkpoints of a run, or of all runs, oldest first."""
         found = [
             Place(*folder.relative_to(self.root).parts)
             for folder in self.root.glob(f"{run or '*'}/*/*")
@@ -135,5 +136,5 @@ class Store:
         return sorted(found, key=lambda place: (self.facts(place).time, place.path))
 
     def last_training(self, run: str) -> Place | None:
-        """Return the newest checkpoint of a run from which training can resume."""
+        """Return the newest checkpoint of a run from which training can resume, or None."""
         return next((place for place in reversed(self.places(run)) if place.kind == "weights"), None)

@@ -1,4 +1,5 @@
-"""What clients give and get. Names and fields are those of the SDK's `tinker.types`, whose objects are accepted, too."""
+"""The arguments and results of clients. Names and fields are those of the SDK's `tinker.types`, whose objects also
+work."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from nemo_rl_cpp.tinker.errors import UserError
 
 
 class ModelInput(Protocol):
-    """The SDK's tokens of a text."""
+    """The tokens of a sequence, as in the SDK."""
 
     def to_ints(self) -> list[int]: ...
 
@@ -27,8 +28,8 @@ class Datum:
     """A training sequence.
 
     Attributes:
-        model_input: N tokens.
-        loss_fn_inputs: a tensor or list [N] by name. `target_tokens` holds the token that follows each input token.
+        model_input: the N input tokens.
+        loss_fn_inputs: tensors or lists [N] by name. `target_tokens` holds the token that follows each input token.
     """
 
     model_input: Tokens
@@ -37,7 +38,7 @@ class Datum:
 
 @dataclass
 class AdamParams:
-    """Settings of one step of AdamW. `grad_clip_norm`: 0 for no limit."""
+    """Settings of one AdamW step. With `grad_clip_norm` 0, the gradient is not clipped."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -49,14 +50,14 @@ class AdamParams:
 
 @dataclass
 class SamplingParams:
-    """How to sample.
+    """How to sample a response.
 
     Attributes:
-        max_tokens: None for as many as the model allows.
-        seed: None for draws that depend on the number of the request.
-        stop: texts or tokens that end an answer, in addition to the model's end tokens; [] for none at all.
-        top_k: -1 for no limit.
-    """
+        max_tokens: the most tokens of a response; None: as many as the model allows.
+        seed: None: sampling is seeded by the number of the request.
+        stop: strings or tokens that end a response, in addition to the model's stop tokens; []: neither these nor
+            those.
+        top_k: -1 for no limit."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -88,8 +89,8 @@ class ForwardBackwardOutput:
     """The result of `forward` and `forward_backward`.
 
     Attributes:
-        loss_fn_outputs: per datum {"logprobs": the log-probabilities of its targets, float32 [N]}.
-        metrics: the loss as `loss:sum`.
+        loss_fn_outputs: for each datum {"logprobs": the log-probabilities of its targets, float32 [N]}.
+        metrics: the loss, as `loss:sum`.
     """
 
     loss_fn_outputs: list[dict[str, Tensor]]
@@ -98,8 +99,8 @@ class ForwardBackwardOutput:
 
 @dataclass
 class SampledSequence:
-    """An answer. `stop_reason`: "stop", or "length" if the limit ended it; `topk_logprobs`: (token, log-probability)
-    of the likeliest tokens at each position."""
+    """A response. `stop_reason` is "stop", or "length" at the length limit. `topk_logprobs` lists (token,
+    log-probability) of the most likely tokens at each position."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -109,11 +110,11 @@ class SampledSequence:
 
 @dataclass
 class SampleResponse:
-    """The answers to a prompt.
+    """The responses to a prompt.
 
     Attributes:
-        prompt_logprobs: log-probability of each token of the prompt; None for those without, such as the first.
-        topk_prompt_logprobs: (token, log-probability) of the likeliest tokens at each position of the prompt.
+        prompt_logprobs: the log-probability of each prompt token; None if a token has none, such as the first.
+        topk_prompt_logprobs: (token, log-probability) of the most likely tokens at each position of the prompt.
     """
 
     sequences: list[SampledSequence]
@@ -122,7 +123,7 @@ class SampleResponse:
 
 
 def tokens_of(given: Tokens, what: str) -> list[int]:
-    """Return the tokens of a prompt or an input. Raise UserError for images and audio."""
+    """Return a prompt or an input as a list of tokens. Raise UserError if it holds images or audio."""
     if not hasattr(given, "to_ints"):
         return [int(token) for token in given]
     try:
@@ -132,7 +133,7 @@ def tokens_of(given: Tokens, what: str) -> list[int]:
 
 
 def tensor_of(given: object, what: str) -> Tensor:
-    """Return an input of a loss as a tensor. Raise UserError if it is not numeric."""
+    """Return an input of a loss as a tensor. Raise UserError if it cannot be converted."""
     if hasattr(given, "to_torch"):
         return given.to_torch()
     try:

@@ -1,4 +1,4 @@
-"""Converts between the messages of Tinker's SDK and tensors."""
+"""Converts between the messages of Tinker's SDK and this package's types."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
 
 
 def sample_request_of(request: types.SampleRequest) -> SampleRequest:
-    """Return the SDK's request for samples as ours. Raise UserError for what is not supported."""
+    """Convert the SDK's request for samples. Raise UserError naming an option that is not supported."""
     for unknown in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
         if getattr(request, unknown):
             raise UserError(f"{unknown} is not here: leave it out")
@@ -29,7 +29,7 @@ def sample_request_of(request: types.SampleRequest) -> SampleRequest:
 
 
 def data_of(request: pb.ForwardBackwardRequest) -> list[Datum]:
-    """Return the data of a forward pass."""
+    """Return the training data in a request for a forward pass."""
     return [_datum(f"datum {number}", datum) for number, datum in enumerate(request.data)]
 
 
@@ -43,7 +43,7 @@ def _datum(here: str, datum: pb.Datum) -> Datum:
 
 
 def _tensor(tensor: pb.Tensor, what: str) -> Tensor:
-    """Return a tensor of one or two dimensions; what a sparse one leaves out is 0."""
+    """Return a tensor with one or two dimensions. Elements missing from a sparse tensor are 0."""
     if tensor.dtype not in _DTYPES:
         raise UserError(f"{what} is no tensor of float32 or int64")
     dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
@@ -73,14 +73,14 @@ def _numbers(data: bytes, dtype: type[np.generic], what: str) -> np.ndarray:
 
 
 def config_of(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """Return `loss_fn_config`."""
+    """Return the settings of the loss in a request, from either version of `loss_fn_config`."""
     if not request.loss_fn_config_v2:
         return dict(request.loss_fn_config)
     return {k: getattr(v, v.WhichOneof("value") or "number") for k, v in request.loss_fn_config_v2.items()}
 
 
 def encoded(result: object) -> bytes | dict:
-    """Return a result as the SDK reads it: a serialized message, or JSON."""
+    """Return a result in the form that the SDK reads: a serialized message, or JSON."""
     if isinstance(result, ForwardBackwardOutput):
         return _forward_output(result)
     return _sample_response(result) if isinstance(result, SampleResponse) else result
@@ -96,7 +96,7 @@ def _forward_output(output: ForwardBackwardOutput) -> bytes:
 
 
 def _record(rows: list[Tensor], trailing: torch.Size) -> pb.ArrayRecord:
-    """Return the log-probabilities of consecutive data, [N, *trailing] each."""
+    """Pack the log-probabilities of consecutive data, [N, *trailing] each, into one message."""
     offsets = np.cumsum([0] + [4 * row.numel() for row in rows]).astype(np.int64)
     data = torch.cat([row.flatten() for row in rows]).numpy().astype(np.float32).tobytes()
     field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=trailing)

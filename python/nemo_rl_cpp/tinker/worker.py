@@ -1,4 +1,4 @@
-"""The thread that owns all models: it runs the requests of each model in order, and steps the samplers in between."""
+"""The thread that owns all models. It runs the requests of each model in order, and between them steps the samplers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from nemo_rl_cpp.tinker.adapters import AdaptedModel
 from nemo_rl_cpp.tinker.errors import UserError
 
 _SLICE_SECONDS = 0.25  # a sampler's turn while others wait
-_TURN_OVER_SWITCH = 10  # a turn is at least so many times as long as the switch to its weights
-_GAP_SECONDS = 60.0  # wait of a request whose predecessor is missing
+_TURN_OVER_SWITCH = 10  # a turn lasts at least this many times the switch to its weights
+_GAP_SECONDS = 60.0  # how long a request waits for a missing earlier one
 _MOST_RETRIEVED = 256  # retrieved results that are kept for repeated requests
 
 
@@ -28,22 +28,22 @@ T = TypeVar("T")
 
 
 class APIFuture(Future, Generic[T]):
-    """A result to come: `result()` waits for it in a thread, `await future` in an event loop."""
+    """A future result: `result()` waits for it in a thread, `await future` in an event loop."""
 
     def __await__(self) -> Generator[object, None, T]:
         return asyncio.wrap_future(self).__await__()
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Return the result; raise TimeoutError after `timeout` seconds."""
+        """Return the result. Raise TimeoutError after `timeout` seconds."""
         return await asyncio.wait_for(asyncio.wrap_future(self), timeout)
 
 
 @dataclass(eq=False)
 class Job:
-    """A call to make in the thread, and the future for its result.
+    """A call to make in the worker's thread, with the future for its result.
 
-    `is_short`: a request for samples. It interrupts a sampler's turn and receives the future; the sampler sets the
-    result."""
+    `is_short` marks a request for samples: it interrupts another sampler's turn, and its call receives the future,
+    whose result the sampler sets later."""
 
     run: Callable[..., object]
     future: Future
@@ -53,7 +53,8 @@ class Job:
 
 @dataclass(eq=False)
 class Turns:
-    """The order of a model's requests. `next_seq`: the number of the next one; those in `waiting` arrived too early."""
+    """The order of a model's requests. `next_seq` is the number of the next request; those in `waiting` arrived
+    early."""
 
     id: str
     next_seq: int = 0
@@ -69,7 +70,7 @@ class Answers:
     samples: list[Sampled]
 
     def complete(self) -> None:
-        """Set the result."""
+        """Set the future's result, or the exception of `finish`."""
         try:
             self.future.set_result(self.finish(self.samples))
         except Exception as error:  # noqa: BLE001 - the client's to hear
@@ -78,7 +79,7 @@ class Answers:
 
 @dataclass
 class Sampled:
-    """A sample so far."""
+    """One sample so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -87,11 +88,11 @@ class Sampled:
 
 
 class Sampler:
-    """A set of weights to sample from, and its requests in flight.
+    """Weights to sample from, with the requests in flight.
 
     Args:
-        path: of its checkpoint; None for the base and for snapshots.
-        snapshot_of: the model whose weights it keeps in memory, without a checkpoint.
+        path: the path of the checkpoint; None for the base model and for snapshots.
+        snapshot_of: the model of which this is a snapshot, kept in memory without a checkpoint.
     """
 
     def __init__(
@@ -111,20 +112,20 @@ class Sampler:
         return {answers.future for answers, _ in self._running.values()}
 
     def submit(self, answers: Answers, prompt: list[int], **how: object) -> None:
-        """Add a request at the next step. Raise ValueError for an invalid request."""
+        """Add a request, which starts at the next step. Raise ValueError if it is invalid."""
         if self._engine is None:
             self._engine = self.adapted.engine()
         first = self._engine.submit(prompt, samples=len(answers.samples), **how)
         self._running |= {first + k: (answers, k) for k in range(len(answers.samples))}
 
     def cancel(self, future: Future) -> None:
-        """Remove a request."""
+        """Remove the request with this future."""
         for number in [n for n, (answers, _) in self._running.items() if answers.future is future]:
             self._engine.cancel(number)
             del self._running[number]
 
     def step(self) -> None:
-        """Sample a token for each request; the model must use this sampler's adapter."""
+        """Sample a token for each request. The native model must have this sampler's adapter loaded."""
         try:
             drawn = zip(*self._engine.step())
         except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up
@@ -149,7 +150,7 @@ class Sampler:
 
 
 class Worker:
-    """Runs jobs one after the other in its thread, and between them the busy samplers, round-robin."""
+    """A thread that runs jobs one after the other and, between them, steps the busy samplers in round-robin order."""
 
     gap_seconds = _GAP_SECONDS
 
@@ -168,13 +169,13 @@ class Worker:
     # ---- from any thread
 
     def submit(self, request_id: str, run: Callable[..., object], *, is_short: bool = False) -> Future:
-        """Run a job once. Its future is stored by `request_id`; a repeated request gets the same future."""
+        """Run a job once. Its future is stored under `request_id`; a repeated request gets the same future."""
         with self._changed:
             known = self.futures.get(request_id)
             return known or self._enqueue(Job(run, self._future(request_id), is_short))
 
     def submit_in_turn(self, model: Turns, seq: int, run: Callable[[], object]) -> str:
-        """Run a model's request once, after all requests with lower numbers. Return the request's id."""
+        """Run a model's request once, after all requests with lower numbers. Return the id of the request."""
         request_id = f"{model.id}:{seq}"
         with self._changed:
             if request_id in self.futures:
@@ -192,7 +193,7 @@ class Worker:
         return request_id
 
     def do(self, run: Callable[..., object], *, is_short: bool = False) -> APIFuture:
-        """Run a job whose result is not stored."""
+        """Run a job whose future is not stored."""
         with self._changed:
             return self._enqueue(Job(run, APIFuture(), is_short))
 
@@ -207,18 +208,18 @@ class Worker:
         self.do(run)
 
     def join_in(self, sampler: Sampler) -> None:
-        """Mark a sampler with a new request as busy. Called in the thread."""
+        """Mark a sampler as busy, since it has a new request. Only the worker's thread may call it."""
         if sampler not in self._busy:
             self._busy.append(sampler)
 
     def was_retrieved(self, request_id: str) -> None:
-        """Record that a client has received a result, which is kept for a while."""
+        """Record that a client has received a result. The result is kept until enough later results are retrieved."""
         self._retrieved.append(request_id)
         if len(self._retrieved) > _MOST_RETRIEVED:
             self.futures.pop(self._retrieved.popleft(), None)
 
     def shut_down(self) -> None:
-        """End the thread after its current job; jobs that wait fail."""
+        """End the thread after its current job, and fail the waiting jobs."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -270,7 +271,8 @@ class Worker:
             job.future.set_result(result)
 
     def _let_sample(self) -> None:
-        """Step the sampler whose turn it is until it is done, its turn ends, or a further request can join it."""
+        """Step the sampler whose turn it is, until it has no request left, its turn ends, or another request can join
+        it."""
         if not self._busy:
             return
         sampler, begin = self._busy[0], time.monotonic()
@@ -295,7 +297,8 @@ class Worker:
                 future.set_exception(RuntimeError("the thread of the models has ended"))
 
     def _give_up_gaps(self) -> None:
-        """Fail requests whose predecessors are missing, because the client lost them or the server was restarted."""
+        """Fail requests that have waited too long for an earlier request: the client lost it, or the server was
+        restarted."""
         for model in list(self._out_of_turn):
             if model.waiting and time.monotonic() - min(j.since for j in model.waiting.values()) > self.gap_seconds:
                 for seq, job in model.waiting.items():

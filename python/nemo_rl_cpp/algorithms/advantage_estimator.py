@@ -125,7 +125,7 @@ class GRPOAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages; masked positions get them, too. Samples with valid_mask 0 do not count in a baseline."""
+        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 do not count in a baseline."""
         return _on_tokens(self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask), mask, offsets)
 
 
@@ -185,7 +185,7 @@ class OPOAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages; masked positions get them, too. Samples with valid_mask 0 do not count in a baseline."""
+        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 do not count in a baseline."""
         groups, trained = _groups(prompt_ids, group_id), (mask != 0).to(torch.float64)
         lengths = (
             trained.sum(1)
@@ -211,7 +211,7 @@ class BestOfGroupAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages; masked positions get them, too. Samples with valid_mask 0 are not compared."""
+        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 are not compared."""
         groups, advantages = _groups(prompt_ids, group_id), torch.zeros_like(rewards)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         std = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).std
@@ -238,7 +238,7 @@ class PassAtKAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages; masked positions get them, too. Samples with valid_mask 0 are in no set."""
+        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 are in no set."""
         groups, is_right = _groups(prompt_ids, group_id), rewards > 0
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         totals, group = _sums_of_groups(groups, voting)
@@ -270,7 +270,7 @@ class MaxRLAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages; masked positions get them, too. Samples with valid_mask 0 do not count in a mean."""
+        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 do not count in a mean."""
         groups = _groups(prompt_ids, group_id)
         mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
         advantages = torch.where(mean > 0, (rewards - mean) / (mean + 1e-6), 0.0)
@@ -286,8 +286,8 @@ class ReMaxAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor],
         offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages; masked positions get them, too. `repeated_batch["reward_baseline"]` [B] holds the rewards
-        of the greedy responses.
+        """Return the advantages of all tokens, also masked ones. `repeated_batch["reward_baseline"]` [B] has the
+        rewards of the greedy responses.
         """
         return _on_tokens(rewards - repeated_batch["reward_baseline"].to(rewards.dtype), mask, offsets)
 
@@ -375,8 +375,8 @@ class RawRewardAdvantageEstimator(_Estimator):
 
 
 class GeneralizedAdvantageEstimator(_Estimator):
-    """GAE (arXiv:1506.02438), optionally whitened. Masked tokens carry the recursion forward unchanged. As in VAPO,
-    lambda may differ between policy and critic, and may depend on the length.
+    """GAE (arXiv:1506.02438), optionally whitened. The recursion skips masked tokens. As in VAPO, lambda may differ
+    between policy and critic, and may depend on the length of the response.
     """
 
     section = GAEConfig

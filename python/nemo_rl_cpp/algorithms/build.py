@@ -77,7 +77,8 @@ from nemo_rl_cpp.user_code import serve
 
 @dataclass
 class TrainingRun:
-    """The parts of a training run. Modes (such as asynchronous rollouts) are different parts in the same loop.
+    """The parts of a training run. A mode, such as asynchronous rollouts, is a matter of which parts the run has; the
+    loop stays the same.
 
     Attributes:
         config: the validated configuration; `config.loop` is the section of its algorithm, such as `grpo` or `ppo`.
@@ -86,15 +87,15 @@ class TrainingRun:
         teachers: score the sampled tokens (`Teachers`), or do nothing (`NoTeacher`).
         collector: makes the rollouts of a step, during that step or while earlier steps train.
         environments: score the responses, in training and in validation.
-        stop: reports between steps whether the user asked to end the run.
+        stop: reports between steps whether the user has requested the end of the run.
         before_training: hooks called before the first step.
         after_step: hooks called after each step, in call order (`algorithms/hooks.py`).
-        validation: None without validation data.
+        validation: runs validations; None without validation data.
         log: writes the metrics of steps, and keeps them.
         report: writes report.html; None: no report is written.
         resources: processes, folder locks and the engine, which `close` releases.
         cluster: the workers of policy, critic and engine.
-        engine_cluster: the workers of engines that hold a separate copy of the weights; None without such engines.
+        engine_cluster: the workers of engines with a separate copy of the weights; None without such engines.
     """
 
     config: TrainMasterConfig

@@ -142,7 +142,7 @@ def find_resume(checkpoints: CheckpointManager | None) -> Resume:
 
 @dataclass
 class Saver:
-    """Writes a checkpoint after a step, if one is due, with everything that the run needs to resume.
+    """The writer of a run's checkpoints. A checkpoint has everything that the run needs to resume.
 
     Attributes:
         card: the facts of the model card that stay constant during the run.

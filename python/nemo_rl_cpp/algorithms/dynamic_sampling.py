@@ -87,7 +87,7 @@ class GroupCounts:
 class GroupSampler:
     """A buffer that gathers rollouts until a step has enough prompt groups to train on.
 
-    If disabled, it passes each batch on unchanged. If enabled, it keeps the groups whose raw rewards differ, asks for
+    If disabled, it passes each batch on unchanged. If enabled, it keeps the groups whose raw rewards differ, needs
     further batches while `full` is False, and then returns exactly `num_groups` groups. A group is never split.
 
     Args:

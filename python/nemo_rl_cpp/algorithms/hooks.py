@@ -44,7 +44,7 @@ class StepResult:
         generated_tokens: number of tokens in all responses of the step, including those filtered out.
         rollout_tokens: `generated_tokens` plus the tokens of prompts and environments.
         rollout_names: names of the metrics from rollouts and environments; a validation has these, too.
-        interrupted: whether Ctrl-C or a signal has asked to end the run.
+        interrupted: whether Ctrl-C or a signal has requested the end of the run.
         timed_out: whether the run must save and end (`checkpointing.checkpoint_must_save_by`).
         reached_target: whether the validation reached `stop_at_validation_threshold`.
         validation: the validation of this step, if there was one.

@@ -147,9 +147,9 @@ def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloa
 
 
 def make_cluster(config: TrainMasterConfig) -> Cluster:
-    """Return the cluster of workers that train: this process, whatever sizes the configuration was written for
-    (`config/fold.py`), or worker processes if `cluster.executor` is processes or ray. Raise ValueError if
-    `cluster.device` requests a GPU that cannot be used.
+    """Return the cluster of workers that train: only this process, or worker processes if `cluster.executor` is
+    processes or ray. A single process may run a configuration that was written for any number of devices
+    (`config/fold.py`). Raise ValueError if `cluster.device` requests a GPU that cannot be used.
     """
     say_fold(config, forecast_summary(config))
     use_threads(config.cluster)

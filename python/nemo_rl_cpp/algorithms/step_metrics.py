@@ -33,9 +33,9 @@ def aggregate_microbatch_metrics(
     are -1.0 if no other value is left, as in NeMo RL. `lr`, `wd` and counts of the global batch are averaged over
     global batches. Micro-batches without a valid sample (`num_valid_samples` 0) are ignored.
 
-    If the policy also returns `token_mult_prob_error_sum`, the numerators of `token_mult_prob_error`, then the sum of
-    all numerators is divided once. The metric is thus exactly 1.0 if trainer and generator agree in every token. It is
-    the mean over global batches.
+    If the policy also returns `token_mult_prob_error_sum`, the numerators of `token_mult_prob_error`, they are summed
+    before the division. The metric is then exactly 1.0 if trainer and generator agree in every token. It is the mean
+    over global batches.
     """
     valid = all_mb_metrics.get("num_valid_samples")
     result = {}

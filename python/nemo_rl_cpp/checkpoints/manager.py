@@ -207,7 +207,7 @@ class CheckpointManager:
         last_checkpoint_path: Path | str | None, *, model_component: Literal["policy", "value"] = "policy"
     ) -> tuple[Path | None, Path | None]:
         """Return (weights folder, optimizer folder) of the model `model_component` in a checkpoint. Both are None
-        without a checkpoint. If the optimizer was not saved, its folder is None, and a warning is given.
+        without a checkpoint. If the optimizer was not saved, return None for its folder and warn.
         """
         if not last_checkpoint_path:
             return None, None

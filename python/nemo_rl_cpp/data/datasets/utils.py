@@ -112,7 +112,7 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
     try:
         datasets = _datasets_library(name)
         return _from_datasets_cache(datasets, name, subset, split)
-    except Exception as error:  # noqa: BLE001 - whatever the library says: it is not cached
+    except Exception as error:  # noqa: BLE001 - any exception means that it is not cached
         raise unreachable(name, "data set") from error
 
 

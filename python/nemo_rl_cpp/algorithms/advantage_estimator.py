@@ -125,7 +125,7 @@ class GRPOAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 do not count in a baseline."""
+        """Return the advantages of all tokens, also masked ones. No baseline counts samples with valid_mask 0."""
         return _on_tokens(self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask), mask, offsets)
 
 
@@ -185,7 +185,7 @@ class OPOAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 do not count in a baseline."""
+        """Return the advantages of all tokens, also masked ones. No baseline counts samples with valid_mask 0."""
         groups, trained = _groups(prompt_ids, group_id), (mask != 0).to(torch.float64)
         lengths = (
             trained.sum(1)

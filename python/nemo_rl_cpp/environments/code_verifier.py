@@ -242,11 +242,11 @@ _NO_PROCESS = re.compile(r"^(?:BlockingIOError: \[Errno 11\]|RuntimeError: can't
 class CodeVerifyWorker(VerifierBase):
     """A verifier that runs the tests in `ground_truth` (see `parse_tests`) on a program, which is the whole response.
 
-    The verifier's process never compiles the program, because a few lines can make a compiler use gigabytes; only the
-    sandbox does.
+    The verifier's process never compiles the program, because a few lines can make a compiler use gigabytes. It is
+    compiled only in the sandbox.
 
     The score is 1 if all tests pass, otherwise 0, or with `reward="fraction"` the fraction of tests that pass. The
-    answer is the result, followed by a colon and a detail: passed, wrong_answer, runtime_error, syntax_error, no_code,
+    answer is the result, possibly with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error, no_code,
     time_limit, memory_limit, process_limit, output_limit, forbidden_call, or file_access (an error at a file outside
     the program's folder).
     """

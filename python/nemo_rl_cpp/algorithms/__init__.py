@@ -1,1 +1,1 @@
-"""Algorithms: the losses, advantage estimators, reward functions and training loops of the guides."""
+"""Algorithms: losses, advantage estimators, reward functions and the training loop."""

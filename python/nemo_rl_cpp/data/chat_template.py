@@ -129,7 +129,7 @@ def render_chat_template(
 
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
     """Return copies of the messages with plain values, without None values, and with reasoning under the keys that
-    templates read. Raise ChatTemplateError if `messages` is no list of messages.
+    templates read. Raise ChatTemplateError if `messages` is not a list of messages.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(

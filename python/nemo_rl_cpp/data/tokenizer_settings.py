@@ -159,7 +159,7 @@ def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> Add
 
 class SpecialTokens:
     """The base class of the tokenizer. It registers the special tokens of tokenizer_config.json with the
-    `tokenizers.Tokenizer`, so that each is a single token and decoding can skip it.
+    `tokenizers.Tokenizer`, so that each is a single token, and decoding can skip them.
     """
 
     def __init__(self, backend: Backend, config: Mapping[str, Any], eos_token_ids: Iterable[int]):

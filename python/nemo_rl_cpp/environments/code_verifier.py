@@ -246,9 +246,9 @@ class CodeVerifyWorker(VerifierBase):
     compiled only in the sandbox.
 
     The score is 1 if all tests pass, otherwise 0, or with `reward="fraction"` the fraction of tests that pass. The
-    answer is the result, possibly with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error, no_code,
-    time_limit, memory_limit, process_limit, output_limit, forbidden_call, or file_access (an error at a file outside
-    the program's folder).
+    answer is the result, possibly with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error,
+    no_code, time_limit, memory_limit, process_limit, output_limit, forbidden_call, or file_access (an error at a file
+    outside the program's folder).
     """
 
     caught = ()  # errors in the sandbox raise nothing here, so an exception is a usage error

@@ -195,12 +195,12 @@ def append_observation(
 
 
 class EarlyScoring:
-    """Scores rows of a turn whose responses end early, while the others are still generated. `calculate_rewards` scores
-    the rest.
+    """The early scoring of those rows of a turn whose responses end while others are still generated.
+    `calculate_rewards` scores the rest.
 
-    Only environments that score rows independently (`scores_rows_alone`) and run in another process (`.remote`) take
-    part, so the rewards equal those of one call at the end. Rows that end while an environment is busy form its next
-    call.
+    Only environments that score rows independently (`scores_rows_alone`) and run concurrently with the caller
+    (`.remote`) take part, so the rewards equal those of one call at the end. Rows that end while an environment is busy
+    form its next call.
     """
 
     def __init__(self, active: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment]) -> None:

@@ -387,8 +387,8 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
 
 
 def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
-    """Return the innermost mapping on the path `dotted`, and the last part of `dotted`. The mapping is None if the path
-    does not lead to one. With `make_sections`, missing mappings on the path are created."""
+    """Return (the mapping in `data` that contains or would contain the key `dotted`, the last part of the key). The
+    mapping is None if there is none. With `make_sections`, missing mappings on the way are created."""
     *sections, name = dotted.split(".")
     node: object = data
     for part in sections:

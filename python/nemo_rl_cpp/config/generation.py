@@ -106,7 +106,7 @@ class ResourcesConfig(Section):
 
 
 class ColocatedConfig(Section):
-    """Whether generation shares the devices and weights of training."""
+    """The placement of generation: on the devices of training, or on workers that only generate."""
 
     enabled: bool = key(
         True,

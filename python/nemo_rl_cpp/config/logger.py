@@ -78,7 +78,7 @@ class TensorboardConfig(Section):
 
 
 class GPUMonitoringConfig(Section):
-    """How often the GPU usage is sampled. Used if logger.monitor_gpus is true."""
+    """The intervals at which the GPU usage is logged. Used if logger.monitor_gpus is true."""
 
     collection_interval: Real = key(10, "Seconds between samples of the GPU usage.", gt=0)
     flush_interval: Real = key(10, "Seconds between writes of the samples to the logs.", gt=0)

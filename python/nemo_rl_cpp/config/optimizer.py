@@ -376,11 +376,11 @@ def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -
 
 
 class AdapterSizes(NamedTuple):
-    """Numbers of elements.
+    """Numbers of elements for a model with LoRA.
 
     Attributes:
-        trained: of all A and B.
-        kept: of the stored matrices that have adapters. With `merge` a frozen copy of them is kept.
+        trained: elements of all matrices A and B.
+        kept: elements of the stored matrices with adapters. With `merge`, a frozen copy of these matrices is kept.
     """
 
     trained: int

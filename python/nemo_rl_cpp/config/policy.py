@@ -148,22 +148,24 @@ class TrainedModelConfig(Section):
         "automodel_cfg": "dtensor_cfg",
         **{f"automodel_cfg.{key}": f"dtensor_cfg.{key}" for key, _ in fields_of(DTensorConfig)},
     }
-    backend: Backend | None = key(None, "Implementation that trains: native or hf.")
+    backend: Backend | None = key(None, "Implementation that trains: native or hf. null: the policy's.")
     hf_cfg: HfConfig = section(HfConfig, "how transformers loads the model (backend hf)")
-    model_name: str | None = key(None, "Model: a local folder, a packaged model, or a name on the Hugging Face Hub.")
+    model_name: str | None = key(
+        None, "Model: a local folder, a packaged model, or a name on the Hugging Face Hub. null: the policy's."
+    )
     hf_config_overrides: dict[str, object] | None = key({}, "Values that replace entries of the model's config.json.")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
-    train_global_batch_size: Positive | None = key(None, "Number of samples per optimizer step.")
+    train_global_batch_size: Positive | None = key(None, "Number of samples per optimizer step. null: the policy's.")
     train_micro_batch_size: Positive | None = key(
         None,
         "Number of samples in a training micro-batch. With sequence packing or dynamic batching the token "
-        "budget decides instead.",
+        "budget decides instead. null: the policy's.",
     )
     logprob_batch_size: Positive | None = key(
         None, "Number of samples in a micro-batch of the log-probability pass. null: train_micro_batch_size."
     )
     max_total_sequence_length: Positive | None = key(
-        None, "Maximum length of a sequence (prompt and response) in tokens."
+        None, "Maximum length of a sequence (prompt and response) in tokens. null: the policy's."
     )
     precision: Precision = key(
         "bfloat16",
@@ -309,7 +311,8 @@ class TrainedModelConfig(Section):
 
 
 def fill(target: Section, **values: object) -> None:
-    """Set those of the keys `values` that are None, without marking them as set by the user."""
+    """Give each key in `values` that is None in `target` the value in `values`, without marking it as set by the
+    user."""
     for name, value in values.items():
         if getattr(target, name) is None:
             target.__dict__[name] = value

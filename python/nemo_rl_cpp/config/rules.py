@@ -192,7 +192,8 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Report a key that has no effect with `beside` if the run's own file or an override sets it. A parent file may."""
+    """Report that `key` has no effect together with the setting `beside`, if the run's own file or an override sets
+    `key`. It may be set in a parent file."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 

@@ -90,7 +90,7 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
-    """Report every size that would be folded if `cluster.strict_sizes` is true."""
+    """Report every folded size, and generation devices that are not used, if `cluster.strict_sizes` is true."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -251,7 +251,8 @@ INSTALL = "transformers is not installed: pip install 'nemo_rl_cpp[hf]'"
 
 
 def _check_pair(policy: PolicyConfig, report: Report) -> None:
-    """Report an engine that cannot use the weights of policy.backend, and router replay with backends that differ."""
+    """Report an engine that cannot use the weights of policy.backend, and router replay unless trainer and engine are
+    native."""
     if exactness_of(policy) is None:
         text = (
             f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to "

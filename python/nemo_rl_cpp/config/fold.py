@@ -68,7 +68,8 @@ def exactness_of(policy: PolicyConfig) -> Exactness | None:
 
 
 def exactness_text(config: WholeConfig) -> str | None:
-    """Return a line for the terminal on how closely generation and training agree; None for an evaluation."""
+    """Return a line for the terminal on how closely generation and training agree. Return None for an evaluation, and for
+    an engine that cannot be combined with policy.backend."""
     if not config.trained_models() or (row := exactness_of(config.policy)) is None:
         return None
     how = "equal to the bit" if row.equal else "equal up to rounding"

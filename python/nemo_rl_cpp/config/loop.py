@@ -680,7 +680,7 @@ class PPOConfig(LoopConfig):
 
 
 def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
-    """Report incompatible settings within the section `name`."""
+    """Report settings of a training loop that do not fit together. `name` is the name of its section."""
     sampling, group = f"{name}.use_dynamic_sampling", f"{name}.num_generations_per_prompt"
     if not loop.use_dynamic_sampling:
         if loop.batch_multiplier != 1:

@@ -277,8 +277,7 @@ FROZEN = ("lm_head", "model.embed_tokens", "score")
 
 
 class LoraConfig(Section):
-    """LoRA: the matrices A [dim, in] and B [out, dim] of each adapted matrix are trained, and all weights are
-    frozen."""
+    """LoRA: each adapted matrix gets two trained matrices, A [dim, in] and B [out, dim]. All weights are frozen."""
 
     is_switched = True
     enabled: bool = key(

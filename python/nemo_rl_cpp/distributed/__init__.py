@@ -1,4 +1,4 @@
-"""Batches, devices and processes. `get` waits for the result of a `.remote(...)` call, as `ray.get` does."""
+"""Batches, devices and processes. `get` waits for the result of a `.remote(...)` call, like `ray.get`."""
 
 from nemo_rl_cpp.distributed.futures import Future, get
 

@@ -1,4 +1,4 @@
-"""A batch as a dictionary: every value is a tensor with the batch as dimension 0, or a list with one item per row."""
+"""A batch as a dictionary: each value is a tensor with the batch as dimension 0, or a list with one item per row."""
 
 from collections import UserDict
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,19 @@ DictT = TypeVar("DictT", bound=Mapping[str, object])
 
 
 class BatchedDataDict(UserDict, Generic[DictT]):
-    """A dictionary of rows; slicing, repeating and joining apply to all values."""
+    """A dictionary of rows. Slicing, repeating and joining apply to all its values."""
 
     @classmethod
     def from_batches(
         cls, batches: Sequence[Mapping[str, object]], pad_value_dict: dict[str, int | float] | None = None
     ) -> Self:
-        """Concatenate the rows of batches; keys are sorted.
+        """Concatenate the rows of batches; the result's keys are sorted.
 
-        Lists and 1-D tensors are concatenated. Tensors with two or more dimensions are first padded on the right of
-        dimension 1 to the longest with `pad_value_dict[key]` (default 0). Batches without keys are skipped. A key may
-        be missing in a batch without rows.
+        Lists and 1-D tensors are concatenated. Tensors with more dimensions are first padded on the right of dimension
+        1 to the longest, with `pad_value_dict[key]` (default 0). Batches without keys are skipped. A key may be missing
+        from a batch without rows.
 
-        Raises KeyError if a key is missing in a batch with rows.
+        Raise KeyError if a key is missing from a batch with rows.
         """
         pad_values = pad_value_dict or {}
         filled = [batch for batch in batches if len(batch) > 0]
@@ -39,7 +39,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return joined
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Repeat every row `num_repeats` times, with copies next to each other; list items are deep-copied."""
+        """Repeat every row `num_repeats` times in a row. Items of lists are deep-copied."""
         repeated = type(self)()
         for key, value in self.data.items():
             if torch.is_tensor(value):
@@ -53,7 +53,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return repeated
 
     def select_indices(self, indices: list[int] | torch.Tensor) -> Self:
-        """Return the rows at `indices` (a list, an integer tensor, or a bool tensor [B] as a mask), in that order."""
+        """Return the rows at `indices` in that order: a list, an integer tensor, or a bool tensor [B] used as a
+        mask."""
         index = torch.as_tensor(indices)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
         selected = type(self)()
@@ -62,9 +63,9 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return selected
 
     def slice(self, start: int, end: int) -> Self:
-        """Return the rows [start, end); tensors share storage with this batch.
+        """Return the rows [start, end). Tensors share storage with this batch.
 
-        Raises ValueError if `end` exceeds a tensor's rows.
+        Raise ValueError if `end` exceeds a tensor's rows.
         """
         sliced = type(self)()
         for key, value in self.data.items():
@@ -75,7 +76,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
     @property
     def size(self) -> int:
-        """Number of rows of the first key; 0 without keys."""
+        """The number of rows of the first key, or 0 without keys."""
         return rows_of(next(iter(self.data.values()))) if self.data else 0
 
     @staticmethod
@@ -101,5 +102,5 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
 
 def rows_of(value: torch.Tensor | Sequence[object]) -> int:
-    """Return the number of rows of one value of a batch."""
+    """Return the number of rows in one value of a batch."""
     return value.shape[0] if torch.is_tensor(value) else len(value)

@@ -1,4 +1,4 @@
-"""The devices of a run, the processes that use them, and the objects in these processes."""
+"""The devices of a run, the processes that use them, and the Python objects in these processes."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ from nemo_rl_cpp.distributed.process_workers import LaunchedWorkers, ProcessWork
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, Workers
 
-_TARGETS = count(1)  # numbers of objects in worker processes, over all groups
+_TARGETS = count(1)  # numbers the objects in worker processes, over all groups
 
 
 def cuda_usable() -> bool:
@@ -39,29 +39,29 @@ def check_device(device: str) -> str:
 
 
 def use_threads(settings: ClusterConfig) -> None:
-    """Set torch's threads to `cluster.cpus_per_worker`, if the key is set and models run in this process."""
+    """Set torch's number of threads to `cluster.cpus_per_worker`, if the key is set and models run in this process."""
     if settings.cpus_per_worker is not None and not settings.has_workers:
         torch.set_num_threads(settings.cpus_per_worker)
 
 
 def shut_down(*clusters: "Cluster | None") -> None:
-    """Shut down all clusters that are not None."""
+    """Shut down the given clusters; None is skipped."""
     for cluster in clusters:
         if cluster is not None:
             cluster.shutdown()
 
 
 class Cluster:
-    """The workers of a run, one per device. A single worker is this process itself. Several workers are processes of
-    this machine, or Ray actors (`cluster.executor`), on the CPU.
+    """The workers of a run, one per device. A single worker is this process itself. Several workers are processes on
+    this machine, or Ray actors (`cluster.executor`), and compute on the CPU.
 
     Args:
-        bundle_ct_per_node_list: number of workers of each node.
+        bundle_ct_per_node_list: number of workers on each node.
         use_gpus: whether models use a GPU.
         settings: section `cluster` of the configuration: executor, threads and timeouts.
         role: name of a worker in messages.
 
-    Raises ValueError for GPU workers outside this process, and for several workers with the executor in_process.
+    Raise ValueError for GPU workers outside this process, and for several workers with the executor in_process.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Cluster:
 
     @property
     def workers(self) -> Workers:
-        """The workers outside this process; started on first access."""
+        """The workers outside this process. They are started when this is first read."""
         if self._workers is None:
             settings = self._settings
             everybody = max(self._size, settings.processes)  # another cluster's workers share this machine's threads
@@ -119,24 +119,24 @@ class Cluster:
         return self._workers
 
     def device(self, precision: str = "float32") -> str:
-        """Return "cuda" if the cluster uses GPUs, a GPU is usable and `precision` is supported there (float32,
-        bfloat16); otherwise "cpu"."""
+        """Return "cuda" if the cluster uses GPUs, a GPU can be used, and `precision` is float32 or bfloat16; otherwise
+        "cpu"."""
         return "cuda" if self.use_gpus and precision in ("float32", "bfloat16") and cuda_usable() else "cpu"
 
     def shutdown(self) -> bool:
-        """Shut down the worker processes, if there are any. Idempotent."""
+        """Shut down the worker processes, if any. Idempotent."""
         if self._workers is not None:
             self._workers.kill()
         return True
 
 
 class WorkerGroup:
-    """One object in every worker of a cluster; methods run on all of them. The builder, arguments and results are
-    pickled. Several groups may share the workers of a cluster.
+    """One object in each worker of a cluster, whose methods are called on all of them. The builder, arguments and
+    results are pickled. Several groups may share the workers of a cluster.
 
     Args:
         remote_worker_builder: builds the object from the `Ranks` of its worker.
-        tensor_size: number of neighbours that hold slices of the same model and process the same samples.
+        tensor_size: number of tensor-parallel ranks, which hold slices of one model and process the same samples.
     """
 
     def __init__(
@@ -149,11 +149,12 @@ class WorkerGroup:
         self.call_all("__create__", remote_worker_builder)
 
     def first_of_groups(self, values: list) -> list:
-        """Return the first worker's value of each group; all workers of a group return the same value."""
+        """Return one value per tensor-parallel group, that of its first worker: all workers of a group return the
+        same."""
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:
-        """Start a call of the method on one worker."""
+        """Start a call of the method on worker `worker_idx`."""
         return self.cluster.workers.call(worker_idx, self._target, method_name, pickle.dumps((args, {})))
 
     def run_all_workers_single_data(self, method_name: str, *args: object, **kwargs: object) -> list[WorkerCall]:
@@ -162,12 +163,12 @@ class WorkerGroup:
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
-        """Return the results of a call that all workers make together. An error names the failed rank; no rank waits
-        for it forever."""
+        """Call a method on all workers together and return the results in rank order. An error names the rank that
+        failed, and no rank waits forever for that rank."""
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:
-        """Return the result, which must be equal on all workers. Raise RuntimeError if it differs."""
+        """Call a method on all workers and return its result. Raise RuntimeError unless it is equal on all workers."""
         first, *others = self.call_all(method_name, *args)
         for rank, value in enumerate(others, 1):
             if value != first:
@@ -178,8 +179,8 @@ class WorkerGroup:
     def call_each(
         self, method_name: str, each: list[tuple], event: str, on_event: list[Callable[..., None] | None]
     ) -> list:
-        """Call a method on every worker with the arguments `each[rank]`; return the results in rank order. A worker's
-        calls of its argument `event` are passed to `on_event[rank]` in this process."""
+        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. When
+        worker `rank` calls its argument named `event`, `on_event[rank]` is called here with the same arguments."""
         calls = []
         for rank, (args, told) in enumerate(zip(each, on_event)):
             listener = None if told is None else (event, told)

@@ -1,4 +1,4 @@
-"""Results of calls that run concurrently with the caller: `.remote(...)` returns them and `get` waits for them."""
+"""Results of calls that run concurrently with the caller. `.remote(...)` returns them, and `get` waits for them."""
 
 import pickle
 import sys
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from nemo_rl_cpp.errors import as_user_error
 
-_SLICE = 0.5  # seconds per wait: between waits Python handles signals, also if a different thread was woken for them
+_SLICE = 0.5  # seconds per wait: between waits Python handles signals, even if they woke another thread
 
 
 class Answer(NamedTuple):
-    """The outcome of a worker's call: a value, or an error with its traceback as text and, if it arose in the user's
-    code, a sentence about it."""
+    """The outcome of a worker's call: a value, or an error with its traceback as text. If user code raised the error,
+    `told` is a sentence about it."""
 
     value: object = None
     error: BaseException | None = None
@@ -26,7 +26,7 @@ class Future:
     """The result of a call that may still be running.
 
     Attributes:
-        error: what the call raised; None while it runs, or if it succeeded.
+        error: the exception that the call raised; None while it runs, or if it succeeded.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Future:
         self.error: BaseException | None = None
 
     def run(self, call: Callable[[], object]) -> None:
-        """Make the call and store its value, or the exception it raised."""
+        """Make the call, and store its value or the exception that it raised."""
         try:
             self._value = call()
         except BaseException as error:  # any exception is raised for the caller of `result`
@@ -43,7 +43,7 @@ class Future:
         self._done.set()
 
     def set(self, value: object, error: BaseException | None = None) -> None:
-        """Set the outcome of the call: its value, or the error that it raised."""
+        """Set the outcome of the call: its value, or its error."""
         self._value, self.error = value, error
         self._done.set()
 
@@ -51,11 +51,11 @@ class Future:
         return self._done.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds`; return whether the call has ended."""
+        """Wait at most `seconds`, and return whether the call has ended."""
         return self._done.wait(seconds)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the value; raise what the call raised, or TimeoutError after `timeout` seconds."""
+        """Wait for the value and return it. Raise what the call raised, or TimeoutError after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._done.wait(_SLICE if end is None else min(_SLICE, end - time.monotonic())):
             if end is not None and time.monotonic() >= end:
@@ -66,7 +66,7 @@ class Future:
 
 
 def is_done(result: object) -> bool:
-    """Return whether the result of `.remote(...)`, a future or a Ray ObjectRef, is available."""
+    """Return whether the result of `.remote(...)`, a Future or a Ray ObjectRef, is available."""
     if isinstance(result, Future):
         return result.done()
     ray = sys.modules.get("ray")
@@ -74,8 +74,8 @@ def is_done(result: object) -> bool:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """Return the exception that was raised in a Ray actor, without Ray's wrapper: with the sentence about the user's
-    code (`told`) if it arose there, and with its traceback as a note. Return any other exception unchanged."""
+    """Return the exception that a Ray actor raised, without Ray's wrapper and with its traceback as a note. If user
+    code raised it, it has the sentence `told`. Any other exception is returned unchanged."""
     ray = sys.modules.get("ray")
     if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
         return error
@@ -89,7 +89,7 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def get(result: object, timeout: float | None = None) -> Any:
-    """Return the value of a future or Ray ObjectRef, a list of values for a list, and any other object unchanged."""
+    """Return the value of a Future or a Ray ObjectRef, the values of a list of them, and any other object unchanged."""
     if isinstance(result, Future):
         return result.result(timeout)
     if isinstance(result, list):

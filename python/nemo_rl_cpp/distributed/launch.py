@@ -1,8 +1,8 @@
-"""Ranks started by `torchrun` or `srun`, as given by environment variables, and how they connect to rank 0.
+"""Ranks started by `torchrun` or `srun`, described by environment variables, and how they connect to rank 0.
 
 Rank 0 runs the training loop and starts its own worker. The other ranks are workers: they rendezvous at torch's store
-(MASTER_ADDR, MASTER_PORT), read rank 0's address there, connect and answer its calls, which are pickles. Nothing is
-unpickled before both ends have proved that they know a secret: NEMO_RL_LAUNCH_TOKEN, or a random secret that rank 0
+(MASTER_ADDR, MASTER_PORT), read rank 0's address there, connect to it and answer its calls, which are pickled. Nothing
+is unpickled before each side has proved that it knows a secret: NEMO_RL_LAUNCH_TOKEN, or a random secret that rank 0
 writes to the store.
 """
 
@@ -30,12 +30,12 @@ C = TypeVar("C")
 
 
 class Launch(NamedTuple):
-    """The launcher's settings for this process.
+    """What the launcher set for this process.
 
     Attributes:
         rank, size: rank of this process, and number of ranks.
-        host, port: of torch's store.
-        sizes: the variable that `size` was read from.
+        host, port: address of torch's store.
+        sizes: the environment variable from which `size` was read.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Launch(NamedTuple):
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the launch settings of this process; None if it was not launched with several ranks."""
+    """Return what the launcher set for this process, or None if it was not launched as one of several ranks."""
     variables = launcher_variables(environment)
     if variables is None:
         return None
@@ -63,8 +63,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
-    """Raise ConfigError if the configuration does not fit the launch: wrong number of workers, restarts (the launcher's
-    task), `engines` in workers that train nothing, or an executor with which every rank would start a run."""
+    """Raise ConfigError if the configuration does not fit the launch: it has a different number of workers, restarts
+    workers (which the launcher does), has `engines` in workers that do not train, or an executor for which every rank
+    would start a run."""
     if cluster.executor not in ("processes", "auto"):
         text = (
             f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to auto or "
@@ -92,8 +93,8 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
 
 
 def serving(load: Callable[..., C]) -> Callable[..., C]:
-    """Wrap the function `load`, which loads a configuration. In a launched process of rank 1 or higher the wrapper does
-    not return: the process becomes a worker."""
+    """Wrap `load`, which loads a configuration. In a launched process of rank 1 or higher the wrapper does not return:
+    the process becomes a worker."""
 
     def load_and_serve(*arguments: object) -> C:
         config = load(*arguments)
@@ -107,7 +108,7 @@ def serving(load: Callable[..., C]) -> Callable[..., C]:
 
 
 def serve(launch: Launch) -> None:
-    """Connect to rank 0 and answer its calls until it closes the connection; then exit with status 0."""
+    """Connect to rank 0 and answer its calls until it closes the connection, then exit with status 0."""
     from nemo_rl_cpp.distributed.worker import SocketWorker, ignore_signals
 
     ignore_signals()
@@ -125,11 +126,11 @@ def serve(launch: Launch) -> None:
 
 
 def meet(launch: Launch) -> "Store":
-    """Wait for all ranks, and return the store that they share. Raise TimeoutError if a rank does not arrive."""
+    """Wait for all ranks and return the store that they share. Raise TimeoutError if a rank does not arrive."""
     from torch.distributed import PrefixStore, rendezvous
 
     limit = timedelta(seconds=MEETING_SECONDS)
-    # torchrun's store outlives an attempt: the next attempt must not read the last attempt's port
+    # torchrun's store outlives an attempt, and the next attempt must not read the previous attempt's port
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store, _, _ = next(rendezvous(f"tcp://{launch.host}:{launch.port}", launch.rank, launch.size, timeout=limit))
@@ -142,7 +143,8 @@ def meet(launch: Launch) -> "Store":
 
 
 def listen(launch: Launch, store: "Store") -> tuple[socket.socket, bytes]:
-    """Open rank 0's listening socket, and write port and secret to the store. Return the socket and the secret."""
+    """Open rank 0's listening socket, and write its port and the secret to the store. Return the socket and the
+    secret."""
     listening = socket.create_server((socket.gethostbyname(launch.host), 0))
     if not os.environ.get(TOKEN):
         store.set("secret", secrets.token_hex(32))
@@ -155,8 +157,8 @@ def _secret(store: "Store") -> bytes:
 
 
 def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
-    """Return the connection of a rank that knows the secret, and the facts it sends. Raise OSError, EOFError,
-    ValueError or AuthenticationError for any other peer. Nothing is unpickled."""
+    """Return (the connection, what the rank reports about itself) for a rank that knows the secret. For any other peer
+    raise OSError, EOFError, ValueError or AuthenticationError. Nothing is unpickled."""
     connection = as_connection(reached)
     try:
         deliver_challenge(connection, token)
@@ -170,8 +172,8 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
 
 
 def as_connection(reached: socket.socket) -> Connection:
-    """Return a connection on a socket that detects a dead peer. Until `_wait_at_most(connection, 0)`, each read or
-    write has the handshake timeout, so that a silent stranger cannot block the run."""
+    """Return a connection over a socket, which detects a dead peer. Each read or write has the handshake timeout until
+    `_wait_at_most(connection, 0)` is called, so that a silent stranger cannot block the run."""
     reached.setblocking(True)
     reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -184,7 +186,7 @@ def as_connection(reached: socket.socket) -> Connection:
 
 
 def _wait_at_most(connection: Connection, seconds: float) -> None:
-    """Set the timeout of a single read or write; 0: no limit."""
+    """Set the timeout of a single read or write on a connection; 0: no limit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as known:
         value = struct.pack("ll", int(seconds), 0)
         known.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)

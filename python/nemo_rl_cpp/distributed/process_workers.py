@@ -1,4 +1,4 @@
-"""The run's worker processes: started on this machine, or by `torchrun` or `srun` on any machine."""
+"""The worker processes of a run, started on this machine, or by `torchrun` or `srun` on any machine."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SLICE = 0.5  # seconds per wait; Python handles signals between waits
 
 
 class SocketPeer:
-    """A worker connected by a socket. One thread sends calls; a second thread receives results and heartbeats.
+    """A worker connected by a socket. One thread sends calls; another receives results and heartbeats.
 
     Attributes:
-        pid: process id of the worker, on its machine.
+        pid: process id of the worker on its machine.
     """
 
     pid: int
@@ -57,7 +57,7 @@ class SocketPeer:
             thread.start()
 
     def lost(self) -> WorkerLostError:
-        """Return the error that reports what happened to the process, and during which call."""
+        """Return the error for a lost worker, which says what happened to the process, and during which call."""
         with self._lock:
             doing = next((call.what for call in self._pending.values()), "nothing")
         where = f"process {self.pid}{self._where()}"
@@ -87,7 +87,7 @@ class SocketPeer:
         return call
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the worker has died, which the reader reports
+        with contextlib.suppress(OSError):  # the worker has died, and the reading thread reports it
             while (message := self._outgoing.get()) is not None:
                 self._connection.send(message)
 
@@ -109,7 +109,7 @@ class SocketPeer:
         self._notify()
 
     def _wait_for_end(self) -> None:
-        """Wait for more information on why the socket was closed."""
+        """Wait until more is known about why the socket was closed."""
 
     def _take(self, kind: str, number: int, value: object) -> None:
         self.last_beat = time.monotonic()
@@ -130,7 +130,7 @@ class SocketPeer:
         """Stop the threads and close the connection. Idempotent."""
         self._outgoing.put(None)
         if not self._connection.closed:
-            with contextlib.suppress(OSError):  # wakes the reader if the peer is still alive
+            with contextlib.suppress(OSError):  # wakes the reading thread if the peer is still alive
                 with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
                     same.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -140,7 +140,7 @@ class SocketPeer:
 
 
 class ProcessWorker(SocketPeer):
-    """A worker process in a new session, so that Ctrl-C in the terminal only reaches the run's main process."""
+    """A worker process in its own session, so that Ctrl-C in the terminal reaches only the run's main process."""
 
     def __init__(self, join: dict, changed: threading.Condition, role: str = "rank") -> None:
         ours, theirs = socket.socketpair()
@@ -176,15 +176,15 @@ class ProcessWorker(SocketPeer):
 
 
 class ProcessWorkers(Workers):
-    """The processes of a cluster, which start and stop together.
+    """The worker processes of a cluster, which start and stop together.
 
     Args:
         count: number of ranks.
-        threads: per worker.
+        threads: threads per worker.
         silence: seconds without a heartbeat after which a worker is reported as lost.
         deadline: timeout in seconds of a call between ranks.
         role: name of a worker in messages.
-        backend: connects the ranks, see `ranks.connect`.
+        backend: how the ranks are connected, "gloo" or "nccl" (see `ranks.connect`).
     """
 
     tells_events = True
@@ -251,14 +251,14 @@ class ProcessWorkers(Workers):
 
 
 def rendezvous_store(host: str, deadline: float) -> TCPStore:
-    """Return a TCP store at `host`, on a free port, for the rendezvous of ranks (`ranks.connect`)."""
+    """Return a TCP store on a free port of `host`, for the rendezvous of the ranks (`ranks.connect`)."""
     import torch.distributed as dist
 
     return dist.TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=deadline), wait_for_workers=False)
 
 
 class LaunchedWorker(SocketPeer):
-    """A rank started by the launcher, on this machine or a remote machine."""
+    """A rank that the launcher started, on this or another machine."""
 
     def __init__(
         self, connection: Connection, told: dict, join: dict, changed: threading.Condition, local: bool
@@ -274,7 +274,8 @@ class LaunchedWorker(SocketPeer):
         return "is gone: its connection was closed" if self.closed else super()._how()
 
     def kill(self) -> None:
-        """Close the worker's connection, which makes it exit. If it is local and unresponsive, kill it. Idempotent."""
+        """Close the worker's connection, which makes it exit. If it is unresponsive on this machine, kill it.
+        Idempotent."""
         if self._local and self.failed and not self.closed:
             # printed now, because the launcher ends this process too once that rank has ended
             print(f"error: {self.lost()}", file=sys.stderr, flush=True)
@@ -284,7 +285,7 @@ class LaunchedWorker(SocketPeer):
 
 
 class LaunchedWorkers(ProcessWorkers):
-    """See `ProcessWorkers`. All ranks except the first were started by the launcher and cannot be restarted."""
+    """Like `ProcessWorkers`, but the launcher started all ranks except the first, and they cannot be restarted."""
 
     def _start(self, join: dict, role: str) -> None:
         launch, size = launched(), join["size"]

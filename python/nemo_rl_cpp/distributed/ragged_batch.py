@@ -1,4 +1,4 @@
-"""A batch without padding: samples of different lengths, with their tokens concatenated."""
+"""A batch without padding: samples of different lengths, whose tokens are concatenated."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -12,19 +12,19 @@ LENGTHS = "input_lengths"
 
 
 class RaggedBatch:
-    """B samples with T tokens in total. Per-token tensors have T entries: sample b has [offsets[b], offsets[b + 1]).
+    """A batch of B samples with T tokens in total. Per-token tensors have T entries: sample b has
+    [offsets[b], offsets[b + 1]).
 
     As a mapping it has NeMo RL's padded layout, which losses, estimators and adapters use: per-token `batch[name]` is
-    [B, S], padded on the right with zeros (`input_ids` with the pad token), `input_lengths` is int32 [B]. A padded
-    tensor is a copy: writing into it does not change the batch; `batch[name] = tensor` does.
+    [B, S], padded on the right with zeros (`input_ids` with the pad token), and `input_lengths` is int32 [B]. A padded
+    tensor is a copy: writing into it does not change the batch, while `batch[name] = tensor` does.
 
     Args:
         offsets: int64 [B + 1], from 0 to T.
         tokens: name -> [T, ...]; includes `input_ids`.
         samples: name -> [B, ...], a list with one item per sample, or a value for the whole batch.
         pad_token_id: fills `batch["input_ids"]` after the end of a sample.
-        width: S, at least the longest sample.
-    """
+        width: S, at least the length of the longest sample."""
 
     def __init__(
         self, offsets: Tensor, tokens: dict[str, Tensor], samples: dict[str, object], *, pad_token_id: int = 0, width: int = 0
@@ -37,10 +37,10 @@ class RaggedBatch:
 
     @classmethod
     def of(cls, data: "Batch") -> Self:
-        """Return a batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. Any other tensor is
+        """Convert a batch from NeMo RL's layout: `input_ids` [B, S] and `input_lengths` [B]. Any other tensor is
         per-token if its second dimension is S. Tensors are moved to the CPU. A RaggedBatch is returned unchanged.
 
-        Raises ValueError if shape and lengths do not fit.
+        Raise ValueError if the shapes and lengths do not fit together.
         """
         if isinstance(data, RaggedBatch):
             return data
@@ -60,7 +60,7 @@ class RaggedBatch:
         return made
 
     def copy(self) -> Self:
-        """Return a shallow copy: the same tensors, with independent names."""
+        """Return a shallow copy: it shares the tensors, but names can be added or replaced independently."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, tokens=dict(self.tokens), samples=dict(self.samples))
         return made
@@ -79,34 +79,34 @@ class RaggedBatch:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """int64 [B]: number of tokens of each sample."""
+        """The number of tokens of each sample, int64 [B]."""
         return self.offsets.diff()
 
     @cached_property
     def sample_of_token(self) -> Tensor:
-        """int64 [T]: index of each token's sample."""
+        """The index of each token's sample, int64 [T]."""
         return torch.arange(self.size).repeat_interleave(self.lengths)
 
     @property
     def starts(self) -> Tensor:
-        """int64 [B]: offset of each sample's first token."""
+        """The offset of each sample's first token, int64 [B]."""
         return self.offsets[:-1].contiguous()
 
     def by_token(self, of_samples: Tensor) -> Tensor:
-        """Expand [B] to [T]: each token gets its sample's value."""
+        """Expand a tensor [B] to [T]: each token gets the value of its sample."""
         return of_samples[self.sample_of_token]
 
     def by_sample(self, of_tokens: Tensor) -> Tensor:
-        """Sum [T] over each sample's tokens; return [B]."""
+        """Sum a tensor [T] over the tokens of each sample; return [B]."""
         return of_tokens.new_zeros(self.size).index_add_(0, self.sample_of_token, of_tokens)
 
     def rows(self, of_tokens: Tensor) -> Sequence[Tensor]:
-        """Split [T, ...] by sample; return views."""
+        """Split a tensor [T, ...] into one view per sample."""
         return of_tokens.split(self.lengths.tolist())
 
     def of_samples(self, value: object, rows: list[int]) -> object:
-        """Select these samples of a tensor [B, ...] or of a list with one item per sample; return a value for the whole
-        batch unchanged."""
+        """Select the samples `rows` of a tensor [B, ...] or of a list with one item per sample. Return a value for the
+        whole batch unchanged."""
         if isinstance(value, Tensor) and value.dim() and len(value) == self.size:
             return value[torch.tensor(rows, dtype=torch.int64)]
         if isinstance(value, list) and len(value) == self.size:
@@ -117,18 +117,20 @@ class RaggedBatch:
 
     @cached_property
     def _inside(self) -> Tensor:
-        """bool [B, S]: the positions that hold tokens; read row by row, they are in ragged order."""
+        """The positions that hold tokens, bool [B, S]. In row-major order they are in the order of the ragged
+        tokens."""
         return torch.arange(self.width)[None] < self.lengths[:, None]
 
     def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:
-        """Pad [T, ...] to [B, S, ...]."""
+        """Pad a tensor [T, ...] to [B, S, ...] with `fill`."""
         out = of_tokens.new_full((self.size, self.width, *of_tokens.shape[1:]), fill)
         out[self._inside] = of_tokens
         return out
 
     def ragged(self, value: Tensor) -> Tensor:
-        """Return [T, ...] from [B, S, ...] without padding; S may be just the longest sample's length. [T] is returned
-        unchanged. One value per sample, [B] or [B, 1], is expanded to each of its tokens."""
+        """Remove the padding of a tensor [B, S, ...]; return [T, ...]. S may be as small as the longest sample's
+        length. A tensor [T] is returned unchanged. One value per sample, [B] or [B, 1], is expanded to each of its
+        tokens."""
         if value.dim() >= 2 and len(value) == self.size and value.shape[1] >= int(self.lengths.max()):
             width = min(value.shape[1], self.width)
             return value[:, :width][self._inside[:, :width]]
@@ -142,8 +144,8 @@ class RaggedBatch:
         )
 
     def places(self, samples: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return (int64 [b, width], bool [b, width]) for these samples padded to `width`: the index of each position's
-        token among the T tokens (0 on padding), and whether the position holds a token."""
+        """Return (int64 [b, width], bool [b, width]) for b samples padded to `width`: each position's index among the T
+        tokens (0 in the padding), and whether the position holds a token."""
         column = torch.arange(width)[None]
         inside = column < self.lengths[samples][:, None]
         return torch.where(inside, self.offsets[samples][:, None] + column, 0), inside
@@ -200,5 +202,5 @@ Batch = Mapping[str, object] | RaggedBatch
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Return int64 [B + 1] from lengths [B]: the start of each sample, and the end of the last."""
+    """Return offsets, int64 [B + 1], from lengths [B]: the start of each sample, and the end of the last."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])

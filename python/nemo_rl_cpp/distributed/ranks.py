@@ -1,6 +1,6 @@
-"""The processes ("ranks") that train one model together. Each processes part of the samples of every global batch.
+"""The processes ("ranks") that train one model together. Each processes some of the samples of every global batch.
 
-With tensor parallelism, a group of processes shares the same samples, and each process holds a slice of the model.
+With tensor parallelism, a group of processes processes the same samples, and each holds a slice of the model.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ LEAST_GAIN = 0.05
 
 
 class OtherRankFailedError(RuntimeError):
-    """Raised when this rank stops because a different rank failed; that rank's error has the reason."""
+    """Raised if this rank stops because another rank failed; the error of that rank says why."""
 
 
 @dataclass(frozen=True)
 class GradientSums:
-    """How the gradients of several ranks are summed. All settings give bit-identical sums.
+    """How gradients are summed over ranks. All settings give bit-identical sums.
 
     Attributes:
-        beside: sum layer by layer during the last backward pass; otherwise after it.
-        sharded: each rank keeps only its shard, and blocks are assigned round-robin (ZeRO-2). Needs `beside`.
+        beside: sum layer by layer during the last backward pass; otherwise sum after it.
+        sharded: each rank keeps only its shard, and blocks are assigned round-robin (ZeRO-2). Requires `beside`.
     """
 
     beside: bool = False
@@ -52,18 +52,19 @@ class GradientSums:
 class Ranks:
     """The position of this process among the ranks. By default it is the only process.
 
+    A group is a tensor-parallel group: its processes have the same samples, and each has a slice of the model.
+
     Attributes:
-        rank: index of this process, or of its tensor-parallel group, from 0.
+        rank: index of this process, or of its group, from 0.
         size: number of processes, or of groups.
         communicator: connects the processes with the same slice of the model; None for a single process.
-        tensor: connects the processes of this group, which have the same samples and different slices; None: no slices.
+        tensor: connects the processes of this group; None: the model is not sliced.
         world: connects all processes, if there are groups.
         meet: returns a communicator for the processes with these world ranks, which include this process. Different
             labels give separate communicators for the same processes; equal labels give the same communicator.
-        members: world ranks of the processes of `communicator`.
+        members: world ranks of the processes in `communicator`.
         address: where other machines reach this process; None: all processes are on this machine.
-        mesh: returns the same processes as a torch.distributed mesh, for FSDP2.
-    """
+        mesh: returns the same processes as a torch.distributed mesh, for FSDP2."""
 
     rank: int = 0
     size: int = 1
@@ -87,11 +88,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes files."""
+        """Whether this process is the one that writes files, the first of all."""
         return self.rank == 0 and self.tensor_rank == 0
 
     def split(self, tensor_size: int) -> Ranks:
-        """Split the processes into groups of `tensor_size` neighbours, one slice of the model each. Collective call."""
+        """Split the processes into tensor-parallel groups of `tensor_size` consecutive ranks. Collective call."""
         if tensor_size == 1:
             return self
         if self.size % tensor_size or self.meet is None:
@@ -104,11 +105,11 @@ class Ranks:
         return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet, members=members)
 
     def beside(self) -> Communicator | None:
-        """Connect the processes of `communicator` a second time, for messages from a second thread. Collective call."""
+        """Connect the processes of `communicator` again, for messages from a second thread. Collective call."""
         return None if self.communicator is None or self.meet is None else self.meet(self.members, "beside")
 
     def tensor_least(self, value: int) -> int:
-        """Return the minimum of `value` over this group, so that all its processes decide by the same number."""
+        """Return the minimum of `value` over this tensor-parallel group, so that its processes use the same number."""
         if self.tensor is None:
             return value
         every = torch.empty(self.tensor_size, 1, dtype=torch.int64)
@@ -116,21 +117,21 @@ class Ranks:
         return int(every.min())
 
     def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
-        """Return this rank's share of the samples [begin, end), for work that does not depend on order."""
+        """Return this rank's share of the samples [begin, end), for work that does not depend on their order."""
         return deal(data, begin, end, self.size)[self.rank]
 
     def blocks(
         self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False
     ) -> list[list[int]]:
-        """Return this rank's blocks of a global batch, the samples [begin, end), out of `count` blocks; None: one block
-        per rank. Blocks do not depend on the number of ranks, and neither do sums along their tree
-        (csrc/distributed/gradient_sums.h). `in_turns`: blocks are assigned to ranks round-robin; otherwise each rank
-        gets neighbouring blocks.
+        """Return this rank's blocks of a global batch, the samples [begin, end), which is divided into `count` blocks,
+        or into one per rank if `count` is None. The blocks do not depend on the number of ranks, and neither do sums
+        along their tree (csrc/distributed/gradient_sums.h). With `in_turns` blocks are assigned to ranks round-robin;
+        otherwise each rank gets consecutive blocks.
 
-        A sample is trained where it was generated (`generated_by`), because activations may be kept there, unless the
-        lengths of the responses make that too uneven.
+        A sample is trained where it was generated (`generated_by`), because its activations may be kept there, unless
+        the lengths of the responses make that too uneven.
 
-        Raises ValueError if the blocks cannot be divided equally among the ranks.
+        Raise ValueError if the ranks cannot share the blocks equally.
         """
         count = self.size if count is None else count
         if count % self.size:
@@ -140,9 +141,9 @@ class Ranks:
         return _blocks_of(_dealt(data, begin, end, count), self.rank, self.size, in_turns)
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
-        """Return this rank's samples and the moves of all ranks. Like `blocks` with one block per rank, but samples
-        with a backward pass (not `idle`, bool [B]) are balanced: some are not trained on the rank that generated
-        them."""
+        """Return this rank's samples, and the moves of all ranks. Like `blocks` with one block per rank, except that
+        samples with a backward pass (not `idle`, bool [B]) are balanced, so some are not trained on the rank that
+        generated them."""
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
         blocks = [set(rows) for rows in dealt]
@@ -152,7 +153,8 @@ class Ranks:
         return sorted(blocks[self.rank]), moves
 
     def whole(self, of_tokens: Tensor) -> Tensor:
-        """Return the sum of [T] over all ranks, on every rank; each rank passes 0 for other ranks' samples."""
+        """Return the sum of a tensor [T] over all ranks, on every rank. Each rank passes 0 for the samples of other
+        ranks."""
         if self.communicator is None:
             return of_tokens
         parts = of_tokens.new_empty(self.size, *of_tokens.shape)
@@ -160,12 +162,12 @@ class Ranks:
         return parts.sum(0)
 
     def sum(self, value: float) -> float:
-        """Return the sum over all ranks, in rank order."""
+        """Return the sum of `value` over all ranks, added in rank order."""
         return _sum(self.communicator, value)
 
     def fail_together(self, error: Exception | None) -> None:
-        """Raise `error` if it is set, or OtherRankFailedError if a different rank has an error, so that no rank waits
-        for a stopped rank."""
+        """Raise `error` if it is set, and OtherRankFailedError if another rank has an error. So no rank waits for a
+        rank that has stopped. Collective call."""
         world = self.world or self.communicator
         failed = _sum(world, 0.0 if error is None else 1.0)
         if error is not None:
@@ -174,7 +176,8 @@ class Ranks:
             raise OtherRankFailedError(f"rank {world.rank} stopped: {failed:.0f} of {world.size} ranks failed")
 
     def gather_shards(self, shard: Tensor, bounds: tuple[int, int], total: int, name: str) -> Tensor | None:
-        """Return the whole [total] on rank 0, gathered from each rank's shard [bounds); None on the other ranks."""
+        """Return the whole tensor [total] on rank 0, gathered from each rank's shard `bounds`, and None on other
+        ranks."""
         if self.communicator is None:
             return shard
         own, every = torch.tensor(bounds), torch.empty(self.size, 2, dtype=torch.int64)
@@ -192,7 +195,7 @@ class Ranks:
 
 
 def _sum(ranks: Communicator | None, value: float) -> float:
-    """Return the sum over all ranks, in rank order."""
+    """Return the sum of `value` over all ranks, added in rank order."""
     if ranks is None:
         return value
     own, every = torch.tensor([value], dtype=torch.float64), torch.empty(ranks.size, 1, dtype=torch.float64)
@@ -203,12 +206,12 @@ def _sum(ranks: Communicator | None, value: float) -> float:
 def deal(
     data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Divide the samples [begin, end) into `parts` ascending lists with about equal numbers of tokens, or equal sums of
-    `weights` [B].
+    """Divide the samples [begin, end) into `parts` ascending lists with about equal numbers of tokens, or about equal
+    sums of `weights` [B].
 
-    Consecutive samples of one group (`group_id`, for prompts `draw_ids`) stay together, so that they share their
-    prompt, unless there are fewer groups than parts. Units are assigned in descending order of length, each to the part
-    with the fewest tokens so far; ties go to the first part.
+    Consecutive samples of one group (`group_id`; for prompts `draw_ids`) stay together, so that they share their
+    prompt, unless there are fewer groups than parts. Groups are assigned in descending order of length, each to the
+    part with the fewest tokens so far; among equals, to the first part.
     """
     if parts == 1:
         return [list(range(begin, end))]
@@ -232,7 +235,7 @@ def deal(
 
 
 def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int]]:
-    """Return the blocks of a global batch: see `Ranks.blocks`."""
+    """Return all blocks of a global batch, for `Ranks.blocks`."""
     if count == 1:
         return deal(data, begin, end, 1)
     dealt = deal(data, begin, end, count, prompt_lengths(data))
@@ -241,7 +244,8 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Return each group's consecutive samples with a backward pass, and their tokens, with one prompt per group."""
+    """Return, for each group, its consecutive samples with a backward pass, and their number of tokens with one
+    prompt."""
     groups = data.samples.get("group_id")
     groups = [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
     lengths, prompts, units = data.lengths.tolist(), prompt_lengths(data), {}
@@ -252,7 +256,7 @@ def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[l
 
 
 class Move(NamedTuple):
-    """Samples `rows` that were generated on rank `source` and are trained on rank `target`."""
+    """A change of rank: the samples `rows` were generated on rank `source` and are trained on rank `target`."""
 
     rows: list[int]
     source: int
@@ -260,14 +264,14 @@ class Move(NamedTuple):
 
 
 def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
-    """Return moves that reduce the load of the busiest rank.
+    """Return moves of samples that reduce the load of the busiest rank.
 
     Args:
-        units: per rank, the samples that stay together and their cost.
+        units: for each rank, (samples that stay together, their cost).
 
-    Each move takes, from the busiest to the idlest rank, the first unit that minimises the maximum load of both, until
-    the gain is below LEAST_GAIN. The result depends only on the arguments, so every rank computes the same moves.
-    """
+    Each move takes a unit from the busiest to the least busy rank: the first unit that minimizes the maximum load of
+    the two. Moves end when the gain is below LEAST_GAIN. The result depends only on the arguments, so every rank
+    computes the same moves."""
     left = [list(own) for own in units]
     load = [sum(cost for _, cost in own) for own in left]
     found: list[Move] = []
@@ -283,7 +287,8 @@ def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
 
 
 def prompt_lengths(data: RaggedBatch) -> list[int]:
-    """Return [B]: each sample's tokens before its first trained token (`token_mask`); all tokens if none is trained."""
+    """Return the number of each sample's tokens before its first trained token (`token_mask`), or of all its tokens if
+    none is trained, [B]."""
     mask = data.tokens.get("token_mask")
     if mask is None:
         return data.lengths.tolist()
@@ -295,8 +300,9 @@ def prompt_lengths(data: RaggedBatch) -> list[int]:
 def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
-    """Return the rows of `prompts` that each rank generates. They are the rows that `Ranks.blocks` assigns to it for
-    training, if each row gets one response and rows keep their order in global batches of `global_batch` samples."""
+    """Return the rows of `prompts` that each rank generates. They are the rows that `Ranks.blocks` assigns to the rank
+    for training, if each row gets one response and the rows stay in order in global batches of `global_batch`
+    samples."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)
@@ -306,7 +312,7 @@ def generated_by(
 
 
 def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
-    """Return the blocks of one rank; all ranks have the same number of blocks."""
+    """Return the blocks of one rank. All ranks have the same number of blocks."""
     each = len(dealt) // ranks
     return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 
@@ -314,15 +320,15 @@ def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) ->
 def connect(
     rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None, backend: str = "gloo"
 ) -> Ranks:  # fmt: skip
-    """Join the rendezvous of all ranks at the TCP store of `host` and `port`.
+    """Join the rendezvous of all ranks at the TCP store at `host` and `port`. Return this process's position.
 
     Args:
         deadline: timeout in seconds of every call between ranks.
-        address: where the other ranks reach this process; None: at `host`, on one machine.
-        backend: "gloo": tensors on the CPU. "nccl": also tensors on this rank's GPU, which becomes torch's current
-            device: the visible GPU number `rank`, modulo the number of visible GPUs.
+        address: where the other ranks reach this process; None: at `host`, with all ranks on one machine.
+        backend: "gloo" sends tensors on the CPU. "nccl" also sends tensors on this rank's GPU, which becomes torch's
+            current device: the visible GPU number `rank`, modulo the number of visible GPUs.
 
-    Raises ValueError for "nccl" without a GPU; errors of NCCL are raised as C.CommunicatorError.
+    Raise ValueError for "nccl" without a GPU, and C.CommunicatorError for errors of NCCL.
     """
     if size == 1:
         return Ranks(address=address)
@@ -348,7 +354,7 @@ def connect(
 
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
-    """Return a Gloo group of the ranks that use this part of the store; `place` is (rank, number of ranks)."""
+    """Return a Gloo backend for the ranks that use this part of the store; `place` is (rank, number of ranks)."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline)
@@ -357,7 +363,7 @@ def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: flo
 
 
 def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, deadline: float) -> DeviceMesh:
-    """Return a 1-D mesh of all ranks, connected by Gloo at these addresses, not at the host's name. Collective call."""
+    """Return a 1-D mesh of all ranks, which Gloo connects at `address`, not at the host's name. Collective call."""
     from torch.distributed.device_mesh import init_device_mesh
 
     name = "nemo_rl_cpp_gloo"
@@ -390,8 +396,8 @@ def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: 
 
 
 def _own_gpu(rank: int) -> torch.device:
-    """Select and return this rank's GPU. Workers of one machine see all its GPUs and use them in rank order; a Ray
-    actor sees only its own."""
+    """Make this rank's GPU torch's current device and return it. Workers on one machine see all GPUs and use them in
+    rank order; a Ray actor sees only its own. Raise ValueError if torch sees no GPU."""
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(

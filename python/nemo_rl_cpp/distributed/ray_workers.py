@@ -1,5 +1,5 @@
-"""Workers as Ray actors, on one or more machines: one actor per device, in a placement group. Ray is only imported if
-configured, started if none is running, and shut down when its last holder releases it."""
+"""Workers as Ray actors on one or more machines, one actor per device, in a placement group. Ray is imported only if it
+is configured, started if none is running, and shut down when its last holder releases it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 _SLICE = 0.5  # seconds per wait
-_BEAT_SECONDS = 1.0  # between two heartbeats
+_BEAT_SECONDS = 1.0  # seconds between two heartbeats
 _PLACES_SECONDS = 60.0  # timeout for a cluster to have room for all workers
 _START_SECONDS = 300.0  # timeout for all workers to start
 
@@ -40,8 +40,9 @@ _held = {"holders": 0, "ours": False}
 
 
 def ray_module() -> ModuleType:
-    """Import Ray. Under `uv run`, Ray would start workers by `uv run` in copies of the project; the setting makes them
-    share this environment."""
+    """Import and return Ray. Under `uv run`, Ray would run each worker with `uv run` in a copy of the project; a
+    variable set here makes the workers share this environment. Raise ImportError with the install command if Ray is
+    missing."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read when ray is imported
     try:
         import ray
@@ -59,21 +60,22 @@ def ray_in_use() -> ModuleType | None:
 
 
 def start_ray(cpus: int) -> bool:
-    """Join or start a Ray cluster for at least `cpus` CPUs; return whether it was started. A running Ray is reused."""
+    """Join or start a Ray cluster with at least `cpus` CPUs, unless Ray is already running. Return whether it was
+    started."""
     ray = ray_module()
     if ray.is_initialized():
         return False
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address="auto", logging_level="warning")
         return False
-    # "local": do not join a cluster that someone else has started on this machine
+    # "local": do not join a cluster that another user has started on this machine
     cpus = max(cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="warning")
     return True
 
 
 def hold_ray(cpus: int) -> ModuleType:
-    """Join or start Ray. It runs until `let_ray_go` has been called as many times as `hold_ray`."""
+    """Join or start Ray and return it. It runs until `let_ray_go` has been called as many times as `hold_ray`."""
     with _lock:
         started = start_ray(cpus)
         _held["ours"] = started or (_held["ours"] and _held["holders"] > 0)
@@ -82,7 +84,7 @@ def hold_ray(cpus: int) -> ModuleType:
 
 
 def let_ray_go() -> None:
-    """Release Ray; shut it down if this was the last holder and `hold_ray` has started it."""
+    """Release Ray. Shut it down if this was the last holder and `hold_ray` had started it."""
     with _lock:
         _held["holders"] -= 1
         if _held["holders"] == 0 and _held["ours"]:
@@ -91,7 +93,7 @@ def let_ray_go() -> None:
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Return this process's working directory, and its environment variables except machine- and process-specific ones."""
+    """Return this process's working directory and environment variables, without those of a machine or a process."""
     return os.getcwd(), {
         name: value
         for name, value in os.environ.items()
@@ -102,7 +104,7 @@ def surroundings() -> tuple[str, dict[str, str]]:
 def enter(folder: str, variables: Mapping[str, str]) -> None:
     """Apply the run's `surroundings` in an actor. Variables that Ray's `runtime_env` sets keep their values.
 
-    If the node lacks the folder, print a warning and stay in the current folder; relative paths then differ.
+    If the node lacks the folder, print a warning and keep the current working directory; relative paths then differ.
     """
     import ray
 
@@ -116,15 +118,15 @@ def enter(folder: str, variables: Mapping[str, str]) -> None:
 
 
 class ActorWorker:
-    """The object in each actor. Calls run in the main thread, because a user's loss may set signal handlers."""
+    """The Python object in each actor. Calls run in the main thread, because a user's loss may set signal handlers."""
 
     def __init__(self) -> None:
         self._objects = WorkerObjects()
 
     def start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> Answer:
-        """Enter the run's `surroundings`, and start sending heartbeats to the store at `host` and `port`.
+        """Apply the run's `surroundings`, and start sending heartbeats to the store at `host` and `port`.
 
-        Return (address of this node for other nodes, process id).
+        Return (the address at which other nodes reach this node, the process id).
         """
 
         def make() -> tuple[str, int]:
@@ -160,20 +162,20 @@ def _beats_of(rank: int) -> str:
 
 
 class RayWorkers(Workers):
-    """The actors of a cluster.
+    """The Ray actors of a cluster.
 
-    Joins the Ray cluster of RAY_ADDRESS if set; otherwise starts one on this machine, which stops with the workers.
+    They join the Ray cluster of RAY_ADDRESS if it is set. Otherwise a cluster is started on this machine, and it stops
+    with the workers.
 
     Args:
         count: number of ranks.
-        threads: per worker; also the number of CPUs reserved in the cluster.
+        threads: threads per worker; also the number of CPUs reserved for it in the cluster.
         silence: seconds without a heartbeat after which a worker is reported as lost.
         deadline: timeout in seconds of a call between ranks.
         role: name of a worker in messages.
-        all_workers: workers of all clusters of the run; a Ray cluster started here gets CPUs for all.
+        all_workers: number of workers in all clusters of the run; a Ray cluster started here gets CPUs for all of them.
 
-    Raises ValueError if the cluster has no room for all workers.
-    """
+    Raise ValueError if the cluster has no room for all workers."""
 
     tells_events = False
 
@@ -202,7 +204,8 @@ class RayWorkers(Workers):
             raise
 
     def _all_started(self) -> list[tuple[str, int]]:
-        """Return each actor's result of `start`. Raise WorkerLostError for the first actor that ended or is silent."""
+        """Return the result of `start` for each actor. Raise WorkerLostError for the first actor that has ended or is
+        silent."""
         given = (surroundings(), self.host, self._store.port)
         calls = [
             self._started(rank, "starting", actor.start.remote(*given, rank)) for rank, actor in enumerate(self._actors)
@@ -238,7 +241,8 @@ class RayWorkers(Workers):
         return self._count
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """See `Workers.call`; an actor reports no events before its call has ended, so the listener is ignored."""
+        """Start a call as in `Workers.call`. The listener is ignored: an actor reports no events before its call
+        ends."""
         what = method.strip("_")
         if not self._actors:
             call = WorkerCall(rank, self._count, what, role=self._role)
@@ -291,14 +295,14 @@ class RayWorkers(Workers):
 
 
 class _Beats:
-    """Measures how long ranks have been silent, from the heartbeats counted in `store`."""
+    """A clock of how long each rank has been silent, from the heartbeats counted in `store`."""
 
     def __init__(self, store: TCPStore, ranks: list[int]) -> None:
         self._store, self._counts, self._looked = store, {}, time.monotonic()
         self._heard = dict.fromkeys(ranks, self._looked)
 
     def silence(self, rank: int) -> float:
-        """Return the seconds since the last heartbeat of a rank."""
+        """Return the seconds since a rank's last heartbeat."""
         now = time.monotonic()
         if now - self._looked > 4 * _SLICE + _BEAT_SECONDS:  # this process was stopped, and the store with it
             self._heard = dict.fromkeys(self._heard, now)

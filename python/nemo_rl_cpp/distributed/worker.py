@@ -1,7 +1,7 @@
 """A worker process. It creates objects and calls their methods, as the run's main process requests through a socket.
 
-Started by `ProcessWorker` as `python -m nemo_rl_cpp.distributed.worker`. It exits once the socket is closed, even
-during a call, so that a killed run leaves no process behind.
+`ProcessWorker` starts it as `python -m nemo_rl_cpp.distributed.worker`. It exits once the socket is closed, even in
+the middle of a call, so that a killed run leaves no process behind.
 """
 
 import json
@@ -24,7 +24,7 @@ from nemo_rl_cpp.errors import in_user_code
 if TYPE_CHECKING:
     from nemo_rl_cpp.distributed.ranks import Ranks
 
-BEAT_SECONDS = 1.0  # between two heartbeats
+BEAT_SECONDS = 1.0  # seconds between two heartbeats
 
 
 class WorkerObjects:
@@ -35,7 +35,7 @@ class WorkerObjects:
         self._ranks: Ranks | None = None
 
     def join(self, threads: int, **meeting: object) -> Answer:
-        """Join the rendezvous of the ranks (see `ranks.connect`); set the number of threads."""
+        """Set the number of threads, and join the rendezvous of the ranks with the arguments of `ranks.connect`."""
 
         def make() -> None:
             import torch
@@ -50,8 +50,8 @@ class WorkerObjects:
     def call(
         self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None
     ) -> Answer:
-        """Call `method` of object `target` with a pickled (args, kwargs), or read an attribute; `__create__` creates
-        the object with a builder. `tell` receives what the call passes to its argument `event`."""
+        """Call `method` of object number `target` with a pickled (args, kwargs), or read an attribute. The method
+        `__create__` makes the object with a builder. `tell` is passed to the method as its argument named `event`."""
 
         def make() -> object:
             args, kwargs = pickle.loads(payload)
@@ -67,11 +67,11 @@ class WorkerObjects:
 
 
 def answer(make: Callable[[], object]) -> Answer:
-    """Call `make`; return its result, or the exception it raised, as an Answer."""
+    """Call `make` and return an Answer with its result, or with the exception that it raised."""
     try:
         return Answer(make())
     except BaseException as error:
-        told = in_user_code(error)  # only this process knows the place in the user's code
+        told = in_user_code(error)  # only this process knows the line in the user's code
         trace = "".join(traceback.format_exception(error))
         return Answer(None, picklable(error), trace, None if told is None else str(told))
 
@@ -83,7 +83,7 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 class SocketWorker:
-    """Answers the calls of one socket in order."""
+    """A worker that answers the calls arriving at one socket, in order."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._sending = connection, threading.Lock()
@@ -131,7 +131,8 @@ def ignore_signals() -> None:
 
 
 def main() -> None:
-    """Run a worker. Arguments: socket file descriptor, role, and the arguments of `WorkerObjects.join` as JSON."""
+    """Run a worker. Its arguments are a socket's file descriptor, the role, and the arguments of `WorkerObjects.join`
+    as JSON."""
     fd, role, join = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     ignore_signals()
     if join["rank"] > 0 or role != "rank":

@@ -10,18 +10,18 @@ from nemo_rl_cpp.distributed.futures import Answer, Future
 from nemo_rl_cpp.errors import RAISED_ON, as_user_error
 
 _SLICE = 0.5  # seconds per wait; Python handles signals between waits
-GRACE_SECONDS = 5.0  # for the cause to arrive, if a rank only reports that a different rank failed
+GRACE_SECONDS = 5.0  # for the cause to arrive, if a rank only reports that another rank failed
 
 Listener = tuple[str, Callable[..., None]]
 """(Name of an argument of a call, function called in the caller's thread when the call calls that argument)."""
 
 
 class WorkerLostError(RuntimeError):
-    """A worker has ended or is unresponsive; the message names the worker and its current call."""
+    """Raised if a worker has ended or does not respond. The message names the worker and its current call."""
 
 
 class WorkerCall(Future):
-    """A call in progress on the worker of one rank; `role` names the worker in messages."""
+    """A call in progress on the worker of one rank. `role` names the worker in messages."""
 
     def __init__(
         self, rank: int, size: int, what: str, on_event: Callable[..., None] | None = None, role: str = "rank"
@@ -32,12 +32,12 @@ class WorkerCall(Future):
         self.events: list[tuple] = []
 
     def tell_events(self) -> None:
-        """Deliver the events the call has reported so far, on the caller's thread."""
+        """Deliver the events that the call has reported so far, in the caller's thread."""
         while self.events:
             self.on_event(*self.events.pop(0))
 
     def end(self, answer: Answer) -> None:
-        """Store the worker's result; an error gets the rank and the worker's traceback as a note."""
+        """Store the outcome of the call. An error gets a note with the rank and the worker's traceback."""
         error = answer.error
         if error is not None:
             error = error if answer.told is None else as_user_error(error, answer.told)
@@ -46,11 +46,11 @@ class WorkerCall(Future):
 
 
 class Workers(Protocol):
-    """The workers of a cluster, however they were started.
+    """The workers of a cluster, however they are started.
 
     Attributes:
         tells_events: whether a call can report events while it runs.
-        host: address at which workers, also of a different cluster, reach this process.
+        host: the address at which workers, even of another cluster, reach this process.
     """
 
     tells_events: bool
@@ -59,13 +59,13 @@ class Workers(Protocol):
     def __len__(self) -> int: ...
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start a call of `method` of the object number `target`, with a pickled (args, kwargs)."""
+        """Start a call of `method` of object number `target` on a rank, with a pickled (args, kwargs)."""
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
         """Return the results of calls that the ranks make together.
 
-        Raise the error of the rank that failed, with its traceback as a note. If any rank would wait for the failed
-        rank, or if a worker is lost (WorkerLostError), all workers are killed first.
+        If a rank failed, raise its error, with its traceback as a note. If other ranks would wait for the failed rank,
+        or a worker is lost (WorkerLostError), first kill all workers.
         """
 
     def kill(self) -> None:
@@ -73,7 +73,8 @@ class Workers(Protocol):
 
 
 def _depth(error: BaseException) -> int:
-    """Return an error's distance from the cause: 0 a lost worker, 1 a rank's own failure, 2 a peer's failure."""
+    """Return how far an error is from the cause: 0 for a lost worker, 1 for a rank's own failure, 2 for the failure of
+    another rank."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 
@@ -83,15 +84,15 @@ def _depth(error: BaseException) -> int:
 
 
 class Patience:
-    """Decides how long to wait for calls once a call has failed. Other calls have `GRACE_SECONDS` to report the cause;
-    calls that still wait for the failed rank are then abandoned. If a worker is lost, waiting ends at once."""
+    """A time limit for the other calls once one call has failed. They have `GRACE_SECONDS` to report the cause; then
+    those that still wait for the failed rank are abandoned. If a worker is lost, waiting ends at once."""
 
     def __init__(self, calls: Sequence[WorkerCall]) -> None:
         self._calls = calls
         self._failed_at: float | None = None
 
     def is_over(self) -> bool:
-        """Return whether to stop waiting. Call it repeatedly while the calls run."""
+        """Return whether to stop waiting. Must be called repeatedly while the calls run."""
         errors = [call.error for call in self._calls if call.error is not None]
         if errors and self._failed_at is None:
             self._failed_at = time.monotonic()
@@ -100,7 +101,8 @@ class Patience:
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
-    """Return or raise what `Workers.wait` does after waiting; kill the workers if they cannot continue."""
+    """Return the values of calls for which waiting is over, or raise the error closest to the cause. First kill the
+    workers if they cannot continue."""
     if error := min((call.error for call in calls if call.error is not None), key=_depth, default=None):
         if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
             workers.kill()
@@ -109,10 +111,10 @@ def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
 
 
 def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
-    """Return the results, by cluster, of calls in which workers of several clusters wait for each other.
+    """Return the results, for each cluster, of calls in which workers of several clusters wait for each other.
 
-    Raise the error closest to the cause. If the calls of one cluster have failed, the calls of the other clusters have
-    a grace period to end; workers that still wait are then killed.
+    Raise the error closest to the cause. If the calls of one cluster fail, those of the others have a grace period;
+    workers that still wait after it are killed.
     """
     waits = [(Future(), workers) for workers, _ in clusters]
     for (wait, workers), (_, calls) in zip(waits, clusters):

@@ -1,6 +1,7 @@
 // Attention for tests and benchmarks: the decoder calls the C++ ops directly.
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -35,9 +36,13 @@ void bind_attention(py::module_& m) {
   py::class_<ops::AttentionHeads>(
       m, "AttentionHeads",
       "N query heads on K key/value heads of size H, scores times `scale`; `window`: keys that a query sees at most")
-      .def(py::init<std::int64_t, std::int64_t, std::int64_t, double, std::int64_t, double>(), py::arg("num_heads"),
-           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("window") = 0,
-           py::arg("softcap") = 0.0);
+      .def(py::init([](std::int64_t num_heads, std::int64_t num_kv_heads, std::int64_t head_dim, double scale,
+                       std::int64_t window, double softcap, const std::optional<at::Tensor>& sinks) {
+             return ops::AttentionHeads{
+                 num_heads, num_kv_heads, head_dim, scale, window, softcap, sinks.value_or(at::Tensor())};
+           }),
+           py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("window") = 0,
+           py::arg("softcap") = 0.0, py::arg("sinks") = py::none());
   m.def(
       "attention_forward",
       [](const at::Tensor& qkv, const std::vector<SequenceTuple>& sequences, const ops::AttentionHeads& heads) {
@@ -60,6 +65,14 @@ void bind_attention(py::module_& m) {
       },
       py::arg("qkv"), py::arg("out"), py::arg("d_out"), py::arg("lse"), py::arg("sequences"), py::arg("heads"),
       release_gil(), "d_qkv [T, (N+2K)*H] in d_out's dtype (qkv's, or float32 under bfloat16)");
+  m.def(
+      "attention_sinks_backward",
+      [](const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse, const ops::AttentionHeads& heads) {
+        const at::Tensor d_sinks = at::zeros({heads.num_heads}, lse.options());
+        ops::attention_sinks_backward(out, d_out, lse, heads, d_sinks);
+        return d_sinks;
+      },
+      py::arg("out"), py::arg("d_out"), py::arg("lse"), py::arg("heads"), release_gil(), "d_sinks [N] in lse's dtype");
   m.def(
       "attention_paged",
       [](const at::Tensor& qkv, const std::vector<SliceTuple>& slices, const ops::AttentionHeads& heads,

@@ -17,7 +17,8 @@ namespace nemo_rl::bindings {
 inline kernels::Gate gate_from(const std::string& name) {
   if (name == "silu") return kernels::Gate::silu;
   if (name == "gelu_tanh") return kernels::Gate::gelu_tanh;
-  throw pybind11::value_error("activation is '" + name + "', expected silu or gelu_tanh");
+  if (name == "clamped") return kernels::Gate::clamped;
+  throw pybind11::value_error("activation is '" + name + "', expected silu, gelu_tanh or clamped");
 }
 
 inline model::QkNorm qk_norm_from(const std::string& name) {
@@ -39,7 +40,8 @@ inline void set_experts(model::ModelConfig& c, const pybind11::dict& d) {
   auto& e = c.experts;
   get("count", e.count), get("chosen", e.chosen), get("intermediate_size", e.intermediate_size);
   get("renormalise", e.renormalise), get("shared_size", e.shared_size);
-  get("block", e.block), get("gate", e.gate), get("up", e.up), get("down", e.down);
+  get("has_biases", e.has_biases);
+  get("block", e.block), get("router", e.router), get("gate", e.gate), get("up", e.up), get("down", e.down);
   for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).has_experts = true;
 }
 
@@ -59,6 +61,7 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   get("num_heads", c.num_heads), get("num_kv_heads", c.num_kv_heads), get("head_dim", c.head_dim);
   get("rms_norm_eps", c.rms_norm_eps), get("tie_word_embeddings", c.tie_word_embeddings);
   get("qkv_bias", c.qkv_bias), get("output_bias", c.output_bias), get("mlp_bias", c.mlp_bias);
+  get("attention_sinks", c.attention_sinks);
   c.qk_norm = qk_norm_from(d["qk_norm"].cast<std::string>());
   c.norms = norms_from(d["norms"].cast<pybind11::dict>());
   c.activation = gate_from(d["activation"].cast<std::string>());

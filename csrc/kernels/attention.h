@@ -8,10 +8,11 @@
 //   ascending out[h] = acc[h] * (1/l),   lse = ln(2) * (m + log2(l))
 // A layer with a sliding window w sees keys p-w+1..p: the tiles begin with that of key p-w+1, and keys before it have
 // the weight 0 there. A tile of which a row sees no key does not change its sums.
-// With a softcap c the natural score s becomes c * tanh(s / c), and the gradient of s is that of the capped score times
-// 1 - tanh(s / c)^2.
-// Each of these is a chain of its own for every (row, lane): how rows are grouped into register blocks, chunks, batches
-// or threads cannot change a bit. Keys after p are never multiplied, so their contents (even NaN) do not matter.
+// A head with a sink z has one more term e^z in the denominator, which no value belongs to: m begins with z * log2(e)
+// and l with 1 instead of -infinity and 0 (gpt-oss; Xiao et al., 2024). With a softcap c the natural score s becomes c
+// * tanh(s / c), and the gradient of s is that of the capped score times 1 - tanh(s / c)^2. Each of these is a chain of
+// its own for every (row, lane): how rows are grouped into register blocks, chunks, batches or threads cannot change a
+// bit. Keys after p are never multiplied, so their contents (even NaN) do not matter.
 //
 // A CPU with bfloat16 instructions multiplies bfloat16 in pairs, two terms of a chain at a time: q as it is, the sum of
 // a score times c * log2(e) afterwards; w(j) rounded to bfloat16 where it is multiplied (l adds it unrounded), as
@@ -89,8 +90,9 @@ struct AttentionForwardArgs {
   AttentionShape shape;
   const void* qkv = nullptr;
   const AttentionSequence* sequences = nullptr;
-  void* out = nullptr;  ///< [T, N*H]
-  void* lse = nullptr;  ///< [T, N] natural log, float (double for float64), may be null
+  const void* sinks = nullptr;  ///< [N], of qkv's type; nullptr: there are none
+  void* out = nullptr;          ///< [T, N*H]
+  void* lse = nullptr;          ///< [T, N] natural log, float (double for float64), may be null
 };
 
 /// Work that one thread does in one go: one kv head of sequences [sequence_begin, sequence_end), which share one
@@ -116,6 +118,7 @@ struct PagedAttentionArgs {
   AttentionShape shape;
   const void* qkv = nullptr;
   const PagedSlice* slices = nullptr;
+  const void* sinks = nullptr;  ///< as in AttentionForwardArgs
   void* cache = nullptr;
   void* out = nullptr;  ///< [T, N*H]
   void* lse = nullptr;  ///< as in AttentionForwardArgs

@@ -1,4 +1,5 @@
 // Gated activation (Shazeer, 2020): act = f(gate) · up, f(x) = x · sigmoid(z(x)).
+// The clamped one is gpt-oss's: act = f(min(gate, 7)) · (1 + min(max(up, -7), 7)), z(x) = 1.702·x.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +12,9 @@ enum class Gate {
   silu,       ///< z(x) = x
   gelu_tanh,  ///< z(x) = 2·sqrt(2/pi)·(x + 0.044715·x^3): gelu by tanh (Hendrycks and Gimpel, 2016), since 1 +
               ///< tanh(z/2) = 2·sigmoid(z)
+  clamped,
 };
+inline constexpr double kClampedLimit = 7.0, kClampedSlope = 1.702;
 inline constexpr double kGeluScale = 1.5957691216057308, kGeluCubic = 0.044715;
 
 /// gate_up [T, 2I] (gate first) -> act [T, I], both contiguous.

@@ -31,6 +31,7 @@ std::vector<LayerTensor> AttentionMixer::tensors() const {
     all.push_back({&P::q_norm, {{"self_attn.q_norm.weight", whole ? Q : c.head_dim}}, 0, kWhole});
     all.push_back({&P::k_norm, {{"self_attn.k_norm.weight", whole ? KV : c.head_dim}}, 0, kWhole});
   }
+  if (c.attention_sinks) all.push_back({&P::sinks, {{"self_attn.sinks", c.num_heads}}, 0, kRows});
   all.push_back({&P::o_weight, {{"self_attn.o_proj.weight", D}}, Q, kColumns});
   if (c.output_bias) all.push_back({&P::o_bias, {{"self_attn.o_proj.bias", D}}, 0, kWhole});
   return all;
@@ -111,6 +112,11 @@ at::Tensor AttentionMixer::backward(const LayerParameters& p, const at::Tensor& 
   }
   auto d_qkv = step.workspace.take(Slot::d_qkv, {T, c_.qkv_size()}, S);
   step.history.attention_backward(layer_, a.qkv, a.attn, d_result, a.lse, d_qkv);
+  if (g.sinks.defined()) {
+    ops::AttentionHeads heads{c_.num_heads, c_.num_kv_heads, c_.head_dim};
+    heads.sinks = p.sinks;
+    ops::attention_sinks_backward(a.attn, d_result, a.lse, heads, g.sinks);
+  }
   rotate(d_qkv, step, /*inverse=*/true);
   if (c_.qk_norm != QkNorm::none) {
     const auto d_q = d_qkv.narrow(1, 0, Q), d_k = d_qkv.narrow(1, Q, KV);

@@ -54,8 +54,9 @@ struct ExpertsConfig {
   std::int64_t intermediate_size = 0;  ///< of each expert
   bool renormalise = false;
   std::int64_t shared_size = 0;  ///< of an MLP that all tokens go through, times sigmoid of a gate; 0: there is none
-  /// Names in the checkpoint: of the block, and in it of the matrices of an expert.
-  std::string block = "mlp", gate = "gate_proj", up = "up_proj", down = "down_proj";
+  bool has_biases = false;       ///< of the router, and of each expert's matrices: gpt-oss
+  /// Names in the checkpoint: of the block, and in it of the router and of the matrices of an expert.
+  std::string block = "mlp", router = "gate", gate = "gate_proj", up = "up_proj", down = "down_proj";
 };
 
 /// Which slice of the layers and of the vocabulary a process has, where several hold one model.
@@ -94,7 +95,8 @@ struct ModelConfig {
   bool output_bias = false;  ///< bias of o_proj: Llama with attention_bias
   bool output_gate = false;  ///< each query head comes with a gate, whose sigmoid multiplies its result: Qwen3.5
   bool mlp_bias = false;
-  bool fused_tensors = false;  ///< the checkpoint has q, k, v and gate, up as one tensor each: Phi 3
+  bool attention_sinks = false;  ///< each head has a learned term of its softmax: gpt-oss
+  bool fused_tensors = false;    ///< the checkpoint has q, k, v and gate, up as one tensor each: Phi 3
   QkNorm qk_norm = QkNorm::none;
   LayerNorms norms;
   kernels::Gate activation = kernels::Gate::silu;  ///< of the MLP's gate

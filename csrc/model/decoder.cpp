@@ -58,7 +58,8 @@ ops::AttentionHeads Decoder::attention_heads(std::int64_t l) const {
           config_.head_dim,
           config_.attention_scale,
           config_.layers[static_cast<std::size_t>(l)].window,
-          config_.attention_softcap};
+          config_.attention_softcap,
+          layer(l).sinks};
 }
 
 /// Positions on the decoder's device, with their angles in the table.

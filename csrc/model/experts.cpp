@@ -1,11 +1,21 @@
 #include "model/experts.h"
 
 #include "common/check.h"
+#include "ops/embedding.h"
 #include "ops/linear.h"
 #include "ops/swiglu.h"
 #include "runtime/tensor.h"
 
 namespace nemo_rl::model {
+
+namespace {
+
+/// Of expert `e` the `count` values in a bias of all experts; undefined where that is.
+at::Tensor rows_of(const at::Tensor& all, std::int64_t e, std::int64_t count) {
+  return all.defined() ? all.narrow(0, e * count, count) : all;
+}
+
+}  // namespace
 
 Experts::Experts(const ModelConfig& config) : c_(config), e_(config.experts) {
   NRL_CHECK_ARG(e_.chosen >= 1 && e_.chosen <= e_.count && e_.intermediate_size >= 1 && e_.shared_size >= 0,
@@ -16,20 +26,27 @@ std::vector<LayerTensor> Experts::tensors() const {
   using P = LayerParameters;
   const std::int64_t D = c_.hidden_size, I = e_.intermediate_size, shared = e_.shared_size;
   constexpr int kWhole = ParameterSpec::kWhole;
-  std::vector<LayerTensor::Part> gate_up, down;
+  std::vector<LayerTensor::Part> gate_up, down, gate_up_bias, down_bias;
   for (std::int64_t e = 0; e < e_.count; ++e) {
     const std::string expert = e_.block + ".experts." + std::to_string(e) + ".";
     gate_up.push_back({expert + e_.gate + ".weight", I});
     gate_up.push_back({expert + e_.up + ".weight", I});
     down.push_back({expert + e_.down + ".weight", D});
+    gate_up_bias.push_back({expert + e_.gate + ".bias", I});
+    gate_up_bias.push_back({expert + e_.up + ".bias", I});
+    down_bias.push_back({expert + e_.down + ".bias", D});
   }
   std::vector<LayerTensor> all;
   const auto add = [&](at::Tensor P::* field, std::vector<LayerTensor::Part> parts, std::int64_t columns) {
     all.push_back({field, std::move(parts), columns, kWhole, /*takes_adapters=*/false});
   };
-  add(&P::router_weight, {{e_.block + ".gate.weight", e_.count}}, D);
+  const std::string router = e_.block + "." + e_.router;
+  add(&P::router_weight, {{router + ".weight", e_.count}}, D);
+  if (e_.has_biases) add(&P::router_bias, {{router + ".bias", e_.count}}, 0);
   add(&P::experts_gate_up, std::move(gate_up), D);
+  if (e_.has_biases) add(&P::experts_gate_up_bias, std::move(gate_up_bias), 0);
   add(&P::experts_down, std::move(down), I);
+  if (e_.has_biases) add(&P::experts_down_bias, std::move(down_bias), 0);
   if (shared == 0) return all;
   const std::string name = e_.block + ".shared_expert";
   add(&P::shared_gate_weight, {{name + "_gate.weight", 1}}, D);
@@ -70,7 +87,7 @@ Experts::Routes Experts::route(const LayerWeights& w, const at::Tensor& x, at::S
            at::empty({T, e_.chosen}, at::kLong),
            at::empty({T, e_.chosen}, options),
            {}};
-  w.forward(&LayerParameters::router_weight, x, {}, r.logits);
+  w.forward(&LayerParameters::router_weight, x, w.tensors().router_bias, r.logits);
   ops::route_tokens(r.logits, e_.renormalise, r.expert, r.weight);
   r.groups = ops::group_by_expert(r.expert, e_.count);
   return r;
@@ -99,8 +116,9 @@ void Experts::forward(const LayerWeights& w, const at::Tensor& x, const at::Tens
   const auto gate_up = keeps ? workspace.take(Slot::expert_gate_up, {pairs, 2 * I}, S) : at::Tensor(),
              act = workspace.take(Slot::expert_act, {pairs, I}, S), out = workspace.take(Slot::expert_y, {pairs, D}, A);
   for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-    w.gated_product(this->gate_up(e), of(rows), {}, keeps ? of(gate_up) : gate_up, of(act));
-    w.forward(down(e), of(act), {}, of(out));
+    w.gated_product(this->gate_up(e), of(rows), rows_of(w.tensors().experts_gate_up_bias, e, 2 * I),
+                    keeps ? of(gate_up) : gate_up, of(act));
+    w.forward(down(e), of(act), rows_of(w.tensors().experts_down_bias, e, D), of(out));
   });
   if (keeps) {
     auto by_pair = a.gate_up.view({pairs, 2 * I});
@@ -126,7 +144,7 @@ void Experts::forward_shared(const LayerWeights& w, const at::Tensor& x, const a
 }
 
 /// With u = the gradient of an expert's activations before its weight w: that of w is u · act, and that of act is w ·
-/// u.
+/// u. With a bias b of the expert's last product, that of w is u · act + dy · b, and that of b is w · dy.
 void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>& x_of, const at::Tensor& dy,
                        const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
                        Workspace& workspace) const {
@@ -146,6 +164,7 @@ void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>&
   for_each_expert(groups, [&](std::int64_t e, const auto& of) { w.backward_input(down(e), of(dy_rows), of(d_act)); });
   const auto d_weight = at::empty({pairs}, d_x.options()), weight = routes.weight.view(-1).index_select(0, groups.pair);
   ops::row_products(d_act, act, d_weight);
+  if (e_.has_biases) backward_down_bias(w, dy_rows, weight, groups, d_weight, g.experts_down_bias, workspace);
   ops::scale_rows(d_act, weight);
   if (g.experts_down.defined()) {
     ops::scale_rows(act, weight);
@@ -161,12 +180,35 @@ void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>&
       ops::linear_backward_weight(of(gate_up), of(rows), g.experts_gate_up.narrow(0, e * 2 * I, 2 * I));
     });
   }
+  if (g.experts_gate_up_bias.defined())
+    for_each_expert(groups, [&](std::int64_t e, const auto& of) {
+      ops::add_column_sums(of(gate_up), rows_of(g.experts_gate_up_bias, e, 2 * I));
+    });
   const auto d_rows = workspace.take(Slot::expert_y, {pairs, D}, A);
   for_each_expert(groups,
                   [&](std::int64_t e, const auto& of) { w.backward_input(this->gate_up(e), of(gate_up), of(d_rows)); });
   ops::add_up_experts(d_rows, groups.row, {}, e_.chosen, d_x, /*accumulate=*/false);
   backward_router(w, x, routes, d_weight.index_select(0, groups.row), d_x, grads, workspace);
   if (e_.shared_size > 0) backward_shared(w, x, dy, a, d_x, grads, workspace);
+}
+
+/// d_weight += dy · b of each pair, and d_bias += the sum of w · dy over the pairs of an expert.
+void Experts::backward_down_bias(const LayerWeights& w, const at::Tensor& dy_rows, const at::Tensor& weight,
+                                 const ops::ExpertGroups& groups, const at::Tensor& d_weight, const at::Tensor& d_bias,
+                                 Workspace& workspace) const {
+  const std::int64_t D = c_.hidden_size;
+  const auto rows = workspace.take(Slot::expert_x, dy_rows.sizes(), dy_rows.scalar_type());
+  const auto products = at::empty_like(d_weight);
+  for_each_expert(groups, [&](std::int64_t e, const auto& of) {
+    of(rows).copy_(rows_of(w.tensors().experts_down_bias, e, D).expand_as(of(rows)));
+  });
+  ops::row_products(dy_rows, rows, products);
+  d_weight.add_(products);
+  if (!d_bias.defined()) return;
+  rows.copy_(dy_rows);
+  ops::scale_rows(rows, weight);
+  for_each_expert(groups,
+                  [&](std::int64_t e, const auto& of) { ops::add_column_sums(of(rows), rows_of(d_bias, e, D)); });
 }
 
 /// d_x += the gradient through the weights of the chosen experts.
@@ -178,6 +220,7 @@ void Experts::backward_router(const LayerWeights& w, const at::Tensor& x, const 
   ops::route_tokens_backward(routes.logits, e_.renormalise, routes.expert, routes.weight, d_weight, d_logits);
   dy.copy_(d_logits);
   if (grads.wants(&LayerParameters::router_weight)) grads.add(&LayerParameters::router_weight, dy, x, workspace);
+  if (const auto& bias = grads.dense().router_bias; bias.defined()) ops::add_column_sums(dy, bias);
   w.backward_input(&LayerParameters::router_weight, dy, d_x, /*accumulate=*/true);
 }
 

@@ -33,6 +33,9 @@ class Experts : public Mlp {
   void for_each_expert(const ops::ExpertGroups& groups, const F& f) const;
   void forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
                       const MlpScratch& s) const;
+  void backward_down_bias(const LayerWeights& w, const at::Tensor& dy_rows, const at::Tensor& weight,
+                          const ops::ExpertGroups& groups, const at::Tensor& d_weight, const at::Tensor& d_bias,
+                          Workspace& workspace) const;
   void backward_router(const LayerWeights& w, const at::Tensor& x, const Routes& routes, const at::Tensor& d_weight,
                        const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
   void backward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& dy, const LayerActivations& a,

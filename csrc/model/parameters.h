@@ -31,6 +31,7 @@ struct LayerParameters {
   at::Tensor qkv_weight;             ///< [(N+2K)·H, D]
   at::Tensor qkv_bias;               ///< [(N+2K)·H]
   at::Tensor q_norm, k_norm;         ///< [H] each, or [N·H] and [K·H]
+  at::Tensor sinks;                  ///< [N]
   at::Tensor conv_weight;            ///< [C, W] of a gated delta net, whose projection is qkv_weight
   at::Tensor A_log, dt_bias;         ///< [U]
   at::Tensor gated_norm;             ///< [dv]
@@ -43,8 +44,11 @@ struct LayerParameters {
   at::Tensor down_weight;            ///< [D, I]
   at::Tensor down_bias;              ///< [D]
   at::Tensor router_weight;          ///< [E, D]
+  at::Tensor router_bias;            ///< [E]
   at::Tensor experts_gate_up;        ///< [E · 2I, D], I of an expert
+  at::Tensor experts_gate_up_bias;   ///< [E · 2I]
   at::Tensor experts_down;           ///< [E · D, I]
+  at::Tensor experts_down_bias;      ///< [E · D]
   at::Tensor shared_gate_weight;     ///< [1, D]
   at::Tensor shared_gate_up;         ///< [2I, D], I of the shared expert
   at::Tensor shared_down;            ///< [D, I]

@@ -138,6 +138,10 @@ void check_cache(const at::Tensor& cache, const kernels::AttentionShape& shape, 
                 at::toString(dtype), " on ", device.str());
 }
 
+const void* sinks_of(const AttentionHeads& heads) {
+  return heads.sinks.defined() ? heads.sinks.const_data_ptr() : nullptr;
+}
+
 }  // namespace
 
 kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHeads& heads) {
@@ -149,6 +153,10 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
   NRL_CHECK_ARG(qkv.dim() == 2 && (qkv.is_cpu() || qkv.is_cuda()), "attention: qkv must be [T, ", columns,
                 "] on the CPU or a CUDA device");
   check_matrix("qkv", qkv, qkv.size(0), columns, qkv.scalar_type(), qkv.device());
+  if (heads.sinks.defined()) {
+    NRL_CHECK_ARG(qkv.is_cpu(), "attention with sinks is computed on the CPU only, not on ", qkv.device().str());
+    check_matrix("sinks", heads.sinks.view({1, -1}), 1, heads.num_heads, qkv.scalar_type(), qkv.device());
+  }
   return {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, element_type(qkv.scalar_type()),
           heads.window,    heads.softcap};
 }
@@ -227,8 +235,9 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
     if (lse.defined()) lse.zero_();
   }
   if (qkv.is_cuda()) return attention_forward_cuda.get(qkv)(qkv, sequences, shape, out, lse);
-  const kernels::AttentionForwardArgs args{shape, qkv.const_data_ptr(), sequences.data(), out.mutable_data_ptr(),
-                                           lse.defined() ? lse.mutable_data_ptr() : nullptr};
+  const kernels::AttentionForwardArgs args{
+      shape,           qkv.const_data_ptr(),   sequences.data(),
+      sinks_of(heads), out.mutable_data_ptr(), lse.defined() ? lse.mutable_data_ptr() : nullptr};
   const auto items = forward_items(sequences, shape);
   const std::size_t bytes = kernels::attention_forward_workspace(shape, max_keys);
   runtime::parallel_items(
@@ -272,6 +281,7 @@ void attention_paged(const at::Tensor& qkv, const PagedStep& step, const Attenti
   const kernels::PagedAttentionArgs args{shape,
                                          qkv.const_data_ptr(),
                                          slices.data(),
+                                         sinks_of(heads),
                                          cache.mutable_data_ptr(),
                                          out.mutable_data_ptr(),
                                          lse.defined() ? lse.mutable_data_ptr() : nullptr};

@@ -22,6 +22,7 @@ struct AttentionHeads {
   double scale = 1.0;             ///< usually 1/sqrt(H)
   std::int64_t window = 0;        ///< keys that a query sees at most, its own included; 0: all
   double softcap = 0;             ///< of the natural scores; 0: none
+  at::Tensor sinks;               ///< [N], of qkv's dtype: one more term of the softmax a head; undefined: none
 };
 
 /// Keys and values of one layer: storage for `num_blocks` blocks [num_blocks, K, 2, H*kKeyTile], of each head a tile of
@@ -46,6 +47,12 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
 /// zeros.
 void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
                         std::span<const AttentionSequence> sequences, const AttentionHeads& heads, at::Tensor& d_qkv);
+
+/// d_sinks [N] += gradient of heads.sinks, from attention_forward's out and lse, and d_out [T, N*H]:
+///   d_sinks[n] -= sum_t e^(sinks[n] - lse[t, n]) * (d_out[t, n] . out[t, n])   t ascending
+/// Of lse's dtype.
+void attention_sinks_backward(const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
+                              const AttentionHeads& heads, const at::Tensor& d_sinks);
 
 /// Stores the keys and values of the slices' new tokens in the cache; out [T, N*H]: every new token attends to all
 /// positions up to its own. No slice may read positions that another one writes. A PagedStep (ops/paged_step.h) serves

@@ -1,8 +1,10 @@
 #include <algorithm>
+#include <cmath>
 
 #include "common/check.h"
 #include "ops/attention.h"
 #include "ops/attention_checks.h"
+#include "ops/kernel_types.h"
 #include "runtime/parallel_items.h"
 #include "runtime/tensor.h"
 
@@ -93,7 +95,43 @@ Plan make_plan(std::span<const AttentionSequence> sequences, const std::vector<s
   return plan;
 }
 
+/// One head's term of attention_sinks_backward, over all rows.
+template <class Elem, class Grad, class Real>
+Real sink_gradient(const Elem* out, const Grad* d_out, const Real* lse, Real sink, const AttentionHeads& heads,
+                   std::int64_t tokens) {
+  Real sum = 0;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const Elem* o = out + t * heads.num_heads * heads.head_dim;
+    const Grad* d = d_out + t * heads.num_heads * heads.head_dim;
+    Real dot = 0;
+    for (std::int64_t h = 0; h < heads.head_dim; ++h)
+      dot += static_cast<Real>(static_cast<accumulate_t<Grad>>(d[h])) * static_cast<Real>(o[h]);
+    sum -= std::exp(sink - lse[t * heads.num_heads]) * dot;
+  }
+  return sum;
+}
+
 }  // namespace
+
+void attention_sinks_backward(const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
+                              const AttentionHeads& heads, const at::Tensor& d_sinks) {
+  const std::int64_t N = heads.num_heads, tokens = out.size(0);
+  check_matrix("out", out, tokens, N * heads.head_dim, heads.sinks.scalar_type(), heads.sinks.device());
+  check_matrix("lse", lse, tokens, N, d_sinks.scalar_type(), out.device());
+  check_matrix("d_sinks", d_sinks.view({1, -1}), 1, N, lse.scalar_type(), out.device());
+  dispatch_floating(out.scalar_type(), "attention_sinks_backward", [&](auto out_tag) {
+    dispatch_floating(d_out.scalar_type(), "attention_sinks_backward", [&](auto grad_tag) {
+      using Elem = decltype(out_tag);
+      using Grad = decltype(grad_tag);
+      using Real = accumulate_t<Elem>;
+      runtime::parallel_items(N, tokens * N * heads.head_dim > kAttentionSerialCost, [&](std::int64_t n) {
+        mutable_ptr<Real>(d_sinks)[n] +=
+            sink_gradient(ptr<Elem>(out) + n * heads.head_dim, ptr<Grad>(d_out) + n * heads.head_dim,
+                          ptr<Real>(lse) + n, static_cast<Real>(ptr<Elem>(heads.sinks)[n]), heads, tokens);
+      });
+    });
+  });
+}
 
 void attention_backward(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
                         std::span<const AttentionSequence> sequences, const AttentionHeads& heads, at::Tensor& d_qkv) {

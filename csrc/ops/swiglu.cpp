@@ -13,10 +13,12 @@ runtime::CudaSlot<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, 
 
 namespace {
 
-void check(const at::Tensor& gate_up, const at::Tensor& act) {
+void check(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
   NRL_CHECK_ARG(gate_up.dim() == 2 && gate_up.is_contiguous() && act.is_contiguous() &&
                     act.size(0) == gate_up.size(0) && 2 * act.size(1) == gate_up.size(1),
                 "swiglu: gate_up ", gate_up.sizes(), " and act ", act.sizes(), " do not match");
+  NRL_CHECK_ARG(act.is_cpu() || activation != kernels::Gate::clamped,
+                "the clamped activation is computed on the CPU only, not on ", act.device().str());
 }
 
 template <class F>
@@ -27,7 +29,7 @@ void over_rows(const at::Tensor& act, F&& f) {
 }  // namespace
 
 void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
-  check(gate_up, act);
+  check(gate_up, act, activation);
   if (act.is_cuda()) return swiglu_forward_cuda.get(act)(gate_up, act, activation);
   const std::int64_t I = act.size(1);
   dispatch_floating(act.scalar_type(), "swiglu_forward", [&](auto tag) {
@@ -44,8 +46,8 @@ void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act, kernels::G
 
 void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const at::Tensor& d_gate_up,
                      kernels::Gate activation) {
-  check(gate_up, d_act);
-  check(d_gate_up, d_act);
+  check(gate_up, d_act, activation);
+  check(d_gate_up, d_act, activation);
   if (d_act.is_cuda()) return swiglu_backward_cuda.get(d_act)(d_act, gate_up, d_gate_up, activation);
   const std::int64_t I = d_act.size(1);
   dispatch_floating(d_act.scalar_type(), "swiglu_backward", [&](auto tag) {

@@ -210,12 +210,12 @@ def test_the_same_run_twice_is_the_same_run(tmp_path):
 @pytest.mark.parametrize(
     "architecture",
     [
-        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text",
+        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text", "gpt_oss",
     ],
 )  # fmt: skip
 def test_every_architecture_generates_with_the_logprobs_of_training(architecture, precision, tmp_path):
     made = {"model_type": architecture, "sliding_window": 9, "hidden_act": "gelu_pytorch_tanh"}
-    if architecture.endswith("moe") or architecture == "mixtral":
+    if architecture.endswith("moe") or architecture in ("mixtral", "gpt_oss"):
         made |= {
             "num_experts": 6,
             "num_experts_per_tok": 2,

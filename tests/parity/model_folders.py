@@ -32,6 +32,7 @@ def make_bases(root: Path) -> dict[str, Path]:
         AutoModelForCausalLM,
         Gemma2Config,
         Gemma3TextConfig,
+        GptOssConfig,
         GraniteConfig,
         LlamaConfig,
         MistralConfig,
@@ -65,6 +66,7 @@ def make_bases(root: Path) -> dict[str, Path]:
             **SMALL, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
             layer_types=["linear_attention", "full_attention"],
         ),
+        "gpt_oss": GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
         "gelu": Olmo2Config(**{**SMALL, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
     }  # fmt: skip
     folders = {}
@@ -211,11 +213,29 @@ def within_images(folder):
     )
 
 
+def _with_images(folder):
+    """A folder of Gemma 3 with an image tower, by the names of released folders."""
+    text = json.loads((folder.path / "config.json").read_text())
+    tower = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text, "vision_config": tower,
+        "mm_tokens_per_image": 4, "eos_token_id": 2,
+    }  # fmt: skip
+    folder.write("config.json", json.dumps(whole))
+    norm = {"vision_tower.vision_model.post_layernorm.weight": torch.ones(16)}
+    return folder.tensors(lambda weights: {f"language_model.{name}": tensor for name, tensor in weights.items()} | norm)
+
+
 WHOLE = {
+    "gemma3 with images": of("gemma3", _with_images),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "gpt_oss")},
     "text model within one of images": of("qwen3_5", lambda f: within_images(f)),
     **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2", "smollm3", "granite", "phi3", "qwen3_moe", "mixtral")},
+    "gpt_oss, format 4": of("gpt_oss", lambda f: f.format_4(YARN | {"truncate": False})),
+    "gpt_oss, no word on rope": of("gpt_oss", lambda f: f.config(["rope_parameters"], rope_theta=150000.0)),
     "experts as released folders have them": of("qwen3_moe", lambda f: f.config(["num_local_experts", "mlp_only_layers"], num_experts=4)),
     **{f"linear, format {n}": case for n, case in both_formats(LINEAR).items()},
     **{f"llama3, format {n}": case for n, case in both_formats(LLAMA3).items()},

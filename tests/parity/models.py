@@ -23,6 +23,7 @@ def configurations() -> dict:
     from transformers import (
         Gemma2Config,
         Gemma3TextConfig,
+        GptOssConfig,
         GraniteConfig,
         LlamaConfig,
         MistralConfig,
@@ -114,6 +115,10 @@ def configurations() -> dict:
         "qwen3_moe_dense_layer": Qwen3MoeConfig(**qwen_moe, head_dim=16, mlp_only_layers=[1], tie_word_embeddings=True),
         "qwen3_moe_window": Qwen3MoeConfig(**qwen_moe, head_dim=16, use_sliding_window=True, sliding_window=9),
         "olmoe": OlmoeConfig(**{**BASE, "hidden_size": 64, "intermediate_size": 24}, **experts),
+        "gpt_oss": GptOssConfig(
+            **{**BASE, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2}, head_dim=16, num_local_experts=6, num_experts_per_tok=3,
+            sliding_window=9, rope_parameters=yarn | dict(truncate=False),
+        ),
         "mixtral": MixtralConfig(**{**BASE, "intermediate_size": 24}, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
         "mixtral_window": MixtralConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
         "qwen2_moe": Qwen2MoeConfig(**{**qwen_moe, "hidden_size": 64}, shared_expert_intermediate_size=40),
@@ -155,6 +160,9 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
     """Tensors by the names of parameters of transformers' module as those by the names of its checkpoints: experts one by one."""
     found = {}
     for name, tensor in tensors.items():
+        if model_type == "gpt_oss" and ".experts." in name:
+            found |= of_gpt_oss(name, tensor)
+            continue
         if model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
         matrices = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -166,6 +174,18 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
             parts = of_expert.chunk(2) if matrix == "gate_up_proj" else [of_expert]
             names = matrices[:2] if matrix == "gate_up_proj" else matrices[2:]
             found |= {f"{block}.experts.{expert}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
+    return found
+
+
+def of_gpt_oss(name: str, tensor: torch.Tensor) -> dict:
+    """A tensor of all experts as those of each: [E, in, out], whose columns are gate, up, gate, up, ..."""
+    block, matrix = name.removesuffix("_bias").rsplit(".", 1)
+    kind, found = "bias" if name.endswith("_bias") else "weight", {}
+    for expert, columns in enumerate(tensor):
+        parts = (
+            {"gate": columns[..., 0::2], "up": columns[..., 1::2]} if matrix == "gate_up_proj" else {"down": columns}
+        )
+        found |= {f"{block}.{expert}.{part}_proj.{kind}": values.t() for part, values in parts.items()}
     return found
 
 

@@ -36,6 +36,7 @@ REFUSED = {
     "llama_gelu": "the activation gelu_tanh",
     "olmo2_gelu": "the activation gelu_tanh",
     "olmo3": "a model of type olmo3 is not written as GGUF",
+    "gpt_oss": "a model of type gpt_oss is not written as GGUF",
     "olmoe": "a model of type olmoe is not written as GGUF",
     **dict.fromkeys(("mixtral", "mixtral_window"), "a model of type mixtral is not written as GGUF"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_tied_other_layers"), "a model of type qwen3_5_text is not written as GGUF"),

@@ -1,5 +1,6 @@
 """Causal attention of packed sequences with shared prefixes, in plain numpy float64: one query row at a time. With a window a row sees
-so many keys, its own included; 0: all. A softcap c makes c * tanh(s / c) of a score s; 0: none."""
+so many keys, its own included; 0: all. A softcap c makes c * tanh(s / c) of a score s; 0: none. `sinks` [N]: one more term of each head's
+softmax, to which no value belongs."""
 
 import numpy as np
 
@@ -11,7 +12,7 @@ def _rows(sequence: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def attention(
-    qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float, window: int = 0, softcap: float = 0.0
+    qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float, window: int = 0, softcap: float = 0.0, sinks=None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out [T, N*H], lse [T, N]) of qkv [T, (N+2K)*H]."""
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
@@ -24,10 +25,9 @@ def attention(
                 kv = head // (n // k)
                 scores = scale * (x[seen, n + kv] @ x[row, head])
                 scores = softcap * np.tanh(scores / softcap) if softcap else scores
-                top = scores.max()
-                weights = np.exp(scores - top)
-                out[row, head] = weights @ x[seen, n + k + kv] / weights.sum()
-                lse[row, head] = top + np.log(weights.sum())
+                terms = scores if sinks is None else np.append(scores, sinks[head])
+                lse[row, head] = terms.max() + np.log(np.exp(terms - terms.max()).sum())
+                out[row, head] = np.exp(scores - lse[row, head]) @ x[seen, n + k + kv]
     return out.reshape(len(qkv), n * h), lse
 
 
@@ -41,11 +41,12 @@ def attention_backward(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-) -> np.ndarray:
-    """d_qkv [T, (N+2K)*H]; rows of a shared prefix gather from every sequence that reads them."""
+    sinks=None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(d_qkv [T, (N+2K)*H], d_sinks [N]); rows of a shared prefix gather from every sequence that reads them."""
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
     g = d_out.astype(np.float64).reshape(len(qkv), n, h)
-    d = np.zeros_like(x)
+    d, d_sinks = np.zeros_like(x), np.zeros(n)
     for sequence in sequences:
         rows = _rows(sequence)
         for position in range(sequence[3], len(rows)):
@@ -56,11 +57,14 @@ def attention_backward(
                 scores = scale * (keys @ query)
                 tanh = np.tanh(scores / softcap) if softcap else 0.0
                 scores = softcap * tanh if softcap else scores
-                weights = np.exp(scores - scores.max())
+                terms = np.append(scores, -np.inf if sinks is None else sinks[head])
+                weights = np.exp(terms - terms.max())
                 weights /= weights.sum()
-                d_weights = values @ g[row, head]
-                d_scores = weights * (d_weights - weights @ d_weights) * (1 - tanh * tanh)
+                d_weights = np.append(values @ g[row, head], 0.0)
+                d_terms = weights * (d_weights - weights @ d_weights)
+                d_sinks[head] += d_terms[-1]
+                weights, d_scores = weights[:-1], d_terms[:-1] * (1 - tanh * tanh)
                 d[row, head] += scale * (d_scores @ keys)
                 d[seen, n + kv] += scale * np.outer(d_scores, query)
                 d[seen, n + k + kv] += np.outer(weights, g[row, head])
-    return d.reshape(len(qkv), -1)
+    return d.reshape(len(qkv), -1), d_sinks

@@ -141,7 +141,7 @@ struct BackwardRows : QueryRows<Elem> {
                       const Real* lse, std::int64_t tokens, std::int64_t position) {
     const std::int64_t out_stride = shape.num_heads * head_dim;
     Base::place(tokens, position);
-    Base::begin(queries, shape.row_stride());
+    Base::begin(queries, shape.row_stride(), nullptr);
     if constexpr (kPairs) {
       round_rows(grad, out_stride);
       join_rows(q, q_by_row);

@@ -22,7 +22,13 @@ struct Queries {
   std::int64_t position, begin, end;  ///< tokens [begin, end) after it
   Elem* out;                          ///< of the first one
   Real* lse;                          ///< likewise; nullptr: not wanted
+  const Elem* sinks;                  ///< from the first head on; nullptr: none
 };
+
+template <class Elem>
+const Elem* first_sink(const void* sinks, std::int64_t head) {
+  return sinks == nullptr ? nullptr : static_cast<const Elem*>(sinks) + head;
+}
 
 /// Queries over the tiles of `heads` kv heads. Several heads go through the tiles side by side, for a single token
 /// only: then all that a block of the cache holds is read in one go, as the machine's own prefetching likes it.
@@ -43,7 +49,8 @@ void attend(typename Rows::Unit& unit, const AttentionShape& shape, std::byte* w
       return rows;
     };
     for (std::int64_t head = 0; head < heads; ++head)
-      rows_of(head).begin(queries.first + token * stride + head * head_step, stride);
+      rows_of(head).begin(queries.first + token * stride + head * head_step, stride,
+                          queries.sinks == nullptr ? nullptr : queries.sinks + head * shape.group());
     for (std::int64_t t = rows_of(0).first_tile(), count = rows_of(0).tiles(); t < count; ++t)
       for (std::int64_t head = 0; head < heads; ++head)
         rows_of(head).add_tile(t, tiles.key_tile(t, head), tiles.value_tile(t, head));
@@ -96,7 +103,8 @@ void forward_item(const AttentionForwardArgs& args, const AttentionItem& item, s
                                       item.token_begin,
                                       end,
                                       static_cast<Elem*>(args.out) + out_offset * head_dim,
-                                      args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset};
+                                      args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset,
+                                      first_sink<Elem>(args.sinks, first_head)};
     attend<Rows>(unit, shape, workspace, tiles, 1, queries);
   }
 }
@@ -130,7 +138,8 @@ void paged_item(const PagedAttentionArgs& args, const PagedItem& item, std::byte
                                       item.token_begin,
                                       smaller(item.token_end, slice.query_length),
                                       static_cast<Elem*>(args.out) + out_offset * head_dim,
-                                      args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset};
+                                      args.lse == nullptr ? nullptr : static_cast<Real*>(args.lse) + out_offset,
+                                      first_sink<Elem>(args.sinks, first_head)};
     attend<Rows>(unit, shape, workspace, tiles_of(pair), heads, queries);
     pair = next;
   }

@@ -114,6 +114,15 @@ NRL_INLINE_MEMBER void write_row(const Real* from, std::int64_t head_dim, Real f
 
 // ---------------------------------------------------------------- query rows of one block
 
+/// The state of rows that have seen their head's sink and no key: sums have `lanes` lanes a row.
+template <class Elem, class Real>
+void begin_with_sinks(const Elem* sinks, std::int64_t rows, std::int64_t group, Real* max, Real* sum, int lanes) {
+  for (std::int64_t r = 0; r < rows; ++r) {
+    max[r] = static_cast<Real>(sinks[r % group]) * static_cast<Real>(kLog2E);
+    sum[r * lanes] = Real(1);
+  }
+}
+
 /// Rows of one query block and their running state, in workspace memory. Pairs hold the queries as they are, and their
 /// scores are scaled; numbers are scaled before they are multiplied.
 template <class Element>
@@ -176,12 +185,14 @@ struct QueryRows {
   }
 
   /// Loads their queries: `first` points to the first token's first head of the group; tokens are token_stride apart.
-  void begin(const Elem* first, std::int64_t token_stride) {
+  /// `sinks`: of the heads of the group; nullptr: none.
+  void begin(const Elem* first, std::int64_t token_stride, const Elem* sinks) {
     if constexpr (kPairs) copy_pairs(first, token_stride);
     else copy_rows(first, token_stride, score_scale, q);
     fill(acc, rows * acc_stride, Real(0));
     fill(sum, rows * W, Real(0));
     fill(max, rows, -static_cast<Real>(__builtin_inf()));
+    if (sinks != nullptr) begin_with_sinks(sinks, rows, group, max, sum, W);
   }
 
   /// q as it is. Whole vectors: behind a row of queries lie at least as many of its keys.

@@ -27,20 +27,37 @@ NRL_VEC void sigmoids(const double* x, double* out) {
 template <Gate G, class Real, class V>
 NRL_VEC V gate_argument(V x) {
   if constexpr (G == Gate::silu) return x;
+  if constexpr (G == Gate::clamped) return x * static_cast<Real>(kClampedSlope);
   return x * static_cast<Real>(kGeluScale) * (x * x * static_cast<Real>(kGeluCubic) + static_cast<Real>(1));
+}
+
+NRL_VEC double at_most(double x, double limit) { return x > limit ? limit : x; }
+NRL_VEC Floats at_most(Floats x, float limit) { return select(Floats(limit) < x, Floats(limit), x); }
+/// What f reads of a gate, and what multiplies f; a NaN stays one.
+template <Gate G, class Real, class V>
+NRL_VEC V gate_value(V gate) {
+  if constexpr (G == Gate::clamped) return at_most(gate, static_cast<Real>(kClampedLimit));
+  return gate;
+}
+template <Gate G, class Real, class V>
+NRL_VEC V up_factor(V up) {
+  constexpr Real kLimit = static_cast<Real>(kClampedLimit);
+  if constexpr (G == Gate::clamped)
+    return static_cast<Real>(1) - at_most(static_cast<Real>(0) - at_most(up, kLimit), kLimit);
+  return up;
 }
 
 template <Gate G, bool kByRegisters = false, class T>
 NRL_VEC void forward_lanes(const T* gate, const T* up, T* act) {
-  Floats g = load<Floats>(gate), z = gate_argument<G, float>(g);
-  store(act, g * (kByRegisters ? sigmoid_by_registers(z) : sigmoid(z)) * load<Floats>(up));
+  Floats g = gate_value<G, float>(load<Floats>(gate)), z = gate_argument<G, float>(g);
+  store(act, g * (kByRegisters ? sigmoid_by_registers(z) : sigmoid(z)) * up_factor<G, float>(load<Floats>(up)));
 }
 template <Gate G, bool = false>
 NRL_VEC void forward_lanes(const double* gate, const double* up, double* act) {
   double s[kLanes];
-  for (int k = 0; k < kLanes; ++k) s[k] = gate_argument<G, double>(gate[k]);
+  for (int k = 0; k < kLanes; ++k) s[k] = gate_argument<G, double>(gate_value<G, double>(gate[k]));
   sigmoids(s, s);
-  for (int k = 0; k < kLanes; ++k) act[k] = gate[k] * s[k] * up[k];
+  for (int k = 0; k < kLanes; ++k) act[k] = gate_value<G, double>(gate[k]) * s[k] * up_factor<G, double>(up[k]);
 }
 
 }  // namespace

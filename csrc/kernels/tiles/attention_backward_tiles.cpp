@@ -106,7 +106,7 @@ struct TileBackwardRows : TileRows {
                       const float* lse, std::int64_t block_tokens, std::int64_t first_position) {
     const std::int64_t out_stride = shape.num_heads * head_dim, terms = steps * kTileTerms;
     place(block_tokens, first_position);
-    begin(queries, shape.row_stride());
+    begin(queries, shape.row_stride(), nullptr);
     row_steps = tile_steps(rows);
     for (std::int64_t r = 0; r < rows; ++r) {
       const std::int64_t at = r / group * out_stride + r % group * head_dim;

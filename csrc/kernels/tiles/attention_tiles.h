@@ -150,7 +150,7 @@ struct TileRows {
   }
 
   /// As QueryRows::begin.
-  void begin(const bfloat16* first, std::int64_t token_stride) {
+  void begin(const bfloat16* first, std::int64_t token_stride, const bfloat16* sinks) {
     const std::int64_t lines = round_up(rows, unit->rows()), terms = steps * kTileTerms;
     for (std::int64_t r = 0; r < rows; ++r) {
       copy(first + r / group * token_stride + r % group * head_dim, head_dim, q + r * terms);
@@ -161,6 +161,7 @@ struct TileRows {
     fill(acc, lines * acc_stride, 0.0f);
     fill(sum, lines * kLanes, 0.0f);
     fill(max, lines, -static_cast<float>(__builtin_inf()));
+    if (sinks != nullptr) begin_with_sinks(sinks, rows, group, max, sum, kLanes);
   }
 
   /// Keys of tile `t` that a token of this block may see. A block lies within one tile of positions, so every row sees

@@ -95,13 +95,17 @@ class Experts(NamedTuple):
         renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: they always
             are.
         shared: key of the intermediate size of the shared expert, which processes all tokens; None: no shared expert.
-        block, gate, up, down: names in the checkpoint of a layer's expert block, and of an expert's matrices."""
+        has_biases: router and experts have biases.
+        block, router, gate, up, down: names in the checkpoint of a layer's expert block, its router, and an expert's
+            matrices."""
 
     count: str = "num_experts"
     width: str = "moe_intermediate_size"
     renormalise: str | None = "norm_topk_prob"
     shared: str | None = None
+    has_biases: bool = False
     block: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -144,7 +148,11 @@ class Architecture(NamedTuple):
         only: keys for which only one value is supported.
         activation: key of the MLP's activation.
         experts: the mixture of experts; None: every layer has one MLP.
-        output_gate: the query projection also returns a gate, whose sigmoid multiplies the attention's output."""
+        output_gate: the query projection also returns a gate, whose sigmoid multiplies the attention's output.
+        clamped: the experts' gated activation is clamped (csrc/kernels/swiglu.h).
+        sinks: each attention head has a learned sink.
+        rope_section: the rope_parameters of a config.json that has none.
+        reads_mxfp4: the experts' matrices may be quantised to MXFP4, and are read into bfloat16."""
 
     title: str
     defaults: dict[str, Plain]
@@ -164,14 +172,21 @@ class Architecture(NamedTuple):
     activation: str = "hidden_act"
     experts: Experts | None = None
     output_gate: bool = False
+    clamped: bool = False
+    sinks: bool = False
+    rope_section: Mapping[str, Plain] | None = None
+    reads_mxfp4: bool = False
 
 
 RECURRENT_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
 """Keys of config.json with the sizes of a RECURRENT layer."""
-WITH_A_TEXT_SECTION = {"qwen3_5": "qwen3_5_text"}
-"""model_type of a vision-language model -> model_type of its text_config. Only the text model is computed."""
+WITH_A_TEXT_SECTION = {
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+}
+"""model_type of a vision-language model -> model_type and class of its text_config. Only the text model is computed."""
 
 
 # transformers 5's defaults for keys that config.json omits.
@@ -246,6 +261,15 @@ _QWEN3_5 = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }  # fmt: skip
+_GPT_OSS = {
+    **_EVERY, **_EXPERTS, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
+    "sliding_window": 128, "num_experts_per_tok": 4, "num_local_experts": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+}  # fmt: skip
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
@@ -296,6 +320,11 @@ SUPPORTED_ARCHITECTURES = {
     "qwen3_5_text": Architecture(
         "Qwen3_5Text", _QWEN3_5, biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True, layer_types=_recurrent_between,
         lists_layers=True, output_gate=True, only={"attention_bias": False},
+    ),
+    "gpt_oss": Architecture(
+        "GptOss", _GPT_OSS, layer_types=lambda form: _listed(form, 2), lists_layers=True, rope_theta=150000.0, rope_section=_GPT_OSS_ROPE,
+        sinks=True, clamped=True, reads_mxfp4=True, only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        experts=Experts("num_local_experts", "intermediate_size", None, has_biases=True, router="router"),
     ),
 }  # fmt: skip
 """model_type -> its description. Add an entry to support a new architecture."""

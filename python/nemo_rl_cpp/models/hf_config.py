@@ -134,6 +134,12 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     form = {**made.defaults, **form}
     _derive(form)
     _check(form)
+    if made.rope_section is not None and not form.get(
+        "rope_scaling"
+    ):  # transformers reads a null section as the default
+        raise ModelFolderError(
+            f"rope_type default is not supported for {kind}, whose rotary embeddings are scaled by yarn"
+        )
     if made.lists_layers:
         form["layer_types"] = made.layer_types(form)
     section = rope.section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config)
@@ -146,19 +152,23 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
     """Return the configuration of the text model of a vision-language model. Its vision tower and its
     multi-token-prediction heads are not computed. Return any other configuration unchanged."""
-    kind, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")
-    if kind is None:
+    known, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")
+    if known is None:
         return config
     if not isinstance(section, Mapping):
         raise ModelFolderError(f"text_config is {section!r}, but the section of the text model was expected")
-    named = {"model_type": kind, "architectures": ["Qwen3_5ForCausalLM"]}
-    beside = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    named = {"model_type": known[0], "architectures": [known[1]]}
+    beside = {
+        key: config[key] for key in ("tie_word_embeddings", "quantization_config", "eos_token_id") if key in config
+    }
     return {**section, **beside, **named}
 
 
 def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
     """Return the configuration with its RoPE keys in canonical form."""
     positions = made.defaults["max_position_embeddings"]
+    if made.rope_section is not None and not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_parameters": made.rope_section}
     if made.local_rope is not None:
         return rope.respell_kinds(config, positions, made.rope_theta, *made.local_rope)
     original = "original_max_position_embeddings"
@@ -189,8 +199,10 @@ def _derive(form: dict[str, Plain]) -> None:
         form["max_position_embeddings"] = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults[
             "max_position_embeddings"
         ]
-    if not form.get("quantization_config"):
-        form.pop("quantization_config", None)  # transformers 4 fails on a null section
+    quantized, made = form.get("quantization_config"), SUPPORTED_ARCHITECTURES[form["model_type"]]
+    is_mxfp4 = made.reads_mxfp4 and isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+    if not quantized or is_mxfp4:  # transformers 4 fails on a null section; MXFP4 is read into bfloat16
+        form.pop("quantization_config", None)
     if form.get("use_sliding_window") is False and isinstance(
         form.get("layer_types"), list
     ):  # transformers 5 fails on sliding layers without a window
@@ -462,7 +474,8 @@ def native_config(
         "mlp_bias": "mlp" in made.biases and bool(form["mlp_bias"]),
         "qk_norm": made.qk_norm,
         "norms": dict(made.norms),
-        "activation": _ACTIVATIONS[form[made.activation]],
+        "activation": "clamped" if made.clamped else _ACTIVATIONS[form[made.activation]],
+        "attention_sinks": made.sinks,
         "value_head": value_head,
         "fused_tensors": made.fused_tensors,
         "norm_offset": made.norm_offset,
@@ -484,7 +497,9 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
         "intermediate_size": form[experts.width],
         "renormalise": experts.renormalise is None or bool(form[experts.renormalise]),
         "shared_size": form[experts.shared] if experts.shared else 0,
+        "has_biases": experts.has_biases,
         "block": experts.block,
+        "router": experts.router,
         "gate": experts.gate,
         "up": experts.up,
         "down": experts.down,
@@ -546,6 +561,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
             shapes |= {prefix + name: shape for name, shape in _recurrent_shapes(native["gated_delta"], hidden).items()}
         else:
             shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [size] for norm, size in normed_heads}
+            if native["attention_sinks"]:
+                shapes[f"{prefix}self_attn.sinks"] = [native["num_heads"]]
         if layer in with_experts:
             shapes |= {prefix + name: shape for name, shape in _expert_shapes(native["experts"], hidden).items()}
         for name, (rows, columns) in products.items():
@@ -582,11 +599,14 @@ def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list
 def _expert_shapes(experts: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
     """Return name -> shape of every parameter of a mixture of experts, without the layer's prefix."""
     block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
-    shapes = {f"{block}.gate.weight": [experts["count"], hidden]}
+    router = f"{block}.{experts['router']}"
+    shapes = {f"{router}.weight": [experts["count"], hidden]}
     for expert in range(experts["count"]):
         prefix = f"{block}.experts.{expert}."
         shapes |= {f"{prefix}{experts[name]}.weight": [inner, hidden] for name in ("gate", "up")}
         shapes[f"{prefix}{experts['down']}.weight"] = [hidden, inner]
+    if experts["has_biases"]:
+        shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items()}
     if shared:
         shapes[f"{block}.shared_expert_gate.weight"] = [1, hidden]
         shapes |= {f"{block}.shared_expert.{name}_proj.weight": [shared, hidden] for name in ("gate", "up")}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.models.fused_experts import is_fused, split_experts
 from nemo_rl_cpp.models.hf_config import read_json
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def fill_parameters(
     """
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
-    for given, tensor in tensors:
+    for given, tensor in split_experts(tensors) if is_fused(shapes) else tensors:
         name = _known_name(given, shapes)
         if tied and name == HEAD and EMBEDDING in missing:
             name, stood_in = EMBEDDING, True
@@ -233,14 +234,21 @@ def fill_parameters(
         raise ModelFolderError(f"the weights in {folder} do not fit its config.json: {listed}{advice}")
 
 
-_NOT_COMPUTED = ("mtp.", "model.visual.")
-"""Further prediction heads and the vision tower of Qwen3.5."""
+_NOT_COMPUTED = (
+    "mtp.",
+    "model.visual.",
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+"""Further prediction heads and the vision towers of Qwen3.5 and Gemma 3."""
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
     """Return the parameter's name in `shapes`: the prefix `model.` is added, which checkpoints of base models lack, and
     `language_model.` is removed, which marks the text model in checkpoints of vision-language models."""
-    name = name.replace("model.language_model.", "model.", 1)
+    name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
 
 

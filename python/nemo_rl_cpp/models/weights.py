@@ -3,6 +3,7 @@
 
 import json
 import math
+import re
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models.fused_experts import is_fused
 from nemo_rl_cpp.models.saved_adapter import LORA_B, SavedAdapter
 from nemo_rl_cpp.models.weight_files import (
     INDEX_FILE,
@@ -175,9 +177,10 @@ def save_weights(
     folder = Path(folder)
     save_config(folder, config, model.compute.dtype)
     tensors = named_views(model.layout, model.compute) if tensors is None else tensors
+    total = sum(t.nbytes for t in tensors.values())
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    for name, tensor in tensors.items():
+    for name, tensor in joined_experts(tensors) if is_fused(tensors) else tensors.items():
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0
@@ -191,10 +194,32 @@ def save_weights(
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
-    total = sum(t.nbytes for t in tensors.values())
     (folder / INDEX_FILE).write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
     )
+
+
+_EXPERT = re.compile(r"(.*mlp\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)")
+
+
+def joined_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors by their names in a checkpoint with fused experts (models/fused_experts.py). Each tensor is made
+    when it is asked for."""
+    experts: dict[str, list[str]] = {}
+    for name in tensors:
+        if (found := _EXPERT.fullmatch(name)) is None:
+            yield name, tensors[name]
+            continue
+        prefix, matrix, kind = found.groups()
+        if matrix != "up":
+            fused = f"{prefix}{'down' if matrix == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
+            experts.setdefault(fused, []).append(name)
+    for fused, names in experts.items():
+        if "gate_up" not in fused:
+            yield fused, torch.stack([tensors[name].t() for name in names])
+            continue
+        pairs = (torch.stack([tensors[name], tensors[name.replace("gate_proj", "up_proj")]], dim=1) for name in names)
+        yield fused, torch.stack([pair.flatten(0, 1).t() for pair in pairs])
 
 
 def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> None:

@@ -63,12 +63,15 @@ struct Batch {
   std::vector<AttentionSequence> sequences;
   std::int64_t tokens = 0;
   std::vector<bfloat16> qkv;
+  std::vector<bfloat16> sinks;  ///< [N] with odd seeds, else none
 
   Batch(std::int64_t N, std::int64_t K, std::int64_t H, std::vector<AttentionSequence> all, unsigned seed)
       : shape{N, K, H, 1.0 / std::sqrt(static_cast<double>(H)), ElementType::bfloat16}, sequences(std::move(all)) {
     for (const auto& s : sequences) tokens = std::max(tokens, s.start + s.length);
     qkv = drawn(tokens * shape.row_stride(), Values::normal, seed);
+    if (seed % 2 == 1) sinks = drawn(N, Values::normal, seed + 100);
   }
+  const void* sinks_or_null() const { return sinks.empty() ? nullptr : sinks.data(); }
   float at(std::int64_t row, std::int64_t head, std::int64_t h) const {
     return static_cast<float>(qkv[static_cast<std::size_t>(row * shape.row_stride() + head * shape.head_dim + h)]);
   }
@@ -99,6 +102,10 @@ struct Batch {
     float max = -INFINITY;
     std::array<float, 16> sum{};
     std::vector<float> acc(static_cast<std::size_t>(H), 0.0f);
+    if (!sinks.empty()) {
+      max = static_cast<float>(sinks[static_cast<std::size_t>(head)]) * static_cast<float>(kLog2E);
+      sum[0] = 1;
+    }
     for (std::int64_t t = 0; t * 32 <= position; ++t) {
       float w[32], new_max = max;
       const auto seen = [&](int j) { return t * 32 + j <= position; };
@@ -137,7 +144,8 @@ struct Outputs {
 Outputs forward(const AttentionKernels& with, const Batch& b, std::int64_t step, bool together = false) {
   Outputs o{std::vector<bfloat16>(static_cast<std::size_t>(b.tokens * b.shape.num_heads * b.shape.head_dim)),
             std::vector<float>(static_cast<std::size_t>(b.tokens * b.shape.num_heads))};
-  const AttentionForwardArgs args{b.shape, b.qkv.data(), b.sequences.data(), o.out.data(), o.lse.data()};
+  const AttentionForwardArgs args{b.shape,           b.qkv.data(), b.sequences.data(),
+                                  b.sinks_or_null(), o.out.data(), o.lse.data()};
   std::int64_t longest = 0;
   for (const auto& s : b.sequences) longest = std::max(longest, s.prefix_length + s.length);
   Room room(static_cast<std::int64_t>(with.forward_workspace(b.shape, longest)));
@@ -200,7 +208,8 @@ std::vector<bfloat16> through_the_cache(const AttentionKernels& with, const Batc
         slices.push_back({s.start + from, std::min(step, s.length - from), from, tables[i].data(),
                           static_cast<std::int64_t>(tables[i].size())});
     }
-    const PagedAttentionArgs args{shape, b.qkv.data(), slices.data(), cache.data(), out.data(), nullptr};
+    const PagedAttentionArgs args{shape,        b.qkv.data(), slices.data(), b.sinks_or_null(),
+                                  cache.data(), out.data(),   nullptr};
     with.paged(args, {0, static_cast<std::int64_t>(slices.size()) * shape.num_kv_heads, 0, 1 << 20, true},
                static_cast<std::byte*>(room.get()));
   }

@@ -11,6 +11,10 @@ using kernels::Gate;
 
 at::Tensor reference(const at::Tensor& gate_up, Gate gate) {
   const auto halves = gate_up.chunk(2, 1);
+  if (gate == Gate::clamped) {
+    const auto g = halves[0].clamp_max(7);
+    return g * at::sigmoid(1.702 * g) * (halves[1].clamp(-7, 7) + 1);
+  }
   return (gate == Gate::silu ? at::silu(halves[0]) : at::gelu(halves[0], "tanh")) * halves[1];
 }
 
@@ -23,9 +27,9 @@ TEST(Swiglu, ByHand) {
 
 TEST(Swiglu, EqualsAtenForwardAndBackwardForEveryTypeAndGate) {
   for (const auto type : kTypes)
-    for (const auto gate : {Gate::silu, Gate::gelu_tanh})
+    for (const auto gate : {Gate::silu, Gate::gelu_tanh, Gate::clamped})
       for (const std::int64_t I : {1, 16, 37}) {
-        const auto gate_up = randn({9, 2 * I}, 1, type) * 3, d_act = randn({9, I}, 2, type),
+        const auto gate_up = randn({9, 2 * I}, 1, type) * 4, d_act = randn({9, I}, 2, type),
                    act = at::empty({9, I}, type);
         swiglu_forward(gate_up, act, gate);
         const auto leaf = gate_up.to(at::kDouble).clone().set_requires_grad(true);

@@ -28,9 +28,14 @@ def softcap_of(window):
     return 2.0 if window == 40 else 0.0
 
 
-def heads_of(shape, window=0):
+def sinks_of(shape, window, dtype=torch.float64):
+    """Two of the windows have sinks, of which some outweigh all keys and some none."""
+    return torch.linspace(-4, 6, shape[0], dtype=torch.float64).to(dtype) if window in (9, 64) else None
+
+
+def heads_of(shape, window=0, dtype=torch.bfloat16):
     n, k, h = shape
-    return C.AttentionHeads(n, k, h, 1.0 / math.sqrt(h), window, softcap_of(window))
+    return C.AttentionHeads(n, k, h, 1.0 / math.sqrt(h), window, softcap_of(window), sinks_of(shape, window, dtype))
 
 
 def random_qkv(tokens, shape, dtype, seed=0):
@@ -57,7 +62,7 @@ class Cache:
 
     def __init__(self, shape, dtype, blocks, seed, window=0):
         n, k, h = shape
-        self.heads, self.head_dim = heads_of(shape, window), h
+        self.heads, self.head_dim = heads_of(shape, window, dtype), h
         self.storage = torch.full((blocks, k, 2, h * TILE), math.nan, dtype=dtype)
         self.in_pairs = dtype == torch.bfloat16 and C.cpu_capability() in ("amx", "software_tiles")
         self.free = list(range(blocks))
@@ -121,10 +126,11 @@ def test_forward_matches_float64_reference(shape, dtype, window):
     sequences, tokens = packed([1, 5, 32, 33, 70])
     sequences.append((tokens, 20, sequences[4][0], 37))  # shares the first 37 rows of the last one
     qkv = random_qkv(tokens + 20, shape, dtype)
-    out, lse = C.attention_forward(qkv, sequences, heads_of(shape, window))
+    out, lse = C.attention_forward(qkv, sequences, heads_of(shape, window, qkv.dtype))
     want, want_lse = reference.attention(
-        qkv.double().numpy(), sequences, *shape, 1.0 / math.sqrt(shape[2]), window, softcap_of(window)
-    )
+        qkv.double().numpy(), sequences, *shape, 1.0 / math.sqrt(shape[2]), window, softcap_of(window),
+        None if window not in (9, 64) else sinks_of(shape, window, dtype).double().numpy(),
+    )  # fmt: skip
     limit = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float64: 1e-13}[dtype]
     assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert np.abs(out.double().numpy() - want).max() <= limit * max(1.0, np.abs(want).max())
@@ -168,7 +174,7 @@ def test_paged_equals_packed_bit_for_bit(shape, dtype, threads, window):
     lengths = [1, 31, 32, 33, 64, 300] + [rng.randint(1, 300) for _ in range(4)]
     sequences, tokens = packed(lengths)
     qkv = random_qkv(tokens, shape, dtype)
-    out, _ = C.attention_forward(qkv, sequences, heads_of(shape, window))
+    out, _ = C.attention_forward(qkv, sequences, heads_of(shape, window, qkv.dtype))
     parts = [qkv[s : s + n] for s, n, _, _ in sequences]
     for seed in range(2):
         chunked = paged_in_chunks(parts, shape, seed, decode_from=260 if seed else None, window=window)
@@ -188,9 +194,11 @@ def test_decode_does_not_depend_on_the_batch(batch, threads):
     tables = [cache.table(n) for n in lengths]
     cache.run(qkv, [(s, n - 1, 0, t) for (s, n, _, _), t in zip(sequences, tables)])
     got = cache.run(qkv[last], [(i, 1, n - 1, t) for i, (n, t) in enumerate(zip(lengths, tables))])
-    want, _ = C.attention_forward(qkv, sequences, heads_of(shape, window))
+    want, _ = C.attention_forward(qkv, sequences, heads_of(shape, window, qkv.dtype))
     assert_same_bits(got, want[last])
-    alone, _ = C.attention_forward(qkv[sequences[-1][0] :], [(0, lengths[-1], 0, 0)], heads_of(shape, window))
+    alone, _ = C.attention_forward(
+        qkv[sequences[-1][0] :], [(0, lengths[-1], 0, 0)], heads_of(shape, window, qkv.dtype)
+    )
     assert_same_bits(got[-1], alone[-1])
 
 
@@ -205,10 +213,12 @@ def test_shared_prefix_equals_own_rows_bit_for_bit(shape, dtype, threads, window
         qkv = random_qkv(prefix + sum(lengths), shape, dtype, seed=prefix)
         starts = prefix + np.concatenate([[0], np.cumsum(lengths)])
         sequences = [(0, prefix, 0, 0)] + [(int(s), n, 0, prefix) for s, n in zip(starts, lengths)]
-        out, lse = C.attention_forward(qkv, sequences, heads_of(shape, window))
+        out, lse = C.attention_forward(qkv, sequences, heads_of(shape, window, qkv.dtype))
         for start, length, _, _ in sequences[1:]:
             whole = torch.cat([qkv[:prefix], qkv[start : start + length]])
-            want, want_lse = C.attention_forward(whole, [(0, prefix + length, 0, 0)], heads_of(shape, window))
+            want, want_lse = C.attention_forward(
+                whole, [(0, prefix + length, 0, 0)], heads_of(shape, window, qkv.dtype)
+            )
             assert_same_bits(out[start : start + length], want[prefix:])
             assert_same_bits(lse[start : start + length], want_lse[prefix:])
 

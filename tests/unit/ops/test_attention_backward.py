@@ -31,8 +31,14 @@ def softcap_of(window):
     return 2.0 if window == 40 else 0.0
 
 
-def heads_of(shape, window=0):
-    return C.AttentionHeads(*shape, 1.0 / math.sqrt(shape[2]), window, softcap_of(window))
+def sinks_of(shape, window, dtype):
+    """Two of the windows have sinks."""
+    return torch.linspace(-3, 3, shape[0], dtype=torch.float64).to(dtype) if window in (9, 50) else None
+
+
+def heads_of(shape, window=0, dtype=torch.float32):
+    sinks = sinks_of(shape, window, dtype)
+    return C.AttentionHeads(*shape, 1.0 / math.sqrt(shape[2]), window, softcap_of(window), sinks)
 
 
 def random_rows(tokens, columns, dtype, seed):
@@ -67,12 +73,19 @@ def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit, win
     group, end = group_layout(37, [20, 1, 40])
     sequences = [*group, (end, 33, 0, 0), (end + 33, 5, end, 12)]  # the last shares only a part of its prompt
     qkv, d_out = inputs(end + 38, shape, dtype, grad_dtype)
-    got = gradient(qkv, d_out, sequences, heads_of(shape, window))
+    got = gradient(qkv, d_out, sequences, heads_of(shape, window, dtype))
     n, k, h = shape
-    want = reference.attention_backward(
-        qkv.double().numpy(), d_out.double().numpy(), sequences, n, k, h, 1 / math.sqrt(h), window, softcap_of(window)
-    )
+    sinks = sinks_of(shape, window, dtype)
+    want, want_sinks = reference.attention_backward(
+        qkv.double().numpy(), d_out.double().numpy(), sequences, n, k, h, 1 / math.sqrt(h), window, softcap_of(window),
+        None if sinks is None else sinks.double().numpy(),
+    )  # fmt: skip
     assert got.dtype == grad_dtype
+    if sinks is not None:
+        heads = heads_of(shape, window, dtype)
+        out, lse = C.attention_forward(qkv, sequences, heads)
+        d_sinks = C.attention_sinks_backward(out, d_out, lse, heads)
+        assert relative_gap(d_sinks, torch.from_numpy(want_sinks)) <= limit
     for columns in (slice(0, n * h), slice(n * h, (n + k) * h), slice((n + k) * h, None)):  # queries, keys, values
         assert relative_gap(got[:, columns], torch.from_numpy(want[:, columns])) <= limit
 
@@ -86,7 +99,7 @@ def test_bfloat16_error_is_within_rounding():
     want, _ = reference.attention(qkv.double().numpy(), sequences, *shape, 1 / math.sqrt(h))
     assert relative_gap(out, torch.from_numpy(want)) <= 2.5e-3  # rounding the result alone: 1.6e-3
     got = C.attention_backward(qkv, out, d_out, lse, sequences, heads_of(shape))
-    want = reference.attention_backward(
+    want, _ = reference.attention_backward(
         qkv.double().numpy(), d_out.double().numpy(), sequences, *shape, 1 / math.sqrt(h)
     )
     assert relative_gap(got, torch.from_numpy(want)) <= 3.5e-3
@@ -113,17 +126,17 @@ def test_shared_prefix_gives_the_gradients_of_copies(dtype, limit, prompt, lengt
     shape = (6, 2, 64)
     sequences, tokens = group_layout(prompt, lengths)
     qkv, d_out = inputs(tokens, shape, dtype, dtype)
-    got = gradient(qkv, d_out, sequences, heads_of(shape, window))
+    got = gradient(qkv, d_out, sequences, heads_of(shape, window, dtype))
     # without sharing: the prompt's rows stand before every generation, with no gradient of their own but once
     want = torch.zeros_like(got)
     want[:prompt] += gradient(
-        qkv[:prompt].clone(), d_out[:prompt].clone(), [(0, prompt, 0, 0)], heads_of(shape, window)
+        qkv[:prompt].clone(), d_out[:prompt].clone(), [(0, prompt, 0, 0)], heads_of(shape, window, dtype)
     )
     for start, length, _, _ in sequences[1:]:
         rows = torch.cat([torch.arange(prompt), torch.arange(start, start + length)])
         grad = d_out[rows]
         grad[:prompt] = 0
-        want.index_add_(0, rows, gradient(qkv[rows], grad, [(0, len(rows), 0, 0)], heads_of(shape, window)))
+        want.index_add_(0, rows, gradient(qkv[rows], grad, [(0, len(rows), 0, 0)], heads_of(shape, window, dtype)))
     assert relative_gap(got, want) <= limit
 
 

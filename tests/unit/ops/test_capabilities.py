@@ -65,7 +65,8 @@ def chunked(qkv, chunk):
     return torch.cat([C.attention_paged(piece, [(0, len(piece), i * chunk, table)], heads, cache) for i, piece in enumerate(pieces)])
 
 for dtype, window in ((d, w) for d in (torch.bfloat16, torch.float32) for w in (0, 1, 40)):
-    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H), window, 2.0 if window == 40 else 0.0)
+    sinks = torch.linspace(-3, 3, N).to(dtype) if window == 40 else None
+    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H), window, 2.0 if window == 40 else 0.0, sinks)
     qkv = torch.randn(400, (N + 2 * K) * H, generator=torch.Generator().manual_seed(0)).to(dtype)
     shared = [(0, 300, 0, 0), (300, 33, 0, 45), (333, 67, 0, 130)]
     gradients = []

@@ -1,0 +1,78 @@
+"""The expert tensors of gpt-oss's checkpoints: split as they are read, joined as they are written, MXFP4 as transformers converts it."""
+
+import pytest
+import torch
+from nemo_rl_cpp.models.fused_experts import split_experts
+from nemo_rl_cpp.models.weight_files import RawTensor, TensorEntry
+from nemo_rl_cpp.models.weights import FILE_DTYPES, joined_experts
+
+PREFIX = "model.layers.3.mlp.experts."
+NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}
+
+
+def raw(tensor: torch.Tensor) -> RawTensor:
+    return RawTensor(
+        NAMES[tensor.dtype], list(tensor.shape), memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B")
+    )
+
+
+def read(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.frombuffer(bytearray(part.data), dtype=FILE_DTYPES[part.dtype]).view(part.shape)
+        for name, part in split_experts((name, raw(tensor)) for name, tensor in tensors.items())
+    }
+
+
+def test_split_by_hand():
+    """One expert, D = 1, I = 2: columns are gate 0, up 0, gate 1, up 1."""
+    found = read({
+        PREFIX + "gate_up_proj": torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), PREFIX + "gate_up_proj_bias": torch.tensor([[5.0, 6.0, 7.0, 8.0]]),
+        PREFIX + "down_proj": torch.tensor([[[9.0], [10.0]]]), PREFIX + "down_proj_bias": torch.tensor([[11.0]]),
+    })  # fmt: skip
+    assert {name.removeprefix(PREFIX + "0."): tensor.tolist() for name, tensor in found.items()} == {
+        "gate_proj.weight": [[1.0], [3.0]], "up_proj.weight": [[2.0], [4.0]], "gate_proj.bias": [5.0, 7.0], "up_proj.bias": [6.0, 8.0],
+        "down_proj.weight": [[9.0, 10.0]], "down_proj.bias": [11.0],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_join_is_the_inverse_of_split(dtype):
+    shapes = {
+        "gate_up_proj": (3, 8, 10),
+        "gate_up_proj_bias": (3, 10),
+        "down_proj": (3, 5, 8),
+        "down_proj_bias": (3, 8),
+    }
+    given = {PREFIX + name: torch.randn(shape).to(dtype) for name, shape in shapes.items()} | {
+        "model.norm.weight": torch.ones(8, dtype=dtype)
+    }
+    again = dict(joined_experts(read(given)))
+    assert again.keys() == given.keys() and all(torch.equal(again[name], given[name]) for name in given)
+
+
+@pytest.mark.parametrize("scales_first", [False, True])
+@pytest.mark.parametrize("matrix", ["gate_up_proj", "down_proj"])
+def test_mxfp4_equals_transformers_bit_for_bit(matrix, scales_first):
+    """With every byte and every scale but 255, which means that a block is not a number."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 6, 255, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.arange(255, dtype=torch.uint8).expand(2, 6, 255).contiguous()
+    halves = {f"{PREFIX}{matrix}_blocks": blocks, f"{PREFIX}{matrix}_scales": scales}
+    found = read(dict(reversed(halves.items())) if scales_first else halves)
+    want = read({PREFIX + matrix: convert_moe_packed_tensors(blocks, scales)})
+    assert found.keys() == want.keys() and found
+    assert all(torch.equal(found[name].view(torch.int16), want[name].view(torch.int16)) for name in want)
+
+
+def test_headers_are_split_like_tensors():
+    blocks, scales = TensorEntry("U8", [2, 6, 1, 16], 0, 192), TensorEntry("U8", [2, 6, 1], 192, 204)
+    entries = [(PREFIX + "gate_up_proj_blocks", blocks), (PREFIX + "gate_up_proj_scales", scales)]
+    shapes = {name: (entry.dtype, entry.shape) for name, entry in split_experts(entries)}
+    assert shapes == {f"{PREFIX}{e}.{half}_proj.weight": ("BF16", [3, 32]) for e in range(2) for half in ("gate", "up")}
+
+
+def test_blocks_without_scales_are_named():
+    (name, _), *rest = split_experts([(PREFIX + "down_proj_blocks", TensorEntry("U8", [1, 4, 1, 16], 0, 64))])
+    assert name == PREFIX + "down_proj_blocks without " + PREFIX + "down_proj_scales, or the reverse" and not rest

@@ -174,7 +174,8 @@ class ModelFolder:
         from nemo_rl_cpp.models.weights import add_saved_adapter, initialize_weights, load_weights
 
         if self.path is None:
-            initialize_weights(model, self.seed, std=float(self.config.get("initializer_range", 0.02)))
+            std, offset = float(self.config.get("initializer_range", 0.02)), self.native()["norm_offset"]
+            initialize_weights(model, self.seed, std, offset)
         else:
             load_weights(model, self.path)
         if self.adapter is not None:

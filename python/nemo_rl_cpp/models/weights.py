@@ -222,12 +222,16 @@ def joined_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, t
         yield fused, torch.stack([pair.flatten(0, 1).t() for pair in pairs])
 
 
-def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> None:
-    """Initialise a random model: normal matrices, unit norms, zero biases. Equal seeds give equal weights.
+def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm_offset: float = 0.0) -> None:
+    """Initialise a random model: normal matrices, norms that scale by 1, zero biases. Equal seeds give equal weights.
 
     An untied LM head gets a tenth of the other matrices' standard deviation, so that the first policy is nearly
     uniform: reinforcement learning from scratch needs exploration. The matrices of a quantised model are drawn as in
     the same model without quantisation, and then quantised.
+
+    Args:
+        norm_offset: added to a norm's weight before multiplying (Gemma, Qwen3.5: 1). The norm of a gated delta net has
+            no offset.
     """
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters
@@ -246,6 +250,8 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02) -> N
         name = spec.name
         if isinstance(spec, C.BlockSpec):
             pack_blocks(model, spec, draw(spec.shape, std))
+        elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            views[name].fill_(1.0 - norm_offset)
         elif name.endswith(("norm.weight", ".dt_bias")):
             views[name].fill_(1.0)
         elif name.endswith(".A_log"):

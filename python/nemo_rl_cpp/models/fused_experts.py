@@ -133,5 +133,6 @@ def _parts(
     for name, size, every in parts:
         part = tensor._replace(shape=size)
         if rows is not None:
-            part = part._replace(data=memoryview(np.ascontiguousarray(rows[every]).view(np.uint8).reshape(-1)))
+            copied = np.array(rows[every], order="C")  # no view of the file, which is closed before the next file opens
+            part = part._replace(data=memoryview(copied.view(np.uint8).reshape(-1)))
         yield f"{expert}{name}.{kind}", part

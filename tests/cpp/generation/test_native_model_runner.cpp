@@ -36,7 +36,7 @@ std::vector<std::vector<float>> trainer_logprobs(const std::shared_ptr<model::De
                                 at::tensor(lengths, at::kLong), at::tensor(wanted, at::kLong).to(at::kBool),
                                 at::zeros({static_cast<std::int64_t>(rows.size())}, at::kLong)};
   auto out = at::zeros({static_cast<std::int64_t>(ids.size())});
-  trainer::Trainer(model).forward(batch, rows, {temperature}, {share, false, false}, out);
+  trainer::Trainer(model).forward(batch, rows, {temperature}, {share, false, false}, trainer::TokenOutputs{out});
   std::vector<std::vector<float>> result;
   for (std::size_t b = 0; b < sequences.size(); ++b) {
     const auto* row = out.data_ptr<float>() + starts[b];

@@ -358,7 +358,7 @@ def _convert(source: Path, folder: Path) -> None:
         work.chmod(0o755)
         for file in [*work.iterdir(), work]:
             fsync_path(file)
-        if folder.exists():  # incomplete, from an older version
+        if folder.exists():  # an incomplete folder of an older version
             shutil.rmtree(folder)
         rename(work, folder)
     except BaseException:

@@ -189,7 +189,7 @@ WITH_A_TEXT_SECTION = {
 """model_type of a vision-language model -> model_type and class of its text_config. Only the text model is computed."""
 
 
-# transformers 5's defaults for keys that config.json omits.
+# The defaults of transformers 5 for keys that config.json omits.
 _EVERY = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6, "hidden_act": "silu",
     "tie_word_embeddings": False,

@@ -205,7 +205,7 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
     if config["model_type"] == "gemma3_text":
         writer.add_rope_freq_base_swa(float(rope.of_kind(config, SLIDING)["rope_theta"]))
     scaling = full["rope_scaling"]
-    if scaling is None or scaling["rope_type"] == "llama3":  # llama3's factors are a tensor
+    if scaling is None or scaling["rope_type"] == "llama3":  # llama3's factors are stored as a tensor
         return
     original = scaling.get("original_max_position_embeddings")
     if scaling["rope_type"] == "longrope":
@@ -236,7 +236,7 @@ def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
         kind = "f32"
     elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):
         kind = "q8_0"
-    if kind.startswith("q") and shape[-1] % 32:  # a block holds 32 numbers of a row
+    if kind.startswith("q") and shape[-1] % 32:  # a block holds 32 elements of a row
         kind = "f16"
     return gguf.GGMLQuantizationType[kind.upper()]
 
@@ -330,8 +330,8 @@ def compare_with_folder(file: Path, folder: Path) -> Gap:
     return Gap(len(ids), float(kl), float((ours - theirs).abs().max()))
 
 
-# ---- the tokenizer. llama.cpp supports two kinds. A byte-level BPE needs llama.cpp's name of its rule that splits text into
-# words. A SentencePiece BPE, stored as merges in tokenizer.json, gets the rank of a merge as the merged token's score.
+# ---- the tokenizer. llama.cpp supports two kinds. For a byte-level BPE the file names the rule that splits text into
+# words. For a SentencePiece BPE, which tokenizer.json stores as merges, a token's score is the rank of its merge.
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -415,7 +415,7 @@ def _add_special_tokens(writer: GGUFWriter, tokenizer: Tokenizer, ends: Sequence
         if i is not None:
             getattr(writer, f"add_{name}_token_id")(i)
     others = [i for i in ends if i != tokenizer.eos_token_id]
-    if others:  # llama.cpp stores one second end token, and finds further end tokens by their texts
+    if others:  # a file can name a second end token; llama.cpp recognises further ones by their texts
         writer.add_eot_token_id(others[0])
     encoded = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and encoded[0] == tokenizer.bos_token_id)

@@ -35,7 +35,7 @@ _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings",
 )  # fmt: skip
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # PEFT's
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files of PEFT
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
 _ACTIVATIONS = {
     "silu": "silu",
@@ -174,7 +174,7 @@ def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
     original = "original_max_position_embeddings"
     if original not in made.defaults:
         return rope.respell(config, positions, made.rope_theta)
-    # Phi 3: the key next to the section takes precedence, even if config.json omits it
+    # Phi 3: the top-level key takes precedence over the section's, even if it has only its default value
     beside = {original: config.get(original) or made.defaults[original]}
     return rope.respell({**config, **beside}, positions, made.rope_theta) | beside
 

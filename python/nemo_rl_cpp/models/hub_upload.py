@@ -9,7 +9,7 @@ from nemo_rl_cpp.config.checkpointing import repository_name
 from nemo_rl_cpp.errors import one_sentence
 from nemo_rl_cpp.hub.sources import SourceError, find_policy_weights, hub_endpoint
 
-ADAPTER = "adapter"  # equal to models/lora.py's, which imports torch
+ADAPTER = "adapter"  # equal to models/saved_adapter.py's
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
 

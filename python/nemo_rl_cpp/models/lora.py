@@ -159,7 +159,7 @@ class Lora:
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
         base = {"digest": self.base_digest}
-        if self.quantization is not None:  # the base is not saved, so a reader must find it
+        if self.quantization is not None:  # the base weights are not saved, so a reader needs their source
             base |= {"model_name": self.base, "seed": self.base_seed, "quantization": self.quantization}
         (folder / BASE_FILE).write_text(json.dumps(base) + "\n")
 

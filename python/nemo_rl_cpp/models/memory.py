@@ -301,7 +301,7 @@ def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
     if model.backend == "hf":
         return float(tokens * tape_bytes(sizes, width))
     heads = 2 * (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
-    if sizes.recurrent_layers:  # the average of all layers
+    if sizes.recurrent_layers:  # the average over all layers
         queries = 2 * sizes.num_attention_heads * sizes.head_dim
         recurrent = 2 * sizes.convolved + 2 * sizes.recurrent_values
         heads += queries + (recurrent - heads - queries) * sizes.recurrent_layers // sizes.num_hidden_layers

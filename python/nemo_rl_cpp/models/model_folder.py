@@ -257,4 +257,4 @@ def _has_own_head(path: Path) -> bool:
     try:
         return head_differs(path)
     except ModelFolderError:
-        return False  # a resumed run needs no weights from this folder; loading them would raise the error
+        return False  # not raised here, because a resumed run does not load these weights; loading them raises it

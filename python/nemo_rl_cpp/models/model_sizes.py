@@ -193,7 +193,7 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
         try:
             known = dict(text_section(read_config_file(Path(model_name).expanduser())))
         except ModelFolderError:
-            return None  # the checks of the model report the reason
+            return None  # the checks of the model report this error
     elif model_name.rpartition("/")[2].lower() == "smollm2-135m-instruct" and (packaged := known_model(model_name)):
         known = packaged.sizes.as_config()  # the packaged model may not be downloaded yet
     known |= overrides or {}

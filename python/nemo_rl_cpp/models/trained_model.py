@@ -381,7 +381,7 @@ class TrainedModel(NoOffload):
                     remove_adapter(Path(weights_path))
                 else:
                     self.lora.save(Path(weights_path), self.trained.whole, adapters)
-            except Exception as found:  # e.g. a full disk: the other ranks must not wait for this rank
+            except Exception as found:  # such as a full disk; the other ranks must not wait for this rank
                 error = found
         self.ranks.fail_together(error)
         if optimizer_path is not None:
@@ -419,7 +419,7 @@ class TrainedModel(NoOffload):
             (self.trained.own, self.model.masters_begin, self.model.masters),
         )
         for layout, begin, flat in places:
-            if flat is None or bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # infinities and NaN stay in a sum
+            if flat is None or bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # not finite if an element is not
                 continue
             finite = torch.ones(layout.total, dtype=torch.bool)
             finite[begin : begin + flat.numel()] = torch.isfinite(flat)

@@ -184,7 +184,7 @@ def save_weights(
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.contiguous().clone()  # a view would save the storage of the whole flat buffer
+        shards[-1][name] = tensor.contiguous().clone()  # saving a view would save the whole flat buffer
         size += tensor.nbytes
     if len(shards) == 1:
         save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})

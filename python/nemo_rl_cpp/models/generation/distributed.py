@@ -247,7 +247,7 @@ def for_workers(config: ModelConfig) -> ModelConfig:
     return config.model_copy(update={"model_name": str(Path(config.model_name).expanduser().absolute())})
 
 
-# ---- on workers that train nothing
+# ---- in workers that only generate
 
 
 class EngineWorker(EngineHost):

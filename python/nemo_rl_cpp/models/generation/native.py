@@ -182,7 +182,7 @@ def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict
     return {
         "max_model_len": min(config.vllm_cfg.max_model_len or longest, longest),
         **options,
-    }  # an evaluation may use shorter sequences
+    }  # an evaluation may set a shorter length
 
 
 def generation_on(

@@ -160,7 +160,7 @@ def open_frozen(
         raise ModelFolderError(
             f"generation.vllm_cfg.max_model_len is {longest}, but {name} has positions for {folder.positions} tokens: lower it"
         )
-    # buffers, such as rotary frequencies, stay float32
+    # buffers, such as RoPE frequencies, stay float32
     return folder, FlatModel(folder.build(), getattr(torch, precision), False, device).module
 
 

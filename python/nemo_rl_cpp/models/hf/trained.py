@@ -63,7 +63,7 @@ def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None
         tensors = None if whole is None else _named_as(backbone, whole, "backbone." if backbone is not module else "")
         backbone.save_pretrained(folder, max_shard_size=_SHARD, state_dict=tensors)
     if tensors is not None:
-        # transformers writes the dtype of the module's parameters, which ranks hold in float32
+        # transformers has written float32, the dtype in which ranks hold the parameters
         _change_config(folder, dtype=str(next(iter(whole.values())).dtype).removeprefix("torch."))
     (folder / "generation_config.json").unlink(
         missing_ok=True
@@ -127,7 +127,7 @@ class HfTrainedModel(TrainedModel):
         return open_hf_folder(self.config, self.section, seed=seed, value_head=self.value_head)
 
     def _slices(self) -> Slices:
-        if isinstance(self.model, ShardedModel):  # each rank has a slice: its rows of every parameter
+        if isinstance(self.model, ShardedModel):  # a rank's slice is its rows of every parameter
             return Slices(Ranks(tensor=self.ranks.communicator), self.model.layouts, self.model.whole)
         layout = self.model.flat_layout
         return Slices(self.ranks, [layout], layout)

@@ -107,7 +107,7 @@ class HfTrainer:
                 )
             enable = (
                 getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-            )  # by version
+            )  # the name depends on transformers' version
             enable({"use_reentrant": False})
             self._recomputing = [layer for layer in base.modules() if getattr(layer, "gradient_checkpointing", False)]
             for layer in self._recomputing:

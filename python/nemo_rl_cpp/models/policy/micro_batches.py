@@ -129,7 +129,7 @@ def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bin
         return dynamic_bins(batch.data.lengths.tolist(), batch.data.width, rows, budget, batching.length_round)
     bins = packed_bins(batch, rows, budget, batching.share_prefix, batching.algorithm)
     if batching.largest_first:
-        bins.sort(key=lambda rows: -C.packed_tokens(batch, rows, batching.share_prefix))  # stable
+        bins.sort(key=lambda rows: -C.packed_tokens(batch, rows, batching.share_prefix))  # a stable sort
     return bins
 
 

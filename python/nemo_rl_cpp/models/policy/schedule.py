@@ -58,7 +58,7 @@ class TorchLearningRate:
 
     def step(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "lr_scheduler.step() before optimizer.step()": a stand-in
+            warnings.simplefilter("ignore")  # torch's warning on the order of the two steps
             self._optimizer.step()
             self._scheduler.step()
 

@@ -264,7 +264,7 @@ class _RankGuard:
         if runner.evens_out and runner.ranks.sum(0.0 if self.failed is None else 1.0) == 0:
             runner.trainer.move_kept(batch.packed, batch.moves)
         if self.failed is not None and self.sums.sharded and runner.own_blocks > 1:
-            for _ in range(runner.own_blocks):  # the other ranks add this rank's part to each block
+            for _ in range(runner.own_blocks):  # the other ranks wait for this rank's part of each block's sum
                 runner.trainer.end_block()
         self.raise_failure()
         return batch

@@ -237,7 +237,7 @@ class VllmGeneration(BaseEngine):
             self._transport.prepare(weights)
         except (
             BaseException
-        ):  # the server, which others may use, still has its old weights; a late pause may have taken effect
+        ):  # the server still has its old weights, so other clients can continue; the pause may have taken effect
             with contextlib.suppress(VllmError, WorkerLostError):
                 self._call("POST", "/resume")
             raise

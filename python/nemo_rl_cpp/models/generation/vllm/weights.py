@@ -40,7 +40,7 @@ class WeightBuffer:
             end = offset + size
         self.size = max(end, 1)
         self.descriptor = os.memfd_create("nemo_rl_cpp_weights")
-        self._closing = weakref.finalize(self, os.close, self.descriptor)  # closes it if creating the engine fails
+        self._closing = weakref.finalize(self, os.close, self.descriptor)  # also closes it if creating the engine fails
         os.ftruncate(self.descriptor, self.size)
         self._memory = torch.frombuffer(mmap.mmap(self.descriptor, self.size), dtype=torch.uint8)
 

@@ -182,7 +182,7 @@ def nccl_engine() -> type:
             digest, loaded = begin_digest(manifest), set()
             for name, dtype, shape in manifest:
                 weight = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-                self.model_update_group.broadcast(weight, src=0)  # on the current stream
+                self.model_update_group.broadcast(weight, src=0)  # runs on the current stream
                 digest.update(weight.contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
                 loaded |= set(self.model.load_weights([(name, weight)]) or ())
             check_all_loaded(self.expected, loaded)
@@ -227,5 +227,5 @@ class Weights:
         }  # fmt: skip
 
 
-if not __package__:  # in vLLM's interpreter: the trainer imports this file as a module of its package
+if not __package__:  # only in vLLM's interpreter; in the trainer this file is part of a package
     register()

@@ -39,7 +39,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return joined
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Repeat every row `num_repeats` times in a row. Items of lists are deep-copied."""
+        """Repeat each row `num_repeats` times, with its copies adjacent. Items of lists are deep-copied."""
         repeated = type(self)()
         for key, value in self.data.items():
             if torch.is_tensor(value):

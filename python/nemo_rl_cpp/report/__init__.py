@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page about a run, rewritten during the run."""
+"""`report.html`: a self-contained page about one run, rewritten while the run continues."""
 
 from nemo_rl_cpp.report.writer import ReportWriter, write_report
 

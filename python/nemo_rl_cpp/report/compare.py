@@ -1,4 +1,4 @@
-"""Compares runs or evaluations side by side, as tables for the terminal and as a page."""
+"""Compares runs or evaluations side by side, as tables in the terminal and as a page."""
 
 import io
 import math
@@ -33,14 +33,14 @@ _COLORS = 9  # the number of colors in chart.js
 
 
 class Row(NamedTuple):
-    """A row of a comparison: its name, and the text of each run."""
+    """A row of a comparison: its name, and one text per run."""
 
     name: str
     values: list[str]
 
 
 class Block(NamedTuple):
-    """A part of a comparison: a table for terminal and page, or HTML for the page only."""
+    """A part of a comparison: a table for the terminal and the page, or HTML for the page only."""
 
     key: str
     title: str
@@ -50,16 +50,16 @@ class Block(NamedTuple):
 
 @dataclass
 class Comparison:
-    """The content of a comparison of several runs or evaluations, for terminal and page.
+    """A comparison of several runs or evaluations, for the terminal and for a page.
 
     Attributes:
         what: "runs" or "evaluations".
         names: short distinct names, in the order in which the runs or evaluations were given.
         titles: the title of each run, or the model of each evaluation.
-        verdict: sentences that name the better one, or state that the difference may be chance.
+        verdict: sentences that name the better one, or say that the difference may be chance.
         blocks: the parts, in the order of the page.
-        histories: metric histories by name for the page's charts; empty for no charts.
-        examples: further lines for the terminal.
+        histories: metric histories by name, for the page's charts; empty for no charts.
+        examples: additional lines for the terminal.
     """
 
     what: str
@@ -106,7 +106,7 @@ class Comparison:
 
 
 def different_folders(folders: Sequence[Path | str]) -> list[str]:
-    """Return each folder's path below their common folder. Raise ValueError if a folder is given twice."""
+    """Return the path of each folder relative to their common folder. Raise ValueError if a folder is given twice."""
     real = [Path(folder).resolve() for folder in folders]
     for number, folder in enumerate(real):
         if folder in real[:number]:
@@ -116,7 +116,8 @@ def different_folders(folders: Sequence[Path | str]) -> list[str]:
 
 
 def differing_keys(configs: Sequence[dict[str, Plain]], ignored: tuple[str, ...] = ()) -> list[Row]:
-    """Return the keys whose values differ between configurations, except keys that begin with one of `ignored`."""
+    """Return a row for each key whose value differs between the configurations, except keys that begin with one of
+    `ignored`."""
     flat = [flatten_dict(config, expand_lists=False) for config in configs]
     keys = sorted({key for one in flat for key in one if not key.startswith(ignored)})
     rows = [Row(key, [text_of(one[key]) if key in one else "–" for one in flat]) for key in keys]
@@ -128,7 +129,7 @@ def differing_keys(configs: Sequence[dict[str, Plain]], ignored: tuple[str, ...]
 
 @dataclass
 class LoggedRun:
-    """A run, read from its log folder."""
+    """A run that is read from its log folder."""
 
     history: MetricHistory
     config: dict[str, Plain] = field(default_factory=dict)
@@ -144,7 +145,8 @@ class LoggedRun:
 
 
 def run_folder(folder: Path) -> Path:
-    """Return the log folder itself, or its newest exp_NNN. Raise ValueError if neither contains metrics."""
+    """Return `folder` if it is a log folder, otherwise its newest exp_NNN. Raise ValueError if neither contains
+    metrics."""
     if (folder / METRICS).is_file():
         return folder
     inside = [path for path in folder.glob("exp_*") if (path / METRICS).is_file() and path.name[4:].isdigit()]
@@ -154,9 +156,9 @@ def run_folder(folder: Path) -> Path:
 
 
 def compare_runs(folders: Sequence[Path | str]) -> Comparison:
-    """Compare the runs of log folders: results, curves, differing keys, timings.
+    """Compare the runs in log folders: results, curves, differing keys, and times.
 
-    Raise ValueError if a folder contains no run, or is given twice.
+    Raise ValueError if a folder contains no run or is given twice.
     """
     found = [run_folder(Path(folder)) for folder in folders]
     names, runs = different_folders(found), [LoggedRun.read(folder) for folder in found]
@@ -178,7 +180,7 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
 
 
 def _results(runs: Sequence[LoggedRun]) -> list[Row]:
-    """Return the rows of the results (last and best values of metrics) of the runs."""
+    """Return the rows with the last and the best values of the runs' metrics."""
 
     def row(metric: str, name: str, text: Callable[[list[float]], str]) -> Row:
         every = [run.values(metric) for run in runs]
@@ -204,7 +206,8 @@ def _results(runs: Sequence[LoggedRun]) -> list[Row]:
 
 
 def _timings(runs: Sequence[LoggedRun]) -> list[Row]:
-    """Return each stage's seconds per step, longest first, without stages below half a percent in every run."""
+    """Return a row with each stage's seconds per step, longest first. Stages below half a percent in every run are
+    omitted."""
     labels = {label for run in runs for label, share in stage_shares(run.history).items() if share >= 0.005}
     means = {
         label: [run.history.total(timing_name(run.history, label)) / max(len(run.values(STEP_TIME)), 1) for run in runs]
@@ -218,7 +221,7 @@ def _timings(runs: Sequence[LoggedRun]) -> list[Row]:
 
 
 class Validated(NamedTuple):
-    """A validation of a run: its mean, and its 95 % interval if known."""
+    """The result of a validation: the mean, and its 95 % interval if known."""
 
     mean: float
     low: float | None
@@ -226,7 +229,7 @@ class Validated(NamedTuple):
 
 
 def _validations(history: MetricHistory) -> dict[int, Validated]:
-    """Return the validations of a run by step."""
+    """Return the validations of a run, by step."""
     name = "validation/accuracy"
     low, high = (dict(zip(*history.curve(f"{name}_ci95_{end}").finite())) for end in ("low", "high"))
     means = zip(*history.curve(name).finite())
@@ -242,7 +245,8 @@ def _last_validation(history: MetricHistory) -> str:
 
 
 def _compare_validations(names: Sequence[str], histories: Sequence[MetricHistory]) -> str:
-    """Return which of the first two runs validates better at their last common step, or that it may be chance."""
+    """Say which of the first two runs validates better at the last step that both validated, or that it may be
+    chance."""
     first, second = (_validations(history) for history in histories[:2])
     step = max(first.keys() & second.keys(), default=None)
     if step is None:
@@ -264,7 +268,7 @@ def _compare_validations(names: Sequence[str], histories: Sequence[MetricHistory
 
 
 def newcombe(a: Validated, b: Validated) -> tuple[float, float]:
-    """Return the 95 % interval of the difference d = a - b of two proportions (Newcombe's hybrid score):
+    """Return the 95 % confidence interval of the difference d = a - b of two proportions (Newcombe's hybrid score):
 
     d - sqrt((a - a_low)^2 + (b_high - b)^2),  d + sqrt((a_high - a)^2 + (b - b_low)^2)
     """

@@ -1,4 +1,4 @@
-"""Rules that read a run's metric history and report findings in words, with the key to change."""
+"""Rules that read a run's metric history and report findings in words, with the configuration key to change."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ _NEARLY_ALL = 0.9
 
 
 class Finding(NamedTuple):
-    """A statement about a run: `level` is one of `LEVELS`, `advice` is what to do about it or why it matters."""
+    """A statement about a run. `level` is one of `LEVELS`; `advice` says what to do about it or why it matters."""
 
     level: str
     title: str
@@ -33,7 +33,7 @@ RULES: list[Callable[[MetricHistory], Finding | None]] = []
 
 
 def rule(metric: str = "") -> Callable[[Callable[[MetricHistory], Found]], Callable[[MetricHistory], Finding | None]]:
-    """Register a function as a rule for `find`; `metric` is the metric that its findings concern."""
+    """Register a function as a rule for `find`. `metric` is the metric that its findings are about."""
 
     def add(function: Callable[[MetricHistory], Found]) -> Callable[[MetricHistory], Finding | None]:
         @wraps(function)
@@ -48,19 +48,19 @@ def rule(metric: str = "") -> Callable[[Callable[[MetricHistory], Found]], Calla
 
 
 def find(history: MetricHistory) -> list[Finding]:
-    """Apply all rules; return the findings, most serious first."""
+    """Apply all rules and return their findings, most serious first."""
     found = [finding for rule in RULES if (finding := rule(history)) is not None]
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
 def percent(share: float) -> str:
-    """Return a share between 0 and 1 as text: `71 %`."""
+    """Return a share between 0 and 1 as text, such as `71 %`."""
     value = 100 * share
     return f"{value:.1f} %" if 0 < value < 10 else f"{value:.0f} %"
 
 
 def count(number: float, noun: str) -> str:
-    """Return a number with its noun: `1 step`, `3 steps`."""
+    """Return a number with its noun, such as `1 step` or `3 steps`."""
     return f"{number:.0f} {noun}{'' if number == 1 else 's'}"
 
 
@@ -68,7 +68,7 @@ def count(number: float, noun: str) -> str:
 
 
 def cause_of_no_signal(h: MetricHistory) -> str | None:
-    """Return why (nearly) no sample has a learning signal, with the key to change; None if not known."""
+    """Return why (nearly) no sample has a learning signal, with the key to change, or None if unknown."""
     for cause in (_groups_of_one, _prompts_cut, _cut_off, _constant_reward):
         if (found := cause(h)) is not None:
             return found
@@ -83,8 +83,8 @@ def _loop(h: MetricHistory) -> str:
 
 
 def _compares_groups(h: MetricHistory) -> bool:
-    """Return whether advantages compare responses to the same prompt. Critics, teachers and estimators for one response
-    per prompt score each response separately."""
+    """Return whether advantages compare responses to the same prompt. They do not with a critic, a teacher, or an
+    estimator for one response per prompt, which score each response separately."""
     if _loop(h) != "grpo" or h.setting("grpo.adv_estimator.name") == "opd":
         return False
     return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
@@ -115,7 +115,7 @@ def _prompts_cut(h: MetricHistory) -> str | None:
 
 
 def _context_is_full(h: MetricHistory) -> bool:
-    """Return whether responses end because the context is full before max_new_tokens is reached."""
+    """Return whether responses end because the context is full before they reach max_new_tokens."""
     rate, mean, prompt = h.recent(CUT), h.recent(LENGTH), h.recent(PROMPT)
     wanted = as_number(h.setting("policy.generation.max_new_tokens"))
     limit = as_number(h.setting("policy.max_total_sequence_length"))
@@ -169,7 +169,7 @@ def _constant_reward(h: MetricHistory) -> str | None:
 
 @rule(ERROR)
 def exactness(h: MetricHistory) -> Found:
-    """Compare the probabilities of trainer and generator, in steps whose samples are not stale."""
+    """Compare the trainer's probabilities with the generator's, in steps whose samples are not stale."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in zip(*h.curve(ERROR).finite()) if not stale.get(step)]
     if not values:
@@ -261,7 +261,7 @@ def unmatchable_truths(h: MetricHistory) -> Found:
 
 @rule(REWARD)
 def reward_trend(h: MetricHistory) -> Found:
-    """Report whether the reward rose, fell or stayed, beyond the noise between steps."""
+    """Report whether the reward rose, fell or stayed the same, beyond the noise between steps."""
     trend = h.trend(REWARD)
     if trend is None:
         return None
@@ -296,14 +296,14 @@ def validation_trend(h: MetricHistory) -> Found:
 
 
 def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
-    """Return whether the intervals of two validations overlap; False if an interval is not known."""
+    """Return whether the intervals of two validations overlap; False if one is unknown."""
     low, high = (dict(zip(*h.curve(f"{ACCURACY}_ci95_{end}").finite())) for end in ("low", "high"))
     return first in high and last in low and low[last] <= high[first]
 
 
 @rule("train/groups/pct_equal")
 def equal_rewards(h: MetricHistory) -> Found:
-    """Report the share of prompt groups with equal rewards. Such groups give no gradient if groups are compared."""
+    """Report the share of prompt groups with all rewards equal. They have no gradient if advantages compare groups."""
     if not _compares_groups(h):
         return None
     share = h.recent("train/groups/pct_equal")
@@ -341,7 +341,7 @@ def no_signal(h: MetricHistory) -> Found:
 
 @rule("train/cut_prompts_rate")
 def prompts_cut(h: MetricHistory) -> Found:
-    """Report prompts that are longer than the limit."""
+    """Report prompts that are longer than the limit and were cut."""
     share, limit = h.recent("train/cut_prompts_rate"), h.setting("data.max_input_seq_length")
     if not share:
         return None
@@ -352,9 +352,9 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses earn about as much as all responses; answers may need the full length.
+    """Return whether truncated responses earn about as much as all responses, so that truncation costs no reward.
 
-    Steps in which all responses were truncated are ignored; if there are no other steps, a rising reward decides.
+    Steps in which all responses were truncated are ignored. If there are no other steps, a rising reward means yes.
     """
     names = ("train/reward_of_truncated", REWARD, CUT)
     cut, every, rate = (dict(zip(*h.curve(name).finite())) for name in names)
@@ -430,14 +430,14 @@ def value_quality(h: MetricHistory) -> Found:
 
 
 class Alerts:
-    """Watches the metrics of this process's steps, with or without a report.
+    """Warnings from the metrics of this process's steps, with or without a report.
 
-    Applies the rules from the third step on: first after every step, later at intervals of a twentieth of the run so
+    The rules are applied from the third step on: first after every step, later after each twentieth of the steps so
     far, so that long runs spend almost no time on them.
     """
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
-        """Store the run's configuration, a plain mapping; see `MetricHistory`."""
+        """Store the run's configuration, a plain mapping (see `MetricHistory`)."""
         self.history = MetricHistory(settings=settings)
         self._steps = 0
         self._next = 3  # a single small batch is too noisy
@@ -448,7 +448,7 @@ class Alerts:
         self._add(step, metrics, "validation")
 
     def step(self, step: int, metrics: Mapping[str, object]) -> list[str]:
-        """Add the metrics of a step; return a line for each new serious finding."""
+        """Add the metrics of a step, and return a line for each serious finding that is new."""
         self._add(step, metrics, "train")
         self._steps += 1
         if self._steps < self._next:
@@ -459,18 +459,19 @@ class Alerts:
         return [f"serious: {finding.title}. {finding.advice}" for finding in new]
 
     def serious(self) -> list[Finding]:
-        """Return the serious findings, without repeated advice: findings with the same cause share their advice."""
+        """Return the serious findings. Of findings with the same advice, which have the same cause, only the first is
+        returned."""
         found = [finding for finding in find(self.history) if finding.level == "bad"]
         return list({finding.advice: finding for finding in reversed(found)}.values())[::-1]
 
     @property
     def learned_nothing(self) -> bool:
-        """Return whether no step of this process changed the policy, because every gradient was 0."""
+        """Return whether all gradients of this process's steps were 0, so that the policy is unchanged."""
         norms = self.history.curve(NORM).values
         return bool(norms) and all(norm == 0 for norm in norms)
 
     def table(self) -> dict[str, str]:
-        """Return rows for the table at the end of a run."""
+        """Return the serious findings as rows for the table at the end of a run."""
         return {
             f"serious {number}" if number > 1 else "serious": f"{finding.title}. {finding.advice}"
             for number, finding in enumerate(self.serious(), start=1)

@@ -1,4 +1,4 @@
-"""The metrics of a run as series over steps, and the charts that a page draws from them."""
+"""The metrics of a run as series over steps, and the charts drawn from them."""
 
 import base64
 import gzip
@@ -16,7 +16,7 @@ MOST_POINTS = 500
 
 
 def format_number(value: float) -> str:
-    """Return a short text for an axis or a tile: 4 significant digits, k/M/G for large numbers."""
+    """Return a number as short text: 4 significant digits, with k, M or G for large numbers."""
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else "∞" if value > 0 else "-∞"
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -29,23 +29,23 @@ def format_number(value: float) -> str:
 
 
 class Curve(NamedTuple):
-    """The values of a metric in step order; values may be nan or infinite."""
+    """The values of one metric in step order. Values may be NaN or infinite."""
 
     steps: list[int]
     values: list[float]
 
     def finite(self) -> "Curve":
-        """Return the finite values with their steps."""
+        """Return the curve without the values that are not finite."""
         pairs = [(step, value) for step, value in zip(self.steps, self.values) if math.isfinite(value)]
         return Curve([step for step, _ in pairs], [value for _, value in pairs])
 
     def step_of(self, value: float) -> int:
-        """Return the first step with this value."""
+        """Return the first step that has this value."""
         return self.steps[self.values.index(value)]
 
 
 class Trend(NamedTuple):
-    """Means of the first and the last stretch of a curve, and their distance in standard errors."""
+    """The means of the first and the last part of a curve, and their difference in standard errors."""
 
     first: float
     last: float
@@ -56,7 +56,7 @@ class Trend(NamedTuple):
 class MetricHistory:
     """All numeric metrics of a run. If a metric was logged twice at a step, the later value is kept.
 
-    `settings` is the run's configuration as a plain mapping, which advice may need; empty if not known.
+    `settings` is the run's configuration as a plain mapping, which the advice of findings may need; empty if unknown.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, object]] = (), settings: Mapping[str, object] | None = None) -> None:
@@ -68,7 +68,8 @@ class MetricHistory:
 
     @classmethod
     def of(cls, **metrics: Iterable[float]) -> "MetricHistory":
-        """Return a history of lists of values at steps 1, 2, ...; `__` in a name means `/`. For tests and notebooks."""
+        """Return a history from lists of values at steps 1, 2, ...; `__` in a name means `/`. For tests and
+        notebooks."""
         history = cls()
         for name, values in metrics.items():
             for step, value in enumerate(values, start=1):
@@ -90,7 +91,7 @@ class MetricHistory:
         return math.fsum(value for name in names for value in self.curve(name).finite().values)
 
     def setting(self, key: str, default: object = None) -> object:
-        """Return the value of a dotted key of the configuration."""
+        """Return the value of a dotted key of the configuration, or `default` if it is not there."""
         node: object = self.settings
         for part in key.split("."):
             if not isinstance(node, Mapping) or part not in node:
@@ -99,11 +100,11 @@ class MetricHistory:
         return node
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the names that begin with `prefix`, sorted."""
+        """Return the metric names that begin with `prefix`, sorted."""
         return sorted(name for name in self._data if name.startswith(prefix))
 
     def curve(self, *names: str) -> Curve:
-        """Return the curve of the first name with values; an empty curve if none has values."""
+        """Return the curve of the first of `names` that has values, or an empty curve."""
         for name in names:
             if name in self._data:
                 if name not in self._sorted:
@@ -113,18 +114,18 @@ class MetricHistory:
         return Curve([], [])
 
     def recent(self, *names: str, count: int = 10) -> float | None:
-        """Return the mean of the last `count` finite values; None if there are none."""
+        """Return the mean of the last `count` finite values, or None if there are none."""
         values = self.curve(*names).finite().values[-count:]
         return math.fsum(values) / len(values) if values else None
 
     def trend(self, name: str) -> Trend | None:
-        """Return how a curve changed from its first to its last sixth; None with fewer than six values."""
+        """Return how a curve changed from its first to its last sixth, or None if it has fewer than six values."""
         values = self.curve(name).finite().values
         if len(values) < 6:
             return None
         stretch = max(2, min(20, round(len(values) / 6)))
         first, last = math.fsum(values[:stretch]) / stretch, math.fsum(values[-stretch:]) / stretch
-        # neighbouring steps differ by noise only: half the mean square of their differences is its variance
+        # consecutive steps differ only by noise, whose variance is half the mean square of their differences
         noise = math.fsum((b - a) ** 2 for a, b in zip(values, values[1:])) / (2 * (len(values) - 1))
         error, gap = math.sqrt(2 * noise / stretch), last - first
         sigmas = gap / error if error > 0 else math.copysign(math.inf, gap) if gap else 0.0
@@ -136,7 +137,7 @@ class MetricHistory:
 
 
 def read_metrics(path: Path) -> list[dict[str, Plain]]:
-    """Return the complete rows of a metrics.jsonl, which may be growing; an empty list if it does not exist."""
+    """Return the complete rows of a metrics.jsonl, which may still grow, or an empty list if it does not exist."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return list(json_rows(file))
@@ -145,7 +146,7 @@ def read_metrics(path: Path) -> list[dict[str, Plain]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file; an empty mapping if there is none."""
+    """Return the mapping in a JSON file, or an empty mapping if the file is missing, invalid, or holds no mapping."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -154,7 +155,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def validation_word(*histories: MetricHistory) -> str:
-    """Return "accuracy" if every validation reward was 0 or 1 (`validation/right_or_wrong`), otherwise "reward"."""
+    """Return "accuracy" if all validation rewards were 0 or 1 (`validation/right_or_wrong`), otherwise "reward"."""
     flags = [value for history in histories for value in history.curve("validation/right_or_wrong").finite().values]
     return "accuracy" if all(value == 1 for value in flags) else "reward"
 
@@ -163,7 +164,7 @@ def validation_word(*histories: MetricHistory) -> str:
 
 
 def packed(data: Plain) -> str:
-    """Return plain data as gzipped JSON in base64, safe in HTML. Lone surrogates become question marks."""
+    """Return plain data as gzipped JSON in base64, which is safe in HTML. Lone surrogates become question marks."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
 
@@ -171,9 +172,9 @@ def packed(data: Plain) -> str:
 def metric_data(runs: Mapping[str, MetricHistory]) -> dict[str, Plain]:
     """Return {"runs": [{"name", "axes": [steps], "metrics": {name: entry}}]}.
 
-    An entry is [axis, values]. `axis` is an index into `axes`; a single number in place of the values is a constant. A
-    long curve is reduced to the lowest and highest value of each stretch, followed by [axis, means] of the stretches.
-    An entry that is a string names a metric with the same values. Non-finite values are null.
+    An entry is [axis, values], where `axis` is an index into `axes`; a single number in place of the values is a
+    constant. A long curve is reduced to the lowest and highest value of each bucket of steps, followed by [axis, means]
+    of the buckets. An entry that is a string names a metric with the same values. Non-finite values are null.
     """
     return {"runs": [_run(name, history) for name, history in runs.items()]}
 
@@ -209,7 +210,8 @@ def _run(name: str, history: MetricHistory) -> dict[str, Plain]:
 
 
 def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """Return about `limit` points that keep every spike: the minimum and maximum of each stretch, and both ends."""
+    """Return about `limit` points that keep every spike: the minimum and maximum of each bucket of points, and both
+    ends."""
     if len(xs) <= limit:
         return list(xs), list(ys)
     keep: set[int] = {0, len(xs) - 1}
@@ -223,7 +225,7 @@ def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MOST_POINT
 
 
 def _means(curve: Curve) -> tuple[list[float], list[float]]:
-    """Return the means of stretches of a long curve, each at the last step of its stretch."""
+    """Divide a long curve into buckets and return their means, each at the last step of its bucket."""
     steps, values = curve.finite()
     size = len(values) / (MOST_POINTS // 2)
     if size <= 1:
@@ -234,7 +236,7 @@ def _means(curve: Curve) -> tuple[list[float], list[float]]:
 
 
 def _short(value: float) -> float | int | None:
-    """Return the value rounded to six significant digits, a whole number as an int, or None if it is not finite."""
+    """Return the value rounded to six significant digits, as an int if it is whole, or None if it is not finite."""
     if not math.isfinite(value):
         return None
     if value == int(value) and abs(value) < 1e15:
@@ -243,7 +245,7 @@ def _short(value: float) -> float | int | None:
 
 
 class Line(NamedTuple):
-    """A metric in a panel. `low` and `high` are the metrics of its interval, which is drawn as a band."""
+    """A metric in a panel. `low` and `high` are the metrics that bound its interval, which is drawn as a band."""
 
     label: str
     metric: str
@@ -252,7 +254,7 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A chart: its title, unit and lines. `zero`: the axis begins at 0; `smooth`: a running mean is drawn."""
+    """A chart: its title, unit and lines. With `zero` the axis begins at 0; with `smooth` a running mean is drawn."""
 
     title: str
     unit: str
@@ -262,13 +264,13 @@ class Panel(NamedTuple):
     wide: bool = False
 
     def spec(self) -> dict[str, Plain]:
-        """Return the specification that chart.js draws."""
+        """Return the chart's specification for chart.js."""
         lines = [{k: v for k, v in line._asdict().items() if v is not None} for line in self.lines]
         return {"title": self.title, "zero": self.zero, "smooth": self.smooth, "lines": [*lines]}
 
 
 class Panels(NamedTuple):
-    """The panels of a run: those that change, and those whose lines are all constant."""
+    """The panels of a run, separated into those that change and those whose lines are all constant."""
 
     moving: list[Panel]
     flat: list[Panel]
@@ -313,7 +315,7 @@ _PANELS = (
 
 
 def panels_of(histories: Sequence[MetricHistory]) -> Panels:
-    """Return the panels with values in any run. A panel is flat if each of its lines is constant over all runs."""
+    """Return the panels that have values in any run. A panel is flat if each of its lines is constant over all runs."""
     result = Panels([], [])
     for panel in _PANELS:
         curves = {line: [h.curve(line.metric).finite().values for h in histories] for line in panel.lines}

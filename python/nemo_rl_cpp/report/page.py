@@ -1,4 +1,4 @@
-"""The report page of a run: a self-contained HTML text."""
+"""The report page of a run, as self-contained HTML."""
 
 import json
 import math
@@ -31,7 +31,7 @@ _SCRIPTS = ("base", "chart", "export", "metrics", "samples", "page")
 
 
 class PageSection(NamedTuple):
-    """A section: its id, its heading and its HTML."""
+    """A section of a page: its id, its heading and its HTML."""
 
     key: str
     title: str
@@ -48,7 +48,7 @@ def document(
     *,
     has_scripts: bool = True,
 ) -> str:
-    """Return the page. `data` maps element ids to the data that the scripts read."""
+    """Return the HTML of a page. `data` maps ids of elements to the data that the page's scripts read."""
     written = int(time.time())
     style = Markup(_asset("page.css"))
     code = Markup("".join(_asset(f"{name}.js") for name in _SCRIPTS if has_scripts))
@@ -60,8 +60,8 @@ def document(
 
 @cache
 def parts() -> Any:
-    """Return the macros of page.html. Each returns a part of a page as HTML with escaped texts."""
-    import jinja2  # importing it takes a fifth of a second
+    """Return the macros of page.html. Each returns a part of a page as HTML, with text escaped."""
+    import jinja2  # importing jinja2 takes a fifth of a second
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
@@ -77,12 +77,12 @@ def parts() -> Any:
 
 @cache
 def _asset(name: str) -> str:
-    """Read and cache a file of this folder, so that a package upgrade during a run does not mix versions."""
+    """Read a file of this folder and cache it, so that upgrading the package during a run does not mix versions."""
     return (_HERE / name).read_text(encoding="utf-8")
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text: `1 h 02 min`, `5 min 31 s`, `12.3 s`."""
+    """Return a duration as text, such as `1 h 02 min`, `5 min 31 s` or `12.3 s`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -92,7 +92,7 @@ def duration(seconds: float) -> str:
 
 
 def text_of(value: object) -> str:
-    """Return the value of a key as text for a table."""
+    """Return the value of a configuration key as text for a table."""
     return value if isinstance(value, str) else json.dumps(to_plain(value), ensure_ascii=False)
 
 
@@ -118,15 +118,15 @@ _SMALL, _LARGE = 0.005, 0.03
 
 
 def timing_name(history: MetricHistory, label: str) -> str:
-    """Return the name of the metric with a stage's seconds."""
+    """Return the name of the metric that holds the seconds of a stage."""
     name = f"timing/train/{label}"
     return name if history.curve(name).values else f"{name}/total"
 
 
 def stage_shares(h: MetricHistory) -> dict[str, float]:
-    """Return each outermost stage's share of the time in and between steps, largest first.
+    """Return the share of each top-level stage in the time in and between steps, largest first.
 
-    Sums and nested stages (with a `/`) are left out; a group with only a total is one stage.
+    Sums and nested stages (with a `/`) are excluded; a group of which only the total is logged counts as one stage.
     """
     seconds: dict[str, float] = {}
     for name in h.names("timing/train/"):
@@ -140,7 +140,8 @@ def stage_shares(h: MetricHistory) -> dict[str, float]:
 
 
 def _time_spec(history: MetricHistory) -> dict[str, Plain] | None:
-    """Return the stacked bars of a step's time, with small stages merged into "other"; None without times."""
+    """Return the chart of stacked bars with the time of each stage, small stages merged into "other". Return None if no
+    stage was timed."""
     shares = stage_shares(history)
     colors = {
         label: _STAGES.index(label) if label in _STAGES else _MORE[sum(map(ord, label)) % len(_MORE)]
@@ -174,7 +175,7 @@ def _mean_step_time(history: MetricHistory) -> float:
 
 
 def _memory_section(history: MetricHistory) -> str:
-    """Return a bar with the peak memory of each phase."""
+    """Return bars with the peak memory of each phase."""
     cards = []
     for title, prefix in (("Peak by phase", "memory/peak_rss_gb/"), ("GPU peak by phase", "memory/peak_gpu_gb/")):
         peaks = {
@@ -192,11 +193,11 @@ def _memory_section(history: MetricHistory) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All facts of a page except the metrics.
+    """What a report page shows besides the metrics.
 
     Attributes:
-        status: running, finished, stopped in time, interrupted or failed.
-        given: {"key", "value", "where"} of each key that the user set; None if not known.
+        status: "running", "finished", "stopped in time", "interrupted" or "failed".
+        given: {"key", "value", "where"} for each key that the user set; None if unknown.
     """
 
     title: str
@@ -210,7 +211,7 @@ class RunFacts:
 
 
 def render(history: MetricHistory, facts: RunFacts) -> str:
-    """Return the page of a run."""
+    """Return the HTML of a run's report page."""
     found = find(history)
     panels = panels_of([history])
     specs = panels.specs()
@@ -242,7 +243,7 @@ def render(history: MetricHistory, facts: RunFacts) -> str:
 
 
 def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
-    """Return one or two sentences about the run, with the same single-step numbers as the terminal's table."""
+    """Return one or two sentences about the run. Numbers of a single step are the same as in the terminal's table."""
     if history.last_step == 0:
         return facts.message or "No step has finished yet."
     rewards, trend = history.curve("train/reward").finite().values, history.trend("train/reward")
@@ -270,7 +271,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of each headline figure of the page."""
+    """Return (name, value, note) for each figure at the top of the page."""
 
     def values(name: str) -> list[float]:
         return history.curve(name).finite().values
@@ -296,7 +297,7 @@ def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]
 
 
 def curves_section(panels: Panels, histories: Sequence[MetricHistory]) -> str:
-    """Return the charts; flat charts are folded under a line with their names and values."""
+    """Return the charts as HTML. Charts of constant lines are folded under a line with their names and values."""
 
     def last(panel: Panel, of: Sequence[MetricHistory]) -> list[str]:
         curves = [history.curve(panel.lines[0].metric).values for history in of]

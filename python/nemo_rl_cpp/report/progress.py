@@ -1,4 +1,4 @@
-"""A live line in the terminal: step, phase, reward, speed, time left. Plain lines if there is no terminal."""
+"""A live line in the terminal with step, phase, reward, speed and time left. Without a terminal, plain lines."""
 
 import sys
 import time
@@ -36,7 +36,7 @@ _FIRST = {
 
 
 class Progress:
-    """Shows the progress of a run.
+    """A display of a run's progress.
 
         with Progress(total_steps=100, start_step=state.step) as progress:
             timer.subscribe(progress)                # phases appear by themselves, or: progress.phase("generation")
@@ -44,14 +44,14 @@ class Progress:
             progress.step(step, metrics)
             progress.finish({"reward": "0.15 -> 0.62", ...})
 
-    `mode`: "live" (one line, redrawn in place), "notebook" (the same, in the cell's output), "plain" (one line per
-    step), "quiet"; None chooses by the output's type. Other output printed during the run appears above the live line.
-    """
+    `mode` is "live" (one line, redrawn in place), "notebook" (the same in the cell's output), "plain" (one line per
+    step) or "quiet"; None chooses by the kind of output. Other output printed during the run appears above the live
+    line."""
 
     def __init__(
         self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: "Console | None" = None
     ) -> None:
-        """Start the display; without `total_steps`, no time left is shown. `console`: rich's, by default stdout."""
+        """Start the display. Without `total_steps` it shows no time left. `console` is rich's, by default on stdout."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console
@@ -71,7 +71,7 @@ class Progress:
             self._display = display({"text/plain": self.line()}, raw=True, display_id=True)
 
     def phase(self, name: str) -> None:
-        """Show `name` as the run's current phase."""
+        """Show `name` as the current phase of the run."""
         self._phase, self._phase_began = name, time.monotonic()
         if self.mode == "notebook":
             self._show_notebook()
@@ -80,12 +80,12 @@ class Progress:
             stage(_FIRST[name])
 
     def stage_started(self, label: str, depth: int) -> None:
-        """Show an outermost stage of a subscribed timer."""
+        """Show a top-level stage of a subscribed timer as the phase."""
         if depth == 0 and label != TOTAL:
             self.phase(label.removesuffix("/total"))
 
     def step(self, step: int, metrics: Mapping[str, object] | None = None) -> None:
-        """Show that step `step` (from 1) is done, with its metrics."""
+        """Show that step `step` (counted from 1) is complete, with its metrics."""
         now = time.monotonic()
         for name in _SHOWN:
             if (value := as_number((metrics or {}).get(name))) is not None:
@@ -135,7 +135,8 @@ class Progress:
         return " | ".join(filter(None, [self._head(), phase, self._values()])) + self._tail(now)
 
     def eta_seconds(self, now: float | None = None) -> float | None:
-        """Return the seconds left, from the mean time of the steps after the first one, which includes warm-up."""
+        """Return the estimated seconds left, or None if unknown. They are estimated from the mean time of the steps
+        after the first, which includes warm-up."""
         if self.total_steps is None or self._first_step_end is None:
             return None
         now = time.monotonic() if now is None else now
@@ -183,7 +184,7 @@ class Progress:
         progress = self
 
         class Line:
-            """The live line. It is redrawn at every refresh, so that the times advance in a long phase."""
+            """The live line, recomputed at each refresh, so that its times advance during a long phase."""
 
             def __rich__(self) -> Spinner:
                 spinner.update(text=Text(progress.line(), no_wrap=True, overflow="ellipsis"))
@@ -198,7 +199,7 @@ class Progress:
 
 
 def _choose_mode(console: "Console | None") -> str:
-    ipython = sys.modules.get("IPython")  # being imported is not enough: a kernel must run in this process
+    ipython = sys.modules.get("IPython")  # an import is not enough: a notebook kernel must run in this process
     if ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None:
         return "notebook"
     terminal = console.is_terminal if console is not None else sys.stdout is not None and sys.stdout.isatty()

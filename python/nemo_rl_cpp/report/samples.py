@@ -1,4 +1,4 @@
-"""Picks informative prompts of a few steps from the rollout files, each with all its answers."""
+"""Picks informative prompts from the rollout files of a few steps, each with all its responses."""
 
 import json
 import math
@@ -31,7 +31,7 @@ Step = tuple[str, int, int]
 
 
 class Answer:
-    """A row of a rollout file: a prompt with one answer."""
+    """A row of a rollout file: a prompt with one response."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         messages = row["content"]
@@ -51,20 +51,20 @@ class Answer:
             self._span = slice(trained[0], trained[-1] + 1) if trained else self._span
 
     def column(self, name: str) -> list[Any]:
-        """Return the values of a column for the answer's tokens; an empty list if the column is missing."""
+        """Return the values of a per-token column for the response, or an empty list if the column is missing."""
         return (self.row.get(name) or [])[self._span]
 
     @cached_property
     def advantage(self) -> float | None:
-        """The mean advantage of the trained tokens."""
+        """The mean advantage of the response's trained tokens, or None if there is none."""
         pairs = zip(self.column("advantages"), self.column("token_loss_mask"))
         values = [number for value, trained in pairs if trained and (number := as_number(value)) is not None]
         return sum(values) / len(values) if values else None
 
 
 def read_groups(path: Path) -> list[list[Answer]]:
-    """Return the answers of a file grouped by prompt: rows with the same `group_id`, or without ids consecutive rows
-    with the same prompt. Return an empty list for a file of more than 64 MiB."""
+    """Return the responses in a file, grouped by prompt: rows with the same `group_id`, or, without ids, consecutive
+    rows with the same prompt. Return an empty list for a file larger than 64 MiB."""
     if path.stat().st_size > _MOST_BYTES:
         return []
     with open(path, encoding="utf-8") as file:
@@ -78,14 +78,14 @@ def read_groups(path: Path) -> list[list[Answer]]:
 
 
 class Picked(NamedTuple):
-    """A picked prompt, the reasons for picking it, and its answers."""
+    """A picked prompt, with the reasons for picking it and its responses."""
 
     tags: list[str]
     answers: list[Answer]
 
 
 def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
-    """Return at most four prompts, each with tags that state why it was picked."""
+    """Return at most four prompts, each with tags that say why it was picked."""
     tags: dict[int, list[str]] = {}
 
     def add(tag: str, scores: dict[int, float]) -> None:
@@ -105,17 +105,17 @@ def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
 
 
 class _Page(NamedTuple):
-    """A step's prompts as JSON text, and their share of the page's size budget."""
+    """The prompts of one step as JSON text, and their share of the page's size budget."""
 
     text: str
     cost: float
 
 
 class SampleBook:
-    """The picked prompts of a log folder; each rollout file is read once.
+    """The picked prompts of a log folder. Each rollout file is read once.
 
     `token_bytes` returns the bytes of a token id. The bytes of all shown tokens are saved in the folder, so that the
-    page can be created again without the tokenizer.
+    page can be rewritten without the tokenizer.
     """
 
     def __init__(self, log_dir: Path, token_bytes: TokenBytes | None = None) -> None:
@@ -127,10 +127,10 @@ class SampleBook:
         self._kept = len(self._bytes)
 
     def samples(self) -> list[Plain]:
-        """Return {"kind", "step", "of", "groups"} of at most `MAX_STEPS` training and as many validation steps.
+        """Return {"kind", "step", "of", "groups"} for each of at most `MAX_STEPS` training and as many validation
+        steps.
 
-        The chosen steps depend only on the number of steps, so the choice rarely changes during a run.
-        """
+        The chosen steps depend only on the number of steps, so they rarely change during a run."""
         found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
         for path in self.log_dir.glob("*_data_step*.jsonl"):
             if match := _FILE.fullmatch(path.name):
@@ -186,8 +186,8 @@ class SampleBook:
         return shown | {"tokens": [texts[i] for i in kept]} | _columns(answer, kept)
 
     def _texts(self, tokens: Sequence[int]) -> list[str] | None:
-        """Return the text of each token. The text of a character that spans several tokens belongs to the last of them.
-        Return None if a token is unknown."""
+        """Return the text of each token, or None if a token is unknown. If a character spans several tokens, the last
+        of them has its text."""
         for token in tokens:
             if token not in self._bytes and self._token_bytes is not None:
                 self._bytes[token] = self._token_bytes(token)
@@ -208,7 +208,7 @@ class SampleBook:
 
 def _columns(answer: Answer, kept: Sequence[int]) -> dict[str, Plain]:
     """Return the per-token numbers as integers: log-probabilities and advantages times 100, log-ratios times 10,000.
-    Tokens of an environment are not trained and have None."""
+    Tokens that an environment wrote are not trained, and have None."""
     mask = answer.column("token_loss_mask")
 
     def numbers(name: str) -> list[float | None]:
@@ -245,7 +245,7 @@ def _by_step(key: Step) -> tuple[int, str]:
 
 
 def _within_budget(pages: Mapping[Step, _Page]) -> list[Step]:
-    """Return the steps that fit the page's size budget: first the last and first step, then those between."""
+    """Return the steps that fit the page's size budget: first the last and the first step, then steps between them."""
     shown, spent = [], 0.0
     for key in outside_in(sorted(pages, key=_by_step)):
         if math.isfinite(pages[key].cost) and (not shown or spent + pages[key].cost <= BUDGET):
@@ -259,13 +259,14 @@ def _cost(answer: Answer) -> float:
 
 
 def _extremes(answers: Sequence[Answer]) -> list[Answer]:
-    """Return all answers, or those with the highest and the lowest rewards if there are too many."""
+    """Return all responses, or, if there are too many, those with the highest and the lowest rewards."""
     ranked = sorted(answers, key=lambda answer: -math.inf if answer.reward is None else answer.reward, reverse=True)
     return ranked if len(ranked) <= MAX_ANSWERS else [*ranked[: MAX_ANSWERS // 2], *ranked[-MAX_ANSWERS // 2 :]]
 
 
 def spread(items: list[Item]) -> list[Item]:
-    """Return every 2^k-th item and the last: at most `MAX_STEPS` + 1. The choice is stable as the list grows."""
+    """Return every 2^k-th item and the last, at most `MAX_STEPS` + 1 in total. The choice is stable as the list
+    grows."""
     stride = 1
     while len(items) / stride > MAX_STEPS:
         stride *= 2
@@ -274,7 +275,7 @@ def spread(items: list[Item]) -> list[Item]:
 
 
 def outside_in(items: Sequence[Item]) -> list[Item]:
-    """Return the last item, the first, the middle, the middles of the halves, and so on."""
+    """Return the items in a new order: the last, the first, the middle, the middles of the two halves, and so on."""
     if len(items) < 3:
         return [*items[::-1]]
     order, gaps = [items[-1], items[0]], [(0, len(items) - 1)]
@@ -288,7 +289,7 @@ def outside_in(items: Sequence[Item]) -> list[Item]:
 
 
 def clip(text: str) -> str:
-    """Return the text, without the middle if it is very long."""
+    """Return the text, with its middle removed if it is very long."""
     if len(text) <= MAX_CHARS:
         return text
     end = MAX_CHARS // 4
@@ -296,13 +297,13 @@ def clip(text: str) -> str:
 
 
 def writable(text: str) -> str:
-    """Return the text with `?` for lone surrogates, which UTF-8 cannot encode."""
+    """Return the text with lone surrogates, which UTF-8 cannot encode, replaced by `?`."""
     return text.encode("utf-8", "replace").decode()
 
 
 def printable(text: str) -> str:
-    """Return the text for a terminal, with escapes such as `\\x1b` for control characters and lone surrogates. Joiners
-    are kept, because emoji and some scripts need them."""
+    """Return the text for a terminal, with control characters and lone surrogates escaped, as in `\x1b`. Zero-width
+    joiners are kept, because emoji and some scripts need them."""
     return "".join(
         each if each.isprintable() or each in "\u200c\u200d" else each.encode("unicode_escape").decode()
         for each in text

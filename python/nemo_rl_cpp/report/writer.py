@@ -1,4 +1,4 @@
-"""Keeps report.html of a log folder up to date during a run."""
+"""Keeps the report.html of a log folder up to date during a run."""
 
 import json
 import platform
@@ -23,11 +23,11 @@ _STORED = ("title", "status", "message", "total_steps", "environment", "given")
 
 
 class ReportWriter:
-    """Writes `<log_dir>/report.html` from metrics.jsonl and the rollout files of the folder.
+    """A writer of `<log_dir>/report.html`, from metrics.jsonl and the rollout files in the folder.
 
     `update()` after each step usually costs almost nothing: it writes the page at most every `min_interval` seconds,
-    and so rarely that writing takes less than 2 % of the time. The page is replaced atomically, so a complete page
-    exists at any moment, even after a crash. `write_report(log_dir)` creates it from the files alone.
+    and rarely enough that writing takes less than 2 % of the time. The page is replaced atomically, so the file is
+    always complete, even after a crash. `write_report(log_dir)` writes it from the files alone.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class ReportWriter:
         min_interval: float = 5.0,
         token_bytes: TokenBytes | None = None,
     ) -> None:
-        """Read earlier files. Without `config`, use the folder's hyperparams.json and the facts of an earlier report.
-        `token_bytes`: see `SampleBook`."""
+        """Read the folder's earlier files. Without `config`, use hyperparams.json and the facts of an earlier report.
+        `token_bytes` is as in `SampleBook`."""
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
         self.min_interval = min_interval
@@ -60,12 +60,12 @@ class ReportWriter:
         )
 
     def start(self) -> None:
-        """Mark the run as running (also after a resume) and write the first page."""
+        """Set the run's status to running, also when it resumes, and write the first page."""
         self.update(status="running", force=True)
 
     def update(self, status: str | None = None, message: str | None = None, force: bool = False) -> bool:
-        """Write the page if it is due, or if `force` is set; return whether it was written. If the page cannot be
-        written, the reason is shown once and the run continues."""
+        """Write the page if it is due or `force` is set, and return whether it was written. If it cannot be written,
+        print the reason once and let the run continue."""
         changed = {name: text for name, text in (("status", status), ("message", message)) if text is not None}
         self._facts = replace(self._facts, **changed)
         now = time.monotonic()
@@ -85,7 +85,7 @@ class ReportWriter:
         return True
 
     def finish(self, status: str = "finished", message: str = "") -> None:
-        """Write the last page. `status` is finished, stopped in time, interrupted or failed."""
+        """Write the last page. `status` is "finished", "stopped in time", "interrupted" or "failed"."""
         self.update(status=status, message=message, force=True)
 
     def _write(self) -> None:
@@ -97,7 +97,7 @@ class ReportWriter:
 
 
 def write_report(log_dir: Path | str) -> Path:
-    """Write report.html of a finished, running or crashed run from its log folder; return its path.
+    """Write report.html from the log folder of a finished, running or crashed run, and return its path.
 
     Raise ValueError if the folder contains no metrics.jsonl.
     """
@@ -109,7 +109,7 @@ def write_report(log_dir: Path | str) -> Path:
 
 
 def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
-    """Return {"key", "value", "where"} of each key set by the command line, a call, or a user's own file."""
+    """Return {"key", "value", "where"} for each key set on the command line, in a call, or in the user's own file."""
     values, positions = written(config), config.positions
     rows: dict[str, dict[str, Plain]] = {}
     for key, where in positions.items():
@@ -128,7 +128,7 @@ def _value_at(values: Plain, key: str) -> Plain:
 
 
 def _place(where: str) -> str | None:
-    """Return a readable name of the place; None for a line of a shipped file."""
+    """Return a readable name of the place that set a key, or None if it is a shipped file."""
     if where.startswith("override "):
         return "command line"
     file, _, number = where.rpartition(":")

@@ -1,4 +1,5 @@
-"""The notebook functions: `train_grpo`, `train_ppo`, `evaluate`, `load`. Importing the package imports no torch."""
+"""The notebook functions `train_grpo`, `train_ppo`, `evaluate` and `load`. Importing this package does not import
+torch."""
 
 
 class Rows:

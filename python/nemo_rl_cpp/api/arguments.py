@@ -22,10 +22,10 @@ Keys = dict[str, tuple[str, object]]
 
 
 def dotted_keys(overrides: Mapping[str, object], algorithm: str, arguments: Collection[str]) -> Keys:
-    """Return the configuration keys for keywords of `train_<algorithm>`: `section__key`, or a key of the algorithm's
-    section.
+    """Return the dotted configuration keys for keywords of `train_<algorithm>`. A keyword is `section__key`, or a key
+    of the algorithm's section.
 
-    Raise a one-line ValueError that names every unknown keyword with the closest of `arguments` and keys."""
+    Raise a one-line ValueError that names every unknown keyword, with the most similar argument or key."""
     section = _SECTIONS[algorithm]
     keys = {*section.model_fields, *(spelling for spelling, _ in section.aliases() if "." not in spelling)}
     found, unknown = {}, []
@@ -60,14 +60,15 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
 
 @dataclass(frozen=True)
 class Given:
-    """An argument `loss_fn` or `adv_estimator`: its configuration keys, and the user's component, if any."""
+    """The argument `loss_fn` or `adv_estimator`: the configuration keys that it sets, and the user's component, if
+    any."""
 
     what: str
     keys: Keys = field(default_factory=dict)
     component: object = None
 
     def check(self, config: TrainMasterConfig) -> None:
-        """Raise ValueError, before a model is loaded, if the object cannot be used."""
+        """Raise ValueError, before a model is loaded, if the component cannot be used."""
         if self.component is None:
             return
         if self.what == "loss_fn":
@@ -77,7 +78,7 @@ class Given:
 
 
 def component_keys(given: object, what: str, algorithm: str) -> Given:
-    """Parse an argument `loss_fn` or `adv_estimator`."""
+    """Convert the argument `loss_fn` or `adv_estimator` to configuration keys or a component."""
     section = "loss_fn" if what == "loss_fn" else f"{algorithm}.adv_estimator"
     if given is None:
         return Given(what)
@@ -94,7 +95,7 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
 
 
 def lora_keys(given: object, algorithm: str) -> Keys:
-    """Return the keys of `lora_cfg`, for policy and critic, that an argument `lora` sets."""
+    """Return the keys of `lora_cfg` that the argument `lora` sets, for the policy and the critic."""
     if given is None or given is False:
         return {}
     if isinstance(given, int):
@@ -115,7 +116,8 @@ def lora_keys(given: object, algorithm: str) -> Keys:
 
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
-    """Return reward functions as an environment. `as_parts`: for gdpo, which weighs at least two components."""
+    """Return an environment that computes reward functions. `as_parts` keeps the rewards separate, for gdpo, which
+    weights at least two of them."""
     if functions is None:
         raise ValueError(
             "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
@@ -146,8 +148,9 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
 
 
 def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[RewardFunctionEnvironment, Keys]:
-    """Return the environment of the reward functions, and the keys that their weights set: with gdpo the estimator
-    weighs the components. `keys`: the keys of the other arguments. Raise ValueError if weights are given twice."""
+    """Return the environment of the reward functions, and the configuration keys that their weights set: with gdpo the
+    estimator weights the rewards. `keys` are set by the other arguments. Raise ValueError if weights are given
+    twice."""
     is_gdpo = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo"
     environment = reward_environment(functions, weights, is_gdpo)
     if not is_gdpo or weights is None:

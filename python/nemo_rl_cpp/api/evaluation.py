@@ -1,4 +1,4 @@
-"""Evaluation of a model on prompts with reward functions: `nemo_rl_cpp.evaluate`."""
+"""Evaluates a model on prompts with reward functions: `nemo_rl_cpp.evaluate`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +22,15 @@ _SHOWN = 20  # samples shown in a notebook
 
 @dataclass(repr=False)
 class Evaluation:
-    """The result of `evaluate`. Printed as one line; displayed as a table in a notebook.
+    """The result of `evaluate`. It prints as one line, and displays as a table in a notebook.
 
     Attributes:
-        score: pass@k, the fraction of prompts that one of k responses solves; a response is right if its reward is 1.
-        interval: 95 % confidence interval of the score, for prompts drawn from the same source.
-        mean_reward: the mean over all responses.
-        metrics: of rollouts and rewards: `truncation_rate`, `rewards/<function>`, ...
+        score: pass@k, the fraction of prompts solved by at least one of k responses; a response is correct if its
+            reward
+            is 1.
+        interval: the 95 % confidence interval of the score, for prompts drawn from the same source.
+        mean_reward: the mean reward over all responses.
+        metrics: metrics of rollouts and rewards: `truncation_rate`, `rewards/<function>`, ...
         samples: one dictionary per response: `prompt`, `response`, `reward`, `truncated`, and the row's other columns
             under `extra_env_info`."""
 
@@ -48,7 +50,7 @@ class Evaluation:
         )
 
     def _repr_html_(self) -> str:
-        """Return the summary line and the first responses."""
+        """Return the one-line summary and the first responses as HTML."""
         rows = "".join(
             f"<tr><td>{escape(str(sample['prompt']))}</td><td>{escape(str(sample['response']))}</td><td>{sample['reward']:.3g}</td></tr>"
             for sample in self.samples[:_SHOWN]
@@ -71,12 +73,12 @@ def evaluate(
     seed: int = 42,
     **options: object,
 ) -> Evaluation:
-    """Generate `n` responses to each prompt, and score them.
+    """Generate `n` responses to each prompt, and score them with reward functions.
 
-    `model` is an argument of `load`, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs` and
-    `reward_weights` are as in `train_grpo`. pass@k is estimated without bias from n >= k responses. `options`:
-    temperature (0: greedy, only for n=1), top_p, top_k, max_new_tokens (256), stop_strings, precision. For the result
-    of a training, max_new_tokens and stop_strings default to the training's values.
+    `model` is what `load` takes, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs` and
+    `reward_weights` are as in `train_grpo`. pass@k is an unbiased estimate from n >= k responses. `options` are
+    temperature (0: greedy, only for n=1), top_p, top_k, max_new_tokens (256), stop_strings and precision. For the
+    result of a training, max_new_tokens and stop_strings default to the training's values.
 
     Raise ValueError for invalid arguments, before a model is loaded.
     """
@@ -119,7 +121,7 @@ _KEYS = {
 
 
 def _config(model: object, given: dict[str, object]) -> EvalMasterConfig:
-    """Load the configuration of a call. Raise ValueError for invalid arguments."""
+    """Build the configuration for the arguments of a call. Raise ValueError if they are invalid."""
     unknown = next((name for name in given if name not in _KEYS), None)
     if unknown is not None:
         takes = f"evaluate takes {', '.join(_KEYS)}, prompts, reward_funcs and reward_weights"

@@ -1,4 +1,4 @@
-"""Loading a model or a run's checkpoint to generate text: `nemo_rl_cpp.load`."""
+"""Loads a model or a run's checkpoint to generate text: `nemo_rl_cpp.load`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _OPTIONS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")
 
 
 class TextWriter:
-    """The base of objects that generate text with `generation` and `tokenizer`: a `LoadedModel`, or the result of a
-    training.
+    """The base class of objects that generate text with their `generation` and `tokenizer`: a `LoadedModel`, or the
+    result of a training.
 
     `limit_name` is the name of the length limit in error messages."""
 
@@ -52,11 +52,11 @@ class TextWriter:
         seed: int | None = None,
         **options: object,
     ) -> list[str] | list[list[str]]:
-        """Respond to texts (continued as they are) or conversations (through the chat template). Return one text per
+        """Respond to texts, which are continued, or to conversations, through the chat template. Return one text per
         prompt, or with `n` > 1 a list of `n` texts per prompt.
 
-        `options`: max_new_tokens, temperature, top_p, top_k, stop_strings; None means the default of the model or
-        training. Decoding is greedy unless `greedy` is False or a sampling option is given. The same seed gives the
+        `options` are max_new_tokens, temperature, top_p, top_k and stop_strings; None means the default of the model or
+        the training. Decoding is greedy unless `greedy` is False or a sampling option is given. The same seed gives the
         same texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response.
         """
         greedy = _is_greedy(greedy, n, options)
@@ -91,8 +91,8 @@ class TextWriter:
         history: Sequence[Mapping[str, object]] = (),
         **options: object,
     ) -> str:
-        """Respond to a user's message through the chat template. `history` holds earlier messages ({"role",
-        "content"}); `options` are those of `generate` except n."""
+        """Respond to a user's message through the chat template. `history` holds the earlier messages
+        ({"role", "content"}); `options` are those of `generate` except n."""
         if "n" in options:
             raise ValueError("chat gives one answer and takes no n: use generate, which takes conversations")
         first = [{"role": "system", "content": system}] if system is not None else []
@@ -126,7 +126,7 @@ class TextWriter:
 
 
 def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:
-    """Return whether to decode greedily. Raise ValueError for options that are unknown or contradict each other."""
+    """Return whether to decode greedily. Raise ValueError if options are unknown or contradict each other."""
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
         known = ["n", "greedy", "seed", *_OPTIONS]
@@ -151,12 +151,12 @@ def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bo
 
 @dataclass(repr=False)
 class LoadedModel(TextWriter):
-    """A model with its tokenizer, ready to generate; made by `nemo_rl_cpp.load`.
+    """A model with its tokenizer, ready to generate. `nemo_rl_cpp.load` makes it.
 
     Attributes:
         name: the name that was passed to `load`.
         folder: the folder of the model's files.
-        precision: of weights and matrix products.
+        precision: the precision of weights and matrix products.
     """
 
     name: str
@@ -176,12 +176,12 @@ class LoadedModel(TextWriter):
 
 
 def load(model: str | Path, *, precision: str | None = None, max_length: int | None = None) -> LoadedModel:
-    """Load a Hugging Face folder, a packaged model, a name on the Hub, a checkpoint (`step_N`) or the newest checkpoint
-    of a run's folder.
+    """Load a Hugging Face folder, a packaged model, a name on the Hub, a checkpoint (`step_N`), or the newest
+    checkpoint in a run's folder.
 
-    `precision`: "float32" or "bfloat16"; None: float32 if the files are, otherwise bfloat16. `max_length`: the maximum
-    number of tokens of prompt and response; None: 2048, or the model's positions if fewer. Raise ValueError if the
-    model cannot be found or loaded."""
+    `precision` is "float32" or "bfloat16"; None: float32 if the files are float32, otherwise bfloat16. `max_length` is
+    the maximum number of tokens of prompt and response together; None: 2048, or the model's positions if fewer. Raise
+    ValueError if the model cannot be found or loaded."""
     name = model_name(model)
     if name == TINY_RANDOM:
         raise ValueError(
@@ -206,7 +206,7 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
 
 
 def eval_config(given: Keys) -> EvalMasterConfig:
-    """Load the configuration of a call. Raise ConfigError with messages that name the arguments."""
+    """Build the configuration for the arguments of a call. Raise ConfigError naming the invalid arguments."""
     precision = given.get("generation.vllm_cfg.precision", ("", "float32"))[1]
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision is {in_a_line(precision)}: expected float32 or bfloat16")

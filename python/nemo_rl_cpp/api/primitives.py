@@ -1,6 +1,6 @@
-"""The building blocks of a custom training loop: a model, an engine that samples from it, a trainer that updates it.
+"""The parts of a custom training loop: a model, an engine that samples from it, and a trainer that updates it.
 
-Both use the same weights: after `Trainer.step` the engine samples from the new ones. See
+Engine and trainer use the same weights: after `Trainer.step` the engine samples from the updated ones. See
 `examples/grpo_from_scratch.py`."""
 
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ class Model:
         name: a Hugging Face folder, a packaged model, a name on the Hub, or "tiny-random".
         seed: the seed of random weights.
         precision: "float32", "float64", or "bfloat16" with float32 master weights.
-        overrides: entries of config.json that replace the model's, such as `hidden_size=128` of "tiny-random".
+        overrides: entries that replace those of config.json, such as `hidden_size=128` of "tiny-random".
 
     Attributes:
         tokenizer: the folder's tokenizer; for "tiny-random" a tokenizer of digits, "+" and "=".
 
-    Raises ModelFolderError for an unsupported model or damaged files.
+    Raise ModelFolderError for an unsupported model or damaged files.
     """
 
     def __init__(self, name: str, *, seed: int = 0, precision: str = "float32", **overrides: object) -> None:
@@ -47,18 +47,18 @@ class Model:
         self.folder.fill(self.native)
 
     def save(self, path: str | Path) -> None:
-        """Write a Hugging Face folder: weights, config.json, generation_config.json, tokenizer."""
+        """Save a Hugging Face folder: weights, config.json, generation_config.json and tokenizer."""
         save_weights(self.native, path, self.folder.config)
         save_generation_config(self.folder.path, self.folder.config, self.tokenizer, Path(path))
         self.tokenizer.save_pretrained(str(path))
 
 
 class Engine:
-    """Samples from a model.
+    """An engine that samples from a model.
 
     Args:
         settings: keys of `policy.generation`, such as `max_new_tokens=64, temperature=0.7`.
-        seed: the seed of the random draws; every call uses new draws.
+        seed: seeds the sampling; every call gives different samples.
     """
 
     def __init__(self, model: Model, *, seed: int = 0, **settings: object) -> None:
@@ -72,10 +72,10 @@ class Engine:
     def sample(self, prompts: Sequence[Sequence[int]], n: int = 1, *, greedy: bool = False) -> RaggedBatch:
         """Generate `n` responses to each prompt.
 
-        Returns: B = len(prompts) * n sequences, with responses to the same prompt adjacent and T tokens in total.
-        `batch.tokens` holds [T] tensors: `input_ids` (prompts with responses), `token_mask` (1 on sampled tokens) and
-        `generation_logprobs` (0 on all other tokens). `batch.samples["group_id"]`, int64 [B], is the index of the
-        prompt."""
+        Return a batch of B = len(prompts) * n sequences with T tokens in total; responses to the same prompt are
+        adjacent. `batch.tokens` holds [T] tensors: `input_ids` (prompts with responses), `token_mask` (1 for sampled
+        tokens) and `generation_logprobs` (0 for all other tokens). `batch.samples["group_id"]`, int64 [B], is the index
+        of the prompt."""
         if not len(prompts) or n < 1:
             raise ValueError(f"{len(prompts)} prompts with n={n} answers each: expected at least one of both")
         group = torch.arange(len(prompts)).repeat_interleave(n)
@@ -97,23 +97,23 @@ class Engine:
 
 
 class Trainer:
-    """Updates a model's weights with AdamW.
+    """A trainer that updates a model's weights with AdamW.
 
     Args:
-        temperature: the engine's temperature, under which log-probabilities are computed. They are bit-identical to the
-            engine's if it samples without `top_p` and `top_k`.
+        temperature: the engine's temperature, at which log-probabilities are computed. They are bit-identical to the
+            engine's if the engine samples without `top_p` and `top_k`.
     """
 
     def __init__(self, model: Model, *, temperature: float = 1.0) -> None:
         self._native, self.temperature = C.Trainer(model.native), temperature
 
     def forward_backward(self, batch: RaggedBatch, loss_fn: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
-        """Add the gradient of a loss to the gradient for the next `step`.
+        """Compute a loss, and accumulate its gradient for the next `step`.
 
-        `loss_fn` computes a scalar by torch operations from log-probabilities, which are [T] in the order of
-        `batch.tokens`, 0 where `token_mask` is 0. A prompt shared by several responses is computed once.
+        `loss_fn` computes a scalar with torch operations from log-probabilities, which are [T] in the order of
+        `batch.tokens`, and 0 if `token_mask` is 0. A prompt shared by several responses is computed once.
 
-        Returns: the loss, and the log-probabilities. Raises ValueError if the loss is no scalar, infinite or NaN.
+        Return the loss and the log-probabilities. Raise ValueError if the loss is not a scalar, or is infinite or NaN.
         """
         wanted = wanted_tokens(batch)
         rows = (batch.by_sample(wanted.int()) > 0).nonzero().flatten().tolist()
@@ -134,10 +134,10 @@ class Trainer:
         self, learning_rate: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
     ) -> float:  # fmt: skip
-        """Update the weights, and reset the gradient to zero.
+        """Update the weights with AdamW, and reset the gradient to zero.
 
-        Returns: the gradient's norm before clipping to `max_grad_norm` (0: no limit). If it is not finite, the weights
-        stay."""
+        Return the gradient's norm before it was clipped to `max_grad_norm` (0: no limit). If the norm is not finite,
+        the weights are unchanged."""
         done = self._native.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
         self._native.zero_grad()
         return done.grad_norm

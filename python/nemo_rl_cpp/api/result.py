@@ -1,4 +1,4 @@
-"""The result of a training from Python."""
+"""The result of a training with `train_grpo` or `train_ppo`."""
 
 import tempfile
 from dataclasses import dataclass, field
@@ -17,11 +17,13 @@ from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 @dataclass(repr=False)
 class TrainResult(TextWriter):
-    """The result of `train_grpo` and `train_ppo`. Printed as one line; displayed as the run's report in a notebook.
+    """The result of `train_grpo` and `train_ppo`. It prints as one line, and displays as the run's report in a
+    notebook.
 
     Attributes:
-        history: one dictionary per step: `step`, `reward`, `loss`, `rewards/<function>` with several rewards, all other
-            metrics, `seconds`.
+        history: one dictionary per step: `step`, `reward`, `loss`, `rewards/<function>` if there are several rewards,
+            all
+            other metrics, and `seconds`.
         validations: one dictionary per validation: `step`, `accuracy` and more; empty without validation prompts.
         policy, tokenizer, config: the trained `Policy`, its tokenizer and the run's configuration.
         log_dir: the folder with metrics.jsonl, rollouts and report.html."""
@@ -38,14 +40,14 @@ class TrainResult(TextWriter):
     limit_name = "max_length of the training"
 
     def save(self, folder: str | Path) -> Path:
-        """Write the policy as a Hugging Face folder, with a model card."""
+        """Save the policy as a Hugging Face folder with a model card, and return the folder."""
         folder = folder_path(folder, "folder")
         self.policy.save_checkpoint(str(folder))
         write_card(folder, self.config, self._facts)
         return folder
 
     def push_to_hub(self, repo_id: str, *, private: bool = True, client: object = None) -> str:
-        """Upload the policy to the Hub, see `nemo_rl_cpp.push_to_hub`; return the address."""
+        """Upload the policy to the Hub (see `nemo_rl_cpp.push_to_hub`), and return its address."""
         with tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_") as folder:
             message = f"{self.config.title}, {self._facts.step} steps, by nemo_rl_cpp"
             return push_to_hub(self.save(folder), repo_id, private=private, message=message, client=client)
@@ -61,7 +63,7 @@ class TrainResult(TextWriter):
         return f"TrainResult({self.config.policy.model_name!r}, {steps}{learnt}, log_dir={str(self.log_dir)!r})"
 
     def _repr_html_(self) -> str:
-        """Return the run's report for a notebook."""
+        """Return the run's report as HTML for a notebook, or one line if there is no report."""
         report = self.log_dir / "report.html"
         if report.is_file():
             page = escape(report.read_text(encoding="utf-8"), quote=True)

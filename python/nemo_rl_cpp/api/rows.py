@@ -1,4 +1,5 @@
-"""Prompts in any supported form as rows with the key `prompt`, and rows as a tokenized, length-checked data set."""
+"""Converts prompts in any supported form to rows with the key `prompt`, and rows to a tokenized, length-checked data
+set."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,10 +35,10 @@ _RESERVED = ("prompts", "completions")
 
 
 def rows_of(given: object, name: str) -> list[Row]:
-    """Return validated rows with the key `prompt`. `name` is the argument's name in error messages.
+    """Return checked rows with the key `prompt`. `name` is the argument's name in error messages.
 
-    A text is one prompt, unless it is the path of a file or folder, which is read. A mapping of columns, a data frame
-    (pandas, polars, pyarrow) and a `datasets.Dataset` are rows; anything else is iterated. Raise ValueError for an
+    A string is one prompt, unless it is the path of a file or folder, which is read. A mapping of columns, a data frame
+    (pandas, polars, pyarrow) and a `datasets.Dataset` give rows; anything else is iterated. Raise ValueError for an
     invalid prompt."""
     items, source = _items(given, name)
     padded = comes_from_arrow(given) or any(comes_from_arrow(item) or came_through_pandas(item) for item in items)
@@ -48,7 +49,7 @@ def rows_of(given: object, name: str) -> list[Row]:
 
 
 def _items(given: object, name: str) -> tuple[list[object], str]:
-    """Return the prompts or rows one by one, and the name of their source in error messages."""
+    """Return the prompts or rows, and the name of their source in error messages."""
     if given is None:
         raise ValueError(f"{name} is missing: {FORMS}")
     if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_path(given, name)):
@@ -70,7 +71,8 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
 
 
 def _is_path(text: str, name: str) -> bool:
-    """Return whether a text is an existing path. Raise ValueError for the name of a data file that does not exist."""
+    """Return whether a string is the path of an existing file or folder. Raise ValueError if it names a data file that
+    does not exist."""
     try:
         path = Path(text).expanduser()
         exists = bool(text.strip()) and path.exists()
@@ -141,7 +143,7 @@ def _row(item: object, where: str) -> Row:
 def dataset_of(
     rows: list[Row], tokenizer: TokenizerType, limit: int, name: str = "prompt", limit_name: str = "max_length"
 ) -> AllTaskProcessedDataset:
-    """Return the rows as a run's data set. Raise ValueError for the first prompt that the template rejects or that
+    """Return the rows as a data set. Raise ValueError naming the first prompt that the chat template rejects, or that
     leaves no room for a response within `limit` tokens."""
     for i, row in enumerate(rows):
         prompt = prompt_of(row["prompt"], f"{name} {i}")
@@ -159,7 +161,7 @@ def dataset_of(
 
 
 def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
-    """Return a text, or a conversation rendered by the chat template, as a message with its token ids."""
+    """Return a message with text and token ids, from a text or from a conversation rendered by the chat template."""
     messages = None if isinstance(prompt, str) else list(prompt)
     text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)

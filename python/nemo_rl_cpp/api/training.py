@@ -1,4 +1,4 @@
-"""GRPO and PPO from a notebook: a model, prompts and a reward function are enough.
+"""Trains with GRPO or PPO from a notebook: a model, prompts and a reward function are enough.
 
 import nemo_rl_cpp
 result = nemo_rl_cpp.train_grpo("smollm2-135m-instruct", prompts=["3 + 4 = ", "1 + 9 = "], reward_funcs=my_function)
@@ -61,27 +61,28 @@ def train_grpo(
 ) -> TrainResult:
     """Train `model` with GRPO on `prompts` (or its alias `dataset`) to increase the rewards of `reward_funcs`.
 
-    A prompt is a text, continued as it is; or a conversation (a list of {"role", "content"}), rendered by the chat
+    A prompt is a text, which the model continues; a conversation (a list of {"role", "content"}), rendered by the chat
     template; or a row {"prompt": either, ...} whose other columns are passed to the reward functions as keywords.
-    `prompts` is a list or any iterable of these; or a data frame, a `datasets.Dataset`, a mapping of columns, or the
-    path of a data file (.jsonl, .json, .csv, .parquet), with a column `prompt`. One text or conversation is one prompt.
+    `prompts` is a list or any iterable of prompts; a single text or conversation; or rows with a column `prompt`: a
+    data frame, a `datasets.Dataset`, a mapping of columns, or the path of a data file (.jsonl, .json, .csv, .parquet).
 
     A reward function is called with `prompts`, `completions` and those columns, all lists with an entry per completion,
-    and returns one number each: `def reward(completions, answer): return [float(c.strip() == a) for c, a in
+    and returns one number per completion: `def reward(completions, answer): return [float(c.strip() == a) for c, a in
     zip(completions, answer)]`. Several functions, in a list or as {"name": function}, are summed, weighted by
     `reward_weights` if given; each is logged as `rewards/<name>`.
 
-    `loss_fn` and `adv_estimator`: your function, object or class, its dotted name, or a mapping of keys of that section
-    of the configuration; for `adv_estimator` also a name such as "gdpo". `callbacks`: `nemo_rl_cpp.Callback` objects.
+    `loss_fn` and `adv_estimator` are your function, object or class, its dotted name, or a mapping of keys of that
+    section of the configuration; `adv_estimator` may also be a name such as "gdpo". `callbacks` are
+    `nemo_rl_cpp.Callback` objects.
 
-    `lora`: True, a rank such as 16, or keys of `lora_cfg` such as {"dim": 16, "target_modules": ["q_proj", "v_proj"]}:
-    trains adapters on frozen weights, which takes about half of the memory (docs/lora.md).
+    With `lora`, adapters are trained on frozen weights, which takes about half of the memory (docs/lora.md). It is
+    True, a rank such as 16, or keys of `lora_cfg` such as {"dim": 16, "target_modules": ["q_proj", "v_proj"]}.
 
     `validation` prompts are evaluated before and after training. Without `checkpoint_dir` nothing is saved (see
-    `TrainResult.save`); with it, a second call resumes the run, unless `resume` is False ("never": reject a folder with
-    checkpoints). With True ("must"), a folder without checkpoints is rejected. A step uses `num_prompts_per_step`
+    `TrainResult.save`). With it, a second call resumes the run. If `resume` is False ("never"), a folder with
+    checkpoints is an error; if True ("must"), a folder without checkpoints is. A step uses `num_prompts_per_step`
     prompts, or all if there are fewer. Further keywords are configuration keys: `use_dynamic_sampling=True` of the
-    section grpo, `loss_fn__reference_policy_kl_penalty=0.01` of a different section. Raise ValueError for invalid
+    section grpo, or `loss_fn__reference_policy_kl_penalty=0.01` of another section. Raise ValueError for invalid
     arguments, before the model is loaded."""
     return _train_call("grpo", dict(locals()))
 
@@ -100,10 +101,10 @@ def train_ppo(
 ) -> TrainResult:
     """Train `model` with PPO and a critic of the same size.
 
-    `options` are the other arguments of `train_grpo`, and further keys: of the section ppo (`ppo_epochs=2`), or
-    `section__key`. `critic_learning_rate` None: three times `learning_rate`. `lora` applies to policy and critic. Raise
-    ValueError for invalid arguments, before the model is loaded.
-    """
+    `options` are the other arguments of `train_grpo`, and configuration keys: those of the section ppo
+    (`ppo_epochs=2`), or `section__key` for another section. If `critic_learning_rate` is None, it is three times
+    `learning_rate`. `lora` applies to the policy and the critic. Raise ValueError for invalid arguments, before the
+    model is loaded."""
     given = {name: options.pop(name) for name in _DEFAULTS if name in options}
     first = {"model": model, "prompts": prompts, "reward_funcs": reward_funcs, "num_steps": num_steps}
     more = {"critic_learning_rate": critic_learning_rate, "overrides": options}
@@ -111,7 +112,7 @@ def train_ppo(
 
 
 _LOAD = {"grpo": load_grpo_config, "ppo": load_ppo_config}
-_KEYS = {  # argument -> key; {} is the section of the algorithm
+_KEYS = {  # argument -> configuration key; {} is the algorithm's section
     "model": "policy.model_name",
     "precision": "policy.precision",
     "max_length": "policy.max_total_sequence_length",
@@ -129,7 +130,7 @@ _RESUME = {True: "must", False: "never", None: "auto", "must": "must", "never": 
 
 
 def _train_call(algorithm: str, arguments: dict[str, Any]) -> TrainResult:
-    """Validate all arguments, then train."""
+    """Check all arguments, then train."""
     names = [name for name in arguments if name != "overrides"]
     own = dotted_keys(arguments["overrides"], algorithm, names)
     rows, val_rows = _rows(arguments)
@@ -173,7 +174,7 @@ def _given(algorithm: str, arguments: Mapping[str, Any]) -> Keys:
 
 
 def _folders(arguments: Mapping[str, Any]) -> Keys:
-    """Return the keys for log_dir, checkpoint_dir and resume."""
+    """Return the configuration keys that log_dir, checkpoint_dir and resume set."""
     logs = folder_path(arguments["log_dir"], "log_dir")
     given, resume = arguments["checkpoint_dir"], arguments["resume"]
     checkpoints = folder_path(given, "checkpoint_dir") if given is not None else None
@@ -194,7 +195,7 @@ def _folders(arguments: Mapping[str, Any]) -> Keys:
 
 
 def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainMasterConfig:
-    """Load the configuration of a call; error messages name the arguments."""
+    """Build the configuration for the arguments of a call. Error messages name the arguments."""
     values: dict[str, object] = {f"{section}.val_at_start": validates, f"{section}.val_at_end": validates}
     name, prompts = given[f"{section}.num_prompts_per_step"]
     try:
@@ -212,9 +213,9 @@ def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainM
 
 
 def _preflight(config: TrainMasterConfig) -> None:
-    """Run the checks that commands make before a run. Raise ValueError for a run that cannot succeed.
+    """Run the checks that commands make before a run. Raise ValueError if the run cannot succeed.
 
-    Data and reward functions come from the caller, so findings about their sections are ignored.
+    Data and reward functions come from the caller, so problems in their sections of the configuration are ignored.
     """
     if config.cluster.has_workers:
         raise ValueError(

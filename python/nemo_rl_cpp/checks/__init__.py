@@ -1,8 +1,8 @@
-"""Find mistakes that would end the run later, before a model is loaded: in model files, data, folders and environments.
+"""Checks that find, before a model is loaded, what would end the run later: in model files, data, folders and
+environments.
 
-`nemo-rl-cpp check`, `--dry-run`, the run scripts and `train_grpo` all call `preflight(config)`. Each file of this
-package contains the checks of one subject, as functions of the configuration. No check loads weights or torch.
-"""
+`nemo-rl-cpp check`, `--dry-run`, the run scripts and `train_grpo` all call `preflight(config)`. Each module of this
+package checks one subject, with functions of the configuration. No check loads weights or torch."""
 
 from nemo_rl_cpp.config.master import WholeConfig
 from nemo_rl_cpp.errors import Finding
@@ -12,7 +12,7 @@ from .banner import banner_lines
 
 
 def preflight(config: WholeConfig) -> list[Finding]:
-    """Return all findings about the configuration of a training run or an evaluation, errors first."""
+    """Return all problems with the configuration of a training run or an evaluation, errors first."""
     checks = (model.check_memory, folders.check, model.check, data.check_environments, data.check)
     found = [finding for check in checks for finding in check(config)]
     return sorted(found, key=lambda finding: finding.level != "error")

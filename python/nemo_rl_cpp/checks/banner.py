@@ -1,4 +1,4 @@
-"""The first lines of a run, before torch or the model loads: what is trained, on what data and device.
+"""The first lines of a run, printed before torch or the model loads: what is trained, on what data and on what device.
 
 GRPO smollm2-135m-instruct
   model     smollm2-135m-instruct, 135 million parameters, bfloat16
@@ -30,7 +30,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 def banner_lines(config: WholeConfig) -> Iterator[str]:
-    """Yield the lines; lines that take longest to compute come last. Unknown values are left out."""
+    """Yield the lines, the slowest to compute last. Unknown values are omitted."""
     training = isinstance(config, TrainMasterConfig)
     yield config.title if training else f"Evaluation of {config.generation.model_name}"
     for name, text in _training(config) if training else _evaluation(config):
@@ -85,7 +85,7 @@ def _adapters(model: TrainedModelConfig) -> str:
 
 
 def count_text(number: int) -> str:
-    """Return a number of parameters as text: "135 million", "1.54 billion"."""
+    """Return a number of parameters as text, such as "135 million" or "1.54 billion"."""
     for unit, scale in (("billion", 1e9), ("million", 1e6)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
@@ -142,7 +142,7 @@ def _data(config: WholeConfig) -> str:
 
 
 def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | None:
-    """Return the number of rows of a generated data set or a JSON Lines file; None if counting would be slow."""
+    """Return the number of rows of a generated data set or a JSON Lines file, or None if counting would be slow."""
     path = section.get("data_path")
     try:
         if made_up_quickly(section):

@@ -1,4 +1,4 @@
-"""Check data sets, prompts, ground truths and the chat template; import users' environments and functions."""
+"""Checks data sets, prompts, ground truths and the chat template, and imports users' environments and functions."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -22,9 +22,9 @@ _QUICK = ("arithmetic", "reverse_digits", "guess_number", "python_functions")  #
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
-    """Yield findings about the chat template, and about every row of local data sets.
+    """Yield problems with the chat template, and with every row of local data sets.
 
-    Hub data sets and users' classes are checked later, when the run loads them.
+    Hub data sets and users' data set classes are checked later, when the run loads them.
     """
     evaluation = not isinstance(config, TrainMasterConfig)
     tokenizer, findings = _tokenizer(config, evaluation)
@@ -34,7 +34,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
-    """Return the tokenizer with the run's template (None if not on this machine) and findings about the template."""
+    """Return the tokenizer with the run's chat template (None if it is not on this machine), and problems with the
+    template."""
     section, prefix = (config.tokenizer, "tokenizer") if evaluation else (config.policy.tokenizer, "policy.tokenizer")
     value = section.chat_template if "chat_template" in section.model_fields_set else "default"
     key = f"{prefix}.chat_template"
@@ -60,7 +61,7 @@ def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None,
 
 
 def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield each data set's dotted key and its section with the defaults filled in."""
+    """Yield (dotted key, section with defaults filled in) for each data set."""
     from nemo_rl_cpp.data.datasets.utils import sections_of
 
     plain = as_written(data)
@@ -101,7 +102,7 @@ def _check_section(
 
 
 def made_up_quickly(section: Mapping[str, object]) -> bool:
-    """Return whether a data set is generated within milliseconds."""
+    """Return whether the data set is a generated one that takes only milliseconds."""
     return section.get("dataset_name") in _QUICK
 
 
@@ -120,7 +121,7 @@ def _is_quick(section: dict[str, object]) -> bool:
 
 
 def _check_prompt_file(section: dict[str, object]) -> None:
-    """Raise ValueError if the prompt file of a data set that was not read is invalid."""
+    """Raise ValueError if a data set's prompt file is invalid, for data sets that were not read."""
     from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
     from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY
     from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY
@@ -138,7 +139,7 @@ def _check_prompt_file(section: dict[str, object]) -> None:
 
 
 def check_environments(config: WholeConfig) -> Iterator[Finding]:
-    """Import the user's environments, reward functions, data set classes, estimator and loss; yield failed imports.
+    """Import the user's environments, reward functions, data set classes, estimator and loss; yield imports that fail.
 
     These modules may import torch, which is slow. Environments of this package are not imported.
     """

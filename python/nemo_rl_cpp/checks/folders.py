@@ -1,4 +1,4 @@
-"""Check the folders that a run writes to: write access, free space, other runs, and incompatible checkpoints."""
+"""Checks the folders to which a run writes: write access, free space, other runs, and incompatible checkpoints."""
 
 import shutil
 import tempfile
@@ -19,7 +19,7 @@ _DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
-    """Yield findings about the folders that a run writes to, and about the checkpoint of the initial critic in PPO."""
+    """Yield problems with the folders to which a run writes, and with the checkpoint of PPO's initial critic."""
     if not isinstance(config, TrainMasterConfig):
         return
     yield from _warm_start(config)
@@ -37,7 +37,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of `question`, or a finding for its OSError (name too long, no permission)."""
+    """Return the problems that `question` finds, or one for its OSError (name too long, no permission)."""
     try:
         return list(question(Path(folder)))
     except OSError as error:
@@ -46,7 +46,8 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
 
 
 def _writable(folder: Path, key: str) -> Iterator[Finding]:
-    """Create an anonymous file in the folder or its closest existing parent, which leaves nothing behind."""
+    """Yield a problem if no file can be created in the folder or its closest existing parent. Nothing is left
+    behind."""
     place = folder.absolute()
     while not place.exists() and not place.is_symlink() and place != place.parent:
         place = place.parent
@@ -104,7 +105,7 @@ def _resume(config: WholeConfig, folder: Path) -> Iterator[Finding]:
 
 
 def _warm_start(config: WholeConfig) -> Iterator[Finding]:
-    """Yield an error if `ppo.warm_start_value_checkpoint` contains no critic, unless the run will resume."""
+    """Yield an error if `ppo.warm_start_value_checkpoint` contains no critic, unless the run resumes."""
     checkpoint = config.ppo.warm_start_value_checkpoint if isinstance(config, PPOMasterConfig) else None
     if checkpoint is None or (Path(checkpoint).expanduser() / "value" / "weights").is_dir():
         return

@@ -1,7 +1,7 @@
-"""Check the files of models and tokenizers, and whether the memory suffices.
+"""Checks the files of models and tokenizers, and whether there is enough memory.
 
-The checks read the same files as the run (config.json, headers of the weights, the tokenizer) if they are on this
-machine. The run itself checks models that must be downloaded first.
+The checks read the files that the run reads (config.json, headers of the weights, the tokenizer), if they are on this
+machine. A model that must be downloaded first is checked by the run itself.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,8 @@ _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent 
 
 
 class _Use(NamedTuple):
-    """A model of a run: `key` is its key in the configuration, `length` (of `length_key`) is its longest sequence."""
+    """A model that a run uses. `key` is its configuration key; `length` is its longest sequence, set by
+    `length_key`."""
 
     key: str
     name: str
@@ -57,7 +58,7 @@ class _Use(NamedTuple):
 
 
 def check(config: WholeConfig) -> Iterator[Finding]:
-    """Yield findings about the files of the run's models and tokenizers."""
+    """Yield problems with the files of the run's models and tokenizers."""
     said = set()  # the critic usually uses the policy's model
     for use in _uses(config):
         folder = yield from _new((_check_hf if use.backend == "hf" else _check_model)(use), said)
@@ -71,7 +72,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
-    """Yield the findings whose message is not in `said`, and return the iterator's return value."""
+    """Yield the problems whose message is not in `said` and add it there. Return the return value of the iterator."""
     while True:
         try:
             finding = next(findings)
@@ -83,7 +84,7 @@ def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
 
 
 def _uses(config: WholeConfig) -> Iterator[_Use]:
-    """Yield the models that the run reads. The reference model is the same as the policy."""
+    """Yield the models that the run reads. The reference model is the policy's, so it is not listed."""
     if not isinstance(config, TrainMasterConfig):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = find_policy_weights(given)
@@ -119,7 +120,8 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
-    """Yield findings and return the model; None if it is not on this machine or cannot be used."""
+    """Yield problems with a native model, and return the model, or None if it is not on this machine or cannot be
+    used."""
     fields = {"value_head": use.value_head, "max_length": use.length}
     try:
         if use.name == TINY_RANDOM:
@@ -148,7 +150,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
 
 
 def _check_hf(use: _Use) -> Iterator[Finding]:
-    """Yield findings about the files of a transformers model: damage, and sequences that are too long."""
+    """Yield problems with the files of a transformers model: damage, and sequences that are too long."""
     path = None if use.name == TINY_RANDOM else (yield from _whole_folder(use))
     if path is None:
         return
@@ -165,7 +167,7 @@ def _check_hf(use: _Use) -> Iterator[Finding]:
 
 
 def _whole_folder(use: _Use) -> Iterator[Finding]:
-    """Return the model's folder; None if files must be downloaded first. Yield what is wrong with its name."""
+    """Return the model's folder, or None if files must be downloaded first. Yield problems with the model's name."""
     path = local_folder(use.name)
     if path is None:
         yield from _check_name(use)
@@ -180,7 +182,7 @@ def _whole_folder(use: _Use) -> Iterator[Finding]:
 
 
 def _check_name(use: _Use) -> Iterator[Finding]:
-    """Yield a finding for a name that the Hub cannot have, or that resembles the name of a model on this machine."""
+    """Yield a problem if the Hub cannot have this name, or if it resembles the name of a model on this machine."""
     try:
         check_is_no_file(use.name, use.key)
     except SourceError as error:
@@ -213,7 +215,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
 
 
 def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield a finding if balancing is requested for the experts of a native model."""
+    """Yield a problem if load balancing is requested for the experts of a native model."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
         yield from (Finding("error", f"{section}.{key}", why) for key, why in balance_wanted(model))
@@ -249,7 +251,7 @@ def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]
 
 
 def _vocabulary(folder: Path) -> tuple[int, int]:
-    """Return the largest token id of a folder's tokenizer, and the number of its tokens."""
+    """Return (the largest token id, the number of tokens) of a folder's tokenizer."""
     file = folder / "tokenizer.json"
     if file.is_file() and file.open("rb").read(23) == b"version https://git-lfs":
         raise ValueError(f"{file} is a git-lfs pointer: fetch the file itself with `git lfs pull`")
@@ -258,7 +260,7 @@ def _vocabulary(folder: Path) -> tuple[int, int]:
 
 
 def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
-    """Warn if `max_new_tokens` is more than the longest sequence."""
+    """Warn if `max_new_tokens` exceeds the longest sequence."""
     training = isinstance(config, TrainMasterConfig)
     generation, key = (config.policy.generation, "policy.generation") if training else (config.generation, "generation")
     limit, limit_key = generation.vllm_cfg.max_model_len, f"{key}.vllm_cfg.max_model_len"
@@ -273,7 +275,8 @@ def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: WholeConfig) -> Iterator[Finding]:
-    """Report if the file was written for other hardware or engines, and if the memory is too small."""
+    """Yield a problem if the configuration was written for other hardware or engines, or if there is too little
+    memory."""
     text = fold_text(config, memory.forecast_summary(config))
     if text is not None:
         yield Finding("warning", "", note_as_said(text))

@@ -1,6 +1,6 @@
-"""Compare a configuration with the run of its checkpoint. A resumed run reports some differences and refuses others.
+"""Compares a configuration with the run of its checkpoint. A resumed run reports some differences; others are errors.
 
-No torch and no weights are needed. `checks` compares before the start, `algorithms/checkpointing.py` at the start.
+It needs neither torch nor weights. `checks` compares before the start, `algorithms/checkpointing.py` at the start.
 """
 
 import re
@@ -40,7 +40,7 @@ WHAT_TO_DO = (
 
 
 class Saved(NamedTuple):
-    """A checkpoint: its folder, the time it was saved, and its configuration (None: cannot be read)."""
+    """A checkpoint: its folder, when it was saved, and its configuration (None if it cannot be read)."""
 
     path: Path
     time: str
@@ -48,7 +48,7 @@ class Saved(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A changed key of the configuration, with both values in YAML."""
+    """A configuration key whose value changed, with both values in YAML."""
 
     key: str
     before: str
@@ -70,7 +70,7 @@ def read_saved(folder: Path) -> Saved:
 
 def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
     """Load a checkpoint's config.yaml without resolving interpolations. Return None unless this package wrote the file,
-    because a file of another program may include further files."""
+    since another program's file may include further files."""
     try:
         if all(_OWN_LINE.fullmatch(line) for line in file.read_text(encoding="utf-8").splitlines()):
             tree = _config.load_file(str(file))
@@ -81,8 +81,8 @@ def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
 
 
 def changes(saved: Saved, config: WholeConfig) -> list[Change]:
-    """Return every key whose value differs from the checkpoint's. A key that is missing in the checkpoint is included
-    only if a file or the command line sets it."""
+    """Return every key whose value differs from the checkpoint's. A key that the checkpoint lacks is included only if a
+    file or the command line sets it."""
     if saved.config is None:
         return []
     before = flatten_dict(saved.config, expand_lists=False)
@@ -99,7 +99,7 @@ def changes(saved: Saved, config: WholeConfig) -> list[Change]:
 
 
 def headline(saved: Saved, changed: list[Change]) -> str:
-    """Return the first line printed by a resumed run."""
+    """Return the first line that a resumed run prints."""
     begin = f"Resuming {short(saved.path)}, saved {saved.time}."
     if saved.config is None:
         return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
@@ -109,7 +109,8 @@ def headline(saved: Saved, changed: list[Change]) -> str:
 
 
 def environment_keys(config: WholeConfig) -> list[str]:
-    """Return the keys with values from environment variables, which are not saved and cannot be compared."""
+    """Return the keys whose values come from environment variables. Those values are not saved, so they cannot be
+    compared."""
     return sorted(key for key, value in flatten_dict(written(config)).items() if "${oc.env:" in str(value))
 
 
@@ -117,7 +118,7 @@ def environment_keys(config: WholeConfig) -> list[str]:
 
 
 def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, why) for every setting that makes the configuration a different run from the checkpoint's."""
+    """Yield (key, reason) for every setting with which the checkpoint cannot be resumed."""
     before, loop = saved.config or {}, config.algorithm
     if saved.config is not None and not isinstance(before.get(loop), Mapping):
         other = next((name for name in SCRIPTS if name in before), "grpo").upper()
@@ -154,7 +155,8 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
 
 
 def _is_another(before: object, now: object) -> bool:
-    """Return whether two names of a model or tokenizer differ. A moved folder keeps the last part of its path."""
+    """Return whether two names of a model or tokenizer differ. Only the last part of a path counts, since folders may
+    move."""
     known = before is not None and now is not None and "${" not in f"{before}{now}"
     return known and Path(str(before)).name != Path(str(now)).name
 
@@ -191,8 +193,8 @@ def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> I
 def architecture_refusals(
     saved: Saved, section: str, config: TrainedModelConfig, model_config: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, why) if the native decoder would compute something different. `model_config` is the model's
-    config.json with the overrides applied."""
+    """Yield (key, reason) if the native decoder would compute something else than in the checkpoint's run.
+    `model_config` is the model's config.json with the overrides applied."""
     value_head = section == "value"
     try:
         saved_config = read_config(saved.path / section / "weights")
@@ -209,7 +211,7 @@ def architecture_refusals(
 
 
 def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, why) if the overrides give transformers a model that differs from the checkpoint's config.json."""
+    """Yield (key, reason) if the overrides give a transformers model that differs from the checkpoint's config.json."""
     try:
         saved_config = read_config_file(saved.path / section / "weights")
     except (OSError, ValueError):
@@ -223,11 +225,11 @@ def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelCon
 
 
 def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
-    """Return one sentence with all refusals and what to do."""
+    """Return one sentence with all reasons why the checkpoint cannot be resumed, and what to do."""
     listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
     return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 
 
 def short(path: Path) -> str:
-    """Return a path relative to the working directory if it lies below it."""
+    """Return a path relative to the working directory if it is inside it, otherwise unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

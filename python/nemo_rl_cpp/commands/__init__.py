@@ -1,1 +1,1 @@
-"""The subcommands of `nemo-rl-cpp`: one module each, with `main(arguments)`, which returns the exit status."""
+"""The subcommands of `nemo-rl-cpp`, mostly one module each. Their functions return the exit status."""

@@ -1,4 +1,4 @@
-"""`nemo-rl-cpp chat`: a conversation with a model or a checkpoint, in the terminal."""
+"""`nemo-rl-cpp chat` lets the user chat with a model or a checkpoint in the terminal."""
 
 import argparse
 import signal
@@ -16,7 +16,7 @@ Ctrl-C stops an answer, /reset begins a new conversation, Ctrl-D ends."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Chat until the input ends."""
+    """Run an interactive chat until end of input (Ctrl-D)."""
     parser = command_parser("chat", "Talk to a model or to a checkpoint of a run.", _EXAMPLES)
     add_model_option(parser)
     parser.add_argument("--system", help="the system's message")
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
-    """Respond to each line of the input, as a continuation of the earlier lines and responses."""
+    """Respond to each line of input, as a conversation with the earlier lines and responses."""
     begin = [] if known.system is None else [{"role": "system", "content": known.system}]
     messages, answers = list(begin), 0
     while True:
@@ -65,7 +65,7 @@ def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
 
 
 def write_answer(generator: TextGenerator, known: argparse.Namespace, asked: list[dict[str, str]], number: int) -> str:
-    """Print a response while it is generated, and return it; Ctrl-C ends it."""
+    """Print a response while it is generated, and return it. Ctrl-C ends the response."""
     written: list[str] = []
 
     def show(piece: str) -> None:

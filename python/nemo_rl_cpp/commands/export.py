@@ -1,4 +1,4 @@
-"""`nemo-rl-cpp export`: a model or a checkpoint as a GGUF file."""
+"""`nemo-rl-cpp export` writes a model or a checkpoint as a GGUF file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the file, and print how much its logits differ from the model's."""
+    """Write the GGUF file, and print how much its logits differ from the model's."""
     parser = command_parser("export", "Write a model as a GGUF file, for llama.cpp, Ollama and LM Studio.", _EXAMPLES)
     add_model_option(parser)
     parser.add_argument("--gguf", choices=FORMATS, required=True, help="format of the matrices")

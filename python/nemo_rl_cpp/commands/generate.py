@@ -1,4 +1,4 @@
-"""`nemo-rl-cpp generate`: text from a model or a checkpoint."""
+"""`nemo-rl-cpp generate` generates text with a model or a checkpoint."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the text while it is generated, and its length and speed to standard error."""
+    """Print the text while it is generated, then its length and speed on standard error."""
     parser = command_parser("generate", "Write text with a model or a checkpoint of a run.", _EXAMPLES)
     parser.add_argument("prompt", nargs="?", help="text to continue; without it, standard input")
     add_model_option(parser)

@@ -1,4 +1,4 @@
-"""`nemo-rl-cpp models`: the architectures and popular models, with the required memory by task and precision."""
+"""`nemo-rl-cpp models` lists architectures and popular models, with the memory that each task needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ The forecast for your own run: nemo-rl-cpp train --config my.yaml --dry-run"""
 
 
 class Task(NamedTuple):
-    """A column: its heading, whether a critic is trained, the KL weight, and the precision."""
+    """A column of the table: its heading, whether a critic is trained, the KL weight, and the precision."""
 
     heading: str
     critic: bool = False
@@ -38,7 +38,7 @@ TASKS = (Task("GRPO"), Task("with KL", kl=0.01), Task("PPO", critic=True), Task(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table."""
+    """Print the table of models."""
     parser = command_parser(
         "models", "List the supported models with the memory that training and generation need on a CPU.", _EXAMPLES
     )
@@ -100,7 +100,7 @@ def _base(critic: bool) -> GRPOMasterConfig | PPOMasterConfig:
 
 
 def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> TrainMasterConfig:
-    """Return the configuration of a task: the shipped configuration, with the model's sizes and the table's batch."""
+    """Return a task's configuration: the shipped one, with the sizes of the model and the batch of the table."""
     config = _base(task.critic).model_copy(deep=True)
     loop = config.ppo if task.critic else config.grpo
     loop.__dict__ |= {"num_prompts_per_step": responses, "num_generations_per_prompt": 1}

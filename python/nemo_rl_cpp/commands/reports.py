@@ -1,4 +1,4 @@
-"""The commands about log folders: `report` and `compare`."""
+"""The commands that read log folders: `report` and `compare`."""
 
 import sys
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Compare runs or evaluations, as a table in the terminal and as a page."""
+    """Compare runs or evaluations in tables in the terminal, and on a page."""
     parser = command_parser(
         "compare",
         "Compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed.",

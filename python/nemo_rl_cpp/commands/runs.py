@@ -1,4 +1,4 @@
-"""The commands that take a configuration: `train`, `eval`, `check` and `configs`."""
+"""The commands that read a configuration: `train`, `eval`, `check` and `configs`."""
 
 import argparse
 import re
@@ -26,7 +26,7 @@ from nemo_rl_cpp.stages import stage, stages_shown
 
 
 class Kind(NamedTuple):
-    """A kind of configuration: the default for --config, and the command's description."""
+    """A kind of configuration, with the default of --config and the description in the help."""
 
     default_config: str
     description: str
@@ -50,16 +50,17 @@ _CONFIGS_EXAMPLES = """examples:
 
 
 def train(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Load and check a configuration, then train. `kind` is a key of `KINDS`; by default it is read from the file."""
+    """Load and check a configuration, then train. `kind` is a key of `KINDS`; by default the configuration decides
+    it."""
     return _run(arguments, kind or "grpo", kind, train_to_the_end)
 
 
 def train_to_the_end(config: TrainMasterConfig) -> None:
     """Build the run and train it.
 
-    If a worker is lost (WorkerLostError: killed, stopped, its machine gone), end the other workers and resume from the
-    newest checkpoint with new workers, at most `cluster.max_restarts` times. Any other error ends the run. So does a
-    lost worker if the run was already asked to end.
+    If a worker is lost (WorkerLostError: killed, stopped, or its machine is gone), end the other workers and resume
+    from the newest checkpoint with new workers, at most `cluster.max_restarts` times. Any other error ends the run, and
+    so does a lost worker if the run was already asked to end.
     """
     from nemo_rl_cpp.algorithms.build import build_run  # loads torch, after the configuration is known to be right
     from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
@@ -95,7 +96,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Report every error in a configuration, or that there is none."""
+    """Print every error in a configuration, or that it has none."""
     parser = command_parser(
         "check", "Check a configuration with its overrides, without loading anything else.", _CHECK_EXAMPLES
     )
@@ -125,7 +126,7 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def configs(arguments: Sequence[str]) -> int:
-    """List the shipped configurations, one per line."""
+    """Print the shipped configurations, one per line."""
     parser = command_parser("configs", "List the shipped configurations.", _CONFIGS_EXAMPLES)
     parser.add_argument("word", nargs="?", default="", help="only those with this word in their name or description")
     word = parser.parse_args(arguments).word.lower()
@@ -140,7 +141,7 @@ def configs(arguments: Sequence[str]) -> int:
 
 
 def descriptions() -> dict[str, str]:
-    """Return the first sentence of the leading comment of each shipped configuration, by name."""
+    """Return the first sentence of each shipped configuration's leading comment, by the configuration's name."""
     texts = {}
     for name in shipped_configs():
         text = find_config(name).read_text(encoding="utf-8")
@@ -154,7 +155,7 @@ def descriptions() -> dict[str, str]:
 
 
 def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[WholeConfig], None]) -> int:
-    """Call `work` with the configuration given by a command line's arguments; return the exit status.
+    """Call `work` with the configuration that the command-line arguments give, and return the exit status.
 
     `default` is the kind whose help is shown, and whose configuration is used without --config.
     """
@@ -203,8 +204,8 @@ def _help(kind: str) -> str:
 
 
 def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfig | None:
-    """Load a configuration; if it has errors, print them and return None. A rank started by a launcher becomes a worker
-    in this call and does not return."""
+    """Load a configuration. If it has errors, print them and return None. In a rank higher than 0 that a launcher
+    started, this call does not return: the process becomes a worker."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
         found = kind or kind_of(file)
@@ -227,7 +228,7 @@ def _dry_run(config: WholeConfig) -> int:
 
 @contextmanager
 def _started() -> Iterator[None]:
-    """Show the stages before the first step, and report if the output is a closed pipe."""
+    """Show the stages before the first step during this block. If the output is a closed pipe, say so."""
     try:
         with stages_shown():
             yield
@@ -238,7 +239,8 @@ def _started() -> Iterator[None]:
 
 
 def _is_ready(config: WholeConfig) -> bool:
-    """Print the banner, check data, model and folders, and download the tokenizer's files if needed."""
+    """Print the banner, check data, model and folders, and download the tokenizer's files if necessary. Return whether
+    the run can start."""
     for line in banner_lines(config):
         print(line, flush=True)
     stage("checking data, model and folders")
@@ -253,7 +255,7 @@ def _is_ready(config: WholeConfig) -> bool:
 
 
 def _print_findings(config: WholeConfig) -> int:
-    """Print what `checks` finds to stderr, and return the number of errors."""
+    """Print the problems that `checks` finds to stderr, and return the number of errors."""
     findings = preflight(config)
     for finding in findings:
         print(f"{finding.level}: {finding}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`nemo-rl-cpp serve`: serves a model or a checkpoint over HTTP, with the routes of OpenAI and vLLM."""
+"""`nemo-rl-cpp serve` serves a model or a checkpoint over HTTP, with the routes of OpenAI and vLLM."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve the model until Ctrl-C or SIGTERM, and return the exit status."""
     parser = command_parser("serve", "Serve a model or a checkpoint over HTTP, as OpenAI and vLLM do.", _EXAMPLES)
     add_model_option(parser)
     parser.add_argument("--served-model-name", metavar="NAME", help="another name of the model for clients")

@@ -1,9 +1,9 @@
-"""The names that NeMo RL's guides print for environments, data processors, data sets, estimators and losses of a user, at the
-paths where they print them: code that uses them replaces `nemo_rl` by `nemo_rl_cpp.compat`. docs/porting-from-nemo-rl.md tells how
-to port the rest. Nothing else in the package imports from here.
+"""NeMo RL's names for the environments, data processors, data sets, estimators and losses that its guides show, at the
+paths that the guides use: replace `nemo_rl` by `nemo_rl_cpp.compat` in code that imports them.
+docs/porting-from-nemo-rl.md explains how to port the rest. No other part of the package imports this one.
 
-NeMo RL's modules are entries of `_MODULES`. Importing this package registers them in `sys.modules`; each of their names is
-imported at its first use.
+NeMo RL's modules are entries of `_MODULES`. Importing this package registers them in `sys.modules`; each of their names
+is imported when it is first used.
 """
 
 import sys
@@ -81,7 +81,7 @@ _MODULES = {
 
 
 class _Module(ModuleType):
-    """A module of NeMo RL, whose names are imported when they are used."""
+    """A module of NeMo RL, which imports each of its names when the name is first used."""
 
     __path__: list[str] = []  # it may have submodules, all of them registered
 

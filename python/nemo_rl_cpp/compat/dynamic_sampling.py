@@ -1,4 +1,4 @@
-"""Dynamic sampling with NeMo RL's signature, as its DAPO guide prints it."""
+"""Dynamic sampling with NeMo RL's signature, as its DAPO guide shows it."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -20,14 +20,14 @@ from nemo_rl_cpp.metrics.timer import Timer
 
 
 def mixed_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """bool [B]: rows whose group has different raw rewards (max != min, exactly)."""
+    """Return which rows belong to a group whose raw rewards are not all exactly equal, bool [B]."""
     groups, rewards = group_numbers(batch), raw_rewards(batch)
     lowest, highest = extremes(groups, rewards)
     return (lowest != highest)[groups]
 
 
 class SamplingRound(NamedTuple):
-    """What `dynamic_sampling` returns: the batch, whether it is complete, and what earlier rounds kept for the next one."""
+    """The result of a round: the batch, whether it is complete, the cache for the next round, and metrics."""
 
     batch: BatchedDataDict[DatumSpec]
     is_complete: bool
@@ -45,23 +45,25 @@ def dynamic_sampling(
     batch_cache: BatchedDataDict[DatumSpec] | None = None,
     unit: Literal["group", "sample"] = "group",
 ) -> SamplingRound:
-    """Do one round of dynamic sampling, with NeMo RL's signature and results. The loop here uses `GroupSampler`.
+    """Do one round of dynamic sampling, with NeMo RL's signature and results. The training loop uses `GroupSampler`
+    instead.
 
     Args:
-        repeated_batch: rollouts of this round; gets `baseline` and `std`.
-        std, baseline: [B] of each row's group.
-        dynamic_sampling_num_gen_batches: batches generated for this step, this one included.
+        repeated_batch: the rollouts of this round; `baseline` and `std` are added to it.
+        std, baseline: the values of each row's group, [B].
+        dynamic_sampling_num_gen_batches: number of batches generated for this step, including this one.
         master_config: a configuration (or dictionary) with section `grpo` or `ppo`.
         batch_cache: what earlier rounds kept.
-        unit: "group" keeps groups whose raw rewards differ, and raises once the configured number of batches was
-            generated; "sample" is NeMo RL's rule: rows with std != 0, and one batch more. A batch with neither
-            `group_id` nor `idx` says nothing of groups but their std, and goes by "sample".
+        unit: "group" keeps groups whose raw rewards differ, and raises once the configured number of batches has been
+            generated. "sample" is NeMo RL's rule: it keeps rows with std != 0, and allows one more batch. It is also
+                used
+            for a batch with neither `group_id` nor `idx`, whose groups are unknown.
 
-    With dynamic sampling off: the batch, True, None, {}. Else the batch's `filtered_reward` are the kept rows' rewards and its `total_reward` the rewards of
-    all rows of all rounds, and so longer than the other entries until the batch is complete and cut.
+    With dynamic sampling off, return the batch, True, None and {}. Otherwise the batch's `filtered_reward` holds the
+    rewards of the rows that were kept. Its `total_reward` holds those of all rows of all rounds, so it is longer than
+    the other entries until the batch is complete and cut to size.
 
-    Raises DynamicSamplingExhausted (a ValueError) when the batches allowed are used up.
-    """
+    Raise DynamicSamplingExhausted (a ValueError) if the allowed number of batches is used up."""
     if unit not in ("group", "sample"):
         raise ValueError(f"unit is {unit!r}; it must be 'group' or 'sample'")
     if "group_id" not in repeated_batch and "idx" not in repeated_batch:

@@ -1,1 +1,1 @@
-"""Crash-safe files, folder locks, and plain data as text."""
+"""Crash-safe files, locks on folders, and plain data as text."""

@@ -1,7 +1,7 @@
-"""Crash-safe files: fsync, atomic replacement, and manifests that distinguish complete folders from partial ones.
+"""Crash-safe files: fsync, atomic replacement, and manifests that tell complete folders from partial ones.
 
-Every rename goes through `rename` or `write_atomic`, which sync the parent folder: after they return, neither a killed
-process nor a power cut can undo the rename.
+Every rename uses `rename` or `write_atomic`, which sync the parent folder. After they return, neither a killed process
+nor a power failure can undo the rename.
 """
 
 import errno
@@ -29,7 +29,7 @@ def fsync_path(path: Path | str) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename, and sync the parent folder (both parent folders if they differ)."""
+    """Rename a file or folder and sync its parent folder, or both parent folders if they differ."""
     os.rename(source, target)
     fsync_path(target.parent)
     if source.parent != target.parent:
@@ -39,8 +39,8 @@ def rename(source: Path, target: Path) -> None:
 def publish_folder(fresh: Path, target: Path, old: Path) -> None:
     """Rename the sealed folder `fresh` to `target`.
 
-    An existing target is renamed to `old` first, which the caller removes then; on failure it gets its name back. A
-    crash in between leaves `old` without a target: the next start renames it back.
+    An existing target is first renamed to `old`, which the caller then removes; on failure it gets its name back. A
+    crash in between leaves `old` without a target, and the next start renames it back.
     """
     if not target.exists():
         rename(fresh, target)
@@ -55,7 +55,8 @@ def publish_folder(fresh: Path, target: Path, old: Path) -> None:
 
 
 def write_durable(path: Path, text: str) -> None:
-    """Write `text` and sync it. Not atomic: intended for a file in a folder that is not published yet."""
+    """Write `text` to a file and sync it. This is not atomic: use it for a file in a folder that is not published
+    yet."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -65,7 +66,7 @@ def write_durable(path: Path, text: str) -> None:
 def write_atomic(path: Path, text: str, durable: bool = True) -> None:
     """Replace the content of `path` by `text` atomically: readers never see a partial file.
 
-    With `durable=False` nothing is synced: the file survives a killed process, but maybe not a power cut.
+    With `durable=False` nothing is synced: the file survives a killed process, but perhaps not a power failure.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -83,9 +84,9 @@ def write_atomic(path: Path, text: str, durable: bool = True) -> None:
 
 
 def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
-    """Sync every file and folder under `root`, then write its manifest: sizes and SHA-256 of all files.
+    """Sync every file and folder under `root`, then write and return its manifest: sizes and SHA-256 of all files.
 
-    The manifest is written last, so a valid one means a complete folder. `facts` are stored in it. Return the manifest.
+    The manifest is written last, so a valid manifest means that the folder is complete. It also stores `facts`.
     """
     paths = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
     paths = [path for path in paths if path != root / MANIFEST]
@@ -106,10 +107,10 @@ def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
 
 
 def folder_problem(root: Path, contents: bool, verify: Collection[str] = ()) -> str | None:
-    """Return what is wrong with a sealed folder, in a few words, or None if it is complete.
+    """Return what is wrong with a sealed folder in a few words, or None if it is complete.
 
-    With `contents=False` only the manifest, the sizes and the SHA-256 of the (small) files in `verify` are checked,
-    with True every SHA-256. Files missing in the manifest are allowed, except files in `verify`.
+    If `contents`, every SHA-256 is checked; otherwise only the manifest, the sizes, and the SHA-256 of the (small)
+    files in `verify`. Files that the manifest does not list are allowed, unless they are in `verify`.
     """
     try:
         files = _manifest_files(root)
@@ -145,7 +146,7 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def manifest_facts(root: Path) -> dict[str, Plain]:
-    """Return the `facts` that a folder was sealed with; an empty mapping if the manifest cannot be read."""
+    """Return the `facts` with which a folder was sealed, or an empty mapping if the manifest cannot be read."""
     try:
         manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -155,7 +156,7 @@ def manifest_facts(root: Path) -> dict[str, Plain]:
 
 
 def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:
-    """Yield the objects of JSON lines; skip lines that are incomplete, damaged or not an object."""
+    """Yield the objects in JSON lines. Lines that are incomplete, damaged or not an object are skipped."""
     for line in lines:
         with suppress(ValueError, RecursionError):
             if isinstance(row := json.loads(line), dict):
@@ -172,7 +173,7 @@ _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 def disk_trouble(error: BaseException | None) -> str | None:
     """Return a text such as "No space left on device" if lack of space, a quota or a failing disk caused the exception,
-    else None. Libraries not written in Python report the error number only in their text."""
+    otherwise None. Libraries not written in Python give the error number only in their text."""
     while error is not None:
         found = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None

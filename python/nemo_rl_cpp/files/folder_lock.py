@@ -1,4 +1,4 @@
-"""A lock on a folder that names its holder. The system releases it when the process ends, even after a crash."""
+"""A lock on a folder, whose file names the holder. The system releases it when the process ends, even in a crash."""
 
 import contextlib
 import errno
@@ -18,18 +18,18 @@ _PATIENCE = 0.1  # seconds, because a check may hold the lock briefly
 
 
 class FolderError(ValueError):
-    """Raised if a run cannot use the given folder; the message names the key to change."""
+    """Raised if a run cannot use the given folder. The message names the configuration key to change."""
 
 
 class FolderInUseError(FolderError, RuntimeError):
-    """Raised if a different run holds the lock of the folder."""
+    """Raised if another run holds the lock of the folder."""
 
 
 class FolderLock:
-    """A lock held from construction to `close`, or until the process ends; forked children do not inherit it.
+    """A lock that is held from construction to `close`, or until the process ends. Forked children do not inherit it.
 
-    Raises FolderInUseError with process, host and time if a different run holds it, and FolderError if the folder
-    cannot be locked. `key` names the setting to change. Without locks in the file system, a warning is shown.
+    Raise FolderInUseError with process, host and time if another run holds the lock, and FolderError if the folder
+    cannot be locked. `key` names the setting to change. If the file system has no locks, print a warning.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -54,7 +54,7 @@ class FolderLock:
             self._path.write_text(json.dumps(me) + "\n")
 
     def close(self, remove: bool = False) -> None:
-        """Release the lock. Idempotent. `remove`: delete the lock file, too."""
+        """Release the lock. With `remove`, also delete the lock file. Idempotent."""
         if self._lock.is_locked:
             with contextlib.suppress(OSError):
                 self._path.unlink() if remove else os.truncate(self._path, 0)
@@ -62,7 +62,7 @@ class FolderLock:
 
 
 def holder_of(folder: Path) -> dict[str, Plain] | None:
-    """Return the holder of a folder's lock from the lock file (`pid`, `host`, `since`); None if unlocked."""
+    """Return the holder of a folder's lock (`pid`, `host`, `since`) from the lock file, or None if it is not locked."""
     from filelock import FileLock, Timeout
 
     path = folder / LOCK
@@ -78,7 +78,7 @@ def holder_of(folder: Path) -> dict[str, Plain] | None:
 
 
 def _read(path: Path) -> dict[str, Plain]:
-    """Return the holder recorded in the lock file; an empty mapping if it cannot be read."""
+    """Return the holder recorded in the lock file, or an empty mapping if the file cannot be read."""
     try:
         holder = json.loads(path.read_bytes()[:4096])
     except (OSError, ValueError, RecursionError):
@@ -87,7 +87,7 @@ def _read(path: Path) -> dict[str, Plain]:
 
 
 def held_by(holder: dict[str, Plain]) -> str:
-    """Return "is in use by process 12 on host, since ..." """
+    """Return text about the holder, such as "is in use by process 12 on host, since ..."."""
     if "pid" not in holder:
         return "is in use by another process"
     if holder["pid"] == os.getpid() and holder.get("host") == socket.gethostname():
@@ -96,7 +96,7 @@ def held_by(holder: dict[str, Plain]) -> str:
 
 
 def make_folder(folder: Path, key: str) -> bool:
-    """Create a folder and its parents; return whether it is new. Raise FolderError with `key` on failure."""
+    """Create a folder and its parents, and return whether it is new. If that fails, raise FolderError naming `key`."""
     try:
         folder.mkdir(parents=True, exist_ok=False)
         return True
@@ -109,7 +109,7 @@ def make_folder(folder: Path, key: str) -> bool:
 
 
 def folder_error(folder: Path, key: str, error: OSError) -> OSError | FolderError:
-    """Return a FolderError with key and folder if the user can fix the error; otherwise return the error itself."""
+    """Return a FolderError naming key and folder if the user can fix the error; otherwise return the error itself."""
     if error.errno not in _MISTAKES:
         return error
     reason = "a file of that name is there" if error.errno == errno.EEXIST else (error.strerror or str(error))

@@ -1,4 +1,4 @@
-"""Saves nested plain data with tensors in files without code: NAME.json and, for tensors, NAME.safetensors.
+"""Saves nested plain data with tensors without pickle: in NAME.json and, for tensors, NAME.safetensors.
 
 write_state(folder / "sampler", {"cache": {"ids": tensor}, "counts": [1, 2]})
 read_state(folder / "sampler")
@@ -20,7 +20,8 @@ _TAG = "~"
 
 
 def write_state(path: Path, value: object) -> None:
-    """Write `path`.json and, if there are tensors, `path`.safetensors. Raise ValueError like `check_state`."""
+    """Write `path`.json and, if there are tensors, `path`.safetensors. Raise ValueError under the conditions of
+    `check_state`."""
     tensors: dict[str, torch.Tensor] = {}
     tree = _encode(value, "", tensors)
     path.with_name(f"{path.name}.json").write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
@@ -29,7 +30,8 @@ def write_state(path: Path, value: object) -> None:
 
 
 def read_state(path: Path) -> object:
-    """Return what `write_state` wrote, with the same types. Raise ValueError for files of other origin."""
+    """Return what `write_state` wrote, with the same types. Raise ValueError if `write_state` did not write the
+    files."""
     tree = json.loads(path.with_name(f"{path.name}.json").read_text(encoding="utf-8"))
     file = path.with_name(f"{path.name}.safetensors")
     try:
@@ -39,8 +41,8 @@ def read_state(path: Path) -> object:
 
 
 def check_state(value: object, name: str = "") -> None:
-    """Raise ValueError with the entry and its type unless `value` can be written: None, booleans, numbers, strings,
-    bytes, paths, lists, tuples, sets, dictionaries, tensors and NumPy arrays, in any nesting."""
+    """Raise ValueError naming an entry and its type if `value` cannot be written. Allowed are None, booleans, numbers,
+    strings, bytes, paths, lists, tuples, sets, dictionaries, tensors and NumPy arrays, in any nesting."""
     _encode(value, name, {})
 
 

@@ -6,12 +6,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class MissingFileError(FileNotFoundError, ValueError):
-    """Raised if a file named in a configuration does not exist, as a user's mistake and an error of the system."""
+    """Raised if a file named in a configuration does not exist. It is both a FileNotFoundError and a ValueError."""
 
 
 def _places(path: str | Path) -> list[Path]:
-    """Return where a file may be: as given, in the source tree, in the installed package. The package contains the
-    prompts of `examples/prompts/`, which are found by that path or by name."""
+    """Return the paths at which a file may be: as given, in the source tree, and in the installed package. The package
+    contains the prompts of `examples/prompts/`, which are found by that path or by file name."""
     given = Path(path).expanduser()
     if given.is_absolute():
         return [given]
@@ -23,14 +23,14 @@ def _places(path: str | Path) -> list[Path]:
 
 
 def find_prompt(path: str | Path) -> Path | None:
-    """Return the file for a path in a configuration; None if there is none."""
+    """Return the file for a path in a configuration, or None if there is none."""
     return next((place for place in _places(path) if place.is_file()), None)
 
 
 def find_file(path: str | Path, key: str) -> Path:
     """Return the file for a path in a configuration.
 
-    Raise MissingFileError (a FileNotFoundError and a ValueError) with `key` and every place searched if there is none.
+    If there is none, raise MissingFileError naming `key` and every place searched.
     """
     if (found := find_prompt(path)) is not None:
         return found

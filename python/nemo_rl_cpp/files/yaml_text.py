@@ -13,7 +13,7 @@ _RESERVED = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "none"
 
 
 def dump_yaml(value: Plain) -> str:
-    """Return YAML text of dicts, lists, strings, numbers, booleans and None. Floats always contain a dot, because a
+    """Return dicts, lists, strings, numbers, booleans and None as YAML text. Floats always contain a dot, because a
     YAML 1.1 reader reads `1e-06` as a string."""
     if isinstance(value, (dict, list)) and value:
         return "\n".join(_lines(value, 0)) + "\n"

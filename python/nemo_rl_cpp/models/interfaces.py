@@ -70,9 +70,9 @@ class PolicyInterface(TrainedModelInterface, Protocol):
     """A language model in training.
 
     Its weight version counts the `train` calls of the run. The loop passes a `TrainBatch` of B samples with T tokens in
-    total. As attributes its tensors are ragged: `input_ids` int64 [T], `offsets` int64 [B + 1], `token_mask` [T],
-    `sample_mask` [B]. As a mapping they are padded: `input_ids` int64 [B, S], `input_lengths` [B]. Results may be
-    ragged or padded."""
+    total. Its attributes are ragged tensors: `input_ids` int64 [T], `offsets` int64 [B + 1], `token_mask` [T],
+    `sample_mask` [B]. Read as a mapping, it has padded tensors: `input_ids` int64 [B, S], `input_lengths` [B]. Results
+    may be ragged or padded."""
 
     @property
     def skips_prev_logprobs(self) -> bool:

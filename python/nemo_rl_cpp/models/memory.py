@@ -66,8 +66,8 @@ def tape_bytes(sizes: ModelSizes, width: int) -> int:
 
 
 def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
-    """Return the bytes of gradients that each of `processes` ranks holds while gradient blocks are summed along the
-    tree."""
+    """Return the bytes of gradients that each of `processes` ranks holds while gradient blocks are added along their
+    tree (see `Ranks.blocks`)."""
     blocks = model.gradient_blocks or processes
     sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
     if processes == 1 or not model.shards_gradients:
@@ -92,8 +92,8 @@ class Phase:
 
 
 def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
-    """Return the configuration, with the sizes of its models for an estimate before any download: for a model that is
-    not on this machine but in the table of known models, hf_config_overrides of the copy hold them."""
+    """Return the configuration for an estimate before any download. If a model is in the table of known models but not
+    on this machine, the result is a copy with the model's sizes in hf_config_overrides."""
     changed: dict[str, object] = {}
     for name, model in config.trained_models().items():
         known = known_model(model.model_name)

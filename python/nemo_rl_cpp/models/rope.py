@@ -68,8 +68,8 @@ def respell_kinds(
 ) -> dict[str, Plain]:
     """Return the configuration in canonical form for a model whose kinds of layers (KINDS) have separate RoPE.
 
-    The result has transformers 5's `rope_parameters` with one section per kind. Format 4 has one scaling section, for
-    full attention, with `rope_theta`. There the theta of the sliding layers is the key `local_key`, if not None;
+    The result has transformers 5's `rope_parameters` with one section per kind. Format 4 has one scaling section and
+    `rope_theta`, both for full attention. In it the key `local_key` (if not None) sets the theta of sliding layers, by
     default `local_theta`."""
     section = config.get(section_name(config)) or {}
     if not isinstance(section, Mapping):
@@ -223,10 +223,11 @@ def _said(config: Mapping[str, Plain], section: Plain) -> Plain:
 
 
 def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
-    """Return (positions, factor), whose product is a model's maximum length in vLLM.
+    """Return (positions, factor), whose product is a model's maximum length in vLLM; None means
+    max_position_embeddings.
 
-    yarn scales the positions of pretraining; linear scales max_position_embeddings, for which `positions` is None.
-    llama3 and longrope give factor 1, because their max_position_embeddings include it."""
+    yarn scales the positions of pretraining, and linear scales max_position_embeddings. llama3 and longrope give factor
+    1, because their max_position_embeddings already includes it."""
     scaling = form["rope_scaling"]
     if scaling is None or scaling["rope_type"] in ("llama3", "longrope"):
         return None, 1.0

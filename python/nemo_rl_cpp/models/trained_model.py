@@ -47,8 +47,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class NoOffload:
-    """A model whose weights, gradients, optimizer state and workspace stay on their device, so that preparing for a
-    phase and ending it do nothing."""
+    """A model whose weights, gradients, optimizer state and workspace always stay on their device. So its methods that
+    begin or end a phase do nothing."""
 
     def _nothing_to_do(self, *args: object, **kwargs: object) -> None: ...
 

@@ -236,8 +236,8 @@ class BaseEngine(GenerationInterface):
 
 
 class ResponseBuffer:
-    """A collection of responses. A row for which no response was stored had no room: its response is empty and
-    truncated.
+    """A collection of responses. If none was stored for a row, its prompt left no room: the response is empty and
+    marked as truncated.
 
     Args:
         count: number of rows of the batch.

@@ -169,8 +169,7 @@ class GenerationInterface(Protocol):
         """Allocate what generation needs. Called before `generate`."""
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: OnFinished) -> Answer:
-        """Return a response per prompt, under the weights of the last `sync_weights`. `greedy`: temperature 0 and top_k
-        1.
+        """Return a response per prompt, under the weights of the last `sync_weights`. `greedy`: temperature 0, top_k 1.
 
         The loop passes a RaggedBatch, which as a mapping is a `GenerationDatumSpec`. The engine may return `Responses`
         or a padded batch. `beside` holds `on_finished` if the engine sets `reports_finished`; otherwise it is empty."""
@@ -252,8 +251,8 @@ class RefitRendezvous(NamedTuple):
 
 
 class RefitResult(NamedTuple):
-    """The result of a refit in one process: the bytes of weights, the seconds, the digest of the process's weights
-    afterwards, and the bytes of the messages that carried the weights."""
+    """The result of a refit in one process: the size of its weights in bytes, the duration in seconds, the digest of
+    its weights afterwards, and the size in bytes of the messages that carried the weights."""
 
     bytes: int
     seconds: float

@@ -176,8 +176,8 @@ def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
 
 
 def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict[str, object]) -> dict[str, object]:
-    """Return `options` with `max_model_len`: the longest sequence of the policy, or a lower limit that `config`
-    sets."""
+    """Return `options` with `max_model_len`: by default the longest sequence of the policy, or a lower limit that
+    `config` sets."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     return {
         "max_model_len": min(config.vllm_cfg.max_model_len or longest, longest),

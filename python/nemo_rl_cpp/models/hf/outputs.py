@@ -183,7 +183,7 @@ class _Places(NamedTuple):
 
 
 class _InChunks(torch.autograd.Function):
-    """A function that computes the log-probabilities at some positions of the logits, chunk by chunk. Only the logits
+    """An autograd function for the log-probabilities at some positions of the logits, chunk by chunk. Only the logits
     are kept for the backward pass, which recomputes each chunk. So only the logits and their gradient exist in full
     size."""
 

@@ -82,7 +82,7 @@ class Policy(TrainedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """Return whether training takes generation's log-probabilities for the old policy's
+        """Return whether training uses generation's log-probabilities as the old policy's
         (reuse_generation_logprobs)."""
         return self._exact
 
@@ -161,9 +161,9 @@ class Policy(TrainedModel, PolicyInterface):
         """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
 
         If the data has no `prev_logprobs`, the current weights must be those that generated the responses. The first
-        update then takes the log-probabilities of its own forward pass for the old policy's. Later updates take
-        generation's if all are bit-identical to that pass. Otherwise the mismatches are counted, and the rows of later
-        updates are scored before the first update.
+        update then uses the log-probabilities of its own forward pass as the old policy's. Later updates use
+        generation's, if these are bit-identical to that pass. Otherwise the mismatches are counted, and the rows of the
+        later updates are scored before the first update.
 
         Returns:
             {"loss", "grad_norm": one value per global batch, "all_mb_metrics": metric -> one value per micro-batch (see

@@ -18,7 +18,8 @@ Bins = list[list[int]]
 
 
 def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
-    """Pack by first fit in a shuffled order, which depends only on the number of costs."""
+    """Return bins of indices into `costs`, each of total cost up to `capacity`. They are packed by first fit, in a
+    shuffled order that depends only on the number of costs."""
     order = list(range(len(costs)))
     random.Random(0).shuffle(order)  # a separate generator, so that a resumed run packs identically
     return C.pack_first_fit(costs, order, capacity)

@@ -1,4 +1,4 @@
-"""Forward pass, loss and backward pass of one global batch, by micro-batches. `TrainedModel` then takes the
+"""Forward pass, loss and backward pass of one global batch, one micro-batch at a time. `TrainedModel` then takes the
 optimizer step."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Exactness:
             self.max_gap = max(self.max_gap, float((curr - generation).abs()[differs].max()))
 
     def with_other(self, other: Exactness) -> Exactness:
-        """Return the comparison over the tokens of both."""
+        """Return one comparison over the tokens of both comparisons."""
         mismatched = self.mismatched_tokens + other.mismatched_tokens
         return Exactness(self.tokens + other.tokens, mismatched, max(self.max_gap, other.max_gap))
 
@@ -185,12 +185,12 @@ class MicroBatchRunner:
         exactness: Exactness | None = None,
         backward: bool = True,
     ) -> GlobalBatchResult:
-        """Run forward pass, loss and (with `backward`) backward pass of the samples [begin, end), by micro-batches.
+        """Run forward pass, loss and, if `backward`, backward pass of the samples [begin, end), one micro-batch at a
+        time.
 
         Args:
             on_policy: the current weights generated the samples, so this forward pass provides `prev_logprobs`.
-            exactness: collects the comparison with `generation_logprobs`; None: no comparison.
-        """
+            exactness: collects the comparison with `generation_logprobs`; None: no comparison."""
         guard = _RankGuard(self, self.sums if backward else GradientSums())
         options = data, begin, end, backward, on_policy, exactness
         batch = guard.planned(options) if backward else _GlobalBatch(self, *options)
@@ -275,7 +275,7 @@ class _RankGuard:
 
     @property
     def takes_part(self) -> bool:
-        """Return whether this rank ends its gradient blocks. After a failure it does so only if other ranks wait for
+        """Return whether this rank still calls `end_block`. After a failure it does so only if other ranks wait for
         it."""
         return self.failed is None or self.sums.sharded
 
@@ -358,8 +358,8 @@ class _GlobalBatch:
         return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.backward)
 
     def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """Return the gradients [T] of the loss with respect to the model's outputs, and (if computed) to the
-        log-probabilities without top-k and top-p, and a mapping of those with respect to `extra_outputs`."""
+        """Return the gradients of the loss, [T] each: with respect to the model's outputs, to the log-probabilities
+        without top-k and top-p (None if not computed), and by name to `extra_outputs`."""
         if self.way.sums.beside and self.is_apart(micro.rows):
             raise ValueError(
                 f"zero_gradient_rows of the loss names sample {micro.rows[0]}, whose micro-batch has a gradient, when the sum over "
@@ -491,7 +491,7 @@ def evaluate_value_loss(
 
 
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
-    """Raise NonFiniteError, which names the first sample and token, if the loss or its gradient is not finite."""
+    """If the loss or its gradient is not finite, raise NonFiniteError, which names the first such sample and token."""
     for grad in (loss.grad, loss.grad_unfiltered):
         bad = None if grad is None else ~torch.isfinite(grad)
         if bad is not None and bad.any():

@@ -22,7 +22,7 @@ MAX_CHARS = 2000
 MAX_ANSWERS = 16
 MAX_TOKENS = 256
 BUDGET = 60_000
-"""Tokens and, at a quarter, characters that a page shows in all; beyond it steps in the middle of the run are left out."""
+"""The number of tokens (a character counts a quarter) that a page shows; beyond it, steps in mid-run are omitted."""
 
 TokenBytes = Callable[[int], bytes]
 Item = TypeVar("Item")

@@ -51,7 +51,7 @@ class ServiceClient:
         folder: the folder of the checkpoints.
         precision: "float32", "float64" or "bfloat16".
         max_batch_size: the number of responses generated concurrently.
-        cache_gb: size of the KV cache of one sampler, in GB.
+        cache_gb: size of the KV cache of one sampler, in GiB.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ def fake_run(config, policy, engine, value=None, num_rows=8):
         "make_tokenizer": lambda policy: TOKENIZER,
         "make_dataloader": lambda data, rows, size, *more: StatefulDataLoader(rows, size, drop_last=True),
         "make_critic": lambda *parts: critic,
-        "make_loss": lambda config: None,
+        "make_loss": lambda *given: None,
     }
     data = RunData(rows(num_rows), rows(3), Environments(env, env))
     with (

@@ -11,8 +11,9 @@ from nemo_rl_cpp.checks import model as preflight_of_model
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.hub.sources import SourceError
-from nemo_rl_cpp.models.hf_config import canonical_config, max_positions, native_config, parameter_shapes
+from nemo_rl_cpp.models.hf_config import canonical_config, max_positions, native_config
 from nemo_rl_cpp.models.model_folder import open_model_folder
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weights import save_weights
 
 IDS = torch.randint(3, 90, (60,), generator=torch.Generator().manual_seed(7))

@@ -29,8 +29,9 @@ from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.config.distillation import absolute_folder
 from nemo_rl_cpp.config.fold import exactness_text, say_fold
-from nemo_rl_cpp.config.loop import LengthPenaltyConfig, LoopConfig, RewardPenaltyConfig
+from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, SFTMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.config.penalties import LengthPenaltyConfig, RewardPenaltyConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.chat_template import choose_template
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp.config.base import as_model
-from nemo_rl_cpp.config.loop import (
-    CHANNELS,
-    LengthPenaltyConfig,
-    LengthPenaltyParams,
-    ProfileBandChannel,
-    RewardScalingConfig,
-    RewardShapingConfig,
-)
+from nemo_rl_cpp.config.loop import RewardScalingConfig, RewardShapingConfig
+from nemo_rl_cpp.config.penalties import CHANNELS, LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.environments.single_turn import assistant_text
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from nemo_rl_cpp.algorithms.reward_functions import reasoning_and_answer
-from nemo_rl_cpp.config.loop import RewardPenaltyConfig
+from nemo_rl_cpp.config.penalties import RewardPenaltyConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
 
 THINKING_TAGS = ("<think>", "</think>")

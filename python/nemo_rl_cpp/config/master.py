@@ -25,16 +25,9 @@ from .errors import ConfigError, Problem, Report
 from .fold import exactness_of
 from .generation import EvalGenerationConfig, GenerationConfig
 from .logger import LoggerConfig
-from .loop import (
-    AsyncGRPOConfig,
-    AsyncRLConfig,
-    DataPlaneConfig,
-    GRPOConfig,
-    LoopConfig,
-    PPOConfig,
-    RewardPenaltyConfig,
-)
+from .loop import AsyncGRPOConfig, AsyncRLConfig, DataPlaneConfig, GRPOConfig, LoopConfig, PPOConfig
 from .loss import ClippedPGLossConfig, MseValueLossConfig
+from .penalties import RewardPenaltyConfig
 from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig, fill
 from .sft import SFTConfig, SFTLossConfig
 

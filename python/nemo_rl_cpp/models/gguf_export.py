@@ -25,6 +25,7 @@ from nemo_rl_cpp.hub.gguf_conversion import unpermute
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
 from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
@@ -78,7 +79,7 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     check_family(config)
     tokenizer = Tokenizer.from_pretrained(folder, section="")
     files = weight_files(folder)
-    shapes, order = hf_config.parameter_shapes(hf_config.native_config(config)), []
+    shapes, order = parameter_shapes(hf_config.native_config(config)), []
     fill_parameters(folder, shapes, ((n, e) for _, n, e in all_entries(files)), lambda name, entry: order.append(name))
     names, derived = tensor_names(config), _rope_factors(config)
     formats = {name: _format(names[name], shapes[name], kind) for name in order}
@@ -226,7 +227,7 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
     architecture = FAMILIES[config["model_type"]].architecture
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    shapes = hf_config.parameter_shapes(hf_config.native_config(config))
+    shapes = parameter_shapes(hf_config.native_config(config))
     return {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in shapes}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models import hf_config
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.saved_adapter import SavedAdapter, saved_adapter
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
 
@@ -78,7 +79,7 @@ class ModelFolder:
         """Raise the errors that building and filling the model would raise, after reading only the files' headers."""
         native = self.native()
         if self.path is not None:
-            check_parameters(self.path, hf_config.parameter_shapes(native))
+            check_parameters(self.path, parameter_shapes(native))
 
     def check_quantization(self, key: str) -> None:
         """Raise ModelFolderError if the model cannot be quantised: it has recurrent layers, or the rows of a matrix are

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, band_factor, penalized, reasoning_and_answer
-from nemo_rl_cpp.config.loop import LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
+from nemo_rl_cpp.config.penalties import LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 REWARDS = [1.0, 0.0, 1.0, 1.0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.reward_penalties import apply_reward_penalties
-from nemo_rl_cpp.config.loop import RewardPenaltyConfig
+from nemo_rl_cpp.config.penalties import RewardPenaltyConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 OPEN, CLOSE = 12, 13

@@ -11,7 +11,8 @@ from nemo_rl_cpp.checks import preflight
 from nemo_rl_cpp.checks.model import check
 from nemo_rl_cpp.cli import main
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
-from nemo_rl_cpp.models.hf_config import native_config, parameter_shapes
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16,

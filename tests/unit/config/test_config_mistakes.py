@@ -76,7 +76,7 @@ BAD_FILES = {
         "policy:\n  model_name: m\n  dtensor_cfg: {tensor_parallel_size: 2}\ncluster: {strict_sizes: true}",
         "policy.dtensor_cfg.tensor_parallel_size", 3, ["is 2", "set it to 1", "cluster.strict_sizes"]),
     "offloading": ("policy:\n  model_name: m\n  dtensor_cfg: {cpu_offload: true}\ncluster: {device: cuda}", "policy.dtensor_cfg.cpu_offload", 3, ["set it to false"]),
-    "lora with dropout": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {enabled: true, dropout: 0.1}", "policy.dtensor_cfg.lora_cfg.dropout", 4, ["what generated, to the bit", "set it to 0"]),
+    "lora with dropout": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg: {enabled: true, dropout: 0.1}", "policy.dtensor_cfg.lora_cfg.dropout", 4, ["must compute the same bits", "set it to 0"]),
     "lora's matrices twice": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      target_modules: [q_proj]", "policy.dtensor_cfg.lora_cfg.target_modules", 6, ["match_all_linear is true", "match_all_linear=false"]),
     "lora's misspelt matrix": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      match_all_linear: false\n      target_modules: [q_porj]", "policy.dtensor_cfg.lora_cfg.target_modules", 7, ["q_porj", "did you mean q_proj?"]),
     "lora's head": ("policy:\n  model_name: m\n  dtensor_cfg:\n    lora_cfg:\n      enabled: true\n      match_all_linear: false\n      target_modules: [q_proj, lm_head]", "policy.dtensor_cfg.lora_cfg.target_modules", 7, ["lm_head", "stay frozen"]),

@@ -133,7 +133,7 @@ def test_invalid_python_values_are_reported_by_argument(values, message):
 
 
 UNSUPPORTED = [
-    ("policy.dtensor_cfg.lora_cfg", {"enabled": True, "dropout": 0.1}, "nothing is dropped out"),
+    ("policy.dtensor_cfg.lora_cfg", {"enabled": True, "dropout": 0.1}, "dropout is not supported"),
     ("grpo.async_grpo", {"enabled": True}, "needs engines with weights of their own"),
     ("cluster", {"gpus_per_node": 8, "strict_sizes": True}, "strict_sizes"),
     ("loss_fn.ratio_clip_c", 0.5, "must be greater than 1"),
@@ -300,7 +300,7 @@ def test_standalone_policy_section_is_checked():
     for change, message in (
         (
             {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dropout": 0.1}}},
-            "dtensor_cfg.lora_cfg.dropout cannot be 0.1: what is trained is what generated",
+            "dtensor_cfg.lora_cfg.dropout cannot be 0.1: dropout is not supported",
         ),
         ({"generation": {"temperature": 0}}, "policy.generation.temperature cannot be 0 in training"),
     ):

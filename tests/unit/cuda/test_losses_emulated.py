@@ -123,7 +123,7 @@ def test_clipped_pg_loss_equals_the_cpu(kernels, B, S, mode, sequence_level, kl_
     )
     # the op takes arrays with the first token, which has no prediction
     whole = [torch.cat([torch.zeros(B, 1, dtype=F64), t], 1) for t in (advantages, prev, generation, reference, mask)]
-    _, grad, _, metrics = C.clipped_pg_loss(x, *whole, sample, None, None, counts[0:1], counts[1:2], None, config)
+    _, grad, _, metrics = C.clipped_pg_loss(x, *whole, sample, None, None, None, counts[0:1], counts[1:2], None, config)
     got_grad, got_metrics = torch.full_like(grad, math.nan), torch.zeros(len(C.clipped_pg_metric_names()), dtype=F64)
     kernels.clipped_pg_loss(
         B,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from nemo_rl_cpp import dotted_names, run_grpo_math
-from nemo_rl_cpp.models.hf_config import native_config, parameter_shapes
+from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from safetensors.torch import save_file
 
 # what a user writes: module -> text

@@ -12,9 +12,9 @@ from nemo_rl_cpp.models.hf_config import (
     config_remarks,
     max_positions,
     native_config,
-    parameter_shapes,
     read_config,
 )
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.rope import rope_frequencies
 
 QWEN = {

@@ -9,8 +9,9 @@ from nemo_rl_cpp.checks import model
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.models import model_folder
 from nemo_rl_cpp.models.hf.folder import open_frozen
-from nemo_rl_cpp.models.hf_config import TINY_CONFIG, parameter_shapes
+from nemo_rl_cpp.models.hf_config import TINY_CONFIG
 from nemo_rl_cpp.models.model_folder import open_model_folder
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.serving.model import load_model
 from safetensors.torch import save_file
 

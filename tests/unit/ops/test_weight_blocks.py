@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from nemo_rl_cpp._native import CPU_CAPABILITIES, C
-
-from tests.reference import weight_blocks
+from reference import weight_blocks
 
 FORMATS = ("q8_0", "q4_0")
 

@@ -83,5 +83,5 @@ def test_required_logprobs_follow_the_configuration(kl, threshold, age, in_rewar
     loop = SimpleNamespace(
         seq_logprob_error_threshold=threshold, trajectory_age=age, adv_estimator=SimpleNamespace(name=name)
     )
-    loss = SimpleNamespace(reference_policy_kl_penalty=kl, use_kl_in_reward=in_reward)
+    loss = SimpleNamespace(reference_policy_kl_penalty=kl, use_kl_in_reward=in_reward, bypass_mode=False)
     assert LogprobNeeds.of(loss, loop) == expected

@@ -13,7 +13,7 @@ from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, trainer_of, trainin
 
 NO_OTHER_TERM = {
     name: settings | {"reference_policy_kl_penalty": 0.0}
-    for name, settings in (TOKEN_LOSSES | ROW_LOSSES).items() if "positive_example_nll_weight" not in settings and name not in ("dro", "nll")
+    for name, settings in (TOKEN_LOSSES | ROW_LOSSES).items() if "positive_example_nll_weight" not in settings and name not in ("dro", "kl-cov", "nll")
 }  # fmt: skip
 
 

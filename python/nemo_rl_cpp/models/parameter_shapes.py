@@ -1,0 +1,92 @@
+"""Names and shapes of the tensors in a checkpoint, from a model's configuration. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nemo_rl_cpp.files.yaml_text import Plain
+
+
+def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
+    """Return name -> shape of every parameter of the `DecoderModel` that `native_config` describes."""
+    hidden, inner, heads = native["hidden_size"], native["intermediate_size"], native["head_dim"]
+    query, key_value = native["num_heads"] * heads, native["num_kv_heads"] * heads
+    products = {
+        "self_attn.q": (2 * query if native["output_gate"] else query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query),
+        "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner),
+    }  # fmt: skip
+    if native["fused_tensors"]:
+        products = {
+            "self_attn.qkv": (query + 2 * key_value, hidden), "self_attn.o": (hidden, query),
+            "mlp.gate_up": (2 * inner, hidden), "mlp.down": (hidden, inner),
+        }  # fmt: skip
+    normed_heads = {"none": (), "head": (("q", heads), ("k", heads)), "whole": (("q", query), ("k", key_value))}[
+        native["qk_norm"]
+    ]
+    biased = {
+        "self_attn.q": "qkv_bias",
+        "self_attn.k": "qkv_bias",
+        "self_attn.v": "qkv_bias",
+        "self_attn.o": "output_bias",
+    }
+    with_experts = native.get("experts", {}).get("layers", ())
+    recurrent = native.get("gated_delta", {}).get("layers", ())
+    shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
+    for layer in range(len(native["layers"])):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{norm}.weight": [hidden] for norm in native["norms"].values()}
+        if layer in recurrent:
+            shapes |= {prefix + name: shape for name, shape in _recurrent_shapes(native["gated_delta"], hidden).items()}
+        else:
+            shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [size] for norm, size in normed_heads}
+            if native["attention_sinks"]:
+                shapes[f"{prefix}self_attn.sinks"] = [native["num_heads"]]
+        if layer in with_experts:
+            shapes |= {prefix + name: shape for name, shape in _expert_shapes(native["experts"], hidden).items()}
+        for name, (rows, columns) in products.items():
+            if (
+                name.startswith("mlp.")
+                and layer in with_experts
+                or name.startswith("self_attn.")
+                and layer in recurrent
+            ):
+                continue
+            shapes[f"{prefix}{name}_proj.weight"] = [rows, columns]
+            if native[biased.get(name, "mlp_bias")]:
+                shapes[f"{prefix}{name}_proj.bias"] = [rows]
+    shapes["model.norm.weight"] = [hidden]
+    if native["value_head"]:
+        shapes["score.weight"] = [1, hidden]
+    elif not native["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = [native["vocab_size"], hidden]
+    return shapes
+
+
+def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
+    """Return name -> shape of every parameter of a gated delta net, without the layer's prefix."""
+    heads, values = sizes["value_heads"], sizes["value_heads"] * sizes["value_dim"]
+    mixed = 2 * sizes["key_heads"] * sizes["key_dim"] + values
+    shapes = {
+        "in_proj_qkv.weight": [mixed, hidden], "in_proj_z.weight": [values, hidden], "in_proj_b.weight": [heads, hidden],
+        "in_proj_a.weight": [heads, hidden], "conv1d.weight": [mixed, 1, sizes["conv_width"]], "A_log": [heads], "dt_bias": [heads],
+        "norm.weight": [sizes["value_dim"]], "out_proj.weight": [hidden, values],
+    }  # fmt: skip
+    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def _expert_shapes(experts: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
+    """Return name -> shape of every parameter of a mixture of experts, without the layer's prefix."""
+    block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
+    router = f"{block}.{experts['router']}"
+    shapes = {f"{router}.weight": [experts["count"], hidden]}
+    for expert in range(experts["count"]):
+        prefix = f"{block}.experts.{expert}."
+        shapes |= {f"{prefix}{experts[name]}.weight": [inner, hidden] for name in ("gate", "up")}
+        shapes[f"{prefix}{experts['down']}.weight"] = [hidden, inner]
+    if experts["has_biases"]:
+        shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items()}
+    if shared:
+        shapes[f"{block}.shared_expert_gate.weight"] = [1, hidden]
+        shapes |= {f"{block}.shared_expert.{name}_proj.weight": [shared, hidden] for name in ("gate", "up")}
+        shapes[f"{block}.shared_expert.down_proj.weight"] = [hidden, shared]
+    return shapes

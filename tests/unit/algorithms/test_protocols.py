@@ -77,7 +77,8 @@ def asked(tmp_path_factory):
         TensorboardConfig,
     )
     try:
-        for config, options in (("grpo_tiny.yaml", (*tiny.SMALL, *TAUGHT)), ("ppo_tiny.yaml", PPO)):
+        grpo = [("grpo_tiny.yaml", (*tiny.SMALL, *options)) for options in (TAUGHT, OF_WHOLE_DISTRIBUTIONS)]
+        for config, options in (*grpo, ("ppo_tiny.yaml", PPO)):
             section = config.partition("_")[0]
             kl = f"{section}.skip_reference_policy_logprobs_calculation=false"
             folder = tmp_path_factory.mktemp(section)
@@ -115,6 +116,10 @@ TAUGHT = (
     "grpo.adv_estimator.name=opd",
     "on_policy_distillation={enabled:true,teacher_model_by_agent_name:{x:tiny-random}}",
 )
+OF_WHOLE_DISTRIBUTIONS = (
+    "grpo.adv_estimator.name=optimal_token_baseline", "loss_fn.name=gpg", "loss_fn.score_centering_k=2",
+    "loss_fn.top_entropy_quantile=0.5",
+)  # fmt: skip
 PPO = (
     "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
     "value.train_global_batch_size=32", "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0",

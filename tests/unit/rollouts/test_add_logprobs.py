@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.rollouts.batches import LogprobNeeds, TrainBatch, add_logprobs
 
 
@@ -83,5 +84,7 @@ def test_required_logprobs_follow_the_configuration(kl, threshold, age, in_rewar
     loop = SimpleNamespace(
         seq_logprob_error_threshold=threshold, trajectory_age=age, adv_estimator=SimpleNamespace(name=name)
     )
-    loss = SimpleNamespace(reference_policy_kl_penalty=kl, use_kl_in_reward=in_reward, bypass_mode=False)
-    assert LogprobNeeds.of(loss, loop) == expected
+    loss = ClippedPGLossConfig(reference_policy_kl_penalty=kl, use_kl_in_reward=in_reward)
+    needs = LogprobNeeds.of(loss, loop)
+    assert (needs.reference, needs.previous, needs.corrected, needs.estimator) == expected
+    assert not (needs.bypassed or needs.entropies or needs.sum_pi_squared or needs.candidates)

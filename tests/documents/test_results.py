@@ -10,11 +10,11 @@ BENCHMARKS = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
 IN_FULL = (ROOT / "docs/benchmarks-in-full.md").read_text(encoding="utf-8")
 
 ROWS = {
-    "one GRPO step, 64 responses of 64 tokens": "a whole GRPO step: 8 prompts, 8 answers of 64 tokens",
+    "one GRPO step, 64 responses of 64 tokens": "a whole GRPO step: 8 prompts, 8 responses of 64 tokens to each",
     "peak memory of that step": "a whole GRPO step, TRL",
-    "generation, 64 texts in groups of 8": "generation, 64 texts in groups of 8",
-    "generation, one text": "generation, one text",
-    "training on 2,048 tokens with shared prompts": "training, 2,048 tokens of GRPO's groups",
+    "generation, 64 texts in groups of 8": "generation, 64 sequences in groups of 8 with a shared prompt",
+    "generation, one text": "generation, one sequence",
+    "training on 2,048 tokens with shared prompts": "training, 2,048 tokens of GRPO groups",
 }
 """Row of README's first table -> row of docs/benchmarks.md."""
 

@@ -1,5 +1,5 @@
-// Sums over all ranks that are formed while the backward is running: a bucket of the flat gradient travels as soon as no
-// layer adds to it any more, on a second thread. The sums are those of distributed/gradient_sums.h, to the bit.
+// Sums over all ranks that are formed while the backward is running: a bucket of the flat gradient travels as soon as
+// no layer adds to it any more, on a second thread. The sums are those of distributed/gradient_sums.h, to the bit.
 #pragma once
 #include <condition_variable>
 #include <future>

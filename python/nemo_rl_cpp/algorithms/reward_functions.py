@@ -21,6 +21,8 @@ _TOLERANCE = 1e-6
 _SMALLEST_RELATIVE_MAD = 0.015  # median absolute deviation / median; below it there are no outliers
 Lengths = dict[str, list[int]]
 
+THINKING_TAGS = ("<think>", "</think>")
+
 
 def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
     """Shape `total_reward` of the batch in place and return the batch. Keep the original reward as
@@ -225,10 +227,11 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
     """Split a response into (reasoning, answer) at `</think>`. Without it, a text that begins with `<think>` is all
     reasoning, and any other text is all answer.
     """
-    before, end, after = text.partition("</think>")
+    opening, closing = THINKING_TAGS
+    before, end, after = text.partition(closing)
     if end:
-        return before.removeprefix("<think>"), after
-    return (text.removeprefix("<think>"), "") if text.lstrip().startswith("<think>") else ("", text)
+        return before.removeprefix(opening), after
+    return (text.removeprefix(opening), "") if text.lstrip().startswith(opening) else ("", text)
 
 
 def _additions(

@@ -7,11 +7,10 @@ from functools import partial
 
 import torch
 
-from nemo_rl_cpp.algorithms.reward_functions import reasoning_and_answer
+from nemo_rl_cpp.algorithms.reward_functions import THINKING_TAGS, reasoning_and_answer
 from nemo_rl_cpp.config.penalties import RewardPenaltyConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
 
-THINKING_TAGS = ("<think>", "</think>")
 Defect = Callable[[LLMMessageLogType], bool]
 
 

@@ -10,7 +10,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import AgentEnvConfig
@@ -20,9 +20,6 @@ from nemo_rl_cpp.environments.loading import import_object
 from nemo_rl_cpp.environments.reward_environment import finite_number
 from nemo_rl_cpp.errors import one_sentence, user_code
 from nemo_rl_cpp.user_code import call_user
-
-if TYPE_CHECKING:
-    pass
 
 
 class Address(Protocol):

@@ -42,7 +42,7 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
     )
 
 
-def _accepted(cls: type) -> set[str] | None:
+def _accepted(cls: type) -> set[str]:
     """Return the names of the constructor's parameters, including those of base classes whose constructors it calls
     with **kwargs.
     """
@@ -91,7 +91,7 @@ def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawD
     """Load the data set of an evaluation's section `data`. Unless `split` is set, use its test or held-out split."""
     config = as_written(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
-    repeat = 1 if "repeat" in (_accepted(cls) or ()) else config.pop("repeat", 1)
+    repeat = 1 if "repeat" in _accepted(cls) else config.pop("repeat", 1)
     if getattr(cls, "eval_split", None) is not None and config.get("split") is None:
         config["split"] = cls.eval_split
     dataset = cls(**config)

@@ -7,7 +7,7 @@ from typing import TypedDict
 import torch
 
 from nemo_rl_cpp.config.base import as_model
-from nemo_rl_cpp.config.env import MathEnvConfig
+from nemo_rl_cpp.config.env import MathEnvConfig, MultiRewardEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import (
@@ -87,8 +87,8 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
 
     scores_rows_alone = can_be_asked_again = True
 
-    def __init__(self, cfg: Mapping[str, object] | None = None) -> None:
-        self._longest = (cfg or {}).get("max_answer_chars") or 1_000_000
+    def __init__(self, cfg: MultiRewardEnvConfig | Mapping[str, object] | None = None) -> None:
+        self._longest = as_model(cfg or {}, MultiRewardEnvConfig, "env.math_multi_reward").max_answer_chars
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],

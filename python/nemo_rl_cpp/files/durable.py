@@ -106,8 +106,9 @@ def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
     return manifest
 
 
-def folder_problem(root: Path, contents: bool, verify: Collection[str] = ()) -> str | None:
-    """Return what is wrong with a sealed folder in a few words, or None if it is complete.
+def folder_problem(root: Path, contents: bool, verify: Collection[str] = (), within: str = "") -> str | None:
+    """Return what is wrong with a sealed folder in a few words, or None if it is complete. Only files whose names in
+    the manifest begin with `within` are examined.
 
     If `contents`, every SHA-256 is checked; otherwise only the manifest, the sizes, and the SHA-256 of the (small)
     files in `verify`. Files that the manifest does not list are allowed, unless they are in `verify`.
@@ -122,6 +123,8 @@ def folder_problem(root: Path, contents: bool, verify: Collection[str] = ()) -> 
         return f"{MANIFEST} does not know {unknown[0]}"
     for name, (size, digest) in files.items():
         path = root / name
+        if not name.startswith(within):
+            continue
         try:
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes instead of {size}"

@@ -12,12 +12,13 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from nemo_rl_cpp.files.durable import fsync_path, rename, sha256_of
+from nemo_rl_cpp.files.durable import MANIFEST, folder_problem, fsync_path, rename, sha256_of
 
 T = TypeVar("T")
 TINY_RANDOM = "tiny-random"  # a randomly initialised model with a character tokenizer, see `models.model_folder`
@@ -26,6 +27,7 @@ _SMOLLM2_HUB = "huggingfacetb/smollm2-135m-instruct"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _PREPARING_SECONDS = 3600.0  # time limit for another process to convert a model
+_WEIGHTS = "policy/weights"  # in a checkpoint
 _HUB_DEADLINE = 8.0  # seconds after which a Hub that does not answer is considered unreachable
 _MODEL_FILES = [
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json",
@@ -373,11 +375,26 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def find_policy_weights(name: str) -> str:
-    """Return the folder of the policy's weights if `name` is a checkpoint (`step_N`) or a folder of checkpoints, of
-    which the newest is used; otherwise return `name`."""
+    """Return the folder of the policy's weights if `name` is a checkpoint (`step_N`) or a folder of checkpoints;
+    otherwise return `name`.
+
+    Of several checkpoints, use the newest whose weights have the sizes of its manifest, and warn about newer ones: a
+    copy may be unfinished. If none has, use the newest, so that reading it names what is missing.
+    """
     folder = _expanded(name)
     steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []
     if steps and not (folder / "config.json").exists():
-        folder = max(steps, key=lambda step: int(step.name[5:]))
-    weights = folder / "policy" / "weights"
+        steps.sort(key=lambda step: int(step.name[5:]), reverse=True)
+        folder = next((step for step in steps if _problem_of_weights(step) is None), steps[0])
+        for newer in steps[: steps.index(folder)]:
+            warnings.warn(f"checkpoint {newer} is passed over: {_problem_of_weights(newer)}", stacklevel=1)
+    weights = folder / _WEIGHTS
     return str(weights) if os.path.isdir(weights) else name
+
+
+def _problem_of_weights(step: Path) -> str | None:
+    """Return what is wrong with the policy's weights of a checkpoint, or None. Only files are counted if there is no
+    manifest, because another program has written the checkpoint."""
+    if (step / MANIFEST).exists():
+        return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
+    return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

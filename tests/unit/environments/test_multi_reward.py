@@ -42,6 +42,11 @@ def test_response_is_scored_for_correctness_integer_and_format():
     assert result.terminateds.tolist() == [1] * len(RESPONSES) and result.answers[0] == "4"
 
 
+def test_misspelt_key_of_the_section_is_an_error():
+    with pytest.raises(ValueError, match="env.math_multi_reward.max_answer_char is unknown; did you mean max_answer_"):
+        MathMultiRewardEnvironment({"max_answer_char": 10})
+
+
 def test_last_answer_tag_is_extracted():
     assert extract_answer("<answer>1</answer> then <answer> 2 </answer> x") == "2"
 

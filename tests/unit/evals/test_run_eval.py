@@ -13,6 +13,7 @@ from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.evals import eval as evaluation
 from nemo_rl_cpp.evals.metrics import pass_at_k
+from nemo_rl_cpp.files.durable import seal_folder
 from nemo_rl_cpp.hub.sources import find_policy_weights
 
 REVERSE = [
@@ -46,6 +47,27 @@ def test_a_checkpoint_is_found(checkpoints, tmp_path):
     assert find_policy_weights(newest) == newest
     assert find_policy_weights("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert find_policy_weights(str(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "empty"])
+def test_newest_checkpoint_with_unfinished_weights_is_passed_over(tmp_path, damage):
+    for step in (2, 10):
+        weights = tmp_path / f"step_{step}" / "policy" / "weights"
+        weights.mkdir(parents=True)
+        (weights / "model.safetensors").write_bytes(bytes(100))
+        (tmp_path / f"step_{step}" / "optimizer.pt").write_bytes(bytes(100))
+        seal_folder(tmp_path / f"step_{step}")
+        (tmp_path / f"step_{step}" / "optimizer.pt").unlink()  # not needed for an evaluation
+    assert find_policy_weights(str(tmp_path)) == str(weights)
+    if damage == "short":
+        (weights / "model.safetensors").write_bytes(bytes(50))
+    else:
+        (weights / "model.safetensors").unlink()
+    if damage == "empty":  # a copy that begins
+        (tmp_path / "step_10" / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="step_10 is passed over: "):
+        assert find_policy_weights(str(tmp_path)) == str(tmp_path / "step_2" / "policy" / "weights")
+    assert find_policy_weights(str(tmp_path / "step_10")) == str(weights)
 
 
 def test_samples_are_saved_and_give_the_score(checkpoints, tmp_path, capsys):

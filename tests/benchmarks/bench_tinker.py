@@ -1,10 +1,11 @@
-"""Tinker's API: an RL step by HTTP against the same step in process, and eight tenants against one after the other.
+"""Tinker's API: an RL step by HTTP against the same step in process, and eight tenants at once against one after the other.
 
-    uv run python tests/benchmarks/bench_tinker.py [--rounds 5] [--steps 3] [--tenants 8] [--model smollm2-135m-instruct]
+    uv run python tests/benchmarks/bench_tinker.py [--rounds 5] [--tenants 8] [--tenant-rounds 2] [--model smollm2-135m-instruct]
 
 A step has the sizes of the quickstart: 8 samples to each of 16 prompts of three solved sums, 6 tokens at most, one forward_backward and one
-step of AdamW, LoRA of rank 8. By HTTP the client is Tinker's SDK, and the server a process of its own. Both sides do the same step in turn,
-and sample the same tokens. Tenants are clients in threads of one process. Memory is a process's peak, in processes of their own.
+step of AdamW, LoRA of rank 8. By HTTP the client is Tinker's SDK, and the server is a separate process. Both sides do the same step in turn,
+and sample the same tokens. Tenants are clients in threads of one process; in a round each makes one step, and the two ways take turns. Memory
+is the peak of a process; one tenant and all tenants have separate processes. Ratios have the median and the quartiles of the rounds.
 """
 
 import argparse
@@ -19,18 +20,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from harness import peak_mb
 
-PROMPTS, GROUP, NEW_TOKENS, RANK = 16, 8, 6, 8
+GROUP, NEW_TOKENS, RANK = 8, 6, 8
 
 
-def prompts(tokenizer: Callable[[str], dict], seed: int) -> list[list[int]]:
+def prompts(tokenizer: Callable[[str], dict], seed: int, count: int) -> list[list[int]]:
     """Tokens of sums with three solved examples."""
     draw, texts = random.Random(seed), []
-    for _ in range(PROMPTS):
+    for _ in range(count):
         sums = [(draw.randint(0, 50), draw.randint(0, 50)) for _ in range(4)]
         solved = "".join(f"{a} + {b} = {a + b}\n" for a, b in sums[:3])
         texts.append(f"{solved}{sums[3][0]} + {sums[3][1]} =")
@@ -71,20 +73,10 @@ def overhead(arguments: argparse.Namespace) -> dict[str, object]:
     import tinker
 
     with tempfile.TemporaryDirectory() as folder:
-        words = [
-            "serve",
-            "--model",
-            arguments.model,
-            "--port",
-            "0",
-            "--kv-cache-gb",
-            "0.5",
-            "--threads",
-            str(arguments.threads),
-        ]
+        words = ["serve", "--model", arguments.model, "--port", "0", "--kv-cache-gb", "0.5"]
+        words += ["--threads", str(arguments.threads), "--tinker", f"{folder}/served"]
         start = "import sys; from nemo_rl_cpp.cli import main; sys.exit(main())"
-        line = [sys.executable, "-c", start, *words, "--tinker", f"{folder}/served"]
-        server = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+        server = subprocess.Popen([sys.executable, "-c", start, *words], stdout=subprocess.PIPE, text=True)
         try:
             url = re.search(r"http://[\d.]+:\d+", server.stdout.readline())[0]
             remote = tinker.ServiceClient(base_url=url, api_key="tml-none")
@@ -93,64 +85,76 @@ def overhead(arguments: argparse.Namespace) -> dict[str, object]:
                     "http": remote.create_lora_training_client(arguments.model, rank=RANK, seed=1).result(),
                     "process": local.create_lora_training_client(rank=RANK, seed=1).result(),
                 }
-                tokenizer, seconds = sides["process"].get_tokenizer(), {name: [] for name in sides}
-                for number in range(arguments.rounds + 1):
-                    questions, answers = prompts(tokenizer, number), []
-                    order = list(sides) if number % 2 else list(reversed(sides))
-                    for name in order:
-                        begin = time.perf_counter()
-                        answers.append(rl_step(sides[name], questions, number))
-                        taken = time.perf_counter() - begin
-                        print(f"{name} {number}: {taken:.2f} s", file=sys.stderr, flush=True)
-                        if number:  # the first warms up
-                            seconds[name].append(taken)
-                    assert answers[0] == answers[1]
+                tokenizer, answers = sides["process"].get_tokenizer(), {}
+
+                def step(name: str, number: int) -> None:
+                    answers[name] = rl_step(sides[name], prompts(tokenizer, number, arguments.prompts), number)
+
+                seconds = alternated({name: partial(step, name) for name in sides}, range(arguments.rounds + 1))
+                assert answers["http"] == answers["process"]
         finally:
             server.terminate()
             server.wait()
-    ratios = [a / b for a, b in zip(seconds["http"], seconds["process"])]
     return {
-        "http_over_process": [round(f(ratios), 3) for f in (statistics.median, min, max)],
+        "http_over_process": spread([a / b for a, b in zip(seconds["http"], seconds["process"])]),
         **{f"{name}_s": round(statistics.median(values), 3) for name, values in seconds.items()},
     }
+
+
+def alternated(sides: dict[str, Callable[[int], None]], rounds: range) -> dict[str, list[float]]:
+    """Seconds of each side in each round. Sides take turns, each begins every other round; a round 0 warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in rounds:
+        for name in sorted(sides, reverse=number % 2 == 1):
+            begin = time.perf_counter()
+            sides[name](number)
+            taken = time.perf_counter() - begin
+            print(f"round {number}, {name}: {taken:.2f} s", file=sys.stderr, flush=True)
+            if number:
+                seconds[name].append(taken)
+    return seconds
+
+
+def spread(ratios: list[float]) -> list[float]:
+    """Median and quartiles."""
+    low, median, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return [round(ratio, 3) for ratio in (median, low, high)]
 
 
 def tenants(connection: Connection, arguments: argparse.Namespace, count: int) -> None:
     """In a process: seconds of each round, one tenant after the other and all at once, and the peak memory."""
     with tempfile.TemporaryDirectory() as folder, service(arguments, folder) as local:
         clients = [local.create_lora_training_client(rank=RANK, seed=n).result() for n in range(count)]
-        questions = [prompts(clients[0].get_tokenizer(), number) for number in range(arguments.steps)]
 
-        def run(client) -> None:
-            for step, asked in enumerate(questions):
-                rl_step(client, asked, step)
+        def step(client, number: int) -> None:
+            rl_step(client, prompts(client.get_tokenizer(), number, arguments.prompts), number)
 
-        def together() -> None:
-            threads = [threading.Thread(target=run, args=(client,)) for client in clients]
+        def together(number: int) -> None:
+            threads = [threading.Thread(target=step, args=(client, number)) for client in clients]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
 
-        def alternately() -> None:
+        def in_turn(number: int) -> None:
             for client in clients:
-                run(client)
+                step(client, number)
 
-        seconds = {"together": [], "alternately": []}
-        rl_step(clients[0], questions[0], 0)
-        for _ in range(arguments.rounds if count > 1 else 1):
-            for name, side in (("together", together), ("alternately", alternately)):
-                begin = time.perf_counter()
-                side()
-                seconds[name].append(time.perf_counter() - begin)
+        seconds: dict[str, list[float]] = {}
+        step(clients[0], 0)
+        if count == 1:
+            step(clients[0], 1)
+        else:
+            seconds = alternated({"in turn": in_turn, "together": together}, range(1, arguments.tenant_rounds + 1))
     connection.send((seconds, peak_mb()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="of HTTP and in process")
+    parser.add_argument("--tenant-rounds", type=int, default=2)
     parser.add_argument("--tenants", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--only", choices=["overhead", "tenants"])
@@ -165,12 +169,13 @@ def main() -> None:
             end, theirs = context.Pipe()
             process = context.Process(target=tenants, args=(theirs, arguments, count))
             process.start()
+            theirs.close()  # so that a process that fails ends the wait
             found.append(end.recv())
             process.join()
         (_, one), (seconds, several) = found
-        ratios = [a / b for a, b in zip(seconds["alternately"], seconds["together"])]
         result |= {
-            "tenants": arguments.tenants, "throughput_together": [round(f(ratios), 3) for f in (statistics.median, min, max)],
+            "tenants": arguments.tenants,
+            "throughput_together": spread([a / b for a, b in zip(seconds["in turn"], seconds["together"])]),
             "memory": round(several / one, 3), "peak_mb_of_one": round(one), "peak_mb_together": round(several),
         }  # fmt: skip
         print(json.dumps(result))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from nemo_rl_cpp.tinker.losses import Loss
 ALPHA = 32
 """An adapter is scaled by ALPHA / rank, as in Tinker."""
 _ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+_IN_TRAINER = ("grads", "exp_avg", "exp_avg_sq")
 _TOKENS_AT_ONCE = 4096  # per forward pass with kept activations; a longer datum forms its own micro-batch
 
 
@@ -60,7 +62,8 @@ class Base:
     max_batch_size: int
     cache_bytes: int
     max_length: int
-    _native: dict[Shape, AdaptedModel] = field(default_factory=dict)
+    _native: WeakValueDictionary[Shape, AdaptedModel] = field(default_factory=WeakValueDictionary)
+    _newest: AdaptedModel | None = None  # is kept when no client uses it any more; the next client often asks for it
 
     @classmethod
     def load(
@@ -88,15 +91,15 @@ class Base:
         return token_bytes_table(self.tokenizer, self.vocab_size)
 
     def adapted(self, shape: Shape) -> AdaptedModel:
-        """Return the native model for adapters of this shape. Each shape has one, with a copy of the base model's
-        weights."""
-        if shape not in self._native:
-            self._native[shape] = AdaptedModel(self, shape)
-        return self._native[shape]
+        """Return the native model for adapters of this shape. Each shape in use has one, with a copy of the base
+        model's weights."""
+        self._newest = self._native.get(shape) or AdaptedModel(self, shape)
+        self._native[shape] = self._newest
+        return self._newest
 
     def any_adapted(self) -> AdaptedModel:
         """Return any native model, for sampling from the base model; make one if there is none."""
-        return next(iter(self._native.values()), None) or self.adapted(Shape(1))
+        return self._newest or self.adapted(Shape(1))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
         """Raise UserError if `tokens` is empty, is too long with `room` more tokens, or has a token outside the
@@ -115,18 +118,17 @@ class Base:
 
 @dataclass(eq=False)
 class TrainingState:
-    """A model in training: its adapters (A and B), their gradient, and AdamW's moments."""
+    """A model in training: its adapters (A and B), their gradient, and AdamW's moments.
+
+    The gradient and the moments are None if they are zero, and while the trainer of the AdaptedModel holds them
+    (`AdaptedModel.put_down` returns them). No step changes the tensor `adapter`: it replaces the tensor, so that samplers
+    can share it."""
 
     adapter: Tensor
-    grads: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    grads: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
     optimizer_steps: int = 0
-
-    @classmethod
-    def beginning(cls, adapter: Tensor) -> TrainingState:
-        """Return the state of a model before its first step."""
-        return cls(adapter, *(torch.zeros_like(adapter) for _ in range(3)))
 
 
 @dataclass
@@ -165,10 +167,14 @@ class AdaptedModel:
         base.folder.fill(self.native)
         self.lora.begin(self.native, 0, None, is_whole=True)
         self.trainer = C.Trainer(self.native)
-        self.runner = native_runner(self.native, {})
-        self.nothing = torch.zeros_like(self.native.masters)  # the adapters of the base model
+        self._idle_engines: list[C.ResidentEngine] = []
         self._shown: Tensor | None = None  # the adapters with which the native model computes
         self._owner: TrainingState | None = None  # the state whose gradient and moments the trainer holds
+
+    @cached_property
+    def nothing(self) -> Tensor:
+        """The adapters of the base model: all zero."""
+        return torch.zeros_like(self.native.masters)
 
     def new_adapter(self, seed: int) -> Tensor:
         """Return a new adapter: A is random from the seed, B is zero."""
@@ -187,12 +193,25 @@ class AdaptedModel:
 
     def _take_up(self, state: TrainingState) -> None:
         self.show(state.adapter)
-        if self._owner is not state:
-            self.trainer.grads.copy_(state.grads)
-            self.trainer.exp_avg.copy_(state.exp_avg)
-            self.trainer.exp_avg_sq.copy_(state.exp_avg_sq)
-            self.trainer.optimizer_steps = state.optimizer_steps
-            self._owner = state
+        if self._owner is state:
+            return
+        self.put_down()
+        for name in _IN_TRAINER:
+            held, saved = getattr(self.trainer, name), getattr(state, name)
+            held.zero_() if saved is None else held.copy_(saved)
+            setattr(state, name, None)
+        self.trainer.optimizer_steps = state.optimizer_steps
+        self._owner = state
+
+    def put_down(self) -> None:
+        """Move the gradient and the moments in the trainer to the model that they belong to."""
+        state, self._owner = self._owner, None
+        if state is None:
+            return
+        if self.trainer.grads.any():
+            state.grads = self.trainer.grads.clone()
+        if state.optimizer_steps > 0:
+            state.exp_avg, state.exp_avg_sq = self.trainer.exp_avg.clone(), self.trainer.exp_avg_sq.clone()
 
     # ---- training
 
@@ -211,23 +230,24 @@ class AdaptedModel:
         wanted = wanted_tokens(batch)
         scored = torch.zeros((batch.num_tokens, width), dtype=self.trainer.out_dtype)
         view, places = RowBatch(batch, wanted, targets), batch.offsets.tolist()
+        micro_batches = list(_micro_batches([len(row.tokens) for row in rows]))
+        before = self.trainer.grads.clone() if backward and len(micro_batches) > 1 else None
         total = 0.0
-        for begin, end in _micro_batches([len(row.tokens) for row in rows]):
+        for begin, end in micro_batches:
             self.trainer.forward(view, list(range(begin, end)), 1.0, True, backward, False, scored)
             chosen = torch.arange(places[begin], places[end])[wanted[places[begin] : places[end]]]
             logprobs = scored[chosen].requires_grad_(backward)
             of_rows = _of_rows(rows[begin:end], logprobs)
             value = loss(torch.cat([row.flatten() for row in of_rows]), _inputs_of(rows[begin:end], config))
             if not torch.isfinite(value):
-                self._owner = None  # some micro-batches may have been accumulated
+                if before is not None:
+                    self.trainer.grads.copy_(before)
                 raise UserError(f"the loss is {value.item()}, expected a finite number: no gradient was added")
             if backward:
                 gradient = torch.zeros_like(scored)
                 gradient[chosen] = torch.autograd.grad(value, logprobs)[0]
                 self.trainer.backward(gradient)
             total += value.item()
-        if backward:
-            state.grads.copy_(self.trainer.grads)
         return total, [row.float() for row in _of_rows(rows, scored[wanted])]
 
     def step(
@@ -240,14 +260,11 @@ class AdaptedModel:
         self._take_up(state)
         done = self.trainer.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
         self.trainer.zero_grad()
-        state.grads.zero_()
         if not done.finite:
             raise UserError(
                 f"the gradient's norm is {done.grad_norm}: the weights were not changed, the gradient is 0 now"
             )
-        state.adapter.copy_(self.native.masters)
-        state.exp_avg.copy_(self.trainer.exp_avg)
-        state.exp_avg_sq.copy_(self.trainer.exp_avg_sq)
+        state.adapter = self._shown = self.native.masters.clone()
         state.optimizer_steps = self.trainer.optimizer_steps
         return done.grad_norm
 
@@ -284,13 +301,21 @@ class AdaptedModel:
         return tokens, values
 
     def engine(self) -> C.ResidentEngine:
-        """Make an engine for the requests of one sampler."""
-        base = self.base
+        """Return an idle engine for the requests of one sampler. Each engine has its own KV cache: a sampler may be
+        interrupted by another one between two tokens."""
+        if self._idle_engines:
+            return self._idle_engines.pop()
+        base, runner = self.base, native_runner(self.native, {})
         return C.ResidentEngine(
-            self.runner, max_batch_size=base.max_batch_size, prefill_chunk_tokens=512,
-            max_model_len=min(base.max_length, longest_in_cache(self.runner, base.cache_bytes)),
+            runner, max_batch_size=base.max_batch_size, prefill_chunk_tokens=512,
+            max_model_len=min(base.max_length, longest_in_cache(runner, base.cache_bytes)),
             max_cache_bytes=base.cache_bytes, token_bytes=base.token_bytes,
         )  # fmt: skip
+
+    def return_engine(self, engine: C.ResidentEngine) -> None:
+        """Take back an engine that has no request left, and free its KV cache."""
+        engine.release_cache()
+        self._idle_engines.append(engine)
 
 
 def _micro_batches(lengths: list[int]) -> Iterator[tuple[int, int]]:

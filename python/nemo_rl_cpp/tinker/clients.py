@@ -51,7 +51,7 @@ class ServiceClient:
         folder: the folder of the checkpoints.
         precision: "float32", "float64" or "bfloat16".
         max_batch_size: the number of responses generated concurrently.
-        cache_gb: size of the KV cache of one sampler, in GiB.
+        cache_gb: size of the KV cache of one sampler, in GB.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ServiceClient:
         cache_gb: float = 1.0, max_length: int | None = None,
     ) -> None:  # fmt: skip
         base = Base.load(
-            str(model), None, precision=precision, max_batch_size=max_batch_size, cache_bytes=int(cache_gb * (1 << 30)), max_length=max_length
+            str(model), None, precision=precision, max_batch_size=max_batch_size, cache_bytes=int(cache_gb * 1e9), max_length=max_length
         )  # fmt: skip
         self._core, self._session = Models(base, Store(Path(folder))), str(uuid.uuid4())
         self._numbers = itertools.count()
@@ -180,7 +180,7 @@ class TrainingClient:
         return self._do(save)
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[SamplingClient]:
-        """Return a sampler of the current weights, which are copied and kept in memory."""
+        """Return a sampler of the current weights, which are kept in memory."""
         return self._do(lambda core, model: SamplingClient(core, core.snapshot(model)))
 
     def _do(self, call: Callable[[Models, Model], T]) -> APIFuture[T]:

@@ -87,7 +87,7 @@ class Models:
         if not 0 <= seed < _SEEDS:
             raise UserError(f"the seed of LoRA is {seed}, expected 0 to 2^62")
         model.adapted = self.base.adapted(model.facts.shape)
-        model.state = TrainingState.beginning(model.adapted.new_adapter(seed))
+        model.state = TrainingState(model.adapted.new_adapter(seed))
 
     # ---- training
 
@@ -136,8 +136,11 @@ class Models:
     def save_state(self, model: Model, options: SaveOptions) -> str:
         """Save a model with its optimizer state. Return the path of the checkpoint."""
         state = model.trained
-        tensors = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        if state.grads.any():
+        model.adapted.put_down()
+        nothing = torch.zeros_like(state.adapter)
+        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        tensors = {name: nothing.clone() if moment is None else moment for name, moment in moments.items()}
+        if state.grads is not None:
             tensors["grads"] = state.grads  # between a backward pass and its step
 
         def write(folder: Path) -> None:
@@ -185,14 +188,13 @@ class Models:
                 f"{place.path} holds no {'optimizer state' if optimizer else 'state'}: it is for sampling alone"
             )
         adapted = self.base.adapted(facts.shape)
-        state = TrainingState.beginning(adapted.load(folder))
+        state = TrainingState(adapted.load(folder))
         if optimizer:
             saved = load_file(folder / _OPTIMIZER)
-            state.exp_avg.copy_(saved["exp_avg"])
-            state.exp_avg_sq.copy_(saved["exp_avg_sq"])
+            state.exp_avg, state.exp_avg_sq = saved["exp_avg"], saved["exp_avg_sq"]
             state.optimizer_steps = json.loads((folder / _STEPS).read_text())["optimizer_steps"]
-            if gradient and "grads" in saved:
-                state.grads.copy_(saved["grads"])
+            if gradient:
+                state.grads = saved.get("grads")
         model.adapted, model.state = adapted, state
 
     # ---- sampling
@@ -209,8 +211,8 @@ class Models:
         return Sampler(adapted, adapted.load(self.store.folder(place)), path)
 
     def snapshot(self, model: Model) -> Sampler:
-        """Return a sampler of a copy of a model's current weights."""
-        return Sampler(model.adapted, model.trained.adapter.clone(), snapshot_of=model.id)
+        """Return a sampler of a model's current weights, which later steps of the model do not change."""
+        return Sampler(model.adapted, model.trained.adapter, snapshot_of=model.id)
 
     def prompt_logprobs(self, sampler: Sampler, prompt: list[int], last_n: int | None = None) -> list[float | None]:
         """Return the log-probability of each prompt token; None for the first, and for all but the last `last_n` if it

@@ -18,7 +18,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.tinker.adapters import AdaptedModel
 from nemo_rl_cpp.tinker.errors import UserError
 
-_SLICE_SECONDS = 0.25  # a sampler's turn while others wait
+_TURN_STEPS = 32  # a sampler's turn while others wait; an interrupted sampler keeps its KV cache
 _TURN_OVER_SWITCH = 10  # a turn lasts at least this many times the switch to its weights
 _GAP_SECONDS = 60.0  # how long a request waits for a missing earlier one
 _MOST_RETRIEVED = 256  # retrieved results that are kept for repeated requests
@@ -115,14 +115,23 @@ class Sampler:
         """Add a request, which starts at the next step. Raise ValueError if it is invalid."""
         if self._engine is None:
             self._engine = self.adapted.engine()
-        first = self._engine.submit(prompt, samples=len(answers.samples), **how)
-        self._running |= {first + k: (answers, k) for k in range(len(answers.samples))}
+        try:
+            first = self._engine.submit(prompt, samples=len(answers.samples), **how)
+            self._running |= {first + k: (answers, k) for k in range(len(answers.samples))}
+        finally:
+            self._return_idle_engine()
 
     def cancel(self, future: Future) -> None:
         """Remove the request with this future."""
         for number in [n for n, (answers, _) in self._running.items() if answers.future is future]:
             self._engine.cancel(number)
             del self._running[number]
+        self._return_idle_engine()
+
+    def _return_idle_engine(self) -> None:
+        if not self._running and self._engine is not None:
+            self.adapted.return_engine(self._engine)
+            self._engine = None
 
     def step(self) -> None:
         """Sample a token for each request. The native model must have this sampler's adapter loaded."""
@@ -131,6 +140,7 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up
             failed = {id(answers): answers for answers, _ in self._running.values()}
             self._running.clear()
+            self._engine = None
             for answers in failed.values():
                 answers.future.set_exception(error)
             return
@@ -145,8 +155,19 @@ class Sampler:
                 del self._running[number]
                 if all(each.reason for each in answers.samples):
                     answers.complete()
-        if not self._running:
-            self._engine.release_cache()
+        self._return_idle_engine()
+
+
+@dataclass
+class Turn:
+    """The turn of a sampler: it ends after `_TURN_STEPS` steps, but not before `until`."""
+
+    until: float
+    steps: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.steps >= _TURN_STEPS and time.monotonic() > self.until
 
 
 class Worker:
@@ -160,7 +181,7 @@ class Worker:
         self._changed = threading.Condition()
         self._ready: deque[Job] = deque()
         self._busy: deque[Sampler] = deque()
-        self._turn: float | None = None  # when the turn of the first busy sampler ends
+        self._turn: Turn | None = None  # of the first busy sampler
         self._out_of_turn: set[Turns] = set()
         self._ends = False
         self._thread = threading.Thread(target=self._work, name="models", daemon=True)
@@ -279,12 +300,13 @@ class Worker:
         sampler.adapted.show(sampler.adapter)
         if self._turn is None:
             now = time.monotonic()
-            self._turn = now + max(_SLICE_SECONDS, _TURN_OVER_SWITCH * (now - begin))
+            self._turn = Turn(now + _TURN_OVER_SWITCH * (now - begin))
         while sampler.is_busy:
             sampler.step()
+            self._turn.steps += 1
             if self._ends or (self._ready and self._ready[0].is_short):
                 return
-            if time.monotonic() > self._turn and (len(self._busy) > 1 or self._ready):
+            if self._turn.is_over and (len(self._busy) > 1 or self._ready):
                 break
         self._turn = None
         self._busy.popleft()

@@ -9,6 +9,8 @@ import nemo_rl_cpp
 import pytest
 import tinker
 import torch
+from nemo_rl_cpp.tinker import worker
+from nemo_rl_cpp.tinker.adapters import Shape
 from nemo_rl_cpp.tinker.types import AdamParams, Datum, SamplingParams
 from test_sdk import rl_loop
 from tinker import types as sdk_types
@@ -37,6 +39,7 @@ def adapter_of(client: nemo_rl_cpp.TrainingClient) -> torch.Tensor:
 
 
 def gradient_of(client: nemo_rl_cpp.TrainingClient) -> torch.Tensor:
+    client._model.adapted.put_down()
     return client._model.state.grads
 
 
@@ -213,3 +216,38 @@ def test_eight_tenants_interleaved_at_random_each_get_what_they_get_alone(servic
     assert found == expected
     assert all(torch.equal(adapter_of(one), adapter_of(other)) for one, other in zip(alone, together))
     assert not torch.equal(adapter_of(alone[0]), adapter_of(alone[2]))
+
+
+def test_samplers_that_interrupt_each_other_at_every_token_give_what_they_give_alone(
+    service: nemo_rl_cpp.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_TURN_STEPS", 1)
+    monkeypatch.setattr(worker, "_TURN_OVER_SWITCH", 0)
+    samplers, params = [], SamplingParams(max_tokens=12, seed=7, stop=[])
+    for seed in range(3):
+        client = new_client(service, seed)
+        away_from_zero(client)
+        samplers.append(client.save_weights_and_get_sampling_client().result())
+    alone = [sampler.sample(TOKENS, 4, params).result() for sampler in samplers]
+    requests = [sampler.sample(TOKENS, 4, params) for sampler in samplers]
+    assert [request.result() for request in requests] == alone
+    assert alone[0] != alone[1]
+
+
+def test_a_snapshot_keeps_the_weights_that_the_model_had(service: nemo_rl_cpp.ServiceClient) -> None:
+    client = new_client(service, seed=3)
+    away_from_zero(client)
+    before = client.save_weights_and_get_sampling_client().result()
+    scored = before.compute_logprobs(TOKENS).result()
+    away_from_zero(client)
+    after = client.save_weights_and_get_sampling_client().result()
+    assert before.compute_logprobs(TOKENS).result() == scored != after.compute_logprobs(TOKENS).result()
+
+
+def test_the_base_for_a_rank_that_no_client_uses_any_more_is_freed(service: nemo_rl_cpp.ServiceClient) -> None:
+    base = service._core.base
+    client = service.create_lora_training_client(rank=5).result()
+    assert Shape(5) in base._native
+    del client
+    new_client(service)
+    assert Shape(5) not in base._native

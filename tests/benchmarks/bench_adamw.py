@@ -16,12 +16,8 @@ SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01
 def main():
     report = begin(__doc__, 9, parameters={"type": int, "default": 1 << 25})
     n, on = report.args.parameters, {"device": report.args.device}
-    weights, grads, exp_avg, exp_avg_sq = (
-        torch.randn(n, **on),
-        torch.randn(n, **on),
-        torch.zeros(n, **on),
-        torch.zeros(n, **on),
-    )
+    weights, grads = torch.randn(n, **on), torch.randn(n, **on)
+    exp_avg, exp_avg_sq = torch.zeros(n, **on), torch.zeros(n, **on)
     compute = torch.zeros(n, dtype=torch.bfloat16, **on)
     sides = {}
     for name, options in (
@@ -34,32 +30,16 @@ def main():
     count = iter(range(1, 1 << 30))
 
     def ours(copy):
-        C.adamw_step(
-            weights,
-            grads,
-            exp_avg,
-            exp_avg_sq,
-            copy,
-            lr=1e-4,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=0.01,
-            step=next(count),
-        )
+        settings = dict(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+        C.adamw_step(weights, grads, exp_avg, exp_avg_sq, copy, **settings, step=next(count))
 
     sides |= {"ours": lambda: ours(None), "ours, with a bfloat16 copy": lambda: ours(compute)}
     times = alternate(sides, report.args.repeats)
     bandwidth = copy_bandwidth(report.args.device)
     for name, time in times.items():
         limit = (28 + 2 * name.endswith("copy")) * n / bandwidth
-        report.add(
-            f"AdamW, {n / 1e6:.1f} M parameters",
-            name,
-            time,
-            of_limit=limit / time.median,
-            ratio=time.median / times["ours"].median,
-        )
+        what, ratio = f"AdamW, {n / 1e6:.1f} M parameters", time.median / times["ours"].median
+        report.add(what, name, time, of_limit=limit / time.median, ratio=ratio)
     report.finish()
 
 

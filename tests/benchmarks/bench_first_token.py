@@ -1,21 +1,18 @@
 """From the start of a process to its first token, paired: `nemo-rl-cpp generate` against transformers `generate`, the same model and prompt.
 
-    uv run python tests/benchmarks/bench_first_token.py [--rounds 5] [--precision bfloat16 float32]
+    uv run python tests/benchmarks/bench_first_token.py [--repeats 5] [--precision bfloat16 float32] [--json out.json]
 
 The first run of each side, which fills the file cache, does not count.
 """
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
-import torch
+from harness import Times, begin
 
 PROMPT = "The capital of France is"
 TRANSFORMERS = """
@@ -30,77 +27,45 @@ print(tokenizer.decode(out[0, -1]), flush=True)
 """
 
 
-def commands(folder: str, precision: str) -> dict[str, list[str]]:
-    return {
-        "ours": [
-            sys.executable,
-            "-m",
-            "nemo_rl_cpp.generate",
-            "--model",
-            folder,
-            "--precision",
-            precision,
-            "--greedy",
-            "--max-new-tokens",
-            "1",
-            PROMPT,
-        ],
-        "transformers": [sys.executable, "-c", TRANSFORMERS, folder, precision, PROMPT],
-    }
-
-
-def seconds_to_first_byte(command: list[str]) -> tuple[float, str]:
-    environment = {
-        k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"
-    }  # or every import compiles its source again
+def until_the_first_byte(command: list[str]) -> float:
+    """Return the seconds from the start of a process to its first byte of output."""
+    # or every import compiles its source again
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
     with (
         tempfile.TemporaryFile() as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment) as process,
     ):
-        first = process.stdout.read(1)
+        process.stdout.read(1)
         seconds = time.perf_counter() - start
-        text = first + process.stdout.read()
+        process.stdout.read()
         if process.wait() != 0:
             errors.seek(0)
             sys.exit(f"{' '.join(command[:3])} failed:\n{errors.read().decode()}")
-    return seconds, text.decode().strip()
+    return seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--precision", nargs="+", default=["bfloat16"])
-    arguments = parser.parse_args()
+    report = begin(__doc__, 5, precision={"nargs": "+", "default": ["bfloat16"]})
     from nemo_rl_cpp.hub.sources import resolve_model
 
     folder = str(resolve_model("smollm2-135m-instruct"))
-    rows = {}
-    for precision in arguments.precision:
-        taken: dict[str, list[float]] = {side: [] for side in commands(folder, precision)}
-        for turn in range(arguments.rounds + 1):
-            for side, command in commands(folder, precision).items():
-                seconds, text = seconds_to_first_byte(command)
-                if turn:
-                    taken[side].append(seconds)
-                else:
-                    print(f"{precision} {side} says {text!r}")
-        ratios = [b / a for a, b in zip(taken["ours"], taken["transformers"], strict=True)]
-        rows[precision] = {side: round(statistics.median(values), 2) for side, values in taken.items()} | {
-            "slowest_of_ours": round(max(taken["ours"]), 2),
-            "ratio": [round(f(ratios), 1) for f in (statistics.median, min, max)],
+    for precision in report.args.precision:
+        options = ["--model", folder, "--precision", precision, "--greedy", "--max-new-tokens", "1"]
+        sides = {
+            "ours": [sys.executable, "-m", "nemo_rl_cpp.generate", *options, PROMPT],
+            "transformers": [sys.executable, "-c", TRANSFORMERS, folder, precision, PROMPT],
         }
-        print(precision, rows[precision])
-    print(
-        json.dumps(
-            {
-                "machine": platform.machine(),
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                "rows": rows,
-            }
-        )
-    )
+        rows: dict[str, list[float]] = {side: [] for side in sides}
+        for turn in range(report.args.repeats + 1):
+            for side, command in sides.items():
+                seconds = until_the_first_byte(command)
+                if turn:
+                    rows[side].append(seconds)
+        for side, seconds in rows.items():
+            ratio = statistics.median(own / ours for own, ours in zip(seconds, rows["ours"], strict=True))
+            report.add(f"first token, {precision}", side, Times.of(seconds), slowest=max(seconds), ratio=ratio)
+    report.finish()
 
 
 if __name__ == "__main__":

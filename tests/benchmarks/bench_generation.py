@@ -1,19 +1,17 @@
 """Generation against transformers `generate`, paired in one run: distinct prompts of ~40 tokens, 64 new tokens, temperature 1.
 
-    uv run python tests/benchmarks/bench_generation.py [--batches 1 16 64] [--precision bfloat16 float32] [--rounds 3] [--threads 2]
+    uv run python tests/benchmarks/bench_generation.py [--batches 1 16 64] [--precision bfloat16 float32] [--repeats 3] [--threads 2]
 
-With --until-stop a text ends at its first full stop or line break, as answers in reinforcement learning end at theirs, after 64
+With --until_stop a text ends at its first full stop or line break, as answers in reinforcement learning end at theirs, after 64
 tokens at most; a rate then counts the tokens up to that end.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Sequence
 
 import torch
+from harness import Report, Times, begin
 
 PROMPT, NEW = 40, 64
 
@@ -41,11 +39,8 @@ def ours(folder: str, precision: str, stops: Sequence[int] = (), new: int = NEW)
     generation = Policy(None, config, Tokenizer.from_pretrained(folder), init_reference_model=False).create_generation()
 
     def run(ids) -> int:
-        return int(
-            generation.generate({"input_ids": ids, "input_lengths": torch.full((len(ids),), PROMPT)})[
-                "generation_lengths"
-            ].sum()
-        )
+        out = generation.generate({"input_ids": ids, "input_lengths": torch.full((len(ids),), PROMPT)})
+        return int(out["generation_lengths"].sum())
 
     return run
 
@@ -68,52 +63,36 @@ def transformers(folder: str, precision: str, stops: Sequence[int] = ()):
     return run
 
 
-def tokens_per_second(run, ids) -> float:
-    start = time.perf_counter()
-    tokens = run(ids)
-    return tokens / (time.perf_counter() - start)
+def measure(report: Report, what: str, sides: dict, ids: torch.Tensor) -> None:
+    """Both sides in turn; a rate counts tokens up to a text's end."""
+    seconds, rates = {name: [] for name in sides}, {name: [] for name in sides}
+    for turn in range(report.args.repeats + 1):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            tokens = run(ids)
+            taken = time.perf_counter() - start
+            if turn:  # the first is a warm-up
+                seconds[name].append(taken)
+                rates[name].append(tokens / taken)
+    for name, own in rates.items():
+        ratio = statistics.median(ours / rate for ours, rate in zip(rates["ours"], own, strict=True))
+        report.add(what, name, Times.of(seconds[name]), tokens_a_second=statistics.median(own), ratio=ratio)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--precision", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--until-stop", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    report = begin(
+        __doc__, 3, batches={"type": int, "nargs": "+", "default": [1, 16, 64]},
+        precision={"nargs": "+", "default": ["bfloat16", "float32"]}, until_stop={"action": "store_true"},
+    )  # fmt: skip
     from nemo_rl_cpp.hub.sources import resolve_model
 
     folder = str(resolve_model("smollm2-135m-instruct"))
-    stops = stop_ids(folder) if arguments.until_stop else []
-    rows = []
-    for precision in arguments.precision:
+    stops = stop_ids(folder) if report.args.until_stop else []
+    for precision in report.args.precision:
         sides = {"ours": ours(folder, precision, stops), "transformers": transformers(folder, precision, stops)}
-        for batch in arguments.batches:
-            ids = prompts(batch, 49152)
-            rates = {name: [] for name in sides}
-            for round_ in range(arguments.rounds + 1):
-                for name, run in sides.items():
-                    rate = tokens_per_second(run, ids)
-                    if round_:  # the first is a warm-up
-                        rates[name].append(rate)
-            ratios = [a / b for a, b in zip(rates["ours"], rates["transformers"], strict=True)]
-            row = {"precision": precision, "batch": batch, "until_stop": arguments.until_stop, "ours_tok_s": round(statistics.median(rates["ours"])),
-                   "transformers_tok_s": round(statistics.median(rates["transformers"])), "ratio": round(statistics.median(ratios), 2),
-                   "ratio_min": round(min(ratios), 2), "ratio_max": round(max(ratios), 2)}  # fmt: skip
-            rows.append(row)
-            print(row, flush=True)
-    print(
-        json.dumps(
-            {
-                "machine": platform.processor() or platform.machine(),
-                "threads": arguments.threads,
-                "torch": torch.__version__,
-                "rows": rows,
-            }
-        )
-    )
+        for batch in report.args.batches:
+            measure(report, f"{precision}, batch {batch}", sides, prompts(batch, 49152))
+    report.finish()
 
 
 if __name__ == "__main__":

@@ -44,13 +44,8 @@ def main():
         for name, (ours, theirs) in products(M, N, K, dtype).items():
             times = alternate({"ours": ours, "torch": theirs}, report.args.repeats)
             for side, time in times.items():
-                report.add(
-                    f"{shape}: {name}",
-                    side,
-                    time,
-                    gflops=2 * M * N * K / time.median / 1e9,
-                    ratio=time.median / times["ours"].median,
-                )
+                gflops, ratio = 2 * M * N * K / time.median / 1e9, time.median / times["ours"].median
+                report.add(f"{shape}: {name}", side, time, gflops=gflops, ratio=ratio)
     report.finish()
 
 

@@ -40,7 +40,6 @@ RUNS = {
     "refit_delta": "refit --changed 0.01 0.1 0.3",
     "ranks": "ranks",
     "busy_machine": "busy_machine --rounds 5",
-    "server": "server --requests 512 --rounds 3",
     "tinker": "tinker --rounds 5",
 }
 

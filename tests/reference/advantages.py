@@ -4,7 +4,8 @@ import itertools
 import math
 
 import numpy as np
-from reference.losses import kl
+import torch
+from reference.losses import calculate_kl
 
 
 def group_baseline(groups, rewards, valid, leave_one_out, std_rewards=None):
@@ -66,9 +67,10 @@ def whiten_unbiased(values, mask, eps=1e-8):
 
 
 def token_penalty(coef, kind, logprobs, reference, mask):
-    out = np.zeros(mask.shape)
-    for b, t in np.argwhere(mask != 0):
-        out[b, t] = coef * kl(kind, logprobs[b, t], reference[b, t], 20.0, 10.0)
+    out, kept = np.zeros(mask.shape), mask != 0
+    out[kept] = (
+        coef * calculate_kl(torch.tensor(logprobs[kept]), torch.tensor(reference[kept]), kind, 20.0, 10.0).numpy()
+    )
     return out
 
 

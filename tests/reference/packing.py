@@ -1,4 +1,4 @@
-"""Slow plain-Python packers and dynamic batching, written from the rules; imports nothing of the package."""
+"""Slow plain-Python packers, written from the rules; imports nothing of the package."""
 
 
 def first_fit(lengths, order, capacity):
@@ -66,21 +66,3 @@ def modified_first_fit_decreasing(lengths, capacity):
         at = sum(room(other) >= room(members) for other in last)
         last.insert(at, members)
     return [[i for i, _ in members] for members in bins + last]
-
-
-def dynamic_microbatches(shard_lengths, round_to, width, max_tokens):
-    """shard_lengths: [shard][place] of one chunk -> ([[start, end]], [length]) common to all shards."""
-    spans, lengths = [[0, 0]], [0]
-    for place in range(len(shard_lengths[0])):
-        n = max(shard[place] for shard in shard_lengths)
-        while n % round_to:
-            n += 1
-        n = min(n, width)
-        assert n <= max_tokens
-        if (spans[-1][1] - spans[-1][0] + 1) * max(lengths[-1], n) <= max_tokens:
-            spans[-1][1] += 1
-            lengths[-1] = max(lengths[-1], n)
-        else:
-            spans.append([place, place + 1])
-            lengths.append(n)
-    return spans, lengths

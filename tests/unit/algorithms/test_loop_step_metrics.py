@@ -20,14 +20,10 @@ INF = float("inf")
 def test_microbatches_add_up_but_for_extrema_and_means():
     metrics = aggregate_microbatch_metrics(
         {
-            "loss": [0.25, 0.5],
-            "probs_ratio_min": [0.9, 0.8],
-            "probs_ratio_max": [1.1, 1.3],
-            "lr": [0.5, 0.5],
-            "global_valid_toks": [70.0, 70.0],
-            "num_valid_samples": [3.0, 1.0],
+            "loss": [0.25, 0.5], "probs_ratio_min": [0.9, 0.8], "probs_ratio_max": [1.1, 1.3], "lr": [0.5, 0.5],
+            "global_valid_toks": [70.0, 70.0], "num_valid_samples": [3.0, 1.0],
         }
-    )
+    )  # fmt: skip
     assert metrics == {
         "loss": 0.75, "probs_ratio_min": 0.8, "probs_ratio_max": 1.3, "lr": 0.5, "global_valid_toks": 70.0, "num_valid_samples": 4.0,
     }  # fmt: skip
@@ -64,14 +60,8 @@ def test_shares_without_numerators_are_added_unrounded():
 
 
 def test_microbatches_without_valid_samples_are_excluded_from_metrics():
-    metrics = aggregate_microbatch_metrics(
-        {
-            "loss": [1.0, 9.0],
-            "probs_ratio_min": [INF, 0.5],
-            "probs_ratio_max": [1.5, -INF],
-            "num_valid_samples": [1.0, 0.0],
-        }
-    )
+    ratios = {"probs_ratio_min": [INF, 0.5], "probs_ratio_max": [1.5, -INF]}
+    metrics = aggregate_microbatch_metrics({"loss": [1.0, 9.0], "num_valid_samples": [1.0, 0.0], **ratios})
     assert metrics["loss"] == 1.0
     assert metrics["probs_ratio_min"] == -1.0  # only an infinity was left
     assert metrics["probs_ratio_max"] == 1.5
@@ -131,79 +121,32 @@ def test_rollout_table_cuts_rows_to_their_length():
     assert table["content"][0][1] == {"role": "assistant", "content": "a"}
 
 
+def combined(sizes, **metrics):
+    """The metrics of rounds of `sizes` samples, given for each round."""
+    return combine_rollout_metrics(
+        [(size, {name: values[i] for name, values in metrics.items()}) for i, size in enumerate(sizes)]
+    )
+
+
 def test_rounds_are_weighted_by_samples():
-    rounds = [
-        (
-            2,
-            {
-                "well_formed": 1.0,
-                "accuracy_of_well_formed": 0.5,
-                "max_gen_tokens_per_sample": 4,
-                "total_turns": 2,
-                "rate": 0.0,
-            },
-        ),
-        (
-            6,
-            {
-                "well_formed": 0.5,
-                "accuracy_of_well_formed": 1.0,
-                "max_gen_tokens_per_sample": 9,
-                "total_turns": 6,
-                "rate": 1.0,
-            },
-        ),
-    ]
-    combined = combine_rollout_metrics(rounds)
-    assert combined["well_formed"] == (2 + 3) / 8
-    assert combined["accuracy_of_well_formed"] == (0.5 * 2 + 1.0 * 3) / 5  # 2 and 3 well-formed answers
-    assert combined["max_gen_tokens_per_sample"] == 9 and combined["total_turns"] == 8 and combined["rate"] == 0.75
+    found = combined((2, 6), well_formed=(1.0, 0.5), accuracy_of_well_formed=(0.5, 1.0), rate=(0.0, 1.0))
+    assert found["well_formed"] == (2 + 3) / 8 and found["rate"] == 0.75
+    assert found["accuracy_of_well_formed"] == (0.5 * 2 + 1.0 * 3) / 5  # 2 and 3 well-formed answers
 
 
-def test_rates_of_rounds_are_means_and_extremes_are_extremes():
-    rounds = [
-        (
-            4,
-            {
-                "max_turns_reached_rate": 0.0,
-                "games/num_won_rate": 0.5,
-                "turns/max": 2,
-                "turns/min": 2,
-                "min_len": 5,
-                "turns/total": 8,
-            },
-        ),
-        (
-            12,
-            {
-                "max_turns_reached_rate": 1.0,
-                "games/num_won_rate": 0.1,
-                "turns/max": 1,
-                "turns/min": 1,
-                "min_len": 7,
-                "turns/total": 4,
-            },
-        ),
-    ]
-    expected = {
-        "max_turns_reached_rate": 0.75,
-        "games/num_won_rate": 0.2,
-        "turns/max": 2,
-        "turns/min": 1,
-        "min_len": 5,
-        "turns/total": 12,
-    }
-    assert combine_rollout_metrics(rounds) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("max_turns_reached_rate", (0.0, 1.0), 0.75), ("games/num_won_rate", (0.5, 0.1), 0.2), ("turns/max", (2, 1), 2), ("turns/min", (2, 1), 1),
+        ("min_len", (5, 7), 5), ("max_gen_tokens_per_sample", (4, 9), 9), ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
+    ],
+)  # fmt: skip
+def test_rates_of_rounds_are_means_and_extremes_are_extremes(name, values, expected):
+    assert combined((4, 12), **{name: values}) == pytest.approx({name: expected})
 
 
 def test_agent_counts_are_summed_over_rollout_rounds():
     names = ("agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out")
-    rounds = [(4, {**dict.fromkeys(names, 1.0), "a/agent_errors": 2.0, "agent_score": 0.0, "verifier_timeouts": 1.0}),
-              (4, {**dict.fromkeys(names, 3.0), "a/agent_errors": 5.0, "agent_score": 1.0, "verifier_timeouts": 2.0})]  # fmt: skip
-    combined = combine_rollout_metrics(rounds)
-    assert combined == {
-        **dict.fromkeys(names, 4.0),
-        "a/agent_errors": 7.0,
-        "agent_score": 0.5,
-        "verifier_timeouts": 3.0,
-    }
+    counts = dict.fromkeys(names, (1.0, 3.0)) | {"a/agent_errors": (2.0, 5.0), "verifier_timeouts": (1.0, 2.0)}
+    sums = dict.fromkeys(names, 4.0) | {"a/agent_errors": 7.0, "verifier_timeouts": 3.0}
+    assert combined((4, 4), **counts, agent_score=(0.0, 1.0)) == sums | {"agent_score": 0.5}

@@ -150,13 +150,6 @@ def test_native_classes_implement_protocol_methods_with_their_parameters(protoco
             assert (promised.__doc__ or "").strip(), name
 
 
-@pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)
-def test_every_call_is_documented(protocol):
-    for name in declared(protocol):
-        if callable(found := inspect.getattr_static(protocol, name, None)) or isinstance(found, property):
-            assert (found.__doc__ or "").strip(), name
-
-
 # ---- a back end that knows the Protocols and nothing else of the house
 
 

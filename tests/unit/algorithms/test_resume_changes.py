@@ -12,15 +12,11 @@ from nemo_rl_cpp.checks import preflight
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.files.durable import seal_folder
 from nemo_rl_cpp.files.folder_lock import FolderInUseError
-from safetensors.torch import load_file
 
 RUN = (
-    *tiny.SMALL,
-    "checkpointing.enabled=true",
-    "checkpointing.save_period=2",
-    "checkpointing.metric_name=null",
+    *tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.metric_name=null",
     "logger.tensorboard_enabled=false",
-)
+)  # fmt: skip
 ROWS = [{"input": f"{i}", "output": f"{i}"} for i in range(100, 140)]
 
 
@@ -87,12 +83,6 @@ def test_resume_prints_the_allowed_configuration_changes(root, run_of_two_steps,
     assert SAID[overrides] in line and run.state.step == 2
 
 
-def test_resume_prints_that_the_configuration_is_unchanged(run_of_two_steps, capsys):
-    resume(run_of_two_steps, run_of_two_steps, "grpo.max_num_steps=2")
-    out = capsys.readouterr().out
-    assert "step_2, saved 20" in out and "Nothing in the configuration has changed." in out
-
-
 def test_saved_configuration_cannot_load_files_outside_its_checkpoint(root, run_of_two_steps, tmp_path, capsys):
     secret = tmp_path / "secret.yaml"
     secret.write_text("grpo: {seed: 41}\n")
@@ -123,7 +113,8 @@ REFUSED = [
     ("seed", {}, ("grpo.seed=7",), "grpo.seed: 42 -> 7: the order of the data"),
     ("shuffle", {}, ("data.shuffle=false",), "data.shuffle: true -> false"),
     ("precision", {}, ("policy.precision=bfloat16",), "policy.precision: 'float32' -> 'bfloat16'"),
-    ("data set", {}, ("data.train.dataset_name=reverse_digits",), "data.train.dataset_name: 'ResponseDataset' -> 'reverse_digits' is another data set"),
+    ("data set", {}, ("data.train.dataset_name=reverse_digits", "~data.train.data_path", "~data.train.input_key", "~data.train.output_key",
+     "+data.train.num_digits=3"), "data.train.dataset_name: 'ResponseDataset' -> 'reverse_digits' is another data set"),
 ]  # fmt: skip
 
 
@@ -134,13 +125,6 @@ def test_resume_rejects_changes_that_make_it_a_different_run(
     shutil.copytree(run_of_two_steps / "model", run_of_two_steps / "model2", dirs_exist_ok=True)
     monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     overrides = [text.replace("BASE", str(run_of_two_steps)) for text in overrides]
-    if name == "data set":
-        overrides += [
-            "~data.train.data_path",
-            "~data.train.input_key",
-            "~data.train.output_key",
-            "+data.train.num_digits=3",
-        ]
     with pytest.raises(ResumeError, match=words) as caught:
         resume(root, run_of_two_steps, *overrides, **paths)
     text = str(caught.value)
@@ -150,12 +134,11 @@ def test_resume_rejects_changes_that_make_it_a_different_run(
 
 
 def config_of(root, base, *overrides, **paths):
-    fixed = [
+    folders = [
         f"logger.log_dir={root / 'run' / 'logs'}",
         f"checkpointing.checkpoint_dir={root / 'run' / 'checkpoints'}",
-        "grpo.val_period=0",
-        "grpo.val_at_end=false",
     ]
+    fixed = [*folders, "grpo.val_period=0", "grpo.val_at_end=false"]
     return load_grpo_config("grpo_tiny.yaml", [*fixed, *RUN, *own(base, **paths), *overrides])
 
 
@@ -164,14 +147,6 @@ def config_of(root, base, *overrides, **paths):
     "name, paths, overrides, words", [row for row in REFUSED if "tokenizer" not in row[0]], ids=lambda v: None
 )
 def test_preflight_reports_conflicts_with_the_saved_run(root, run_of_two_steps, name, paths, overrides, words):
-    overrides = [*overrides]
-    if name == "data set":
-        overrides += [
-            "~data.train.data_path",
-            "~data.train.input_key",
-            "~data.train.output_key",
-            "+data.train.num_digits=3",
-        ]
     errors = [str(f) for f in preflight(config_of(root, run_of_two_steps, *overrides, **paths)) if f.level == "error"]
     key, _, reason = words.partition(": ")
     wanted = f"{key} {reason.removeprefix(key.rpartition('.')[2] + ' ')}"  # the key once, and the reason
@@ -204,13 +179,6 @@ def test_changed_learning_rate_and_schedule_apply_from_the_next_step(root, run_o
     assert rate(warm_up, "policy.optimizer.kwargs.lr=1e-2") == pytest.approx(1e-2 * 0.28, rel=1e-12)
 
 
-def test_resumed_policy_has_the_checkpoints_weights(root, run_of_two_steps):
-    """Equal: the resumed policy holds the checkpoint's bits, whatever else changed."""
-    run = resume(root, run_of_two_steps, "policy.optimizer.kwargs.lr=2e-3")
-    saved = load_file(root / "run" / "checkpoints" / "step_2" / "policy" / "weights" / "model.safetensors")
-    assert all(bool((run.policy.state_dict()[name] == tensor).all()) for name, tensor in saved.items())
-
-
 def test_resume_with_a_different_algorithm_is_rejected(root, run_of_two_steps):
     with pytest.raises(ResumeError, match="ppo: the checkpoint is of a GRPO run, this one is PPO"):
         tiny.make(root / "run", "checkpointing.enabled=true", config="ppo_tiny.yaml")
@@ -219,6 +187,7 @@ def test_resume_with_a_different_algorithm_is_rejected(root, run_of_two_steps):
 def test_resuming_a_finished_run_prints_how_to_train_further(run_of_two_steps, capsys):
     resume(run_of_two_steps, run_of_two_steps, "grpo.max_num_steps=2")
     out = capsys.readouterr().out
+    assert "step_2, saved 20" in out and "Nothing in the configuration has changed." in out
     assert "step_2 has 2 steps, and grpo.max_num_steps is 2: nothing is left to train. Raise grpo.max_num_steps" in out
     assert "checkpointing.checkpoint_dir" in out
 
@@ -234,15 +203,6 @@ def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monk
     close(first)
 
 
-def test_failed_build_releases_the_checkpoint_folder(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            tiny.make(tmp_path, *RUN)
-    assert not (tmp_path / "checkpoints").exists()
-    close(tiny.make(tmp_path, *RUN))
-
-
 def test_kept_groups_of_a_different_size_are_dropped_with_a_message(tmp_path, capsys):
     keep = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_keep_surplus=true", "grpo.batch_multiplier=2")
     first = tiny.train(tmp_path, *RUN, *keep, "grpo.max_num_steps=2", "grpo.dynamic_sampling_max_gen_batches=50")
@@ -252,14 +212,8 @@ def test_kept_groups_of_a_different_size_are_dropped_with_a_message(tmp_path, ca
         pytest.fail("the run kept no groups: the test tries nothing")
     close(tiny.make(tmp_path, *RUN, *keep, "grpo.max_num_steps=3"))
     assert "left out" not in capsys.readouterr().out
-    other = tiny.make(
-        tmp_path,
-        *RUN,
-        *keep,
-        "grpo.max_num_steps=3",
-        "grpo.num_generations_per_prompt=2",
-        "policy.train_global_batch_size=16",
-    )
+    smaller = ("grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=16")
+    other = tiny.make(tmp_path, *RUN, *keep, "grpo.max_num_steps=3", *smaller)
     close(other)
     assert "the settings of dynamic sampling changed" in capsys.readouterr().out
     assert other.collector.sampler.cached_groups == 0

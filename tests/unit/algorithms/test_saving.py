@@ -9,6 +9,7 @@ import tiny
 import torch
 from nemo_rl_cpp.algorithms.checkpointing import NotSavedError
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+from safetensors.torch import load_file
 from test_grpo_loop import make, train
 
 
@@ -49,12 +50,8 @@ def test_a_save_without_space_does_not_end_the_run_and_is_tried_again(tmp_path, 
     with pytest.warns(UserWarning) as warned:
         train(run)
     said = [str(w.message) for w in warned if "could not be saved" in str(w.message)]
-    assert (
-        len(said) == 1
-        and "step 2 could not be saved" in said[0]
-        and str(tmp_path / "checkpoints") in said[0]
-        and " are free there" in said[0]
-    )
+    assert len(said) == 1 and "step 2 could not be saved" in said[0]
+    assert str(tmp_path / "checkpoints") in said[0] and " are free there" in said[0]
     assert disk.tried == [2, 3, 4, 5, 6] and run.state.step == 6
     assert saved(tmp_path) == ["step_6"]  # step 5 was off the period: it goes when a newer one is there
 
@@ -81,30 +78,28 @@ def test_any_other_error_of_a_save_ends_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "lr, decay, words",
+    "settings, words",
     [
-        ("1e38", 1e9, "parameters are not finite, first model.embed_tokens"),
-        ("1e30", 1e9, "parameters are not finite, first model.embed_tokens"),
-        ("1e30", 0, "the gradient norm is .*first bad parameters"),
+        ({"lr": 1e38, "weight_decay": 1e9}, "parameters are not finite, first model.embed_tokens"),
+        ({"lr": 1e30, "weight_decay": 1e9}, "parameters are not finite, first model.embed_tokens"),
+        ({"lr": 1e30, "weight_decay": 0}, "the gradient norm is .*first bad parameters"),
+        ({"weight_decay": 1e38}, "policy: .*(not finite|is nan)"), ({"eps": 0}, "policy: .*(not finite|is nan)"), ({"lr": 1e37}, "policy: .*(not finite|is nan)"),
     ],
-)
-def test_weights_that_are_not_finite_are_never_sealed(tmp_path, lr, decay, words):
+    ids=str,
+)  # fmt: skip
+def test_weights_that_are_not_finite_are_never_sealed(tmp_path, settings, words):
     run = tiny.make(
-        tmp_path, *tiny.SMALL, f"policy.optimizer.kwargs.lr={lr}", f"policy.optimizer.kwargs.weight_decay={decay}", "grpo.max_num_steps=3",
+        tmp_path, *tiny.SMALL, *(f"policy.optimizer.kwargs.{key}={value}" for key, value in settings.items()), "grpo.max_num_steps=3",
         "checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.metric_name=null",
     )  # fmt: skip
     with pytest.raises(NonFiniteError, match=words):
         run.train()
     for folder in (tmp_path / "checkpoints").glob("step_*"):
-        from safetensors.torch import load_file
-
-        assert all(
-            torch.isfinite(t).all() for t in load_file(folder / "policy" / "weights" / "model.safetensors").values()
-        )
+        weights = load_file(folder / "policy" / "weights" / "model.safetensors")
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values())
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("enabled", ["true", "false"])
+@pytest.mark.parametrize(("bad", "enabled"), [(float("nan"), "true"), (-float("inf"), "false")])
 def test_the_bad_parameter_is_named(tmp_path, bad, enabled):
     run = tiny.make(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", f"checkpointing.enabled={enabled}", "checkpointing.metric_name=null",
@@ -129,16 +124,16 @@ def test_the_bad_parameter_is_named(tmp_path, bad, enabled):
 # ---- metric names
 
 
+def make_steps(tmp_path, steps, metric, *overrides):
+    """A run of `steps` steps that is saved after the last one, ranked by `metric`."""
+    names = (f"grpo.max_num_steps={steps}", f"checkpointing.save_period={steps}", f"checkpointing.metric_name={metric}")
+    return make(tmp_path, *names, *overrides)
+
+
 @pytest.mark.parametrize("name", ["train:rewrd", "val:accurcy", "val:loss"])
 def test_a_metric_that_is_not_there_ends_the_run_after_its_first_step(tmp_path, name):
     """`loss` is a metric of training alone."""
-    run = make(
-        tmp_path,
-        "grpo.max_num_steps=9",
-        "checkpointing.save_period=9",
-        f"checkpointing.metric_name={name}",
-        "grpo.val_period=5",
-    )
+    run = make_steps(tmp_path, 9, name, "grpo.val_period=5")
     with pytest.raises(ValueError, match=f"metric_name='{name}': the .* metrics have no .*; there are .*accuracy"):
         train(run)
     assert run.state.step == 1
@@ -146,13 +141,7 @@ def test_a_metric_that_is_not_there_ends_the_run_after_its_first_step(tmp_path, 
 
 def test_metric_of_separate_validation_environments_is_checked_at_validation(tmp_path):
     """Their metrics cannot be known from training's."""
-    run = make(
-        tmp_path,
-        "grpo.max_num_steps=9",
-        "checkpointing.metric_name=val:accurcy",
-        "grpo.val_period=2",
-        "checkpointing.save_period=9",
-    )
+    run = make_steps(tmp_path, 9, "val:accurcy", "grpo.val_period=2")
     run.environments.train["second"] = next(iter(run.environments.train.values()))
     run.validation.validator.task_to_env = {"t": run.environments.train["t"]}
     with pytest.raises(ValueError, match="the val metrics have no 'accurcy'"):
@@ -172,25 +161,15 @@ def test_validation_at_start_reports_an_unknown_checkpoint_metric(tmp_path):
     ["train:loss", "train:reward", "val:accuracy", "val:avg_length", "val:pass_k", "val:mean_gen_tokens_per_sample"],
 )
 def test_checkpoint_stores_the_configured_metric(tmp_path, name):
-    config = (
-        "grpo.max_num_steps=2",
-        "checkpointing.save_period=2",
-        f"checkpointing.metric_name={name}",
-        "grpo.val_period=2",
-    )
-    run = make(tmp_path, *config, *(("grpo.val_num_generations_per_prompt=2",) if name == "val:pass_k" else ()))
+    several = ("grpo.val_num_generations_per_prompt=2",) if name == "val:pass_k" else ()
+    run = make_steps(tmp_path, 2, name, "grpo.val_period=2", *several)
     train(run)
     info = json.loads((tmp_path / "checkpoints" / "step_2" / "training_info.json").read_text())
     assert isinstance(info[name], float)
 
 
 def test_a_metric_that_goes_missing_later_costs_only_its_rank(tmp_path):
-    run = make(
-        tmp_path,
-        "grpo.max_num_steps=3",
-        "checkpointing.save_period=3",
-        "checkpointing.metric_name=train:token_mult_prob_error",
-    )
+    run = make_steps(tmp_path, 3, "train:token_mult_prob_error")
     step = run.policy.train
 
     def train_without_loss(*args, **kwargs):
@@ -209,13 +188,7 @@ def test_a_metric_that_goes_missing_later_costs_only_its_rank(tmp_path):
 
 
 def test_checkpoint_saved_without_its_metric_gives_one_warning(tmp_path):
-    run = make(
-        tmp_path,
-        "grpo.max_num_steps=4",
-        "checkpointing.save_period=1",
-        "checkpointing.metric_name=val:accuracy",
-        "grpo.val_period=4",
-    )
+    run = make_steps(tmp_path, 4, "val:accuracy", "grpo.val_period=4", "checkpointing.save_period=1")
     with pytest.warns(
         UserWarning, match="saved without checkpointing.metric_name=val:accuracy.*multiple of val_period"
     ) as warned:
@@ -224,23 +197,7 @@ def test_checkpoint_saved_without_its_metric_gives_one_warning(tmp_path):
 
 
 def test_an_interrupted_run_gets_no_advice_on_validation(tmp_path, recwarn):
-    run = make(
-        tmp_path,
-        "grpo.max_num_steps=4",
-        "checkpointing.save_period=4",
-        "checkpointing.metric_name=val:accuracy",
-        "grpo.val_period=4",
-    )
+    run = make_steps(tmp_path, 4, "val:accuracy", "grpo.val_period=4")
     run.stop.reason = "interrupted"
     train(run)
     assert saved(tmp_path) == ["step_1"] and [w for w in recwarn if "saved without" in str(w.message)] == []
-
-
-@pytest.mark.parametrize("override", ["weight_decay=1e38", "eps=0", "lr=1e37"])
-def test_optimizer_settings_that_give_non_finite_weights_are_reported(tmp_path, override):
-    with pytest.raises(NonFiniteError, match="policy: .*(not finite|is nan)"):
-        tiny.train(
-            tmp_path, *tiny.SMALL, f"policy.optimizer.kwargs.{override}", "checkpointing.enabled=true",
-            "checkpointing.metric_name=null", "grpo.max_num_steps=3",
-        )  # fmt: skip
-    assert saved(tmp_path) == []

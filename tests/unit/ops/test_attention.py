@@ -1,20 +1,13 @@
 """Packed and paged attention: a float64 reference, torch's SDPA, and the same bits for every way to split."""
 
-import importlib.util
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-
-_spec = importlib.util.spec_from_file_location(
-    "reference_attention", Path(__file__).resolve().parents[2] / "reference" / "attention.py"
-)
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
+from reference import attention as reference
 
 TILE = C.KEY_TILE
 #         N, K, H

@@ -1,19 +1,12 @@
 """Gradients of packed attention: a float64 reference, torch's SDPA, shared prefixes, the same bits with any threads."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-
-_spec = importlib.util.spec_from_file_location(
-    "reference_attention", Path(__file__).resolve().parents[2] / "reference" / "attention.py"
-)
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
+from reference import attention as reference
 
 #         N, K, H
 HEADS = [(3, 1, 16), (4, 4, 64), (9, 3, 64), (10, 2, 80), (7, 1, 128), (2, 1, 8), (3, 3, 24), (2, 2, 256)]

@@ -9,7 +9,6 @@ from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from reference import loss_cases as cases
 from reference import losses as reference
-from reference import losses_torch as torch_reference
 
 
 def tensors(data, dtype):
@@ -31,21 +30,17 @@ def run_case(seed, dtype, rtol):
     fn = ClippedPGLossFn(ClippedPGLossConfig(**c))
     result = fn.native(torch.as_tensor(x, dtype=dtype), tensors(data, dtype), seqs, toks, positive)
 
-    largest = float(torch.finfo(dtype).max)
-    expected, metrics = reference.clipped_pg_loss(x, data, c, toks, seqs, positive, largest)
+    xt = torch.as_tensor(x, dtype=torch.float64).requires_grad_()
+    dt = tensors(data, torch.float64)
+    if "curr_logprobs_unfiltered" in dt:
+        dt["curr_logprobs_unfiltered"].requires_grad_()
+    loss, metrics = reference.clipped_pg_loss(xt, dt, c, toks, seqs, positive, float(torch.finfo(dtype).max))
     sizes = [abs(v) for v in metrics.values() if math.isfinite(v)]
     for name, value in metrics.items():
         terms = max(1.0, *sizes) if name in ("loss", "kl_penalty", "approx_entropy") else max(1e-3, abs(value))
         assert close(result.metrics[name], value, rtol, terms), (seed, name, result.metrics[name], value, c)
     assert set(result.metrics) == set(metrics)
     assert result.nonfinite is None
-
-    xt = torch.as_tensor(x, dtype=torch.float64).requires_grad_()
-    dt = tensors(data, torch.float64)
-    if "curr_logprobs_unfiltered" in dt:
-        dt["curr_logprobs_unfiltered"].requires_grad_()
-    loss = torch_reference.clipped_pg_loss(xt, dt, c, toks, seqs, positive, largest)
-    assert close(float(loss.detach()), expected, 1e-9, max(1.0, abs(expected))), "the two references disagree"
     wanted = torch.autograd.grad(loss, [xt, dt.get("curr_logprobs_unfiltered", xt)], allow_unused=True)
     check_gradient(result.grad_logprobs, wanted[0], rtol, (seed, c))
     if result.grad_unfiltered is not None:

@@ -1,17 +1,9 @@
 """The gated delta rule, its convolution and its norm: values and gradients against torch, the same bits in chunks, packed and alone."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-
-_spec = importlib.util.spec_from_file_location(
-    "reference_gated_delta", Path(__file__).resolve().parents[2] / "reference" / "gated_delta.py"
-)
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
+from reference import gated_delta as reference
 
 #          P, U, dk, dv, W
 SHAPES = [(2, 4, 16, 32, 4), (1, 1, 128, 128, 4), (2, 2, 48, 16, 2)]

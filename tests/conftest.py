@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import forked_workers as forking
+import nemo_rl_cpp  # noqa: F401 - before a test imports torch: it bounds how long waiting threads spin
 import pytest
 from tiers import SLOW_FIXTURES, is_in_a_slow_folder, scheduler, seconds_of, unit_of
 

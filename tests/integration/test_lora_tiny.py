@@ -8,6 +8,7 @@ from test_several_processes import BESIDE, BLOCKS, SHARDED, trained, workers
 from test_tensor_parallel import TP, is_exact
 from test_tensor_parallel import trained as trained_in_slices
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 LORA = "policy.dtensor_cfg.lora_cfg"
 ON = (f"{LORA}.enabled=true", f"{LORA}.dim=4", "policy.optimizer.kwargs.lr=1e-2")
 SOME = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,v_proj,up_proj]")

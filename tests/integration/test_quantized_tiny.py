@@ -50,7 +50,7 @@ def test_a_quantised_critic_learns_beside_a_quantised_policy(tmp_path):
     assert not list((folder / "value" / "weights").glob("*.safetensors"))
 
 
-def test_two_processes_train_the_same_bits(tmp_path):
+def test_two_processes_train_the_same_bits(tmp_path, forked_workers):
     more = (*ON, *BF16, *BLOCKS, "policy.quantization=q4_0")
     one, _ = trained(tmp_path / "one", 2, *more)
     two, _ = trained(tmp_path / "two", 2, *more, *workers(2))

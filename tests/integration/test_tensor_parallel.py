@@ -15,8 +15,8 @@ PPO = ("policy.megatron_cfg.tensor_model_parallel_size=2", "ppo.policy_training_
 CRITIC = ("value.megatron_cfg.tensor_model_parallel_size=2",)
 
 
-def workers(count: int, executor: str = "processes") -> tuple[str, ...]:
-    return (f"cluster.executor={executor}", f"cluster.gpus_per_node={count}", "cluster.cpus_per_worker=1")
+def workers(count: int) -> tuple[str, ...]:
+    return ("cluster.executor=processes", f"cluster.gpus_per_node={count}", "cluster.cpus_per_worker=1")
 
 
 def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.yaml") -> tuple[list[dict], Path]:
@@ -65,12 +65,12 @@ def test_two_slices_train_the_whole_models_run(tmp_path):
     assert equal(tensors(sliced), tensors(groups)) and equal(moments(sliced), moments(groups))
 
 
-def test_four_slices_in_actors_of_ray(tmp_path):
-    """The weights are the whole model's but for rounding."""
+def test_four_slices_train_the_whole_models_run(tmp_path):
+    """The weights are the whole model's but for rounding. That workers may be Ray's actors is shown in test_several_processes."""
     four = (*BLOCKS, "policy.dtensor_cfg.tensor_parallel_size=4")
     _, alone = trained(tmp_path / "1", 2, *BLOCKS)
-    by_ray, sliced = trained(tmp_path / "ray", 2, *workers(4, "ray"), *four)
-    assert is_exact(by_ray) and distance(tensors(sliced), tensors(alone)) < 1e-4
+    history, sliced = trained(tmp_path / "4", 2, *workers(4), *four)
+    assert is_exact(history) and distance(tensors(sliced), tensors(alone)) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 import user_kinds
 from nemo_rl_cpp import run_grpo_math
 from nemo_rl_cpp.algorithms.callbacks import Callbacks
+from nemo_rl_cpp.distributed.ray_workers import hold_ray, let_ray_go
 from nemo_rl_cpp.environments.loading import ENV_REGISTRY, register_env
 from test_dedicated_engines import apart
 from test_several_processes import workers
@@ -87,6 +88,14 @@ def expected(tmp_path_factory):
     return rewards
 
 
+@pytest.fixture(scope="module")
+def one_ray():
+    """One Ray for all runs here that use it."""
+    hold_ray(3)
+    yield
+    let_ray_go()
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_every_kind_of_reward_function_works_on_the_command_line(place, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -100,7 +109,9 @@ def test_every_kind_of_reward_function_works_on_the_command_line(place, expected
 
 @pytest.mark.parametrize("place", ["reward", "environment"])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_kind_of_reward_function_works_in_every_training_mode(way, place, expected, tmp_path):
+def test_every_kind_of_reward_function_works_in_every_training_mode(way, place, expected, tmp_path, request):
+    if way == "ray":
+        request.getfixturevalue("one_ray")
     with tiny.make(tmp_path, *COMMON, *PLACES[place], *WAYS[way]) as run:
         run.train()
         assert rewards_of(run.history) == {name: pytest.approx(expected, rel=1e-6) for name in user_kinds.KINDS}

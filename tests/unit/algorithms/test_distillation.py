@@ -204,7 +204,7 @@ GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["reverse", "jensen"])
 def test_distillation_run_reduces_the_gap_to_its_teacher(teacher, tmp_path, kind):
     tiny.one_thread()
     same = load_grpo_config(

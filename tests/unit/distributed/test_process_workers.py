@@ -74,7 +74,7 @@ def test_no_rank_waits_for_one_that_has_failed(forked_workers, cluster, monkeypa
     [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "gave no sign of life for")],
     ids=["killed", "stopped"],
 )
-def test_a_lost_process_is_named_and_none_is_left(cluster, number, said):
+def test_a_lost_process_is_named_and_none_is_left(forked_workers, cluster, number, said):
     WorkerGroup(cluster, partial(make, 0))  # the workers are there
     began = time.monotonic()
     pids = lose(cluster, number, said)
@@ -115,7 +115,7 @@ def test_workers_ignore_signals_sent_to_the_job(lasting):
     assert group.call_all("number", 1) == [1, 2]
 
 
-def test_worker_error_in_user_code_names_file_line_and_rank(cluster, tmp_path, monkeypatch):
+def test_worker_error_in_user_code_names_file_line_and_rank(forked_workers, cluster, tmp_path, monkeypatch):
     file = tmp_path / "users_builder.py"
     file.write_text("def build(ranks):\n    raise KeyError('truth')\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import forked_workers
 import pytest
 import slice_players
 import torch
@@ -18,6 +19,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def cluster():
     made = Cluster([2], use_gpus=False, settings=ClusterConfig(executor="processes", cpus_per_worker=1))
+    with pytest.MonkeyPatch.context() as patch:
+        forked_workers.in_place(patch)
+        assert made.workers
     yield made
     made.shutdown()
 

@@ -14,6 +14,11 @@ from nemo_rl_cpp._native import CPU_CAPABILITIES, C
 
 ROOT = Path(__file__).resolve().parents[3]
 
+# every number of rows that a tile (of at most 32) leaves over, and some where threads share many tiles; and few
+ROWS = """
+EACH = (*range(1, 67), 95, 97, 127, 129, 145, 191, 193, 255, 257, 287, 289, 299, 300)
+FEW = range(1, 301, 23)
+"""
 PRODUCTS = """
 import torch
 from nemo_rl_cpp._native import C
@@ -37,10 +42,9 @@ for dtype in (torch.bfloat16, torch.float32):
         torch.set_num_threads(threads)
         for op in (product, gated):
             whole = op(x, w)
-            for rows in range(1, 301, 1 if threads == 2 and dtype is torch.bfloat16 else 13):
+            for rows in EACH if threads == 2 and dtype is torch.bfloat16 else FEW:
                 assert torch.equal(op(x[:rows], w), whole[:rows]), (dtype, threads, rows)
                 assert torch.equal(op(x[300 - rows :], w), whole[300 - rows :]), (dtype, threads, rows)
-print(C.cpu_capability())
 """
 
 ATTENTION = """
@@ -73,7 +77,7 @@ for dtype, window in ((d, w) for d in (torch.bfloat16, torch.float32) for w in (
     for threads in (1, 2):
         torch.set_num_threads(threads)
         whole = packed(qkv[:300], [(0, 300, 0, 0)])
-        for rows in range(1, 301, 1 if threads == 2 and dtype is torch.bfloat16 and window != 1 else 13):
+        for rows in EACH if threads == 2 and dtype is torch.bfloat16 and window != 1 else FEW:
             alone, beside = packed(qkv[:rows], [(0, rows, 0, 0)]), packed(qkv, [(300, 100, 0, 0), (0, rows, 0, 0)])
             assert all(torch.equal(a, w[:rows]) and torch.equal(b[:rows], w[:rows]) for a, b, w in zip(alone, beside, whole)), rows
         for chunk in (1, 5, 32, 33, 300):
@@ -84,7 +88,10 @@ for dtype, window in ((d, w) for d in (torch.bfloat16, torch.float32) for w in (
             assert all(torch.equal(a[prefix:], b[start : start + length]) for a, b in zip(own, together)), (dtype, threads, prefix)
         gradients.append(gradient(qkv, shared))
     assert torch.equal(*gradients) and gradients[0].isfinite().all()
-print(C.cpu_capability())
+"""
+RUN = """
+from nemo_rl_cpp import run_grpo_math
+assert run_grpo_math.main(sys.argv[1:]) == 0
 """
 
 
@@ -97,35 +104,27 @@ def under(capability: str, *command: str) -> str:
     return run.stdout
 
 
-def used_where(asked: str) -> str:
-    return under(asked, "-c", "from nemo_rl_cpp._native import C; print(C.cpu_capability())").strip()
-
-
-@pytest.fixture(params=CPU_CAPABILITIES)
-def capability(request):
-    used = used_where(request.param)
-    if used != request.param:
-        pytest.skip(f"this machine has no {request.param}, {used} would be used")
-    return request.param
+USED = """
+import os, sys
+from nemo_rl_cpp._native import C
+print(C.cpu_capability(), flush=True)
+if C.cpu_capability() != os.environ["NEMO_RL_CPU_CAPABILITY"]:
+    sys.exit()
+"""
 
 
 @pytest.mark.slow
-def test_rows_are_independent(capability):
-    assert under(capability, "-c", PRODUCTS).strip() == capability
-
-
-@pytest.mark.slow
-def test_attention_is_independent_of_rows_packing_chunks_prefixes_and_threads(capability):
-    assert under(capability, "-c", ATTENTION).strip() == capability
-
-
-@pytest.mark.slow
-def test_generation_equals_training(capability, tmp_path):
-    under(
-        capability, "-m", "nemo_rl_cpp.run_grpo_math", "--config", str(ROOT / "configs" / "grpo_tiny.yaml"),
+@pytest.mark.parametrize("capability", CPU_CAPABILITIES)
+def test_rows_are_independent_and_generation_equals_training(capability, tmp_path):
+    """Products, and attention whatever the packing, chunks, prefixes and threads; then a run of three steps."""
+    said = under(
+        capability, "-c", USED + ROWS + PRODUCTS + ATTENTION + RUN, "--config", str(ROOT / "configs" / "grpo_tiny.yaml"),
         "policy.precision=bfloat16", "grpo.max_num_steps=3", "grpo.val_period=0", "checkpointing.enabled=false",
         f"logger.log_dir={tmp_path}",
     )  # fmt: skip
+    used = said.partition("\n")[0]
+    if used != capability:
+        pytest.skip(f"this machine has no {capability}, {used} would be used")
     rows = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
     steps = [row for row in rows if "train/max_logprob_gap" in row]
     assert len(steps) == 3
@@ -134,7 +133,8 @@ def test_generation_equals_training(capability, tmp_path):
 
 @pytest.mark.slow
 def test_best_vector_instructions_are_used_without_amx():
-    assert used_where("amx") in ("amx", used_where("avx512_bf16"))
+    amx, without = (under(name, "-c", USED).strip() for name in ("amx", "avx512_bf16"))
+    assert amx in ("amx", without)
 
 
 def test_unknown_cpu_capability_is_rejected(monkeypatch):

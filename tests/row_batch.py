@@ -5,7 +5,9 @@ from nemo_rl_cpp._native import C
 from torch import Tensor
 
 
-def padded_rows(ids: Tensor, lengths: Tensor, mask: Tensor, groups: Tensor) -> C.RowBatch:
-    """ids int64 [B, S] padded on the right, lengths and groups [B], mask bool [B, S]."""
+def padded_rows(
+    ids: Tensor, lengths: Tensor, mask: Tensor, groups: Tensor, targets: Tensor | None = None
+) -> C.RowBatch:
+    """ids int64 [B, S] padded on the right, lengths and groups [B], mask bool [B, S], targets int64 [B S, K]."""
     size, width = ids.shape
-    return C.RowBatch(ids, torch.arange(size) * width, lengths, mask, groups)
+    return C.RowBatch(ids, torch.arange(size) * width, lengths, mask, groups, targets)

@@ -109,17 +109,13 @@ void bind_trainer(py::module_& m) {
           "forward",
           [](Trainer& self, const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
              bool share_prefix, bool keep, bool checkpoint, const at::Tensor& out, float top_p, std::int64_t top_k,
-             const std::optional<at::Tensor>& unfiltered, const std::optional<at::Tensor>& entropy,
-             const std::optional<at::Tensor>& candidate_ids, const std::optional<at::Tensor>& candidates) {
-            const auto or_undefined = [](const std::optional<at::Tensor>& t) { return t.value_or(at::Tensor()); };
+             const std::optional<at::Tensor>& unfiltered, const std::optional<at::Tensor>& entropy) {
             self.forward(batch, samples, {temperature, top_p, top_k}, {share_prefix, keep, checkpoint},
-                         {out, or_undefined(unfiltered), or_undefined(entropy), or_undefined(candidates)},
-                         or_undefined(candidate_ids));
+                         {out, unfiltered.value_or(at::Tensor()), entropy.value_or(at::Tensor())});
           },
           py::arg("batch"), py::arg("samples"), py::arg("temperature"), py::arg("share_prefix"), py::arg("keep"),
           py::arg("checkpoint"), py::arg("out"), py::arg("top_p") = 1.0f, py::arg("top_k") = 0,
-          py::arg("unfiltered") = py::none(), py::arg("entropy") = py::none(), py::arg("candidate_ids") = py::none(),
-          py::arg("candidates") = py::none(), release_gil())
+          py::arg("unfiltered") = py::none(), py::arg("entropy") = py::none(), release_gil())
       .def(
           "forward_with_loss",
           [](Trainer& self, const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature,
@@ -145,12 +141,10 @@ void bind_trainer(py::module_& m) {
       .def(
           "backward",
           [](Trainer& self, const at::Tensor& d_out, const std::optional<at::Tensor>& d_unfiltered,
-             const std::optional<at::Tensor>& d_entropy, const std::optional<at::Tensor>& d_candidates) {
-            self.backward({d_out, d_unfiltered.value_or(at::Tensor()), d_entropy.value_or(at::Tensor()),
-                           d_candidates.value_or(at::Tensor())});
+             const std::optional<at::Tensor>& d_entropy) {
+            self.backward({d_out, d_unfiltered.value_or(at::Tensor()), d_entropy.value_or(at::Tensor())});
           },
-          py::arg("d_out"), py::arg("d_unfiltered") = py::none(), py::arg("d_entropy") = py::none(),
-          py::arg("d_candidates") = py::none(), release_gil())
+          py::arg("d_out"), py::arg("d_unfiltered") = py::none(), py::arg("d_entropy") = py::none(), release_gil())
       .def("finish_backward", py::overload_cast<>(&Trainer::backward), release_gil())
       .def(
           "move_kept",

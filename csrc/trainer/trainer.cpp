@@ -49,8 +49,7 @@ std::vector<std::int64_t> all_rows(std::int64_t T) {
 
 constexpr auto to_batch = [](auto& full, auto& pair) { full = pair; };
 
-void check_result(const at::Tensor& out, const RowBatch& batch, at::ScalarType dtype) {
-  const auto sizes = batch.targets.defined() ? batch.targets.sizes() : batch.token_ids.sizes();
+void check_result(const at::Tensor& out, at::IntArrayRef sizes, at::ScalarType dtype) {
   NRL_CHECK_ARG(out.is_contiguous() && out.sizes() == sizes && out.scalar_type() == dtype && out.is_cpu(),
                 "the results need a contiguous ", c10::toString(dtype), " CPU tensor of shape ", sizes);
 }
@@ -71,6 +70,7 @@ void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t
                            const ForwardOptions& options) {
   auto& decoder = model_->decoder();
   packed_ = pack_batch(batch, samples, options.share_prefix);
+  targets_ = batch.targets.defined() ? batch.targets.size(1) : 1;
   pending_ = options.keep;
   const auto history = history_of(packed_.sequences, decoder);
   auto& wanted = packed_.query.rows;
@@ -119,79 +119,48 @@ std::vector<model::KeptActivations::Node> Trainer::kept_nodes() const {
 }
 
 void Trainer::forward(const RowBatch& batch, const std::vector<std::int64_t>& samples,
-                      const model::TokenScoring& scoring, const ForwardOptions& options, const TokenOutputs& outputs,
-                      const at::Tensor& candidate_ids) {
+                      const model::TokenScoring& scoring, const ForwardOptions& options, const TokenOutputs& outputs) {
   auto& decoder = model_->decoder();
   const bool filters = scoring.filters(decoder.config().vocab_size);
-  for (const auto& wanted : {outputs.out, outputs.unfiltered, outputs.entropy})
-    if (wanted.defined()) check_result(wanted, batch, decoder.accumulate_dtype());
+  const auto scored = batch.targets.defined() ? batch.targets.sizes() : batch.token_ids.sizes();
+  check_result(outputs.out, scored, decoder.accumulate_dtype());
+  if (outputs.unfiltered.defined()) check_result(outputs.unfiltered, scored, decoder.accumulate_dtype());
+  if (outputs.entropy.defined()) check_result(outputs.entropy, batch.token_ids.sizes(), decoder.accumulate_dtype());
   ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
   NRL_CHECK_ARG(!values() || (scoring.temperature == 1 && !filters && !outputs.unfiltered.defined() &&
-                              !outputs.entropy.defined() && !outputs.candidates.defined()),
+                              !outputs.entropy.defined() && !batch.targets.defined()),
                 "a value model has no temperature, top_p, top_k, entropy and log-probabilities");
   scoring_ = scoring;
   has_unfiltered_ = outputs.unfiltered.defined();
   has_entropy_ = outputs.entropy.defined();
   head_done_ = false;
-  candidates_ = 0;
   forward_body(batch, samples, options);
   auto& workspace = model_->workspace();
   if (values())
     return for_each_pair(packed_, outputs.out, value_head_.forward(decoder, h_, packed_.query, workspace), to_batch);
-  if (outputs.candidates.defined()) {
-    NRL_CHECK_ARG(!filters, "candidates are scored without top_p and top_k");
-    add_candidates(batch, candidate_ids, outputs.candidates);
-  }
   const auto entropy = has_entropy_ ? at::empty({packed_.rows()}, h_.options()) : at::Tensor();
   const auto pairs = head_.forward(decoder, h_, packed_.query, scoring, has_unfiltered_, entropy, workspace);
-  const auto own = [&](const at::Tensor& t) { return t.view({-1, candidates_ + 1}).select(1, 0).contiguous(); };
-  for_each_pair(packed_, outputs.out, own(pairs.logprobs), to_batch);
+  for_each_pair(packed_, outputs.out, pairs.logprobs, to_batch);
   if (has_unfiltered_)
-    for_each_pair(packed_, outputs.unfiltered, own(pairs.unfiltered.defined() ? pairs.unfiltered : pairs.logprobs),
+    for_each_pair(packed_, outputs.unfiltered, pairs.unfiltered.defined() ? pairs.unfiltered : pairs.logprobs,
                   to_batch);
-  if (has_entropy_) for_each_pair(packed_, outputs.entropy, entropy.cpu().index_select(0, pair_rows()), to_batch);
-  if (candidates_ > 0)
-    outputs.candidates.view({-1, candidates_})
-        .index_copy_(0, place_index(), pairs.logprobs.cpu().view({-1, candidates_ + 1}).narrow(1, 1, candidates_));
+  if (has_entropy_)
+    outputs.entropy.view({-1}).index_copy_(0, token_places(), entropy.cpu().index_select(0, token_rows()));
 }
 
-/// Asks for the tokens ids[place] after each wanted token's own: K + 1 pairs for each.
-void Trainer::add_candidates(const RowBatch& batch, const at::Tensor& ids, const at::Tensor& out) {
-  const std::int64_t T = batch.token_ids.numel(), K = ids.defined() && ids.dim() == 2 ? ids.size(1) : 0;
-  NRL_CHECK_ARG(K > 0 && ids.is_contiguous() && ids.is_cpu() && ids.scalar_type() == at::kLong && ids.size(0) == T,
-                "candidate_ids: expected contiguous int64 [", T, ", K]");
-  check_candidates(out, T, K);
-  candidates_ = K;
-  auto& query = packed_.query;
-  std::vector<std::int64_t> pair_row, targets;
-  for (std::size_t i = 0; i < packed_.places.size(); ++i) {
-    const auto* own = ids.const_data_ptr<std::int64_t>() + packed_.places[i] * K;
-    pair_row.insert(pair_row.end(), static_cast<std::size_t>(K + 1), query.pair_row[i]);
-    targets.push_back(query.targets[i]);
-    targets.insert(targets.end(), own, own + K);
-  }
-  query.pair_row = std::move(pair_row);
-  query.targets = std::move(targets);
-}
-
-void Trainer::check_candidates(const at::Tensor& t, std::int64_t tokens, std::int64_t K) const {
-  NRL_CHECK_ARG(t.is_contiguous() && t.is_cpu() && t.sizes() == at::IntArrayRef({tokens, K}) &&
-                    t.scalar_type() == model_->decoder().accumulate_dtype(),
-                "candidates: expected a contiguous CPU tensor [", tokens, ", ", K, "], got ", t.sizes());
-}
-
-/// The row of the query that each place belongs to, int64 [R].
-at::Tensor Trainer::pair_rows() const {
-  const auto n = static_cast<std::int64_t>(packed_.places.size());
-  const auto rows = at::empty({n}, at::kLong);
-  for (std::int64_t i = 0; i < n; ++i)
-    rows.data_ptr<std::int64_t>()[i] = packed_.query.pair_row[static_cast<std::size_t>(i * (candidates_ + 1))];
+/// The row of the query that each wanted token belongs to, int64 [wanted tokens].
+at::Tensor Trainer::token_rows() const {
+  const auto rows = at::empty({static_cast<std::int64_t>(packed_.places.size()) / targets_}, at::kLong);
+  for (std::int64_t i = 0; i < rows.numel(); ++i)
+    rows.data_ptr<std::int64_t>()[i] = packed_.query.pair_row[static_cast<std::size_t>(i * targets_)];
   return rows;
 }
 
-at::Tensor Trainer::place_index() const {
-  const auto index = at::empty({static_cast<std::int64_t>(packed_.places.size())}, at::kLong);
-  std::copy(packed_.places.begin(), packed_.places.end(), index.data_ptr<std::int64_t>());
+/// The element of the batch's token_ids that each wanted token is, int64 [wanted tokens].
+at::Tensor Trainer::token_places() const {
+  const auto index = at::empty({static_cast<std::int64_t>(packed_.places.size()) / targets_}, at::kLong);
+  for (std::int64_t i = 0; i < index.numel(); ++i)
+    index.data_ptr<std::int64_t>()[i] = packed_.places[static_cast<std::size_t>(i * targets_)] / targets_;
   return index;
 }
 
@@ -199,16 +168,16 @@ void Trainer::likeliest(const RowBatch& batch, const std::vector<std::int64_t>& 
                         bool share_prefix, const at::Tensor& ids, const at::Tensor& logprobs) {
   auto& decoder = model_->decoder();
   NRL_CHECK_ARG(model_->device().is_cpu() && !values(), "the likeliest tokens need a language model on the CPU");
-  NRL_CHECK_ARG(ids.dim() == 2 && ids.scalar_type() == at::kLong && ids.size(0) == batch.token_ids.numel(),
-                "ids: expected int64 [", batch.token_ids.numel(), ", k]");
-  check_candidates(logprobs, ids.size(0), ids.size(1));
-  candidates_ = 0;
+  NRL_CHECK_ARG(ids.dim() == 2 && ids.scalar_type() == at::kLong && ids.size(0) == batch.token_ids.numel() &&
+                    !batch.targets.defined(),
+                "ids: expected int64 [", batch.token_ids.numel(), ", k], and a batch without targets");
+  check_result(logprobs, ids.sizes(), decoder.accumulate_dtype());
   forward_body(batch, samples, {share_prefix, false, false});
   const auto rows_ids = at::empty({packed_.rows(), ids.size(1)}, at::kLong);
   const auto rows_logprobs = at::empty(rows_ids.sizes(), logprobs.options());
   head_.likeliest(decoder, h_, packed_.query, temperature, rows_ids, rows_logprobs, model_->workspace());
-  ids.index_copy_(0, place_index(), rows_ids.index_select(0, pair_rows()));
-  logprobs.index_copy_(0, place_index(), rows_logprobs.index_select(0, pair_rows()));
+  ids.index_copy_(0, token_places(), rows_ids.index_select(0, token_rows()));
+  logprobs.index_copy_(0, token_places(), rows_logprobs.index_select(0, token_rows()));
 }
 
 bool Trainer::takes_token_loss(const model::TokenScoring& scoring) const {
@@ -220,7 +189,7 @@ void Trainer::forward(const RowBatch& batch, const std::vector<std::int64_t>& sa
                       const model::TokenScoring& scoring, const ForwardOptions& options, const at::Tensor& out,
                       const TokenLoss& loss) {
   auto& decoder = model_->decoder();
-  check_result(out, batch, decoder.accumulate_dtype());
+  check_result(out, batch.token_ids.sizes(), decoder.accumulate_dtype());
   ops::check_rule({static_cast<float>(scoring.temperature), scoring.top_p, scoring.top_k, false});
   NRL_CHECK_ARG(takes_token_loss(scoring) && options.keep && model_->trainable() && !batch.targets.defined() &&
                     loss.inputs.advantages.numel() == out.numel(),
@@ -229,7 +198,6 @@ void Trainer::forward(const RowBatch& batch, const std::vector<std::int64_t>& sa
                 out.sizes());
   scoring_ = scoring;
   has_unfiltered_ = has_entropy_ = false;
-  candidates_ = 0;
   head_done_ = true;
   grads();
   forward_body(batch, samples, options);
@@ -269,8 +237,8 @@ void Trainer::backward(const TokenOutputs& d_outputs) {
   NRL_CHECK_ARG(model_->trainable(), "this model is frozen: it was built without gradients");
   NRL_CHECK_ARG(!d_unfiltered.defined() || has_unfiltered_,
                 "a gradient of unfiltered log-probabilities that the forward was not asked for");
-  NRL_CHECK_ARG((!d_outputs.entropy.defined() || has_entropy_) && (d_outputs.candidates.defined() == (candidates_ > 0)),
-                "the gradients of entropy and candidates are those of what the forward was asked for");
+  NRL_CHECK_ARG(!d_outputs.entropy.defined() || has_entropy_,
+                "a gradient of entropies that the forward was not asked for");
   pending_ = false;
   grads();
   auto& decoder = model_->decoder();
@@ -280,17 +248,12 @@ void Trainer::backward(const TokenOutputs& d_outputs) {
     for_each_pair(packed_, whole, pairs, [](auto& full, auto& pair) { pair = full; });
     return pairs;
   };
-  auto d_logprobs = pairs_of(d_outputs.out);
-  if (candidates_ > 0) {
-    check_candidates(d_outputs.candidates, d_outputs.out.numel(), candidates_);
-    d_logprobs = at::cat({d_logprobs.unsqueeze(1), d_outputs.candidates.index_select(0, place_index())}, 1).flatten();
-  }
-  model::PairValues d_values{d_logprobs.to(h_.device()),
+  model::PairValues d_values{pairs_of(d_outputs.out).to(h_.device()),
                              d_unfiltered.defined() ? pairs_of(d_unfiltered).to(h_.device()) : at::Tensor()};
   at::Tensor d_entropy;
   if (d_outputs.entropy.defined())
     d_entropy = at::zeros({packed_.rows()}, h_.options().device(at::kCPU))
-                    .index_add_(0, pair_rows(), pairs_of(d_outputs.entropy))
+                    .index_add_(0, token_rows(), d_outputs.entropy.view({-1}).index_select(0, token_places()))
                     .to(h_.device());
   if (d_values.unfiltered.defined() && !scoring_.filters(decoder.config().vocab_size))
     d_values.logprobs += d_values.unfiltered;

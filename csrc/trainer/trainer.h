@@ -26,12 +26,12 @@ struct ForwardOptions {
 };
 
 /// What a forward computes of the wanted tokens, or the gradient with respect to it: CPU tensors in the accumulation
-/// dtype, shaped like the batch's token_ids, whose other entries are untouched. All but the first are optional.
+/// dtype whose other entries are untouched. All but the first are optional.
 struct TokenOutputs {
-  at::Tensor out;         ///< log-probability (-inf where the filter removes the token); with a value head the value
+  at::Tensor out;         ///< log-probability (-inf where the filter removes the token); with a value head the value.
+                          ///< [T, K] where the batch has targets, else shaped like its token_ids
   at::Tensor unfiltered;  ///< the same without top-k and top-p
-  at::Tensor entropy;     ///< in nats, of the unfiltered distribution that the token was drawn from
-  at::Tensor candidates;  ///< [T, K]: log-probabilities of other tokens at the same place, without a filter
+  at::Tensor entropy;     ///< shaped like token_ids: in nats, of the unfiltered distribution at the token's place
 };
 
 /// The types of AdamW's moments: undefined is that of the master weights; or bfloat16, rounded as kernels/adamw.h says.
@@ -49,13 +49,12 @@ class Trainer {
 
   model::DecoderModel& model() { return *model_; }
 
-  /// Fills `outputs`. candidate_ids: int64 [T, K], the tokens of `candidates`, which a filter excludes. With a value
-  /// head `scoring` is the default and `out` alone is there.
+  /// Fills `outputs`. With a value head `scoring` is the default and `out` alone is there.
   void forward(const RowBatch& batch, const std::vector<std::int64_t>& samples, const model::TokenScoring& scoring,
-               const ForwardOptions& options, const TokenOutputs& outputs, const at::Tensor& candidate_ids = {});
+               const ForwardOptions& options, const TokenOutputs& outputs);
 
   /// The likeliest tokens at the wanted tokens' places: ids int64 [T, k] and logprobs [T, k] in the accumulation dtype,
-  /// other entries untouched.
+  /// other entries untouched. The batch has no targets.
   void likeliest(const RowBatch& batch, const std::vector<std::int64_t>& samples, double temperature, bool share_prefix,
                  const at::Tensor& ids, const at::Tensor& logprobs);
 
@@ -114,10 +113,8 @@ class Trainer {
   at::Tensor zero_moments(std::optional<at::ScalarType> type) const;
   void forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples, const ForwardOptions& options);
   std::vector<model::KeptActivations::Node> kept_nodes() const;
-  void add_candidates(const RowBatch& batch, const at::Tensor& ids, const at::Tensor& out);
-  void check_candidates(const at::Tensor& t, std::int64_t tokens, std::int64_t K) const;
-  at::Tensor pair_rows() const;
-  at::Tensor place_index() const;
+  at::Tensor token_rows() const;
+  at::Tensor token_places() const;
   void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;
   Gradients gradients_;
@@ -132,7 +129,7 @@ class Trainer {
   std::unique_ptr<model::ActivationSource> activations_;
   model::TokenScoring scoring_;
   bool has_unfiltered_ = false, has_entropy_ = false;
-  std::int64_t candidates_ = 0;  // K
+  std::int64_t targets_ = 1;  // K, pairs of each wanted token
   bool pending_ = false;
   bool head_done_ = false;  // its backward, by a forward with a loss
   bool last_backward_ = false;

@@ -251,18 +251,18 @@ class TrainedModel(NoOffload):
         the batch's `candidate_ids` if it has them; 0 at all other tokens."""
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching, rows = self._batching("logprob", micro_batch_size), self.ranks.part(batch, 0, batch.size)
-        native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
-        ids = batch.tokens.get("candidate_ids")
-        given, shape = ids is not None, (batch.num_tokens, k)
-        ids = torch.zeros(shape, dtype=torch.int64) if ids is None else ids.contiguous()
-        logprobs, out = (torch.zeros(size, dtype=trainer.out_dtype) for size in (shape, (batch.num_tokens,)))
+        given = batch.tokens.get("candidate_ids")
+        given = None if given is None else given.contiguous()
+        native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching, targets=given)
+        logprobs = torch.zeros((batch.num_tokens, k), dtype=trainer.out_dtype)
+        ids = torch.zeros(logprobs.shape, dtype=torch.int64) if given is None else given
         for micro in micro_batches:
             common = native, micro, temperature, batching.share_prefix
-            if given:
-                trainer.forward(*common, False, False, out, candidate_ids=ids, candidates=logprobs)
-            else:
+            if given is None:
                 trainer.likeliest(*common, ids, logprobs)
-        return ids if given else self.ranks.whole(ids), self.ranks.whole(logprobs)
+            else:
+                trainer.forward(*common, False, False, logprobs)
+        return self.ranks.whole(ids) if given is None else ids, self.ranks.whole(logprobs)
 
     def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
         """Return a context for a loop over micro-batches. It does nothing; models whose forward passes involve all

@@ -7,8 +7,9 @@ from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
-from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner, Scoring
+from nemo_rl_cpp.models.policy.train_step import LossResult, MicroBatchRunner, NonFiniteError, Scoring, check_finite
 from nemo_rl_cpp.models.weights import initialize_weights
+from row_batch import padded_rows
 from test_gradient_invariance import CONFIG, groups_batch
 from test_token_loss import training_data
 from test_vocabulary_head import SHAPES, inputs
@@ -22,6 +23,12 @@ def model_of(dtype=torch.float64):
 
 def trainer_of(dtype=torch.float64):
     return C.Trainer(model_of(dtype))
+
+
+def with_candidates(ids, k):
+    """Each token and k random ones, int64 [B S, 1 + k]."""
+    others = torch.randint(0, 61, (ids.numel(), k), generator=torch.Generator().manual_seed(1))
+    return torch.cat([ids.view(-1, 1), others], 1)
 
 
 def distributions(trainer, ids, lengths, temperature):
@@ -61,54 +68,40 @@ def test_likeliest_tokens_are_those_of_the_sorted_log_probabilities(dtype):
 
 @pytest.mark.parametrize("share", [False, True])
 def test_forward_gives_entropies_and_candidates_at_each_wanted_token(share):
-    trainer, (batch, ids, mask) = trainer_of(), groups_batch()
-    candidate_ids = torch.randint(0, 61, (*ids.shape, 5), generator=torch.Generator().manual_seed(1))
-    out, entropy = (torch.zeros(ids.shape, dtype=torch.float64) for _ in range(2))
-    candidates = torch.zeros(ids.numel(), 5, dtype=torch.float64)
-    trainer.forward(batch, list(range(len(ids))), 0.9, share, False, False, out, entropy=entropy,
-                    candidate_ids=candidate_ids.view(-1, 5), candidates=candidates)  # fmt: skip
-    top, top_logprobs = torch.zeros(ids.numel(), 4, dtype=torch.int64), torch.zeros(ids.numel(), 4, dtype=torch.float64)
-    trainer.likeliest(batch, list(range(len(ids))), 0.9, share, top, top_logprobs)
+    trainer, (_, ids, mask) = trainer_of(), groups_batch()
     lengths = [int(row.nonzero().max()) + 1 for row in mask]
+    targets = with_candidates(ids, 5)
+    batch = padded_rows(ids, torch.tensor(lengths), mask, torch.arange(len(ids)) // 4, targets)
+    entropy = torch.zeros(ids.shape, dtype=torch.float64)
+    scored, rows = torch.zeros(ids.numel(), 6, dtype=torch.float64), list(range(len(ids)))
+    trainer.forward(batch, rows, 0.9, share, False, False, scored, entropy=entropy)
+    top, top_logprobs = torch.zeros(ids.numel(), 4, dtype=torch.int64), torch.zeros(ids.numel(), 4, dtype=torch.float64)
+    trainer.likeliest(groups_batch()[0], rows, 0.9, share, top, top_logprobs)
     for b, logp in enumerate(distributions(trainer, ids, lengths, 0.9)):
         for t in mask[b].nonzero().flatten().tolist():
             row, place = logp[t - 1], b * ids.shape[1] + t
             assert entropy[b, t].item() == pytest.approx(-(row.exp() * row).sum().item(), abs=1e-9)
-            assert out[b, t].item() == pytest.approx(row[ids[b, t]].item(), abs=1e-9)
-            torch.testing.assert_close(candidates[place], row[candidate_ids[b, t]], rtol=0, atol=1e-9)
+            torch.testing.assert_close(scored[place], row[targets[place]], rtol=0, atol=1e-9)
             torch.testing.assert_close(top_logprobs[place], row.topk(4).values, rtol=0, atol=1e-9)
             assert torch.equal(top[place], row.topk(4).indices)
-    assert not entropy[~mask].any() and not candidates[~mask.flatten()].any()
+    assert not entropy[~mask].any() and not scored[~mask.flatten()].any()
 
 
 def test_gradient_of_entropies_and_candidates_equals_finite_differences():
-    model, (batch, ids, _) = model_of(), groups_batch(num_groups=2, generations=3)
+    model, (_, ids, mask) = model_of(), groups_batch(num_groups=2, generations=3)
     trainer = C.Trainer(model)
     random = torch.Generator().manual_seed(2)
-    weights = [torch.randn(ids.shape, generator=random, dtype=torch.float64) for _ in range(2)]
-    weights.append(torch.randn(ids.numel(), 3, generator=random, dtype=torch.float64))
-    candidate_ids = torch.randint(0, 61, (ids.numel(), 3), generator=random)
-    rows = list(range(len(ids)))
+    weights = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((ids.numel(), 4), ids.shape)]
+    lengths = torch.tensor([int(row.nonzero().max()) + 1 for row in mask])
+    batch = padded_rows(ids, lengths, mask, torch.arange(len(ids)) // 3, with_candidates(ids, 3))
 
     def value():
-        out, entropy = (torch.zeros(ids.shape, dtype=torch.float64) for _ in range(2))
-        candidates = torch.zeros(ids.numel(), 3, dtype=torch.float64)
-        trainer.forward(
-            batch,
-            rows,
-            0.8,
-            True,
-            True,
-            False,
-            out,
-            entropy=entropy,
-            candidate_ids=candidate_ids,
-            candidates=candidates,
-        )
-        return sum((w * t).sum().item() for w, t in zip(weights, (out, entropy, candidates), strict=True))
+        scored, entropy = (torch.zeros(w.shape, dtype=torch.float64) for w in weights)
+        trainer.forward(batch, list(range(len(ids))), 0.8, True, True, False, scored, entropy=entropy)
+        return sum((w * t).sum().item() for w, t in zip(weights, (scored, entropy), strict=True))
 
     value()
-    trainer.backward(weights[0], d_entropy=weights[1], d_candidates=weights[2])
+    trainer.backward(weights[0], d_entropy=weights[1])
     grads, masters = trainer.grads.clone(), model.masters
     for place in torch.randperm(len(grads), generator=random)[:12].tolist():
         kept, eps, sides = float(masters[place]), 1e-6, []
@@ -162,3 +155,13 @@ def test_gradient_of_the_entropy_bonus_does_not_depend_on_micro_batches(batching
     assert torch.equal(whole.outputs, parts.outputs)
     assert (grads - expected).norm() <= 1e-12 * expected.norm()
     assert sum(m["entropy"] for m in parts.metrics) == pytest.approx(whole.metrics[0]["entropy"], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grad_unfiltered", "grad_entropy", "grad_candidates"])
+def test_a_gradient_that_is_not_finite_is_named_by_sample_and_token(name):
+    grad = torch.zeros(2, 3, 4) if name == "grad_candidates" else torch.zeros(2, 3)
+    fine = LossResult(0.0, {}, torch.zeros(2, 3), **{name: grad})
+    check_finite(fine, [5, 7], torch.zeros(2, 4))
+    grad[1, 2] = torch.inf
+    with pytest.raises(NonFiniteError, match="the gradient of the loss is inf at sample 7, token 3 "):
+        check_finite(fine, [5, 7], torch.zeros(2, 4))

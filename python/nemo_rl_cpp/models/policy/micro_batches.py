@@ -73,7 +73,7 @@ class RowBatch(C.RowBatch):
     Attributes:
         data: the batch.
         wanted: bool [T] the tokens to score, see `wanted_tokens`.
-        targets: int64 [T, K] candidates that are scored in place of each token to score, which gives results [T, K]; if
+        targets: int64 [T, K] tokens that are scored in place of each token to score, which gives results [T, K]; if
             None, the tokens themselves are scored, which gives results [T].
     """
 
@@ -108,11 +108,17 @@ def wanted_tokens(data: RaggedBatch) -> Tensor:
 
 
 def plan(
-    data: RaggedBatch, wanted: Tensor, rows: Iterable[int], batching: MicroBatching, apart: Tensor | None = None
+    data: RaggedBatch,
+    wanted: Tensor,
+    rows: Iterable[int],
+    batching: MicroBatching,
+    apart: Tensor | None = None,
+    targets: Tensor | None = None,
 ) -> tuple[RowBatch, list[list[int]]]:
-    """Return the native batch, and the micro-batches of the samples `rows` (ascending). Samples without a token to
-    score are omitted. Samples marked in `apart` (bool [B]) come last, in separate micro-batches."""
-    batch = RowBatch(data, wanted)
+    """Return the native batch, which scores `targets` (see `RowBatch`), and the micro-batches of the samples `rows`
+    (ascending). Samples without a token to score are omitted. Samples marked in `apart` (bool [B]) come last, in
+    separate micro-batches."""
+    batch = RowBatch(data, wanted, targets)
     used = (data.by_sample(wanted.int()) > 0).tolist()
     last = [False] * data.size if apart is None else apart.tolist()
     rows = [b for b in rows if used[b]]

@@ -206,8 +206,8 @@ class MicroBatchRunner:
             if backward and len(batch.blocks) > 1 and guard.takes_part:
                 self.trainer.end_block()
         guard.raise_failure()
-        if self.scoring.filters:
-            batch.result.outputs = without_removed_tokens(batch.result.outputs)[0]
+        outputs = batch.result.outputs.contiguous()
+        batch.result.outputs = without_removed_tokens(outputs)[0] if self.scoring.filters else outputs
         return batch.result
 
     def _micro_batch(self, batch: _GlobalBatch, rows: list[int]) -> None:
@@ -221,8 +221,8 @@ class MicroBatchRunner:
             trainer.forward_with_loss(*common, batching.checkpoint, result.outputs, batch.token_loss)
         else:
             trainer.forward(
-                *common, batch.backward, batching.checkpoint, result.outputs, top_p=scoring.top_p, top_k=scoring.top_k,
-                unfiltered=batch.unfiltered, **batch.extra_outputs(),
+                *common, batch.backward, batching.checkpoint, batch.scored, top_p=scoring.top_p, top_k=scoring.top_k,
+                unfiltered=batch.unfiltered, entropy=batch.entropies,
             )  # fmt: skip
         micro = MicroBatch.of(batch.data, rows)
         curr, removed = micro.padded(result.outputs), 0
@@ -235,8 +235,7 @@ class MicroBatchRunner:
         elif batch.backward and loss.has_no_gradient():
             result.zero_gradient_tokens += packed_tokens
         elif batch.backward:
-            d_outputs, d_unfiltered, more = batch.gradients(micro, loss)
-            trainer.backward(d_outputs, d_unfiltered, **more)
+            trainer.backward(*batch.gradients(micro, loss))
         result.losses.append(loss.value)
         counts = {
             "global_valid_seqs": float(batch.counts.valid_seqs),
@@ -313,26 +312,22 @@ class _GlobalBatch:
             blocks = [own]
         else:
             blocks = way.ranks.blocks(data, begin, end, way.blocks, way.sums.sharded)
-        plans = [plan(data, self.wanted, rows, way.batching, self.apart) for rows in blocks]
+        targets = None
+        if getattr(way.loss_fn, "takes_candidates", False):
+            targets = torch.cat([data.tokens["input_ids"][:, None], data.tokens["candidate_ids"]], 1)
+        plans = [plan(data, self.wanted, rows, way.batching, self.apart, targets) for rows in blocks]
         self.packed, self.blocks = plans[0][0], [micro_batches for _, micro_batches in plans]
-        outputs = torch.zeros(data.num_tokens, dtype=way.trainer.out_dtype)
+        # what the forward pass computes, [T], or [T, 1 + k] of each token and its candidates
+        self.scored = torch.zeros(data.num_tokens if targets is None else targets.shape, dtype=way.trainer.out_dtype)
+        outputs, self.candidates = (self.scored, None) if targets is None else (self.scored[:, 0], self.scored[:, 1:])
         self.result = GlobalBatchResult(outputs, [len(micro_batches) for micro_batches in self.blocks])
         has_kl = getattr(way.loss_fn, "reference_policy_kl_penalty", 0) != 0
-        self.unfiltered = torch.zeros_like(outputs) if way.scoring.filters and has_kl else None
+        self.unfiltered = torch.zeros_like(self.scored) if way.scoring.filters and has_kl else None
         takes_entropies = getattr(way.loss_fn, "takes_entropies", False)
-        self.entropies = torch.zeros_like(outputs) if takes_entropies else None
-        self.candidate_ids, self.candidates = None, None
-        if getattr(way.loss_fn, "takes_candidates", False):
-            self.candidate_ids = data.tokens["candidate_ids"].contiguous()
-            self.candidates = outputs.new_zeros(self.candidate_ids.shape)
+        self.entropies = outputs.new_zeros(data.num_tokens) if takes_entropies else None
         self.token_loss = (
             fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring) if backward else None
         )
-
-    def extra_outputs(self) -> dict[str, Tensor]:
-        """Return the tensors that the forward pass fills only for this loss, under the trainer's names for them."""
-        outputs = {"entropy": self.entropies, "candidate_ids": self.candidate_ids, "candidates": self.candidates}
-        return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
     def last_with_gradient(self, micro_batches: list[list[int]]) -> list[int] | None:
         return next((rows for rows in reversed(micro_batches) if not self.is_apart(rows)), None)
@@ -357,29 +352,28 @@ class _GlobalBatch:
         evaluate = self.way.evaluate or evaluate_loss
         return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.backward)
 
-    def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """Return the gradients of the loss, [T] each: with respect to the model's outputs, to the log-probabilities
-        without top-k and top-p (None if not computed), and by name to `extra_outputs`."""
+    def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of the loss with respect to `scored`, to the log-probabilities without top-k and top-p,
+        and to the entropies (None if not computed), each in the shape of what it belongs to."""
         if self.way.sums.beside and self.is_apart(micro.rows):
             raise ValueError(
                 f"zero_gradient_rows of the loss names sample {micro.rows[0]}, whose micro-batch has a gradient, when the sum over "
                 "ranks has begun: leave such samples out of it"
             )
-        d_outputs = torch.zeros_like(self.result.outputs)
-        micro.write(loss.grad, d_outputs, loss.first_column)
+        d_scored = torch.zeros_like(self.scored)
+        micro.write(loss.grad, d_scored if self.candidates is None else d_scored[:, 0], loss.first_column)
+        if loss.grad_candidates is not None:
+            micro.write(loss.grad_candidates, d_scored[:, 1:], 1)
         d_unfiltered = None
         if self.unfiltered is not None:
-            d_unfiltered = torch.zeros_like(d_outputs)
+            d_unfiltered = torch.zeros_like(self.unfiltered)
             if loss.grad_unfiltered is not None:
                 micro.write(loss.grad_unfiltered, d_unfiltered, 1)
-        more = {}
+        d_entropies = None
         if loss.grad_entropy is not None:
-            more["d_entropy"] = torch.zeros_like(d_outputs)
-            micro.write(loss.grad_entropy, more["d_entropy"], 1)
-        if loss.grad_candidates is not None:
-            more["d_candidates"] = torch.zeros_like(self.candidates)
-            micro.write(loss.grad_candidates, more["d_candidates"], 1)
-        return d_outputs, d_unfiltered, more
+            d_entropies = torch.zeros_like(self.entropies)
+            micro.write(loss.grad_entropy, d_entropies, 1)
+        return d_scored, d_unfiltered, d_entropies
 
 
 def fused_token_loss(
@@ -492,12 +486,13 @@ def evaluate_value_loss(
 
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
     """If the loss or its gradient is not finite, raise NonFiniteError, which names the first such sample and token."""
-    for grad in (loss.grad, loss.grad_unfiltered):
+    for grad in (loss.grad, loss.grad_unfiltered, loss.grad_entropy, loss.grad_candidates):
         bad = None if grad is None else ~torch.isfinite(grad)
         if bad is not None and bad.any():
-            row, column = (int(i) for i in bad.nonzero()[0])
+            place = tuple(bad.nonzero()[0].tolist())
+            row, column = place[:2]
             raise NonFiniteError(
-                f"the gradient of the loss is {float(grad[row, column])} at sample {rows[row]}, token {column + loss.first_column} "
+                f"the gradient of the loss is {float(grad[place])} at sample {rows[row]}, token {column + loss.first_column} "
                 f"(its {loss.what} is {float(curr[row, column + loss.first_column]):.6g}); the weights were not updated"
             )
     if loss.nonfinite is not None:

@@ -4,6 +4,24 @@ their differences exactly and the comparison measures the loss, not the inputs' 
 import numpy as np
 
 NAMED = ("sapo", "dppo_tv", "dppo_kl", "dro", "gmpo", "vespo", "kl_cov", "nll")
+BY_ROW = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+LOSSES = {
+    "clipped_pg": {},
+    "on_policy": {"force_on_policy_ratio": True},
+    "grpo": {"token_level_loss": False},
+    "dapo": {"token_level_loss": True},
+    "bnpo": {"token_level_loss": True},
+    "dr_grpo": {"token_level_loss": False, "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 24.0},
+    "gpg": {"disable_ppo_ratio": True},
+    "cispo": {"use_cispo": True, "token_level_loss": True},
+    "gspo": BY_ROW,
+    "luspo": BY_ROW | {"loss_agg_mode": "seq-mean-token-sum"},
+    "clip_cov": {},
+    **{name: {} for name in NAMED},
+    "gmpo": BY_ROW,
+    "vespo": {"token_level_loss": True},
+}
+"""Name of a loss -> the keys that it fixes; the others are drawn."""
 OF_TOKENS = ["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "geo-tis", "geo-icepop"]
 DEFAULTS = {
     "name": "clipped_pg",
@@ -38,33 +56,35 @@ DEFAULTS = {
 }
 
 
-def config(rng):
-    """A complete, consistent configuration with every switch in play."""
-    c = dict(DEFAULTS)
-    mode = rng.choice(["ppo", "ppo", "gspo", "cispo", "reinforce", "on_policy", "named", "named"])
-    c["token_level_loss"] = mode == "cispo" or (mode != "gspo" and bool(rng.random() < 0.5))
-    c["sequence_level_importance_ratios"] = mode == "gspo" or (
-        mode == "on_policy" and not c["token_level_loss"] and bool(rng.random() < 0.3)
-    )
-    c["use_cispo"] = mode == "cispo"
-    c["disable_ppo_ratio"] = mode == "reinforce"
-    c["force_on_policy_ratio"] = mode == "on_policy"
-    if mode == "named":
-        named(c, rng)
-    c["ratio_clip_min"], c["ratio_clip_max"] = float(rng.choice([0.1, 0.2, 0.27])), float(rng.choice([0.2, 0.28, 0.5]))
-    if not c["token_level_loss"] and rng.random() < 0.5:
+def config(rng, name=None):
+    """A complete, consistent configuration of the loss `name` (None: of a random one) with every switch in play. Its
+    `name` is clipped_pg for those that are that loss with particular keys."""
+    name = str(rng.choice(list(LOSSES))) if name is None else name
+    fixed = LOSSES[name]
+    c = DEFAULTS | fixed | {"name": name if name in NAMED else "clipped_pg"}
+    if "token_level_loss" not in fixed:
+        c["token_level_loss"] = bool(rng.random() < 0.5)
+    if name == "on_policy" and not c["token_level_loss"]:
+        c["sequence_level_importance_ratios"] = bool(rng.random() < 0.3)
+    c["sapo_temperature_pos"], c["sapo_temperature_neg"] = float(rng.choice([0.5, 1.0])), float(rng.choice([1.05, 2.0]))
+    c["dro_beta"] = float(rng.choice([0.05, 0.5]))
+    c["vespo_k_pos"], c["vespo_lambda_neg"] = float(rng.choice([1.0, 2.0])), float(rng.choice([1.0, 2.0]))
+    # bounds lie between the multiples of 1/1024: at a bound itself torch versions differ about the gradient of clamp
+    clip_max = float(rng.choice([0.2, 0.28, 0.5 + 2**-13]))
+    c["ratio_clip_min"], c["ratio_clip_max"] = float(rng.choice([0.1, 0.2, 0.27])), clip_max
+    if not c["token_level_loss"] and "loss_agg_mode" not in fixed and rng.random() < 0.5:
         c["loss_agg_mode"] = str(rng.choice(["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]))
         c["loss_scale_factor"] = 24.0 if c["loss_agg_mode"].endswith("norm") else None
-    if mode != "cispo" and c["name"] in ("clipped_pg", "dppo_tv", "dppo_kl") and rng.random() < 0.4:
+    if name != "cispo" and c["name"] in ("clipped_pg", "dppo_tv", "dppo_kl") and rng.random() < 0.4:
         c["ratio_clip_c"] = float(rng.choice([1.5, 3.0, 10.0]))
     c["reference_policy_kl_penalty"] = float(rng.choice([0.0, 0.01, 0.3]))
     c["reference_policy_kl_type"] = str(rng.choice(["k1", "k2", "k3"]))
-    # between the multiples of 1/1024: at the bound itself torch versions differ about the gradient of clamp
     c["kl_input_clamp_value"] = (None, 0.5 + 2**-13, 20.0 + 2**-13)[rng.integers(3)]
     c["kl_output_clamp_value"] = (None, 0.3, 10.0 + 2**-13)[rng.integers(3)]
     c["use_kl_in_reward"] = bool(rng.random() < 0.1)
     c["use_on_policy_kl_approximation"] = bool(rng.random() < 0.4)
-    c["positive_example_nll_weight"] = float(rng.choice([0.0, 0.1]))
+    # no simple fraction of the KL's weight: where two terms cancel, their rounding is all that is left of the gradient
+    c["positive_example_nll_weight"] = float(rng.choice([0.0, 0.0973]))
     if c["name"] != "nll" and rng.random() < 0.6:
         c["use_importance_sampling_correction"] = True
         kinds = (
@@ -83,18 +103,6 @@ def config(rng):
                 None if kind.endswith("tis") and kind != "seq-mask-tis" and rng.random() < 0.5 else low
             )
     return c
-
-
-def named(c, rng):
-    """One of the losses that `name` chooses, with settings of its own."""
-    c["name"] = str(rng.choice(NAMED))
-    if c["name"] == "gmpo":
-        c["token_level_loss"], c["sequence_level_importance_ratios"] = False, True
-    if c["name"] == "vespo":
-        c["token_level_loss"] = True
-    c["sapo_temperature_pos"], c["sapo_temperature_neg"] = float(rng.choice([0.5, 1.0])), float(rng.choice([1.05, 2.0]))
-    c["dro_beta"] = float(rng.choice([0.05, 0.5]))
-    c["vespo_k_pos"], c["vespo_lambda_neg"] = float(rng.choice([1.0, 2.0])), float(rng.choice([1.0, 2.0]))
 
 
 def logprobs(rng, shape, spread):

@@ -142,7 +142,8 @@ def named_term(c, x, p, g, A, T, length, penalty):
         return ratio, ratio, -A * ratio + penalty * gap.abs()
     if c["name"] == "sapo":  # arXiv 2511.20347, eq. 5
         tau = torch.where(A > 0, torch.full_like(A, c["sapo_temperature_pos"]), c["sapo_temperature_neg"])
-        return ratio, ratio, -A * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+        # the slope of this form, unlike that of torch.sigmoid, does not round to 0 where the gate is nearly open
+        return ratio, ratio, -A * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
     if c["name"] == "dro":
         return ratio, ratio, -(A * x - c["dro_beta"] / 2 * gap**2)
     if c["name"] == "gmpo":  # a log ratio is clipped where the advantage gains from it (arXiv 2507.20673, eq. 4)

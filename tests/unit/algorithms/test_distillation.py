@@ -27,7 +27,7 @@ def estimator(kind="reverse", weight=0.5, cap=10.0, **settings):
     return OPDAdvantageEstimator(AdvEstimatorConfig(name="opd", **settings), loss)
 
 
-@pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cases", [100, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_cases_match_the_reference_for_any_values_at_masked_tokens(kind, cases):
     rng = np.random.default_rng(KINDS.index(kind))

@@ -24,10 +24,11 @@ def case(rng, dtype):
     return v, data
 
 
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-6), (torch.float32, 1e-5)])
-def test_value_loss_matches_reference(dtype, rtol):
+def test_value_loss_matches_reference(dtype, rtol, count):
     rng = np.random.default_rng(0)
-    for i in range(1000):
+    for i in range(count):
         v, data = case(rng, dtype)
         scale, clip = float(rng.choice([1.0, 0.5])), (None, 0.0, 0.2 + 1e-4)[rng.integers(3)]
         toks = float((data["token_mask"] * data["sample_mask"][:, None]).sum()) + float(rng.integers(0, 9))

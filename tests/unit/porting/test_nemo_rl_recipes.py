@@ -147,7 +147,7 @@ def test_most_nemo_rl_recipes_load_unchanged(walk, capsys):
         )
         for reason, count in refused.most_common():
             print(f"  {count:3} {reason}")
-    assert len(loaded(walk)) >= 141 and len(native) >= 111
+    assert len(loaded(walk)) >= 153 and len(native) >= 121
 
 
 @pytest.mark.slow

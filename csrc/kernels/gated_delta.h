@@ -69,10 +69,9 @@ struct GatedDeltaGradients {
   accumulate_t<T>*d_A_log, *d_dt_bias;  ///< [T, U]: each row's share
 };
 
-/// Gradients of rows [start, start + length) for the value heads of key head `key_head`. `state` [group, dk·dv]: before
-/// the first row. `d_state`, of the same shape: the gradient of the state after the last row, and then that of `state`.
-/// `scratch` has gated_delta_scratch(shape, length) elements. States within a piece of kDeltaPiece rows are computed
-/// again from the one before it.
+/// Gradients of rows [start, start + length) for the value heads of key head `key_head`, in chunks of kDeltaChunk rows.
+/// `state` [group, dk·dv]: before the first row. `d_state`, of the same shape: the gradient of the state after the last
+/// row, and then that of `state`. `scratch` has gated_delta_scratch(shape, length) elements.
 template <class T>
 using GatedDeltaBackward = void(const GatedDeltaArgs<T>& p, const GatedDeltaGradients<T>& g, std::int64_t start,
                                 std::int64_t length, std::int64_t key_head, const accumulate_t<T>* state,
@@ -81,12 +80,10 @@ NRL_DECLARE_CPU_KERNEL(gated_delta_backward_f32, GatedDeltaBackward<float>);
 NRL_DECLARE_CPU_KERNEL(gated_delta_backward_f64, GatedDeltaBackward<double>);
 NRL_DECLARE_CPU_KERNEL(gated_delta_backward_bf16, GatedDeltaBackward<bfloat16>);
 
-inline constexpr std::int64_t kDeltaPiece = 32;
-/// Strips of a state that the backward takes at a time.
-inline constexpr std::int64_t kDeltaStrips = 2;
+inline constexpr std::int64_t kDeltaChunk = 32;
 inline std::int64_t gated_delta_scratch(const GatedDeltaShape& s, std::int64_t length) {
-  const std::int64_t pieces = (length + kDeltaPiece - 1) / kDeltaPiece, part = kDeltaStrips * kStrip * s.key_dim;
-  return length * (4 * s.key_dim + 2) + (pieces + kDeltaPiece + 1) * part + 2 * kDeltaPiece * kDeltaStrips * kStrip;
+  const std::int64_t chunks = (length + kDeltaChunk - 1) / kDeltaChunk, dk = s.key_dim, dv = s.value_dim;
+  return chunks * s.group() * dv * (dk + kDeltaChunk) + kDeltaChunk * (9 * dk + 8 * dv + 9 * kDeltaChunk);
 }
 
 }  // namespace nemo_rl::kernels

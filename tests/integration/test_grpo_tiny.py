@@ -37,6 +37,22 @@ def test_grpo_learns_to_reverse_digits_with_a_mixture_of_experts(tmp_path):
     assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
 
 
+RECURRENT = {
+    "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
+def test_grpo_learns_to_reverse_digits_with_a_recurrent_layer(tmp_path, seed):
+    layers = [f"++policy.hf_config_overrides.{key}={value}" for key, value in RECURRENT.items()]
+    run = tiny.train(tmp_path, *tiny.FAST, *layers, f"grpo.seed={seed}", "grpo.max_num_steps=200", until=0.9)
+    rewards = [row["reward"] for row in run.history]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.9
+    assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
+
+
 def test_metrics_of_exact_steps(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4")
     for row in run.history:

@@ -1,239 +1,364 @@
+// The backward of the gated delta rule in chunks (Yang et al., 2024, "Gated Delta Networks", section 3.3). It need not
+// sum in the order of the forward, so nearly all of it is products of small matrices.
+//
+// With G_t = the sum of the log decays of rows 1..t of a chunk, gamma_t = exp(G_t), Gamma_ti = exp(G_t - G_i), and the
+// state S before the chunk:
+//   N = Gamma * (K K^T) below the diagonal, P = Gamma * (Q K^T) up to the diagonal
+//   x_t = v_t - gamma_t S^T k_t - sum_{i<t} N_ti delta_i
+//   delta_t = beta_t x_t
+//   o_t = gamma_t S^T q_t + sum_{i<=t} P_ti delta_i
+//   S' = gamma_R S + sum_i (gamma_R / gamma_i) k_i delta_i^T
+// Squares are stored turned: row i, column t.
 #include "kernels/cpu/gated_delta_keys.h"
 #include "kernels/cpu/plain.h"
+#include "kernels/cpu/strips.h"
 #include "kernels/gated_delta.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
-/// The scratch of one call, for `length` rows.
-template <class A>
-struct Scratch {
-  Scratch(A* memory, std::int64_t length, std::int64_t dk)
-      : query(memory),
-        key(query + length * dk),
-        d_query(key + length * dk),
-        d_key(d_query + length * dk),
-        d_beta(d_key + length * dk),
-        d_log_decay(d_beta + length),
-        m(d_log_decay + length),
-        delta(m + kDeltaPiece * kDeltaStrips * kStrip),
-        states(delta + kDeltaPiece * kDeltaStrips * kStrip),
-        pieces(states + (kDeltaPiece + 1) * kDeltaStrips * kStrip * dk) {}
-  A *query, *key;           ///< [length, dk] normalised
-  A *d_query, *d_key;       ///< [length, dk]
-  A *d_beta, *d_log_decay;  ///< [length] of one value head
-  A *m, *delta;             ///< [kDeltaPiece, strips]
-  A* states;                ///< before each row of a piece, and behind its last
-  A* pieces;                ///< before each piece
-};
-
-/// The first register of a Vec, to which the others are added.
-template <class A>
-NRL_VEC ShortVec<A> folded_once(Vec<A, 16> v) {
-  if constexpr (ShortVec<A>::kLanes == 16) {
-    return v;
-  } else {
-    ShortVec<A> sum;
-    for (int i = 0; i < sum.kParts; ++i) sum.part[i] = v.part[i];
-    for (int i = sum.kParts; i < v.kParts; ++i) sum.part[i % sum.kParts] = sum.part[i % sum.kParts] + v.part[i];
-    return sum;
-  }
-}
-
-/// out[k] += the sum over the lanes of term(k), for k of [0, dk).
-template <class A, class Term>
-NRL_VEC void add_row_sums(std::int64_t dk, A* out, const Term& term) {
-  using V = ShortVec<A>;
-  constexpr int L = V::kLanes;
-  for (std::int64_t k = 0; k < dk; k += L) {
-    V rows[L];
-    for (int i = 0; i < L; ++i) rows[i] = folded_once<A>(term(k + i));
-    transpose(rows);
-    V sum = rows[0];
-    for (int i = 1; i < L; ++i) sum += rows[i];
-    store(out + k, load<V>(out + k) + sum);
-  }
-}
-
-/// Strips [strip, strip + W) of value head `head`.
-template <int W, class T>
-class StripBackward {
-  using A = accumulate_t<T>;
+/// Rows of W strips, in ascending order or from the last: x_t -= the sum of N(t, i) z_i over the rows before it in that
+/// order, z_t = beta_t x_t. N(t, i) = turned[i, t] ascending, turned[t, i] from the last.
+template <int W, bool kFromLast, class A>
+void solve_strips(const A* turned, const A* beta, std::int64_t R, A* x, A* z) {
   using V = Vec<A, 16>;
-
- public:
-  StripBackward(const GatedDeltaArgs<T>& p, const GatedDeltaGradients<T>& g, std::int64_t start, std::int64_t length,
-                std::int64_t head, std::int64_t strip, const Scratch<A>& scratch)
-      : p_(p), g_(g), start_(start), length_(length), head_(head), strip_(strip), s_(scratch) {}
-
-  void run(const A* state, A* d_state) {
-    const std::int64_t part = W * kStrip * dk(), pieces = (length_ + kDeltaPiece - 1) / kDeltaPiece;
-    copy(state, part, s_.pieces);
-    for (std::int64_t i = 0; i + 1 < pieces; ++i) {
-      copy(s_.pieces + i * part, part, s_.pieces + (i + 1) * part);
-      for (std::int64_t t = i * kDeltaPiece; t < (i + 1) * kDeltaPiece; ++t)
-        advance(t, s_.pieces + (i + 1) * part, s_.pieces + (i + 1) * part, 0);
+  for (std::int64_t step = 0; step < R; ++step) {
+    const std::int64_t t = kFromLast ? R - 1 - step : step;
+    V sums[W];
+    for (int w = 0; w < W; ++w) sums[w] = load<V>(x + (w * R + t) * 16);
+    for (std::int64_t done = 0; done < step; ++done) {
+      const std::int64_t i = kFromLast ? R - 1 - done : done;
+      V factor(kFromLast ? -turned[(i / 16 * R + t) * 16 + i % 16] : -turned[(t / 16 * R + i) * 16 + t % 16]);
+      for (int w = 0; w < W; ++w) sums[w] = mul_add(factor, load<V>(z + (w * R + i) * 16), sums[w]);
     }
-    for (std::int64_t i = pieces; i-- > 0;) {
-      const std::int64_t begin = i * kDeltaPiece, end = begin + kDeltaPiece < length_ ? begin + kDeltaPiece : length_;
-      copy(s_.pieces + i * part, part, s_.states);
-      for (std::int64_t t = begin; t < end; ++t)
-        advance(t, s_.states + (t - begin) * part, s_.states + (t - begin + 1) * part, t - begin);
-      for (std::int64_t t = end; t-- > begin;) step(t, t - begin, s_.states + (t - begin) * part, part, d_state);
-    }
-  }
-
- private:
-  std::int64_t dk() const { return p_.shape.key_dim; }
-  std::int64_t column() const { return head_ * p_.shape.value_dim + strip_ * kStrip; }
-  const T* value(std::int64_t t) const {
-    return p_.qkv + (start_ + t) * p_.stride_qkv + 2 * p_.shape.key_size() + column();
-  }
-
-  void advance(std::int64_t t, const A* before, A* after, std::int64_t place) {
-    const auto gates = gates_at(p_, start_ + t, head_);
-    V v[W], m[W], delta[W], none[W];
-    for (int w = 0; w < W; ++w) v[w] = load<V>(value(t) + w * kStrip);
-    update_state<W, false>(before, after, dk() * kStrip, dk(), s_.key + t * dk(), v, gates.decay, gates.beta, m, delta,
-                           static_cast<const A*>(nullptr), none);
     for (int w = 0; w < W; ++w) {
-      store(s_.m + (place * W + w) * kStrip, m[w]);
-      store(s_.delta + (place * W + w) * kStrip, delta[w]);
+      store(x + (w * R + t) * 16, sums[w]);
+      store(z + (w * R + t) * 16, sums[w] * beta[t]);
     }
   }
+}
 
-  /// Row t, whose state before it is `before`, that behind it `part` elements on. `d_state` becomes the gradient of
-  /// `before`.
-  void step(std::int64_t t, std::int64_t place, const A* before, std::int64_t part, A* d_state) {
-    const auto gates = gates_at(p_, start_ + t, head_);
-    const std::int64_t strip = dk() * kStrip;
-    const A *query = s_.query + t * dk(), *key = s_.key + t * dk(), *after = before + part;
-    V d_out[W], d_delta[W], d_m[W], m[W], delta[W], d_decay{};
-    for (int w = 0; w < W; ++w) {
-      d_out[w] = load<V>(g_.d_out + (start_ + t) * g_.stride_out + column() + w * kStrip);
-      m[w] = load<V>(s_.m + (place * W + w) * kStrip);
-      delta[w] = load<V>(s_.delta + (place * W + w) * kStrip);
-      d_delta[w] = V{};
-    }
-    add_row_sums(dk(), s_.d_query + t * dk(), [&](std::int64_t k) __attribute__((always_inline)) {
-      V sum{}, q(query[k]), own_key(key[k]);
-      for (int w = 0; w < W; ++w) {
-        A* const place_of = d_state + w * strip + k * kStrip;
-        V g = mul_add(q, d_out[w], load<V>(place_of));
-        store(place_of, g);
-        d_delta[w] = mul_add(g, own_key, d_delta[w]);
-        sum = mul_add(load<V>(after + w * strip + k * kStrip), d_out[w], sum);
-      }
-      return sum;
-    });
-    V beta_terms{}, m_terms{};
-    T* const d_value = g_.d_qkv + (start_ + t) * g_.stride_qkv + 2 * p_.shape.key_size() + column();
-    for (int w = 0; w < W; ++w) {
-      V d_v = d_delta[w] * gates.beta;
-      store(d_value + w * kStrip, d_v);
-      d_m[w] = -d_v;
-      beta_terms = mul_add(d_delta[w], load<V>(value(t) + w * kStrip) - m[w], beta_terms);
-      m_terms = mul_add(d_m[w], m[w], m_terms);
-    }
-    V decay(gates.decay);
-    add_row_sums(dk(), s_.d_key + t * dk(), [&](std::int64_t k) __attribute__((always_inline)) {
-      V sum{}, own_key(key[k]);
-      for (int w = 0; w < W; ++w) {
-        A* const place_of = d_state + w * strip + k * kStrip;
-        V g = load<V>(place_of), state = load<V>(before + w * strip + k * kStrip);
-        sum = mul_add(g, delta[w], sum);
-        sum = mul_add(state * decay, d_m[w], sum);
-        d_decay = mul_add(g, state, d_decay);
-        store(place_of, mul_add(own_key, d_m[w], g) * decay);
-      }
-      return sum;
-    });
-    s_.d_beta[t] += sum_of(beta_terms);
-    s_.d_log_decay[t] += gates.decay * sum_of(d_decay) + sum_of(m_terms);
-  }
+template <bool kFromLast, class A>
+void solve(const A* turned, const A* beta, std::int64_t R, std::int64_t columns, A* x, A* z) {
+  constexpr int W = kRegisterBytes > 32 ? 4 : 2;
+  std::int64_t n = 0;
+  for (; n + 16 * W <= columns; n += 16 * W) solve_strips<W, kFromLast>(turned, beta, R, x + n * R, z + n * R);
+  for (; n < columns; n += 16) solve_strips<1, kFromLast>(turned, beta, R, x + n * R, z + n * R);
+}
 
-  const GatedDeltaArgs<T>& p_;
-  const GatedDeltaGradients<T>& g_;
-  const std::int64_t start_, length_, head_, strip_;
-  const Scratch<A>& s_;
-};
-
-/// d_x of y = x · scale · inverse(x), `inverse` from l2_normalised.
+/// d_x of y = x * scale * inverse(x), `inverse` from l2_normalised; d_y in strips of R rows.
 template <class T>
-void l2_backward(const T* x, std::int64_t n, accumulate_t<T> scale, const accumulate_t<T>* d_y, T* d_x) {
+void l2_backward(const T* x, std::int64_t n, accumulate_t<T> scale, const accumulate_t<T>* d_y, std::int64_t R,
+                 T* d_x) {
   using A = accumulate_t<T>;
   using V = Wide<T>;
   const A inverse = A(1) / std::sqrt(sum_of_squares(x, n) + static_cast<A>(kL2Epsilon));
   V products{};
-  for (std::int64_t i = 0; i < n; i += 16) products = mul_add(load<V>(x + i), load<V>(d_y + i), products);
+  for (std::int64_t i = 0; i < n; i += 16) products = mul_add(load<V>(x + i), load<V>(d_y + i * R), products);
   const A along = sum_of(products) * inverse * inverse;
   for (std::int64_t i = 0; i < n; i += 16)
-    store(d_x + i, (load<V>(d_y + i) - load<V>(x + i) * along) * (inverse * scale));
+    store(d_x + i, (load<V>(d_y + i * R) - load<V>(x + i) * along) * (inverse * scale));
 }
 
-template <class T>
-void gate_gradients(const GatedDeltaArgs<T>& p, const GatedDeltaGradients<T>& g, std::int64_t start,
-                    std::int64_t length, std::int64_t head, const Scratch<accumulate_t<T>>& s) {
-  using A = accumulate_t<T>;
-  for (std::int64_t t = 0; t < length; ++t) {
-    const auto gates = gates_at(p, start + t, head);
-    const std::int64_t row = start + t, U = p.shape.value_heads;
-    const A d_a = -s.d_log_decay[t] * gates.rate * gates.slope;
-    g.d_b[row * g.stride_ab + head] = static_cast<T>(s.d_beta[t] * gates.beta * (A(1) - gates.beta));
-    g.d_a[row * g.stride_ab + head] = static_cast<T>(d_a);
-    g.d_dt_bias[row * U + head] = d_a;
-    g.d_A_log[row * U + head] = s.d_log_decay[t] * gates.log_decay;
-  }
-}
+/// exp(x) below this x counts as 0: products with it would be subnormal, which takes a processor a hundred cycles.
+constexpr double kLeastExponent = -60;
 
+/// The value heads of one key head. Matrices are in strips (strips.h). A chunk has R rows: those of the text, and zeros
+/// up to a multiple of 16.
 template <class T>
-void backward(const GatedDeltaArgs<T>& p, const GatedDeltaGradients<T>& g, std::int64_t start, std::int64_t length,
-              std::int64_t key_head, const accumulate_t<T>* state, accumulate_t<T>* d_state, accumulate_t<T>* memory) {
+class ChunkedBackward {
   using A = accumulate_t<T>;
-  const auto& shape = p.shape;
-  const std::int64_t dk = shape.key_dim, strips = shape.value_dim / kStrip;
-  const Scratch<A> s(memory, length, dk);
-  const auto queries = [&](std::int64_t t) { return (start + t) * p.stride_qkv + key_head * dk; };
-  for (std::int64_t t = 0; t < length; ++t) {
-    l2_normalised(p.qkv + queries(t), dk, query_scale<A>(shape), s.query + t * dk);
-    l2_normalised(p.qkv + queries(t) + shape.key_size(), dk, A(1), s.key + t * dk);
+  using V = Vec<A, 16>;
+
+ public:
+  ChunkedBackward(const GatedDeltaArgs<T>& p, const GatedDeltaGradients<T>& g, std::int64_t start, std::int64_t length,
+                  std::int64_t key_head, A* scratch)
+      : p_(p), g_(g), start_(start), length_(length), key_head_(key_head), next_(scratch) {
+    states_ = take(chunks() * group_ * dk_ * dv_);
+    x_ = take(chunks() * group_ * kRows * dv_);
+    for (A** keys :
+         {&query_, &key_, &query_turned_, &key_turned_, &d_query_, &d_key_, &by_out_, &by_value_, &by_delta_})
+      *keys = take(kRows * dk_);
+    for (A** values : {&d_out_, &delta_, &d_delta_, &d_value_, &out_turned_, &value_turned_, &delta_turned_, &spare_})
+      *values = take(kRows * dv_);
+    for (A** squares :
+         {&ratio_, &key_query_, &key_key_, &p_turned_, &n_turned_, &d_p_turned_, &d_n_turned_, &d_p_, &d_n_})
+      *squares = take(kRows * kRows);
   }
-  fill(s.d_query, 2 * length * dk, A(0));
-  for (std::int64_t i = 0; i < shape.group(); ++i) {
-    const std::int64_t head = key_head * shape.group() + i, offset = i * shape.state_size();
-    fill(s.d_beta, 2 * length, A(0));
-    std::int64_t strip = 0;
-    for (; strip + kDeltaStrips <= strips; strip += kDeltaStrips)
-      StripBackward<kDeltaStrips, T>(p, g, start, length, head, strip, s)
-          .run(state + offset + strip * dk * kStrip, d_state + offset + strip * dk * kStrip);
-    for (; strip < strips; ++strip)
-      StripBackward<1, T>(p, g, start, length, head, strip, s)
-          .run(state + offset + strip * dk * kStrip, d_state + offset + strip * dk * kStrip);
-    gate_gradients(p, g, start, length, head, s);
+
+  /// `state` [group, dk, dv] before the first row. `d_state` becomes from the gradient of the state after the last row
+  /// that of `state`.
+  void run(const A* state, A* d_state) {
+    copy(state, group_ * dk_ * dv_, states_);
+    for (std::int64_t chunk = 0; chunk < chunks(); ++chunk) {
+      enter(chunk, /*with_queries=*/false);
+      for (std::int64_t head = 0; head < group_; ++head) advance(chunk, head);
+    }
+    for (std::int64_t chunk = chunks(); chunk-- > 0;) {
+      enter(chunk, /*with_queries=*/true);
+      fill(d_query_, kRows * dk_, A(0));
+      fill(d_key_, kRows * dk_, A(0));
+      for (std::int64_t head = 0; head < group_; ++head) go_back(chunk, head, d_state + head * dk_ * dv_);
+      store_keys();
+    }
   }
-  for (std::int64_t t = 0; t < length; ++t) {
-    T* const d_q = g.d_qkv + (start + t) * g.stride_qkv + key_head * dk;
-    l2_backward(p.qkv + queries(t), dk, query_scale<A>(shape), s.d_query + t * dk, d_q);
-    l2_backward(p.qkv + queries(t) + shape.key_size(), dk, A(1), s.d_key + t * dk, d_q + shape.key_size());
+
+ private:
+  A* take(std::int64_t count) {
+    A* const part = next_;
+    next_ += count;
+    return part;
   }
-}
+  std::int64_t chunks() const { return (length_ + kDeltaChunk - 1) / kDeltaChunk; }
+  A* state_of(std::int64_t chunk, std::int64_t head) const { return states_ + (chunk * group_ + head) * dk_ * dv_; }
+  A* x_of(std::int64_t chunk, std::int64_t head) const { return x_ + (chunk * group_ + head) * kRows * dv_; }
+  std::int64_t value_head(std::int64_t head) const { return key_head_ * group_ + head; }
+  const T* keys_at(std::int64_t t) const { return p_.qkv + (first_ + t) * p_.stride_qkv + key_head_ * dk_; }
+  const T* values_at(std::int64_t t, std::int64_t head) const {
+    return p_.qkv + (first_ + t) * p_.stride_qkv + 2 * p_.shape.key_size() + value_head(head) * dv_;
+  }
+
+  /// Queries and keys of a chunk, and their products.
+  void enter(std::int64_t chunk, bool with_queries) {
+    const std::int64_t begin = chunk * kDeltaChunk;
+    first_ = start_ + begin;
+    rows_ = smaller(kDeltaChunk, length_ - begin);
+    R_ = (rows_ + 15) / 16 * 16;
+    fill(query_, R_ * dk_, A(0));
+    fill(key_, R_ * dk_, A(0));
+    for (std::int64_t t = 0; t < rows_; ++t) {
+      if (with_queries) l2_normalised(keys_at(t), dk_, query_scale<A>(p_.shape), query_ + t * 16, R_ * 16);
+      l2_normalised(keys_at(t) + p_.shape.key_size(), dk_, A(1), key_ + t * 16, R_ * 16);
+    }
+    turn(key_, R_, dk_, key_turned_);
+    multiply<false>(key_, key_turned_, key_key_, R_, R_, dk_, false);
+    if (!with_queries) return;
+    turn(query_, R_, dk_, query_turned_);
+    multiply<false>(key_, query_turned_, key_query_, R_, R_, dk_, false);
+  }
+
+  /// The gates of a chunk's rows for one value head. Rows of zeros have beta 0 and decay 1.
+  void enter_head(std::int64_t head) {
+    double total = 0;
+    for (std::int64_t t = 0; t < R_; ++t) {
+      if (t < rows_) gates_[t] = gates_at(p_, first_ + t, value_head(head));
+      if (t < rows_) total += static_cast<double>(gates_[t].log_decay);
+      beta_[t] = t < rows_ ? gates_[t].beta : A(0);
+      sum_[t] = total;
+      gamma_[t] = factor(total);
+    }
+    for (std::int64_t i = 0; i < R_; ++i) {
+      rest_[i] = factor(total - sum_[i]);
+      for (std::int64_t n = 0; n < R_; n += 16) {
+        alignas(64) A exponents[16];
+        for (std::int64_t t = 0; t < 16; ++t)
+          exponents[t] = static_cast<A>(n + t < i ? 2 * kLeastExponent : sum_[n + t] - sum_[i]);
+        V x = load<V>(exponents);
+        store(ratio_ + (n * R_ + i * 16), select(x < V(kLeastExponent), V{}, exp_of(x)));
+      }
+    }
+    scale_lanes(key_key_, ratio_, n_turned_);
+    for (std::int64_t t = 0; t < R_; ++t) n_turned_[(t / 16 * R_ + t) * 16 + t % 16] = A(0);
+  }
+
+  static A factor(double exponent) { return exponent < kLeastExponent ? A(0) : static_cast<A>(std::exp(exponent)); }
+
+  /// y = x * factors, of [R, R].
+  void scale_lanes(const A* x, const A* factors, A* y) const {
+    for (std::int64_t i = 0; i < R_ * R_; i += 16) store(y + i, load<V>(x + i) * load<V>(factors + i));
+  }
+  /// y = x [R, dv] times a factor for each row.
+  void scale_rows(const A* x, const A* factors, A sign, A* y) const {
+    for (std::int64_t n = 0; n < dv_; n += 16)
+      for (std::int64_t t = 0; t < R_; ++t)
+        store(y + n * R_ + t * 16, load<V>(x + n * R_ + t * 16) * (sign * factors[t]));
+  }
+  void scale_state(const A* state, A factor, A* y) const {
+    for (std::int64_t i = 0; i < dk_ * dv_; i += 16) store(y + i, load<V>(state + i) * factor);
+  }
+
+  /// x of a chunk, and the state after it.
+  void advance(std::int64_t chunk, std::int64_t head) {
+    enter_head(head);
+    const A* const state = state_of(chunk, head);
+    A* const x = x_of(chunk, head);
+    multiply<false>(key_, state, x, R_, dv_, dk_, false);
+    for (std::int64_t n = 0; n < dv_; n += 16)
+      for (std::int64_t t = 0; t < R_; ++t) {
+        V value = t < rows_ ? load<V>(values_at(t, head) + n) : V{};
+        store(x + n * R_ + t * 16, value - load<V>(x + n * R_ + t * 16) * gamma_[t]);
+      }
+    solve</*kFromLast=*/false>(n_turned_, beta_, R_, dv_, x, delta_);
+    if (chunk + 1 == chunks()) return;
+    A* const after = state_of(chunk + 1, head);
+    scale_state(state, gamma_[R_ - 1], after);
+    scale_rows(delta_, rest_, A(1), spare_);
+    multiply<true>(key_, spare_, after, dk_, dv_, R_, true);
+  }
+
+  /// Gradients of a chunk for one value head, from that of the state after it; `d_state` becomes that of the state
+  /// before it.
+  void go_back(std::int64_t chunk, std::int64_t head, A* d_state) {
+    enter_head(head);
+    const A *const state = state_of(chunk, head), *const x = x_of(chunk, head);
+    scale_lanes(key_query_, ratio_, p_turned_);
+    for (std::int64_t n = 0; n < dv_; n += 16)
+      for (std::int64_t t = 0; t < R_; ++t)
+        store(d_out_ + n * R_ + t * 16,
+              t < rows_ ? load<V>(g_.d_out + (first_ + t) * g_.stride_out + value_head(head) * dv_ + n) : V{});
+    scale_rows(x, beta_, A(1), delta_);
+    multiply<false>(key_, d_state, spare_, R_, dv_, dk_, false);
+    scale_rows(spare_, rest_, A(1), d_delta_);
+    multiply<false>(p_turned_, d_out_, d_delta_, R_, dv_, R_, true);
+    solve</*kFromLast=*/true>(n_turned_, beta_, R_, dv_, d_delta_, d_value_);
+    for (std::int64_t t = 0; t < rows_; ++t) {
+      T* const to = g_.d_qkv + (first_ + t) * g_.stride_qkv + 2 * p_.shape.key_size() + value_head(head) * dv_;
+      for (std::int64_t n = 0; n < dv_; n += 16) store(to + n, load<V>(d_value_ + n * R_ + t * 16));
+    }
+    turn(d_out_, R_, dv_, out_turned_);
+    turn(d_value_, R_, dv_, value_turned_);
+    turn(delta_, R_, dv_, delta_turned_);
+    multiply<false>(state, out_turned_, by_out_, dk_, R_, dv_, false);
+    multiply<false>(state, value_turned_, by_value_, dk_, R_, dv_, false);
+    multiply<false>(d_state, delta_turned_, by_delta_, dk_, R_, dv_, false);
+    multiply<false>(delta_, out_turned_, d_p_turned_, R_, R_, dv_, false);
+    multiply<false>(delta_, value_turned_, d_n_turned_, R_, R_, dv_, false);
+    gate_gradients(head, x, gamma_[R_ - 1] * product_of(state, d_state));
+    key_gradients();
+    scale_state(d_state, gamma_[R_ - 1], d_state);
+    scale_rows(d_out_, gamma_, A(1), spare_);
+    multiply<true>(query_, spare_, d_state, dk_, dv_, R_, true);
+    scale_rows(d_value_, gamma_, A(-1), spare_);
+    multiply<true>(key_, spare_, d_state, dk_, dv_, R_, true);
+  }
+
+  /// The sum of the products of two states' elements.
+  A product_of(const A* state, const A* other) const {
+    V sums[4];
+    for (auto& sum : sums) sum = V{};
+    for (std::int64_t i = 0; i < dk_ * dv_; i += 64)
+      for (int j = 0; j < 4; ++j) sums[j] = mul_add(load<V>(state + i + j * 16), load<V>(other + i + j * 16), sums[j]);
+    return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+
+  /// Adds the chunk's gradients of queries and keys, [dk, R].
+  void key_gradients() {
+    for (std::int64_t n = 0; n < R_; n += 16)
+      for (std::int64_t i = n * dk_; i < (n + 16) * dk_; i += 16) {
+        V gamma = load<V>(gamma_ + n), rest = load<V>(rest_ + n);
+        store(d_query_ + i, mul_add(load<V>(by_out_ + i), gamma, load<V>(d_query_ + i)));
+        V from_delta = mul_add(load<V>(by_delta_ + i), rest, load<V>(d_key_ + i));
+        store(d_key_ + i, from_delta - load<V>(by_value_ + i) * gamma);
+      }
+    scale_lanes(d_p_turned_, ratio_, d_p_turned_);
+    scale_lanes(d_n_turned_, ratio_, d_n_turned_);
+    for (std::int64_t t = 0; t < R_; ++t) d_n_turned_[(t / 16 * R_ + t) * 16 + t % 16] = A(0);
+    turn(d_p_turned_, R_, R_, d_p_);
+    turn(d_n_turned_, R_, R_, d_n_);
+    for (std::int64_t i = 0; i < R_ * R_; i += 16) store(d_n_ + i, -(load<V>(d_n_ + i) + load<V>(d_n_turned_ + i)));
+    multiply<true>(key_, d_p_turned_, d_query_, dk_, R_, R_, true);
+    multiply<true>(query_, d_p_, d_key_, dk_, R_, R_, true);
+    multiply<true>(key_, d_n_, d_key_, dk_, R_, R_, true);
+  }
+
+  /// The decay of row s acts on all that goes from the rows before it, and from the state before the chunk, to row s
+  /// and those after it, and to the state after the chunk. `whole`: what goes from state to state.
+  void gate_gradients(std::int64_t head, const A* x, A whole) {
+    alignas(64) A to_row[kRows], from_row[kRows], between[kRows];
+    for (std::int64_t n = 0; n < R_; n += 16) {
+      V to{}, from{};
+      for (std::int64_t i = n * dk_; i < (n + 16) * dk_; i += 16) {
+        to = mul_add(load<V>(query_turned_ + i), load<V>(by_out_ + i), to);
+        to = to - load<V>(key_turned_ + i) * load<V>(by_value_ + i);
+        from = mul_add(load<V>(key_turned_ + i), load<V>(by_delta_ + i), from);
+      }
+      store(to_row + n, to * load<V>(gamma_ + n));
+      store(from_row + n, from * load<V>(rest_ + n));
+      store(between + n, V{});
+    }
+    for (std::int64_t t = R_ - 1; t-- > 0;) to_row[t] += to_row[t + 1];
+    A from_rows = A(0), d_log_decay[kRows];
+    for (std::int64_t s = 0; s < rows_; ++s) {
+      V pairs{};
+      for (std::int64_t n = 0; n < R_; n += 16) pairs += load<V>(between + n);
+      d_log_decay[s] = sum_of(pairs) + to_row[s] + from_rows + whole;
+      for (std::int64_t n = 0; n < R_; n += 16) {
+        const std::int64_t i = n * R_ + s * 16;
+        V own = load<V>(p_turned_ + i) * load<V>(d_p_turned_ + i);
+        store(between + n, load<V>(between + n) + (own - load<V>(n_turned_ + i) * load<V>(d_n_turned_ + i)));
+      }
+      fill(between, s + 1, A(0));
+      from_rows += from_row[s];
+    }
+    store_gates(head, x, d_log_decay);
+  }
+
+  void store_gates(std::int64_t head, const A* x, const A* d_log_decay) const {
+    const std::int64_t u = value_head(head), U = p_.shape.value_heads;
+    for (std::int64_t t = 0; t < rows_; ++t) {
+      V products{};
+      for (std::int64_t n = 0; n < dv_; n += 16)
+        products = mul_add(load<V>(x + n * R_ + t * 16), load<V>(d_delta_ + n * R_ + t * 16), products);
+      const auto& gates = gates_[t];
+      const std::int64_t row = first_ + t;
+      const A d_a = -d_log_decay[t] * gates.rate * gates.slope;
+      g_.d_b[row * g_.stride_ab + u] = static_cast<T>(sum_of(products) * gates.beta * (A(1) - gates.beta));
+      g_.d_a[row * g_.stride_ab + u] = static_cast<T>(d_a);
+      g_.d_dt_bias[row * U + u] = d_a;
+      g_.d_A_log[row * U + u] = d_log_decay[t] * gates.log_decay;
+    }
+  }
+
+  /// The chunk's gradients of queries and keys as they were before their norms.
+  void store_keys() {
+    turn(d_query_, dk_, R_, by_out_);
+    turn(d_key_, dk_, R_, by_value_);
+    for (std::int64_t t = 0; t < rows_; ++t) {
+      T* const to = g_.d_qkv + (first_ + t) * g_.stride_qkv + key_head_ * dk_;
+      l2_backward(keys_at(t), dk_, query_scale<A>(p_.shape), by_out_ + t * 16, R_, to);
+      l2_backward(keys_at(t) + p_.shape.key_size(), dk_, A(1), by_value_ + t * 16, R_, to + p_.shape.key_size());
+    }
+  }
+
+  static constexpr std::int64_t kRows = kDeltaChunk;
+  const GatedDeltaArgs<T>& p_;
+  const GatedDeltaGradients<T>& g_;
+  const std::int64_t start_, length_, key_head_;
+  const std::int64_t group_ = p_.shape.group(), dk_ = p_.shape.key_dim, dv_ = p_.shape.value_dim;
+  A* next_;                        ///< scratch memory that is left
+  A *states_, *x_;                 ///< [chunks, group, dk, dv] before each chunk; [chunks, group, R, dv]
+  std::int64_t first_, rows_, R_;  ///< of the chunk
+  A *query_, *key_;                ///< [R, dk], normalised
+  A *query_turned_, *key_turned_, *d_query_, *d_key_;  ///< [dk, R]
+  A *by_out_, *by_value_, *by_delta_;                  ///< [dk, R]: the states times d_out, d_value and delta
+  A *d_out_, *delta_, *d_delta_, *d_value_, *spare_;   ///< [R, dv]
+  A *out_turned_, *value_turned_, *delta_turned_;      ///< [dv, R]: of d_out, d_value and delta
+  A* ratio_;                                           ///< [R, R]: Gamma_ti in row i, column t
+  A *key_query_, *key_key_;                            ///< [R, R]: K Q^T and K K^T
+  A *p_turned_, *n_turned_, *d_p_turned_, *d_n_turned_, *d_p_, *d_n_;  ///< [R, R]
+  DeltaGates<A> gates_[kRows];
+  double sum_[kRows];  ///< G
+  alignas(64) A beta_[kRows];
+  alignas(64) A gamma_[kRows];
+  alignas(64) A rest_[kRows];  ///< gamma_R / gamma_i
+};
 
 }  // namespace
 
 void gated_delta_backward_f32(const GatedDeltaArgs<float>& p, const GatedDeltaGradients<float>& g, std::int64_t start,
                               std::int64_t length, std::int64_t key_head, const float* state, float* d_state,
                               float* scratch) {
-  backward(p, g, start, length, key_head, state, d_state, scratch);
+  ChunkedBackward<float>(p, g, start, length, key_head, scratch).run(state, d_state);
 }
 void gated_delta_backward_f64(const GatedDeltaArgs<double>& p, const GatedDeltaGradients<double>& g, std::int64_t start,
                               std::int64_t length, std::int64_t key_head, const double* state, double* d_state,
                               double* scratch) {
-  backward(p, g, start, length, key_head, state, d_state, scratch);
+  ChunkedBackward<double>(p, g, start, length, key_head, scratch).run(state, d_state);
 }
 void gated_delta_backward_bf16(const GatedDeltaArgs<bfloat16>& p, const GatedDeltaGradients<bfloat16>& g,
                                std::int64_t start, std::int64_t length, std::int64_t key_head, const float* state,
                                float* d_state, float* scratch) {
-  backward(p, g, start, length, key_head, state, d_state, scratch);
+  ChunkedBackward<bfloat16>(p, g, start, length, key_head, scratch).run(state, d_state);
 }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

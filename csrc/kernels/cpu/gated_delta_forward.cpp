@@ -18,15 +18,45 @@ struct Piece {
   DeltaGates<A> gates[kRows];
 };
 
+/// One token for W strips of a state, which lie dk · kStrip elements apart: updates them. Returns in `out` what the
+/// query reads of the new state; `value` becomes delta.
+template <int W, class A>
+NRL_VEC void update_state(A* state, std::int64_t dk, const A* key, const A* query, A decay, A beta,
+                          Vec<A, 16> (&value)[W], Vec<A, 16> (&out)[W]) {
+  using V = Vec<A, 16>;
+  const std::int64_t strip = dk * kStrip;
+  V even[W], odd[W];
+  for (int w = 0; w < W; ++w) even[w] = V{}, odd[w] = V{};
+  for (std::int64_t k = 0; k < dk; k += 2) {
+    V even_key(key[k]), odd_key(key[k + 1]);
+    for (int w = 0; w < W; ++w) {
+      even[w] = mul_add(load<V>(state + w * strip + k * kStrip), even_key, even[w]);
+      odd[w] = mul_add(load<V>(state + w * strip + (k + 1) * kStrip), odd_key, odd[w]);
+    }
+  }
+  for (int w = 0; w < W; ++w) {
+    value[w] = (value[w] - (even[w] + odd[w]) * decay) * beta;
+    out[w] = V{};
+  }
+  V all_decay(decay);
+  for (std::int64_t k = 0; k < dk; ++k) {
+    V own_key(key[k]);
+    for (int w = 0; w < W; ++w) {
+      V s = mul_add(own_key, value[w], load<V>(state + w * strip + k * kStrip) * all_decay);
+      store(state + w * strip + k * kStrip, s);
+      out[w] = mul_add(s, V(query[k]), out[w]);
+    }
+  }
+}
+
 template <int W, class T, class A>
 void run_strips(const T* value, std::int64_t stride_value, std::int64_t rows, const Piece<A>& piece, std::int64_t dk,
                 A* state, T* out, std::int64_t stride_out) {
   using V = Vec<A, 16>;
   for (std::int64_t t = 0; t < rows; ++t) {
-    V v[W], m[W], delta[W], o[W];
+    V v[W], o[W];
     for (int w = 0; w < W; ++w) v[w] = load<V>(value + t * stride_value + w * kStrip);
-    update_state<W, true>(state, state, dk * kStrip, dk, piece.key[t], v, piece.gates[t].decay, piece.gates[t].beta, m,
-                          delta, piece.query[t], o);
+    update_state<W>(state, dk, piece.key[t], piece.query[t], piece.gates[t].decay, piece.gates[t].beta, v, o);
     for (int w = 0; w < W; ++w) store(out + t * stride_out + w * kStrip, o[w]);
   }
 }

@@ -54,6 +54,19 @@ def test_gated_delta_and_its_gradients_agree_with_the_reference(shape, dtype, bo
         assert relative_gap(mine, theirs) < bound
 
 
+@pytest.mark.parametrize("rate", [-6.0, 3.0])
+def test_gradients_of_states_that_last_or_vanish_agree_with_the_reference(rate):
+    """A decay near 1 over all tokens, and states that are forgotten within a few of them."""
+    shape, arguments = SHAPES[0], inputs(SHAPES[0], torch.float64)
+    arguments[3].fill_(rate)
+    d_out = draw(TOKENS, shape[1] * shape[3], dtype=torch.float64, seed=6)
+    _, gradients = gradients_of(lambda *x: reference.gated_delta(*x, SEQUENCES, shape), arguments, d_out)
+    for dtype, bound in TYPES[:2]:
+        ours = C.gated_delta_backward(d_out.to(dtype), *(x.to(dtype) for x in arguments), full(SEQUENCES), shape)
+        for mine, theirs in zip(ours, gradients):
+            assert relative_gap(mine, theirs) < bound
+
+
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
 def test_short_conv_and_its_gradients_agree_with_the_reference(dtype, bound):
     x, w, dy = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(TOKENS, 80), (80, 4), (TOKENS, 80)]))

@@ -216,9 +216,12 @@ class AdaptedModel:
     # ---- training
 
     def forward(
-        self, state: TrainingState, rows: Sequence[Row], loss: Loss, config: dict[str, float], *, backward: bool
-    ) -> tuple[float, list[Tensor]]:
+        self, state: TrainingState, rows: Sequence[Row], loss: Loss, config: dict[str, float], *, backward: bool, factor: str | None = None
+    ) -> tuple[float, list[Tensor]]:  # fmt: skip
         """Compute a loss. If `backward`, accumulate its gradient for the next optimizer step.
+
+        `factor` names an input without which a target has no gradient. The prompt of consecutive rows, where this
+        input is 0, is then computed once (see `prompt_groups`).
 
         Return the loss, and the log-probabilities of each row's targets, float32 [N, K] per row.
 
@@ -226,11 +229,18 @@ class AdaptedModel:
         """
         self._take_up(state)
         width = max(row.targets.shape[1] for row in rows)
-        batch, targets = _packed(rows, width)
-        wanted = wanted_tokens(batch)
-        scored = torch.zeros((batch.num_tokens, width), dtype=self.trainer.out_dtype)
-        view, places = RowBatch(batch, wanted, targets), batch.offsets.tolist()
-        micro_batches = list(_micro_batches([len(row.tokens) for row in rows]))
+        groups = prompt_groups(rows, factor)
+        batch, targets = _packed(rows, width, groups)
+        wanted, places = wanted_tokens(batch), batch.offsets.tolist()
+        trained, prompts = wanted.clone(), self._score_prompts(rows, groups, width)
+        scored, shared = torch.zeros((batch.num_tokens, width), dtype=self.trainer.out_dtype), [0] * len(rows)
+        for group, logprobs in zip(groups, prompts):
+            for row in range(group.begin, group.end):
+                places_of_prompt = slice(places[row] + 1, places[row] + 1 + group.length)
+                scored[places_of_prompt], trained[places_of_prompt] = logprobs, False
+                shared[row] = 0 if row == group.begin else group.length + 1
+        view = RowBatch(batch, trained, targets)
+        micro_batches = list(_micro_batches([len(row.tokens) for row in rows], shared))
         before = self.trainer.grads.clone() if backward and len(micro_batches) > 1 else None
         total = 0.0
         for begin, end in micro_batches:
@@ -249,6 +259,22 @@ class AdaptedModel:
                 self.trainer.backward(gradient)
             total += value.item()
         return total, [row.float() for row in _of_rows(rows, scored[wanted])]
+
+    def _score_prompts(self, rows: Sequence[Row], groups: Sequence[PromptGroup], width: int) -> list[Tensor]:
+        """Return the log-probabilities of the targets of each group's prompt, [length, width] per group."""
+        prompts = [
+            Row(rows[group.begin].tokens[: group.length], rows[group.begin].targets[: group.length], torch.Size(), {})
+            for group in groups
+        ]
+        if not prompts:
+            return []
+        batch, targets = _packed(prompts, width, [])
+        scored = torch.zeros((batch.num_tokens, width), dtype=self.trainer.out_dtype)
+        wanted = wanted_tokens(batch)
+        view = RowBatch(batch, wanted, targets)
+        for begin, end in _micro_batches([group.length for group in groups], [0] * len(groups)):
+            self.trainer.forward(view, list(range(begin, end)), 1.0, True, False, False, scored)
+        return list(scored[wanted].split([group.length for group in groups]))
 
     def step(
         self, state: TrainingState, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
@@ -318,20 +344,64 @@ class AdaptedModel:
         self._idle_engines.append(engine)
 
 
-def _micro_batches(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of consecutive rows that form a micro-batch, whose number of tokens is limited."""
+@dataclass(frozen=True)
+class PromptGroup:
+    """Consecutive rows [begin, end) with a common prompt: their first `length` targets have no gradient and are equal,
+    as are the `length` + 1 tokens up to the first target that may have one."""
+
+    begin: int
+    end: int
+    length: int
+
+
+def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
+    """Return the groups of at least two rows, in order. `factor` names the input that is 0 where there is no
+    gradient."""
+    if factor is None:
+        return []
+    groups: list[PromptGroup] = []
+    first, free, end = 0, 0, 0  # the group that is being formed: its first row, its prompt's length, its end
+    for number, row in enumerate(rows):
+        has_gradient = row.inputs[factor].view(len(row.tokens), -1).any(dim=1)
+        leading = int(has_gradient.int().argmax()) if has_gradient.any() else len(row.tokens) - 1
+        is_alone = end - first == 1
+        length = min(free, leading)
+        if end and (is_alone or leading >= free) and length > 0 and _has_prompt(row, rows[first], length):
+            free, end = length, number + 1
+            continue
+        if end - first > 1:
+            groups.append(PromptGroup(first, end, free))
+        first, free, end = number, leading, number + 1
+    if end - first > 1:
+        groups.append(PromptGroup(first, end, free))
+    return groups
+
+
+def _has_prompt(row: Row, other: Row, length: int) -> bool:
+    return row.tokens[: length + 1] == other.tokens[: length + 1] and torch.equal(
+        row.targets[:length], other.targets[:length]
+    )
+
+
+def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of consecutive rows that form a micro-batch, whose number of tokens is limited. A row shares
+    `shared` tokens with the row before it, if that is in the same micro-batch."""
     begin, tokens = 0, 0
     for row, length in enumerate(lengths):
-        if tokens and tokens + length > _TOKENS_AT_ONCE:
+        more = length - shared[row]
+        if tokens and tokens + more > _TOKENS_AT_ONCE:
             yield begin, row
-            begin, tokens = row, 0
-        tokens += length
+            begin, tokens, more = row, 0, length
+        tokens += more
     yield begin, len(lengths)
 
 
-def _packed(rows: Sequence[Row], width: int) -> tuple[RaggedBatch, Tensor]:
+def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> tuple[RaggedBatch, Tensor]:
     """Pack rows into a batch, each with a dummy last token. Return the batch and the targets of each token, [T,
     width]."""
+    group_of_row = torch.full((len(rows),), -1)
+    for number, group in enumerate(groups):
+        group_of_row[group.begin : group.end] = number
     lengths = torch.tensor([len(row.tokens) + 1 for row in rows])
     tokens = torch.tensor([token for row in rows for token in (*row.tokens, 0)])
     targets = torch.zeros((len(tokens), width), dtype=torch.int64)
@@ -339,7 +409,7 @@ def _packed(rows: Sequence[Row], width: int) -> tuple[RaggedBatch, Tensor]:
     for row in rows:
         targets[begin + 1 : begin + 1 + len(row.tokens), : row.targets.shape[1]] = row.targets
         begin += len(row.tokens) + 1
-    return RaggedBatch(offsets_of(lengths), {"input_ids": tokens}, {}), targets
+    return RaggedBatch(offsets_of(lengths), {"input_ids": tokens}, {"group_id": group_of_row}), targets
 
 
 def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:

@@ -64,6 +64,8 @@ LOSSES: dict[str, tuple[Loss, tuple[str, ...], dict[str, float]]] = {
     "dro": (_dro, _OF_SAMPLES, {"beta": 0.05}),
 }
 """name: (function, required inputs of a datum, keys of `loss_fn_config` with defaults, which a datum may set, too)."""
+FACTORS = {"cross_entropy": "weights"} | dict.fromkeys(("importance_sampling", "ppo", "cispo", "gspo"), "advantages")
+"""name: the input of which each target's gradient is a multiple, so that it is 0 where the input is 0. `dro` has none."""
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[str, ...], dict[str, float]]:

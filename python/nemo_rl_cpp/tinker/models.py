@@ -19,7 +19,7 @@ from nemo_rl_cpp.serving.engine import STOP_STRING, STOP_TOKEN
 from nemo_rl_cpp.tinker.adapters import AdaptedModel, Base, Row, Shape, TrainingState
 from nemo_rl_cpp.tinker.errors import UserError
 from nemo_rl_cpp.tinker.inputs import TARGETS, rows_of
-from nemo_rl_cpp.tinker.losses import LOSSES, loss_of
+from nemo_rl_cpp.tinker.losses import FACTORS, LOSSES, loss_of
 from nemo_rl_cpp.tinker.store import Facts, Place, Store
 from nemo_rl_cpp.tinker.types import (
     AdamParams,
@@ -98,7 +98,9 @@ class Models:
         state = model.trained
         loss, needed, numbers = loss_of(loss_fn, config or {})
         rows = rows_of(data, self.base, needed, tuple(numbers))
-        total, logprobs = model.adapted.forward(state, rows, loss, numbers, backward=backward)
+        total, logprobs = model.adapted.forward(
+            state, rows, loss, numbers, backward=backward, factor=FACTORS.get(loss_fn)
+        )
         return _output(rows, logprobs, {"loss:sum": total})
 
     def forward_backward_custom(
@@ -120,7 +122,9 @@ class Models:
             Row(row.tokens, row.targets, row.shape, {"weights": -gradient.float().view(row.targets.shape)})
             for row, gradient in zip(rows, gradients)
         ]
-        _, logprobs = model.adapted.forward(state, weighted, LOSSES["cross_entropy"][0], {}, backward=True)
+        _, logprobs = model.adapted.forward(
+            state, weighted, LOSSES["cross_entropy"][0], {}, backward=True, factor=FACTORS["cross_entropy"]
+        )
         return _output(rows, logprobs, {"loss:sum": loss.item(), **metrics})
 
     def step(self, model: Model, params: AdamParams) -> dict[str, float]:

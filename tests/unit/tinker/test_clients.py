@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nemo_rl_cpp
+import numpy as np
 import pytest
 import tinker
 import torch
-from nemo_rl_cpp.tinker import worker
-from nemo_rl_cpp.tinker.adapters import Shape
+from nemo_rl_cpp.tinker import adapters, worker
+from nemo_rl_cpp.tinker.adapters import PromptGroup, Shape, prompt_groups
+from nemo_rl_cpp.tinker.inputs import rows_of
 from nemo_rl_cpp.tinker.types import AdamParams, Datum, SamplingParams
 from test_sdk import rl_loop
 from tinker import types as sdk_types
@@ -59,6 +61,11 @@ def test_a_loop_in_process_gives_the_weights_of_the_same_loop_over_http(
         remote = remote.result()
         rl_loop(remote, 3)
         assert torch.equal(adapter_of(here), server.models[remote.model_id].state.adapter)
+
+
+def test_an_rl_loop_learns(service: nemo_rl_cpp.ServiceClient) -> None:
+    rewards = rl_loop(new_client(service, seed=4), 25)
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
 
 
 def test_calls_are_awaited_and_a_state_is_saved_and_loaded(service: nemo_rl_cpp.ServiceClient) -> None:
@@ -251,3 +258,44 @@ def test_the_base_for_a_rank_that_no_client_uses_any_more_is_freed(service: nemo
     del client
     new_client(service)
     assert Shape(5) not in base._native
+
+
+def answers_to(prompt: list[int], answers: list[tuple[list[int], float]]) -> list[Datum]:
+    """A datum for each answer (tokens, advantage), whose advantages are 0 in the prompt."""
+    data = []
+    for answer, advantage in answers:
+        tokens, empty = prompt + answer, [0.0] * (len(prompt) - 1)
+        inputs = {"logprobs": empty + [-5.0] * len(answer), "advantages": empty + [advantage] * len(answer)}
+        data.append(Datum(tokens[:-1], {"target_tokens": tokens[1:], **inputs}))
+    return data
+
+
+ANSWERS = [([8, 9], 0.0), ([8, 9, 3], -1.0), ([4], 0.5), ([8, 9], 2.0)]
+GROUPS = [*answers_to(TOKENS, ANSWERS), *answers_to([9, 8, 7], ANSWERS[1:]), *answers_to([3, 4], [([5], 1.0)])]
+
+
+@pytest.mark.parametrize("tokens_at_once", [4096, 9])
+def test_samples_with_one_prompt_have_the_logprobs_and_the_gradient_of_each_alone(
+    service: nemo_rl_cpp.ServiceClient, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
+) -> None:
+    monkeypatch.setattr(adapters, "_TOKENS_AT_ONCE", tokens_at_once)
+    together, apart = new_client(service), new_client(service)
+    for client in (together, apart):
+        away_from_zero(client)
+    result = together.forward_backward(GROUPS, "importance_sampling").result()
+    alone = [apart.forward_backward([datum], "importance_sampling").result() for datum in GROUPS]
+    for found, expected in zip(result.loss_fn_outputs, alone, strict=True):
+        assert torch.equal(found["logprobs"], expected.loss_fn_outputs[0]["logprobs"])
+    assert result.metrics["loss:sum"] == pytest.approx(sum(each.metrics["loss:sum"] for each in alone), rel=1e-6)
+    difference = gradient_of(together) - gradient_of(apart)  # sums of float32 in another order
+    assert difference.norm() < 1e-5 * gradient_of(apart).norm()
+
+
+def test_a_prompt_is_shared_by_consecutive_rows_without_gradient_in_it(service: nemo_rl_cpp.ServiceClient) -> None:
+    rows = rows_of(GROUPS, service._core.base, ("logprobs", "advantages"), ())
+    first, second = len(TOKENS) - 1, 2
+    assert prompt_groups(rows, "advantages") == [PromptGroup(0, 4, first), PromptGroup(4, 7, second)]
+    assert prompt_groups(rows, None) == prompt_groups(rows[:1], "advantages") == []
+    assert prompt_groups([rows[1], rows[4], rows[2]], "advantages") == []
+    rows[2].inputs["advantages"][1] = 1.0  # a gradient in the prompt
+    assert prompt_groups(rows[:4], "advantages") == [PromptGroup(0, 2, first), PromptGroup(2, 4, 1)]

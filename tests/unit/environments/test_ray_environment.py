@@ -107,7 +107,8 @@ def pid_of(ray, env):
 
 @pytest.mark.slow
 def test_environment_calls_written_for_nemo_rl_work(ray):
-    """`Class.remote(cfg)`, `env.step.remote`, `ray.get`; an actor that is lost once; its constructor's own errors."""
+    """`Class.remote(cfg)`, `env.step.remote`, `ray.get`; an actor that is lost once, which begins its metrics anew; its
+    constructor's own errors."""
     here = MathEnvironment({"num_workers": 1})
     wanted, metrics = here.step(LOGS, TRUTHS, return_extracted_answer=True), here.pop_metrics()
     here.shutdown()
@@ -121,27 +122,16 @@ def test_environment_calls_written_for_nemo_rl_work(ray):
     with pytest.raises(KeyError) as caught:
         get(env.step.remote(LOGS, [{}] * 7))
     assert "math_environment.py" in caught.value.__notes__[0]
-    ray.get(env.pop_metrics.remote())
+    ray.get(env.step.remote(LOGS, TRUTHS))
     os.kill(first, signal.SIGKILL)
+    batch = {"message_log": LOGS, "extra_env_info": TRUTHS, "task_name": ["math"] * 7}
+    assert calculate_rewards(batch, {"math": env}).rewards.tolist() == wanted.rewards.tolist()
+    assert environment_metrics({"math": env}) == metrics
     assert same(ray.get(env.step.remote(LOGS, TRUTHS, return_extracted_answer=True)), wanted)
-    assert ray.get(env.pop_metrics.remote()) == metrics
     second = pid_of(ray, env)
     assert second != first
     env.close()
     assert not wait_until_gone([second])
-
-
-@pytest.mark.slow
-def test_killed_environment_actor_restarts_with_reset_metrics(ray):
-    env = ray_environment(ReverseDigitsEnvironment, ({},), {}, SETTINGS)
-    logs = [[{"role": "assistant", "content": text}] for text in ("12", "1", "21", "12")]
-    infos = [{"ground_truth": "12"}] * 4
-    batch = {"message_log": logs, "extra_env_info": infos, "task_name": ["digits"] * 4}
-    assert calculate_rewards(batch, {"digits": env}).rewards.tolist() == [1.0, 0.5, 0.0, 1.0]
-    os.kill(pid_of(ray, env), signal.SIGKILL)
-    assert answer_of(env, env.step.remote(logs[1:3], infos[1:3]), "digits").rewards.tolist() == [0.5, 0.0]
-    assert environment_metrics({"digits": env}) == {"exactly_right": 0.0}
-    env.close()
 
 
 @pytest.mark.slow
@@ -167,29 +157,22 @@ def test_the_run_s_variables_reach_an_actor_of_a_ray_that_was_there_before(ray, 
     assert not any("a secret key" in text for text in texts)
 
 
-@pytest.mark.slow
-def test_an_environment_runs_in_the_main_thread_of_its_actor(ray):
-    functions = [f"{__name__}.signals_itself", f"{__name__}.judged_by_math_verify"]
-    rewards = ray_environment(RewardFunctionEnvironment, ({"functions": functions},), {}, SETTINGS)
-    where = ray_environment(WhereItRuns, ({},), {}, SETTINGS)
-    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"${i}$"}] for i in range(3)]
-    assert rewards.step(logs, [{}] * 3).rewards.tolist() == [2.0] * 3
-    assert where.is_in_main_thread()
-    for env in (rewards, where):
-        env.close()
-
-
 def says_where(prompts, completions, **columns):
     return [float(os.getpid())] * len(completions)
 
 
 @pytest.mark.slow
-def test_reward_functions_are_called_again_after_their_actor_was_killed(ray):
-    env = ray_environment(RewardFunctionEnvironment, ({"functions": f"{__name__}.says_where"},), {}, SETTINGS)
-    first = answer_of(env, env.step.remote(LOGS, TRUTHS), "rewards").rewards
-    os.kill(int(first[0]), signal.SIGKILL)
-    second = answer_of(env, env.step.remote(LOGS, TRUTHS), "rewards").rewards
-    assert len(second) == len(LOGS) and second[0] != first[0]
+def test_reward_functions_run_in_the_main_thread_and_are_called_again_after_their_actor_was_killed(ray):
+    """Python accepts a handler of a signal in the main thread alone."""
+    functions = [f"{__name__}.{function.__name__}" for function in (signals_itself, judged_by_math_verify, says_where)]
+    env = ray_environment(RewardFunctionEnvironment, ({"functions": functions},), {}, SETTINGS)
+    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"${i}$"}] for i in range(3)]
+    first = env.step(logs, [{}] * 3).rewards
+    pid = int(first[0]) - 2
+    assert first.tolist() == [2.0 + pid] * 3
+    os.kill(pid, signal.SIGKILL)
+    second = answer_of(env, env.step.remote(logs, [{}] * 3), "rewards").rewards
+    assert len(second) == 3 and second[0] != first[0]
     env.close()
 
 
@@ -198,7 +181,7 @@ def test_lost_environment_that_cannot_be_retried_is_an_error_that_names_it(ray, 
     monkeypatch.chdir(tmp_path)  # not where Ray was started
     env = ray_environment(WhereItRuns, ({},), {}, SETTINGS)
     folder, pid = ray.get(env.where.remote())
-    assert folder == str(tmp_path) and env.where() == (folder, pid)
+    assert folder == str(tmp_path) and env.where() == (folder, pid) and env.is_in_main_thread()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(
         EnvironmentLostError, match=r"the environment game \(RayEnvironment\(WhereItRuns.*is lost.*can_be_asked_again"

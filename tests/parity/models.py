@@ -1,5 +1,7 @@
 """Tiny random models of transformers, one a supported option, for parity tests."""
 
+import copy
+import functools
 import sys
 
 import torch
@@ -19,6 +21,7 @@ BASE = dict(
 )
 
 
+@functools.cache
 def configurations() -> dict:
     from transformers import (
         Gemma2Config,
@@ -141,7 +144,7 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        configurations()[name], dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        copy.deepcopy(configurations()[name]), dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -1,5 +1,6 @@
 """GGUF files that `nemo-rl-cpp export` writes, read and computed by llama.cpp."""
 
+import copy
 import json
 
 import llama_cpp
@@ -64,7 +65,7 @@ def write_tokenizer(folder):
 def make(name, root, monkeypatch):
     """A folder of a tiny random model. llama.cpp looks for special tokens where a name holds phi-3."""
     folder = root / name.replace("phi3", "small")
-    configuration = models.configurations()[name]
+    configuration = copy.deepcopy(models.configurations()[name])
     for key, value in CHANGES.get(name, {}).items():
         setattr(configuration, key, value)
     with monkeypatch.context() as patched:

@@ -65,7 +65,7 @@ def is_named_and_none_is_left(cluster, number, said):
 
 @pytest.mark.parametrize(
     "number, said",
-    [(signal.SIGKILL, r"rank 0 of 1 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 1 has not answered for 12 s: it is stopped")],
+    [(signal.SIGKILL, r"rank 0 of 1 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 1 has not answered for 16 s: it is stopped")],
     ids=["killed", "stopped"],
 )  # fmt: skip
 def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeypatch, tmp_path, number, said):
@@ -74,7 +74,7 @@ def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeyp
             (tmp_path / str(os.getpid())).touch()
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(ray_workers, "_START_SECONDS", 12.0)
+    monkeypatch.setattr(ray_workers, "_START_SECONDS", 16.0)
     monkeypatch.setattr(ray_workers, "ActorWorker", Lost)
     cluster = Cluster([1], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1))
     with pytest.raises(WorkerLostError, match=said):

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import descendants, processes_inside, wait_until_gone
+from processes import alive, descendants, processes_inside, wait_until_gone
 
 pytestmark = pytest.mark.slow
 DEAF = "import os, signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nwhile True: pass"
-TRAINER = f"""
-import threading
+# a process that forks a trainer for each line of its input, and says when that has ended
+TRAINERS = f"""
+import os, sys, threading
 from hostile_verifier import HostileVerifier
 from nemo_rl_cpp.environments.code_environment import CodeEnvironment
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
@@ -27,9 +28,38 @@ def verifiers():
     VerifierPool(HostileVerifier, PoolOptions(num_workers=2, deadline_s=60.0)).verify(["bigint", "sleep"], ["ok", "ok"])
 
 import_and_sleep, deaf = "import time; time.sleep(60)", {DEAF!r}
-threading.Thread(target=code).start()
-threading.Thread(target=verifiers).start()
+for _ in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        threading.Thread(target=code).start()
+        verifiers()
+    print(pid, flush=True)
+    os.waitpid(pid, 0)
+    print("ended", flush=True)
 """
+
+
+class Trainer:
+    def __init__(self, starter):
+        self._starter = starter
+        starter.stdin.write("\n")
+        starter.stdin.flush()
+        self.pid = int(starter.stdout.readline())
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self):
+        assert self._starter.stdout.readline() == "ended\n"
+
+
+@pytest.fixture(scope="module")
+def starter():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", TRAINERS]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.stdin.close()
 
 
 def judges(pid: str) -> bool:
@@ -67,12 +97,11 @@ def its_workers_killed(trainer):
 @pytest.mark.parametrize(
     "end", [killed, stopped_and_killed, left_by_an_abort, its_workers_killed], ids=lambda end: end.__name__
 )
-def test_no_environment_process_outlives_a_killed_trainer(end):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], env=env)
+def test_no_environment_process_outlives_a_killed_trainer(starter, end):
+    trainer = Trainer(starter)
     try:
         while True:
-            assert trainer.poll() is None
+            assert alive(trainer.pid)
             started = descendants(trainer.pid)
             if len(started & processes_inside()) == 2 and sum(map(judges, started)) == 2:
                 break

@@ -1,8 +1,5 @@
 """The first lines of a run: right before torch loads, and nothing made up."""
 
-import subprocess
-import sys
-
 import nemo_rl_cpp.checks.banner as banner
 import pytest
 from nemo_rl_cpp.checks.banner import banner_lines, count_text, rows_of
@@ -92,15 +89,3 @@ def test_data_rows_are_counted_only_in_existing_jsonl_files(tmp_path):
     assert rows_of({"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "missing.jsonl")}) is None
     assert rows_of({"dataset_name": "ResponseDataset", "data_path": "openai/gsm8k"}) is None
     assert rows_of({"dataset_name": "arithmetic", "max_number": 0}) is None  # a mistake, which the checks name
-
-
-@pytest.mark.slow
-def test_the_lines_need_no_torch():
-    code = (
-        "import sys\n"
-        "from nemo_rl_cpp.config import load_grpo_config\n"
-        "from nemo_rl_cpp.checks.banner import banner_lines\n"
-        "list(banner_lines(load_grpo_config('configs/grpo_tiny.yaml', [])))\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

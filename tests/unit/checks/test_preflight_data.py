@@ -8,9 +8,8 @@ from nemo_rl_cpp.checks import data
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.environments import inspection
-from nemo_rl_cpp.environments.inspection import Limits, inspect_rows, say
+from nemo_rl_cpp.environments.inspection import Limits, inspect_rows
 from nemo_rl_cpp.environments.response_data import load_response_data
-from nemo_rl_cpp.errors import Finding
 
 
 @pytest.fixture
@@ -79,14 +78,6 @@ def test_error_for_cut_prompts_names_their_number_and_the_longest_row(found):
     assert "the longest is row 3 with 45 tokens; raise data.max_input_seq_length" in message
 
 
-def test_some_prompts_cut_is_a_warning(found):
-    [(level, _, message)] = found(
-        rows(("1" * 39, "2"), ("1" * 40, "2")), "data.max_input_seq_length=40", "policy.max_total_sequence_length=64"
-    )
-    assert level == "warning" and message.startswith("1 of 2 prompts reach 40 tokens (data.max_input_seq_length)")
-    assert "the longest is row 2 with 40 tokens" in message
-
-
 def test_prompts_that_fill_the_context(found):
     options = (
         "data.max_input_seq_length=null",
@@ -133,23 +124,10 @@ def test_each_kind_of_unparsable_ground_truth_is_reported(found, truth, level):
 @pytest.mark.parametrize(
     "truth",
     [
-        5,
-        "-3",
-        "1,234",
-        "50%",
-        "x^2+1",
-        "(1, 2)",
-        "\\frac{\\pi}{2}",
-        "1/2",
-        "Paris",
-        "$5",
-        "12 apples",
-        "The answer is \\boxed{5}",
-        "x=1 or x=2 or x=3",
-        "\\{1, 2\\}",
-        "π",
+        5, "-3", "1,234", "50%", "x^2+1", "(1, 2)", "\\frac{\\pi}{2}", "1/2", "Paris", "$5", "12 apples",
+        "The answer is \\boxed{5}", "x=1 or x=2 or x=3", "\\{1, 2\\}", "π",
     ],
-)
+)  # fmt: skip
 def test_truths_that_can_be_matched_are_not_mentioned(found, truth):
     assert found(rows(("1=", truth))) == []
 
@@ -381,8 +359,3 @@ def test_multiple_choice_options_missing_from_the_prompt_give_a_warning(tiny):
     assert remark.level == "warning" and "no prompt_file, so prompts show the questions alone" in remark.message
     raw.task_spec.prompt = "Choose."
     assert list(inspect_rows(raw, rows, tiny, Limits(), "data.train")) == []
-
-
-def test_say_raises_the_first_error(capsys):
-    with pytest.raises(ValueError, match="^a b$"):
-        say(iter([Finding("error", "a", "b")]))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from nemo_rl_cpp.checks import preflight
 from nemo_rl_cpp.checks.model import check
 from nemo_rl_cpp.cli import main
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config, load_ppo_config
@@ -35,16 +34,11 @@ def write_tokenizer(folder, tokens=40, added=()):
     vocabulary = {f"w{i}": i for i in range(tokens)}
     names = [
         {
-            "id": i,
-            "content": f"<{i}>",
-            "special": True,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
+            "id": i, "content": f"<{i}>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
             "normalized": False,
         }
         for i in added
-    ]
+    ]  # fmt: skip
     content = {"version": "1.0", "added_tokens": names, "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,
                "decoder": None, "truncation": None, "padding": None, "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(content))
@@ -156,19 +150,6 @@ def test_sequence_length_beyond_the_models_positions_is_an_error(keys, positions
         )
 
 
-def test_an_override_may_give_positions(model):
-    assert (
-        said(
-            grpo(
-                model,
-                "policy.max_total_sequence_length=1024",
-                "++policy.hf_config_overrides.max_position_embeddings=1024",
-            )
-        )
-        == []
-    )
-
-
 def test_positions_of_tiny_random_and_of_the_critic():
     long = ["policy.max_total_sequence_length=33"]
     assert "33, but tiny-random has positions for 32" in only(load_grpo_config("grpo_tiny.yaml", long))
@@ -214,13 +195,6 @@ def test_tokenizer_much_smaller_than_the_model_gives_a_warning(model):
     assert said(grpo(model)) == []  # vocabularies are padded to round sizes
     write_tokenizer(model, 35)
     assert "has 35 tokens, while policy.model_name" in only(grpo(model), "warning")
-
-
-def test_tokenizer_folder_with_ids_beyond_the_models_vocabulary_is_an_error(model, tmp_path):
-    other = model_folder(tmp_path / "large", vocab_size=64)
-    write_tokenizer(other, 64)
-    text = only(grpo(model, f"policy.tokenizer.name={other}"))
-    assert f"policy.tokenizer.name is {other}, whose tokens have ids up to 63" in text and "vocabulary of 40" in text
 
 
 @pytest.mark.parametrize(
@@ -394,11 +368,6 @@ def test_check_dry_run_and_run_report_the_same_broken_model_folder(damage, model
     for arguments in (["--dry-run"], []):
         assert run(["--config", "grpo_tiny.yaml", *arguments, *overrides]) == 2
         assert text in capsys.readouterr().err
-
-
-def test_preflight_includes_the_model_checks(model):
-    (model / "config.json").unlink()
-    assert ["policy.model_name"] == [f.key for f in preflight(grpo(model)) if f.key.endswith("model_name")]
 
 
 def test_model_folder_of_the_critic_is_checked(model, tmp_path):

@@ -96,19 +96,6 @@ def test_later_overrides_win_and_see_earlier_ones():
     assert applied(["+x.y=1", "x.y=2", "a=3", "a=4"]) == base() | {"x": {"y": 2}, "a": 4}
 
 
-def test_every_failure_is_listed():
-    assert [where for where, _ in failures(["zzz=1", "a=2", "b.d.9=1", "a=[1"])] == [
-        "override 'zzz=1'",
-        "override 'b.d.9=1'",
-        "override 'a=[1'",
-    ]
-
-
-def test_hint_to_add_a_key():
-    [(_, message)] = failures(["b.z=9"])
-    assert "write +b.z=9" in message
-
-
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

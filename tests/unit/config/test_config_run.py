@@ -22,15 +22,6 @@ def test_dry_run_shows_configuration_and_forecast(capsys):
     assert "policy training" in shown and "KV cache" in shown and "peak" in shown
 
 
-def test_dry_run_says_when_sizes_are_unknown(capsys):
-    assert run_grpo_math.main(["--dry-run", "policy.model_name=somebody/a-model"]) == 0
-    assert "sizes of somebody/a-model are not on this machine" in capsys.readouterr().out
-    assert run_grpo_math.main(["--dry-run"]) == 0
-    assert "Peak memory by phase" in capsys.readouterr().out  # of a popular model the sizes are shipped
-    assert run_ppo.main(["--dry-run"]) == 0
-    assert "gae_lambda" in capsys.readouterr().out
-
-
 def test_config_errors_exit_with_status_2(capsys):
     assert run_ppo.main(["ppo.sed=3", "policy.precision=float16"]) == 2
     errors = capsys.readouterr().err

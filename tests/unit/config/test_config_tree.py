@@ -165,26 +165,6 @@ def test_interpolation_sees_the_merged_tree():
     assert resolved("child.yaml") == {"x": 2, "y": 2}
 
 
-def test_errors_of_inheritance():
-    write(
-        a="defaults: b.yaml\n",
-        b="x: 1\ndefaults: a.yaml\n",
-        c="defaults: none.yaml\n",
-        d="- 1\n",
-        e="a: 1\na: 2\n",
-        f="defaults: {x: 1}\n",
-    )
-    for file, words in {
-        "a.yaml": r"b\.yaml:2: .*a\.yaml is its own parent",
-        "c.yaml": r"c\.yaml:1: .*none\.yaml does not exist",
-        "d.yaml": r"d\.yaml:1",
-        "e.yaml": r"e\.yaml:2: the key 'a' is given twice",
-        "f.yaml": r"f\.yaml:1: defaults takes a file name",
-    }.items():
-        with pytest.raises(_config.LoadError, match=words):
-            _config.load_file(file)
-
-
 def test_two_parents_with_a_common_one_are_no_circle():
     write(
         root="a: 1\n",

@@ -73,11 +73,6 @@ def test_strict_sizes_rejects_parallel_sizes_and_dedicated_devices():
     ]  # fmt: skip
 
 
-def test_dedicated_generation_devices_are_folded_onto_the_single_device():
-    config = load_grpo_config("grpo_tiny.yaml", ["policy.generation.colocated.enabled=false"])
-    assert "generation on devices of its own: runs on 1 device (cpu)" in fold_text(config)
-
-
 def test_an_evaluation_is_folded_too():
     config = load_eval_config(
         "evals/eval.yaml",
@@ -195,17 +190,6 @@ def test_keys_of_free_mappings_need_no_plus(override, expected):
     assert load_grpo_config("grpo_math_1B.yaml", [override]).policy.tokenizer.chat_template_kwargs == expected
     evaluation = load_eval_config("evals/eval.yaml", [override.replace("policy.", "")])
     assert evaluation.tokenizer.chat_template_kwargs == expected
-
-
-def test_unknown_keys_outside_free_mappings_are_rejected():
-    with pytest.raises(ConfigError, match="did you mean"):
-        load_grpo_config("grpo_math_1B.yaml", ["env.math.num_wokers=3"])
-    config = load_grpo_config(
-        "grpo_math_1B.yaml",
-        ["policy.hf_config_overrides={rope_scaling: {factor: 4.0}}", "policy.generation.vllm_kwargs.x=1"],
-    )
-    assert config.policy.hf_config_overrides == {"rope_scaling": {"factor": 4.0}}
-    assert config.policy.generation.vllm_kwargs == {"x": 1}
 
 
 def test_the_newest_name_of_the_pytorch_backend(tmp_path):

@@ -22,26 +22,9 @@ from nemo_rl_cpp.config.master import checked
 from nemo_rl_cpp.config.rules_model import checked_policy
 
 TEXTS = [
-    "\n",
-    "\t",
-    "é",
-    "日本",
-    "🙂",
-    "\\n",
-    "${x}",
-    "${",
-    "a'b\"c",
-    "???",
-    "null",
-    "true",
-    "1e5",
-    "[1,2]",
-    "{a: 1}",
-    "a=b",
-    " ",
-    "#",
-    "given_value_0_0_",
-]
+    "\n", "\t", "é", "日本", "🙂", "\\n", "${x}", "${", "a'b\"c", "???", "null", "true", "1e5", "[1,2]", "{a: 1}", "a=b",
+    " ", "#", "given_value_0_0_",
+]  # fmt: skip
 NOTEBOOK = {"grpo.num_prompts_per_step": 4, "grpo.num_generations_per_prompt": 8, "policy.train_global_batch_size": 32}
 
 
@@ -229,7 +212,6 @@ def test_settings_in_other_forms_are_as_strict():
     from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.algorithms.reward_functions import scale_rewards
-    from nemo_rl_cpp.environments.math_environment import MathEnvironment
 
     with pytest.raises(ConfigError, match="ratio_clip_mx is unknown; did you mean ratio_clip_max?"):
         ClippedPGLossFn({"ratio_clip_mx": 0.28})
@@ -245,8 +227,6 @@ def test_settings_in_other_forms_are_as_strict():
         ConfigError, match="use_leave_one_out_baselin is unknown; did you mean use_leave_one_out_baseline?"
     ):
         ADVANTAGE_ESTIMATORS["grpo"]({"use_leave_one_out_baselin": False}, {})
-    with pytest.raises(ConfigError, match="env.math.num_worker is unknown; did you mean num_workers?"):
-        MathEnvironment({"num_worker": 1})
 
 
 def test_configuration_section_accepts_only_keyword_arguments():
@@ -306,12 +286,6 @@ def test_standalone_policy_section_is_checked():
     ):
         with pytest.raises(ConfigError, match=message):
             checked_policy(good | change)
-
-
-@pytest.mark.parametrize("written", ["3", "[1]", "text"])
-def test_an_environment_is_a_section_in_files_too(written):
-    with pytest.raises(ConfigError, match=r"env.math must be a section \(lines of key: value\), not"):
-        load_grpo_config("grpo_math_1B.yaml", [f"env.math={written}"])
 
 
 def test_overrides_are_texts():

@@ -20,19 +20,6 @@ def test_shipped_prompts_are_found_from_anywhere(tmp_path, monkeypatch):
         assert ("THE QUESTION" in text) == (name not in {"gsm8k.txt", "multichoice.txt"}) and "{{" not in text
 
 
-def test_shipped_prompts_are_found_without_a_source_tree(tmp_path, monkeypatch):
-    """As in an installed wheel, where there is no source tree."""
-    import shutil
-
-    from nemo_rl_cpp.files import prompt_files
-
-    package = tmp_path / "site-packages/nemo_rl_cpp"
-    shutil.copytree(Path(nemo_rl_cpp.__file__).parent / "prompts", package / "prompts")
-    monkeypatch.setattr(prompt_files, "_PACKAGE", package)
-    monkeypatch.chdir(tmp_path)
-    assert find_file("examples/prompts/cot.txt", "k") == package / "prompts/cot.txt"
-
-
 def test_existing_prompt_path_wins_and_a_missing_path_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cot.txt").write_text("mine {}")

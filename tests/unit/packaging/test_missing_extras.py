@@ -72,12 +72,6 @@ def test_a_missing_extra_is_a_sentence_with_its_command(what, without):
     assert any(name in said.lower() for name in (*EXTRAS[extra], "vllm"))
 
 
-def test_a_configuration_without_them_is_read_without_them(without):
-    without(*EVERYTHING)
-    assert tiny().policy.backend == "native"
-    assert not set(EVERYTHING) & set(sys.modules)
-
-
 NATIVE_RUN = """
 import sys
 sys.path.insert(0, {tests!r})

@@ -40,25 +40,14 @@ LOADS = {
 REASONS = {
     "stale rollouts without importance sampling correction": ("async_grpo.enabled", "async_ppo.enabled"),
     "quantised training or generation": (
-        "fp8_cfg",
-        "vllm_cfg.precision",
-        "kv_cache_dtype",
-        "quant_cfg",
-        "real_quant",
-        "exp_avg",
-        "is_mx",
+        "fp8_cfg", "vllm_cfg.precision", "kv_cache_dtype", "quant_cfg", "real_quant", "exp_avg", "is_mx",
         "policy.optimizer.name",
     ),
     "LoRA": ("lora_cfg", "peft"),
     "speculative decoding trained along": ("draft",),
     "a truncation of weights without its type": ("truncated_importance_sampling_ratio",),
     "an environment or server that is not there": (
-        "sliding_puzzle",
-        "nemo_gym",
-        "reward_model",
-        "expose_http_server",
-        "env_name",
-        "should_use",
+        "sliding_puzzle", "nemo_gym", "reward_model", "expose_http_server", "env_name", "should_use",
     ),
     "keys that nothing reads": (
         "activation_checkpointing_enabled",
@@ -68,7 +57,7 @@ REASONS = {
         "add_system_prompt",
         "data.dataset_name",
     ),
-}
+}  # fmt: skip
 
 
 def tree(flat):

@@ -99,11 +99,9 @@ def test_report_shows_group_responses_with_ground_truth_and_token_colours(browse
     browser.ask(choose.format("ratio"))
     # row 3's trainer gives every token 1 % more; its answers have a few characters
     row = "[...document.querySelectorAll('.answer')].find((n) => n.textContent.endsWith('row 3'))"
-    if browser.ask(f"!!{row}"):
-        assert (
-            browser.ask(f"{row}.querySelector('.token').title").endswith("ratio 1.0101\nadvantage 1.00")
-            or browser.ask(tinted) > 0
-        )
+    if browser.ask(f"!!{row}"):  # the page shows some rows of each group
+        assert "ratio 1.0101\n" in browser.ask(f"{row}.querySelector('.token').title")
+        assert browser.ask(tinted) > 0
     browser.ask(choose.format("none"))
     assert browser.ask(tinted) == 0
     assert browser.errors == []

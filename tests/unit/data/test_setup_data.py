@@ -2,7 +2,7 @@
 
 import pytest
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader, load_dataloader_state, save_dataloader_state
-from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, extract_necessary_env_names
+from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset
 from nemo_rl_cpp.environments.response_data import load_response_data
 
 ARITHMETIC = {"dataset_name": "arithmetic", "num_samples": 12, "env_name": "math"}
@@ -87,31 +87,6 @@ def test_defaults_fill_only_what_is_missing(smollm2, tmp_path):
     assert train[0]["message_log"][0]["content"][0].isdigit()
 
 
-def test_typed_configurations(smollm2):
-    from pydantic import BaseModel, ConfigDict
-
-    class Section(BaseModel):
-        model_config = ConfigDict(extra="allow")
-        dataset_name: str | None = None
-        processor: str | None = None
-        split_validation_size: float = 0.0
-
-    class DataConfig(BaseModel):
-        max_input_seq_length: int
-        train: Section | list[Section]
-        validation: Section | None = None
-        default: Section | None = None
-        use_multiple_dataloader: bool = False
-
-    config = DataConfig(
-        max_input_seq_length=99,
-        train={"dataset_name": "arithmetic", "num_samples": 2},
-        default={"processor": "math_hf_data_processor"},
-    )
-    train = load_response_data(smollm2, config).train
-    assert train.max_seq_length == 99 and "<|im_start|>" in train[0]["message_log"][0]["content"]
-
-
 @pytest.mark.parametrize(
     "sections, message",
     [
@@ -156,8 +131,3 @@ def test_batches_of_a_real_run(smollm2, tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no position in the data"):
         load_dataloader_state(again, tmp_path / "none")
     batches.close()
-
-
-def test_sections_that_are_null_have_no_environment():
-    sections = {"train": [{"dataset_name": "a"}, None], "validation": None, "default": None}
-    assert extract_necessary_env_names(sections) == []

@@ -100,23 +100,9 @@ def test_shortcut_agrees_with_the_library():
     worker = HFVerifyWorker()
     rng = random.Random(0)
     words = [
-        "the answer",
-        "is",
-        "12",
-        "=",
-        "-3",
-        "1/2",
-        "so",
-        "50%",
-        "Final",
-        "x",
-        "3.5",
-        "\n",
-        "(2)",
-        "answer: 9",
-        "and",
+        "the answer", "is", "12", "=", "-3", "1/2", "so", "50%", "Final", "x", "3.5", "\n", "(2)", "answer: 9", "and",
         "#",
-    ]
+    ]  # fmt: skip
     taken = 0
     for _ in range(400):
         number = str(rng.choice([0, 1, -1, 7, 12, -45, 10**8, rng.randint(-(10**9) + 1, 10**9 - 1)]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from nemo_rl_cpp.algorithms.algorithm import grpo_advantages
 from nemo_rl_cpp.config import load_grpo_config
-from nemo_rl_cpp.environments.math_environment import MathMultiRewardEnvironment, extract_answer
+from nemo_rl_cpp.environments.math_environment import MathMultiRewardEnvironment
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.rollouts.rollouts import _merge
 
@@ -40,15 +40,6 @@ def test_response_is_scored_for_correctness_integer_and_format():
         and result.observations[2]["content"] == "Environment: incorrect"
     )
     assert result.terminateds.tolist() == [1] * len(RESPONSES) and result.answers[0] == "4"
-
-
-def test_misspelt_key_of_the_section_is_an_error():
-    with pytest.raises(ValueError, match="env.math_multi_reward.max_answer_char is unknown; did you mean max_answer_"):
-        MathMultiRewardEnvironment({"max_answer_char": 10})
-
-
-def test_last_answer_tag_is_extracted():
-    assert extract_answer("<answer>1</answer> then <answer> 2 </answer> x") == "2"
 
 
 def longer(completions, **columns):

@@ -7,7 +7,7 @@ import tiny
 import torch
 from fakes import ByteTokenizer, FakeGeneration, prompts
 from nemo_rl_cpp import run_eval
-from nemo_rl_cpp.config import ConfigError, load_eval_config
+from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
@@ -152,12 +152,6 @@ def test_repeat_and_the_command_line(checkpoints, capsys):
     assert run_eval.main([*arguments, "--dry-run"]) == 0
     assert "num_tests_per_prompt: 1" in capsys.readouterr().out
     assert run_eval.main([*arguments, "eval.k_value=3"]) == 2
-
-
-def test_env_name_is_required_if_there_are_several_environments():
-    assert load_eval_config("evals/eval.yaml", ["data.env_name=null"]).data.env_name == "math"
-    with pytest.raises(ConfigError, match="data.env_name is missing"):
-        load_eval_config("evals/eval.yaml", ["data.env_name=null", "+env.arithmetic={}"])
 
 
 def sums(metric, *overrides):

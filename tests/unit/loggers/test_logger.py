@@ -14,7 +14,6 @@ import pytest
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.loggers import tensorboard as tb_events
 from nemo_rl_cpp.loggers.folders import get_experiment_dir, get_next_experiment_dir
-from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.loggers.logger import Logger
 
 
@@ -152,19 +151,6 @@ def test_truncation_to_the_start_and_of_an_empty_folder(tmp_path):
     assert events(tmp_path / "tensorboard") == []
 
 
-def test_a_torn_event_file_is_cut_at_its_last_whole_record(tmp_path):
-    with Logger({"log_dir": str(tmp_path)}) as logger:
-        for step in (1, 2, 3):
-            logger.log_metrics({"x": step}, step)
-        logger.log_metrics({"torn": 3}, 3)
-    path = next((tmp_path / "tensorboard").glob("events*"))
-    path.write_bytes(path.read_bytes()[:-5])
-    with Logger({"log_dir": str(tmp_path)}) as logger:
-        logger.truncate_after(3)
-        logger.log_metrics({"after": 4.0}, 4)
-    assert [event[:2] for event in events(tmp_path / "tensorboard")] == [("x", 1), ("x", 2), ("x", 3), ("after", 4)]
-
-
 def test_a_torn_last_line_does_not_swallow_the_next_row(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
@@ -191,12 +177,6 @@ def test_importing_the_logger_imports_no_tracker_and_no_torch():
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
-
-
-def test_flatten_dict():
-    assert flatten_dict({"a": 1, "b": {"c": 2}}) == {"a": 1, "b.c": 2}
-    assert flatten_dict({"a": [1, 2], "b": {"c": [3, {"d": 4}]}}) == {"a.0": 1, "a.1": 2, "b.c.0": 3, "b.c.1.d": 4}
-    assert flatten_dict({"a": [1], "b": {"c": 2}}, sep="/", expand_lists=False) == {"a": [1], "b/c": 2}
 
 
 def test_experiment_folders_are_numbered_consecutively(tmp_path):
@@ -227,15 +207,9 @@ def _contents(folder):
 
 def test_a_resumed_run_logs_into_its_own_folder(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
-    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, checkpoint) == str(logs)
-
-
-def test_run_resumed_through_a_symlink_logs_into_the_same_folder(tmp_path):
-    logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "alias").symlink_to(tmp_path / "ck")
-    assert get_experiment_dir(
-        str(tmp_path / "logs"), {"log_dir": str(logs)}, tmp_path / "alias" / checkpoint.name
-    ) == str(logs)
+    for path in (checkpoint, tmp_path / "alias" / checkpoint.name):
+        assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, path) == str(logs)
 
 
 def test_run_with_moved_folders_logs_into_its_own_folder(tmp_path):

@@ -33,18 +33,6 @@ def test_every_kind_of_value_is_read_back(tmp_path):
     assert text.metadata.plugin_data.plugin_name == "text" and text.tensor.tensor_shape.dim[0].size == 1
 
 
-def test_files_of_tensorboardx_can_be_cut_back(tmp_path):
-    import tensorboardX
-
-    writer = tensorboardX.SummaryWriter(logdir=str(tmp_path))
-    for step in range(5):
-        writer.add_scalar("x", step, step)
-    writer.close()
-    path = next(tmp_path.glob(tb_events.PATTERN))
-    tb_events.truncate_events(path, 2)
-    assert [event.step for event in parse(tmp_path)] == [0, 0, 1, 2]
-
-
 def test_resumed_writer_appends_to_the_same_event_file(tmp_path):
     for step in (1, 2):
         file = SummaryWriter(tmp_path)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from nemo_rl_cpp.report import findings
-from nemo_rl_cpp.report.findings import LEVELS, RULES, Alerts, count, find, percent
+from nemo_rl_cpp.report.findings import LEVELS, RULES, Alerts, find
 from nemo_rl_cpp.report.history import MetricHistory
 
 H = MetricHistory.of
@@ -115,11 +115,6 @@ def test_equal_rewards_finding_tells_too_easy_from_too_hard_prompts():
     assert "too easy" in easy.advice and "too hard" in hard.advice and "others too hard" in both.advice
 
 
-def test_percentages_and_counts_are_formatted():
-    assert percent(0.714) == "71 %" and percent(0.0712) == "7.1 %" and percent(0.0) == "0 %" and percent(1.0) == "100 %"
-    assert count(1, "step") == "1 step" and count(3.0, "step") == "3 steps"
-
-
 SETTINGS = {
     "grpo": {
         "num_prompts_per_step": 8,
@@ -218,13 +213,9 @@ def test_group_findings_are_omitted_if_advantages_do_not_compare_groups():
 # ---- in the terminal: when findings are printed, how often, and what the last table says
 
 DEAD = {
-    "grad_norm": 0.0,
-    "reward": 0.5,
-    "groups/pct_equal": 100.0,
-    "accuracy": 0.5,
-    "advantages/min": 0.0,
+    "grad_norm": 0.0, "reward": 0.5, "groups/pct_equal": 100.0, "accuracy": 0.5, "advantages/min": 0.0,
     "advantages/max": 0.0,
-}
+}  # fmt: skip
 ALIVE = {"grad_norm": 1.0, "reward": 0.5, "groups/pct_equal": 10.0, "token_mult_prob_error": 1.0}
 
 

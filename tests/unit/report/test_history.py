@@ -48,18 +48,9 @@ def test_rows_that_are_not_whole_are_left_out(tmp_path):
 
 def test_numbers_are_short():
     pairs = [
-        (0, "0"),
-        (1.0, "1"),
-        (0.12345678, "0.1235"),
-        (2e-5, "2e-5"),
-        (12345, "12.3k"),
-        (1.5e6, "1.5M"),
-        (-3.2e9, "-3.2G"),
-        (math.nan, "nan"),
-        (math.inf, "∞"),
-        (-math.inf, "-∞"),
-        (9999, "9999"),
-    ]
+        (0, "0"), (1.0, "1"), (0.12345678, "0.1235"), (2e-5, "2e-5"), (12345, "12.3k"), (1.5e6, "1.5M"),
+        (-3.2e9, "-3.2G"), (math.nan, "nan"), (math.inf, "∞"), (-math.inf, "-∞"), (9999, "9999"),
+    ]  # fmt: skip
     assert [format_number(value) for value, _ in pairs] == [text for _, text in pairs]
 
 

@@ -203,12 +203,6 @@ def test_a_client_that_goes_away_frees_its_blocks(http, server, stream):
     assert http.get("/health").json()["answers_under_way"] == 0
 
 
-def test_a_stream_that_is_left_in_its_middle_ends(http, server):
-    with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
-        next(answer.iter_lines())
-    assert idle(server) and server.model.engine.state.used_blocks == 0
-
-
 def test_rollouts_repeat_and_their_calls_differ(http):
     ask = {"prompt": "plus minus", "max_tokens": 12, "temperature": 1}
 
@@ -221,19 +215,3 @@ def test_rollouts_repeat_and_their_calls_differ(http):
     assert first[0] != first[1] and first != other
     with_field = [post(http, "/v1/completions", **ask, rollout_key="c")["choices"] for _ in range(2)]
     assert with_field[0] != with_field[1]
-
-
-def test_the_openai_client(server):
-    openai = pytest.importorskip("openai")
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-        assert [card.id for card in client.models.list()][0] == "tiny"
-        ask = {"model": "tiny", "messages": [{"role": "user", "content": "what is"}], "max_tokens": 12, "seed": 4}
-        whole = client.chat.completions.create(**ask)
-        pieces = client.chat.completions.create(**ask, stream=True)
-        assert "".join(part.choices[0].delta.content or "" for part in pieces) == whole.choices[0].message.content
-        text = client.completions.create(model="tiny", prompt="what is", max_tokens=4, temperature=0)
-        assert text.usage.completion_tokens <= 4
-        with pytest.raises(openai.NotFoundError, match="does not exist"):
-            client.completions.create(model="gpt", prompt="x")
-        with pytest.raises(openai.BadRequestError, match="presence_penalty"):
-            client.completions.create(model="tiny", prompt="x", presence_penalty=1.5)

@@ -16,17 +16,9 @@ CAPABILITIES = {  # the files of csrc/kernels that are compiled for it
 PAIRS = re.compile(r"attention_\w+|gemm|kv_cache|linear_\w+|packed_weights")  # of avx512_bf16: what multiplies pairs
 # headers whose functions are no templates, or leave nothing behind once inlined
 HARMLESS = {
-    "arm_neon.h",
-    "cfloat",
-    "cmath",
-    "cstddef",
-    "cstdint",
-    "cstdlib",
-    "cstring",
-    "immintrin.h",
-    "type_traits",
+    "arm_neon.h", "cfloat", "cmath", "cstddef", "cstdint", "cstdlib", "cstring", "immintrin.h", "type_traits",
     "utility",
-}
+}  # fmt: skip
 MERGEABLE = re.compile(r"^[0-9a-f]* *([WwVvu]) (.*)$")
 
 

@@ -58,13 +58,9 @@ def vllm(folder: str, precision: str, threads: int, compiled: bool = False):
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        folder,
-        dtype=precision,
-        max_model_len=256,
-        enforce_eager=not compiled,
-        enable_prefix_caching=True,
+        folder, dtype=precision, max_model_len=256, enforce_eager=not compiled, enable_prefix_caching=True,
         skip_tokenizer_init=True,
-    )
+    )  # fmt: skip
     sampling = SamplingParams(temperature=1.0, min_tokens=NEW, max_tokens=NEW, ignore_eos=True, detokenize=False)
 
     def run(ids: list[list[int]]) -> int:
@@ -152,16 +148,11 @@ def environment_of(name: str, folder: Path) -> str:
     python = str(folder / name / "bin/python")
     subprocess.run(
         [
-            "uv",
-            "pip",
-            "install",
-            "--quiet",
-            f"--python={python}",
-            f"--override={overrides}",
+            "uv", "pip", "install", "--quiet", f"--python={python}", f"--override={overrides}",
             *ENVIRONMENTS[name]["packages"],
         ],
         check=True,
-    )
+    )  # fmt: skip
     return python
 
 
@@ -173,15 +164,9 @@ class Side:
 
         python = sys.executable if name == "ours" else environment_of(name, log.parent)
         command = [
-            python,
-            str(Path(__file__).resolve()),
-            "--side",
-            name,
-            "--model",
-            folder,
-            "--precision",
+            python, str(Path(__file__).resolve()), "--side", name, "--model", folder, "--precision",
             arguments.precision,
-        ]
+        ]  # fmt: skip
         environment = os.environ | {
             "OMP_NUM_THREADS": str(arguments.threads),
             "HF_HUB_OFFLINE": "1",

@@ -12,12 +12,9 @@ from harness import alternate, begin
 from nemo_rl_cpp._native import C
 
 SHAPES = {
-    "SmolLM2 qkv": (960, 576),
-    "SmolLM2 gate, up": (3072, 576),
-    "SmolLM2 down": (576, 1536),
-    "Qwen 0.5B gate, up": (9728, 896),
-    "Qwen 0.5B down": (896, 4864),
-}
+    "SmolLM2 qkv": (960, 576), "SmolLM2 gate, up": (3072, 576), "SmolLM2 down": (576, 1536),
+    "Qwen 0.5B gate, up": (9728, 896), "Qwen 0.5B down": (896, 4864),
+}  # fmt: skip
 
 
 def products(M: int, N: int, K: int, dtype: torch.dtype) -> dict:

@@ -66,13 +66,9 @@ def main() -> None:
             per_token = times.median / (base * scale)
             first = first or per_token
             add(
-                report,
-                f"{base * scale} tokens, samples of 64",
-                f"{scale}x",
-                base * scale,
-                times,
+                report, f"{base * scale} tokens, samples of 64", f"{scale}x", base * scale, times,
                 of_1x=per_token / first,
-            )
+            )  # fmt: skip
     tokens = 2 * MICRO_BATCH_TOKENS
     sides = {f"step {length}": step_of(run, tokens // length, length) for length in LENGTHS}
     sides |= {f"attention {length}": attention_of(config, dtype, tokens // length, length) for length in LENGTHS}

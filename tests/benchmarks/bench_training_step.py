@@ -187,17 +187,9 @@ class Side:
 
     def __init__(self, name: str, folder: str, precision: str, arguments: argparse.Namespace) -> None:
         command = [
-            sys.executable,
-            __file__,
-            "--side",
-            name,
-            "--model",
-            folder,
-            "--precision",
-            precision,
-            "--lengths",
+            sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision, "--lengths",
             arguments.lengths,
-        ]
+        ]  # fmt: skip
         command += ["--threads", str(arguments.threads), "--prompt", str(arguments.prompt)]
         environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1") if "tuned" in name else None
         self.errors = tempfile.TemporaryFile("w+")

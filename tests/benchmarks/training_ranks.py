@@ -24,11 +24,8 @@ class Bench:
 
     def __init__(self, args, names, ranks):
         self.ranks, self.micro_batches, self.checkpoint, self.before = (
-            ranks,
-            args.micro_batches,
-            args.checkpoint,
-            peak_mb(),
-        )
+            ranks, args.micro_batches, args.checkpoint, peak_mb(),
+        )  # fmt: skip
         folder = ModelFolder(canonical_config(TINY_CONFIG | SMOLLM2 | {"num_hidden_layers": args.layers}), None, seed=1)
         self.model = C.DecoderModel(folder.native(), getattr(torch, args.precision), True)
         self.model.masters.normal_(std=0.02, generator=torch.Generator().manual_seed(3))

@@ -12,12 +12,9 @@ from safetensors.torch import load_file, save_file
 SMALL = BASE | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 TOKENS = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(BASE["vocab_size"] - 3))]
 

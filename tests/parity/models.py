@@ -7,18 +7,10 @@ import sys
 import torch
 
 BASE = dict(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    pad_token_id=0,
-    bos_token_id=1,
+    vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, rms_norm_eps=1e-5, pad_token_id=0, bos_token_id=1,
     eos_token_id=2,
-)
+)  # fmt: skip
 
 
 @functools.cache
@@ -44,13 +36,9 @@ def configurations() -> dict:
     )  # fmt: skip
 
     llama3 = dict(
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=32,
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32,
         rope_theta=10000.0,
-    )
+    )  # fmt: skip
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
     linear = dict(rope_type="linear", factor=2.0, rope_theta=5000.0)
     nested = lambda scaling: {
@@ -58,22 +46,16 @@ def configurations() -> dict:
         "sliding_attention": dict(rope_type="default", rope_theta=700.0),
     }  # noqa: E731
     longrope = dict(
-        rope_type="longrope",
-        short_factor=[1.0 + i / 10 for i in range(6)],
-        long_factor=[2.0 + i for i in range(6)],
-        rope_theta=10000.0,
-        partial_rotary_factor=0.75,
-    )
+        rope_type="longrope", short_factor=[1.0 + i / 10 for i in range(6)], long_factor=[2.0 + i for i in range(6)],
+        rope_theta=10000.0, partial_rotary_factor=0.75,
+    )  # fmt: skip
     phi3 = {**BASE, "hidden_size": 64}
     experts = dict(num_experts=6, num_experts_per_tok=3)
     qwen_moe = {**BASE, **experts, "moe_intermediate_size": 24}
     recurrent = dict(
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=32,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
         linear_conv_kernel_dim=4,
-    )
+    )  # fmt: skip
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
         "llama": LlamaConfig(**BASE, head_dim=16),

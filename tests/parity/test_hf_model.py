@@ -81,19 +81,10 @@ def test_gradients_equal_transformers(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        "llama_tied",
-        "qwen2",
-        "qwen3",
-        "olmo3",
-        "granite_tied_biases",
-        "phi3",
-        "gemma3",
-        "qwen3_moe",
-        "qwen2_moe",
-        "qwen3_5",
-        "gpt_oss",
+        "llama_tied", "qwen2", "qwen3", "olmo3", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "qwen2_moe",
+        "qwen3_5", "gpt_oss",
     ],
-)
+)  # fmt: skip
 def test_ten_adamw_steps_equal_torch(name, tmp_path):
     hf = build(name, tmp_path)
     model = load(tmp_path)
@@ -123,26 +114,11 @@ def test_ten_adamw_steps_equal_torch(name, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "llama_biases",
-        "qwen2_tied",
-        "qwen3",
-        "olmo3",
-        "smollm3",
-        "granite",
-        "phi3",
-        "phi3_longrope",
-        "gemma2",
-        "gemma3",
-        "qwen3_moe",
-        "qwen3_moe_dense_layer",
-        "olmoe",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_5",
-        "qwen3_5_tied_other_layers",
-        "gpt_oss",
+        "llama_biases", "qwen2_tied", "qwen3", "olmo3", "smollm3", "granite", "phi3", "phi3_longrope", "gemma2",
+        "gemma3", "qwen3_moe", "qwen3_moe_dense_layer", "olmoe", "mixtral", "qwen2_moe", "qwen3_5",
+        "qwen3_5_tied_other_layers", "gpt_oss",
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_saved_checkpoint_gives_transformers_the_same_logits(name, shard_bytes, tmp_path):
     from transformers import AutoModelForCausalLM

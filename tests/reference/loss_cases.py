@@ -24,36 +24,16 @@ LOSSES = {
 """Name of a loss -> the keys that it fixes; the others are drawn."""
 OF_TOKENS = ["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "geo-tis", "geo-icepop"]
 DEFAULTS = {
-    "name": "clipped_pg",
-    "loss_agg_mode": None,
-    "loss_scale_factor": None,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "dro_beta": 0.1,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "disable_ppo_ratio": False,
-    "token_level_loss": True,
-    "sequence_level_importance_ratios": False,
-    "ratio_clip_min": 0.2,
-    "ratio_clip_max": 0.2,
-    "ratio_clip_c": None,
-    "reference_policy_kl_penalty": 0.01,
-    "reference_policy_kl_type": "k3",
-    "kl_input_clamp_value": 20.0,
-    "kl_output_clamp_value": 10.0,
-    "use_kl_in_reward": False,
-    "use_importance_sampling_correction": False,
-    "truncated_importance_sampling_type": None,
-    "truncated_importance_sampling_ratio": None,
-    "truncated_importance_sampling_ratio_min": None,
-    "use_on_policy_kl_approximation": False,
-    "force_on_policy_ratio": False,
-    "use_cispo": False,
-    "positive_example_nll_weight": 0.0,
-}
+    "name": "clipped_pg", "loss_agg_mode": None, "loss_scale_factor": None, "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05, "dro_beta": 0.1, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0, "disable_ppo_ratio": False, "token_level_loss": True,
+    "sequence_level_importance_ratios": False, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None,
+    "reference_policy_kl_penalty": 0.01, "reference_policy_kl_type": "k3", "kl_input_clamp_value": 20.0,
+    "kl_output_clamp_value": 10.0, "use_kl_in_reward": False, "use_importance_sampling_correction": False,
+    "truncated_importance_sampling_type": None, "truncated_importance_sampling_ratio": None,
+    "truncated_importance_sampling_ratio_min": None, "use_on_policy_kl_approximation": False,
+    "force_on_policy_ratio": False, "use_cispo": False, "positive_example_nll_weight": 0.0,
+}  # fmt: skip
 
 
 def config(rng, name=None):

@@ -216,8 +216,5 @@ def mse_value_loss(v, data, scale, cliprange, num_toks):
     seen = v.detach()[mask != 0]
     low, high = (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 0.0)
     return loss, metrics | {
-        "loss": float(loss.detach()),
-        "values_min": low,
-        "values_max": high,
-        "num_valid_samples": len(v),
-    }
+        "loss": float(loss.detach()), "values_min": low, "values_max": high, "num_valid_samples": len(v),
+    }  # fmt: skip

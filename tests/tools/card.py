@@ -137,15 +137,9 @@ def download(folder: Path, python: str) -> None:
     platforms = [f"--platform=manylinux{which}_x86_64" for which in ("_2_28", "_2_27", "_2_17", "2014")]
     for package in PACKAGES:
         line = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "--only-binary=:all:",
+            sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",
             f"--python-version={python}",
-        ]
+        ]  # fmt: skip
         subprocess.run([*line, *platforms, "-d", str(folder), package], check=True)
 
 

@@ -29,16 +29,8 @@ PLAIN_DECORATORS = {"abstractmethod", "cache", "cached_property", "classmethod",
                     "lru_cache", "no_grad", "overload", "property", "setter", "staticmethod"}  # fmt: skip
 # functions that look an attribute up by a text that they are given
 LOOK_UP = {
-    "getattr",
-    "hasattr",
-    "call_remote",
-    "_tell",
-    "_ask",
-    "_of_engines",
-    "call_all",
-    "call_each",
-    "call_for_one_value",
-}
+    "getattr", "hasattr", "call_remote", "_tell", "_ask", "_of_engines", "call_all", "call_each", "call_for_one_value",
+}  # fmt: skip
 # methods that a base class of another package calls
 CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "launch", "nemo_rl_cpp_weights", "run",
                        "visit_Concat", "visit_Getitem"}  # fmt: skip

@@ -21,18 +21,9 @@ def run(code):
 def test_importing_the_package_is_light():
     loaded = run("import sys, nemo_rl_cpp; print(*{name.split('.')[0] for name in sys.modules})")
     heavy = {
-        "torch",
-        "numpy",
-        "ray",
-        "vllm",
-        "transformers",
-        "datasets",
-        "wandb",
-        "mlflow",
-        "swanlab",
-        "trackio",
+        "torch", "numpy", "ray", "vllm", "transformers", "datasets", "wandb", "mlflow", "swanlab", "trackio",
         "matplotlib",
-    }
+    }  # fmt: skip
     assert heavy & set(loaded) == set()
 
 
@@ -52,15 +43,7 @@ def test_no_public_module_imports_an_optional_package():
     imported = [name for name in printed if name.startswith("nemo_rl_cpp.")]
     assert len(imported) > 100 and "nemo_rl_cpp.algorithms.loop" in imported
     optional = {
-        "ray",
-        "vllm",
-        "transformers",
-        "datasets",
-        "wandb",
-        "mlflow",
-        "swanlab",
-        "trackio",
-        "reasoning_gym",
+        "ray", "vllm", "transformers", "datasets", "wandb", "mlflow", "swanlab", "trackio", "reasoning_gym",
         "omegaconf",
-    }
+    }  # fmt: skip
     assert optional & loaded == set()

@@ -74,12 +74,9 @@ def test_response_is_split_into_reasoning_and_answer(text, expected):
 def rollouts(texts, rewards, groups, tasks=None, **columns):
     logs = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": text}] for text in texts]
     return BatchedDataDict(
-        message_log=logs,
-        total_reward=torch.tensor(rewards),
-        group_id=torch.tensor(groups),
-        task_name=tasks or ["t"] * len(texts),
-        **columns,
-    )
+        message_log=logs, total_reward=torch.tensor(rewards), group_id=torch.tensor(groups),
+        task_name=tasks or ["t"] * len(texts), **columns,
+    )  # fmt: skip
 
 
 def letters(text, add_special_tokens):

@@ -30,11 +30,8 @@ def test_scaling_maps_clamps_and_reaches_components(capsys):
     }
     out = scale_rewards(batch, RewardScalingConfig(enabled=True, target_min=-1.0, target_max=1.0))
     assert out["total_reward"].tolist() == [-1.0, 1.0, 0.0, 1.0] and out["reward/format"].tolist() == [
-        1.0,
-        -1.0,
-        1.0,
-        -1.0,
-    ]
+        1.0, -1.0, 1.0, -1.0,
+    ]  # fmt: skip
     assert out["reward"] == "kept" and "1 of 4" in capsys.readouterr().out
     same = {"total_reward": torch.tensor([3.0])}
     assert scale_rewards(same, {"enabled": False})["total_reward"].tolist() == [3.0]

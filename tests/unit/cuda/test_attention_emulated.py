@@ -171,20 +171,9 @@ def test_a_step_of_prompts_decodes_and_rows_of_no_sequence_equals_the_cpu(kernel
     out, tables = torch.full((rows, N * H), 7.0, dtype=dtype), [entry for s in slices for entry in s[3]]
     flat = table([[*s[:3], sum(len(o[3]) for o in slices[:i]), len(s[3])] for i, s in enumerate(slices)])
     status = kernels.attention_paged(
-        N,
-        K,
-        H,
-        is_bf16(qkv),
-        0,
-        0.0,
-        qkv,
-        flat,
-        len(slices),
-        torch.tensor(tables, dtype=torch.int32),
-        rows,
-        got_cache,
+        N, K, H, is_bf16(qkv), 0, 0.0, qkv, flat, len(slices), torch.tensor(tables, dtype=torch.int32), rows, got_cache,
         out,
-    )
+    )  # fmt: skip
     assert status == 0
     close(out[:18], expected, bound)
     assert torch.equal(bits(got_cache), bits(turned(expected_cache, H, to_pairs=False)))

@@ -40,22 +40,9 @@ def test_gae_equals_the_cpu(kernels, B, S, lambda_value, alpha, kl_coef):
     cpu = ops.gae(rewards, values, mask.bool(), config, logprobs=x, reference_logprobs=reference)
     advantages, returns = torch.full((2, B, S), math.nan, dtype=F64)
     kernels.gae(
-        B,
-        S,
-        rewards,
-        values,
-        mask,
-        x,
-        reference,
-        advantages,
-        returns,
-        0.99,
-        0.95,
-        lambda_value or 0.95,
-        lambda_value is not None,
-        alpha,
-        kl_coef,
-    )
+        B, S, rewards, values, mask, x, reference, advantages, returns, 0.99, 0.95, lambda_value or 0.95,
+        lambda_value is not None, alpha, kl_coef,
+    )  # fmt: skip
     near(advantages, cpu.advantages)
     near(returns, cpu.returns)
 
@@ -82,12 +69,8 @@ def test_token_advantages_equal_the_definition(kernels, B, S):
 @pytest.mark.parametrize("cliprange", [0.0, 0.3])
 def test_value_loss_equals_the_cpu(kernels, B, S, cliprange):
     values, returns, old, mask, sample = (
-        randn(B, S),
-        randn(B, S, seed=1),
-        randn(B, S, seed=2),
-        mask_of(B, S),
-        torch.ones(B, dtype=F64),
-    )
+        randn(B, S), randn(B, S, seed=1), randn(B, S, seed=2), mask_of(B, S), torch.ones(B, dtype=F64),
+    )  # fmt: skip
     sample[0] = 0.0 if B > 1 else 1.0
     valid = torch.tensor([float((mask * sample[:, None]).sum())], dtype=F64)
     _, grad, metrics = C.mse_value_loss(values, returns, old, mask, sample, valid, 1.0, cliprange)
@@ -107,11 +90,8 @@ def test_value_loss_equals_the_cpu(kernels, B, S, cliprange):
 )  # fmt: skip
 def test_clipped_pg_loss_equals_the_cpu(kernels, B, S, mode, sequence_level, kl_penalty):
     (x, prev, generation, reference), advantages, mask, sample = (
-        logprobs(B, S),
-        randn(B, S, seed=6),
-        mask_of(B, S),
-        torch.ones(B, dtype=F64),
-    )
+        logprobs(B, S), randn(B, S, seed=6), mask_of(B, S), torch.ones(B, dtype=F64),
+    )  # fmt: skip
     valid = float((mask * sample[:, None]).sum())
     counts = torch.tensor([valid, float(sample.sum()), 0.0], dtype=F64)
     config = C.ClippedPGConfig()
@@ -126,21 +106,8 @@ def test_clipped_pg_loss_equals_the_cpu(kernels, B, S, mode, sequence_level, kl_
     _, grad, _, metrics = C.clipped_pg_loss(x, *whole, sample, None, None, None, counts[0:1], counts[1:2], None, config)
     got_grad, got_metrics = torch.full_like(grad, math.nan), torch.zeros(len(C.clipped_pg_metric_names()), dtype=F64)
     kernels.clipped_pg_loss(
-        B,
-        S,
-        x,
-        advantages,
-        prev,
-        generation,
-        reference,
-        mask,
-        sample,
-        counts,
-        config.ratio_mode,
-        sequence_level,
-        kl_penalty,
-        got_grad,
-        got_metrics,
-    )
+        B, S, x, advantages, prev, generation, reference, mask, sample, counts, config.ratio_mode, sequence_level,
+        kl_penalty, got_grad, got_metrics,
+    )  # fmt: skip
     near(got_grad, grad)
     near(got_metrics, metrics.to(F64))

@@ -15,13 +15,8 @@ def padded():
 def test_padded_fields_are_split_into_per_token_and_per_sample():
     batch = RaggedBatch.of(padded())
     assert batch.tokens["input_ids"].tolist() == [1, 2, 3, 4, 5, 6] and batch.tokens["mask"].tolist() == [
-        0,
-        1,
-        0,
-        1,
-        1,
-        1,
-    ]
+        0, 1, 0, 1, 1, 1,
+    ]  # fmt: skip
     assert batch.tokens["states"].shape == (6, 2) and batch.tokens["states"][3].tolist() == [10.0, 11.0]
     assert set(batch.samples) == {"reward", "name", "epoch"} and batch.size == 3 and batch.num_tokens == 6
     assert batch.offsets.tolist() == [0, 2, 5, 6] == offsets_of(torch.tensor([2, 3, 1])).tolist()

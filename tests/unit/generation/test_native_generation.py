@@ -76,12 +76,9 @@ def test_generation_logprobs_equal_the_trainers_bit_for_bit(family, precision, t
             (23, 1000, 4, False),
         ):
             policy = make_policy(
-                precision,
-                {"model_type": family, **LAYERS[family]},
-                max_batch_size=batch,
-                prefill_chunk_tokens=chunk,
+                precision, {"model_type": family, **LAYERS[family]}, max_batch_size=batch, prefill_chunk_tokens=chunk,
                 temperature=0.8,
-            )
+            )  # fmt: skip
             policy.config.__dict__["share_prompt_prefix"] = share
             sizes = [1 + (37 * i) % 300 for i in range(6)]
             inputs = prompts(sizes, generations, seed=batch)

@@ -7,17 +7,10 @@ from nemo_rl_cpp._native import C
 from reference import sampling as reference
 
 RULES = [
-    {},
-    {"temperature": 0.5},
-    {"temperature": 1.7},
-    {"top_k": 1},
-    {"top_k": 50},
-    {"top_p": 0.9},
-    {"top_p": 1e-6},
-    {"top_p": 0.999},
-    {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    {}, {"temperature": 0.5}, {"temperature": 1.7}, {"top_k": 1}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 1e-6},
+    {"top_p": 0.999}, {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
     {"temperature": 2.0, "top_k": 3000, "top_p": 0.95},
-]
+]  # fmt: skip
 
 
 def logits_rows(kind: str, V: int) -> torch.Tensor:

@@ -52,12 +52,9 @@ def test_group_reward_metrics_by_hand():
     rewards = [1, 1, 0, 0, 1, 0, 0.5, 0.5]
     metrics = group_reward_metrics(rewards, np.repeat([7, 3, 5, 9], 2))
     assert metrics == {
-        "groups/num": 4.0,
-        "groups/pct_equal": 75.0,
-        "groups/pct_equal_best": 25.0,
-        "groups/pct_equal_worst": 25.0,
+        "groups/num": 4.0, "groups/pct_equal": 75.0, "groups/pct_equal_best": 25.0, "groups/pct_equal_worst": 25.0,
         "groups/pct_mixed": 25.0,
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("value, best, worst", [(1.0, 100.0, 0.0), (0.0, 0.0, 100.0), (-1.0, 0.0, 100.0)])

@@ -38,11 +38,8 @@ def test_split_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_join_is_the_inverse_of_split(dtype):
     shapes = {
-        "gate_up_proj": (3, 8, 10),
-        "gate_up_proj_bias": (3, 10),
-        "down_proj": (3, 5, 8),
-        "down_proj_bias": (3, 8),
-    }
+        "gate_up_proj": (3, 8, 10), "gate_up_proj_bias": (3, 10), "down_proj": (3, 5, 8), "down_proj_bias": (3, 8),
+    }  # fmt: skip
     given = {PREFIX + name: torch.randn(shape).to(dtype) for name, shape in shapes.items()} | {
         "model.norm.weight": torch.ones(8, dtype=dtype)
     }

@@ -18,23 +18,16 @@ from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.rope import rope_frequencies
 
 QWEN = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "num_attention_heads": 32,
-    "vocab_size": 100,
-    "intermediate_size": 64,
+    "model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 32, "vocab_size": 100, "intermediate_size": 64,
     "num_hidden_layers": 4,
-}
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def test_both_config_formats_have_one_canonical_form_and_other_keys_stay():
     four = TINY_CONFIG | {
-        "rope_theta": 500.0,
-        "rope_scaling": {"type": "linear", "factor": 2},
-        "eos_token_id": [1, 2],
-        "my_own": None,
-    }
+        "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}, "eos_token_id": [1, 2], "my_own": None,
+    }  # fmt: skip
     five = {k: v for k, v in four.items() if not k.startswith("rope")} | {
         "rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2}
     }
@@ -52,11 +45,8 @@ def test_omitted_config_values_default_as_in_transformers():
     assert canonical_config({"model_type": "llama"})["max_position_embeddings"] == 2048
     qwen = canonical_config(QWEN)
     assert (qwen["num_key_value_heads"], qwen["head_dim"], qwen["rms_norm_eps"], qwen["max_position_embeddings"]) == (
-        32,
-        2,
-        1e-6,
-        32768,
-    )
+        32, 2, 1e-6, 32768,
+    )  # fmt: skip
     assert canonical_config(QWEN | {"model_type": "qwen3"})["head_dim"] == 128
     assert canonical_config(QWEN | {"num_key_value_heads": None})["num_key_value_heads"] == 32
 
@@ -125,17 +115,14 @@ def changes(old, new):
         ),
         (
             {
-                "max_position_embeddings": 1024,
-                "eos_token_id": 3,
-                "hidden_act": "swish",
-                "attention_bias": 0,
+                "max_position_embeddings": 1024, "eos_token_id": 3, "hidden_act": "swish", "attention_bias": 0,
                 "layer_types": ["full_attention"] * 2,
             },
             [],
         ),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 10000, "rope_type": "default"}}, []),
     ],
-)
+)  # fmt: skip
 def test_architecture_changes_between_two_models_are_listed(changed, said):
     assert sorted(changes(TINY_CONFIG, TINY_CONFIG | changed)) == sorted(said)
     assert (architecture(TINY_CONFIG) == architecture(TINY_CONFIG | changed)) is not bool(said)
@@ -191,12 +178,9 @@ def test_each_layer_gets_its_rotary_table_or_none():
 
 def test_expert_layers_and_their_tensor_names_follow_the_config():
     config = QWEN | {
-        "model_type": "qwen2_moe",
-        "hidden_size": 256,
-        "num_local_experts": 6,
-        "mlp_only_layers": [1],
+        "model_type": "qwen2_moe", "hidden_size": 256, "num_local_experts": 6, "mlp_only_layers": [1],
         "decoder_sparse_step": 2,
-    }
+    }  # fmt: skip
     experts = native_config(config)["experts"]
     assert experts["layers"] == [3] and experts["count"] == 6 and experts["shared_size"] == 5632
     shapes = parameter_shapes(native_config(config))

@@ -88,15 +88,9 @@ def test_only_files_of_the_model_itself_go(tmp_path):
     model = ["config.json", "model.safetensors", "merges.txt", "a[1].json", "README.md"]
     model += [f"adapter/{name}" for name in ("adapter_config.json", "adapter_model.safetensors", "base.json")]
     others = [
-        "step_10/policy/optimizer/state.safetensors",
-        "sub/token.json",
-        "notes.txt",
-        "merges.txt.bak",
-        ".hidden.json",
-        "[x]*.json/a1.json",
-        "adapter/notes.txt",
-        "adapter/sub/a.json",
-    ]
+        "step_10/policy/optimizer/state.safetensors", "sub/token.json", "notes.txt", "merges.txt.bak", ".hidden.json",
+        "[x]*.json/a1.json", "adapter/notes.txt", "adapter/sub/a.json",
+    ]  # fmt: skip
     for name in model + others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")

@@ -71,14 +71,9 @@ def test_experts_get_no_adapters_but_attention_does():
     trainer = C.Trainer(adapted(lora, folder))
     ids, out = torch.arange(3, 15)[None], torch.zeros(1, 12)
     trainer.forward(
-        padded_rows(ids, torch.tensor([12]), torch.ones(1, 12, dtype=torch.bool), torch.tensor([-1])),
-        [0],
-        1.0,
-        False,
-        True,
-        False,
-        out,
-    )
+        padded_rows(ids, torch.tensor([12]), torch.ones(1, 12, dtype=torch.bool), torch.tensor([-1])), [0], 1.0, False,
+        True, False, out,
+    )  # fmt: skip
     trainer.backward(torch.ones(1, 12))
     assert trainer.grad_norm() > 0 and trainer.grads.isfinite().all()
 

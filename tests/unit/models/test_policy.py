@@ -302,13 +302,9 @@ def test_the_reference_stays_at_the_initial_weights():
 
 def test_policy_accepts_its_section_as_a_dictionary():
     section = {
-        "model_name": "tiny-random",
-        "precision": "float32",
-        "train_global_batch_size": 12,
-        "train_micro_batch_size": 12,
-        "max_total_sequence_length": 16,
-        "generation": {"temperature": 1.0},
-    }
+        "model_name": "tiny-random", "precision": "float32", "train_global_batch_size": 12,
+        "train_micro_batch_size": 12, "max_total_sequence_length": 16, "generation": {"temperature": 1.0},
+    }  # fmt: skip
     policy = Policy(None, section, tiny_tokenizer(), seed=1, init_reference_model=False)
     assert policy.weight_digest() == make_policy(init_reference_model=False).weight_digest()
     assert policy.config.generation.max_new_tokens == 16

@@ -37,12 +37,9 @@ def make_data(value, seed=0):
     mask = ((position >= 4) & (position < lengths[:, None])).float()
     ids[:, :4] = ids[::4].repeat_interleave(4, 0)[:, :4]
     data = {
-        "input_ids": ids,
-        "input_lengths": lengths,
-        "token_mask": mask,
-        "sample_mask": torch.ones(12),
+        "input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(12),
         "group_id": torch.arange(12) // 4,
-    }
+    }  # fmt: skip
     data["values"] = value.get_values(data)["values"]
     data["returns"] = torch.randn(ids.shape, generator=random)
     return data

@@ -261,12 +261,9 @@ def test_rows_are_independent_of_the_batch_they_are_in():
 def test_a_missing_half_of_the_kl_is_named():
     with pytest.raises(ValueError, match="one is missing"):
         ops.gae(
-            torch.ones(1),
-            torch.zeros(1, 2),
-            torch.ones(1, 2),
-            ops.GAEConfig(gamma=1.0, gae_lambda=1.0, kl_coef=0.1),
+            torch.ones(1), torch.zeros(1, 2), torch.ones(1, 2), ops.GAEConfig(gamma=1.0, gae_lambda=1.0, kl_coef=0.1),
             logprobs=torch.zeros(1, 2),
-        )
+        )  # fmt: skip
     with pytest.raises(ValueError, match="k1, k2 or k3"):
         ops.reinforce_plus_plus(torch.ones(1), torch.ones(1, 2), kl_type="k9")
 

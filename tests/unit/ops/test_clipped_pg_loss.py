@@ -93,13 +93,9 @@ def one_row(ratios, advantage, penalty=None, **config):
     prev = torch.full((1, len(ratios) + 1), -1.0, dtype=torch.float64)
     x = prev[:, 1:] + torch.tensor([ratios], dtype=torch.float64).log()
     data = {
-        "advantages": torch.full_like(prev, advantage),
-        "prev_logprobs": prev,
-        "generation_logprobs": prev,
-        "token_mask": torch.ones_like(prev),
-        "sample_mask": torch.ones(1),
-        "kl_cov_penalty": penalty,
-    }
+        "advantages": torch.full_like(prev, advantage), "prev_logprobs": prev, "generation_logprobs": prev,
+        "token_mask": torch.ones_like(prev), "sample_mask": torch.ones(1), "kl_cov_penalty": penalty,
+    }  # fmt: skip
     fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0, **config))
     return fn.native(x, data, torch.tensor(1.0), torch.tensor(float(len(ratios))))
 
@@ -377,14 +373,10 @@ def test_a_token_far_from_its_generator_changes_no_other(mode):
         for k, v in data.items()
         if k
         in (
-            "advantages",
-            "prev_logprobs",
-            "generation_logprobs",
-            "reference_policy_logprobs",
-            "token_mask",
+            "advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "token_mask",
             "sample_mask",
         )
-    }
+    }  # fmt: skip
     near = ops.clipped_pg_loss(x, ops.ClippedPGInputs(**data), config=config)
     data["generation_logprobs"] = data["generation_logprobs"].clone()
     data["generation_logprobs"][:, 21] -= 1.5

@@ -50,12 +50,9 @@ def test_linear_equals_the_cpu(shape, dtype, bound, out):
         return y
 
     cpu, gpu = on_both(
-        forward,
-        randn(M, K, dtype=dtype),
-        randn(N, K, dtype=dtype, seed=1),
-        randn(N, dtype=dtype, seed=2),
+        forward, randn(M, K, dtype=dtype), randn(N, K, dtype=dtype, seed=1), randn(N, dtype=dtype, seed=2),
         torch.empty(M, N, dtype=out),
-    )
+    )  # fmt: skip
     close(gpu, cpu, bound)
 
 
@@ -99,12 +96,9 @@ def test_linear_swiglu_equals_the_cpu(dtype, bound):
         return act
 
     cpu, gpu = on_both(
-        run,
-        randn(40, 64, dtype=dtype),
-        randn(2 * 56, 64, dtype=dtype, seed=1),
-        randn(2 * 56, dtype=dtype, seed=2),
+        run, randn(40, 64, dtype=dtype), randn(2 * 56, 64, dtype=dtype, seed=1), randn(2 * 56, dtype=dtype, seed=2),
         torch.empty(40, 56, dtype=dtype),
-    )
+    )  # fmt: skip
     close(gpu, cpu, bound)
 
 
@@ -175,13 +169,9 @@ def test_a_copied_block_holds_the_same_positions():
 # ---------------------------------------------------------------- head and sampling
 
 RULES = [
-    dict(),
-    dict(temperature=0.6),
-    dict(top_p=0.9),
-    dict(top_k=40),
-    dict(top_p=0.8, top_k=40),
+    dict(), dict(temperature=0.6), dict(top_p=0.9), dict(top_k=40), dict(top_p=0.8, top_k=40),
     dict(top_p=0.999, temperature=2.0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)

@@ -47,17 +47,9 @@ def test_the_same_as_a_mapping():
     )
     assert torch.equal(made.values, torch.ones(5)) and made["my_tokens"].tolist() == [[1, 2, 3], [4, 5, 0]]
     assert list(made) == [
-        "input_ids",
-        "input_lengths",
-        "token_mask",
-        "generation_logprobs",
-        "values",
-        "my_tokens",
-        "sample_mask",
-        "rewards",
-        "reward/right",
-        "my_column",
-    ]
+        "input_ids", "input_lengths", "token_mask", "generation_logprobs", "values", "my_tokens", "sample_mask",
+        "rewards", "reward/right", "my_column",
+    ]  # fmt: skip
     assert dict(made)["reward/right"].tolist() == [1.0, 0.0] and len(made) == 10
     del made["values"], made["my_column"], made["reward/right"]
     assert "values" not in made and "my_column" not in made and "reward/right" not in made

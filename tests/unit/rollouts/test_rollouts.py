@@ -69,13 +69,9 @@ def test_several_turns_by_hand():
 
 def test_max_rollout_turns_ends_a_conversation():
     result, metrics = run_multi_turn_rollout(
-        FakeGeneration(lambda p, k: "x"),
-        echo_batch([1, 9]),
-        TOKENIZER,
-        {"echo": EchoEnvironment()},
-        100,
+        FakeGeneration(lambda p, k: "x"), echo_batch([1, 9]), TOKENIZER, {"echo": EchoEnvironment()}, 100,
         max_rollout_turns=2,
-    )
+    )  # fmt: skip
     assert metrics["max_turns_reached_rate"] == 0.5 and metrics["natural_termination_rate"] == 0.5
     assert result["truncated"].tolist() == [False, False]
 
@@ -84,13 +80,9 @@ def test_max_rollout_turns_ends_a_conversation():
 def test_observation_that_just_fits_ends_the_conversation(room, observed, flag):
     # prompt 2 + response 3 (with eos) + observation 2 = 7
     result, _ = run_multi_turn_rollout(
-        FakeGeneration(lambda p, k: "ab"),
-        echo_batch([2]),
-        TOKENIZER,
-        {"echo": EchoEnvironment()},
-        room,
+        FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, room,
         max_rollout_turns=1,
-    )
+    )  # fmt: skip
     assert len(result["message_log"][0][2]["token_ids"]) == observed
     assert result["message_log"][0][2]["content"] == "AB"
     assert result["truncated"].tolist() == [flag]

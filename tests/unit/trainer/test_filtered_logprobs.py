@@ -106,17 +106,9 @@ def test_model_gradient_matches_finite_differences(with_unfiltered):
     def objective():
         out, unfiltered = (torch.zeros(4, 12, dtype=torch.float64) for _ in range(2))
         trainer.forward(
-            batch,
-            [0, 1, 2, 3],
-            0.8,
-            True,
-            True,
-            False,
-            out,
-            top_p=0.95,
-            top_k=40,
+            batch, [0, 1, 2, 3], 0.8, True, True, False, out, top_p=0.95, top_k=40,
             unfiltered=unfiltered if with_unfiltered else None,
-        )
+        )  # fmt: skip
         removed = torch.isinf(out)
         value = (out.masked_fill(removed, 0.0) * weights[0]).sum() + (unfiltered * weights[1]).sum()
         return float(value), removed
@@ -164,11 +156,8 @@ def rollout(policy, greedy=False):
 NO_KL = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
 WITH_KL = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
 FILTERS = [
-    {"top_p": 0.7},
-    {"top_k": 4},
-    {"temperature": 0.7, "top_p": 0.8, "top_k": 6},
-    {"temperature": 1.4, "top_p": 0.3},
-]
+    {"top_p": 0.7}, {"top_k": 4}, {"temperature": 0.7, "top_p": 0.8, "top_k": 6}, {"temperature": 1.4, "top_p": 0.3},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -109,13 +109,9 @@ def test_steps_of_grpo_are_exact(tmp_path, precision, sampling):
         assert row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0
         assert row["token_mult_prob_error"] == 1.0 and row["grad_norm"] > 0
     again = tiny.train(
-        tmp_path / "again",
-        *tiny.SMALL,
-        "cluster.device=cuda",
-        "grpo.max_num_steps=2",
-        f"policy.precision={precision}",
+        tmp_path / "again", *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}",
         *sampling,
-    )
+    )  # fmt: skip
     assert again.policy.weight_digest() == run.policy.weight_digest()
 
 
@@ -123,12 +119,9 @@ def test_steps_of_grpo_are_exact(tmp_path, precision, sampling):
 def test_cuda_graphs_for_decode_steps_do_not_change_the_results(tmp_path, precision):
     """32 responses that end one after another, in two phases of generation with an update between them."""
     args = [
-        *tiny.SMALL,
-        "cluster.device=cuda",
-        "grpo.max_num_steps=2",
-        f"policy.precision={precision}",
+        *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}",
         "policy.generation.max_new_tokens=40",
-    ]
+    ]  # fmt: skip
     graphs, eager = (
         tiny.train(tmp_path / str(eager), *args, f"policy.generation.vllm_cfg.enforce_eager={str(eager).lower()}")
         for eager in (False, True)

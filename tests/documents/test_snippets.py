@@ -70,6 +70,12 @@ def test_commands_are_read():
     ]
 
 
+def test_every_test_named_on_the_troubleshooting_page_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "troubleshooting.md").read_text())
+    assert len(named) > 10
+    assert [(file, test) for file, test in named if not re.search(rf"def {test}\(", (ROOT / file).read_text())] == []
+
+
 def loads(command: Command) -> None:
     config = command.config or DEFAULTS.get(command.script, "grpo_math_1B.yaml")
     LOADERS[kind_of(config)](config, list(command.overrides))

@@ -142,16 +142,3 @@ def test_save_removes_weight_files_of_an_earlier_save(tmp_path):
         files.append({file.name for file in (tmp_path / "out").iterdir()})
         assert load(tmp_path / "out").digest() == model.digest()
     assert files[0] == files[2] == {"config.json", "model.safetensors"} and "model.safetensors" not in files[1]
-
-
-def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(tmp_path):
-    build("qwen3", tmp_path)
-    gradients = []
-    for checkpoint in (False, True):
-        trainer = C.Trainer(load(tmp_path))
-        batch, ids, lengths, mask = ragged_batch()
-        out = torch.zeros(ids.shape)
-        trainer.forward(batch, list(range(len(lengths))), 0.7, False, True, checkpoint, out)
-        trainer.backward(mask.float())
-        gradients.append(trainer.grads.clone())
-    assert torch.equal(*gradients)

@@ -70,35 +70,6 @@ def test_values_and_gradients_equal_transformers(name, tmp_path, monkeypatch):
         assert (ours - gradient).norm() <= 1e-5 * gradient.norm() + 1e-12, parameter_name
 
 
-def test_ten_adamw_steps_equal_torch(tmp_path):
-    hf, score, model = pair("qwen3", tmp_path, torch.float32)
-    trainer = C.Trainer(model)
-    parameters = [score, *hf.model.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
-    for step in range(10):
-        batch, ids, lengths, mask = ragged_batch(seed=step)
-        returns = ids.float() / 97
-        optimizer.zero_grad()
-        expected = value_loss(hf_values(hf, score, ids, mask), returns, torch.zeros(ids.shape), mask, cliprange=1e9)
-        expected.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-
-        values = torch.zeros(ids.shape)
-        trainer.zero_grad()
-        trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, values)
-        data = {"returns": returns, "token_mask": mask.float(), "sample_mask": torch.ones(len(lengths))}
-        ours = MseValueLossFn(MseValueLossConfig()).native(values, data, None, mask.sum().float())
-        trainer.backward(ours.grad_values)
-        result = trainer.step(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
-        torch.testing.assert_close(ours.loss, expected.detach(), rtol=1e-4, atol=1e-5)
-        assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
-    weights = named_views(model.layout, model.masters)
-    assert (weights["score.weight"] - score).norm() <= 1e-3 * score.norm()
-    for parameter_name, parameter in hf.model.named_parameters():
-        assert (weights[f"model.{parameter_name}"] - parameter).norm() <= 1e-3 * parameter.norm(), parameter_name
-
-
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3"])
 def test_a_saved_critic_is_a_sequence_classifier_of_transformers(name, tmp_path):
     from transformers import AutoModelForSequenceClassification

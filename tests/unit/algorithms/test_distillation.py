@@ -200,6 +200,18 @@ def test_the_teacher_scores_as_a_policy_with_its_weights(teacher):
     assert not torch.equal(scored, student.get_logprobs(data)["logprobs"])
 
 
+def run_config(folder, teacher, steps, topk=(), **loss):
+    """A distillation of the tiny model from `teacher`, which is not saved."""
+    same = load_grpo_config(
+        "grpo_tiny.yaml", ["policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=2e-3"]
+    ).model_dump()
+    return {name: same[name] for name in ("policy", "data", "env")} | {
+        "distillation": {"max_num_steps": steps, "max_num_epochs": 1000, "val_period": 0} | dict(topk),
+        "teacher": {"model_name": str(teacher)}, "loss_fn": loss, "checkpointing": {"enabled": False},
+        "logger": {"log_dir": str(folder), "tensorboard_enabled": False, "monitor_gpus": False},
+    }  # fmt: skip
+
+
 GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 
 
@@ -207,15 +219,7 @@ GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 @pytest.mark.parametrize("kind", ["reverse", "jensen"])
 def test_distillation_run_reduces_the_gap_to_its_teacher(teacher, tmp_path, kind):
     tiny.one_thread()
-    same = load_grpo_config(
-        "grpo_tiny.yaml", ["policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=2e-3"]
-    ).model_dump()
-    config = {name: same[name] for name in ("policy", "data", "env")} | {
-        "distillation": {"max_num_steps": 60, "max_num_epochs": 1000, "val_period": 0}, "teacher": {"model_name": str(teacher)},
-        "loss_fn": {"kl_type": kind}, "checkpointing": {"enabled": False},
-        "logger": {"log_dir": str(tmp_path), "tensorboard_enabled": False, "monitor_gpus": False},
-    }  # fmt: skip
-    with build_run(config) as run:
+    with build_run(run_config(tmp_path, teacher, 60, kl_type=kind)) as run:
         run.train()
     gaps = [-row[GAP] for row in run.history]
     assert np.mean(gaps[-5:]) < 0.5 * np.mean(gaps[:2]), gaps

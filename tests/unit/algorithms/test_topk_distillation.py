@@ -18,6 +18,7 @@ from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
 from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner, Scoring
 from nemo_rl_cpp.models.weights import initialize_weights
 from reference import distillation as slow
+from test_distillation import run_config
 
 CONFIG = dict(model_type="qwen3", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
@@ -128,17 +129,6 @@ def test_gradient_does_not_depend_on_micro_batches(batching):
     assert (grads - expected).norm() <= 1e-12 * expected.norm()
 
 
-def keys(tmp_path, teacher, *, topk, **loss):
-    same = load_grpo_config(
-        "grpo_tiny.yaml", ["policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=2e-3"]
-    ).model_dump()
-    return {name: same[name] for name in ("policy", "data", "env")} | {
-        "distillation": {"max_num_steps": 25, "max_num_epochs": 1000, "val_period": 0} | topk, "teacher": {"model_name": str(teacher)},
-        "loss_fn": loss, "checkpointing": {"enabled": False},
-        "logger": {"log_dir": str(tmp_path), "tensorboard_enabled": False, "monitor_gpus": False},
-    }  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("side,kind", [("teacher", "forward"), ("teacher", "mixed"), ("student", "reverse")])
 def test_distillation_run_on_k_tokens_reduces_their_divergence(tmp_path, side, kind):
@@ -146,7 +136,7 @@ def test_distillation_run_on_k_tokens_reduces_their_divergence(tmp_path, side, k
     config = load_grpo_config("grpo_tiny.yaml").policy
     Policy(None, config, tiny_tokenizer(), seed=77, init_reference_model=False).save_checkpoint(tmp_path / "teacher")
     topk = {"topk_logits_k": 6, "topk_of": side}
-    with build_run(keys(tmp_path / "logs", tmp_path / "teacher", topk=topk, kl_type=kind)) as run:
+    with build_run(run_config(tmp_path / "logs", tmp_path / "teacher", 25, topk, kl_type=kind)) as run:
         run.train()
     losses = [row["loss"] for row in run.history]
     assert np.mean(losses[-3:]) < 0.5 * np.mean(losses[:2]), losses

@@ -131,51 +131,25 @@ def test_resume_paths_name_weights_and_optimizer_of_each_component(tmp_path):
     assert CheckpointManager.get_resume_paths(str(step), model_component="value") == expected
 
 
-def test_keep_top_k_by_metric_keeps_the_best_and_the_latest(tmp_path):
-    manager = make(tmp_path, metric_name="val:accuracy", keep_top_k=2)
-    for step, accuracy in enumerate([0.1, 0.9, 0.5, 0.9, 0.2, 0.3], start=1):
-        save(manager, step, **{"val:accuracy": accuracy})
-    assert steps(manager) == [2, 4, 6]
+NAN, BY_ACCURACY = float("nan"), {"metric_name": "val:accuracy"}
+KEPT = {  # settings, {step: metric, None where it has none}, the steps that are kept
+    "the best and the latest": (BY_ACCURACY | {"keep_top_k": 2}, {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.9, 5: 0.2, 6: 0.3}, [2, 4, 6]),
+    "lower is better": ({"metric_name": "train:loss", "keep_top_k": 1, "higher_is_better": False}, {1: 0.3, 2: 0.1, 3: 0.1, 4: 0.2}, [3, 4]),
+    "missing and nan metrics rank last": (BY_ACCURACY | {"keep_top_k": 1}, {1: -5.0, 2: NAN, 3: None}, [1, 3]),
+    "the newest without a metric": ({"keep_top_k": 2}, dict.fromkeys(range(1, 6)), [4, 5]),
+    "off the period only as the latest": ({"keep_top_k": 5, "save_period": 10}, dict.fromkeys((10, 13, 20, 27)), [10, 20, 27]),
+    "the latest ones off the period": ({"ft_keep_latest_k": 2, "save_period": 10}, dict.fromkeys((10, 11, 12, 13)), [10, 12, 13]),
+    "all without a limit": ({"save_period": 10}, dict.fromkeys((1, 2, 3)), [1, 2, 3]),
+}  # fmt: skip
 
 
-def test_keep_top_k_lower_is_better(tmp_path):
-    manager = make(tmp_path, metric_name="train:loss", keep_top_k=1, higher_is_better=False)
-    for step, loss in enumerate([0.3, 0.1, 0.1, 0.2], start=1):
-        save(manager, step, **{"train:loss": loss})
-    assert steps(manager) == [3, 4]
-
-
-def test_keep_top_k_without_a_metric_keeps_the_newest(tmp_path):
-    manager = make(tmp_path, keep_top_k=2)
-    for step in range(1, 6):
-        save(manager, step)
-    assert steps(manager) == [4, 5]
-
-
-def test_off_period_checkpoints_are_deleted_once_they_are_not_the_latest(tmp_path):
-    manager = make(tmp_path, keep_top_k=5, save_period=10)
-    for step in (10, 13, 20, 27):
-        save(manager, step)
-    assert steps(manager) == [10, 20, 27]
-
-
-def test_ft_keep_latest_k_and_no_limits(tmp_path):
-    manager = make(tmp_path, ft_keep_latest_k=2, save_period=10)
-    for step in (10, 11, 12, 13):
-        save(manager, step)
-    assert steps(manager) == [10, 12, 13]
-    unlimited = CheckpointManager({"checkpoint_dir": str(tmp_path / "other"), "save_period": 10})
-    for step in (1, 2, 3):
-        save(unlimited, step)
-    assert steps(unlimited) == [1, 2, 3]
-
-
-def test_missing_and_nan_metrics_rank_last(tmp_path):
-    manager = make(tmp_path, metric_name="val:accuracy", keep_top_k=1)
-    save(manager, 1, **{"val:accuracy": -5.0})
-    save(manager, 2, **{"val:accuracy": float("nan")})
-    save(manager, 3)
-    assert steps(manager) == [1, 3]
+@pytest.mark.parametrize("case", KEPT)
+def test_limits_decide_which_checkpoints_are_kept(tmp_path, case):
+    settings, metrics, kept = KEPT[case]
+    manager = make(tmp_path, **settings)
+    for step, value in metrics.items():
+        save(manager, step, **({} if value is None else {settings["metric_name"]: value}))
+    assert steps(manager) == kept
 
 
 def test_save_reason_names_what_triggers_the_save(tmp_path):

@@ -14,26 +14,20 @@ def batch(lengths: list[int], groups: list[int] | None = None) -> RaggedBatch:
     return RaggedBatch(offsets_of(lengths), {"input_ids": torch.zeros(int(lengths.sum()), dtype=torch.long)}, samples)
 
 
-def test_the_longest_goes_to_the_part_with_the_fewest_tokens():
+DEALT = {  # lengths, groups, first row, last row, parts -> the rows of each part
     # 9 -> a; 7 -> b; 5 -> b (12); 4 -> a (13); 3 -> b (15)
-    assert deal(batch([3, 9, 4, 7, 5]), 0, 5, 2) == [[1, 2], [0, 3, 4]]
+    "the longest to the part with the fewest tokens": ([3, 9, 4, 7, 5], None, 0, 5, 2, [[1, 2], [0, 3, 4]]),
+    "groups together": ([5, 5, 1, 1, 4, 4], [7, 7, 8, 8, 9, 9], 0, 6, 2, [[0, 1], [2, 3, 4, 5]]),
+    "fewer groups than parts": ([5, 5, 5, 5], [0, 0, 0, 0], 0, 4, 2, [[0, 2], [1, 3]]),
+    "without a group individually": ([2, 2, 2, 2], [-1, -1, -1, -1], 0, 4, 4, [[0], [1], [2], [3]]),
+    "one part in the batch's order": ([1, 9, 2], None, 1, 3, 1, [[1, 2]]),
+}
 
 
-def test_groups_stay_together():
-    dealt = deal(batch([5, 5, 1, 1, 4, 4], [7, 7, 8, 8, 9, 9]), 0, 6, 2)
-    assert dealt == [[0, 1], [2, 3, 4, 5]]
-
-
-def test_fewer_groups_than_parts_are_divided():
-    assert deal(batch([5, 5, 5, 5], [0, 0, 0, 0]), 0, 4, 2) == [[0, 2], [1, 3]]
-
-
-def test_samples_without_a_group_are_dealt_individually():
-    assert deal(batch([2, 2, 2, 2], [-1, -1, -1, -1]), 0, 4, 4) == [[0], [1], [2], [3]]
-
-
-def test_one_part_is_the_batch_in_its_order():
-    assert deal(batch([1, 9, 2]), 1, 3, 1) == [[1, 2]]
+@pytest.mark.parametrize("case", DEALT)
+def test_samples_are_dealt_as_by_hand(case):
+    lengths, groups, first, last, parts, expected = DEALT[case]
+    assert deal(batch(lengths, groups), first, last, parts) == expected
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -64,17 +64,13 @@ def test_chat_template_of_the_model_is_used_without_a_warning(tmp_path, capsys, 
     ("run", "said"),
     [
         ({"chat_template": None}, "the model's own chat template is used; the run trained on contents as they are"),
-        (
-            {"chat_template": "{{ messages[0].content }}+"},
-            "the model's own chat template is used; the run trained with another one",
-        ),
+        ({"chat_template": "{{ messages[0].content }}+"},
+         "the model's own chat template is used; the run trained with another one"),
         ({"chat_template": "gone.jinja"}, "the model's own chat template is used; the run trained with another one"),
-        (
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            "the run gave its chat template the values {'enable_thinking': False}",
-        ),
+        ({"chat_template_kwargs": {"enable_thinking": False}},
+         "the run gave its chat template the values {'enable_thinking': False}"),
     ],
-)
+)  # fmt: skip
 def test_warning_if_the_runs_chat_template_differs_from_the_models(tmp_path, capsys, run, said):
     folder = checkpoint(tmp_path, OWN, run)
     out = chat(folder, capsys)

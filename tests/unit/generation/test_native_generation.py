@@ -10,6 +10,7 @@ from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import initialize_weights
 from row_batch import padded_rows
+from threads import on_threads
 
 
 def make_policy(precision="float32", overrides=None, **generation):
@@ -131,13 +132,9 @@ def test_steps_of_products_worth_several_threads_are_exact_on_any_number_of_them
     model = wide_model(dtype)
     inputs = prompts([3 + i for i in range(texts)])
     settings = dict(max_new_tokens=9, stop_token_ids=[], kv_cache_gb=0.02, max_batch_size=32, packed_weights=packed)
-    before, outputs = torch.get_num_threads(), []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        try:
-            outputs.append(NativeGeneration(native_runner(model, settings), settings, None, seed=7).generate(inputs))
-        finally:
-            torch.set_num_threads(before)
+    outputs = on_threads(
+        lambda: NativeGeneration(native_runner(model, settings), settings, None, seed=7).generate(inputs)
+    )
     data, logprobs = as_training_data(inputs, outputs[0], 1), torch.zeros(outputs[0]["logprobs"].shape)
     mask = data["token_mask"].bool()
     batch = padded_rows(data["input_ids"].contiguous(), data["input_lengths"], mask, data["group_id"])
@@ -242,32 +239,6 @@ def test_enforce_eager_reaches_the_runner_and_changes_no_result(monkeypatch, enf
     policy = make_policy(vllm_cfg={"enforce_eager": enforce_eager})
     assert torch.equal(policy.create_generation().generate(prompts([5, 9]))["output_ids"], expected)
     assert asked == [{"enforce_eager": enforce_eager, "packed_weights": "auto"}]
-
-
-def test_stop_strings_and_lengths():
-    inputs = prompts([6] * 5, generations=6)
-    policy = make_policy(stop_strings=["7"], max_new_tokens=25)
-    outputs = policy.create_generation().generate(inputs)
-    seven = policy.tokenizer.convert_tokens_to_ids("7")
-    for row, n, total, cut in zip(
-        outputs["output_ids"],
-        outputs["generation_lengths"],
-        outputs["unpadded_sequence_lengths"],
-        outputs["truncated"],
-        strict=True,
-    ):
-        response = row[total - n : total].tolist()
-        stopped = response[-1] in (seven, policy.tokenizer.eos_token_id)
-        assert stopped != bool(cut) and seven not in response[:-1]
-        assert n == 25 or not cut
-
-
-def test_greedy_takes_the_likeliest_token():
-    policy = make_policy(max_new_tokens=12, stop_token_ids=[])
-    inputs = prompts([9])
-    row = policy.create_generation().generate(inputs, greedy=True)["output_ids"][0]
-    for t in range(9, len(row)):
-        assert int(policy.trainer.logits(row[:t].clone())[-1].argmax()) == int(row[t])
 
 
 def test_the_engine_reads_the_trainers_storage():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from reference import sampling as reference
+from threads import on_threads
 
 RULES = [
     {}, {"temperature": 0.5}, {"temperature": 1.7}, {"top_k": 1}, {"top_k": 50}, {"top_p": 0.9}, {"top_p": 1e-6},
@@ -58,13 +59,7 @@ def test_sampled_row_does_not_depend_on_other_rows_or_threads():
     logits = torch.randn(33, 5000, generator=torch.Generator().manual_seed(2)) * 3
     u = torch.rand(33, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     rule = C.SamplingRule(top_p=0.95, top_k=40)
-    whole = C.sample_rows(logits, u, rule)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        single = C.sample_rows(logits, u, rule)
-    finally:
-        torch.set_num_threads(before)
+    single, whole = on_threads(lambda: C.sample_rows(logits, u, rule), (1, 2))
     alone = [C.sample_rows(logits[r : r + 1].clone(), u[r : r + 1], rule) for r in range(33)]
     for i in range(3):
         assert torch.equal(single[i], whole[i])

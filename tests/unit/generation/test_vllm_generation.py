@@ -189,25 +189,6 @@ def test_program_that_is_no_python_interpreter_is_rejected(tmp_path):
         check_interpreter(str(program), patience=0.2)
 
 
-@starts_processes
-def test_a_run_of_ppo_on_transformers(interpreter, tmp_path):
-    """Policy and critic by transformers, texts by vLLM, which gets the policy's weights before each step."""
-    pytest.importorskip("transformers")
-    overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in MODEL.items()]
-    with tiny.make(
-        tmp_path, *overrides, "policy.backend=hf", "ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=2", "ppo.max_num_steps=2",
-        "policy.train_global_batch_size=8", "value.train_global_batch_size=8", "ppo.policy_training_start_step=0", "policy.precision=float32",
-        "policy.generation.backend=vllm", f"policy.generation.vllm_cfg.python={interpreter['stand-in']}", config="ppo_tiny.yaml",
-    ) as run:  # fmt: skip
-        assert run.config.value.backend == "hf" and not run.policy.skips_prev_logprobs
-        run.train()
-        engine = run.generation
-    assert [row["refit/version"] for row in run.history] == [0, 1] and ended(engine.server.pid)
-    for row in run.history:
-        assert row["refit/digest"] and 1 <= row["token_mult_prob_error"] < 1.0001 and row["gen_kl_error"] < 1e-6
-        assert row["critic/loss"] >= 0
-
-
 def test_vllm_is_rejected_if_checkpoint_tensors_have_different_names(tmp_path):
     """transformers keeps all experts of a layer in one tensor; vLLM reads them one by one."""
     pytest.importorskip("transformers")

@@ -100,19 +100,13 @@ def changes(old, new):
     [
         ({"rope_theta": 500000.0}, ["rope_theta 10000.0 -> 500000.0"]),
         ({"rms_norm_eps": 1e-6}, ["rms_norm_eps 1e-05 -> 1e-06"]),
-        (
-            {"num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4},
-            ["num_attention_heads 4 -> 8", "num_key_value_heads 2 -> 4", "head_dim 16 -> 8"],
-        ),
+        ({"num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 4},
+         ["num_attention_heads 4 -> 8", "num_key_value_heads 2 -> 4", "head_dim 16 -> 8"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings false -> true"]),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            ['rope_scaling null -> {"factor": 2.0, "rope_type": "linear"}'],
-        ),
-        (
-            {"model_type": "qwen2", "attention_bias": None, "mlp_bias": None},
-            ['model_type "llama" -> "qwen2"', "attention_bias false -> null", "mlp_bias false -> null"],
-        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}},
+         ['rope_scaling null -> {"factor": 2.0, "rope_type": "linear"}']),
+        ({"model_type": "qwen2", "attention_bias": None, "mlp_bias": None},
+         ['model_type "llama" -> "qwen2"', "attention_bias false -> null", "mlp_bias false -> null"]),
         (
             {
                 "max_position_embeddings": 1024, "eos_token_id": 3, "hidden_act": "swish", "attention_bias": 0,
@@ -152,15 +146,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         (QWEN | {"model_type": "smollm3", "hidden_size": 256} | SLIDING, [0, 0, 0, 16], 32768),
         (QWEN | {"model_type": "gemma3_text", "sliding_window_pattern": 2}, [4096, 0, 4096, 0], 131072),
         (QWEN | {"model_type": "qwen3_moe", "use_sliding_window": True}, [4096] * 4, 32768),
-        (
-            QWEN | {"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 2},
-            [4096, 0, 0, 0],
-            32768,
-        ),
+        (QWEN | {"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 2}, [4096, 0, 0, 0],
+         32768),
         (TINY_CONFIG | {"rope_scaling": YARN}, [0, 0], 128),
         (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, [0, 0], 768),
     ],
-)
+)  # fmt: skip
 def test_layer_windows_and_maximum_length_are_read_from_the_config(config, windows, positions):
     form = canonical_config(config | {"head_dim": 16})
     assert [window for window, _ in native_config(form)["layers"]] == windows and max_positions(form) == positions
@@ -225,18 +216,14 @@ def test_unsupported_layer_settings_are_rejected_by_key(config, sentence):
     [
         ({}, None),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 10000.0}}, None),
-        (
-            {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
-            "rope_scaling and rope_parameters differ: rope_scaling counts",
-        ),
+        ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}},
+         "rope_scaling and rope_parameters differ: rope_scaling counts"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling has factor but no rope_type that reads them"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, but training computes without dropout"),
-        (
-            {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
-            "auto_map names code of the model's own, which is not run",
-        ),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}},
+         "auto_map names code of the model's own, which is not run"),
     ],
-)
+)  # fmt: skip
 def test_surprising_config_settings_give_a_remark(keys, remark):
     said = list(config_remarks(TINY_CONFIG | keys))
     assert said == [] if remark is None else [text for text in said if remark in text] == said != []

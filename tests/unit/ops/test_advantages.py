@@ -8,6 +8,7 @@ import torch
 from nemo_rl_cpp import ops
 from reference import advantages as reference
 from reference import loss_cases as cases
+from threads import on_threads
 
 DTYPES = [(torch.float64, 1e-6), (torch.float32, 1e-5)]
 
@@ -231,17 +232,13 @@ def test_threads_change_no_bit():
         torch.as_tensor(rng.normal(size=64), dtype=torch.float32),
         torch.as_tensor(rng.normal(size=mask.shape)).float(),
     )
-    results, before = [], torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            g = ops.gae(
-                rewards, values, torch.as_tensor(mask), ops.GAEConfig(gamma=0.99, gae_lambda=0.95, normalize=True)
-            )
-            r = ops.reinforce_plus_plus(rewards, torch.as_tensor(mask))
-            results.append((g.advantages, g.returns, r.advantages))
-    finally:
-        torch.set_num_threads(before)
+    mask = torch.as_tensor(mask)
+
+    def estimate():
+        g = ops.gae(rewards, values, mask, ops.GAEConfig(gamma=0.99, gae_lambda=0.95, normalize=True))
+        return g.advantages, g.returns, ops.reinforce_plus_plus(rewards, mask).advantages
+
+    results = on_threads(estimate)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

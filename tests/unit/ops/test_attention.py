@@ -8,6 +8,7 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from reference import attention as reference
+from threads import on_threads
 
 TILE = C.KEY_TILE
 #         N, K, H
@@ -218,14 +219,7 @@ def test_threads_and_packing_do_not_change_bits():
     shape = (6, 2, 64)
     sequences, tokens = packed([700, 1, 250, 64, 31, 90])
     qkv = random_qkv(tokens, shape, torch.float32)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(C.attention_forward(qkv, sequences, heads_of(shape)))
-    finally:
-        torch.set_num_threads(before)
+    results = on_threads(lambda: C.attention_forward(qkv, sequences, heads_of(shape)))
     for out, lse in results[1:]:
         assert_same_bits(out, results[0][0])
         assert_same_bits(lse, results[0][1])

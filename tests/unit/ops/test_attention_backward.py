@@ -7,6 +7,7 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from reference import attention as reference
+from threads import on_threads
 
 #         N, K, H
 HEADS = [(3, 1, 16), (4, 4, 64), (9, 3, 64), (10, 2, 80), (7, 1, 128), (2, 1, 8), (3, 3, 24), (2, 2, 256)]
@@ -144,14 +145,7 @@ def test_threads_do_not_change_bits(dtype):
     group, end = group_layout(150, [90] * 24)
     for sequences, tokens in [(long, 1600), (group, end)]:
         qkv, d_out = inputs(tokens, shape, dtype, torch.float32)
-        before = torch.get_num_threads()
-        try:
-            results = []
-            for count in (1, 2, 3, 2):
-                torch.set_num_threads(count)
-                results.append(gradient(qkv, d_out, sequences, heads_of(shape)))
-        finally:
-            torch.set_num_threads(before)
+        results = on_threads(lambda: gradient(qkv, d_out, sequences, heads_of(shape)), (1, 2, 3, 2))
         for other in results[1:]:
             assert torch.equal(other.view(torch.int32), results[0].view(torch.int32))
 

@@ -10,6 +10,7 @@ from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from reference import loss_cases as cases
 from reference import losses as reference
+from threads import on_threads
 
 
 def tensors(data, dtype):
@@ -100,24 +101,61 @@ def one_row(ratios, advantage, penalty=None, **config):
     return fn.native(x, data, torch.tensor(1.0), torch.tensor(float(len(ratios))))
 
 
-def test_clipped_pg_loss_by_hand():
-    """Ratios 0.5, 1.0, 1.5, clip 0.2. A=1: C = -min(R, clip R) = -0.5, -1, -1.2; A=-1: C = 0.8, 1, 1.5."""
-    up = one_row([0.5, 1.0, 1.5], 1.0)
-    assert float(up.loss) == pytest.approx(-(0.5 + 1.0 + 1.2) / 3, rel=1e-7)
-    assert up.grad_logprobs[0].tolist() == pytest.approx([-0.5 / 3, -1 / 3, 0.0], rel=1e-7)
-    down = one_row([0.5, 1.0, 1.5], -1.0)
-    assert float(down.loss) == pytest.approx((0.8 + 1.0 + 1.5) / 3, rel=1e-7)
-    assert down.grad_logprobs[0].tolist() == pytest.approx([0.0, 1 / 3, 1.5 / 3], rel=1e-7)
-    assert up.metrics["probs_ratio"] == pytest.approx(1.0, rel=1e-7)
-    assert up.metrics["probs_ratio_clamped"] == pytest.approx((0.8 + 1 + 1.2) / 3, rel=1e-7)
-    assert (up.metrics["probs_ratio_min"], up.metrics["probs_ratio_max"]) == pytest.approx((0.5, 1.5))
+E, LOG2 = math.e, math.log(2.0)
+GMPO, DPPO = (
+    dict(name="gmpo", ratio_clip_min=0.4, ratio_clip_max=0.4),
+    dict(name="dppo_tv", ratio_clip_min=0.1, ratio_clip_max=0.1),
+)
+BY_HAND = {  # prev log-prob -1: (ratios, advantage, settings, loss, its slope at each token)
+    # clip 0.2, A = 1: C = -min(R, clip R) = -0.5, -1, -1.2; A = -1: C = 0.8, 1, 1.5
+    "clip, A > 0": ([0.5, 1.0, 1.5], 1.0, {}, -(0.5 + 1.0 + 1.2) / 3, [-0.5 / 3, -1 / 3, 0.0]),
+    "clip, A < 0": ([0.5, 1.0, 1.5], -1.0, {}, (0.8 + 1.0 + 1.5) / 3, [0.0, 1 / 3, 1.5 / 3]),
+    # C = min(2 R, 6): ratio 4 costs 6 and has no slope
+    "dual clip": ([4.0, 2.0], -2.0, dict(ratio_clip_c=3.0), (6.0 + 4.0) / 2, [0.0, 2.0]),
+    # the geometric mean of 0.5 and 2 is 1: the row's ratio is 1, and each token's slope is half of A R
+    "gspo": ([0.5, 2.0], 1.0, dict(sequence_level_importance_ratios=True, token_level_loss=False), -1.0, [-0.5, -0.5]),
+    # at R = 1 the gate is 1/2: C = -A 2/tau, and the slope in x is A, whatever tau; far away the gradient vanishes
+    "sapo, A > 0": ([1.0, 1.0], 1.0, dict(name="sapo", sapo_temperature_pos=0.5), -4.0, [-0.5, -0.5]),
+    "sapo, A < 0": ([1.0, 1e4], -1.0, dict(name="sapo", sapo_temperature_neg=2.0), (1.0 + 2.0) / 2, [0.5, 0.0]),
+    # a probability of 0.37 that doubles moves by 0.37: beyond the bound and in A's direction there is no gradient; else it is -A min(R, cap)
+    "dppo, A > 0": ([2.0, 1.1, 0.5], 1.0, DPPO, -(1.1 * (-1 + math.log(1.1)) + 0.5 * (-1 - LOG2)) / 3, [0.0, -1.1 / 3, -0.5 / 3]),
+    "dppo, A < 0": ([2.0, 1.1, 0.5], -1.0, DPPO | dict(ratio_clip_c=1.5), (1.5 * (LOG2 - 1) + 1.1 * (-1 + math.log(1.1))) / 3, [1.5 / 3, 1.1 / 3, 0.0]),
+    # C = -(A x - beta/2 log(2)^2) with x = -1 + log 2
+    "dro": ([2.0], 3.0, dict(name="dro", dro_beta=0.5), -(3.0 * (LOG2 - 1) - 0.25 * LOG2**2), [0.5 * LOG2 - 3.0]),
+    # log ratios 1 and -1, bounds 0.4: for A > 0 the first counts as 0.4 and has no slope, for A < 0 the second as -0.4
+    "gmpo, A > 0": ([E, 1 / E], 1.0, GMPO, -math.exp(-0.3), [0.0, -math.exp(-0.3) / 2]),
+    "gmpo, A < 0": ([E, 1 / E], -1.0, GMPO, math.exp(0.3), [math.exp(0.3) / 2, 0.0]),
+    # ratios 2 and 1/2 make W = 1 and phi = 1: plain policy gradient; W = 4: phi = e^(3 (1 - 4)) 4^2 for A >= 0, e^(2 (1 - 4)) 4^3 for A < 0
+    "vespo, W = 1": ([2.0, 0.5], 1.0, dict(name="vespo"), 1.0, [-0.5, -0.5]),
+    "vespo, A > 0": ([2.0, 2.0], 1.0, dict(name="vespo"), 16 * math.exp(-9) * (1 - LOG2), [-0.5 * 16 * math.exp(-9)] * 2),
+    "vespo, A < 0": ([2.0, 2.0], -1.0, dict(name="vespo"), 64 * math.exp(-6) * (LOG2 - 1), [0.5 * 64 * math.exp(-6)] * 2),
+    # penalty 3 at the first token: C = -2 + 3 log 2 and -0.5; slopes -2 + 3 and -0.5, without a clip
+    "kl_cov": ([2.0, 0.5], 1.0, dict(name="kl_cov"), (-2.0 + 3 * LOG2 - 0.5) / 2, [0.5, -0.25]),
+}  # fmt: skip
 
 
-def test_dual_clip_by_hand():
-    """c=3, A=-2: C = min(2 R, 6): ratio 4 costs 6 and has no slope."""
-    r = one_row([4.0, 2.0], -2.0, ratio_clip_c=3.0)
-    assert float(r.loss) == pytest.approx((6.0 + 4.0) / 2, rel=1e-7)
-    assert r.grad_logprobs[0].tolist() == pytest.approx([0.0, 2.0], rel=1e-7)
+@pytest.mark.parametrize("case", BY_HAND)
+def test_losses_by_hand(case):
+    ratios, advantage, settings, loss, slopes = BY_HAND[case]
+    penalty = torch.tensor([[0.0, 3.0, 0.0]], dtype=torch.float64) if case == "kl_cov" else None
+    result = one_row(ratios, advantage, penalty, **settings)
+    assert float(result.loss) == pytest.approx(loss, rel=1e-6)
+    assert result.grad_logprobs[0].tolist() == pytest.approx(slopes, rel=1e-6)
+
+
+def test_ratio_metrics_by_hand():
+    """Ratios 0.5, 1.0, 1.5, clip 0.2."""
+    metrics = one_row([0.5, 1.0, 1.5], 1.0).metrics
+    assert metrics["probs_ratio"] == pytest.approx(1.0, rel=1e-7)
+    assert metrics["probs_ratio_clamped"] == pytest.approx((0.8 + 1 + 1.2) / 3, rel=1e-7)
+    assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == pytest.approx((0.5, 1.5))
+
+
+def test_dppo_kl_stops_beyond_its_bound():
+    kl = math.exp(-1) * -math.log(2.0) + (1 - math.exp(-1)) * math.log((1 - math.exp(-1)) / (1 - 2 * math.exp(-1)))
+    for bound, slope in ((kl * 1.01, -2.0), (kl * 0.99, 0.0)):
+        result = one_row([2.0], 1.0, name="dppo_kl", ratio_clip_max=bound)
+        assert result.grad_logprobs.item() == pytest.approx(slope, rel=1e-6)
 
 
 def test_gspo_handles_a_token_with_zero_old_probability():
@@ -152,74 +190,6 @@ def test_a_new_probability_of_zero_is_named_though_the_loss_is_finite():
     curr[0, 2] = -torch.inf
     result = loss_fn.native(curr, data, 1.0, 3.0, None)
     assert torch.isfinite(result.loss) and torch.isfinite(result.grad_logprobs).all() and result.nonfinite == (0, 2)
-
-
-def test_gspo_ratio_by_hand():
-    """Ratios 0.5 and 2 have geometric mean 1: the row's ratio is 1, and each token's slope is half of A R."""
-    r = one_row([0.5, 2.0], 1.0, sequence_level_importance_ratios=True, token_level_loss=False)
-    assert float(r.loss) == pytest.approx(-1.0, rel=1e-6)
-    assert r.grad_logprobs[0].tolist() == pytest.approx([-0.5, -0.5], rel=1e-6)
-
-
-def test_sapo_by_hand():
-    """At R = 1 the gate is 1/2: C = -A 2/tau, and the slope in x is A, whatever tau. Far away the gradient vanishes."""
-    up = one_row([1.0, 1.0], 1.0, name="sapo", sapo_temperature_pos=0.5)
-    assert float(up.loss) == pytest.approx(-4.0) and up.grad_logprobs[0].tolist() == pytest.approx([-0.5, -0.5])
-    down = one_row([1.0, 1e4], -1.0, name="sapo", sapo_temperature_neg=2.0)
-    assert float(down.loss) == pytest.approx((1.0 + 2.0) / 2)
-    assert down.grad_logprobs[0].tolist() == pytest.approx([0.5, 0.0])
-
-
-def test_dppo_by_hand():
-    """prev = -1: a probability of 0.37 that doubles moves by 0.37. Beyond the bound and in A's direction there is no gradient; else
-    it is -A min(R, cap)."""
-    bounds = {"name": "dppo_tv", "ratio_clip_min": 0.1, "ratio_clip_max": 0.1}
-    up = one_row([2.0, 1.1, 0.5], 1.0, **bounds)
-    assert up.grad_logprobs[0].tolist() == pytest.approx([0.0, -1.1 / 3, -0.5 / 3], rel=1e-6)
-    assert float(up.loss) == pytest.approx(-(1.1 * (-1 + math.log(1.1)) + 0.5 * (-1 + math.log(0.5))) / 3, rel=1e-6)
-    capped = one_row([2.0, 1.1, 0.5], -1.0, **bounds, ratio_clip_c=1.5)
-    assert capped.grad_logprobs[0].tolist() == pytest.approx([1.5 / 3, 1.1 / 3, 0.0], rel=1e-6)
-    kl = math.exp(-1) * -math.log(2.0) + (1 - math.exp(-1)) * math.log((1 - math.exp(-1)) / (1 - 2 * math.exp(-1)))
-    for bound, slope in ((kl * 1.01, -2.0), (kl * 0.99, 0.0)):
-        result = one_row([2.0], 1.0, name="dppo_kl", ratio_clip_max=bound)
-        assert result.grad_logprobs.item() == pytest.approx(slope, rel=1e-6)
-
-
-def test_dro_by_hand():
-    """prev = -1 and x = -1 + log 2: C = -(A x - beta/2 log(2)^2)."""
-    result = one_row([2.0], 3.0, name="dro", dro_beta=0.5)
-    gap = math.log(2.0)
-    assert float(result.loss) == pytest.approx(-(3.0 * (gap - 1) - 0.25 * gap**2), rel=1e-7)
-    assert result.grad_logprobs.item() == pytest.approx(0.5 * gap - 3.0, rel=1e-7)
-
-
-def test_gmpo_by_hand():
-    """Log ratios 1 and -1, bounds 0.4: for A > 0 the first counts as 0.4 and has no slope, for A < 0 the second as -0.4."""
-    ratios = [math.e, 1 / math.e]
-    up = one_row(ratios, 1.0, name="gmpo", ratio_clip_min=0.4, ratio_clip_max=0.4)
-    assert float(up.loss) == pytest.approx(-math.exp(-0.3), rel=1e-6)
-    assert up.grad_logprobs[0].tolist() == pytest.approx([0.0, -math.exp(-0.3) / 2], rel=1e-6)
-    down = one_row(ratios, -1.0, name="gmpo", ratio_clip_min=0.4, ratio_clip_max=0.4)
-    assert float(down.loss) == pytest.approx(math.exp(0.3), rel=1e-6)
-    assert down.grad_logprobs[0].tolist() == pytest.approx([math.exp(0.3) / 2, 0.0], rel=1e-6)
-
-
-def test_vespo_by_hand():
-    """Ratios 2 and 1/2 make W = 1 and phi = 1: plain policy gradient. W = 4: phi = e^(3 (1 - 4)) 4^2 for A >= 0."""
-    flat = one_row([2.0, 0.5], 1.0, name="vespo")
-    assert flat.grad_logprobs[0].tolist() == pytest.approx([-0.5, -0.5], rel=1e-6)
-    far = one_row([2.0, 2.0], 1.0, name="vespo")
-    assert far.grad_logprobs[0].tolist() == pytest.approx([-0.5 * 16 * math.exp(-9)] * 2, rel=1e-6)
-    other = one_row([2.0, 2.0], -1.0, name="vespo")
-    assert other.grad_logprobs[0].tolist() == pytest.approx([0.5 * 64 * math.exp(-6)] * 2, rel=1e-6)
-
-
-def test_kl_cov_by_hand():
-    """Ratios 2 and 0.5, A = 1, penalty 3 at the first: C = -2 + 3 log 2 and -0.5; slopes -2 + 3 and -0.5, without a clip."""
-    penalty = torch.tensor([[0.0, 3.0, 0.0]], dtype=torch.float64)
-    result = one_row([2.0, 0.5], 1.0, penalty, name="kl_cov")
-    assert float(result.loss) == pytest.approx((-2.0 + 3 * math.log(2.0) - 0.5) / 2, rel=1e-7)
-    assert result.grad_logprobs[0].tolist() == pytest.approx([0.5, -0.25], rel=1e-7)
 
 
 def test_weights_of_whole_sequences_by_hand():
@@ -330,14 +300,7 @@ def test_micro_batches_add_up(mode):
 def test_threads_change_no_bit():
     x, data = random_batch(5, 64, 700, torch.float32)
     fn = ClippedPGLossFn(ClippedPGLossConfig())
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(fn.native(x, data, 64.0, 30000.0))
-    finally:
-        torch.set_num_threads(before)
+    results = on_threads(lambda: fn.native(x, data, 64.0, 30000.0))
     for other in results[1:]:
         assert torch.equal(other.grad_logprobs, results[0].grad_logprobs)
         assert other.metrics == results[0].metrics

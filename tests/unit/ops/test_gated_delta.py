@@ -4,6 +4,7 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from reference import gated_delta as reference
+from threads import on_threads
 
 #          P, U, dk, dv, W
 SHAPES = [(2, 4, 16, 32, 4), (1, 1, 128, 128, 4), (2, 2, 48, 16, 2)]
@@ -127,33 +128,24 @@ def test_chunks_packing_shared_prompts_and_threads_do_not_change_a_bit(shape, dt
     arguments = inputs(shape, dtype)
     qkv, b, a, A_log, dt_bias = arguments
     w = draw(qkv.shape[1], shape[4], dtype=dtype, seed=7)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            packed = C.gated_delta(C.short_conv(qkv, w, full(SEQUENCES)), b, a, A_log, dt_bias, full(SEQUENCES), shape)
-            for index, (_, length, _) in enumerate(SEQUENCES):
-                rows = reference.rows_of(SEQUENCES, index)
-                own = [qkv[rows], b[rows], a[rows], A_log, dt_bias]
-                for chunk in (1, 2, 7, 64, 200):
-                    assert torch.equal(in_chunks(own, w, shape, chunk)[-length:], packed[rows[-length:]]), (
-                        index,
-                        chunk,
-                    )
-    finally:
-        torch.set_num_threads(threads)
+
+    def compare():
+        packed = C.gated_delta(C.short_conv(qkv, w, full(SEQUENCES)), b, a, A_log, dt_bias, full(SEQUENCES), shape)
+        for index, (_, length, _) in enumerate(SEQUENCES):
+            rows = reference.rows_of(SEQUENCES, index)
+            own = [qkv[rows], b[rows], a[rows], A_log, dt_bias]
+            for chunk in (1, 2, 7, 64, 200):
+                alone = in_chunks(own, w, shape, chunk)[-length:]
+                assert torch.equal(alone, packed[rows[-length:]]), (index, chunk)
+        return packed
+
+    assert torch.equal(*on_threads(compare, (1, 2)))
 
 
 def test_gradients_are_the_same_bits_with_any_number_of_threads_and_in_any_packing():
     shape = SHAPES[0]
     arguments, d_out = inputs(shape, torch.float32), draw(TOKENS, 4 * 32, dtype=torch.float32, seed=6)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            results.append(C.gated_delta_backward(d_out, *arguments, full(SEQUENCES), shape))
-    finally:
-        torch.set_num_threads(threads)
+    results = on_threads(lambda: C.gated_delta_backward(d_out, *arguments, full(SEQUENCES), shape), (1, 2))
     assert all(torch.equal(x, y) for x, y in zip(*results))
     rows = slice(82, 152)
     alone = C.gated_delta_backward(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp._native import C
+from threads import on_threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 LENGTHS = [1, 7, 33, 576, 1023, 1024, 1030, 1536, 2100, 4099]
@@ -36,19 +37,13 @@ def test_linear_forward_agrees_with_float64(dtype, K):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_row_of_a_product_has_the_same_bits_alone_and_in_a_batch(dtype, K):
     x, w, bias = tensors(70, 70, K, dtype)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        whole = product(x, w, bias)
-        for i in (0, 3, 68, 69):
-            assert torch.equal(product(x[i : i + 1], w, bias)[0], whole[i])
-        for rows in (2, 3, 5, 66):
-            assert torch.equal(product(x[:rows], w, bias), whole[:rows])
-        assert torch.equal(product(x, w[5:6], bias[5:6])[:, 0], whole[:, 5])
-        torch.set_num_threads(2)
-        assert torch.equal(product(x, w, bias), whole)
-    finally:
-        torch.set_num_threads(before)
+    whole, on_two = on_threads(lambda: product(x, w, bias), (1, 2))
+    assert torch.equal(on_two, whole)
+    for i in (0, 3, 68, 69):
+        assert torch.equal(product(x[i : i + 1], w, bias)[0], whole[i])
+    for rows in (2, 3, 5, 66):
+        assert torch.equal(product(x[:rows], w, bias), whole[:rows])
+    assert torch.equal(product(x, w[5:6], bias[5:6])[:, 0], whole[:, 5])
 
 
 @pytest.mark.slow
@@ -61,15 +56,13 @@ def test_many_rows_have_the_bits_of_few(dtype, M, N, K):
     """So many rows that w is packed as well, in chunks of rows, strips of columns and blocks of terms that end anywhere."""
     x, w, bias = tensors(M, N, K, dtype)
     y = tensors(M, N, 1, dtype)[0] * torch.ones(1, N, dtype=dtype)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            for b, add_to in ((None, None), (bias, None), (None, y), (bias, y)):
-                few = [product(x[m : m + 50], w, b, None if add_to is None else y[m : m + 50]) for m in range(0, M, 50)]
-                assert torch.equal(product(x, w, b, add_to), torch.cat(few))
-    finally:
-        torch.set_num_threads(before)
+
+    def compare():
+        for b, add_to in ((None, None), (bias, None), (None, y), (bias, y)):
+            few = [product(x[m : m + 50], w, b, None if add_to is None else y[m : m + 50]) for m in range(0, M, 50)]
+            assert torch.equal(product(x, w, b, add_to), torch.cat(few))
+
+    on_threads(compare, (1, 2))
 
 
 @pytest.mark.parametrize("rows", [1, 40, 400])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp._native import C
+from threads import on_threads
 
 # rows, columns and terms below, at and beyond what is packed together: 120 rows, 32 and 256 columns, 1,024 terms
 SHAPES = [(1, 1, 1), (5, 7, 3), (120, 32, 64), (130, 1100, 300), (257, 33, 65), (1300, 64, 33), (64, 2100, 260)]
@@ -45,16 +46,14 @@ def test_weight_gradient_agrees_with_float64(T, N, K, dtype, out, tolerance):
 def test_bits_do_not_depend_on_the_number_of_threads(dtype, out):
     T, N, K = 700, 1100, 500
     dy, w, x = drawn(T, N, dtype=dtype), drawn(N, K, dtype=dtype), drawn(T, K, dtype=dtype)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            dx, dw = torch.zeros(T, K, dtype=out), torch.zeros(N, K, dtype=torch.promote_types(dtype, torch.float32))
-            C.linear_backward_input(dy, w, dx, True)
-            C.linear_backward_weight(dy, x, dw)
-            found.append((dx, dw))
-    finally:
-        torch.set_num_threads(before)
+
+    def gradients():
+        dx, dw = torch.zeros(T, K, dtype=out), torch.zeros(N, K, dtype=torch.promote_types(dtype, torch.float32))
+        C.linear_backward_input(dy, w, dx, True)
+        C.linear_backward_weight(dy, x, dw)
+        return dx, dw
+
+    found = on_threads(gradients, (1, 2, 5))
     for dx, dw in found[1:]:
         assert torch.equal(dx, found[0][0]) and torch.equal(dw, found[0][1])
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp._native import C
+from threads import on_threads
 
 
 def tensors(M: int, I: int, K: int, dtype, bias: bool):  # noqa: E741
@@ -19,16 +20,14 @@ def test_linear_swiglu_has_the_bits_of_its_two_parts(M, I, K, dtype, bias):  # n
     gate_up, act = torch.empty(M, 2 * I, dtype=dtype), torch.empty(M, I, dtype=dtype)
     C.linear_forward(x, w, b, gate_up)
     C.swiglu_forward(gate_up, act)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            kept, joined, alone = torch.empty_like(gate_up), torch.empty_like(act), torch.empty_like(act)
-            C.linear_swiglu(x, w, b, kept, joined)
-            C.linear_swiglu(x, w, b, None, alone)
-            assert torch.equal(kept, gate_up) and torch.equal(joined, act) and torch.equal(alone, act)
-    finally:
-        torch.set_num_threads(before)
+
+    def compare():
+        kept, joined, alone = torch.empty_like(gate_up), torch.empty_like(act), torch.empty_like(act)
+        C.linear_swiglu(x, w, b, kept, joined)
+        C.linear_swiglu(x, w, b, None, alone)
+        assert torch.equal(kept, gate_up) and torch.equal(joined, act) and torch.equal(alone, act)
+
+    on_threads(compare, (1, 2))
 
 
 def test_linear_swiglu_agrees_with_torch():

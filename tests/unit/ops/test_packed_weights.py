@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp._native import C
+from threads import on_threads
 
 ROWS = C.PackedWeights.most_rows()
 PACKS = pytest.mark.skipif(ROWS == 0, reason="weights are packed on processors with AVX-512 only")
@@ -34,18 +35,12 @@ def test_the_product_has_the_same_bits(rows, N, K):
     x, w, bias, h = normal(rows, K), normal(N, K, seed=1, scale=0.1), normal(N, seed=2), torch.randn(rows, N)
     packed = pack(w)
     assert packed.holds(w) == (ROWS > 0)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(forward(x, w, packed=packed), forward(x, w))
-            assert torch.equal(forward(x, w, bias, packed=packed), forward(x, w, bias))
-            assert torch.equal(
-                forward(x, w, dtype=torch.float32, add_to=h, packed=packed),
-                forward(x, w, dtype=torch.float32, add_to=h),
-            )
-    finally:
-        torch.set_num_threads(before)
+
+    def compare():
+        for options in ({}, {"bias": bias}, {"dtype": torch.float32, "add_to": h}):
+            assert torch.equal(forward(x, w, packed=packed, **options), forward(x, w, **options))
+
+    on_threads(compare)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 12, 13, 16, 17, 40, 63, 64, 65])

@@ -172,10 +172,11 @@ def test_small_updates_are_not_lost_in_bfloat16():
     assert unchanged[0] > 0.98 and unchanged[-1] < 0.7
 
 
-def test_critic_head_is_trained_together_with_the_adapters():
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
+def test_critic_head_is_trained_together_with_the_adapters(merge):
     model = C.DecoderModel(native_config(CONFIG, value_head=True), torch.bfloat16, False)
     initialize_weights(model, 3, std=0.2)
-    model.adapt(DIM, ALPHA, SOME)
+    model.adapt(DIM, ALPHA, SOME, merge=merge)
     names = [spec.name for spec in model.trained_layout.specs]
     assert names[-1] == "score.weight" and len(names) == 2 * len(SOME) + 1
     draw(model, spread=0.1)

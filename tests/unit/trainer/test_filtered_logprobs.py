@@ -14,6 +14,7 @@ from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import initialize_weights
 from reference import sampling as reference
 from row_batch import padded_rows
+from test_gradient_invariance import CONFIG
 
 RULES = [(1.0, 1.0, 3), (1.0, 0.9, 0), (0.7, 0.5, 0), (2.0, 0.999, 40), (1.3, 0.8, 20), (1.0, 1e-6, 0), (1.0, 1.0, 1)]
 
@@ -84,10 +85,6 @@ def test_training_scores_with_the_samplers_bits():
         rule = C.SamplingRule(temperature=temperature, top_p=top_p, top_k=top_k)
         tokens, sampled, _ = C.sample_rows(logits, torch.rand(40, generator=random, dtype=torch.float64), rule)
         assert torch.equal(C.filtered_logprobs(logits, tokens, torch.ones(40), temperature, top_p, top_k)[0], sampled)
-
-
-CONFIG = dict(model_type="qwen3", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
-              num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("with_unfiltered", [False, True])

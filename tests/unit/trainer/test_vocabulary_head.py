@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp._native import C
+from threads import on_threads
 
 SHAPES = [(1, 7, 3), (5, 2048, 16), (70, 4099, 24), (2100, 2500, 8)]
 
@@ -27,17 +28,6 @@ def run_fused(x, w, targets, g, temperature):
     d_x, d_w = torch.full(x.shape, 9.0), torch.ones(w.shape)
     head.forward_backward(x, w, targets, g.float(), temperature, logprobs, d_x, d_w)
     return logprobs, d_x, d_w - 1
-
-
-def on_one_and_two_threads(run, data):
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            results.append(run(*data, 1.0))
-    finally:
-        torch.set_num_threads(before)
-    return results
 
 
 def reference(x, w, targets, g, temperature):
@@ -75,7 +65,7 @@ def test_head_logprobs_have_the_samplers_bits_independent_of_other_rows(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_and_two_threads_give_the_same_bits(dtype):
-    results = on_one_and_two_threads(run, inputs(300, 4500, 24, dtype))
+    results = on_threads(lambda: run(*inputs(300, 4500, 24, dtype), 1.0), (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -96,7 +86,7 @@ def test_both_at_once_have_the_bits_of_forward_and_the_gradients_of_autograd(sha
 
 
 def test_both_at_once_on_one_and_two_threads():
-    results = on_one_and_two_threads(run_fused, inputs(1100, 4500, 24, torch.float32))
+    results = on_threads(lambda: run_fused(*inputs(1100, 4500, 24, torch.float32), 1.0), (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

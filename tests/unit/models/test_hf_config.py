@@ -12,7 +12,6 @@ from nemo_rl_cpp.models.hf_config import (
     config_remarks,
     max_positions,
     native_config,
-    read_config,
 )
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.rope import rope_frequencies
@@ -227,16 +226,6 @@ def test_unsupported_layer_settings_are_rejected_by_key(config, sentence):
 def test_surprising_config_settings_give_a_remark(keys, remark):
     said = list(config_remarks(TINY_CONFIG | keys))
     assert said == [] if remark is None else [text for text in said if remark in text] == said != []
-
-
-def test_the_file_is_named(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG | {"rope_theta": True}))
-    with pytest.raises(
-        ModelFolderError, match=rf"^{tmp_path}/config.json: rope_theta is True, but a number above 0 was expected$"
-    ):
-        read_config(tmp_path)
-    with pytest.raises(ModelFolderError, match=r"config.json with hf_config_overrides: rope_theta is 'x'"):
-        read_config(tmp_path, {"rope_theta": "x"})
 
 
 VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", [], [1], {}, {"a": 1}]

@@ -1,11 +1,9 @@
 """Safetensors files read without torch, and what does not fit a model."""
 
-import json
-
 import pytest
 import torch
 from nemo_rl_cpp.hub.sources import ModelFolderError
-from nemo_rl_cpp.models.weight_files import check_parameters, fill_parameters, head_differs, raw_tensors, weight_files
+from nemo_rl_cpp.models.weight_files import fill_parameters, head_differs, raw_tensors, weight_files
 from safetensors.torch import save_file
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,30 +28,6 @@ def test_every_tensor_has_the_bytes_that_were_saved(tmp_path):
             else saved[name]
         )
     assert set(seen) == set(saved) and all(torch.equal(seen[name], saved[name]) for name in saved)
-
-
-def test_weight_shards_are_read_in_order_and_a_missing_one_is_an_error(tmp_path):
-    parts = {"a.safetensors": {"x": torch.ones(2)}, "b.safetensors": {"y": torch.zeros(3)}}
-    for file, content in parts.items():
-        save_file(content, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
-    )
-    assert [(name, raw.shape) for name, raw in raw_tensors(weight_files(tmp_path))] == [("x", [2]), ("y", [3])]
-    (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(ValueError, match="names files that are not there: b.safetensors"):
-        weight_files(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b[:4], lambda b: b"", lambda b: b"\xff" * 64]
-)
-def test_a_damaged_file_is_named(tmp_path, damage):
-    file = tmp_path / "model.safetensors"
-    save_file({"x": torch.ones(100)}, file)
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"model.safetensors is not a whole safetensors file .*download it again"):
-        list(raw_tensors([file]))
 
 
 def fill(shapes, given):
@@ -100,13 +74,6 @@ def test_head_is_compared_with_the_embedding_by_value_across_dtypes(one, other, 
         assert head_differs(tmp_path) is changed
 
 
-def test_tensor_shapes_are_checked_from_file_headers(tmp_path):
-    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    check_parameters(tmp_path, {"a": [2]})
-    with pytest.raises(ModelFolderError, match=r"wrong shape: a is \[2\], expected \[3\]"):
-        check_parameters(tmp_path, {"a": [3]})
-
-
 def test_shards_without_an_index_are_no_model(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(
@@ -114,14 +81,3 @@ def test_shards_without_an_index_are_no_model(tmp_path):
         match="has no weights.*model-00001-of-00002.safetensors, which counts only where model.safetensors.index.json names it",
     ):
         weight_files(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["/etc/hostname", "a/../../out.safetensors", "..", ""])
-def test_an_index_never_leads_out_of_its_folder(tmp_path, name):
-    folder = tmp_path / "model"
-    (folder / "a").mkdir(parents=True)
-    save_file({"a": torch.ones(2)}, tmp_path / "out.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ModelFolderError) as caught:
-        weight_files(folder)
-    assert "\n" not in str(caught.value)

@@ -1,5 +1,7 @@
-"""The losses and their metrics written with torch operations in float64, so that autograd gives reference gradients. Imports nothing of
-the package."""
+"""The losses and their metrics written with torch operations in float64, so that autograd gives reference gradients.
+
+Imports nothing of the package.
+"""
 
 import math
 
@@ -40,8 +42,10 @@ def large_k3(r, raw, w, lp, out_clamp):
 
 
 def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, largest=float("inf")):
-    """(loss, metrics). x [B, N]; tensors of data [B, N + 1], whose first column has no prediction; c: the complete configuration.
-    The loss is differentiable in x and data["curr_logprobs_unfiltered"]. `largest`: an importance weight beyond it counts as
+    """Return (loss, metrics).
+
+    x [B, N]; tensors of data [B, N + 1], whose first column has no prediction; c: the complete configuration. The loss
+    is differentiable in x and data["curr_logprobs_unfiltered"]. An importance weight beyond `largest` counts as
     overflowed, that is 0."""
     A, g, T = (data[k][:, 1:] for k in ("advantages", "generation_logprobs", "token_mask"))
     s = data["sample_mask"]
@@ -105,7 +109,7 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
 
 
 def between_policies(kind, x, p, g, mean):
-    """How far the current, the old and the generating policy are apart."""
+    """Return how far the current, the old and the generating policy are apart."""
     middle = torch.logaddexp(p, g) - math.log(2)
     k3 = lambda r: torch.special.expm1(r) - r  # noqa: E731
     return {
@@ -116,7 +120,7 @@ def between_policies(kind, x, p, g, mean):
 
 
 def clipped_term(c, x, p, A, T, length):
-    """(R, clamped R, C) of the clipped loss, [B, N]."""
+    """Return (R, clamped R, C) of the clipped loss, [B, N]."""
     if c["force_on_policy_ratio"]:
         R = Rc = torch.exp(x - x.detach())
     elif c["disable_ppo_ratio"]:
@@ -134,7 +138,7 @@ def clipped_term(c, x, p, A, T, length):
 
 
 def named_term(c, x, p, g, A, T, length, penalty):
-    """(R, R, C) of the losses that `name` chooses, [B, N]."""
+    """Return (R, R, C) of the losses that `name` chooses, [B, N]."""
     gap, ratio = x - p, torch.exp(x - p)
     if c["name"] == "nll":
         return x, x, -x
@@ -172,13 +176,13 @@ def named_term(c, x, p, g, A, T, length, penalty):
 
 
 def of_whole_rows(c):
-    """Whether a truncation weighs sequences: verl's rollout correction, but for the mask of sequences."""
+    """Return whether a truncation weighs sequences: verl's rollout correction, but for the mask of sequences."""
     kind = c["truncated_importance_sampling_type"] or ""
     return kind.startswith(("seq-", "geo-")) and kind != "seq-mask-tis"
 
 
 def importance_weights(c, p, g, T, M, length, largest):
-    """(weights [B, N], what is out of bounds: [B, N], or [B] under seq-mask-tis)."""
+    """Return (weights [B, N], what is out of bounds: [B, N], or [B] under seq-mask-tis)."""
     kind, hi = c["truncated_importance_sampling_type"], c["truncated_importance_sampling_ratio"]
     lo = c["truncated_importance_sampling_ratio_min"]
     if of_whole_rows(c):
@@ -202,7 +206,7 @@ def importance_weights(c, p, g, T, M, length, largest):
 
 
 def mse_value_loss(v, data, scale, cliprange, num_toks):
-    """(loss, metrics). v, returns and values [B, S], the mask unshifted."""
+    """Return (loss, metrics) of v, returns and values [B, S], the mask unshifted."""
     mask = data["token_mask"] * data["sample_mask"][:, None]
     fill = lambda t: torch.where(mask != 0, t, torch.zeros_like(t))  # noqa: E731
     v, returns, old = fill(v), fill(data["returns"]), fill(data["values"])
@@ -211,7 +215,8 @@ def mse_value_loss(v, data, scale, cliprange, num_toks):
         clipped = (torch.clamp(v, old - cliprange, old + cliprange) - returns) ** 2
         clipfrac, error = (clipped > error).to(v.dtype), torch.max(error, clipped)
     loss = 0.5 * scale * masked(error, mask, num_toks)
-    means = {"vf_clipfrac": clipfrac, "returns_mean": returns, "values_mean": v, "returns_sq_mean": returns**2, "residual_sq_mean": (returns - v) ** 2}  # fmt: skip
+    means = {"vf_clipfrac": clipfrac, "returns_mean": returns, "values_mean": v, "returns_sq_mean": returns**2}
+    means["residual_sq_mean"] = (returns - v) ** 2
     metrics = {name: float(masked(value.detach(), mask, num_toks)) for name, value in means.items()}
     seen = v.detach()[mask != 0]
     low, high = (float(seen.min()), float(seen.max())) if len(seen) else (0.0, 0.0)

@@ -137,8 +137,9 @@ def test_rounds_are_weighted_by_samples():
 @pytest.mark.parametrize(
     ("name", "values", "expected"),
     [
-        ("max_turns_reached_rate", (0.0, 1.0), 0.75), ("games/num_won_rate", (0.5, 0.1), 0.2), ("turns/max", (2, 1), 2), ("turns/min", (2, 1), 1),
-        ("min_len", (5, 7), 5), ("max_gen_tokens_per_sample", (4, 9), 9), ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
+        ("max_turns_reached_rate", (0.0, 1.0), 0.75), ("games/num_won_rate", (0.5, 0.1), 0.2), ("turns/max", (2, 1), 2),
+        ("turns/min", (2, 1), 1), ("min_len", (5, 7), 5), ("max_gen_tokens_per_sample", (4, 9), 9),
+        ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
     ],
 )  # fmt: skip
 def test_rates_of_rounds_are_means_and_extremes_are_extremes(name, values, expected):

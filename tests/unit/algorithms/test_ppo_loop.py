@@ -130,8 +130,8 @@ def test_metrics_by_name(tmp_path):
     row = logged(run)[1]
     critic = {"loss", "grad_norm", "values_mean", "values_min", "values_max", "returns_mean", "explained_var", "vf_clipfrac", "returns_sq_mean",
               "residual_sq_mean", "lr"}  # fmt: skip
-    common = {"loss", "grad_norm", "reward", "accuracy", "advantages/mean", "baseline_reward/pct_mixed", "token_mult_prob_error", "lr",
-              "weights/digest"}  # fmt: skip
+    common = {"loss", "grad_norm", "reward", "accuracy", "advantages/mean", "baseline_reward/pct_mixed", "lr",
+              "token_mult_prob_error", "weights/digest"}  # fmt: skip
     expected = {f"critic/{name}" for name in critic} | common | {"last_epoch/critic/loss", "last_epoch/loss"}
     assert {f"train/{name}" for name in expected} <= set(row)
     timing = logged(run, "timing/train/")[1]

@@ -83,7 +83,7 @@ def test_any_other_error_of_a_save_ends_the_run(tmp_path):
         ({"lr": 1e38, "weight_decay": 1e9}, "parameters are not finite, first model.embed_tokens"),
         ({"lr": 1e30, "weight_decay": 1e9}, "parameters are not finite, first model.embed_tokens"),
         ({"lr": 1e30, "weight_decay": 0}, "the gradient norm is .*first bad parameters"),
-        ({"weight_decay": 1e38}, "policy: .*(not finite|is nan)"), ({"eps": 0}, "policy: .*(not finite|is nan)"), ({"lr": 1e37}, "policy: .*(not finite|is nan)"),
+        *(({key: value}, "policy: .*(not finite|is nan)") for key, value in (("weight_decay", 1e38), ("eps", 0), ("lr", 1e37))),
     ],
     ids=str,
 )  # fmt: skip

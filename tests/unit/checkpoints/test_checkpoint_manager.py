@@ -133,12 +133,16 @@ def test_resume_paths_name_weights_and_optimizer_of_each_component(tmp_path):
 
 NAN, BY_ACCURACY = float("nan"), {"metric_name": "val:accuracy"}
 KEPT = {  # settings, {step: metric, None where it has none}, the steps that are kept
-    "the best and the latest": (BY_ACCURACY | {"keep_top_k": 2}, {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.9, 5: 0.2, 6: 0.3}, [2, 4, 6]),
-    "lower is better": ({"metric_name": "train:loss", "keep_top_k": 1, "higher_is_better": False}, {1: 0.3, 2: 0.1, 3: 0.1, 4: 0.2}, [3, 4]),
+    "the best and the latest": (
+        BY_ACCURACY | {"keep_top_k": 2}, {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.9, 5: 0.2, 6: 0.3}, [2, 4, 6]),
+    "lower is better": (
+        {"metric_name": "train:loss", "keep_top_k": 1, "higher_is_better": False}, {1: 0.3, 2: 0.1, 3: 0.1, 4: 0.2}, [3, 4]),
     "missing and nan metrics rank last": (BY_ACCURACY | {"keep_top_k": 1}, {1: -5.0, 2: NAN, 3: None}, [1, 3]),
     "the newest without a metric": ({"keep_top_k": 2}, dict.fromkeys(range(1, 6)), [4, 5]),
-    "off the period only as the latest": ({"keep_top_k": 5, "save_period": 10}, dict.fromkeys((10, 13, 20, 27)), [10, 20, 27]),
-    "the latest ones off the period": ({"ft_keep_latest_k": 2, "save_period": 10}, dict.fromkeys((10, 11, 12, 13)), [10, 12, 13]),
+    "off the period only as the latest": (
+        {"keep_top_k": 5, "save_period": 10}, dict.fromkeys((10, 13, 20, 27)), [10, 20, 27]),
+    "the latest ones off the period": (
+        {"ft_keep_latest_k": 2, "save_period": 10}, dict.fromkeys((10, 11, 12, 13)), [10, 12, 13]),
     "all without a limit": ({"save_period": 10}, dict.fromkeys((1, 2, 3)), [1, 2, 3]),
 }  # fmt: skip
 

@@ -102,10 +102,8 @@ def one_row(ratios, advantage, penalty=None, **config):
 
 
 E, LOG2 = math.e, math.log(2.0)
-GMPO, DPPO = (
-    dict(name="gmpo", ratio_clip_min=0.4, ratio_clip_max=0.4),
-    dict(name="dppo_tv", ratio_clip_min=0.1, ratio_clip_max=0.1),
-)
+GMPO = dict(name="gmpo", ratio_clip_min=0.4, ratio_clip_max=0.4)
+DPPO = dict(name="dppo_tv", ratio_clip_min=0.1, ratio_clip_max=0.1)
 BY_HAND = {  # prev log-prob -1: (ratios, advantage, settings, loss, its slope at each token)
     # clip 0.2, A = 1: C = -min(R, clip R) = -0.5, -1, -1.2; A = -1: C = 0.8, 1, 1.5
     "clip, A > 0": ([0.5, 1.0, 1.5], 1.0, {}, -(0.5 + 1.0 + 1.2) / 3, [-0.5 / 3, -1 / 3, 0.0]),
@@ -117,18 +115,22 @@ BY_HAND = {  # prev log-prob -1: (ratios, advantage, settings, loss, its slope a
     # at R = 1 the gate is 1/2: C = -A 2/tau, and the slope in x is A, whatever tau; far away the gradient vanishes
     "sapo, A > 0": ([1.0, 1.0], 1.0, dict(name="sapo", sapo_temperature_pos=0.5), -4.0, [-0.5, -0.5]),
     "sapo, A < 0": ([1.0, 1e4], -1.0, dict(name="sapo", sapo_temperature_neg=2.0), (1.0 + 2.0) / 2, [0.5, 0.0]),
-    # a probability of 0.37 that doubles moves by 0.37: beyond the bound and in A's direction there is no gradient; else it is -A min(R, cap)
-    "dppo, A > 0": ([2.0, 1.1, 0.5], 1.0, DPPO, -(1.1 * (-1 + math.log(1.1)) + 0.5 * (-1 - LOG2)) / 3, [0.0, -1.1 / 3, -0.5 / 3]),
-    "dppo, A < 0": ([2.0, 1.1, 0.5], -1.0, DPPO | dict(ratio_clip_c=1.5), (1.5 * (LOG2 - 1) + 1.1 * (-1 + math.log(1.1))) / 3, [1.5 / 3, 1.1 / 3, 0.0]),
+    # a probability of 0.37 that doubles moves by 0.37: beyond the bound and in A's direction there is no gradient; else it
+    # is -A min(R, cap)
+    "dppo, A > 0": ([2.0, 1.1, 0.5], 1.0, DPPO, -(1.1 * (-1 + math.log(1.1)) + 0.5 * (-1 - LOG2)) / 3,
+                    [0.0, -1.1 / 3, -0.5 / 3]),
+    "dppo, A < 0": ([2.0, 1.1, 0.5], -1.0, DPPO | dict(ratio_clip_c=1.5),
+                    (1.5 * (LOG2 - 1) + 1.1 * (-1 + math.log(1.1))) / 3, [1.5 / 3, 1.1 / 3, 0.0]),
     # C = -(A x - beta/2 log(2)^2) with x = -1 + log 2
     "dro": ([2.0], 3.0, dict(name="dro", dro_beta=0.5), -(3.0 * (LOG2 - 1) - 0.25 * LOG2**2), [0.5 * LOG2 - 3.0]),
     # log ratios 1 and -1, bounds 0.4: for A > 0 the first counts as 0.4 and has no slope, for A < 0 the second as -0.4
     "gmpo, A > 0": ([E, 1 / E], 1.0, GMPO, -math.exp(-0.3), [0.0, -math.exp(-0.3) / 2]),
     "gmpo, A < 0": ([E, 1 / E], -1.0, GMPO, math.exp(0.3), [math.exp(0.3) / 2, 0.0]),
-    # ratios 2 and 1/2 make W = 1 and phi = 1: plain policy gradient; W = 4: phi = e^(3 (1 - 4)) 4^2 for A >= 0, e^(2 (1 - 4)) 4^3 for A < 0
+    # ratios 2 and 1/2 make W = 1 and phi = 1: plain policy gradient; W = 4: phi = e^(3 (1 - 4)) 4^2 for A >= 0,
+    # e^(2 (1 - 4)) 4^3 for A < 0
     "vespo, W = 1": ([2.0, 0.5], 1.0, dict(name="vespo"), 1.0, [-0.5, -0.5]),
-    "vespo, A > 0": ([2.0, 2.0], 1.0, dict(name="vespo"), 16 * math.exp(-9) * (1 - LOG2), [-0.5 * 16 * math.exp(-9)] * 2),
-    "vespo, A < 0": ([2.0, 2.0], -1.0, dict(name="vespo"), 64 * math.exp(-6) * (LOG2 - 1), [0.5 * 64 * math.exp(-6)] * 2),
+    "vespo, A > 0": ([2.0, 2.0], 1.0, dict(name="vespo"), 16 * math.exp(-9) * (1 - LOG2), [-8 * math.exp(-9)] * 2),
+    "vespo, A < 0": ([2.0, 2.0], -1.0, dict(name="vespo"), 64 * math.exp(-6) * (LOG2 - 1), [32 * math.exp(-6)] * 2),
     # penalty 3 at the first token: C = -2 + 3 log 2 and -0.5; slopes -2 + 3 and -0.5, without a clip
     "kl_cov": ([2.0, 0.5], 1.0, dict(name="kl_cov"), (-2.0 + 3 * LOG2 - 0.5) / 2, [0.5, -0.25]),
 }  # fmt: skip

@@ -220,10 +220,7 @@ def test_response_depends_only_on_its_sampling_key():
     row = make_policy().create_generation().generate(alone)["output_ids"][0]
     assert torch.equal(row, whole["output_ids"][6, : len(row)])
     val = make_policy().create_generation().generate({**inputs, "stream": "val"})
-    assert (
-        not torch.equal(val["output_ids"], whole["output_ids"][:, : val["output_ids"].shape[1]])
-        or val["output_ids"].shape != whole["output_ids"].shape
-    )
+    assert val["output_ids"].tolist() != whole["output_ids"].tolist()
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

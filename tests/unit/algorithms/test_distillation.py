@@ -27,7 +27,7 @@ def estimator(kind="reverse", weight=0.5, cap=10.0, **settings):
     return OPDAdvantageEstimator(AdvEstimatorConfig(name="opd", **settings), loss)
 
 
-@pytest.mark.parametrize("cases", [100, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_cases_match_the_reference_for_any_values_at_masked_tokens(kind, cases):
     rng = np.random.default_rng(KINDS.index(kind))
@@ -215,14 +215,20 @@ def run_config(folder, teacher, steps, topk=(), **loss):
 GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 
 
+def is_near(history):
+    """Whether the gap of the last five steps is below half of that of the first two."""
+    gaps = [-row[GAP] for row in history]
+    return len(gaps) > 6 and np.mean(gaps[-5:]) < 0.5 * np.mean(gaps[:2])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reverse", "jensen"])
 def test_distillation_run_reduces_the_gap_to_its_teacher(teacher, tmp_path, kind):
     tiny.one_thread()
     with build_run(run_config(tmp_path, teacher, 60, kl_type=kind)) as run:
+        run.after_step.append(lambda result: result.state.stop("near") if is_near(run.history) else None)
         run.train()
-    gaps = [-row[GAP] for row in run.history]
-    assert np.mean(gaps[-5:]) < 0.5 * np.mean(gaps[:2]), gaps
+    assert is_near(run.history), run.history
 
 
 @pytest.mark.slow

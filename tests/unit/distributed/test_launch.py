@@ -183,8 +183,8 @@ def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_lost_rank_of_torchrun_ends_all(tmp_path, number):
+def test_a_stopped_rank_of_torchrun_ends_all(tmp_path):
+    """torchrun sees by itself a rank that has ended, and never one that has stopped."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_rl_cpp.run_grpo_math",
         *grpo_arguments(tmp_path, 50_000), "cluster.worker_timeout_s=8",
@@ -204,12 +204,10 @@ def test_a_lost_rank_of_torchrun_ends_all(tmp_path, number):
         p for p in everyone if b"\0RANK=1\0" in Path(f"/proc/{p}/environ").read_bytes() and rank_of(p) is None
     )
     began = time.monotonic()
-    os.kill(int(victim), number)
+    os.kill(int(victim), signal.SIGSTOP)
     rest = run.communicate(timeout=180)[0]
     assert run.returncode != 0 and time.monotonic() - began < 90
-    # torchrun sees a process that ends as soon as rank 0 does, and may end rank 0 first: then its own report names the process
-    told = [f"rank 1 of 2 (process {victim})"] + [f"received by PID {victim}"] * (number == signal.SIGKILL)
-    assert any(text in "".join(lines) + rest for text in told), "".join(lines) + rest
+    assert f"rank 1 of 2 (process {victim})" in "".join(lines) + rest, "".join(lines) + rest
     assert not wait_until_gone(everyone) and not any(map(alive, everyone))
 
 

@@ -123,9 +123,9 @@ class HfTrainer:
         """Return False: a loss cannot be fused into the LM head; it computes its gradient for whole micro-batches."""
         return False
 
-    def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None) -> None:
+    def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None, d_entropy: None = None) -> None:
         """Run the backward pass of the last `forward`, and add the weights' gradients to the accumulated ones. `d_out`
-        [T] and `d_unfiltered` [T] are the gradients of its outputs."""
+        [T] and `d_unfiltered` [T] are the gradients of its outputs. `d_entropy` is None: losses of entropies are native."""
         outputs, picked = self._kept
         self._kept = None
         device = outputs.scored.device
@@ -279,9 +279,9 @@ class ShardedTrainer(HfTrainer):
         )
         return super()._pass(rows, scoring, keep, checkpoint, unfiltered)
 
-    def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None) -> None:
+    def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None, d_entropy: None = None) -> None:
         self._agree(NextCollective.BACKWARD)
-        super().backward(d_out, d_unfiltered)
+        super().backward(d_out, d_unfiltered, d_entropy)
 
     def zero_grad(self) -> None:
         """Reset the accumulated gradients."""

@@ -40,11 +40,13 @@ class Algorithm:
         is_trained: returns whether the policy is trained on a message of a conversation.
         needs_tokens: whether a step without any token to train on ends the run. PPO would otherwise continue and shrink
             both models by weight decay. A GRPO step is a single update, and the report shows that nothing was learned.
+        has_rewards: whether samples have rewards. If not, a step has no metrics of rewards.
     """
 
     make_advantages: Callable[[TrainMasterConfig], Advantages]
     is_trained: Callable[[Message], bool]
     needs_tokens: bool
+    has_rewards: bool = True
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
@@ -91,7 +93,9 @@ def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(grpo_advantages, is_trained=sampled_by_policy, needs_tokens=False),
     "distillation": Algorithm(distillation_advantages, is_trained=sampled_by_policy, needs_tokens=False),
-    "sft": Algorithm(lambda config: EqualAdvantages(), is_trained=spoken_by_assistant, needs_tokens=True),
+    "sft": Algorithm(
+        lambda config: EqualAdvantages(), is_trained=spoken_by_assistant, needs_tokens=True, has_rewards=False
+    ),
     "ppo": Algorithm(ppo_advantages, is_trained=spoken_by_assistant, needs_tokens=True),
 }
 """Maps the name of a configuration section to its algorithm."""

@@ -331,7 +331,7 @@ def facts_of_run(
 
 def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metrics | None) -> CardFacts:
     """Return the facts of the model card after a step, with the step's metrics and those of its validation, if any."""
-    results = {"reward, last step": metrics["reward"]} if metrics else {}
+    results = {"reward, last step": metrics["reward"]} if "reward" in metrics else {}
     if validation is not None:
         word, value = headline(validation)
         results[f"validation {word}"] = value

@@ -229,9 +229,10 @@ def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]
     if state.stop_reason is not None:
         table["ended by"] = state.stop_reason
     table["time"] = duration(seconds) + (f", {seconds / steps:.2f} s a step" if steps else "")
-    if history:
-        rewards = [row["reward"] for row in history]
+    if rewards := [row["reward"] for row in history if "reward" in row]:
         table["reward"] = f"{rewards[0]:.3f} -> {rewards[-1]:.3f} (best {max(rewards):.3f})"
+    elif history:
+        table["loss"] = f"{history[0]['loss']:.3f} -> {history[-1]['loss']:.3f}"
     for row, name in ((validations[:1], "validation, first"), (validations[-1:], "validation, last")):
         if row:
             table[name] = _validation_text(row[0])

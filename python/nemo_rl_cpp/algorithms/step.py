@@ -85,8 +85,9 @@ def step_result(
     metrics: step_metrics.Metrics,
     of_advantages: step_metrics.Metrics,
     leave_one_out: bool,
+    has_rewards: bool = True,
 ) -> StepResult:
-    """Return everything that is logged for a step, except its times."""
+    """Return everything that is logged for a step, except its times. If not `has_rewards`, omit the metrics of rewards."""
     samples, rollout_metrics = collected.samples, collected.rollout_metrics
     rewards, groups = batch.rewards, batch.group_id[:, None]
     baseline, _ = calculate_baseline_and_std_per_prompt(
@@ -95,12 +96,12 @@ def step_result(
     stale = {"stale_samples": metrics["stale_samples"]}  # relative to the trained weights, unlike the sampler's count
     logged = metrics | rollout_metrics | step_metrics.batch_metrics(samples, batch)
     logged |= step_metrics.baseline_metrics(baseline) | collected.sampler_metrics | stale | of_advantages
-    names = [name for name in ("advantages", "values", "returns") if name in batch]
+    names = [name for name in ("advantages", "values", "returns") if name in batch] if has_rewards else []
     return StepResult(
         state=state,
-        metrics=logged,
+        metrics=logged if has_rewards else step_metrics.without_rewards(logged),
         table=step_metrics.rollout_table(samples, batch),
-        histograms={"baseline_reward": baseline.tolist()}
+        histograms=({"baseline_reward": baseline.tolist()} if has_rewards else {})
         | {name: batch.tokens[name][batch.is_valid].tolist() for name in names},
         generated_tokens=rollout_metrics.get("total_generated_tokens"),
         rollout_tokens=rollout_metrics.get("total_rollout_tokens"),

@@ -129,6 +129,13 @@ def batch_metrics(samples: Rollouts, batch: TrainBatch) -> dict[str, float]:
     return metrics
 
 
+def without_rewards(metrics: Metrics) -> Metrics:
+    """Return the metrics except those computed from rewards and advantages."""
+    names = ("reward", "accuracy", "zero_std_groups", "reward_of_truncated")
+    groups = ("baseline_reward/", "advantages/", "groups/")
+    return {name: value for name, value in metrics.items() if name not in names and not name.startswith(groups)}
+
+
 def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
     """Return the percentages of samples whose baseline is exactly 0, exactly 1, and neither."""
     zero = 100.0 * float((baseline == 0).float().mean())

@@ -7,6 +7,7 @@ import tiny
 import torch
 from nemo_rl_cpp.algorithms.answers import EqualAdvantages, given_answers
 from nemo_rl_cpp.algorithms.build import build_run
+from nemo_rl_cpp.algorithms.hooks import summary
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.parts import make_tokenizer
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
@@ -144,6 +145,11 @@ def test_a_run_lowers_the_loss_and_resumes_to_the_same_bits(tmp_path):
     assert second.policy.weight_digest() == whole.policy.weight_digest()
     assert second.validations[-1]["val_loss"] == whole.validations[-1]["val_loss"]
     assert (whole.log_dir / "report.html").is_file()
+    assert (
+        not {"reward", "accuracy", "advantages/mean", "baseline_reward/pct_0", "groups/num"} & whole.history[0].keys()
+    )
+    table = summary(whole, 0, 1.0)
+    assert "reward" not in table and table["loss"] == f"{losses[0]:.3f} -> {losses[-1]:.3f}"
 
 
 def test_settings_that_have_no_meaning_in_sft_are_rejected():

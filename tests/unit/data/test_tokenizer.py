@@ -222,6 +222,24 @@ def test_tokenizer_keys_that_change_ids_work_as_in_transformers(name, key, value
         assert ids == [again(text)["input_ids"] for text in PIECES]
 
 
+@pytest.mark.parametrize("flags", [{}, {"normalized": True}, {"lstrip": True}])
+@pytest.mark.parametrize("make", [byte_fallback, lambda: byte_level(["<s>", "</s>"])], ids=["fallback", "byte level"])
+def test_named_token_keeps_the_flags_of_added_tokens_decoder(make, flags, tmp_path):
+    """`add_tokens` marks a token as ordinary and normalized; a later `eos_token` names it."""
+    from transformers import AutoTokenizer
+
+    make().save(str(tmp_path / "tokenizer.json"))
+    ordinary = {"special": False, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False} | flags
+    listed = {str(make().token_to_id(text)): {"content": text, **ordinary} for text in ("<s>", "</s>")}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "added_tokens_decoder": listed}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = [ours(text)["input_ids"] for text in PIECES]
+    assert ids == [theirs(text)["input_ids"] for text in PIECES]
+    for row in ids:
+        assert ours.decode(row, True) == theirs.decode(row, True, clean_up_tokenization_spaces=False)
+
+
 @pytest.mark.parametrize("name", [None, "PreTrainedTokenizerFast", "GPT2Tokenizer"])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gpt2", "llama"])
 @pytest.mark.parametrize("value", [True, False])

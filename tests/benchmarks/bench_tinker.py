@@ -1,11 +1,12 @@
 """Tinker's API: an RL step by HTTP against the same step in process, and eight tenants at once against one after the other.
 
-    uv run python tests/benchmarks/bench_tinker.py [--rounds 5] [--tenants 8] [--tenant-rounds 2] [--model smollm2-135m-instruct]
+    uv run python tests/benchmarks/bench_tinker.py [--rounds 4] [--tenants 8] [--tenant-rounds 3] [--seconds 280] [--model FOLDER]
 
 A step has the sizes of the quickstart: 8 samples to each of 16 prompts of three solved sums, 6 tokens at most, one forward_backward and one
 step of AdamW, LoRA of rank 8. By HTTP the client is Tinker's SDK, and the server is a separate process. Both sides do the same step in turn,
 and sample the same tokens. Tenants are clients in threads of one process; in a round each makes one step, and the two ways take turns. Memory
-is the peak of a process; one tenant and all tenants have separate processes. Ratios have the median and the quartiles of the rounds.
+is the peak of a process; one tenant and all tenants have separate processes. Ratios have the median and the quartiles of the rounds. No round
+begins that would end after `--seconds`, except the first.
 """
 
 import argparse
@@ -85,12 +86,15 @@ def overhead(arguments: argparse.Namespace) -> dict[str, object]:
                     "http": remote.create_lora_training_client(arguments.model, rank=RANK, seed=1).result(),
                     "process": local.create_lora_training_client(rank=RANK, seed=1).result(),
                 }
-                tokenizer, answers = sides["process"].get_tokenizer(), {}
+                tokenizer, answers = sides["process"].get_tokenizer(), {name: [] for name in sides}
 
                 def step(name: str, number: int) -> None:
-                    answers[name] = rl_step(sides[name], prompts(tokenizer, number, arguments.prompts), number)
+                    questions = prompts(tokenizer, number, arguments.prompts)
+                    answers[name].append(rl_step(sides[name], questions, number))
 
-                seconds = alternated({name: partial(step, name) for name in sides}, range(arguments.rounds + 1))
+                seconds = alternated(
+                    {name: partial(step, name) for name in sides}, range(arguments.rounds + 1), arguments.until
+                )
                 assert answers["http"] == answers["process"]
         finally:
             server.terminate()
@@ -101,10 +105,13 @@ def overhead(arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def alternated(sides: dict[str, Callable[[int], None]], rounds: range) -> dict[str, list[float]]:
+def alternated(sides: dict[str, Callable[[int], None]], rounds: range, until: float) -> dict[str, list[float]]:
     """Seconds of each side in each round. Sides take turns, each begins every other round; a round 0 warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in rounds:
+        last = sum(values[-1] for values in seconds.values() if values)
+        if last and time.monotonic() + last > until:
+            break
         for name in sorted(sides, reverse=number % 2 == 1):
             begin = time.perf_counter()
             sides[name](number)
@@ -145,20 +152,23 @@ def tenants(connection: Connection, arguments: argparse.Namespace, count: int) -
         if count == 1:
             step(clients[0], 1)
         else:
-            seconds = alternated({"in turn": in_turn, "together": together}, range(1, arguments.tenant_rounds + 1))
+            rounds = range(1, arguments.tenant_rounds + 1)
+            seconds = alternated({"in turn": in_turn, "together": together}, rounds, arguments.until)
     connection.send((seconds, peak_mb()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="of HTTP and in process")
-    parser.add_argument("--tenant-rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4, help="of HTTP and in process")
+    parser.add_argument("--tenant-rounds", type=int, default=3)
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--only", choices=["overhead", "tenants"])
+    parser.add_argument("--seconds", type=float, default=280)
     arguments = parser.parse_args()
+    arguments.until = time.monotonic() + arguments.seconds
     result: dict[str, object] = {"model": Path(arguments.model).name, "threads": arguments.threads}
     if arguments.only != "tenants":
         result |= overhead(arguments)
@@ -174,7 +184,7 @@ def main() -> None:
             process.join()
         (_, one), (seconds, several) = found
         result |= {
-            "tenants": arguments.tenants,
+            "tenants": arguments.tenants, "tenant_rounds": len(seconds["together"]),
             "throughput_together": spread([a / b for a, b in zip(seconds["in turn"], seconds["together"])]),
             "memory": round(several / one, 3), "peak_mb_of_one": round(one), "peak_mb_together": round(several),
         }  # fmt: skip

@@ -97,7 +97,8 @@ HARD_TO_COMPILE = {
 @pytest.mark.parametrize("name", HARD_TO_COMPILE)
 def test_compiling_happens_inside_the_limits(name, truth):
     env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
-    score(env, "print(2 * int(input()))", DOUBLE)  # starts the worker, which takes longer than the limit on a busy machine
+    # it starts the worker, which takes longer than the limit on a busy machine
+    score(env, "print(2 * int(input()))", DOUBLE)
     worker, before = verifier_pids(env), most_mb(env)
     reward, reason = score(env, HARD_TO_COMPILE[name], truth)
     assert reward == 0.0 and reason.partition(":")[0] in ("memory_limit", "time_limit", "syntax_error", "runtime_error")
@@ -123,7 +124,8 @@ def test_responses_cannot_exceed_the_limits_of_their_worker():
     env = CodeEnvironment(
         {"time_limit_s": 1.0, "total_time_limit_s": 2.0, "memory_mb": 128, "max_output_kb": 256, "num_workers": 1}
     )
-    score(env, "print(2 * int(input()))", DOUBLE)  # starts the worker, which takes longer than the limit on a busy machine
+    # it starts the worker, which takes longer than the limit on a busy machine
+    score(env, "print(2 * int(input()))", DOUBLE)
     worker, before = verifier_pids(env), most_mb(env)
     for name, program in BOMBS.items():
         reward, reason = score(env, program, DOUBLE)

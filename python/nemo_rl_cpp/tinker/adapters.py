@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,7 +34,6 @@ from nemo_rl_cpp.tinker.losses import Loss
 ALPHA = 32
 """An adapter is scaled by ALPHA / rank, as in Tinker."""
 _ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
-_IN_TRAINER = ("grads", "exp_avg", "exp_avg_sq")
 _TOKENS_AT_ONCE = 4096  # per forward pass with kept activations; a longer datum forms its own micro-batch
 
 
@@ -120,15 +120,32 @@ class Base:
 class TrainingState:
     """A model in training: its adapters (A and B), their gradient, and AdamW's moments.
 
-    The gradient and the moments are None if they are zero, and while the trainer of the AdaptedModel holds them
-    (`AdaptedModel.put_down` returns them). No step changes the tensor `adapter`: it replaces the tensor, so that samplers
-    can share it."""
+    Attributes:
+        adapter: no step changes this tensor: it replaces the tensor, so that samplers can share it.
+        moments: a file that holds the moments while no trainer does. In memory they would be most of an idle model.
+        grads: None if it is zero, and while the trainer of the AdaptedModel holds it (see `AdaptedModel.put_down`).
+        optimizer_steps: the moments are zero before the first step.
+    """
 
     adapter: Tensor
+    moments: BinaryIO
     grads: Tensor | None = None
-    exp_avg: Tensor | None = None
-    exp_avg_sq: Tensor | None = None
     optimizer_steps: int = 0
+
+    def write_moments(self, *moments: Tensor) -> None:
+        """Write exp_avg and exp_avg_sq to the file."""
+        self.moments.seek(0)
+        for moment in moments:
+            self.moments.write(moment.numpy())
+
+    def read_moments(self, *moments: Tensor) -> None:
+        """Read exp_avg and exp_avg_sq from the file into these tensors."""
+        self.moments.seek(0)
+        for moment in moments:
+            if self.optimizer_steps == 0:
+                moment.zero_()
+            elif self.moments.readinto(moment.numpy()) != moment.nbytes:
+                raise OSError("the file that holds the optimizer's moments is too short")
 
 
 @dataclass
@@ -170,6 +187,7 @@ class AdaptedModel:
         self._idle_engines: list[C.ResidentEngine] = []
         self._shown: Tensor | None = None  # the adapters with which the native model computes
         self._owner: TrainingState | None = None  # the state whose gradient and moments the trainer holds
+        self._read_steps = 0  # the number of optimizer steps of the moments that were read for it
 
     @cached_property
     def nothing(self) -> Tensor:
@@ -196,22 +214,23 @@ class AdaptedModel:
         if self._owner is state:
             return
         self.put_down()
-        for name in _IN_TRAINER:
-            held, saved = getattr(self.trainer, name), getattr(state, name)
-            held.zero_() if saved is None else held.copy_(saved)
-            setattr(state, name, None)
-        self.trainer.optimizer_steps = state.optimizer_steps
+        state.read_moments(self.trainer.exp_avg, self.trainer.exp_avg_sq)
+        grads = self.trainer.grads
+        grads.zero_() if state.grads is None else grads.copy_(state.grads)
+        state.grads = None
+        self.trainer.optimizer_steps = self._read_steps = state.optimizer_steps
         self._owner = state
 
     def put_down(self) -> None:
         """Move the gradient and the moments in the trainer to the model that they belong to."""
-        state, self._owner = self._owner, None
+        state = self._owner
         if state is None:
             return
+        if state.optimizer_steps != self._read_steps:
+            state.write_moments(self.trainer.exp_avg, self.trainer.exp_avg_sq)
         if self.trainer.grads.any():
             state.grads = self.trainer.grads.clone()
-        if state.optimizer_steps > 0:
-            state.exp_avg, state.exp_avg_sq = self.trainer.exp_avg.clone(), self.trainer.exp_avg_sq.clone()
+        self._owner = None
 
     # ---- training
 

@@ -87,7 +87,7 @@ class Models:
         if not 0 <= seed < _SEEDS:
             raise UserError(f"the seed of LoRA is {seed}, expected 0 to 2^62")
         model.adapted = self.base.adapted(model.facts.shape)
-        model.state = TrainingState(model.adapted.new_adapter(seed))
+        model.state = TrainingState(model.adapted.new_adapter(seed), self.store.scratch_file())
 
     # ---- training
 
@@ -141,9 +141,8 @@ class Models:
         """Save a model with its optimizer state. Return the path of the checkpoint."""
         state = model.trained
         model.adapted.put_down()
-        nothing = torch.zeros_like(state.adapter)
-        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        tensors = {name: nothing.clone() if moment is None else moment for name, moment in moments.items()}
+        tensors = {name: torch.empty_like(state.adapter) for name in ("exp_avg", "exp_avg_sq")}
+        state.read_moments(*tensors.values())
         if state.grads is not None:
             tensors["grads"] = state.grads  # between a backward pass and its step
 
@@ -192,10 +191,10 @@ class Models:
                 f"{place.path} holds no {'optimizer state' if optimizer else 'state'}: it is for sampling alone"
             )
         adapted = self.base.adapted(facts.shape)
-        state = TrainingState(adapted.load(folder))
+        state = TrainingState(adapted.load(folder), self.store.scratch_file())
         if optimizer:
             saved = load_file(folder / _OPTIMIZER)
-            state.exp_avg, state.exp_avg_sq = saved["exp_avg"], saved["exp_avg_sq"]
+            state.write_moments(saved["exp_avg"], saved["exp_avg_sq"])
             state.optimizer_steps = json.loads((folder / _STEPS).read_text())["optimizer_steps"]
             if gradient:
                 state.grads = saved.get("grads")

@@ -280,7 +280,7 @@ class _ProcessState:
     """The process state that user code may change, recorded at construction and restored on exit.
 
     It covers the working directory, the handlers of the signals that end a run, and torch's default dtype and device,
-    gradient mode, thread count and deterministic mode. Random generators are not restored, because all sampling in a
+    gradient mode, thread count, deterministic mode and precision of float32 products. Random generators are not restored, because all sampling in a
     run uses its own generators."""
 
     def __init__(self) -> None:
@@ -313,6 +313,7 @@ _TORCH_STATE = (  # getter and setter functions
     ("get_num_threads", "set_num_threads"),
     ("get_default_device", "set_default_device"),
     ("are_deterministic_algorithms_enabled", "use_deterministic_algorithms"),
+    ("get_float32_matmul_precision", "set_float32_matmul_precision"),
 )
 
 

@@ -127,6 +127,7 @@ def test_process_state_is_restored_after_each_user_call(tmp_path, monkeypatch):
         torch.set_grad_enabled(False)
         torch.set_num_threads(threads + 1)
         torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("medium")
 
     async def changes_later():
         await asyncio.sleep(0)
@@ -134,7 +135,7 @@ def test_process_state_is_restored_after_each_user_call(tmp_path, monkeypatch):
 
     def state():
         modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-        return os.getcwd(), *modes, call_user(torch.is_grad_enabled)
+        return os.getcwd(), *modes, torch.get_float32_matmul_precision(), call_user(torch.is_grad_enabled)
 
     before = state()
     for function in (changes, changes_later):

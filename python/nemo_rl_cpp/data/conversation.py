@@ -22,7 +22,8 @@ def plain(value: object) -> object:
 
     Mappings inside an array of objects lose keys with null, which pandas adds to Arrow's structs.
     """
-    convert = getattr(value, "tolist", None) or getattr(value, "to_list", None)  # numpy, torch and pandas; polars
+    names = ("tolist", "to_list", "as_py")  # numpy, torch and pandas; polars; scalars of pyarrow
+    convert = next((getattr(value, name) for name in names if hasattr(value, name)), None)
     if convert is not None and not isinstance(value, type):
         if _holds_objects(value):
             return _unpadded([plain(item) for item in value])

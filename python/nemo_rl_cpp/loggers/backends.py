@@ -207,6 +207,13 @@ class MLflowLogger(TrackerLogger):
         self.run_id, self._resumes = run.info.run_id, bool(known)
         file.write(self.run_id)
 
+    def accepted(self, name: str) -> str:
+        """Return the name without what MLflow does not allow: special characters, and the parts of a path that are
+        empty, `.` or `..`, which become `_`.
+        """
+        parts = [part if part.strip(".") else part.replace(".", "_") or "_" for part in name.split("/")]
+        return super().accepted("/".join(parts)).rstrip("/")
+
     @classmethod
     def options(cls, cfg: MLflowConfig | Mapping[str, object] | None) -> dict[str, str]:
         """Return the settings in use: the given keys, and otherwise MLflow's environment variables."""

@@ -104,6 +104,13 @@ def test_named_tuples_of_a_frame_are_rows():
     assert rows_of(frame.itertuples(index=False), "prompts") == expected
 
 
+def test_columns_of_an_arrow_table_are_columns():
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": [1, 2]})
+    columns = {name: table[name] for name in table.column_names}
+    assert rows_of(columns, "prompts") == table.to_pylist()
+    assert rows_of(list(table["prompt"]), "prompts") == [{"prompt": "a"}, {"prompt": "b"}]
+
+
 def test_missing_numbers_of_a_frame_are_null():
     frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": [1.5, float("nan")], "note": ["x", pandas.NA]})
     assert [(row["answer"], row["note"]) for row in rows_of(frame, "prompts")] == [(1.5, "x"), (None, None)]

@@ -191,7 +191,7 @@ def mlflow(monkeypatch):
     return module
 
 
-NAMES = ["exact match (strict)", "größe", "長さ", "n" * 300, "a\nb", "\ud800"]
+NAMES = ["exact match (strict)", "größe", "長さ", "n" * 300, "a\nb", "\ud800", "b/", "/c", "d//e", "../f", "./g", "h%"]
 
 
 @pytest.mark.filterwarnings("error")

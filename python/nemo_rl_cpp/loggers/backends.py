@@ -5,10 +5,13 @@ enabled.
 import importlib
 import os
 import re
+import secrets
 import socket
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -20,7 +23,11 @@ from nemo_rl_cpp.config.logger import LoggerConfig, MLflowConfig, SwanlabConfig,
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
 
+if TYPE_CHECKING:
+    from mlflow import ActiveRun
+
 _LONGEST_NAME = 250
+_LONGEST_CUT = 500  # MLflow may truncate longer values of parameters
 
 
 def import_tracker(package: str) -> ModuleType:
@@ -73,6 +80,12 @@ class TrackerLogger(LoggerInterface):
             if value is not None and not (value == defaults.get(key) and os.getenv(cls.variables.get(key, "")))
         }
 
+    @abstractmethod
+    def restart(self, step: int) -> None:
+        """Start a new run of the tracker, because the current one has steps after `step`, which no tracker removes. The
+        new run names the current one where the tracker has a place for it.
+        """
+
     def accepted(self, name: str) -> str:
         """Return the name with `_` in place of each character that the tracker does not allow, truncated to the longest
         name.
@@ -122,19 +135,26 @@ class WandbLogger(TrackerLogger):
         """Start the W&B run. `cfg` is the section `logger.wandb`, whose keys are arguments of `wandb.init` (project,
         name, entity, tags, ...). Raise ValueError if wandb is not installed or does not start.
         """
-        self._wandb, options = self.package("wandb"), self.given(cfg)
-        options.pop("log_nemo_gym_full_result_tables", None)
+        self._wandb, self._options, self._log_dir = self.package("wandb"), self.given(cfg), log_dir
+        self._options.pop("log_nemo_gym_full_result_tables", None)
         known = _RunFile(log_dir).read()
-        if known and "id" not in options and not os.getenv("WANDB_RUN_ID"):
-            options |= {"id": known, "resume": "allow"}
+        is_given = "id" in self._options or os.getenv("WANDB_RUN_ID")
+        self._start({"id": known, "resume": "allow"} if known and not is_given else {})
+
+    def _start(self, more: dict[str, Plain]) -> None:
         try:
-            self.run = self._wandb.init(**options, dir=log_dir)
+            self.run = self._wandb.init(**self._options | more, dir=self._log_dir)
         except Exception as error:  # the error classes differ between versions
             raise ValueError(
                 f"logger.wandb_enabled=true, but wandb does not start ({error}): run `wandb login` or set WANDB_API_KEY; "
                 "without an account set WANDB_MODE=offline, or logger.wandb_enabled=false"
             ) from error
-        _RunFile(log_dir).write(self.run.id)
+        _RunFile(self._log_dir).write(self.run.id)
+
+    def restart(self, step: int) -> None:
+        old = self.run.id
+        self.run.finish()
+        self._start({"id": secrets.token_hex(4), "resume": "never", "config": {"resumed_from": f"{old}, step {step}"}})
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         """Set the x axis `step_metric` for the metrics that match `name` (for example `ray/*`)."""
@@ -204,8 +224,22 @@ class MLflowLogger(TrackerLogger):
         else:
             self._choose_experiment(options.get("experiment_name"), options.get("artifact_location") or log_dir)
             run = self._mlflow.start_run(run_name=options.get("run_name"))
-        self.run_id, self._resumes = run.info.run_id, bool(known)
-        file.write(self.run_id)
+        self._file, self._run_name = file, options.get("run_name")
+        self._use(run, step=0 if known else None)
+
+    def _use(self, run: "ActiveRun", step: int | None) -> None:
+        """Log into this run from now on. `step` is the step from which it resumes, or None if it is new."""
+        self.run_id, self._experiment, self._resumed_step = run.info.run_id, run.info.experiment_id, step
+        self._file.write(self.run_id)
+
+    def truncate_after(self, step: int) -> None:
+        """Record the step from which the run resumes, for `log_hyperparams`."""
+        self._resumed_step = step
+
+    def restart(self, step: int) -> None:
+        self._mlflow.end_run()
+        tags = {"resumed_from": f"{self.run_id}, step {step}"}
+        self._use(self._mlflow.start_run(run_name=self._run_name, experiment_id=self._experiment, tags=tags), step=None)
 
     def accepted(self, name: str) -> str:
         """Return the name without what MLflow does not allow: special characters, and the parts of a path that are
@@ -242,13 +276,31 @@ class MLflowLogger(TrackerLogger):
             self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Log the flattened configuration as parameters. A resumed run logs only new parameters, because MLflow does
-        not allow changes.
+        """Log the flattened configuration as parameters. MLflow does not allow changes: a run that resumes from step N
+        with another value logs it as the parameter `NAME.from_step_N`.
         """
-        known = self._mlflow.get_run(self.run_id).data.params if self._resumes else {}
+        resumes = self._resumed_step is not None
+        known = self._mlflow.get_run(self.run_id).data.params if resumes else {}
         flat = {self.accepted(name): value for name, value in flatten_dict(to_plain(params)).items()}
-        if new := {name: value for name, value in flat.items() if name not in known}:
+        new = dict(filter(None, (self._new_parameter(known, name, value) for name, value in flat.items())))
+        if new:
             self._mlflow.log_params(new, run_id=self.run_id)
+
+    def _new_parameter(self, known: Mapping[str, str], name: str, value: object) -> tuple[str, object] | None:
+        """Return the name and the value to log for a parameter, or None if its latest value in `known` is this one."""
+        if name not in known:
+            return name, value
+        stem = name[: _LONGEST_NAME - 30]  # leaves room for the suffix
+        latest, order = known[name], (0, 0)
+        for other, text in known.items():
+            found = re.fullmatch(re.escape(stem) + r"\.from_step_(\d+)(?:\.(\d+))?", other)
+            if found and (place := (int(found[1]), int(found[2] or 1))) > order:
+                latest, order = text, place
+        shown = str(value)
+        if latest == shown or (len(latest) >= _LONGEST_CUT and shown.startswith(latest)):
+            return None
+        again = f".{order[1] + 1}" if order[0] == self._resumed_step and order[1] else ""
+        return f"{stem}.from_step_{self._resumed_step}{again}", value
 
     def finish(self) -> None:
         self._mlflow.end_run()
@@ -292,8 +344,12 @@ class SwanlabLogger(TrackerLogger):
         """Start the SwanLab run. `cfg` is the section `logger.swanlab`, whose keys are arguments of `swanlab.init`
         (project, name, ...).
         """
-        self._swanlab = self.package("swanlab")
-        self.run = self._swanlab.init(**self.given(cfg), logdir=log_dir)
+        self._swanlab, self._options = self.package("swanlab"), self.given(cfg) | {"logdir": log_dir}
+        self.run = self._swanlab.init(**self._options)
+
+    def restart(self, step: int) -> None:
+        self._swanlab.finish()
+        self.run = self._swanlab.init(**self._options)
 
     def send(self, row: dict[str, float], step: int) -> None:
         self.run.log(row, step=step)
@@ -316,12 +372,19 @@ class TrackioLogger(TrackerLogger):
         """Start the Trackio run. `cfg` is the section `logger.trackio`, whose keys are arguments of `trackio.init`
         (project, name, space_id, ...).
         """
-        self._trackio, file = self.package("trackio"), _RunFile(log_dir)
-        options = {"project": "nemo-rl-cpp"} | self.given(cfg)
-        if known := file.read():
-            options |= {"name": known, "resume": "allow"}
-        self.run = self._trackio.init(**options)
-        file.write(self.run.name)
+        self._trackio, self._file = self.package("trackio"), _RunFile(log_dir)
+        self._options = {"project": "nemo-rl-cpp"} | self.given(cfg)
+        known = self._file.read()
+        self._start({"name": known, "resume": "allow"} if known else {})
+
+    def _start(self, more: dict[str, Plain]) -> None:
+        self.run = self._trackio.init(**self._options | more)
+        self._file.write(self.run.name)
+
+    def restart(self, step: int) -> None:
+        name = f"{self.run.name}-from-step-{step}"
+        self._trackio.finish()
+        self._start({"name": name, "resume": "never"})
 
     def send(self, row: dict[str, float], step: int) -> None:
         self._trackio.log(row, step=step)

@@ -3,18 +3,18 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from nemo_rl_cpp.config.access import to_json, to_plain, written
+from nemo_rl_cpp.config.access import as_number, to_json, to_plain, written
 from nemo_rl_cpp.config.base import Settings, as_model
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, GPUMonitoringConfig, LoggerConfig
-from nemo_rl_cpp.files.durable import disk_trouble
+from nemo_rl_cpp.files.durable import disk_trouble, json_rows
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.loggers.backends import WandbLogger
-from nemo_rl_cpp.loggers.files import JsonlLogger
+from nemo_rl_cpp.loggers.backends import TrackerLogger, WandbLogger
+from nemo_rl_cpp.loggers.files import METRICS, JsonlLogger
 from nemo_rl_cpp.loggers.folders import LogLedger
 from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
 from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger
@@ -165,10 +165,17 @@ class Logger(LoggerInterface):
         self._ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Remove all metrics, events and rollouts after `step`, from which the run resumes. Trackers
-        keep their data.
+        """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker that has later
+        steps keeps them in its run, and gets a new run with the metrics up to `step`, so that each run is one curve.
         """
+        metrics = self.log_dir / METRICS
+        has_later = any(row["step"] > step for row in _metric_rows(metrics))
         self._each(lambda logger: logger.truncate_after(step))
+        if has_later and (trackers := [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]):
+            self._each(lambda logger: logger.restart(step) if logger in trackers else None)
+            for row in _metric_rows(metrics):
+                number = int(row.pop("step"))
+                self._each(lambda logger: logger.log_metrics(row, number) if logger in trackers else None)
         self._ledger.cut(step)
 
     def finish(self) -> None:
@@ -203,6 +210,14 @@ class Logger(LoggerInterface):
 
     def __exit__(self, *exc: object) -> None:
         self.finish()
+
+
+def _metric_rows(path: Path) -> Iterator[dict[str, Plain]]:
+    """Yield the lines of a metrics.jsonl. Numbers that `to_json` wrote as text are numbers again."""
+    if path.is_file():
+        for row in json_rows(path.read_bytes().splitlines()):
+            if isinstance(row.get("step"), int):
+                yield {name: value if (number := as_number(value)) is None else number for name, value in row.items()}
 
 
 _encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would create an encoder for every line

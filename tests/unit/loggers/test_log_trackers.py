@@ -32,7 +32,7 @@ class Recorder(types.ModuleType):
             self.calls.append((name, args, kwargs))
             if name in ("init", "start_run"):
                 run = types.SimpleNamespace(
-                    info=types.SimpleNamespace(run_id="run-1"), config={}, id="run-1", name="n-1"
+                    info=types.SimpleNamespace(run_id="run-1", experiment_id="0"), config={}, id="run-1", name="n-1"
                 )
                 run.log = lambda row, step: self.calls.append(("run.log", (row,), {"step": step}))
                 run.finish = lambda: self.calls.append(("run.finish", (), {}))
@@ -84,6 +84,13 @@ def test_wandb_offline_and_its_resumption(tmp_path, monkeypatch):
     with Logger(cfg) as logger:
         assert logger.wandb_logger.run.id == first
         logger.log_metrics({"loss": 0.25}, 2, prefix="train")
+    with Logger(cfg) as logger:
+        logger.truncate_after(1)
+        assert logger.wandb_logger.run.id != first, "step 2 stays in the first run"
+        assert logger.wandb_logger.run.config["resumed_from"] == f"{first}, step 1"
+        logger.log_metrics({"reward": 1.0}, 2, prefix="train", step_finished=True)
+        summary = dict(logger.wandb_logger.run.summary)
+        assert summary["train/loss"] == 0.5 and summary["train/reward"] == 1.0
 
 
 def test_mlflow_receives_metrics_and_hyperparameters(tmp_path, fake):
@@ -206,11 +213,50 @@ def test_names_that_mlflow_rejects_are_replaced_and_the_row_is_logged(tmp_path, 
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_resumed_mlflow_run_keeps_its_parameters_and_adds_new_ones(tmp_path, mlflow):
-    for params in ({"lr": 0.1, "seed": 1}, {"lr": 0.2, "seed": 1, "new": 3}):
+def test_a_resumed_mlflow_run_has_the_parameters_that_changed(tmp_path, mlflow):
+    def resume(step, params):
         with Logger(config(tmp_path, mlflow_enabled=True)) as logger:
+            if step:
+                logger.truncate_after(step)
             logger.log_hyperparams(params)
-    assert [run.params for run in mlflow.runs] == [{"lr": "0.1", "seed": "1", "new": "3"}]
+
+    long = "n" * 249
+    resume(0, {"lr": 0.1, "seed": 1, long: 1})
+    resume(5, {"lr": 0.2, "seed": 1, "new": 3, long: 2})
+    resume(5, {"lr": 0.2, "seed": 1, "new": 3, long: 2})
+    resume(7, {"lr": 0.1, "seed": 1, "new": 3, long: 2})
+    resume(7, {"lr": 0.3, "seed": 1, "new": 3, long: 2})
+    assert [run.params for run in mlflow.runs] == [
+        {
+            "lr": "0.1", "seed": "1", "new": "3", "lr.from_step_5": "0.2", "lr.from_step_7": "0.1", "lr.from_step_7.2": "0.3",
+            long: "1", f"{long[:220]}.from_step_5": "2",
+        }
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_resumed_from_an_older_checkpoint_is_one_curve(tmp_path, mlflow, fake):
+    trackio, swanlab = fake("trackio"), fake("swanlab")
+    cfg = config(tmp_path, mlflow_enabled=True, trackio_enabled=True, trackio={"project": "q"}, swanlab_enabled=True)
+    with Logger(cfg) as logger:
+        for step in range(1, 6):
+            logger.log_metrics({"loss": float(step), "gap": float("inf"), "lens": [step, step]}, step, prefix="train")
+    with Logger(cfg) as logger:
+        logger.truncate_after(3)
+        logger.log_metrics({"loss": 9.0}, 4, prefix="train")
+    old, new = mlflow.runs
+    assert old.curves["train/loss"] == [(step, float(step)) for step in range(1, 6)], "the old run stays"
+    assert new.curves["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 9.0)]
+    assert new.curves["train/gap"] == [(step, float("inf")) for step in (1, 2, 3)]
+    assert new.curves["train/lens/mean"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert new.tags == {"resumed_from": "0, step 3"}
+    assert trackio.of("init")[-1][1]["name"] == "n-1-from-step-3"
+    assert len(swanlab.of("init")) == 3  # the first run, its continuation, and the new run
+    for calls in (trackio.of("log"), swanlab.of("run.log")):
+        assert [kwargs["step"] for _, kwargs in calls] == [1, 2, 3, 4, 5, 1, 2, 3, 4]
+    with Logger(cfg) as logger:
+        logger.truncate_after(4)
+    assert len(mlflow.runs) == 2, "nothing later was logged: the same run continues"
 
 
 def test_set_key_wins_over_the_trackers_variable_which_wins_over_a_default(tmp_path, mlflow, fake, monkeypatch):

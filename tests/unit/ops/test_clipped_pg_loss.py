@@ -12,6 +12,8 @@ from reference import loss_cases as cases
 from reference import losses as reference
 from threads import on_threads
 
+FEW = 120  # drawn cases of each loss in the default suite
+
 
 def tensors(data, dtype):
     return {k: torch.as_tensor(v, dtype=dtype) for k, v in data.items()}
@@ -62,22 +64,26 @@ def run_case(name, seed, found):
         found.note(f"{dtype} loss", abs(result.metrics["loss"] - metrics["loss"]) / scale)
         for ours, theirs in zip((result.grad_logprobs, result.grad_unfiltered), wanted, strict=True):
             if ours is not None:
-                found.note(f"{dtype} gradient", check_gradient(ours, theirs, rtol, without, (seed, c)))
+                may_cancel = dtype == torch.float32 and seed >= FEW
+                found.note(
+                    f"{dtype} gradient", check_gradient(ours, theirs, rtol, without if may_cancel else None, (seed, c))
+                )
 
 
 def check_gradient(ours, wanted, rtol, without, note):
-    """The largest difference from `wanted`, relative to its largest element, or to its largest term where terms cancel."""
+    """The largest difference from `wanted`, relative to its largest element. `without` gives the gradient's scale
+    without a term: where terms cancel, a difference is relative to the largest of them. None: not allowed."""
     wanted = torch.zeros_like(ours, dtype=torch.float64) if wanted is None else wanted
     if not wanted.numel():
         return 0.0
     scale, difference = max(1e-12, float(wanted.abs().max())), (ours.double() - wanted).abs()
-    if (difference > rtol * (scale + wanted.abs())).any():
+    if without is not None and (difference > rtol * (scale + wanted.abs())).any():
         scale = max(scale, *(without(f) for f in ("reference_policy_kl_penalty", "positive_example_nll_weight")))
     assert (difference <= rtol * (scale + wanted.abs())).all(), note
     return float(difference.max()) / scale
 
 
-@pytest.mark.parametrize("count", [120, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [FEW, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", cases.LOSSES)
 def test_every_loss_matches_its_reference(name, count, capsys):
     tiny.one_thread()

@@ -280,8 +280,8 @@ class _ProcessState:
     """The process state that user code may change, recorded at construction and restored on exit.
 
     It covers the working directory, the handlers of the signals that end a run, and torch's default dtype and device,
-    gradient mode, thread count, deterministic mode and precision of float32 products. Random generators are not restored, because all sampling in a
-    run uses its own generators."""
+    gradient mode, thread count, deterministic mode and precision of float32 products. Random generators are not
+    restored, because all sampling in a run uses its own generators."""
 
     def __init__(self) -> None:
         self._folder, self._torch = _folder(), _torch_state()

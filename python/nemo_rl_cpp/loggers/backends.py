@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mlflow import ActiveRun
 
 _LONGEST_NAME = 250
+_LONGEST_STEM = 220  # of a name that gets a suffix
 _LONGEST_CUT = 500  # MLflow may truncate longer values of parameters
 
 
@@ -135,21 +136,22 @@ class WandbLogger(TrackerLogger):
         """Start the W&B run. `cfg` is the section `logger.wandb`, whose keys are arguments of `wandb.init` (project,
         name, entity, tags, ...). Raise ValueError if wandb is not installed or does not start.
         """
-        self._wandb, self._options, self._log_dir = self.package("wandb"), self.given(cfg), log_dir
+        self._wandb, self._file, self._options = self.package("wandb"), _RunFile(log_dir), self.given(cfg)
+        self._options["dir"] = log_dir
         self._options.pop("log_nemo_gym_full_result_tables", None)
-        known = _RunFile(log_dir).read()
+        known = self._file.read()
         is_given = "id" in self._options or os.getenv("WANDB_RUN_ID")
         self._start({"id": known, "resume": "allow"} if known and not is_given else {})
 
     def _start(self, more: dict[str, Plain]) -> None:
         try:
-            self.run = self._wandb.init(**self._options | more, dir=self._log_dir)
+            self.run = self._wandb.init(**self._options | more)
         except Exception as error:  # the error classes differ between versions
             raise ValueError(
                 f"logger.wandb_enabled=true, but wandb does not start ({error}): run `wandb login` or set WANDB_API_KEY; "
                 "without an account set WANDB_MODE=offline, or logger.wandb_enabled=false"
             ) from error
-        _RunFile(self._log_dir).write(self.run.id)
+        self._file.write(self.run.id)
 
     def restart(self, step: int) -> None:
         old = self.run.id
@@ -213,18 +215,18 @@ class MLflowLogger(TrackerLogger):
         run_id, tracking_uri and artifact_location. Raise ValueError if MLflow is not installed or its server does not
         answer.
         """
-        self._mlflow, file, options = self.package("mlflow"), _RunFile(log_dir), self.options(cfg)
+        self._mlflow, self._file, options = self.package("mlflow"), _RunFile(log_dir), self.options(cfg)
+        self._run_name = options.get("run_name")
         if uri := options.get("tracking_uri"):
             check_server(uri, _MLFLOW_ADDRESS)
             self._mlflow.set_tracking_uri(uri)
         if self._mlflow.active_run() is not None:
             self._mlflow.end_run()
-        if known := options.get("run_id") or file.read():
+        if known := options.get("run_id") or self._file.read():
             run = self._mlflow.start_run(run_id=known)
         else:
             self._choose_experiment(options.get("experiment_name"), options.get("artifact_location") or log_dir)
-            run = self._mlflow.start_run(run_name=options.get("run_name"))
-        self._file, self._run_name = file, options.get("run_name")
+            run = self._mlflow.start_run(run_name=self._run_name)
         self._use(run, step=0 if known else None)
 
     def _use(self, run: "ActiveRun", step: int | None) -> None:
@@ -279,31 +281,34 @@ class MLflowLogger(TrackerLogger):
         """Log the flattened configuration as parameters. MLflow does not allow changes: a run that resumes from step N
         with another value logs it as the parameter `NAME.from_step_N`.
         """
-        resumes = self._resumed_step is not None
-        known = self._mlflow.get_run(self.run_id).data.params if resumes else {}
-        flat = {self.accepted(name): value for name, value in flatten_dict(to_plain(params)).items()}
-        new = dict(filter(None, (self._new_parameter(known, name, value) for name, value in flat.items())))
+        known = {} if self._resumed_step is None else self._mlflow.get_run(self.run_id).data.params
+        changes = _latest_changes(known)
+        new: dict[str, object] = {}
+        for name, value in flatten_dict(to_plain(params)).items():
+            name = self.accepted(name)
+            stem, text = name[:_LONGEST_STEM], str(value)
+            (step, number), latest = changes.get(stem, ((0, 0), known.get(name)))
+            if latest is None:
+                new[name] = value
+            elif latest != text and not (len(latest) >= _LONGEST_CUT and text.startswith(latest)):
+                again = f".{number + 1}" if number and step == self._resumed_step else ""
+                new[f"{stem}.from_step_{self._resumed_step}{again}"] = value
         if new:
             self._mlflow.log_params(new, run_id=self.run_id)
 
-    def _new_parameter(self, known: Mapping[str, str], name: str, value: object) -> tuple[str, object] | None:
-        """Return the name and the value to log for a parameter, or None if its latest value in `known` is this one."""
-        if name not in known:
-            return name, value
-        stem = name[: _LONGEST_NAME - 30]  # leaves room for the suffix
-        latest, order = known[name], (0, 0)
-        for other, text in known.items():
-            found = re.fullmatch(re.escape(stem) + r"\.from_step_(\d+)(?:\.(\d+))?", other)
-            if found and (place := (int(found[1]), int(found[2] or 1))) > order:
-                latest, order = text, place
-        shown = str(value)
-        if latest == shown or (len(latest) >= _LONGEST_CUT and shown.startswith(latest)):
-            return None
-        again = f".{order[1] + 1}" if order[0] == self._resumed_step and order[1] else ""
-        return f"{stem}.from_step_{self._resumed_step}{again}", value
-
     def finish(self) -> None:
         self._mlflow.end_run()
+
+
+def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int], str]]:
+    """Return the latest value of each parameter NAME that has parameters `NAME.from_step_N` or `NAME.from_step_N.2`:
+    name -> ((N, 1 or 2), value)."""
+    latest: dict[str, tuple[tuple[int, int], str]] = {}
+    for name, value in params.items():
+        if found := re.fullmatch(r"(.+)\.from_step_(\d+)(?:\.(\d+))?", name, re.DOTALL):
+            change = (int(found[2]), int(found[3] or 1)), value
+            latest[found[1]] = max(latest.get(found[1], change), change)
+    return latest
 
 
 _MLFLOW_ADDRESS = "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI"

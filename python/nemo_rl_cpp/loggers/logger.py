@@ -168,14 +168,15 @@ class Logger(LoggerInterface):
         """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker that has later
         steps keeps them in its run, and gets a new run with the metrics up to `step`, so that each run is one curve.
         """
+        trackers = [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]
         metrics = self.log_dir / METRICS
-        has_later = any(row["step"] > step for row in _metric_rows(metrics))
+        restarts = bool(trackers) and any(row["step"] > step for row in _metric_rows(metrics))
         self._each(lambda logger: logger.truncate_after(step))
-        if has_later and (trackers := [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]):
-            self._each(lambda logger: logger.restart(step) if logger in trackers else None)
+        if restarts:
+            self._each(lambda tracker: tracker.restart(step), trackers)
             for row in _metric_rows(metrics):
                 number = int(row.pop("step"))
-                self._each(lambda logger: logger.log_metrics(row, number) if logger in trackers else None)
+                self._each(lambda tracker: tracker.log_metrics(row, number), trackers)
         self._ledger.cut(step)
 
     def finish(self) -> None:
@@ -188,8 +189,9 @@ class Logger(LoggerInterface):
             self._lock.close()
             self._lock = None
 
-    def _each(self, action: Callable[[LoggerBackend], None]) -> None:
-        for logger in dict.fromkeys([*self._files, *self.loggers]):
+    def _each(self, action: Callable[..., None], backends: Sequence[LoggerBackend] | None = None) -> None:
+        """Call `action` with each of these backends, or with all, and warn about those that fail."""
+        for logger in dict.fromkeys([*self._files, *self.loggers]) if backends is None else backends:
             try:
                 action(logger)
             except Exception as error:

@@ -167,8 +167,9 @@ class SpecialTokens:
         self._named = {name: token_text(config.get(name)) for name in NAMED_TOKENS}
         self._additional = extra_special_tokens(config)
         self._model_ends = [int(i) for i in eos_token_ids]
-        self._listed = {token_text(token): token for token in (config.get("added_tokens_decoder") or {}).values()}
-        self._add_listed_tokens(config.get("added_tokens_decoder") or {})
+        listed = config.get("added_tokens_decoder") or {}
+        self._listed = {token_text(token): token for token in listed.values()}
+        self._add_listed_tokens(listed)
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
@@ -189,9 +190,9 @@ class SpecialTokens:
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
         """Mark the named and the additional special tokens as special. They keep the flags of `added_tokens_decoder`;
         tokens that tokenizer.json lacks have those of `named`."""
-        flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
+        flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}
         flags = {text: token for text, token in flagged.items() if text not in added} | self._listed
         tokens = [
             _added_token(flags[text], special=True) if text in flags else _added_token(text, special=True, normalized=False)

@@ -385,9 +385,15 @@ def find_policy_weights(name: str) -> str:
     steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []
     if steps and not (folder / "config.json").exists():
         steps.sort(key=lambda step: int(step.name[5:]), reverse=True)
-        folder = next((step for step in steps if _problem_of_weights(step) is None), steps[0])
-        for newer in steps[: steps.index(folder)]:
-            warnings.warn(f"checkpoint {newer} is passed over: {_problem_of_weights(newer)}", stacklevel=1)
+        passed_over: list[str] = []
+        for folder in steps:
+            if (problem := _problem_of_weights(folder)) is None:
+                break
+            passed_over.append(f"checkpoint {folder} is passed over: {problem}")
+        else:
+            folder, passed_over = steps[0], []
+        for text in passed_over:
+            warnings.warn(text, stacklevel=1)
     weights = folder / _WEIGHTS
     return str(weights) if os.path.isdir(weights) else name
 

@@ -28,7 +28,7 @@ def training(monkeypatch):
     return load("training_samples", monkeypatch)
 
 
-def test_run_all_runs_every_benchmark(run_all):
+def test_run_all_script_runs_every_benchmark_that_needs_no_gpu(run_all):
     scripts = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
     assert {command.split()[0] for command in run_all.RUNS.values()} == scripts - ON_A_GPU_ONLY
 
@@ -43,7 +43,7 @@ def test_a_failing_benchmark_is_reported_and_the_remaining_ones_run(run_all, mon
     assert "usage" in (tmp_path / "help.txt").read_text()
 
 
-def test_samples_of_mixed_lengths_have_as_many_tokens_as_equal_ones(training):
+def test_mixed_and_equal_length_benchmark_batches_have_the_same_number_of_tokens(training):
     mixed, equal = training.mixed_lengths(), training.equal_lengths()
     assert sum(mixed) == sum(equal) == 2048 and len(mixed) == len(equal) == 16
     assert 0.5 < 1 - sum(mixed) / (len(mixed) * max(mixed)) < 0.7  # padding of rollouts
@@ -71,14 +71,14 @@ def card(monkeypatch):
     return load("card", monkeypatch, BENCHMARKS.parent / "tools")
 
 
-def test_every_script_that_the_card_script_runs_exists(card):
+def test_every_script_that_the_gpu_benchmark_script_runs_exists(card):
     words = [word for step in card.STEPS for word in f"{step.command} {step.tiny}".split() if word.endswith(".py")]
     assert words and all((card.ROOT / word).is_file() for word in words)
     assert len({step.name for step in card.STEPS}) == len(card.STEPS)
 
 
 @pytest.mark.slow
-def test_card_script_saves_each_step_and_continues_after_a_failed_step(card, monkeypatch, tmp_path, capsys):
+def test_gpu_benchmark_script_saves_each_step_and_continues_after_a_failed_step(card, monkeypatch, tmp_path, capsys):
     adamw = next(step for step in card.STEPS if step.name == "adamw")
     broken = card.Step("broken", 1, "a step that fails", "", "python -c 'print(7); raise SystemExit(3)'")
     endless = card.Step("endless", 0.01, "a step that does not end", "", "python -c 'import time; time.sleep(60)'")

@@ -14,7 +14,7 @@ def test_no_module_outside_compat_imports_compat():
     assert len(files) > 150 and [path for path in files if COMPAT in path.read_text()] == []
 
 
-def test_unused_definitions_are_found_by_following_names(tmp_path, monkeypatch):
+def test_unused_definitions_are_detected_by_following_names(tmp_path, monkeypatch):
     package = tmp_path / "python" / "nemo_rl_cpp"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('_EXPORTS = {"Public": "a"}\n')

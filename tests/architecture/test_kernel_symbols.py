@@ -39,7 +39,7 @@ def mergeable_symbols(path: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_leave_no_mergeable_symbol(capability):
+def test_kernel_object_files_define_no_mergeable_symbol(capability):
     if shutil.which("nm") is None:
         pytest.skip("nm (binutils) is not installed")
     sources = {p.name for p in (ROOT / "csrc/kernels").glob(CAPABILITIES[capability])}
@@ -50,7 +50,7 @@ def test_kernels_leave_no_mergeable_symbol(capability):
     assert {p.name: symbols for p in objects if (symbols := mergeable_symbols(p))} == {}
 
 
-def test_the_check_sees_a_mergeable_symbol(tmp_path):
+def test_mergeable_symbol_is_detected_by_the_check(tmp_path):
     if shutil.which("nm") is None or shutil.which("g++") is None:
         pytest.skip("nm and g++ are needed")
     source = tmp_path / "shared.cpp"
@@ -59,7 +59,7 @@ def test_the_check_sees_a_mergeable_symbol(tmp_path):
     assert mergeable_symbols(tmp_path / "shared.o") == ["int twice<int>(int)"]
 
 
-def test_kernel_files_include_no_standard_templates():
+def test_kernel_files_include_only_allowed_standard_headers():
     for path in sorted(p for folder in ("cpu", "tiles") for p in (ROOT / "csrc/kernels" / folder).iterdir()):
         included = set(re.findall(r"#include <([\w.]+)>", path.read_text()))
         assert included <= HARMLESS, f"{path.name} includes {sorted(included - HARMLESS)}; see csrc/kernels/cpu/plain.h"

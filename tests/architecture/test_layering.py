@@ -23,7 +23,7 @@ def includes(path: Path) -> list[str]:
     return re.findall(r'#include ["<]([^">]+)[">]', path.read_text())
 
 
-def test_the_table_names_every_folder():
+def test_layer_table_lists_every_csrc_folder():
     assert {p.name for p in CSRC.iterdir() if p.is_dir() and any(p.rglob("*.*"))} <= set(allowed_includes())
 
 
@@ -38,7 +38,7 @@ def test_no_csrc_folder_includes_a_higher_layer(folder):
                 assert target not in table or target in allowed, f"{path.relative_to(ROOT)} includes {include}"
 
 
-def test_kernels_batching_config_and_common_know_no_torch():
+def test_kernels_batching_config_and_common_include_no_torch_header():
     for path in SOURCES:
         if path.relative_to(CSRC).parts[0] in {"common", "kernels", "batching", "config"}:
             for include in includes(path):
@@ -47,13 +47,13 @@ def test_kernels_batching_config_and_common_know_no_torch():
                 )
 
 
-def test_pybind11_stays_in_the_bindings():
+def test_only_the_bindings_include_pybind11():
     for path in SOURCES:
         if path.relative_to(CSRC).parts[0] != "bindings":
             assert not any("pybind" in i for i in includes(path)), path.relative_to(ROOT)
 
 
-def test_no_file_includes_all_of_torch():
+def test_no_file_includes_an_umbrella_header_of_torch():
     for path in SOURCES:
         assert not {"torch/torch.h", "torch/extension.h", "ATen/ATen.h"} & set(includes(path)), path.relative_to(ROOT)
 

@@ -49,12 +49,12 @@ def against_the_table(module, imported):
     return second not in ALLOWED[first] | {first}
 
 
-def test_the_table_names_every_package_and_no_other():
+def test_import_table_lists_exactly_the_existing_packages():
     assert set(ALLOWED) == PACKAGES
     assert {name for allowed in ALLOWED.values() for name in allowed} <= PACKAGES
 
 
-def test_the_table_has_an_order():
+def test_packages_may_import_only_packages_above_them_in_the_table():
     """Rows may import rows above them alone, so that packages form no circle."""
     above = set(FOUNDATION)
     order = [name for first, _, _ in ROWS for name in names(first)]
@@ -82,7 +82,7 @@ def test_module_imports_have_no_cycle():
     assert {tuple(sorted(group)) for group in circles(graph())} == set()
 
 
-def test_the_reader_finds_imports_of_every_form(tmp_path):
+def test_every_form_of_import_statement_is_detected(tmp_path):
     package = tmp_path / NAME
     (package / "a").mkdir(parents=True)
     for name, text in {

@@ -69,14 +69,14 @@ def num_results(node):
     return math.inf if ast.unparse(entries[0]) == "Any" else 1
 
 
-def test_files_are_short():
+def test_source_files_stay_within_the_line_limit():
     long = {
         str(p.relative_to(ROOT)): n for p in source_files() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES
     }
     assert not long
 
 
-def test_python_functions_are_short():
+def test_python_functions_stay_within_the_line_limit():
     long = {
         f"{p.relative_to(ROOT)}:{name}": n
         for p in (ROOT / "python").rglob("*.py")
@@ -86,21 +86,21 @@ def test_python_functions_are_short():
     assert not long
 
 
-def test_the_readme_is_short():
+def test_readme_has_at_most_160_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160
 
 
-def test_the_training_loop_is_one_page():
+def test_training_loop_stays_within_its_line_limit():
     loop = dict(functions(ROOT / "python" / "nemo_rl_cpp" / "algorithms" / "loop.py"))
     assert loop["train_loop"] <= MAX_LOOP_LINES
 
 
-def test_functions_have_few_parameters():
+def test_functions_stay_within_the_parameter_limit():
     many = {name: n for name, node in house_definitions() if (n := num_parameters(node)) > MAX_PARAMETERS}
     assert sorted(many) == sorted(FACADES), f"{many}: put settings that belong together into a dataclass"
 
 
-def test_results_of_more_than_three_parts_have_names():
+def test_functions_return_tuples_of_at_most_three_elements():
     many = {name: n for name, node in house_definitions() if (n := num_results(node)) > MAX_RESULTS}
     assert not many, "a NamedTuple or a dataclass gives its parts names"
 
@@ -115,6 +115,6 @@ def test_results_of_more_than_three_parts_have_names():
         ("def f() -> dict[str, int]: ...", 0, 1),
     ],
 )
-def test_parameters_and_results_are_counted(text, parameters, results):
+def test_parameter_and_result_counts_match_hand_counted_signatures(text, parameters, results):
     (node,) = ast.parse(text).body
     assert (num_parameters(node), num_results(node)) == (parameters, results)

@@ -36,11 +36,11 @@ def broken(path: Path, text: str) -> list[str]:
     return wrong
 
 
-def test_links_lead_somewhere():
+def test_every_relative_link_and_anchor_has_a_target():
     assert [wrong for path in documents() for wrong in broken(path, path.read_text())] == []
 
 
-def test_a_broken_link_is_found(tmp_path):
+def test_broken_links_are_reported_with_file_and_target(tmp_path):
     path = tmp_path / "a.md"
     path.write_text("# One `two`\n")
     assert broken(path, path.read_text() + "[x](#one-two) [y](a.md#one-two) [z](https://elsewhere)") == []

@@ -31,7 +31,7 @@ def unexplained(logged):
     )
 
 
-def test_a_metric_without_a_row_is_found():
+def test_metric_without_a_row_on_the_metrics_page_is_detected():
     assert unexplained(["train/reward", "train/rewards/short", "train/nobody_knows", "validation/solved"]) == [
         "train/nobody_knows"
     ]
@@ -49,7 +49,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", RUNS)
-def test_every_metric_of_a_run_is_explained(config, tmp_path):
+def test_every_logged_metric_has_a_row_on_the_metrics_page(config, tmp_path):
     tiny.train(tmp_path, *RUNS[config], config=config)
     (path,) = tmp_path.rglob("metrics.jsonl")
     logged = {name for line in path.read_text().splitlines() for name in json.loads(line)}

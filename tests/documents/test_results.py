@@ -31,7 +31,7 @@ def results():
     return rows(README[README.index("## Results") : README.index("[Benchmarks](docs/benchmarks.md)")])
 
 
-def test_every_ratio_of_the_results_table_is_checked_against_the_benchmarks_page():
+def test_every_ratio_of_the_readme_table_has_a_row_on_the_benchmarks_page():
     with_ratio = {name for name, cells in results().items() if re.match(r"[\d.]+ ", cells[2])}
     assert with_ratio == set(ROWS)
 

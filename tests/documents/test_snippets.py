@@ -37,7 +37,7 @@ def complaint(snippet: Snippet) -> str | None:
     return None
 
 
-def test_every_block_is_marked():
+def test_every_code_block_has_a_valid_mark():
     assert len(SNIPPETS) > 40
     assert [f"{s}: {message}" for s in SNIPPETS if (message := complaint(s))] == []
 
@@ -60,7 +60,7 @@ def test_invalid_snippet_mark_is_reported(text, message):
     assert found is None if message is None else message in found
 
 
-def test_commands_are_read():
+def test_commands_in_a_code_block_are_parsed():
     text = (
         "uv run examples/run_ppo.py --config a.yaml x.y=1 \\\n  z=2   # words\nA=1 nemo-rl-cpp train grpo.seed=3\nls\n"
     )
@@ -87,7 +87,7 @@ PRINTED = [(s, command) for s in SNIPPETS if s.language == "bash" and s.kind != 
 @pytest.mark.parametrize(
     "snippet, command", [p for p in PRINTED if p[0].kind not in RUN], ids=lambda value: str(value)[:60]
 )
-def test_the_configuration_of_a_command_loads(snippet, command):
+def test_configuration_of_every_printed_command_loads(snippet, command):
     loads(command)
 
 
@@ -143,7 +143,7 @@ for _snippet in SNIPPETS:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", OF_DOCUMENT)
-def test_the_blocks_of_a_document_run(document, tmp_path, monkeypatch, capfd):
+def test_code_blocks_of_every_document_run(document, tmp_path, monkeypatch, capfd):
     tiny.one_thread()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

@@ -50,7 +50,7 @@ def colocated(tmp_path_factory):
     ],
     ids=["1+1", "2+1", "1+2, delta", "ray"],
 )
-def test_dedicated_engines_train_the_same_bits_as_colocated_engines(tmp_path, colocated, where):
+def test_weights_are_bit_identical_with_dedicated_and_colocated_engines(tmp_path, colocated, where):
     weights, history = trained(tmp_path, *where)
     assert weights == colocated[0]
     for step, (row, same) in enumerate(zip(history, colocated[1], strict=True)):
@@ -59,7 +59,7 @@ def test_dedicated_engines_train_the_same_bits_as_colocated_engines(tmp_path, co
         assert row["refit/version"] == step and row["refit/bytes"] > 0 and row["refit/gb_per_s"] > 0
 
 
-def test_a_lost_engine_ends_the_run_with_its_name_and_leaves_no_process(tmp_path):
+def test_killed_engine_ends_the_run_with_an_error_that_names_it_and_no_process_left(tmp_path):
     with make(tmp_path, *apart(1, 1)) as run:
         pids = [*run.cluster.workers.pids, *run.engine_cluster.workers.pids]
 
@@ -76,7 +76,7 @@ def test_a_lost_engine_ends_the_run_with_its_name_and_leaves_no_process(tmp_path
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_responses_carry_the_version_of_their_weights(tmp_path):
+def test_responses_carry_the_version_of_the_weights_that_generated_them(tmp_path):
     import torch
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 

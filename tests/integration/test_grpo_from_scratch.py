@@ -10,7 +10,7 @@ import torch
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_from_scratch.py"
 
 
-def test_the_example_learns_exactly_and_saves_a_model_for_transformers(tmp_path):
+def test_example_learns_without_logprob_gap_and_saves_a_model_for_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     model, rewards, gap = runpy.run_path(str(EXAMPLE))["train"]()
     assert rewards[0] < 0.2
@@ -26,7 +26,7 @@ def test_the_example_learns_exactly_and_saves_a_model_for_transformers(tmp_path)
     assert ours["input_ids"].tolist() == answered.tolist()
 
 
-def test_sampled_tokens_follow_their_prompts_of_different_lengths():
+def test_sampled_rows_begin_with_their_prompts_of_different_lengths():
     model = nemo_rl_cpp.Model("tiny-random")
     prompts = [[4, 5, 15], [6]]
     batch = nemo_rl_cpp.Engine(model, max_new_tokens=4).sample(prompts, n=3)
@@ -38,7 +38,7 @@ def test_sampled_tokens_follow_their_prompts_of_different_lengths():
         assert mask.tolist() == [0.0] * len(prompt) + [1.0] * (len(ids) - len(prompt))
 
 
-def test_backward_passes_accumulate_gradients_and_a_step_resets_them():
+def test_backward_passes_accumulate_gradients_and_an_optimizer_step_resets_them():
     norms = []
     for passes in (1, 2):
         model = nemo_rl_cpp.Model("tiny-random", seed=1)
@@ -60,7 +60,7 @@ def test_backward_passes_accumulate_gradients_and_a_step_resets_them():
         (lambda logprobs: 1.0, "loss_fn gave 1.0"),
     ],
 )
-def test_a_loss_that_is_no_finite_scalar_leaves_the_gradient(loss_fn, message):
+def test_non_finite_or_non_scalar_loss_raises_and_leaves_the_gradient_unchanged(loss_fn, message):
     model = nemo_rl_cpp.Model("tiny-random")
     trainer = nemo_rl_cpp.Trainer(model)
     batch = nemo_rl_cpp.Engine(model, max_new_tokens=4).sample([[4, 5, 15]])

@@ -53,7 +53,7 @@ def test_grpo_learns_to_reverse_digits_with_a_recurrent_layer(tmp_path, seed):
     assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
 
 
-def test_metrics_of_exact_steps(tmp_path):
+def test_metrics_report_exact_agreement_of_generation_and_training(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4")
     for row in run.history:
         assert row["token_mult_prob_error"] == 1.0
@@ -71,7 +71,7 @@ def test_metrics_of_exact_steps(tmp_path):
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
-def test_chrome_trace_holds_each_step_with_its_stages(tmp_path):
+def test_chrome_trace_contains_each_step_with_its_stages(tmp_path):
     """The stages of every step lie within it, and the file lies beside the other logs."""
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "logger.chrome_trace=true")
     (trace,) = (tmp_path / "logs").rglob("trace_from_step_*.json")
@@ -88,7 +88,7 @@ def test_chrome_trace_holds_each_step_with_its_stages(tmp_path):
         assert {"generation", "policy_training", "advantage_calculation"} <= {event["name"] for event in inside}
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_the_batch(tmp_path, capsys):
+def test_non_finite_gradient_ends_the_run_and_saves_the_batch(tmp_path, capsys):
     """A learning rate of 1e30 ruins the weights in the first step: the second ends the program with one sentence."""
     options = ["policy.optimizer.kwargs.lr=1e30", "checkpointing.enabled=false", f"logger.log_dir={tmp_path}"]
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", *tiny.SMALL, *options]) == 1
@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_the_batch(tmp_pat
 
 
 @pytest.mark.parametrize("updates", [1, 4])
-def test_never_and_auto_give_the_same_weights(tmp_path, updates):
+def test_weights_do_not_depend_on_reuse_of_generation_logprobs_or_activations(tmp_path, updates):
     """Neither scoring the batch beforehand nor a training forward of its own changes anything: generation's is the same."""
     options = (*tiny.SMALL, "grpo.max_num_steps=4", f"policy.train_global_batch_size={32 // updates}")
     digests, ratios, reused = [], [], []
@@ -151,7 +151,7 @@ def with_a_fault(run):
     return run
 
 
-def test_a_flipped_bit_between_the_phases_stops_the_run(tmp_path):
+def test_bit_flip_in_the_weights_between_generation_and_training_stops_the_run(tmp_path):
     run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4"))
     with pytest.raises(RuntimeError, match="the weights have changed between generation"):
         run.train()
@@ -159,7 +159,7 @@ def test_a_flipped_bit_between_the_phases_stops_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("reuse", ["auto", "never"])
-def test_a_flipped_bit_shows_in_both_metrics(tmp_path, reuse):
+def test_bit_flip_in_the_weights_shows_in_both_logprob_mismatch_metrics(tmp_path, reuse):
     run = with_a_fault(
         tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", f"policy.reuse_generation_logprobs={reuse}")
     )
@@ -174,7 +174,7 @@ def test_a_flipped_bit_shows_in_both_metrics(tmp_path, reuse):
         assert faulty["logprob_mismatched_tokens"] > 0
 
 
-def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
+def test_gradients_do_not_depend_on_the_micro_batch_size(tmp_path):
     gradients = {}
     for size in (1, 2, 4, 32):
         run = tiny.make(
@@ -195,7 +195,7 @@ def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
         assert (gradients[size].double() - reference).norm() / reference.norm() < 1e-5
 
 
-def test_python_loss_gives_the_gradient_of_the_native_loss(tmp_path):
+def test_python_loss_has_the_same_gradient_as_the_native_loss(tmp_path):
     """REINFORCE in three lines; its gradient equals the native loss' before the first update (ratio 1)."""
 
     def loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
@@ -215,7 +215,7 @@ def test_python_loss_gives_the_gradient_of_the_native_loss(tmp_path):
     assert (digests[0] - digests[1]).norm() / digests[0].norm() < 1e-5
 
 
-def test_the_same_run_twice_is_the_same_run(tmp_path):
+def test_repeated_run_gives_bit_identical_weights(tmp_path):
     runs = [tiny.train(tmp_path / str(i), *tiny.SMALL, "grpo.max_num_steps=3") for i in range(2)]
     assert runs[0].policy.weight_digest() == runs[1].policy.weight_digest()
     other = tiny.train(tmp_path / "other", *tiny.SMALL, "grpo.max_num_steps=3", "grpo.seed=5")
@@ -229,7 +229,7 @@ def test_the_same_run_twice_is_the_same_run(tmp_path):
         "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text", "gpt_oss",
     ],
 )  # fmt: skip
-def test_every_architecture_generates_with_the_logprobs_of_training(architecture, precision, tmp_path):
+def test_generation_and_training_logprobs_are_equal_for_every_architecture(architecture, precision, tmp_path):
     made = {"model_type": architecture, "sliding_window": 9, "hidden_act": "gelu_pytorch_tanh"}
     if architecture.endswith("moe") or architecture in ("mixtral", "gpt_oss"):
         made |= {

@@ -169,7 +169,7 @@ def test_keys_of_guide_commands_reach_the_configuration(name):
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_guide_commands_run(name, tmp_path, monkeypatch, capsys):
+def test_guide_commands_run_and_show_the_metrics_that_the_guides_describe(name, tmp_path, monkeypatch, capsys):
     line = LINES[name]
     monkeypatch.chdir(tmp_path)  # relative folders of the printed commands
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -20,7 +20,7 @@ APART = (f"++{LORA}.merge=false",)
 @pytest.mark.parametrize(
     "more", [(), (*BF16, *KL, *SOME), APART, (*APART, *BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some", "apart", "apart_bfloat16_kl_some"]
 )  # fmt: skip
-def test_lora_generation_equals_training_bit_for_bit_and_frozen_weights_stay(tmp_path, more):
+def test_lora_generation_is_exact_and_frozen_weights_do_not_change(tmp_path, more):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, "grpo.max_num_steps=4") as run:
         start = {name: view.clone() for name, view in run.policy.state_dict().items()}
         run.train()
@@ -37,7 +37,7 @@ def test_lora_generation_equals_training_bit_for_bit_and_frozen_weights_stay(tmp
 
 @pytest.mark.parametrize("merge", ["true", "false"])
 @pytest.mark.parametrize("config", ["grpo_tiny.yaml", "ppo_tiny.yaml"])
-def test_a_resumed_run_ends_at_the_same_bits(tmp_path, config, merge):
+def test_resumed_lora_run_ends_bit_identically(tmp_path, config, merge):
     more = (*ON, *BF16, *KL, *SOME) if config.startswith("grpo") else (
         *ON, "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "++value.dtensor_cfg.lora_cfg.enabled=true",
         "value.optimizer={kwargs:{lr:1e-2}}", "ppo.policy_training_start_step=1",
@@ -72,7 +72,7 @@ def test_resume_with_changed_lora_settings_is_rejected(tmp_path):
             trained(tmp_path, 2, *ON, *SOME, *change)
 
 
-def test_every_number_of_processes_trains_the_same_bits(tmp_path):
+def test_lora_weights_are_bit_identical_on_one_and_two_processes(tmp_path):
     """However they add gradients: at the end, beside the backward, into shards."""
     for merging, ways in (((), (("end", ()), ("beside", BESIDE), ("shards", SHARDED))), (APART, (("apart", BESIDE),))):
         one, _ = trained(tmp_path / f"one{len(merging)}", 2, *ON, *BF16, *BLOCKS, *merging)
@@ -82,7 +82,7 @@ def test_every_number_of_processes_trains_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("merging", [(), APART], ids=["merged", "apart"])
-def test_slices_train_the_whole_models_adapters(tmp_path, merging):
+def test_two_tensor_parallel_ranks_train_the_adapters_of_one_process(tmp_path, merging):
     """Also on top of one another: a run in two slices goes on in one process."""
     one, alone = trained_in_slices(tmp_path / "1", 2, *ON, *BLOCKS, *merging)
     two, sliced = trained_in_slices(tmp_path / "2", 2, *ON, *BLOCKS, *merging, *workers(2), *TP)

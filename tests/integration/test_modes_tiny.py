@@ -40,7 +40,7 @@ def check(mode, learned):
 
 
 @pytest.mark.parametrize("mode, seed", tiny.seeds_of({"dapo": (2,), "prorlv2": (2,), "rloo": (2,)}))
-def test_each_algorithm_mode_learns(tmp_path, mode, seed):
+def test_dapo_prorlv2_and_rloo_learn_to_reverse_digits(tmp_path, mode, seed):
     """RLOO goes on a little beyond 0.9: what it knows of held-out numbers lags."""
     check(mode, tiny.learn(f"{mode}_tiny.yaml", seed, tmp_path, 0.93 if mode == "rloo" else 0.9))
 
@@ -87,7 +87,7 @@ def test_recomputed_old_logprobs_give_the_same_run_with_several_updates_per_step
     assert digests[0] == digests[1] and ratios[0] == ratios[1] and max(ratios[0]) > 1.0
 
 
-def test_rloo_advantages_by_hand(tmp_path):
+def test_rloo_advantages_match_hand_computed_values(tmp_path):
     """A sample's advantage is its reward less the mean of the other three, and nothing divides it."""
     run = tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", config="rloo_tiny.yaml")
     batches = recorded(run)
@@ -165,7 +165,7 @@ def test_dynamic_sampling_trains_only_whole_groups_with_mixed_rewards(tmp_path, 
     assert run.state.draw_counter == drawn and max(of(history, "dynamic_sampling_num_gen_batches")) > 1
 
 
-def test_hopeless_data_stops_the_run_after_exactly_the_configured_batches(tmp_path):
+def test_dynamic_sampling_stops_after_the_batch_limit_if_no_group_has_mixed_rewards(tmp_path):
     run = tiny.make(
         tmp_path,
         *tiny.SMALL,

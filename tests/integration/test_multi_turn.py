@@ -35,7 +35,7 @@ def train(folder, *overrides, **options):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("packing", [True, False])
-def test_every_turn_is_exact(tmp_path, precision, packing):
+def test_generation_and_training_logprobs_are_equal_in_every_turn(tmp_path, precision, packing):
     run = train(
         tmp_path,
         *SMALL,
@@ -62,7 +62,7 @@ def test_reusing_generation_logprobs_gives_the_same_weights(tmp_path):
     assert digests["auto"] == digests["never"]
 
 
-def test_values_at_environment_tokens_do_not_change_the_gradient(tmp_path):
+def test_advantages_at_environment_tokens_do_not_change_the_gradient(tmp_path):
     run = make(tmp_path, *SMALL)
     rollouts = run.collector.make(0, run.timer).samples
     batch = build_train_batch(rollouts, pad_token_id=0)

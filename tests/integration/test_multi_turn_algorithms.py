@@ -46,7 +46,7 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_turn_is_exact(tmp_path, algorithm):
+def test_generation_is_exact_in_every_turn_under_every_algorithm(tmp_path, algorithm):
     parent, overrides = ALGORITHMS[algorithm]
     path = tmp_path / "conversation.yaml"
     path.write_text(

@@ -22,7 +22,7 @@ def parts():
     return RewardFunctionEnvironment([first_is_even, last_is_low], as_parts=True)
 
 
-def test_gdpo_normalises_each_part_for_itself(tmp_path, monkeypatch):
+def test_gdpo_normalises_each_reward_component_separately(tmp_path, monkeypatch):
     batches, add = [], GroupAdvantages.add
 
     def record(self, batch):
@@ -80,7 +80,7 @@ PPO = (
 )
 
 
-def test_warm_started_critic_has_the_checkpoints_weights_and_a_fresh_optimizer(tmp_path):
+def test_warm_started_critic_takes_the_checkpoints_weights_and_not_its_optimizer(tmp_path):
     first = tiny.train(
         tmp_path / "a", *PPO, "ppo.max_num_steps=2", "checkpointing.enabled=true", "checkpointing.save_period=2", config="ppo_tiny.yaml",
     )  # fmt: skip

@@ -37,7 +37,7 @@ def test_ppo_learns_to_reverse_digits(tmp_path, config, seed):
     check(config, tiny.learn(config, seed, tmp_path))
 
 
-def test_metrics_of_exact_steps(tmp_path):
+def test_metrics_report_exact_agreement_of_generation_and_training(tmp_path):
     run = train(tmp_path, *SMALL, "ppo.max_num_steps=4")
     for row in run.history:
         assert row["token_mult_prob_error"] == 1.0
@@ -53,7 +53,7 @@ def test_metrics_of_exact_steps(tmp_path):
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
-def test_a_step_without_a_token_to_train_on_ends_the_run(tmp_path):
+def test_step_whose_samples_are_all_masked_ends_the_run_without_an_update(tmp_path):
     """Every response is cut off after its first token, and overlong filtering masks what was cut off."""
     run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", "ppo.overlong_filtering=true", "policy.generation.stop_token_ids=[]",
                     config="ppo_tiny.yaml")  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_step_without_a_token_to_train_on_ends_the_run(tmp_path):
     assert (run.policy.weight_digest(), run.critic.model.weight_digest()) == before
 
 
-def test_no_policy_weight_changes_in_the_warm_up_and_explained_variance_rises(tmp_path):
+def test_policy_is_frozen_in_critic_warm_up_while_explained_variance_rises(tmp_path):
     run = tiny.make(tmp_path, "ppo.max_num_steps=61", "ppo.policy_training_start_step=60", config="ppo_tiny.yaml")
     digests, critics, step = [], [], run.critic.train
 
@@ -84,7 +84,7 @@ def test_no_policy_weight_changes_in_the_warm_up_and_explained_variance_rises(tm
 
 
 @pytest.mark.parametrize("epochs, updates", [(1, 1), (2, 1), (2, 4)])
-def test_never_and_auto_give_the_same_weights(tmp_path, epochs, updates):
+def test_weights_do_not_depend_on_reuse_of_generation_logprobs(tmp_path, epochs, updates):
     """Scoring the batch beforehand changes nothing, in the first pass over it and in later ones."""
     options = (
         *SMALL,
@@ -101,7 +101,7 @@ def test_never_and_auto_give_the_same_weights(tmp_path, epochs, updates):
         assert max(row["probs_ratio_max"] for row in run.history) > 1.0  # later passes are off-policy
 
 
-def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
+def test_gradients_do_not_depend_on_the_micro_batch_size(tmp_path):
     gradients = {}
     for size in (1, 5, 32):
         sizes = [
@@ -116,7 +116,7 @@ def test_gradients_do_not_depend_on_the_micro_batch(tmp_path):
         assert (ours - reference).norm() <= 1e-5 * reference.norm()
 
 
-def test_kl_in_reward_reaches_the_advantages(tmp_path):
+def test_kl_in_reward_changes_the_weights_through_the_advantages_alone(tmp_path):
     options = (
         *SMALL,
         "ppo.max_num_steps=3",
@@ -131,13 +131,13 @@ def test_kl_in_reward_reaches_the_advantages(tmp_path):
     assert weights[1e-3] != weights[1.0]
 
 
-def test_the_same_run_twice_is_the_same_run(tmp_path):
+def test_repeated_run_gives_bit_identical_weights(tmp_path):
     runs = [train(tmp_path / str(i), *SMALL, "ppo.max_num_steps=3", "ppo.ppo_epochs=2") for i in range(2)]
     assert runs[0].policy.weight_digest() == runs[1].policy.weight_digest()
     assert runs[0].critic.model.weight_digest() == runs[1].critic.model.weight_digest()
 
 
-def test_a_checkpoint_resumes_both_models_to_the_bit(tmp_path):
+def test_resumed_policy_and_critic_are_bit_identical_to_the_uninterrupted_run(tmp_path):
     options = (
         *SMALL,
         "ppo.ppo_epochs=2",

@@ -13,7 +13,7 @@ from test_tensor_parallel import is_exact
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("more", [(), (*BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some"])
-def test_generation_equals_training_over_a_quantised_base(tmp_path, more, kind):
+def test_generation_is_exact_and_the_quantised_base_does_not_change(tmp_path, more, kind):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, f"policy.quantization={kind}", "grpo.max_num_steps=4") as run:
         model = run.policy.model
         before = [model.blocks_of(spec).clone() for spec in model.blocks]
@@ -25,7 +25,7 @@ def test_generation_equals_training_over_a_quantised_base(tmp_path, more, kind):
         assert kl and kl[0] == 0 and kl[-1] > 0
 
 
-def test_a_resumed_run_ends_at_the_same_bits_without_the_bases_weights_in_its_checkpoint(tmp_path):
+def test_checkpoint_without_base_weights_resumes_bit_identically(tmp_path):
     more = (*ON, *BF16, *KL, *SOME, "policy.quantization=q4_0")
     straight, folder = trained(tmp_path / "straight", 4, *more)
     for steps in (2, 4):
@@ -38,7 +38,7 @@ def test_a_resumed_run_ends_at_the_same_bits_without_the_bases_weights_in_its_ch
         trained(tmp_path / "resumed", 5, *more, "policy.quantization=q8_0")
 
 
-def test_a_quantised_critic_learns_beside_a_quantised_policy(tmp_path):
+def test_run_with_quantised_policy_and_critic_resumes_bit_identically(tmp_path):
     more = (
         *ON, *BF16, "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "++value.dtensor_cfg.lora_cfg.enabled=true",
         "value.optimizer={kwargs:{lr:1e-2}}", "ppo.policy_training_start_step=1", "policy.quantization=q4_0", "++value.quantization=q8_0",
@@ -50,7 +50,7 @@ def test_a_quantised_critic_learns_beside_a_quantised_policy(tmp_path):
     assert not list((folder / "value" / "weights").glob("*.safetensors"))
 
 
-def test_two_processes_train_the_same_bits(tmp_path, forked_workers):
+def test_weights_of_one_and_two_processes_are_bit_identical(tmp_path, forked_workers):
     more = (*ON, *BF16, *BLOCKS, "policy.quantization=q4_0")
     one, _ = trained(tmp_path / "one", 2, *more)
     two, _ = trained(tmp_path / "two", 2, *more, *workers(2))
@@ -66,7 +66,7 @@ def frozen(folder, dtype):
     return model
 
 
-def test_a_checkpoint_is_read_with_its_base(tmp_path):
+def test_checkpoint_loads_with_its_base_and_is_rejected_as_model_name(tmp_path):
     ids = torch.arange(12)
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *BF16, "policy.quantization=q8_0", "grpo.max_num_steps=2") as run:
         run.train()
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_read_with_its_base(tmp_path):
         tiny.make(tmp_path, *ON, f"policy.model_name={tmp_path / 'weights'}", "policy.hf_config_overrides={}")
 
 
-def test_generate_reads_a_checkpoint_over_a_quantised_folder(tmp_path):
+def test_generate_command_loads_an_adapter_checkpoint_and_quantises_its_base(tmp_path):
     """The text engine without torch, and the trainer's: the same tokens, which differ from those of the base."""
     with tiny.make(tmp_path, *tiny.SMALL, *BF16, "grpo.max_num_steps=1") as run:
         run.policy.save_checkpoint(tmp_path / "base")
@@ -97,6 +97,6 @@ def test_generate_reads_a_checkpoint_over_a_quantised_folder(tmp_path):
         prompt = [*prompt, token]
 
 
-def test_merged_adapters_are_refused(tmp_path):
+def test_merging_adapters_into_a_quantised_base_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="lora_cfg.merge is true, but policy.quantization q4_0 has no room"):
         tiny.make(tmp_path, *ON, "policy.quantization=q4_0", f"{LORA}.merge=true")

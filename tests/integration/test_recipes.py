@@ -77,7 +77,7 @@ def test_keys_of_registered_components_are_checked_like_schema_keys(recipes, ove
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_registered_components_are_documented_and_leave_no_trace(recipes):
+def test_registered_components_are_documented_and_cannot_be_registered_twice(recipes):
     page = document()
     for text in (
         "or best_of_group or a dotted name |",

@@ -45,7 +45,7 @@ def check(elsewhere):
 
 
 @pytest.mark.parametrize("mode, kills", [("dapo", 2), ("prorlv2", 1), ("grpo", 1)])
-def test_killed_runs_end_like_an_unbroken_one(check, mode, kills):
+def test_killed_and_resumed_run_ends_like_an_uninterrupted_one(check, mode, kills):
     assert check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 
 
@@ -56,11 +56,11 @@ PPO_RUN = [
 ]  # fmt: skip
 
 
-def test_killed_ppo_runs_end_like_an_unbroken_one(check):
+def test_killed_and_resumed_ppo_run_ends_like_an_uninterrupted_one(check):
     assert check("configs/vapo_tiny.yaml", 10, kills=2, overrides=PPO_RUN, seed=3) == []
 
 
-def test_the_comparison_sees_a_difference(elsewhere, tmp_path):
+def test_comparison_of_runs_detects_one_changed_bit_and_one_changed_metric(elsewhere, tmp_path):
     """The check must be able to fail: one bit of the optimizer state, one number of one step."""
     whole, changed = tmp_path / "whole", tmp_path / "changed"
     elsewhere(kill_resume.run_to_end, kill_resume.command("configs/grpo_tiny.yaml", whole, 2, RUN), {})

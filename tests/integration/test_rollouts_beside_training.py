@@ -54,7 +54,7 @@ def stop_after(folder, step, steps, *overrides):
     return [batch["weight_version"] for batch in kept]
 
 
-def test_a_resumed_run_has_the_bits_of_the_unbroken_one(tmp_path):
+def test_resumed_async_run_is_bit_identical_to_the_uninterrupted_one(tmp_path):
     options = (
         "checkpointing.save_period=2",
         "grpo.val_period=3",
@@ -98,7 +98,7 @@ def test_importance_sampling_corrects_only_for_weight_staleness(tmp_path):
         assert row["sampling_importance_ratio"] != 1.0 and abs(row["sampling_importance_ratio"] - 1) < 0.1
 
 
-def test_forced_on_policy_ratio_changes_no_bit_of_a_run_with_one_update_a_batch(tmp_path):
+def test_forced_on_policy_ratio_changes_nothing_with_one_update_per_batch(tmp_path):
     """The correction is then of the weights that train over those that generated, as without it."""
     runs = [trained(tmp_path / str(i), 3, f"loss_fn.force_on_policy_ratio={i == 1}".lower()) for i in range(2)]
     assert runs[0][0] == runs[1][0]
@@ -130,7 +130,7 @@ IN_FLIGHT = (
 )  # fmt: skip
 
 
-def test_run_with_weights_in_flight_resumes_to_the_bit_from_the_middle_of_its_responses(tmp_path):
+def test_in_flight_weight_update_run_resumes_bit_identically_in_mid_response(tmp_path):
     recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
     options = (*IN_FLIGHT, recompute, "checkpointing.save_period=2", "grpo.val_period=3", "grpo.max_num_epochs=9")
     whole, history = trained(tmp_path / "whole", 4, *options)
@@ -143,7 +143,7 @@ def test_run_with_weights_in_flight_resumes_to_the_bit_from_the_middle_of_its_re
     assert rest == whole and later == history[2:]
 
 
-def test_run_with_weights_in_flight_that_keeps_the_cache_repeats_on_any_number_of_engines(tmp_path):
+def test_run_that_keeps_its_kv_cache_repeats_exactly_on_any_number_of_engines(tmp_path):
     options = (*IN_FLIGHT, "grpo.async_grpo.max_trajectory_age_steps=2", "checkpointing.save_period=1000")
     one, history = trained(tmp_path / "one", 4, *options)
     assert [row["total_tokens_of_newer_weights"] > 0 for row in history] == [False, False, True, True]
@@ -153,7 +153,7 @@ def test_run_with_weights_in_flight_that_keeps_the_cache_repeats_on_any_number_o
     assert trained(tmp_path / "again", 4, *options, recompute)[0] != one
 
 
-def test_each_token_has_the_version_that_sampled_it_and_that_versions_probability(tmp_path):
+def test_each_token_has_the_weight_version_and_logprob_that_sampled_it(tmp_path):
     """With recompute_kv_cache_after_weight_updates: to the bit. So the importance ratios are those of the versions."""
     batches, options = [], ("checkpointing.save_period=1", "policy.precision=float32")
     recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
@@ -194,7 +194,7 @@ def test_each_token_has_the_version_that_sampled_it_and_that_versions_probabilit
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_run_with_weights_in_flight_learns(tmp_path, seed):
+def test_run_with_in_flight_weight_updates_learns(tmp_path, seed):
     given = [text.format("grpo", "grpo") for text in BESIDE]
     run = tiny.train(
         tmp_path, *tiny.FAST, *given, "checkpointing.enabled=false", IN_FLIGHT[0], IN_FLIGHT[1], f"grpo.seed={seed}",
@@ -206,7 +206,7 @@ def test_run_with_weights_in_flight_learns(tmp_path, seed):
         assert run.history[-1]["total_tokens_of_newer_weights"] > 0
 
 
-def test_auto_takes_a_process_for_training_and_one_for_generation_beside_it(tmp_path):
+def test_executor_auto_uses_one_process_for_training_and_one_for_generation(tmp_path):
     config = load_grpo_config("grpo_tiny.yaml", [
         "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true", "policy.generation.colocated.enabled=false",
         "cluster.gpus_per_node=8",

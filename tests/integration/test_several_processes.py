@@ -80,7 +80,7 @@ def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.
     ],
     ids=["grpo", "dapo", "ppo", "multi_turn", "bfloat16_kl", "entropies"],
 )
-def test_every_number_of_processes_trains_the_same_bits(tmp_path, config, overrides, steps, others):
+def test_weights_are_bit_identical_on_any_number_of_processes(tmp_path, config, overrides, steps, others):
     """However the gradients are added."""
     one, _ = trained(tmp_path / "one", steps, *overrides, *BLOCKS, config=config)
     for i, more in enumerate(others):
@@ -96,7 +96,7 @@ def test_runs_without_gradient_blocks_differ_by_rounding_only(tmp_path):
     assert float((first - second).norm() / first.norm()) < 1e-6 and not torch.equal(first, second)
 
 
-def test_samples_moved_between_ranks_take_their_activations_along(tmp_path):
+def test_samples_moved_between_ranks_keep_their_activations(tmp_path):
     """So that every update but the first is spared its forward pass, and has the bits of one with it."""
     moves, digests = [], []
     for kept in ("null", "0"):

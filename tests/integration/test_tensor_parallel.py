@@ -53,7 +53,7 @@ def is_exact(history: list[dict]) -> bool:
     return bool(trained) and all(row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0 for row in trained)
 
 
-def test_two_slices_train_the_whole_models_run(tmp_path):
+def test_two_tensor_parallel_ranks_train_like_the_unsliced_model(tmp_path):
     """Also in two groups of two, to the bit."""
     one, alone = trained(tmp_path / "1", 3, *BLOCKS)
     two, sliced = trained(tmp_path / "2", 3, *BLOCKS, *workers(2), *TP)
@@ -65,7 +65,7 @@ def test_two_slices_train_the_whole_models_run(tmp_path):
     assert equal(tensors(sliced), tensors(groups)) and equal(moments(sliced), moments(groups))
 
 
-def test_four_slices_train_the_whole_models_run(tmp_path):
+def test_four_tensor_parallel_ranks_train_like_the_unsliced_model(tmp_path):
     """The weights are the whole model's but for rounding. That workers may be Ray's actors is shown in test_several_processes."""
     four = (*BLOCKS, "policy.dtensor_cfg.tensor_parallel_size=4")
     _, alone = trained(tmp_path / "1", 2, *BLOCKS)
@@ -81,12 +81,12 @@ def test_four_slices_train_the_whole_models_run(tmp_path):
      ("++policy.hf_config_overrides.model_type=qwen3", "policy.generation.top_k=5", "policy.dtensor_cfg.activation_checkpointing=true")],
     ids=["bfloat16_top_p_kl", "tied_small_cache", "qwen3_top_k"],
 )  # fmt: skip
-def test_generation_equals_training_to_the_bit(tmp_path, overrides):
+def test_generation_and_training_logprobs_are_bit_identical(tmp_path, overrides):
     history, _ = trained(tmp_path, 2, *workers(2), *TP, *overrides)
     assert is_exact(history)
 
 
-def test_a_critic_in_slices_and_a_checkpoint_for_any_number(tmp_path):
+def test_ppo_checkpoint_resumes_with_any_tensor_parallel_size_of_the_critic(tmp_path):
     """Two steps in two slices, one with the whole models, one whose critic is whole in two processes: as four with whole models."""
     config = "ppo_tiny.yaml"
     _, straight = trained(tmp_path / "straight", 4, *BLOCKS, *PPO, config=config)

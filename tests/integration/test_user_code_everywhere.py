@@ -97,7 +97,7 @@ def one_ray():
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_kind_of_reward_function_works_on_the_command_line(place, expected, tmp_path, monkeypatch):
+def test_every_kind_of_reward_function_gives_equal_rewards_on_the_command_line(place, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rewards = by_command_line(place, tmp_path)
     assert os.getcwd() == str(tmp_path)
@@ -109,7 +109,9 @@ def test_every_kind_of_reward_function_works_on_the_command_line(place, expected
 
 @pytest.mark.parametrize("place", ["reward", "environment"])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_kind_of_reward_function_works_in_every_training_mode(way, place, expected, tmp_path, request):
+def test_every_kind_of_reward_function_gives_equal_rewards_in_every_training_mode(
+    way, place, expected, tmp_path, request
+):
     if way == "ray":
         request.getfixturevalue("one_ray")
     with tiny.make(tmp_path, *COMMON, *PLACES[place], *WAYS[way]) as run:
@@ -117,7 +119,7 @@ def test_every_kind_of_reward_function_works_in_every_training_mode(way, place, 
         assert rewards_of(run.history) == {name: pytest.approx(expected, rel=1e-6) for name in user_kinds.KINDS}
 
 
-def test_every_kind_of_reward_function_works_from_python(tmp_path, monkeypatch):
+def test_every_kind_of_reward_function_gives_equal_rewards_from_python(tmp_path, monkeypatch):
     """Two runs, as in a notebook whose client was made in an earlier cell."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(10)]
@@ -146,7 +148,7 @@ def test_stopped_async_run_ends_with_an_async_reward_in_flight(tmp_path):
         assert run.state.step == 1
 
 
-def test_losses_estimators_and_callbacks_run_in_the_main_thread(tmp_path):
+def test_custom_losses_estimators_and_callbacks_run_in_the_main_thread(tmp_path):
     threads = {}
 
     def note(what):

@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-def test_the_files_of_the_task_pass_the_check(folder, capsys):
+def test_files_printed_in_the_guide_pass_the_check_command(folder, capsys):
     assert cli.main(["check", "--config", "words.yaml"]) == 0, capsys.readouterr().err
     assert "words.yaml: no mistakes (grpo)" in capsys.readouterr().out
     given = ["data.train.data_path=words.jsonl", "env.reward_functions.functions=[my_rewards.right]"]

@@ -101,7 +101,7 @@ def test_exported_gguf_gives_transformers_texts_and_logprobs_in_llama_cpp(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "phi3_longrope", "gemma3", "qwen3_tied"])
-def test_float32_gguf_holds_the_weights_of_the_folder(name, tmp_path, monkeypatch):
+def test_float32_gguf_contains_the_weights_of_the_model_folder(name, tmp_path, monkeypatch):
     folder, _ = make(name, tmp_path, monkeypatch)
     file = tmp_path / "model.gguf"
     assert export_gguf(folder, file, "f32") == file.stat().st_size
@@ -142,7 +142,7 @@ TEXTS = (
 )
 
 
-def test_llama_cpp_splits_texts_into_the_same_tokens(tmp_path):
+def test_exported_tokenizer_gives_the_same_tokens_in_llama_cpp(tmp_path):
     jobs, expected = [], []
     for name in ("gpt2", "qwen", "llama3", "llama2"):
         folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
@@ -155,7 +155,7 @@ def test_llama_cpp_splits_texts_into_the_same_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("name, reason", [("unigram", "of type Unigram"), ("other_end", "of type WordLevel")])
-def test_a_tokenizer_that_llama_cpp_lacks_is_refused(name, reason, tmp_path):
+def test_export_rejects_tokenizers_that_llama_cpp_does_not_support(name, reason, tmp_path):
     folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
     with pytest.raises(ModelFolderError, match=reason):
         export_gguf(folder, tmp_path / "model.gguf", "f32")

@@ -52,7 +52,7 @@ def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("name", ["llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite"])
-def test_gradients_equal_autograd(name, targets, merge, tmp_path, monkeypatch):
+def test_lora_gradients_equal_autograd(name, targets, merge, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     compute_in_float64(hf, monkeypatch)
     lora = lora_of(tmp_path, merge=merge, **TARGETS[targets])
@@ -128,7 +128,7 @@ def test_saved_adapter_gives_the_merged_models_logits_in_peft(targets, tmp_path)
 
 
 @pytest.mark.parametrize("rslora", [False, True], ids=["lora", "rslora"])
-def test_adapter_apart_gives_the_logits_that_peft_computes(rslora, tmp_path):
+def test_unmerged_adapter_gives_the_same_logits_as_peft(rslora, tmp_path):
     """PEFT computes the same formula, W x + s B (A x)."""
     peft = pytest.importorskip("peft")
     hf, model, folder = saved(tmp_path, "qwen3", merge=False, use_rslora=rslora)

@@ -75,7 +75,7 @@ def check_equal(hf, path, overrides, out):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_folder_is_read_as_transformers_reads_it(name, bases, a_run, tmp_path):
+def test_valid_model_folder_loads_as_in_transformers(name, bases, a_run, tmp_path):
     path = built(*WHOLE[name], bases, tmp_path)
     hf = of_transformers(path)
     saved = check_equal(hf, path, None, tmp_path / "out")
@@ -125,7 +125,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_override_in_either_config_format_has_the_same_effect(name, bases, a_run, tmp_path):
+def test_override_has_the_same_effect_in_transformers_4_and_5_configs(name, bases, a_run, tmp_path):
     before, overrides, after = OVERRIDES[name]
     path = built("llama", before, bases, tmp_path)
     meant = Folder(bases["llama"], tmp_path / "meant")
@@ -135,7 +135,7 @@ def test_override_in_either_config_format_has_the_same_effect(name, bases, a_run
     assert not [f for f in findings(a_run, path, overrides) if f.level == "error"]
 
 
-def test_a_window_that_is_switched_off_is_saved_so(bases, tmp_path):
+def test_disabled_sliding_window_stays_disabled_after_saving(bases, tmp_path):
     window = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}
     path = built("qwen2", lambda f: f.config(**window), bases, tmp_path)
     check_equal(of_transformers(bases["qwen2"]), path, {"use_sliding_window": False}, tmp_path / "out")
@@ -157,7 +157,7 @@ def test_invalid_hf_config_override_is_rejected(overrides, sentence, bases, a_ru
     assert [f.level for f in findings(a_run, path, overrides)] == ["error"]
 
 
-def test_untied_head_in_a_tied_model_is_kept_with_a_warning(bases, a_run, tmp_path, capsys):
+def test_lm_head_that_differs_from_the_tied_embedding_is_kept_with_a_warning(bases, a_run, tmp_path, capsys):
     path = built(*WHOLE["tied, another head in the file"], bases, tmp_path)
     saved = check_equal(of_transformers(path), path, None, tmp_path / "out")
     assert saved["tie_word_embeddings"] is False

@@ -143,7 +143,7 @@ def served(model, kind, body, ids):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_response_text_is_transformers_decoding_of_prompt_and_answer_everywhere(name, tmp_path):
+def test_response_text_equals_transformers_decoding_in_every_place(name, tmp_path):
     from transformers import AutoTokenizer
 
     make, settings = MADE[name]
@@ -178,7 +178,7 @@ def test_response_text_is_transformers_decoding_of_prompt_and_answer_everywhere(
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_continued_character_belongs_to_the_answer(skip):
+def test_character_begun_by_the_prompt_belongs_to_the_response_text(skip):
     """A prompt that ends within a character has no text for it, so the answer that completes the character has it."""
     for make in (lambda: byte_level([]), byte_fallback):
         backend = make()

@@ -71,7 +71,7 @@ def test_values_and_gradients_equal_transformers(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3"])
-def test_a_saved_critic_is_a_sequence_classifier_of_transformers(name, tmp_path):
+def test_saved_critic_loads_in_transformers_as_a_sequence_classifier(name, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     build(name, tmp_path / "in")

@@ -28,7 +28,7 @@ def make(name, config, loss=LOSS):
     return ADVANTAGE_ESTIMATORS[name](config, loss)
 
 
-def test_grpo_by_hand():
+def test_grpo_advantages_match_hand_computed_values():
     """Groups (1, 0) and (2, 2): leave one out gives +-1 and 0; two samples leave no spread, so nothing is divided."""
     rewards, mask = torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.ones(4, 3)
     a = make("grpo", AdvEstimatorConfig()).compute_advantage(PROMPTS, rewards, mask)
@@ -49,7 +49,7 @@ def test_group_ids_take_precedence_over_equal_prompts():
     assert by_prompt[3].item() == pytest.approx(-1 / 3) and by_group[3].item() == 0.0
 
 
-def test_gdpo_weights_and_errors():
+def test_gdpo_weights_each_reward_component_and_rejects_a_wrong_number_of_them():
     batch = {"reward/b": torch.tensor([1.0, 0.0, 1.0, 0.0]), "reward/a": torch.tensor([0.0, 0.0, 1.0, 0.0]), "other": 1}
     mask = torch.ones(4, 2)
     config = AdvEstimatorConfig(normalize_rewards=False, use_leave_one_out_baseline=False, reward_weights=[2.0, 1.0])
@@ -62,7 +62,7 @@ def test_gdpo_weights_and_errors():
         make("gdpo", AdvEstimatorConfig(reward_weights=[1, 1, 1])).compute_advantage(PROMPTS, None, mask, batch)
 
 
-def test_reinforce_plus_plus_takes_the_kl_only_when_it_is_in_the_reward():
+def test_reinforce_plus_plus_subtracts_the_kl_only_with_use_kl_in_reward():
     rewards, mask = torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.ones(4, 3)
     lp, ref = -torch.rand(4, 3), -torch.rand(4, 3)
     kw = dict(logprobs_policy=lp, logprobs_reference=ref)
@@ -77,7 +77,7 @@ def test_reinforce_plus_plus_takes_the_kl_only_when_it_is_in_the_reward():
     assert torch.allclose(raw[:, 0], (rewards - rewards.mean()) / rewards.std(unbiased=False), atol=1e-6)
 
 
-def test_max_rl_by_hand():
+def test_max_rl_advantages_match_hand_computed_values():
     """One right answer of two: the mean is 1/2, so right is +1 and wrong -1. No right answer: 0."""
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
     a = make("max_rl", {}).compute_advantage(PROMPTS, rewards, torch.ones(4, 3))
@@ -88,7 +88,7 @@ def test_max_rl_by_hand():
     assert alone[:3, 0].tolist() == pytest.approx([2.0, -1.0, -1.0], abs=1e-5)
 
 
-def test_remax_subtracts_the_reward_of_the_greedy_answer():
+def test_remax_subtracts_the_reward_of_the_greedy_response():
     rewards, batch = torch.tensor([1.0, 0.0, 2.0, 2.0]), {"reward_baseline": torch.tensor([0.5, 0.5, 3.0, 3.0])}
     a = make("remax", {}).compute_advantage(PROMPTS, rewards, torch.ones(4, 2), batch)
     assert a[:, 1].tolist() == [0.5, -0.5, -1.0, -1.0]
@@ -126,7 +126,7 @@ def test_optimal_token_baseline_equals_its_formula_token_by_token():
     torch.testing.assert_close(flat, padded[inside], rtol=0, atol=0)
 
 
-def test_gae_inputs_and_metrics():
+def test_gae_advantages_with_kl_in_reward_match_hand_computed_values():
     rewards, mask = torch.tensor([1.0, 0.0]), torch.tensor([[0, 1, 1], [0, 1, 0]])
     values = torch.rand(2, 3)
     loss = ClippedPGLossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.1)
@@ -142,7 +142,7 @@ def test_gae_inputs_and_metrics():
     assert torch.equal(with_bool, a) and est.last_metrics == {"advantage/degenerate_whitening": 0.0}
 
 
-def test_gae_decoupled_lambdas():
+def test_gae_uses_separate_lambdas_for_advantages_and_returns():
     rewards, mask, values = torch.tensor([1.0]), torch.ones(1, 4), torch.rand(1, 4)
     vapo = make("gae", GAE | {"gae_lambda_value": 1.0, "length_adaptive_alpha": 0.5})
     a, returns = vapo.compute_advantage(None, rewards, mask, values)
@@ -151,7 +151,7 @@ def test_gae_decoupled_lambdas():
     assert torch.allclose(a, half)  # 1 - 1 / (0.5 * 4) = 0.5
 
 
-def test_raw_reward_and_opd():
+def test_raw_reward_and_opd_advantages_match_hand_computed_values():
     rewards, mask = torch.tensor([1.0, 3.0]), torch.tensor([[1, 1], [1, 0]])
     a, returns = make("raw_reward", {"normalize_advantages": False}).compute_advantage(None, rewards, mask)
     assert returns is None and a.tolist() == [[1.0, 1.0], [3.0, 3.0]]
@@ -166,7 +166,7 @@ def test_raw_reward_and_opd():
 
 @pytest.mark.parametrize("cases", [100, pytest.param(3400, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["opo", "grpo_passk", "pass_at_k"])
-def test_drawn_groups_equal_the_slow_references(name, cases):
+def test_opo_and_pass_at_k_advantages_match_the_reference_on_random_groups(name, cases):
     rng = np.random.default_rng(len(name))
     for _ in range(cases):
         size, k, normalize = int(rng.integers(1, 9)), int(rng.integers(1, 5)), bool(rng.random() < 0.5)
@@ -191,7 +191,7 @@ def test_drawn_groups_equal_the_slow_references(name, cases):
         torch.testing.assert_close(ragged, found[:, 0].repeat_interleave(torch.tensor(lengths)), rtol=0, atol=0)
 
 
-def test_degenerate_whitening_is_counted():
+def test_whitening_without_trained_tokens_gives_zero_and_is_reported():
     est = make("reinforce_plus_plus", {})
     a = est.compute_advantage(PROMPTS, torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.zeros(4, 3))
     assert not a.any() and est.last_metrics["advantage/degenerate_whitening"] == 1.0

@@ -17,7 +17,7 @@ def fail(*given, **more):
 @pytest.mark.parametrize(
     ("steps", "epochs", "warmup", "whole", "of_policy"), [(100, 2, 0, 10, 30), (7, 2, 3, 7, 12), (100, 1, 9, 5, 0)]
 )
-def test_schedule_length_follows_the_run_limits_and_the_policys_start_step(steps, epochs, warmup, whole, of_policy):
+def test_learning_rate_schedule_spans_the_policys_planned_optimizer_steps(steps, epochs, warmup, whole, of_policy):
     config = load_ppo_config(
         "ppo_tiny.yaml",
         [f"ppo.max_num_steps={steps}", f"ppo.max_num_epochs={epochs}", f"ppo.policy_training_start_step={warmup}", "ppo.ppo_epochs=3"],

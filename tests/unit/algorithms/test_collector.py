@@ -220,7 +220,7 @@ def every_order(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", [None, Pause(2, False)], ids=["whole", "weights in flight"])
 @pytest.mark.parametrize("age, steps", [(1, 4), (2, 3), (3, 3)])
-def test_every_interleaving_of_the_two_threads_trains_the_same_batches(age, steps, pause):
+def test_every_interleaving_of_generation_and_training_threads_trains_equal_batches(age, steps, pause):
     """With weights in flight the maker asserts that each batch k >= age continues under the version after its first."""
     expected = [(k, max(0, k - age)) for k in range(steps)]
     orders = 0
@@ -309,7 +309,7 @@ def maker_of(runner, failures_left):
     return SyncCollector(None, None, Prompts(), runner, OneRound(), None, failures_left=failures_left)
 
 
-def test_a_round_that_failed_is_done_again_from_the_same_prompts(capsys):
+def test_failed_rollout_round_is_retried_with_the_same_prompts(capsys):
     runner = Runner([OSError("away"), None, OSError("away again"), None])
     maker = maker_of(runner, failures_left=2)
     for _ in range(2):

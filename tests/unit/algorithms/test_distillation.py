@@ -29,7 +29,7 @@ def estimator(kind="reverse", weight=0.5, cap=10.0, **settings):
 
 @pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_cases_match_the_reference_for_any_values_at_masked_tokens(kind, cases):
+def test_opd_advantages_match_the_reference_for_any_values_at_masked_tokens(kind, cases):
     rng = np.random.default_rng(KINDS.index(kind))
     for _ in range(cases):
         rows, columns = rng.integers(1, 5), rng.integers(1, 6)
@@ -61,7 +61,7 @@ def test_random_cases_match_the_reference_for_any_values_at_masked_tokens(kind, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_expected_policy_gradient_equals_the_gradient_of_the_divergence(kind):
+def test_expected_opd_policy_gradient_equals_the_gradient_of_the_divergence(kind):
     """Over all tokens of a vocabulary of 6, E_p[A grad log p] = -grad D(student, teacher)."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -185,7 +185,7 @@ def test_teacher_with_a_different_vocabulary_is_rejected(teacher):
 # ---- runs
 
 
-def test_the_teacher_scores_as_a_policy_with_its_weights(teacher):
+def test_teacher_logprobs_equal_those_of_a_policy_with_the_teachers_weights(teacher):
     tiny.one_thread()
     config = load_grpo_config("grpo_tiny.yaml").policy
     student = Policy(None, config, tiny_tokenizer(), seed=1, init_reference_model=False, teachers={"key": str(teacher)})
@@ -223,7 +223,7 @@ def is_near(history):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reverse", "jensen"])
-def test_distillation_run_reduces_the_gap_to_its_teacher(teacher, tmp_path, kind):
+def test_distillation_run_reduces_the_logprob_gap_to_its_teacher(teacher, tmp_path, kind):
     tiny.one_thread()
     with build_run(run_config(tmp_path, teacher, 60, kl_type=kind)) as run:
         run.after_step.append(lambda result: result.state.stop("near") if is_near(run.history) else None)
@@ -232,7 +232,7 @@ def test_distillation_run_reduces_the_gap_to_its_teacher(teacher, tmp_path, kind
 
 
 @pytest.mark.slow
-def test_grpo_with_a_teacher_learns_from_both(teacher, tmp_path):
+def test_grpo_with_a_teacher_reduces_the_logprob_gap_to_the_teacher(teacher, tmp_path):
     keys = opd_keys(teacher, "grpo.adv_estimator.outcome_advantage_weight=0.1", "grpo.max_num_steps=30")
     with tiny.make(tmp_path, *tiny.SMALL, *keys) as run:
         run.train()

@@ -25,7 +25,7 @@ RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
 # ---- GroupSampler
 
 
-def test_disabled_sampler_takes_every_group():
+def test_disabled_dynamic_sampling_keeps_every_group():
     sampler = GroupSampler(num_groups=3)
     assert not sampler.full
     sampler.add(rollouts(RIGHT, WRONG, MIXED))
@@ -35,7 +35,7 @@ def test_disabled_sampler_takes_every_group():
     assert not sampler.full and sampler.cached_groups == 0
 
 
-def test_on_collects_mixed_groups_over_batches_and_drops_the_surplus():
+def test_sampler_collects_mixed_groups_over_batches_and_drops_surplus_ones():
     sampler = GroupSampler(num_groups=2, enabled=True)
     sampler.add(rollouts(RIGHT, MIXED, WRONG))
     assert not sampler.full
@@ -69,7 +69,7 @@ def test_groups_are_selected_by_rewards_before_shaping():
     assert sampler.take()["name"] == ["1.0", "1.1"]
 
 
-def test_any_difference_between_rewards_keeps_a_group():
+def test_group_is_kept_if_any_two_of_its_rewards_differ():
     sampler = GroupSampler(num_groups=1, enabled=True)
     sampler.add(rollouts((0.1, 0.1, 0.1), (0.3, 0.3, 0.30000004)))  # the first has std 1e-4 by cancellation, say
     assert sampler.take()["name"] == ["1.0", "1.1", "1.2"]
@@ -97,7 +97,7 @@ def test_step_is_filled_from_cached_groups_alone():
 
 
 @pytest.mark.parametrize("limit", [1, 3, 10])
-def test_hopeless_data_stops_after_exactly_the_limit(limit):
+def test_too_few_mixed_groups_raise_after_exactly_max_gen_batches(limit):
     sampler = GroupSampler(num_groups=4, enabled=True, max_gen_batches=limit)
     for _ in range(limit - 1):
         sampler.add(rollouts(WRONG, RIGHT, WRONG))

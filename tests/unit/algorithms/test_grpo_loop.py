@@ -57,7 +57,7 @@ def test_policy_trains_response_tokens_with_leave_one_out_advantages(tmp_path):
         assert (torch.sign(batch["advantages"][group][:, -1]) == torch.sign(centered)).all()
 
 
-def test_scored_beforehand_when_generation_is_not_exact(tmp_path):
+def test_old_logprobs_are_recomputed_before_training_if_generation_is_inexact(tmp_path):
     policy = Policy()
     policy.skips_prev_logprobs = False
     run = train(make(tmp_path, "grpo.max_num_steps=1", policy=policy))
@@ -81,7 +81,7 @@ def test_weights_that_change_between_the_phases_stop_the_run(tmp_path):
     assert "failed" in (run.log_dir / "report.html").read_text()
 
 
-def test_metrics_by_name(tmp_path):
+def test_grpo_step_logs_every_expected_metric(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=2"))
     rows = logged(run)
     assert sorted(rows) == [1, 2]
@@ -114,7 +114,7 @@ def test_zero_std_groups_metric_matches_a_hand_computed_case(tmp_path):
     assert row["train/reward"] == row["train/accuracy"] == 6 / 8
 
 
-def test_dynamic_sampling_draws_until_groups_differ(tmp_path):
+def test_dynamic_sampling_generates_until_enough_groups_have_mixed_rewards(tmp_path):
     # prompts 0 and 1 are always right, 2 and 3 mixed: the first batch teaches nothing
     run = make(
         tmp_path, "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=1",
@@ -140,7 +140,7 @@ def test_max_num_epochs_ends_the_run(tmp_path):
     assert run.state.consumed_samples == 8
 
 
-def test_checkpoints_by_period_and_at_the_end(tmp_path):
+def test_checkpoints_are_saved_by_period_and_at_the_end(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=3", "checkpointing.keep_top_k=null"))
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
     assert saved == ["step_2", "step_3"]
@@ -160,7 +160,7 @@ def test_resumed_run_writes_the_log_of_an_uninterrupted_run(tmp_path):
     assert logged(whole) == rows
 
 
-def test_a_finished_run_trains_no_more(tmp_path):
+def test_resuming_a_finished_run_trains_nothing(tmp_path):
     train(make(tmp_path, "grpo.max_num_steps=2"))
     policy = Policy()
     again = train(make(tmp_path, "grpo.max_num_steps=2", policy=policy))
@@ -197,7 +197,7 @@ def test_run_stopped_by_the_save_deadline_is_not_reported_as_finished(tmp_path, 
     assert (tmp_path / "checkpoints" / "step_1").is_dir() and status in (run.log_dir / "report.html").read_text()
 
 
-def test_validation_at_start_by_period_and_at_end(tmp_path):
+def test_validation_runs_at_start_by_period_and_at_the_end(tmp_path):
     run = train(
         make(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2")
     )
@@ -206,7 +206,7 @@ def test_validation_at_start_by_period_and_at_end(tmp_path):
     assert (run.log_dir / "val_data_step0.jsonl").exists()
 
 
-def test_a_reached_target_ends_the_run_with_a_checkpoint(tmp_path):
+def test_reached_validation_threshold_ends_the_run_with_a_checkpoint(tmp_path):
     run = make(
         tmp_path, "grpo.max_num_steps=9", "grpo.val_period=1", "grpo.stop_at_validation_metric=accuracy", "checkpointing.save_period=50",
         "grpo.stop_at_validation_threshold=0.9", "checkpointing.metric_name=val:accuracy", respond=lambda prompt, key: "2",
@@ -217,7 +217,7 @@ def test_a_reached_target_ends_the_run_with_a_checkpoint(tmp_path):
     assert info["val:accuracy"] == 1.0 and info["val_reward"] == 1.0
 
 
-def test_rollouts_are_written_one_line_a_sample(tmp_path):
+def test_rollout_file_has_one_line_per_sample(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=1"))
     rows = [json.loads(line) for line in (run.log_dir / "train_data_step1.jsonl").read_text().splitlines()]
     assert len(rows) == 8

@@ -17,7 +17,7 @@ from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics
 INF = float("inf")
 
 
-def test_microbatches_add_up_but_for_extrema_and_means():
+def test_micro_batch_metrics_are_summed_except_minima_maxima_and_means():
     metrics = aggregate_microbatch_metrics(
         {
             "loss": [0.25, 0.5], "probs_ratio_min": [0.9, 0.8], "probs_ratio_max": [1.1, 1.3], "lr": [0.5, 0.5],
@@ -39,7 +39,7 @@ def mult_prob_error(sums, tokens, global_batches=1):
 
 
 @pytest.mark.parametrize("sizes", [[1] * 49, [5, 6, 5, 7] * 43, [173], list(range(1, 200))], ids=len)
-def test_shares_of_many_microbatches_add_up_to_one(sizes):
+def test_token_mult_prob_error_of_many_exact_micro_batches_is_exactly_one(sizes):
     """An exact run reports a token_mult_prob_error of 1, not of 0.9999999999999998; the smallest gap still shows."""
     sums, tokens = [float(size) for size in sizes], [float(sum(sizes))] * len(sizes)
     assert mult_prob_error(sums, tokens) == 1.0
@@ -47,19 +47,19 @@ def test_shares_of_many_microbatches_add_up_to_one(sizes):
     assert 1.0 < mult_prob_error(sums, tokens) < 1.0 + 1e-12
 
 
-def test_global_batches_of_different_sizes_each_add_up_to_one():
+def test_token_mult_prob_error_is_averaged_over_global_batches():
     sums, tokens = [20.0, 29.0, 7.0, 4.0, 3.0, 46.0], [49.0, 49.0, 11.0, 11.0, 49.0, 49.0]
     assert mult_prob_error(sums, tokens, global_batches=3) == 1.0
     assert mult_prob_error([49.0, 22.0], [49.0, 11.0], global_batches=2) == 1.5  # 1 and 2
     assert mult_prob_error([0.0, 11.0], [0.0, 11.0], global_batches=2) == 0.5  # the first batch trains nothing
 
 
-def test_shares_without_numerators_are_added_unrounded():
+def test_token_mult_prob_error_without_numerators_is_summed_unrounded():
     metrics = aggregate_microbatch_metrics({"token_mult_prob_error": [0.5, 0.5 + 2.0**-50]})
     assert metrics["token_mult_prob_error"] == 1.0 + 2.0**-50
 
 
-def test_microbatches_without_valid_samples_are_excluded_from_metrics():
+def test_micro_batches_without_valid_samples_are_excluded_from_metrics():
     ratios = {"probs_ratio_min": [INF, 0.5], "probs_ratio_max": [1.5, -INF]}
     metrics = aggregate_microbatch_metrics({"loss": [1.0, 9.0], "num_valid_samples": [1.0, 0.0], **ratios})
     assert metrics["loss"] == 1.0
@@ -67,7 +67,7 @@ def test_microbatches_without_valid_samples_are_excluded_from_metrics():
     assert metrics["probs_ratio_max"] == 1.5
 
 
-def test_training_metrics_report_exactness():
+def test_training_metrics_include_the_largest_gap_and_number_of_logprob_mismatches():
     result = {
         "loss": torch.tensor([0.5]), "grad_norm": torch.tensor([2.0, 4.0]), "all_mb_metrics": {"loss": [0.1, 0.3]},
         "exactness": SimpleNamespace(max_gap=0.25, mismatched_tokens=3),
@@ -99,7 +99,7 @@ def _step():
     return samples, batch
 
 
-def test_advantages_are_measured_over_trained_tokens():
+def test_advantage_metrics_cover_trained_tokens_only():
     metrics = batch_metrics(*_step())
     assert metrics["advantages/mean"] == 0.5 and metrics["advantages/sum"] == 1.0
     assert metrics["advantages/max"] == 2.0 and metrics["advantages/min"] == -1.0
@@ -128,7 +128,7 @@ def combined(sizes, **metrics):
     )
 
 
-def test_rounds_are_weighted_by_samples():
+def test_metrics_of_rollout_rounds_are_averaged_weighted_by_samples():
     found = combined((2, 6), well_formed=(1.0, 0.5), accuracy_of_well_formed=(0.5, 1.0), rate=(0.0, 1.0))
     assert found["well_formed"] == (2 + 3) / 8 and found["rate"] == 0.75
     assert found["accuracy_of_well_formed"] == (0.5 * 2 + 1.0 * 3) / 5  # 2 and 3 well-formed answers
@@ -142,7 +142,7 @@ def test_rounds_are_weighted_by_samples():
         ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
     ],
 )  # fmt: skip
-def test_rates_of_rounds_are_means_and_extremes_are_extremes(name, values, expected):
+def test_rates_are_averaged_and_minima_and_maxima_are_kept_over_rollout_rounds(name, values, expected):
     assert combined((4, 12), **{name: values}) == pytest.approx({name: expected})
 
 

@@ -54,12 +54,12 @@ def batch(rows=3, length=8, vocab=11, seed=0):
 
 
 @pytest.mark.parametrize("settings", BAD)
-def test_contradictions_fail_in_the_constructor(settings):
+def test_contradictory_loss_settings_fail_in_the_constructor(settings):
     with pytest.raises(AssertionError):
         ClippedPGLossFn(ClippedPGLossConfig(**settings))
 
 
-def test_bad_values_fail_at_the_first_call():
+def test_invalid_loss_settings_raise_at_the_first_call_with_their_key():
     data, logits, _, counts = batch()
     x = torch.zeros(3, 7)
     with pytest.raises(AssertionError, match="ratio_clip_c"):
@@ -98,14 +98,14 @@ METRICS = {
 }  # fmt: skip
 
 
-def test_a_truncation_adds_its_metric():
+def test_truncated_importance_sampling_adds_the_is_oob_ratio_metric():
     data, _, _, counts = batch()
     for settings, more in (({}, set()), (TIS, {"is_oob_ratio"}), ({"positive_example_nll_weight": 0.1}, set())):
         _, metrics = ClippedPGLossFn(ClippedPGLossConfig(**settings))(torch.full((3, 7), -2.0), data, *counts)
         assert set(metrics) == METRICS | more and all(isinstance(v, float) for v in metrics.values())
 
 
-def test_loss_backpropagates_and_scales():
+def test_scaled_loss_backpropagates_the_scaled_native_gradient():
     data, _, _, counts = batch()
     x = (-torch.rand(3, 7, dtype=torch.float64) - 2).requires_grad_()
     fn = ClippedPGLossFn(ClippedPGLossConfig())
@@ -129,7 +129,7 @@ def test_force_on_policy_needs_no_previous_logprobs():
         ClippedPGLossFn(ClippedPGLossConfig())(x, data, *counts)
 
 
-def test_positive_nll_divides_by_the_global_count():
+def test_positive_example_nll_is_divided_by_the_global_token_count():
     """mu = 1, rewards 1, 0, 1: NLL = sum of -x over rows 0 and 2; own count without a global one."""
     data, _, _, counts = batch()
     data["advantages"].zero_()
@@ -144,7 +144,7 @@ def test_positive_nll_divides_by_the_global_count():
     assert float(fn(x, data, *counts)[0]) == 0.0
 
 
-def test_a_loss_that_was_used_can_be_sent_to_workers():
+def test_loss_can_be_pickled_after_use():
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(ratio_clip_max=0.28, **TIS))
     said = repr(loss_fn.op_config())
     again = pickle.loads(pickle.dumps(loss_fn))

@@ -30,7 +30,7 @@ def weights(folder, *overrides):
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_a_run_repeats_to_the_bit_and_differs_from_a_plain_one(name, plain, tmp_path):
+def test_run_with_each_loss_term_is_reproducible_and_differs_from_a_run_without_it(name, plain, tmp_path):
     first, history = weights(tmp_path / "1", *TERMS[name])
     again, _ = weights(tmp_path / "2", *TERMS[name])
     assert first == again
@@ -43,12 +43,12 @@ def test_a_run_repeats_to_the_bit_and_differs_from_a_plain_one(name, plain, tmp_
         assert history[0]["selected_tokens_share"] == pytest.approx(0.2, abs=0.03)
 
 
-def test_bypass_changes_no_bit_of_a_run_whose_generation_is_exact(tmp_path):
+def test_bypass_mode_gives_bit_identical_weights_if_generation_is_exact(tmp_path):
     halves = ("policy.train_global_batch_size=8",)
     assert weights(tmp_path / "1", *halves)[0] == weights(tmp_path / "2", *halves, "loss_fn.bypass_mode=true")[0]
 
 
-def test_remax_compares_with_the_greedy_answer_to_the_same_prompt(tmp_path):
+def test_remax_run_subtracts_the_greedy_reward_of_the_same_prompt(tmp_path):
     with tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", "grpo.adv_estimator.name=remax") as run:
         seen = []
         add = run.advantages.add

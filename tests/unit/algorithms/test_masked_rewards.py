@@ -25,7 +25,7 @@ def train_batch(rewards, masks):
     return TrainBatch.of({"input_lengths": torch.full((size,), 2), **fields})
 
 
-def test_excluded_samples_do_not_enter_the_baseline():
+def test_masked_samples_do_not_enter_the_baseline_with_masked_reward_policy_exclude():
     batch = train_batch([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0])  # the first was cut off
     included = advantages(batch)
     excluded = advantages(batch, masked_reward_policy="exclude")
@@ -60,7 +60,7 @@ CUT = ([0.0, 1.0, 1.0, 1.0], [True, False, False, False])
     ({"overlong_filtering": True, "masked_reward_policy": "exclude"}, 0),  # all that vote are right
     ({"masked_reward_policy": "exclude"}, 1),  # without filtering the truncated one has its gradient, and votes
 ])  # fmt: skip
-def test_dynamic_sampling_ignores_excluded_samples(section, kept):
+def test_dynamic_sampling_ignores_truncated_samples_with_masked_reward_exclude(section, kept):
     assert mixed_groups(*CUT, **section) == kept
 
 
@@ -71,7 +71,7 @@ def test_dynamic_sampling_ignores_samples_that_an_environment_masks(masked, kept
     assert mixed_groups([0.0, 1.0, 1.0, 1.0], [False] * 4, masked, masked_reward_policy="exclude") == kept
 
 
-def test_kept_group_includes_its_excluded_samples():
+def test_dynamic_sampling_keeps_a_mixed_group_with_its_excluded_samples():
     sampler = GroupSampler.from_config(
         GRPOConfig(
             num_prompts_per_step=1, num_generations_per_prompt=4, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1,
@@ -82,7 +82,7 @@ def test_kept_group_includes_its_excluded_samples():
     assert sampler.take().size == 4
 
 
-def test_batches_with_and_without_masks_are_concatenated():
+def test_batches_without_mask_sample_concatenate_as_unmasked():
     sampler = GroupSampler.from_config(
         GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=4, use_dynamic_sampling=True)
     )

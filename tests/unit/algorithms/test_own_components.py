@@ -69,7 +69,7 @@ def test_custom_advantages_may_be_nan_at_masked_tokens():
     assert advantages(estimator(lambda rewards: masked))[0, 1] == 1.0
 
 
-def test_custom_estimator_must_return_returns_for_a_critic():
+def test_custom_estimator_without_returns_is_an_error_if_there_is_a_critic():
     config = ppo(f"ppo.adv_estimator.name={OWN}no_critic")
     with pytest.raises(
         ValueError, match="returned no returns, which the critic learns from: return .advantages, returns., or set"

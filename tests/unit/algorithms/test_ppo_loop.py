@@ -112,7 +112,7 @@ def test_first_epoch_trains_without_old_logprobs_and_later_epochs_use_them(tmp_p
     assert seen == [False, True]
 
 
-def test_raw_reward_has_no_critic(tmp_path):
+def test_raw_reward_run_has_no_critic_metrics_or_checkpoint(tmp_path):
     raw = ("ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.normalize_advantages=false")
     run = train(make(tmp_path, *raw, "ppo.max_num_steps=2", with_value=False))
     assert run.models == {"policy": run.policy}
@@ -125,7 +125,7 @@ def test_raw_reward_has_no_critic(tmp_path):
     assert not (tmp_path / "checkpoints" / "step_2" / "value").exists()
 
 
-def test_metrics_by_name(tmp_path):
+def test_ppo_step_logs_every_expected_metric(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=2", "ppo.ppo_epochs=2"))
     row = logged(run)[1]
     critic = {"loss", "grad_norm", "values_mean", "values_min", "values_max", "returns_mean", "explained_var", "vf_clipfrac", "returns_sq_mean",
@@ -140,7 +140,7 @@ def test_metrics_by_name(tmp_path):
     } <= set(timing)
 
 
-def test_critic_metrics_by_hand():
+def test_critic_metrics_match_hand_computed_values():
     metrics = critic_metrics(Critic([]).train({}, None))
     assert metrics["critic/loss"] == pytest.approx(0.3) and metrics["critic/grad_norm"] == 2.0
     assert metrics["critic/values_min"] == -2.0 and metrics["critic/values_max"] == 0.5
@@ -148,7 +148,7 @@ def test_critic_metrics_by_hand():
     assert metrics["critic/explained_var"] == pytest.approx(1 - (0.3 - (0.5 - 0.2) ** 2) / (0.5 - 0.5**2))
 
 
-def test_means_over_epochs():
+def test_metrics_are_averaged_over_ppo_epochs_and_kept_for_the_last_one():
     epochs = [{"loss": 1.0, "values_min": 2.0, "once": 5.0}, {"loss": 3.0, "values_min": 1.0}]
     last = {"last_epoch/loss": 3.0, "last_epoch/values_min": 1.0}
     assert mean_over_epochs(epochs) == {"loss": 2.0, "values_min": 1.0, "once": 5.0, **last}
@@ -156,14 +156,14 @@ def test_means_over_epochs():
 
 
 @pytest.mark.parametrize("critic, policy", [(1, 2), (2, 1), (3, 2)])
-def test_last_epoch_metrics_are_taken_per_model(critic, policy):
+def test_last_epoch_metrics_are_taken_separately_for_policy_and_critic(critic, policy):
     epochs = [{"critic/loss": float(i)} for i in range(critic)], [{"loss": 10.0 + i} for i in range(policy)]
     found = mean_over_epochs(*epochs)
     assert found["last_epoch/critic/loss"] == critic - 1 and found["last_epoch/loss"] == 9 + policy
     assert set(mean_over_epochs(epochs[0][:1], [])) == {"critic/loss"}  # one epoch of a warm-up
 
 
-def test_checkpoints_hold_both_models(tmp_path):
+def test_ppo_checkpoint_contains_policy_and_critic(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=2"))
     step = tmp_path / "checkpoints" / "step_2"
     for model in ("policy", "value"):

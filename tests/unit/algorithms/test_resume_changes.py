@@ -158,7 +158,7 @@ def test_preflight_reports_conflicts_with_the_saved_run(root, run_of_two_steps, 
     ("policy.hf_config_overrides.num_attention_heads=8", "num_attention_heads 4 -> 8 is another architecture"),
     ("++policy.hf_config_overrides.rope_theta=7.0", "rope_theta .* -> 7.0 is another architecture"),
 ])  # fmt: skip
-def test_preflight_compares_the_model_of_random_weights_too(run_of_two_steps, override, words):
+def test_changed_architecture_of_a_randomly_initialised_model_prevents_a_resume(run_of_two_steps, override, words):
     home = run_of_two_steps / "seedling"
     fixed = [f"logger.log_dir={home / 'logs'}", f"checkpointing.checkpoint_dir={home / 'checkpoints'}", *RUN]
     for overrides, errors in (([], 0), ([override], 1)):
@@ -192,7 +192,7 @@ def test_resuming_a_finished_run_prints_how_to_train_further(run_of_two_steps, c
     assert "checkpointing.checkpoint_dir" in out
 
 
-def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monkeypatch):
+def test_second_run_in_a_checkpoint_folder_is_rejected_before_a_model_is_loaded(tmp_path, monkeypatch):
     first = tiny.make(tmp_path, *RUN)
     monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_the_second_run_in_a_folder_ends_before_a_model_is_loaded(tmp_path, monk
     close(first)
 
 
-def test_kept_groups_of_a_different_size_are_dropped_with_a_message(tmp_path, capsys):
+def test_resume_drops_cached_groups_if_the_group_size_changed(tmp_path, capsys):
     keep = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_keep_surplus=true", "grpo.batch_multiplier=2")
     first = tiny.train(tmp_path, *RUN, *keep, "grpo.max_num_steps=2", "grpo.dynamic_sampling_max_gen_batches=50")
     assert first.state.step == 2
@@ -219,7 +219,7 @@ def test_kept_groups_of_a_different_size_are_dropped_with_a_message(tmp_path, ca
     assert other.collector.sampler.cached_groups == 0
 
 
-def test_old_sampler_files_are_read_as_data_only(tmp_path):
+def test_sampler_files_of_earlier_versions_load_without_running_pickled_code(tmp_path):
     """Checkpoints of earlier versions pickled the kept groups."""
     import pickle
 

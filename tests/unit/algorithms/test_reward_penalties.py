@@ -34,7 +34,7 @@ def penalised(log, tokenizer=tokenizer, **config):
     "text, reward",
     [("<think>same</think> same", 0.0), ("<think>same</think>other", 1.0), ("same", 1.0), ("<think> </think> ", 1.0)],
 )
-def test_answer_that_repeats_its_reasoning_earns_nothing(text, reward):
+def test_response_whose_answer_repeats_its_reasoning_gets_zero_reward(text, reward):
     log = [message("user", [1]), message("assistant", [2], text)]
     result = penalised(log, penalize_duplicated_reasoning=True)
     assert result == (reward, {"reasoning_equal_to_final_answer_rate": 1.0 - reward})
@@ -43,12 +43,12 @@ def test_answer_that_repeats_its_reasoning_earns_nothing(text, reward):
 @pytest.mark.parametrize(
     "texts, reward", [(["a</think>  "], 0.0), (["<think>cut"], 0.0), ([""], 0.0), (["", "b"], 1.0), (["b", ""], 0.0)]
 )
-def test_conversation_whose_last_response_is_empty_earns_nothing(texts, reward):
+def test_conversation_whose_last_response_is_empty_gets_zero_reward(texts, reward):
     log = [m for text in texts for m in (message("user", [1]), message("assistant", [2], text))]
     assert penalised(log, penalize_empty_final_answer=True) == (reward, {"empty_final_answer_rate": 1.0 - reward})
 
 
-def test_unwanted_token_counts_in_responses_only():
+def test_unwanted_token_in_a_response_gives_zero_reward_but_not_in_a_prompt():
     section = {"penalize_unwanted_tokens": True, "token_ids": {"unwanted": [7, 8]}}
     assert penalised([message("user", [7]), message("assistant", [1, 2])], **section)[0] == 1.0
     assert penalised([message("user", [1]), message("assistant", [1, 8])], **section)[0] == 0.0
@@ -67,7 +67,7 @@ def test_unwanted_token_counts_in_responses_only():
         ([1, OPEN, OPEN], [CLOSE], 0.0),
     ],
 )
-def test_thinking_tags_are_counted_in_tokens_against_the_prompt(prompt, response, reward):
+def test_unbalanced_thinking_tag_tokens_of_prompt_and_response_give_zero_reward(prompt, response, reward):
     section = {"penalize_malformed_think_tag": True}
     for log in (
         [message("user", prompt), message("assistant", response)],
@@ -86,12 +86,12 @@ def test_thinking_tags_are_counted_in_tokens_against_the_prompt(prompt, response
 
 
 @pytest.mark.parametrize("text, reward", [("a</think>b", 1.0), ("<think>a", 0.0), ("a</think></think>", 0.0)])
-def test_thinking_tags_that_are_spelled_out_are_found_in_the_text(text, reward):
+def test_thinking_tags_that_are_not_single_tokens_are_found_in_the_text(text, reward):
     log = [message("user", [1]), message("assistant", [2], text)]
     assert penalised(log, tokenizer=spelled, penalize_malformed_think_tag=True)[0] == reward
 
 
-def test_nothing_is_penalised_unless_it_is_switched_on():
+def test_every_reward_penalty_is_disabled_by_default():
     assert penalised([message("user", [1]), message("assistant", [OPEN], "<think>")]) == (1.0, {})
 
 
@@ -102,6 +102,6 @@ def test_nothing_is_penalised_unless_it_is_switched_on():
         ({"token_ids": {"think_open": 3}}, "needs think_open and think_close together"),
     ],
 )
-def test_section_without_the_token_ids_that_it_needs_is_refused(section, text):
+def test_penalty_without_its_required_token_ids_is_rejected(section, text):
     with pytest.raises(ValueError, match=text):
         RewardPenaltyConfig(**section)

@@ -22,7 +22,7 @@ def logs(*lengths):
     ]
 
 
-def test_scaling_maps_clamps_and_reaches_components(capsys):
+def test_reward_scaling_maps_and_clamps_total_reward_and_components(capsys):
     batch = {
         "total_reward": torch.tensor([0.0, 1.0, 0.5, 7.0]),
         "reward/format": torch.tensor([1.0, 0.0, 1.0, 0.0]),
@@ -37,7 +37,7 @@ def test_scaling_maps_clamps_and_reaches_components(capsys):
     assert scale_rewards(same, {"enabled": False})["total_reward"].tolist() == [3.0]
 
 
-def test_overlong_penalty_by_hand():
+def test_overlong_penalty_matches_hand_computed_values():
     """Expected length 6: 6 costs 0, 8 costs 1, 10 costs 2, 14 costs 4 (it is not capped)."""
     batch = {"total_reward": torch.ones(5), "message_log": logs(3, 6, 8, 10, 14)}
     out = apply_reward_shaping(batch, RewardShapingConfig(enabled=True, **DAPO))
@@ -55,7 +55,7 @@ def test_overlong_penalty_measures_only_the_first_assistant_message():
     assert out["total_reward"].tolist() == [0.0]
 
 
-def test_stop_properly_penalty_replaces_other_shaping_unless_composed():
+def test_stop_properly_penalty_replaces_other_reward_shaping_unless_compose_is_set():
     make = lambda: {
         "total_reward": torch.tensor([1.0, 1.0, -1.0]),
         "truncated": [False, True, True],
@@ -73,7 +73,7 @@ def test_stop_properly_penalty_replaces_other_shaping_unless_composed():
     ]
 
 
-def test_rewards_are_unchanged_if_shaping_is_disabled():
+def test_rewards_are_unchanged_if_reward_shaping_is_disabled():
     assert "unshaped_total_reward" not in apply_reward_shaping({"total_reward": torch.ones(1)}, RewardShapingConfig())
 
 
@@ -90,7 +90,7 @@ def error_data():
     }
 
 
-def test_seq_logprob_errors_by_hand():
+def test_seq_logprob_error_masking_matches_hand_computed_values():
     """Errors 1, (3 + 1)/2 = 2, (2 + 4)/2 = 3; the masked row does not count. Threshold 2.5 drops the third."""
     rewards = torch.tensor([0.0, 1.0, 1.0, 0.0])
     data = error_data()

@@ -38,7 +38,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:30])
-def test_a_save_without_space_does_not_end_the_run_and_is_tried_again(tmp_path, error):
+def test_save_that_fails_on_a_full_disk_is_retried_and_does_not_end_the_run(tmp_path, error):
     run = make(tmp_path, "grpo.max_num_steps=6", "checkpointing.save_period=2")
     disk, step = FullDisk(run, error), run.policy.train
 
@@ -56,7 +56,7 @@ def test_a_save_without_space_does_not_end_the_run_and_is_tried_again(tmp_path, 
     assert saved(tmp_path) == ["step_6"]  # step 5 was off the period: it goes when a newer one is there
 
 
-def test_last_save_on_a_full_disk_is_an_error_that_says_what_to_do(tmp_path):
+def test_error_of_a_last_save_on_a_full_disk_says_to_free_space(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=3", "checkpointing.save_period=2")
     FullDisk(run, ERRORS[0])
     with (
@@ -67,7 +67,7 @@ def test_last_save_on_a_full_disk_is_an_error_that_says_what_to_do(tmp_path):
     assert isinstance(NotSavedError(""), ValueError) and saved(tmp_path) == []
 
 
-def test_any_other_error_of_a_save_ends_the_run(tmp_path):
+def test_save_error_other_than_a_full_disk_ends_the_run(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=3")
     FullDisk(run, OSError(errno.EACCES, "Permission denied"))
     with pytest.raises(PermissionError):
@@ -87,7 +87,7 @@ def test_any_other_error_of_a_save_ends_the_run(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_weights_that_are_not_finite_are_never_sealed(tmp_path, settings, words):
+def test_non_finite_weights_end_the_run_and_are_never_saved(tmp_path, settings, words):
     run = tiny.make(
         tmp_path, *tiny.SMALL, *(f"policy.optimizer.kwargs.{key}={value}" for key, value in settings.items()), "grpo.max_num_steps=3",
         "checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.metric_name=null",
@@ -100,7 +100,7 @@ def test_weights_that_are_not_finite_are_never_sealed(tmp_path, settings, words)
 
 
 @pytest.mark.parametrize(("bad", "enabled"), [(float("nan"), "true"), (-float("inf"), "false")])
-def test_the_bad_parameter_is_named(tmp_path, bad, enabled):
+def test_error_for_non_finite_weights_names_the_first_such_parameter(tmp_path, bad, enabled):
     run = tiny.make(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", f"checkpointing.enabled={enabled}", "checkpointing.metric_name=null",
         "policy.optimizer.kwargs.lr=0.5",
@@ -131,7 +131,7 @@ def make_steps(tmp_path, steps, metric, *overrides):
 
 
 @pytest.mark.parametrize("name", ["train:rewrd", "val:accurcy", "val:loss"])
-def test_a_metric_that_is_not_there_ends_the_run_after_its_first_step(tmp_path, name):
+def test_unknown_checkpoint_metric_ends_the_run_after_its_first_step(tmp_path, name):
     """`loss` is a metric of training alone."""
     run = make_steps(tmp_path, 9, name, "grpo.val_period=5")
     with pytest.raises(ValueError, match=f"metric_name='{name}': the .* metrics have no .*; there are .*accuracy"):
@@ -139,7 +139,7 @@ def test_a_metric_that_is_not_there_ends_the_run_after_its_first_step(tmp_path, 
     assert run.state.step == 1
 
 
-def test_metric_of_separate_validation_environments_is_checked_at_validation(tmp_path):
+def test_unknown_metric_is_reported_at_validation_if_its_environments_are_separate(tmp_path):
     """Their metrics cannot be known from training's."""
     run = make_steps(tmp_path, 9, "val:accurcy", "grpo.val_period=2")
     run.environments.train["second"] = next(iter(run.environments.train.values()))
@@ -160,7 +160,7 @@ def test_validation_at_start_reports_an_unknown_checkpoint_metric(tmp_path):
     "name",
     ["train:loss", "train:reward", "val:accuracy", "val:avg_length", "val:pass_k", "val:mean_gen_tokens_per_sample"],
 )
-def test_checkpoint_stores_the_configured_metric(tmp_path, name):
+def test_checkpoint_contains_the_value_of_its_configured_metric(tmp_path, name):
     several = ("grpo.val_num_generations_per_prompt=2",) if name == "val:pass_k" else ()
     run = make_steps(tmp_path, 2, name, "grpo.val_period=2", *several)
     train(run)
@@ -168,7 +168,7 @@ def test_checkpoint_stores_the_configured_metric(tmp_path, name):
     assert isinstance(info[name], float)
 
 
-def test_a_metric_that_goes_missing_later_costs_only_its_rank(tmp_path):
+def test_checkpoint_whose_metric_goes_missing_later_is_saved_with_a_warning(tmp_path):
     run = make_steps(tmp_path, 3, "train:token_mult_prob_error")
     step = run.policy.train
 
@@ -196,7 +196,7 @@ def test_checkpoint_saved_without_its_metric_gives_one_warning(tmp_path):
     assert sum("saved without" in str(w.message) for w in warned) == 1
 
 
-def test_an_interrupted_run_gets_no_advice_on_validation(tmp_path, recwarn):
+def test_interrupted_run_gets_no_warning_about_a_missing_validation_metric(tmp_path, recwarn):
     run = make_steps(tmp_path, 4, "val:accuracy", "grpo.val_period=4")
     run.stop.reason = "interrupted"
     train(run)

@@ -40,7 +40,7 @@ def test_sft_trains_only_assistant_messages_and_their_end_tokens():
         pieces(tokenizer, "12=")
 
 
-def test_a_plain_text_gets_the_end_token():
+def test_end_token_is_appended_to_a_plain_text_response():
     tokenizer = make_tokenizer(load_grpo_config("grpo_tiny.yaml").policy)
     log = pieces(tokenizer, "12=", "21")["message_log"]
     assert [m["content"] for m in log] == ["12=", f"21{tokenizer.eos_token}"]
@@ -95,7 +95,7 @@ def test_sft_loss_equals_that_of_transformers_on_the_same_rows(rows, tmp_path):
     assert result["grad_norm"].tolist() == pytest.approx([norm], rel=1e-4)
 
 
-def test_packed_rows_train_like_single_rows(rows):
+def test_sft_on_packed_rows_gives_the_weights_of_unpacked_rows(rows):
     packed = policy_of("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=64")
     alone = policy_of("policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=1")
     for _ in range(3):
@@ -133,7 +133,7 @@ def train(config):
 
 
 @pytest.mark.slow
-def test_a_run_lowers_the_loss_and_resumes_to_the_same_bits(tmp_path):
+def test_sft_run_lowers_the_loss_and_resumes_bit_identically(tmp_path):
     whole = train(sft_config(tmp_path / "whole"))
     losses = [row["loss"] for row in whole.history]
     assert losses[-1] < 0.8 * losses[0]
@@ -152,7 +152,7 @@ def test_a_run_lowers_the_loss_and_resumes_to_the_same_bits(tmp_path):
     assert "reward" not in table and table["loss"] == f"{losses[0]:.3f} -> {losses[-1]:.3f}"
 
 
-def test_settings_that_have_no_meaning_in_sft_are_rejected():
+def test_settings_without_meaning_in_sft_are_rejected():
     for overrides, said in (
         (["loss_fn.name=sapo"], "must be nll, or a loss of yours"),
         (["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1",

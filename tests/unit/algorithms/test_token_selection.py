@@ -20,13 +20,13 @@ def batch_of(advantages, logprobs, entropies=None, mask=None):
     return TrainBatch(offsets_of(torch.tensor([half, half])), tokens, {"sample_mask": torch.ones(2)})
 
 
-def test_a_loss_of_all_tokens_changes_nothing():
+def test_loss_without_token_selection_changes_no_advantage():
     batch = batch_of([1.0, -1.0, 2.0, 0.5], [-1.0, -2.0, -3.0, -4.0])
     assert select_tokens(batch, ClippedPGLossConfig(), 1, 2) == {}
     assert batch.advantages.tolist() == [1.0, -1.0, 2.0, 0.5]
 
 
-def test_kl_cov_penalises_the_largest_covariances():
+def test_kl_cov_penalises_the_tokens_with_the_largest_covariances():
     """The means of A and log p are 0 and -2.5, so the covariances are 3, -1.5, -1.5 and 3. A quarter of four tokens is
     one: of equal ones the first."""
     batch = batch_of([2.0, -3.0, 3.0, -2.0], [-1.0, -2.0, -3.0, -4.0])
@@ -35,14 +35,14 @@ def test_kl_cov_penalises_the_largest_covariances():
     assert metrics == {"selected_tokens_share": 0.25}
 
 
-def test_clip_cov_leaves_out_tokens_within_the_bounds():
+def test_clip_cov_zeroes_advantages_of_tokens_with_covariances_within_the_bounds():
     batch = batch_of([2.0, -3.0, 3.0, -2.0], [-1.0, -2.0, -3.0, -4.0])
     settings = ClippedPGLossConfig(name="clip_cov", clip_cov_ratio=0.5, clip_cov_lb=2.0, clip_cov_ub=4.0)
     metrics = select_tokens(batch, settings, 1, 2)
     assert batch.advantages.tolist() == [0.0, -3.0, 3.0, 0.0] and metrics == {"selected_tokens_share": 0.5}
 
 
-def test_clip_cov_draws_the_same_tokens_in_a_repeated_step_only():
+def test_clip_cov_draw_depends_only_on_seed_and_step():
     random = torch.Generator().manual_seed(0)
     advantages, logprobs = torch.randn(400, generator=random).tolist(), torch.randn(400, generator=random).tolist()
     settings = ClippedPGLossConfig(name="clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=9.0)
@@ -56,7 +56,7 @@ def test_clip_cov_draws_the_same_tokens_in_a_repeated_step_only():
     assert left_out(1, 2) != left_out(1, 3) and left_out(1, 2) != left_out(2, 2)
 
 
-def test_high_entropy_mask_keeps_the_most_uncertain_trained_tokens():
+def test_top_entropy_quantile_keeps_advantages_of_the_highest_entropy_tokens():
     entropies, mask = [0.1, 9.0, 0.3, 0.2, 0.5, 0.4], [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     batch = batch_of([1.0] * 6, [-1.0] * 6, entropies, mask)
     metrics = select_tokens(batch, ClippedPGLossConfig(top_entropy_quantile=0.4), 1, 2)
@@ -65,7 +65,7 @@ def test_high_entropy_mask_keeps_the_most_uncertain_trained_tokens():
     assert metrics == {"selected_tokens_share": pytest.approx(0.4)}
 
 
-def test_the_largest_covariances_are_those_of_a_slow_search():
+def test_kl_cov_selects_the_same_tokens_as_a_brute_force_search():
     random = torch.Generator().manual_seed(3)
     advantages, logprobs = torch.randn(60, generator=random).tolist(), torch.randn(60, generator=random).tolist()
     mask = (torch.rand(60, generator=random) < 0.7).float().tolist()

@@ -28,7 +28,7 @@ KINDS = ("forward", "reverse", "mixed")
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("zero_outside", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_divergences_match_the_reference(kind, zero_outside, count):
+def test_topk_divergences_match_the_reference_on_random_distributions(kind, zero_outside, count):
     rng = np.random.default_rng(KINDS.index(kind))
     for _ in range(count):
         V, k = int(rng.integers(2, 30)), int(rng.integers(1, 9))
@@ -86,7 +86,7 @@ SETTINGS = [dict(kl_type=kind, zero_outside_topk=z) for kind in KINDS for z in (
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_loss_of_a_model_is_the_references_over_its_tokens(settings):
+def test_topk_distillation_loss_matches_the_reference_summed_over_tokens(settings):
     batch, rows, before = taught_batch()
     result, _ = train(settings, WHOLE)
     trainer, total, place = C.Trainer(model_of(3)), 0.0, 0
@@ -104,7 +104,7 @@ def test_loss_of_a_model_is_the_references_over_its_tokens(settings):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_gradient_equals_finite_differences(settings):
+def test_topk_distillation_gradient_matches_finite_differences(settings):
     model = model_of(3)
     _, grads = train(settings, WHOLE, model)
     for place in torch.randperm(len(grads), generator=torch.Generator().manual_seed(1))[:6].tolist():
@@ -121,7 +121,7 @@ def test_gradient_equals_finite_differences(settings):
 @pytest.mark.parametrize(
     "batching", [MicroBatching(max_samples=1), MicroBatching(max_samples=2, share_prefix=False), MicroBatching(max_tokens=20)], ids=str
 )  # fmt: skip
-def test_gradient_does_not_depend_on_micro_batches(batching):
+def test_topk_distillation_gradient_does_not_depend_on_micro_batches(batching):
     settings = dict(kl_type="mixed", zero_outside_topk=True)
     whole, expected = train(settings, WHOLE)
     parts, grads = train(settings, batching)
@@ -131,7 +131,7 @@ def test_gradient_does_not_depend_on_micro_batches(batching):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side,kind", [("teacher", "forward"), ("teacher", "mixed"), ("student", "reverse")])
-def test_distillation_run_on_k_tokens_reduces_their_divergence(tmp_path, side, kind):
+def test_topk_distillation_run_reduces_the_divergence(tmp_path, side, kind):
     tiny.one_thread()
     config = load_grpo_config("grpo_tiny.yaml").policy
     Policy(None, config, tiny_tokenizer(), seed=77, init_reference_model=False).save_checkpoint(tmp_path / "teacher")
@@ -150,7 +150,7 @@ def test_distillation_run_on_k_tokens_reduces_their_divergence(tmp_path, side, k
         ("loss_fn.entropy_coef=0.1", "is for the sampled token"),
     ],
 )
-def test_keys_that_do_not_go_with_topk_are_rejected(override, reason):
+def test_keys_incompatible_with_topk_distillation_are_rejected(override, reason):
     with pytest.raises(ConfigError, match=reason):
         load_distillation_config("distillation_arithmetic_smollm2.yaml", ["distillation.topk_logits_k=64", override])
     assert DistillationLossConfig().zero_outside_topk is False

@@ -53,14 +53,14 @@ def validator(engine=None, **options):
 
 
 @pytest.mark.parametrize("limit, expected", [(5, 5), (1, 1), (8, 8), (100, 8), (None, 8), (2, 2)])
-def test_exactly_max_val_samples_prompts(limit, expected):
+def test_validation_uses_exactly_max_val_samples_prompts(limit, expected):
     metrics = validator(max_val_samples=limit).run(step=0).metrics
     assert metrics["num_samples"] == expected
     # even prompts are right: 0, 2, 4, ...
     assert metrics["accuracy"] == pytest.approx(math.ceil(expected / 2) / expected)
 
 
-def test_pass_k_counts_prompts_with_any_right_answer():
+def test_pass_k_is_the_share_of_prompts_with_any_correct_response():
     # sample 1 of each prompt is wrong, sample 0 right for even prompts
     engine = FakeGeneration(respond=lambda prompt, key: prompt if key[2] == 0 else "x")
     metrics = validator(engine, val_num_generations_per_prompt=2, max_val_samples=4).run(step=3).metrics
@@ -69,7 +69,7 @@ def test_pass_k_counts_prompts_with_any_right_answer():
     assert metrics["num_samples"] == 4
 
 
-def test_draws_are_keyed_by_prompt_number_and_the_stream_val():
+def test_validation_sampling_is_seeded_by_prompt_number_and_the_stream_val():
     engine = FakeGeneration(respond=lambda prompt, key: prompt)
     checked = validator(engine, max_val_samples=5)
     checked.run(step=1)
@@ -82,7 +82,7 @@ def test_draws_are_keyed_by_prompt_number_and_the_stream_val():
 
 
 @pytest.mark.parametrize("temperature, greedy", [(0, True), (0.0, True), (0.7, False)])
-def test_greedy_when_val_temperature_is_zero(temperature, greedy):
+def test_validation_is_greedy_if_val_temperature_is_zero(temperature, greedy):
     seen = []
 
     class Engine(FakeGeneration):
@@ -104,7 +104,7 @@ def test_validation_is_due_by_period_at_start_and_at_end():
     assert at_start.due_at_start(0) and not at_start.due_at_start(4)
 
 
-def test_no_interval_for_rewards_outside_0_and_1():
+def test_accuracy_has_no_confidence_interval_if_rewards_are_not_between_0_and_1():
     class Big(OneTurn):
         def step(self, log, metadata):
             answer = super().step(log, metadata)

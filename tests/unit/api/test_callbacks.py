@@ -82,7 +82,7 @@ def test_stopped_run_continues_with_resume(tmp_path, monkeypatch):
     assert "| validation reward | " in card and "accuracy" not in card  # lengths are neither right nor wrong
 
 
-def test_a_callback_that_fails_ends_the_run(tmp_path, capsys):
+def test_failing_callback_ends_the_run_with_an_error_that_names_it(tmp_path, capsys):
     class Broken(nemo_rl_cpp.Callback):
         def on_step(self, event):
             raise KeyError("mine")
@@ -95,7 +95,7 @@ def test_a_callback_that_fails_ends_the_run(tmp_path, capsys):
     assert "warning: callback Broken.on_end failed with RuntimeError: after failed" in capsys.readouterr().err
 
 
-def test_every_on_end_is_called(tmp_path, capsys):
+def test_every_callbacks_on_end_is_called_even_if_earlier_ones_fail(tmp_path, capsys):
     class Broken(nemo_rl_cpp.Callback):
         def on_end(self, event):
             raise RuntimeError("mine")
@@ -138,7 +138,7 @@ class Hub:
 
 
 @pytest.mark.parametrize("name", ["org/taken", "org/refused"])
-def test_a_finished_run_is_pushed(tmp_path, monkeypatch, capsys, name):
+def test_finished_run_is_pushed_to_the_hub_or_reports_why_not(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr(hub_upload, "can_push", lambda: True)
     monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: True)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda token: Hub())
@@ -156,7 +156,7 @@ def test_a_finished_run_is_pushed(tmp_path, monkeypatch, capsys, name):
     assert result.push_to_hub("org/again", client=Hub()) == "https://huggingface.co/org/again" and len(Hub.sent) == 2
 
 
-def test_a_push_needs_a_token_and_checkpoints(tmp_path, monkeypatch):
+def test_push_to_hub_without_token_or_checkpoints_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: False)
     with pytest.raises(
         ValueError, match="checkpointing.push_to_hub is org/x, but this machine has no token of the hub: log in"

@@ -38,7 +38,7 @@ def test_loaded_model_generates_the_texts_of_the_training_result(result, model):
     assert model._repr_html_().startswith("<p>LoadedModel(")
 
 
-def test_generation_options_apply_to_result_and_loaded_model_alike(result, model):
+def test_generation_options_have_the_same_effect_on_result_and_loaded_model(result, model):
     drawn = result.generate(["12=", "3="], n=6, temperature=1.0)
     assert [len(texts) for texts in drawn] == [6, 6] and len(set(drawn[0])) > 1
     assert result.generate(["12=", "3="], n=6, temperature=1.0) == drawn
@@ -79,12 +79,12 @@ def test_invalid_generation_options_are_rejected(model, options, words):
         model.generate("12=", **options)
 
 
-def test_a_chat_has_one_answer(model):
+def test_chat_rejects_a_request_for_several_responses(model):
     with pytest.raises(ValueError, match="^chat gives one answer and takes no n: use generate"):
         model.chat("12=", n=2)
 
 
-def test_an_evaluation_keeps_the_trainings_stop_strings(result, monkeypatch):
+def test_evaluation_uses_the_stop_strings_of_training(result, monkeypatch):
     monkeypatch.setattr(result.config.policy.generation, "stop_strings", list("0123456789+-*/=. "))
     found = nemo_rl_cpp.evaluate(result, ROWS[:2], share_right, max_new_tokens=2)
     assert all(len(sample["response"]) <= 1 for sample in found.samples)
@@ -106,7 +106,7 @@ def test_evaluation_scores_match_the_reward_functions(result, model):
     assert result.generate("12=") == model.generate("12=", max_new_tokens=3)  # nothing of it is left
 
 
-def test_evaluation_with_several_answers_computes_pass_at_k(model):
+def test_evaluation_with_several_responses_per_prompt_computes_pass_at_k(model):
     found = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=4, temperature=1.0, max_new_tokens=1, seed=1)
     alone = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=1, temperature=1.0, max_new_tokens=1, seed=1)
     assert (

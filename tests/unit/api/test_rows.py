@@ -38,16 +38,16 @@ def files(tmp_path, monkeypatch):
     ],
     ids=["list", "tuple", "iterator", "generator", "columns", "columns of tuples", "frame", "dataset", "series", "arrays", "iterable dataset"],
 )  # fmt: skip
-def test_rows_with_columns(given):
+def test_rows_are_read_from_every_kind_of_table(given):
     assert rows_of(given, "prompts") == ROWS
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "disk"])
-def test_a_path_is_read(files, name):
+def test_rows_are_read_from_a_path_of_every_file_format(files, name):
     assert rows_of(name, "prompts") == rows_of(files / name, "prompts") == rows_of(str(files / name), "prompts") == ROWS
 
 
-def test_lines_of_a_text_file_are_prompts(files):
+def test_each_line_of_a_text_file_is_a_prompt(files):
     assert rows_of("lines.txt", "prompts") == [{"prompt": "1+1="}, {"prompt": "2+2="}]
 
 
@@ -66,7 +66,7 @@ def test_text_file_rows_are_split_only_at_newlines(tmp_path):
         ("Is 3.5 > 2.txt\nor not", ["Is 3.5 > 2.txt\nor not"]), (" 1+1= ", [" 1+1= "]),
     ],
 )  # fmt: skip
-def test_one_item_is_one_prompt(files, given, prompts):
+def test_each_string_or_conversation_is_one_prompt(files, given, prompts):
     assert [row["prompt"] for row in rows_of(given, "prompts")] == prompts
 
 

@@ -23,7 +23,7 @@ def run(tmp_path, prompts=ROWS, reward=share_right, **options):
     return nemo_rl_cpp.train_grpo("tiny-random", prompts, reward, **settings | options)
 
 
-def test_rows_with_columns_for_the_reward(tmp_path):
+def test_training_on_rows_reports_history_rewards_and_validations(tmp_path):
     result = run(tmp_path, validation=ROWS[:3])
     assert [row["step"] for row in result.history] == [1, 2]
     assert len(result.rewards) == 2 and all(0 <= reward <= 1 for reward in result.rewards)
@@ -53,7 +53,7 @@ def test_overrides_reach_the_configuration(tmp_path):
     assert "kl_penalty" in result.history[0] and result.policy.reference is not None
 
 
-def test_the_policy_is_saved_as_a_folder_that_loads_again(tmp_path):
+def test_saved_policy_loads_again_with_identical_weights(tmp_path):
     result = run(tmp_path, num_steps=1)
     folder = result.save(tmp_path / "model")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
@@ -64,7 +64,7 @@ def test_the_policy_is_saved_as_a_folder_that_loads_again(tmp_path):
     assert again.generate(["12="]) == result.generate(["12="])
 
 
-def test_a_checkpoint_folder_resumes(tmp_path):
+def test_second_call_with_the_same_checkpoint_dir_resumes(tmp_path):
     run(tmp_path, num_steps=2, checkpoint_dir=tmp_path / "c")
     result = run(tmp_path, num_steps=3, checkpoint_dir=tmp_path / "c")
     assert [row["step"] for row in result.history] == [3]
@@ -90,7 +90,7 @@ def test_every_prompt_is_checked_before_the_model_is_loaded(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("model", [None, "", 3, b"m", "a\0b", object()])
-def test_a_model_is_a_name_or_a_folder(model):
+def test_model_argument_that_is_neither_name_nor_folder_is_rejected(model):
     with pytest.raises(ValueError, match="it must be a folder, a packaged model, or a name on the hub"):
         nemo_rl_cpp.train_grpo(model, ROWS, share_right)
 
@@ -112,7 +112,7 @@ def test_preflight_findings_are_reported_before_the_model_is_loaded(tmp_path, mo
     assert run(tmp_path) == "trained" and "warning: slow\n" in capsys.readouterr().err
 
 
-def test_a_stop_string_stops(tmp_path):
+def test_response_ends_at_a_stop_string(tmp_path):
     lengths = []
 
     def reward(completions):
@@ -123,7 +123,7 @@ def test_a_stop_string_stops(tmp_path):
     assert set(lengths) == {1} and result.config.policy.generation.stop_strings == list("0123456789=")
 
 
-def test_answers_by_temperature(tmp_path):
+def test_result_generates_greedily_by_default_and_samples_with_a_temperature(tmp_path):
     result = run(tmp_path, num_steps=0)
     greedy = result.generate(["12="] * 8)
     assert len(set(greedy)) == 1 and result.generate(["12="] * 8, temperature=0) == greedy
@@ -143,7 +143,7 @@ def captured(monkeypatch, call, reward_funcs=share_right, **options):
     return call("tiny-random", ROWS, reward_funcs, num_prompts_per_step=1, max_new_tokens=3, max_length=16, **options)
 
 
-def test_gdpo_weighs_the_raw_parts_once(tmp_path, monkeypatch):
+def test_gdpo_applies_reward_weights_once(tmp_path, monkeypatch):
     from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
     from nemo_rl_cpp.rollouts.rollouts import Conversations
 
@@ -164,7 +164,7 @@ def test_gdpo_weighs_the_raw_parts_once(tmp_path, monkeypatch):
         assert talk.finish()["total_reward"].tolist() == [1.0, 0.5, 1.0, 0.5]  # what is logged has the weights
 
 
-def test_a_run_with_gdpo_logs_the_weighted_total(tmp_path):
+def test_gdpo_run_logs_the_weighted_total_reward(tmp_path):
     functions = {
         "one": lambda completions: [1.0] * len(completions),
         "two": lambda completions: [2.0] * len(completions),
@@ -184,12 +184,12 @@ def own_loss(next_token_logprobs):
 
 
 @pytest.mark.parametrize("uses_critic", [True, False])
-def test_an_estimator_given_as_an_object_says_whether_it_needs_a_critic(monkeypatch, uses_critic):
+def test_uses_critic_key_decides_whether_a_custom_estimator_gets_a_critic(monkeypatch, uses_critic):
     options = dict(adv_estimator=own_estimator, num_generations=2, ppo__adv_estimator__uses_critic=uses_critic)
     assert captured(monkeypatch, nemo_rl_cpp.train_ppo, **options)[0].has_critic == uses_critic
 
 
-def test_a_run_with_objects_writes_their_names(tmp_path):
+def test_names_of_custom_loss_and_estimator_objects_are_written_to_the_checkpoint(tmp_path):
     import yaml
 
     result = run(tmp_path, num_steps=1, adv_estimator=own_estimator, loss_fn=own_loss, checkpoint_dir=tmp_path / "c")

@@ -46,7 +46,7 @@ def test_a_saved_checkpoint_has_its_files_manifest_and_status(tmp_path):
         ({"checkpoint_dir": ""}, "checkpointing.checkpoint_dir is empty"),
     ],
 )
-def test_bad_configurations_are_refused(tmp_path, config, message):
+def test_invalid_checkpointing_settings_are_rejected_by_key(tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         make(tmp_path, **config)
 
@@ -71,7 +71,7 @@ def test_exception_while_saving_leaves_no_partial_checkpoint(tmp_path):
     save(manager, 2)
 
 
-def test_latest_passes_over_damaged_and_incomplete_folders(tmp_path):
+def test_latest_checkpoint_skips_damaged_and_incomplete_folders(tmp_path):
     manager = make(tmp_path)
     for step in (1, 2, 3, 4):
         save(manager, step)
@@ -106,7 +106,7 @@ def test_checkpoints_of_other_programs_are_ignored_and_never_overwritten(tmp_pat
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"files": {}, "digest": "x"}'])
-def test_a_torn_manifest_is_no_manifest(tmp_path, content):
+def test_checkpoint_with_a_truncated_manifest_is_set_aside(tmp_path, content):
     manager = make(tmp_path)
     save(manager, 1)
     save(manager, 2)
@@ -115,7 +115,7 @@ def test_a_torn_manifest_is_no_manifest(tmp_path, content):
         assert manager.get_latest_checkpoint_path().endswith("step_1")
 
 
-def test_no_checkpoints_at_all(tmp_path):
+def test_latest_checkpoint_is_none_in_an_empty_folder(tmp_path):
     manager = make(tmp_path, metric_name="val:accuracy")
     assert manager.get_latest_checkpoint_path() is None
     assert CheckpointManager.get_resume_paths(None) == (None, None)
@@ -148,7 +148,7 @@ KEPT = {  # settings, {step: metric, None where it has none}, the steps that are
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_limits_decide_which_checkpoints_are_kept(tmp_path, case):
+def test_old_checkpoints_are_deleted_according_to_the_configured_limits(tmp_path, case):
     settings, metrics, kept = KEPT[case]
     manager = make(tmp_path, **settings)
     for step, value in metrics.items():
@@ -156,7 +156,7 @@ def test_limits_decide_which_checkpoints_are_kept(tmp_path, case):
     assert steps(manager) == kept
 
 
-def test_save_reason_names_what_triggers_the_save(tmp_path):
+def test_save_reason_names_the_setting_or_event_that_triggers_the_save(tmp_path):
     manager = make(tmp_path, save_period=10, ft_save_period=4)
     assert manager.save_reason(7) is None
     assert manager.save_reason(10) == "save_period"

@@ -99,7 +99,7 @@ def test_damaged_old_checkpoint_does_not_affect_resuming_or_later_saves(three, n
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_newest_checkpoint_is_passed_over(three, damage):
+def test_resume_skips_a_damaged_newest_checkpoint(three, damage):
     for name in ("training_info.json", "config.yaml", "policy/w.bin"):
         damage(three / "ck" / "step_3" / name)
     with warnings.catch_warnings():

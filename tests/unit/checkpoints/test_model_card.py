@@ -30,7 +30,7 @@ def test_model_card_lists_the_facts_of_the_run():
         assert line in card.text, line
 
 
-def test_data_sets_and_models_of_the_hub():
+def test_model_card_lists_base_model_and_data_sets_of_the_hub():
     card = ModelCard(
         card_text(
             load_ppo_config(
@@ -58,7 +58,7 @@ def test_model_card_names_local_folders_without_their_path(tmp_path):
     assert "base_model" not in ModelCard(text).data.to_dict()
 
 
-def test_components_of_the_users(tmp_path):
+def test_model_card_names_custom_loss_and_estimator(tmp_path):
     config = load_grpo_config("grpo_notebook.yaml")
     text = card_text(config, FACTS._replace(components={"loss_fn": "reinforce", "adv_estimator": "centred"}))
     assert "advantage estimator centred, loss reinforce" in text and "rows given from Python" in text
@@ -74,7 +74,7 @@ def test_user_written_model_card_is_not_overwritten(tmp_path, there):
     assert text == (there if there == "# My model\n" else card_text(config, FACTS))
 
 
-def test_a_name_cannot_break_the_table():
+def test_special_characters_in_reward_names_are_escaped_in_the_model_card():
     names = ["a|b", "<lambda>", "one\ntwo"]
     text = card_text(load_grpo_config("grpo_tiny.yaml"), FACTS._replace(rewards=names))
     assert r"| rewards | a\|b, \<lambda>, one two |" in text

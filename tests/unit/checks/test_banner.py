@@ -78,11 +78,11 @@ def test_banner_of_an_evaluation_lists_model_device_and_data():
 @pytest.mark.parametrize(
     ("number", "text"), [(134_515_008, "135 million"), (1_543_714_304, "1.54 billion"), (9_800, "9,800")]
 )
-def test_parameter_counts_are_formatted(number, text):
+def test_parameter_counts_are_shown_in_millions_or_billions(number, text):
     assert count_text(number) == text
 
 
-def test_data_rows_are_counted_only_in_existing_jsonl_files(tmp_path):
+def test_banner_counts_data_rows_only_of_existing_jsonl_files(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "1"}\n\n{"input": "2"}\n{"input": "3"}')
     assert rows_of({"dataset_name": "ResponseDataset", "data_path": str(file)}) == 3

@@ -40,7 +40,7 @@ def save(folder, step):
         pass
 
 
-def test_usable_folders_give_no_finding_and_are_not_modified(tmp_path):
+def test_usable_folders_give_no_error_and_are_not_modified(tmp_path):
     assert list(folders.check(config_of(tmp_path))) == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "ck").mkdir()
@@ -70,7 +70,7 @@ def test_checkpoint_folder_is_not_checked_if_checkpointing_is_disabled(tmp_path)
     assert errors(config_of(tmp_path, "checkpointing.enabled=false", checkpoints="/proc/self/below")) == []
 
 
-def test_a_folder_in_use_is_an_error(tmp_path):
+def test_folder_in_use_by_another_run_is_an_error(tmp_path):
     (tmp_path / "ck").mkdir()
     lock = FolderLock(tmp_path / "ck", "key")
     (found,) = errors(config_of(tmp_path))
@@ -79,7 +79,7 @@ def test_a_folder_in_use_is_an_error(tmp_path):
     assert errors(config_of(tmp_path)) == []
 
 
-def test_bytes_of_a_checkpoint_by_hand(tmp_path):
+def test_estimated_checkpoint_size_matches_hand_computed_values(tmp_path):
     """Of the tiny model: 16 x 64 twice (embedding, head), a last norm of 64, and two layers of 4 x 64 x 64 (attention, as many
     heads for keys and values), 3 x 64 x 128 (MLP) and two norms of 64."""
     parameters = 2 * 16 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
@@ -99,7 +99,7 @@ def test_bytes_of_a_checkpoint_by_hand(tmp_path):
         (6, None),
     ],
 )
-def test_too_little_space_is_a_warning(tmp_path, monkeypatch, free, words):
+def test_too_little_disk_space_for_checkpoints_gives_a_warning(tmp_path, monkeypatch, free, words):
     size = checkpoint_bytes(config_of(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(free * size)))
     found = warnings_of(config_of(tmp_path))
@@ -112,7 +112,7 @@ def test_too_little_space_is_a_warning(tmp_path, monkeypatch, free, words):
 @pytest.mark.parametrize("mode, steps, words", [
     ("never", 2, "resume=never, but"), ("must", 0, "resume=must, but"), ("never", 0, None), ("must", 2, None), ("auto", 2, None),
 ])  # fmt: skip
-def test_preflight_checks_that_the_folder_fits_the_resume_mode(tmp_path, mode, steps, words):
+def test_preflight_reports_a_checkpoint_folder_that_contradicts_the_resume_mode(tmp_path, mode, steps, words):
     for step in range(1, steps + 1):
         save(tmp_path / "ck", step)
         (tmp_path / "ck" / f"step_{step}" / "policy" / "weights").mkdir(parents=True)
@@ -121,7 +121,7 @@ def test_preflight_checks_that_the_folder_fits_the_resume_mode(tmp_path, mode, s
 
 
 @pytest.mark.slow
-def test_the_second_run_ends_before_it_loads_anything(tmp_path):
+def test_second_run_in_a_checkpoint_folder_ends_before_torch_is_loaded(tmp_path):
     """Two starts with one folder: the second says who is in it, with a status that is not 0."""
     (tmp_path / "ck").mkdir()
     lock = FolderLock(tmp_path / "ck", "key")

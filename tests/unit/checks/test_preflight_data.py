@@ -61,7 +61,7 @@ def rows(*pairs):
     return [{"input": question, "output": answer} for question, answer in pairs]
 
 
-def test_good_data_gives_no_finding_and_needs_no_torch(found):
+def test_valid_data_gives_no_warning_or_error(found):
     assert found(rows(("1+1=", "2"), ("2+2=", "4"))) == []
 
 
@@ -78,7 +78,7 @@ def test_error_for_cut_prompts_names_their_number_and_the_longest_row(found):
     assert "the longest is row 3 with 45 tokens; raise data.max_input_seq_length" in message
 
 
-def test_prompts_that_fill_the_context(found):
+def test_prompts_that_leave_no_room_for_a_response_are_reported(found):
     options = (
         "data.max_input_seq_length=null",
         "policy.max_total_sequence_length=32",
@@ -128,7 +128,7 @@ def test_each_kind_of_unparsable_ground_truth_is_reported(found, truth, level):
         "The answer is \\boxed{5}", "x=1 or x=2 or x=3", "\\{1, 2\\}", "π",
     ],
 )  # fmt: skip
-def test_truths_that_can_be_matched_are_not_mentioned(found, truth):
+def test_matchable_ground_truths_give_no_warning(found, truth):
     assert found(rows(("1=", truth))) == []
 
 
@@ -139,7 +139,7 @@ def test_unread_columns_that_look_like_prompt_parts_give_a_warning(found):
     assert found([row | {"choices": "1="}], "++data.train.input_key=choices") == []
 
 
-def test_letters_of_multiple_choice(found):
+def test_multiple_choice_ground_truths_that_are_not_letters_give_a_warning(found):
     [(level, _, message)] = found(rows(("1=", "A"), ("2=", "(B) two")), "++env.math.verifier_type=english_multichoice")
     assert (
         level == "warning"
@@ -150,7 +150,7 @@ def test_letters_of_multiple_choice(found):
 
 @pytest.mark.parametrize("name", ["math", "math_multi_reward", "arithmetic", "reverse_digits"])
 @pytest.mark.parametrize("truth", [["1", "2"], ["1"], [], {"value": "1"}, True])
-def test_a_truth_that_is_no_text_is_an_error_even_in_one_row(found, name, truth):
+def test_single_ground_truth_that_is_not_a_string_is_an_error(found, name, truth):
     [(level, key, message)] = found(
         rows(("1=", "1"), ("2=", truth)), f"++data.train.env_name={name}", f"++env.{name}={{}}"
     )
@@ -158,7 +158,7 @@ def test_a_truth_that_is_no_text_is_an_error_even_in_one_row(found, name, truth)
     assert message.startswith(f"1 of 2 truths cannot be parsed (env.{name}): the first is row 2, {truth!r}; ")
 
 
-def test_a_truth_that_is_no_text_is_an_error_for_every_processor(found):
+def test_ground_truth_that_is_not_a_string_is_an_error_with_custom_data_keys(found):
     row = {"problem": "1=", "expected_answer": ["1", "2"]}
     [(level, _, message)] = found(
         [row],
@@ -180,7 +180,7 @@ def test_a_truth_that_is_no_text_is_an_error_for_every_processor(found):
         ("code", [], '{"asserts": ["assert f(1) == 2"]}'),
     ],
 )
-def test_truths_that_an_environment_would_refuse_are_an_error(found, name, wrong, right):
+def test_ground_truths_that_the_environment_rejects_are_an_error(found, name, wrong, right):
     [(level, _, message)] = found(
         rows(("1=", right), ("2=", wrong)), f"++data.train.env_name={name}", f"++env.{name}={{}}"
     )
@@ -188,7 +188,7 @@ def test_truths_that_an_environment_would_refuse_are_an_error(found, name, wrong
     assert found(rows(("1=", right)), f"++data.train.env_name={name}", f"++env.{name}={{}}") == []
 
 
-def test_rewards_of_the_users_may_have_any_truths(found):
+def test_custom_reward_functions_accept_any_ground_truth(found):
     options = ("++data.train.env_name=reward_functions", "++env.reward_functions.functions=[operator.eq]")
     assert found(rows(("1=", None), ("2=", ["1", "2"])), *options) == []
 
@@ -199,7 +199,7 @@ def test_invalid_chat_template_is_an_error(found, template):
     assert [(level, key) for level, key, _ in findings] == [("error", "policy.tokenizer.chat_template")]
 
 
-def test_the_model_of_random_weights_obeys_its_template_too():
+def test_chat_template_of_a_randomly_initialised_model_is_checked_and_used():
     from nemo_rl_cpp.algorithms.parts import make_tokenizer
 
     [finding] = data.check(load_grpo_config("grpo_tiny.yaml", ["policy.tokenizer.chat_template=chatml"]))
@@ -245,7 +245,7 @@ def test_missing_columns_data_files_and_prompt_placeholders_are_errors(found, tm
     assert level == "error" and "p.txt: there is no place for the question" in message
 
 
-def test_the_prompt_file_of_a_hub_data_set_is_checked_without_it(tmp_path):
+def test_prompt_file_of_a_hub_data_set_is_checked_without_downloading_the_data(tmp_path):
     (tmp_path / "p.txt").write_text("Think.")
     config = load_grpo_config("grpo_math_1B.yaml", [f"data.default.prompt_file={tmp_path}/p.txt"])
     findings = list(data.check(config))
@@ -253,7 +253,7 @@ def test_the_prompt_file_of_a_hub_data_set_is_checked_without_it(tmp_path):
     assert all("p.txt: there is no place" in f.message for f in findings)
 
 
-def test_evaluations_are_checked_too(found):
+def test_evaluation_data_is_checked_for_cut_prompts(found):
     options = {"load": load_eval_config, "config": "evals/reverse_digits.yaml", "section": "data"}
     less = ("~data.num_digits", "~data.split", "generation.model_name=tiny-random", "++env.math.num_workers=1")
     assert found(rows(("1=", "1")), *less, **options) == []
@@ -264,7 +264,7 @@ def test_evaluations_are_checked_too(found):
 
 
 @pytest.mark.slow
-def test_the_check_of_data_imports_no_torch(tmp_path):
+def test_data_check_does_not_import_torch(tmp_path):
     import subprocess
 
     (tmp_path / "d.jsonl").write_text('{"input": "1=", "output": "5元"}\n')
@@ -322,7 +322,7 @@ def test_run_does_not_repeat_warnings_of_the_preflight_check(tmp_path, tiny, cap
     assert capsys.readouterr().err == ""
 
 
-def test_at_most_a_thousand_of_many_rows_are_checked(tmp_path, tiny):
+def test_at_most_a_thousand_rows_of_a_large_data_set_are_checked(tmp_path, tiny):
     from nemo_rl_cpp.data.datasets import ListDataset, load_response_dataset
 
     raw = load_response_dataset(section_of(tmp_path, [("1" * 10, "1")]))
@@ -330,7 +330,7 @@ def test_at_most_a_thousand_of_many_rows_are_checked(tmp_path, tiny):
     assert remark.level == "error" and "834 of 834 prompts looked at (of 2,500) reach 10 tokens" in remark.message
 
 
-def test_a_task_name_without_a_processor_is_refused(tmp_path, tiny):
+def test_row_whose_task_name_has_no_processor_is_rejected(tmp_path, tiny):
     (tmp_path / "d.jsonl").write_text(
         json.dumps({"messages": [{"role": "user", "content": "1"}], "output": "2", "task_name": "mine"}) + "\n"
     )
@@ -338,7 +338,7 @@ def test_a_task_name_without_a_processor_is_refused(tmp_path, tiny):
         load_response_data(tiny, {"train": {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}})
 
 
-def test_processors_of_the_users_are_not_run_ahead(tmp_path, tiny):
+def test_custom_processor_is_not_run_by_the_preflight_check(tmp_path, tiny):
     from nemo_rl_cpp.data.datasets import load_response_dataset
 
     raw = load_response_dataset(section_of(tmp_path, [("1" * 10, "1")]))

@@ -47,11 +47,11 @@ def rewards(names):
     ("grpo_tiny.yaml", load_grpo_config), ("ppo_tiny.yaml", load_ppo_config), ("evals/eval.yaml", load_eval_config),
     ("grpo_multiple_datasets.yaml", load_grpo_config), ("grpo_guess_number.yaml", load_grpo_config), ("grpo_code_smollm2.yaml", load_grpo_config),
 ])  # fmt: skip
-def test_shipped_configurations_pass(config, load):
+def test_shipped_configurations_give_no_error(config, load):
     assert found(config=config, load=load) == []
 
 
-def test_valid_reward_functions_and_environments_give_no_finding():
+def test_valid_reward_functions_and_environments_give_no_error():
     assert found(*rewards("preflight_module.right, preflight_module.Holder.Inner.right, os.path.join")) == []
     assert found("data.default.env_name=preflight_module.Actor", "+env={preflight_module.Actor: {}}") == []
 
@@ -86,7 +86,7 @@ def test_names_that_are_not_dotted_names_are_rejected(name):
         import_object(name, "reward function")
 
 
-def test_known_names_need_no_import():
+def test_misspelt_environment_name_suggests_a_registered_one():
     assert environment_class("arithmetic").__name__ == "ArithmeticEnvironment"
     with pytest.raises(LoadingError, match=r"no environment is called 'arithmetik'; did you mean arithmetic\?"):
         environment_class("arithmetik")

@@ -78,12 +78,12 @@ def only(config, level="error"):
     return text
 
 
-def test_fitting_model_and_configuration_give_no_finding(model):
+def test_compatible_model_and_configuration_give_no_error(model):
     assert said(grpo(model)) == [] == said(grpo("model"))
     assert said(load_grpo_config("grpo_tiny.yaml")) == [] == said(load_ppo_config("ppo_tiny.yaml"))
 
 
-def test_layers_for_adapters_that_the_model_does_not_have(model):
+def test_lora_modules_that_match_no_matrix_of_the_model_are_an_error(model):
     lora = "policy.dtensor_cfg.lora_cfg"
     some = [f"++{lora}.enabled=true", f"++{lora}.match_all_linear=false"]
     assert said(grpo(model, *some, f"++{lora}.target_modules=['*.layers.0.*']")) == []
@@ -97,7 +97,7 @@ def test_layers_for_adapters_that_the_model_does_not_have(model):
     )
 
 
-def test_no_check_loads_torch_or_weights(model):
+def test_model_check_imports_no_torch(model):
     code = f"""
 import sys
 from nemo_rl_cpp.config import load_grpo_config
@@ -150,7 +150,7 @@ def test_sequence_length_beyond_the_models_positions_is_an_error(keys, positions
         )
 
 
-def test_positions_of_tiny_random_and_of_the_critic():
+def test_sequence_length_is_checked_for_tiny_random_and_for_the_critic():
     long = ["policy.max_total_sequence_length=33"]
     assert "33, but tiny-random has positions for 32" in only(load_grpo_config("grpo_tiny.yaml", long))
     texts = [text for _, text in said(load_ppo_config("ppo_tiny.yaml", long))]
@@ -206,7 +206,7 @@ def test_tokenizer_much_smaller_than_the_model_gives_a_warning(model):
         ("no JSON", "tokenizer"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_read_is_named(content, sentence, model):
+def test_unreadable_tokenizer_file_is_reported_with_its_folder(content, sentence, model):
     (model / "tokenizer.json").unlink()
     if content is not None:
         (model / "tokenizer.json").write_text(content)
@@ -233,7 +233,7 @@ def test_misspelt_model_name_suggests_an_available_model(name, level, near, mode
     assert f"did you mean {near}?" in text and "policy.model_name is" in text
 
 
-def test_a_path_that_is_not_there(model):
+def test_missing_model_path_is_reported(model):
     assert only(grpo("./nothing/like/it")) == "policy.model_name is './nothing/like/it', but there is no such folder"
     assert "is the file" in only(grpo(model / "config.json"))
 
@@ -259,7 +259,7 @@ def cached(model, tmp_path, *names):
 
 
 @pytest.mark.slow
-def test_model_in_the_hub_cache_is_checked_in_place(model, tmp_path):
+def test_model_in_the_hub_cache_is_checked_without_a_download(model, tmp_path):
     code = """
 import sys
 from nemo_rl_cpp.config import load_grpo_config
@@ -285,7 +285,7 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
     assert asked("policy.max_total_sequence_length=1024").strip() == "[]"
 
 
-def test_a_checkpoint_of_a_run_names_the_model_within(model, tmp_path):
+def test_run_folder_given_as_model_suggests_the_weights_folder_inside_it(model, tmp_path):
     weights = tmp_path / "run/step_2/policy/weights"
     weights.parent.mkdir(parents=True)
     model.rename(weights)
@@ -319,7 +319,7 @@ def resumed(model, tmp_path, saved_keys, *overrides):
     return [text for _, text in _model_refusals(Saved(**fields), "policy", grpo(model, *overrides).policy)]
 
 
-def test_resume_accepts_a_head_that_the_run_untied(model, tmp_path):
+def test_resume_accepts_an_lm_head_that_the_run_untied_from_the_embedding(model, tmp_path):
     tied_with_a_head_of_its_own(model)
     assert "tie_word_embeddings" in only(grpo(model), "warning")
     assert resumed(model, tmp_path, {"tie_word_embeddings": False}) == []
@@ -402,7 +402,7 @@ def test_model_folder_of_the_critic_is_checked(model, tmp_path):
         ),
     ],
 )
-def test_settings_unsupported_for_experts_are_reported_before_a_run(model, tmp_path, override, sentence):
+def test_settings_unsupported_for_mixture_of_experts_are_reported_before_a_run(model, tmp_path, override, sentence):
     folder = model_folder(tmp_path / "experts", model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
     found = [
         finding.message

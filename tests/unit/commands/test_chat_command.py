@@ -52,13 +52,13 @@ def test_chat_sends_the_history_until_it_is_reset(asked, capsys):
     assert capsys.readouterr().out.split() == ["ab", "cd", "ef"]
 
 
-def test_interrupted_answer_stays_in_the_history_as_far_as_generated(asked, capsys):
+def test_interrupted_chat_response_stays_in_the_history_up_to_its_last_token(asked, capsys):
     messages, _ = asked("ab^cd", "more")
     assert messages[1] == ["user: ab^cd", "assistant: ab", "user: more"]
     assert "ab [stopped]" in capsys.readouterr().out
 
 
-def test_chat_drops_a_message_that_cannot_be_answered(asked, capsys):
+def test_chat_drops_a_message_that_makes_the_prompt_too_long(asked, capsys):
     messages, _ = asked("ab", "too long", "cd")
     assert messages[2] == ["user: ab", "assistant: ab", "user: cd"]
     assert "(the prompt is too long; /reset begins a new conversation)" in capsys.readouterr().out

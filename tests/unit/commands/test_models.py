@@ -19,7 +19,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
-def test_parameter_counts_of_popular_models_are_right(model):
+def test_parameter_counts_match_the_published_ones_of_known_models(model):
     sizes = model_sizes(model.name, model.sizes.as_config())
     assert sizes.parameters / 1e9 == pytest.approx(PARAMETERS[model.name.rpartition("/")[2]], rel=0.003)
     assert model.model_type in SUPPORTED_ARCHITECTURES
@@ -37,12 +37,12 @@ def test_parameter_counts_of_popular_models_are_right(model):
         ("", None),
     ],
 )
-def test_variants_have_the_sizes_of_their_base(name, known):
+def test_variant_name_resolves_to_its_known_base_model(name, known):
     found = known_model(name)
     assert (found.name if found else None) == known
 
 
-def test_the_table_agrees_with_the_forecast(capsys):
+def test_models_command_prints_parameter_count_and_memory_estimate(capsys):
     assert models.main(["qwen2.5-0.5b"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Qwen/Qwen2.5-0.5B "))
     assert line.split()[1:5] == ["qwen2", "0.494", "B", "10.1"]  # as docs/supported-models.md says
@@ -51,7 +51,7 @@ def test_the_table_agrees_with_the_forecast(capsys):
         models.main(["--tokens", "-3"])
 
 
-def test_dry_run_knows_the_sizes_of_popular_models_before_download():
+def test_dry_run_estimates_memory_of_known_models_without_a_download():
     from nemo_rl_cpp.config import load_grpo_config
 
     config = load_grpo_config("grpo_math_1B.yaml")
@@ -60,7 +60,7 @@ def test_dry_run_knows_the_sizes_of_popular_models_before_download():
     assert with_known_sizes(other) is other and "not known" in forecast_text(other)
 
 
-def test_the_forecast_counts_the_states_of_recurrent_layers():
+def test_memory_estimate_includes_the_states_of_recurrent_layers():
     from nemo_rl_cpp.config import load_grpo_config
 
     config = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=Qwen/Qwen3.5-0.8B", "policy.precision=bfloat16"])

@@ -76,7 +76,7 @@ class Plain(Lengths):
 
 
 @pytest.mark.parametrize("name", ["Lengths", "Plain"])
-def test_a_registered_environment_scores_responses(monkeypatch, name):
+def test_environment_registered_as_in_nemo_rl_scores_responses(monkeypatch, name):
     monkeypatch.setattr("nemo_rl_cpp.environments.loading.ENV_REGISTRY", dict(ENV_REGISTRY))
     register_env(env_name="lengths", actor_class_fqn=f"{__name__}.{name}")
     environment = create_env(env_name="lengths", env_config={"weight": 0.5})
@@ -100,7 +100,7 @@ class SimpleAverageLoss(LossFunction):
         return (next_token_losses * mask).sum() / (total_valid_tokens_or_seqs + 1e-8)
 
 
-def test_a_loss_function_of_the_documents_sums_over_micro_batches():
+def test_loss_function_from_nemo_rls_documents_sums_over_micro_batches():
     losses = torch.arange(32.0).reshape(2, 16)
     data = BatchedDataDict(token_mask=torch.tensor([[1] * 10 + [0] * 6, [1] * 6 + [0] * 10]), sample_mask=torch.ones(2))
     count = data["token_mask"].sum()
@@ -109,7 +109,7 @@ def test_a_loss_function_of_the_documents_sums_over_micro_batches():
     assert parts[0].item() == pytest.approx(45 / 16) and parts[1].item() == pytest.approx((16 * 6 + 15) / 16)
 
 
-def test_a_data_processor_of_the_documents_feeds_a_data_set():
+def test_data_processor_from_nemo_rls_documents_works_in_a_data_set():
     from nemo_rl_cpp.compat.data.datasets import AllTaskProcessedDataset
 
     def processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec:

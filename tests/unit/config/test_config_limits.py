@@ -80,7 +80,7 @@ def test_unreadable_yaml_is_reported_with_file_and_line(tmp_path, monkeypatch, n
     assert len(str(caught.value)) < 600
 
 
-def test_an_empty_text_any_number_of_times_is_empty(tmp_path):
+def test_mul_of_an_empty_string_and_any_integer_is_empty(tmp_path):
     for times in ("9223372036854775807", "0", "-9223372036854775808"):
         data, problems = load(tmp_path, f"a: ${{mul:'',{times}}}\nb: ${{mul:{times},''}}")
         assert (data, problems) == ({"a": "", "b": ""}, "")
@@ -93,7 +93,7 @@ def test_numbers_at_the_64_bit_limits_are_read(tmp_path):
     assert data == {"a": 2**63 - 1, "b": -(2**63), "c": -(2**63), "d": 216000} and not problems
 
 
-def test_long_numbers_and_tags_that_fit(tmp_path):
+def test_long_number_literals_and_yaml_tags_are_read(tmp_path):
     third = "0." + "3" * 80
     data, problems = load(
         tmp_path,
@@ -103,7 +103,7 @@ def test_long_numbers_and_tags_that_fit(tmp_path):
     assert data == expected and not problems
 
 
-def test_configurations_within_the_limits_load(tmp_path):
+def test_deeply_nested_expressions_and_many_aliases_within_the_limits_load(tmp_path):
     data, problems = load(
         tmp_path, "a: " + "${add:1," * 40 + "1" + "}" * 40 + "\nb: [&x {c: 1}" + ", *x" * 1000 + "]\nd: 日本\n"
     )
@@ -111,7 +111,7 @@ def test_configurations_within_the_limits_load(tmp_path):
     assert load(tmp_path, "a: é\n".encode("utf-8-sig"))[0] == {"a": "é"}
 
 
-def test_parents_that_double(tmp_path):
+def test_exponentially_repeated_parent_files_are_rejected(tmp_path):
     (tmp_path / "p0.yaml").write_text("a: 1\n")
     for i in range(1, 40):
         (tmp_path / f"p{i}.yaml").write_text(f"defaults: [p{i - 1}.yaml, p{i - 1}.yaml]\n")
@@ -143,7 +143,7 @@ def test_overrides_beyond_the_limits_are_rejected_with_a_short_error(tmp_path, n
     assert len(problems) < 1000
 
 
-def test_environment_variables_that_are_no_text(tmp_path, monkeypatch):
+def test_environment_variable_that_is_not_utf8_is_reported_with_its_place(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environb, b"NEMO_BYTES", b"caf\xe9")
     assert (
         "c.yaml:1: a ${oc.env:NEMO_BYTES}: the environment variable NEMO_BYTES is not UTF-8"
@@ -151,7 +151,7 @@ def test_environment_variables_that_are_no_text(tmp_path, monkeypatch):
     )
 
 
-def test_dictionaries_from_python():
+def test_invalid_python_dictionaries_are_rejected_with_the_reason():
     circle: dict = {}
     circle["a"] = circle
     for value, message in (

@@ -209,7 +209,7 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_composed_file_is_good_without_a_change():
+def test_valid_configuration_file_loads_without_an_error():
     Path("good.yaml").write_text(GRPO)
     assert load_grpo_config("good.yaml").grpo.num_prompts_per_step == 32
 
@@ -227,7 +227,7 @@ def test_invalid_file_is_reported_with_key_and_line(case):
         assert word in str(caught.value)
 
 
-def test_each_key_of_nemo_gym_is_refused_with_what_to_do_instead():
+def test_each_nemo_gym_key_is_rejected_with_its_replacement():
     keys = {
         "config_paths": "resources_url", "policy_model": "expose_http_server", "math_simple_agent": "env.agent.function",
         "equivalence_judge_model": "start it yourself", "code_gen": "that server's own configuration",
@@ -328,7 +328,7 @@ def test_force_on_policy_ratio_is_accepted_with_one_update_per_ppo_batch():
     assert load_ppo_config(overrides=["loss_fn.force_on_policy_ratio=true", *one_update]).loss_fn.force_on_policy_ratio
 
 
-def test_keys_without_effect_are_accepted_as_default_or_from_a_parent():
+def test_keys_without_effect_are_accepted_from_a_parent_file_or_a_default():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.95"])
     Path("parent.yaml").write_text(
         compose("grpo:\n  adv_estimator: {name: reinforce_plus_plus, minus_baseline: false}")
@@ -344,7 +344,7 @@ def test_max_num_epochs_with_several_loaders_requires_max_num_steps():
         load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3"])
 
 
-def test_raw_reward_ignores_errors_in_the_value_section():
+def test_value_section_is_not_checked_with_the_raw_reward_estimator():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"])
 
 
@@ -381,7 +381,7 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize("case", BROKEN_FILES)
-def test_file_that_is_no_configuration(case):
+def test_file_that_is_not_a_configuration_is_rejected_with_the_reason(case):
     text, words = BROKEN_FILES[case]
     Path("bad.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:

@@ -48,7 +48,7 @@ def test_override_value_is_parsed_to_the_expected_type(override):
     assert (dict if isinstance(got, dict) else type(got)) is type(VALUES[override])
 
 
-def test_override_nan_is_parsed_as_a_float():
+def test_override_nan_is_parsed_as_a_float_nan():
     assert math.isnan(applied(["a=nan"])["a"])
 
 
@@ -92,7 +92,7 @@ def test_invalid_override_is_reported_with_its_text(override):
     assert where == f"override '{override}'"
 
 
-def test_later_overrides_win_and_see_earlier_ones():
+def test_later_overrides_win_and_can_change_keys_added_by_earlier_ones():
     assert applied(["+x.y=1", "x.y=2", "a=3", "a=4"]) == base() | {"x": {"y": 2}, "a": 4}
 
 

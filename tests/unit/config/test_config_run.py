@@ -15,7 +15,7 @@ from nemo_rl_cpp.models.model_sizes import model_sizes
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_dry_run_shows_configuration_and_forecast(capsys):
+def test_dry_run_prints_configuration_and_memory_estimate(capsys):
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", "policy.optimizer.kwargs.lr=1e-4"]) == 0
     shown = capsys.readouterr().out
     assert "      lr: 0.0001\n" in shown
@@ -38,7 +38,7 @@ def test_check_command_reports_valid_and_invalid_configurations(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["run_grpo_math.py", "run_ppo.py"])
-def test_examples_are_thin_wrappers(script):
+def test_example_scripts_report_config_errors_like_the_commands(script):
     run = subprocess.run(
         [sys.executable, ROOT / "examples" / script, "policy.backend=vllm"], capture_output=True, text=True
     )
@@ -86,7 +86,7 @@ def test_parameter_count_matches_a_hand_computed_case():
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": "8"}', '"a"', "\xff"])
-def test_invalid_model_config_gives_no_sizes(tmp_path, text):
+def test_model_sizes_are_none_for_an_invalid_model_config(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     assert model_sizes(str(tmp_path), {}) is None
     assert model_sizes(str(tmp_path), SMOL | {"hidden_size": "8"}) is None
@@ -102,7 +102,7 @@ def _parts(phases, name):
     return dict(next(phase for phase in phases if phase.name == name).parts)
 
 
-def test_forecast_by_hand(tmp_path):
+def test_memory_estimate_matches_hand_computed_values(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 4}\nloss_fn: {reference_policy_kl_penalty: 0}\n"
         f"policy: {{model_name: m, hf_config_overrides: {SMOL!r}, max_total_sequence_length: 16, train_global_batch_size: 8, precision: bfloat16}}\n"
@@ -125,7 +125,7 @@ def test_forecast_by_hand(tmp_path):
     assert _parts(with_reference, "generation")["reference weights"] == 2 * n
 
 
-def test_forecast_of_several_processes_is_their_sum():
+def test_memory_estimate_is_the_sum_over_all_processes():
     def parts(*overrides):
         phases = {
             phase.name: dict(phase.parts)
@@ -147,7 +147,7 @@ def test_forecast_of_several_processes_is_their_sum():
     )
 
 
-def test_forecast_of_ppo_holds_the_value_model():
+def test_memory_estimate_of_ppo_includes_the_critic():
     overrides = [
         f"policy.hf_config_overrides={{{', '.join(f'{k}: {str(v).lower()}' for k, v in SMOL.items())}}}".replace(
             "policy.hf", "++policy.hf"
@@ -159,7 +159,7 @@ def test_forecast_of_ppo_holds_the_value_model():
     assert all("value" not in part for phase in without for part, _ in phase.parts)
 
 
-def test_an_installed_package_needs_no_source_tree(tmp_path):
+def test_installed_package_finds_shipped_files_without_the_source_tree(tmp_path):
     from nemo_rl_cpp import _config
 
     package = tmp_path / "site" / "nemo_rl_cpp"

@@ -56,12 +56,12 @@ def loader(path):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "agents").glob("*.yaml")), ids=lambda path: path.name)
-def test_examples_of_agents_load(path):
+def test_agent_example_configurations_load(path):
     assert load_grpo_config(path).policy.generation.expose_http_server
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
-def test_a_dumped_configuration_loads_to_the_same(path, tmp_path):
+def test_dumped_configuration_loads_with_identical_values(path, tmp_path):
     config = loader(path)(path, MUST_BE_GIVEN.get(path.name, []))
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_yaml(config.model_dump()))
@@ -69,7 +69,7 @@ def test_a_dumped_configuration_loads_to_the_same(path, tmp_path):
 
 
 @pytest.mark.parametrize("name", NEMO_RL)
-def test_values_are_nemo_rls(name):
+def test_shipped_values_equal_nemo_rls_but_for_listed_exceptions(name):
     data = _config.load_file(str(ROOT / "configs" / name))
     for key, theirs in NEMO_RL[name].items():
         ours = data
@@ -96,7 +96,7 @@ def without_null(value):
 
 
 @pytest.mark.parametrize("name", NEMO_RL)
-def test_resolved_values_are_nemo_rls(name, tmp_path):
+def test_resolved_values_equal_nemo_rls_but_for_listed_exceptions(name, tmp_path):
     """The same after inheritance and interpolation: NeMo RL's values, as one file without a parent, and ours resolved."""
     theirs = dict(NEMO_RL.get(PARENTS.get(name, ""), {}))
     for key, value in NEMO_RL[name].items():
@@ -152,7 +152,7 @@ def test_shipped_configuration_is_found_by_each_of_its_names(monkeypatch, tmp_pa
     assert find_config("grpo.yaml") == Path("grpo.yaml")  # the user's own comes first
 
 
-def test_commands_of_nemo_rl_guides_load():
+def test_commands_from_nemo_rls_guides_load():
     prorl = load_grpo_config(
         "examples/configs/prorlv2.yaml",
         ["policy.model_name=Qwen/Qwen2.5-1.5B", "logger.wandb.project=prorlv2-dev", "checkpointing.checkpoint_dir=results/prorlv2",
@@ -175,7 +175,7 @@ def test_commands_of_nemo_rl_guides_load():
     assert vapo.ppo.adv_estimator.gae_lambda_value == 1.0
 
 
-def test_an_alias_in_a_child_wins_over_the_parents_canonical_key(tmp_path):
+def test_alias_in_a_child_file_overrides_the_parents_canonical_key(tmp_path):
     (tmp_path / "dapo.yaml").write_text(
         f"defaults: {ROOT}/configs/grpo_math_1B.yaml\n"
         "grpo:\n  use_dynamic_sampling: true\n  dapo_batch_multiplier: 3\n  max_num_gen_batches: 5\n"
@@ -186,7 +186,7 @@ def test_an_alias_in_a_child_wins_over_the_parents_canonical_key(tmp_path):
     assert config.grpo.reward_scaling.target_min == -1.0
 
 
-def test_effective_settings_follow_the_enabled_backend():
+def test_optimizer_and_schedule_are_taken_from_the_enabled_training_backend():
     dtensor = load_grpo_config("grpo_math_1B.yaml", ["policy.dtensor_cfg.activation_checkpointing=true"]).policy
     assert dtensor.effective_optimizer().lr == 5e-6
     assert dtensor.effective_scheduler() == TorchSchedule(
@@ -231,7 +231,7 @@ def test_sections_are_read_by_attribute_and_by_key():
         config.policy["nothing"]
 
 
-def test_lax_values_as_in_nemo_rl(tmp_path, monkeypatch):
+def test_strings_and_floats_are_converted_to_integers_and_booleans_as_in_nemo_rl(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "8")
     config = load_grpo_config(
         "grpo_tiny.yaml", ["grpo.max_num_steps='${oc.env:STEPS}'", "grpo.seed=8.0", "grpo.val_at_end='yes'"]

@@ -42,7 +42,7 @@ def test_yaml_scalar_is_read_with_the_expected_type(text):
     assert (dict if isinstance(got, dict) else type(got)) is type(SCALARS[text])
 
 
-def test_anchors_and_merge_keys():
+def test_yaml_anchors_and_merge_keys_are_resolved():
     assert load("x: &x {p: 1, q: 2}\ny:\n  <<: *x\n  q: 3\nz: *x\n") == {
         "x": {"p": 1, "q": 2},
         "y": {"p": 1, "q": 3},
@@ -50,7 +50,7 @@ def test_anchors_and_merge_keys():
     }
 
 
-def test_empty_file_is_an_empty_mapping():
+def test_empty_file_loads_as_an_empty_mapping():
     assert load("# nothing\n") == {}
 
 
@@ -105,7 +105,7 @@ UNRESOLVED = {
 
 
 @pytest.mark.parametrize("case", UNRESOLVED)
-def test_interpolation_that_fails(case, monkeypatch):
+def test_failing_interpolation_is_reported_with_its_key(case, monkeypatch):
     monkeypatch.delenv("CFG_NO", raising=False)
     text, words = UNRESOLVED[case]
     with pytest.raises(ValueError, match="a: |b: ") as caught:
@@ -165,7 +165,7 @@ def test_interpolation_sees_the_merged_tree():
     assert resolved("child.yaml") == {"x": 2, "y": 2}
 
 
-def test_two_parents_with_a_common_one_are_no_circle():
+def test_two_parents_that_share_a_parent_are_not_a_cycle():
     write(
         root="a: 1\n",
         left="defaults: root.yaml\nl: 1\n",
@@ -175,7 +175,7 @@ def test_two_parents_with_a_common_one_are_no_circle():
     assert _config.load_file("child.yaml") == {"a": 1, "l": 1, "r": 1}
 
 
-def test_positions_name_file_line_and_override():
+def test_position_of_each_value_names_its_file_and_line_or_its_override():
     write(parent="a:\n  b: 1\n  c: [1, {d: 2}]\n", child="defaults: parent.yaml\na:\n  e: 5\n")
     _, positions, problems = _config.load("child.yaml", ["a.b=7", "+n.m={k: 1}"], [], set())
     assert problems == []

@@ -25,7 +25,7 @@ def problems(text="", overrides=(), load=load_grpo_config):
 
 
 @pytest.mark.parametrize("override, key", [("logger.wandb.name=1e5", "name"), ("logger.wandb.project=true", "project")])
-def test_an_override_is_quoted_as_a_shell_needs_it(override, key):
+def test_suggested_override_is_quoted_for_the_shell(override, key):
     (problem,) = problems(overrides=[override])
     advice = re.search(r"\(write (.*), with both pairs of quotes\)", problem)[1]
     (word,) = shlex.split(advice)
@@ -68,11 +68,11 @@ def test_unknown_key_without_a_similar_key_gets_no_suggestion(theirs):
      ("max_model_length", "max_model_len", "max_model_len"), ("keep_topk", "keep_top_k", "keep_top_k"), ("clip", "cliprange", "cliprange"),
      ("numsamples", "num_samples", "num_samples"), ("max_model", "max_model_len", "max_model_len")],
 )  # fmt: skip
-def test_nearest_name_compares_the_distinguishing_words(name, known, meant):
+def test_suggested_name_shares_its_distinguishing_words_with_the_misspelling(name, known, meant):
     assert nearest(name, [known], 0.55) == meant
 
 
-def test_lora_keys_set_without_enabled_are_reported():
+def test_lora_keys_set_while_lora_is_disabled_are_reported():
     """By the place where each is written: what a parent says is switched off, what is nearer than `enabled: false` is asked for."""
     lora = "policy.dtensor_cfg.lora_cfg"
     Path("parent.yaml").write_text(

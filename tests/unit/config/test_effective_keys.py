@@ -326,7 +326,7 @@ def flat(tree, prefix=""):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
-def test_effective_keys_are_read_or_change_something(reads, kind, tmp_path):
+def test_keys_documented_as_effective_are_read_or_change_the_run(reads, kind, tmp_path):
     (tmp_path / "prompt.txt").write_text("0{}0")
     by_change, idle = changes(kind), []
     for key, (section, name, info) in keys_of(MASTERS[kind]).items():
@@ -346,7 +346,7 @@ def test_effective_keys_are_read_or_change_something(reads, kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
-def test_keys_that_runs_read_are_not_called_without_effect(reads, kind):
+def test_keys_read_by_a_run_are_not_documented_as_without_effect(reads, kind):
     keys = keys_of(MASTERS[kind])
     wrong = {
         key: reads.keys[key]
@@ -356,7 +356,7 @@ def test_keys_that_runs_read_are_not_called_without_effect(reads, kind):
     assert wrong == {}
 
 
-def test_the_page_has_every_key_that_does_something():
+def test_configuration_page_documents_every_effective_key():
     page = document()
     for master in MASTERS.values():
         for key, (_, _, info) in keys_of(master).items():

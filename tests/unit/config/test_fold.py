@@ -14,7 +14,7 @@ EIGHT = ["cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=4",
 TINY = ["policy.model_name=tiny-random"]
 
 
-def test_one_line_names_devices_engine_time_and_memory():
+def test_one_line_message_names_the_changed_devices_engine_time_and_memory():
     config = load_grpo_config("grpo_math_1B.yaml", [*EIGHT, "policy.model_name=somebody/Great-8B-Instruct"])
     text = fold_text(config, forecast_summary(config))
     assert text.startswith(
@@ -32,13 +32,13 @@ def test_every_nemo_rl_generation_backend_runs_on_the_native_engine(backend):
     assert fold_text(config) == f"written for the engine {backend}: runs with the native engine; same mathematics"
 
 
-def test_no_message_is_printed_if_nothing_is_folded():
+def test_no_message_is_printed_if_the_configuration_fits_this_machine():
     assert fold_text(load_grpo_config("grpo_tiny.yaml")) is None
     assert fold_text(load_ppo_config("ppo_tiny.yaml")) is None
     assert fold_text(load_eval_config("evals/eval.yaml")) is None
 
 
-def test_device_count_is_that_of_the_cluster_or_of_the_largest_parallelism():
+def test_device_count_is_the_larger_of_cluster_size_and_parallel_sizes():
     def of(*overrides):
         return devices_of(load_grpo_config("grpo_math_1B.yaml", list(overrides)))
 
@@ -73,7 +73,7 @@ def test_strict_sizes_rejects_parallel_sizes_and_dedicated_devices():
     ]  # fmt: skip
 
 
-def test_an_evaluation_is_folded_too():
+def test_evaluation_written_for_eight_devices_runs_on_one_with_a_message():
     config = load_eval_config(
         "evals/eval.yaml",
         ["generation.backend=vllm", "cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=8"],
@@ -87,13 +87,13 @@ def test_an_evaluation_is_folded_too():
     "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.precision=fp8",
     "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "policy.generation.quant_cfg=NVFP4_DEFAULT_CFG", "+async_rl.sampler.name=by_time",
 ])  # fmt: skip
-def test_settings_that_change_results_are_rejected_not_folded(override):
+def test_settings_that_would_change_results_here_are_rejected(override):
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_math_1B.yaml", [*EIGHT, override])
     assert caught.value.problems[0].key.startswith(override.lstrip("+").partition("=")[0].partition(".sampler")[0])
 
 
-def test_run_check_and_dry_run_print_the_line_once(capsys, tmp_path):
+def test_check_and_dry_run_print_the_message_about_fewer_devices_once(capsys, tmp_path):
     overrides = [*EIGHT, f"checkpointing.checkpoint_dir={tmp_path}", f"logger.log_dir={tmp_path}/logs"]
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", *overrides]) == 0
     shown = capsys.readouterr()
@@ -103,7 +103,7 @@ def test_run_check_and_dry_run_print_the_line_once(capsys, tmp_path):
     assert (shown.out + shown.err).count("written for 8 devices") == 1
 
 
-def test_a_configuration_made_in_python_is_folded_with_the_same_line(capsys, monkeypatch):
+def test_python_configuration_gives_the_same_message_about_fewer_devices(capsys, monkeypatch):
     from nemo_rl_cpp.algorithms.parts import make_cluster
     from nemo_rl_cpp.config import fold
 
@@ -135,7 +135,7 @@ def test_dry_run_lists_each_key_without_effect_once(capsys):
     assert listed.count("gpu_memory_utilization") == 1
 
 
-def test_usual_values_and_effective_keys_are_not_listed():
+def test_dry_run_does_not_list_default_values_and_effective_keys():
     config = load_grpo_config("grpo_tiny.yaml", ["policy.dtensor_cfg._v2=true", "grpo.seed=3"])
     listed = keys_without_effect(config)
     assert "policy.dtensor_cfg" not in listed and "grpo" not in listed
@@ -155,7 +155,7 @@ def test_model_too_large_for_this_machine_is_rejected_with_its_size(tmp_path):
     assert finding in preflight(config)
 
 
-def test_the_certain_part_is_weights_masters_gradients_and_moments(tmp_path, monkeypatch):
+def test_minimum_memory_is_weights_master_weights_gradients_and_moments(tmp_path, monkeypatch):
     config = large_model(tmp_path, 1)
     query = 4096 * (2 * 4096 + 2 * 4096)
     parameters = query + 3 * 4096 * 16384 + 2 * 4096 + 2 * 150000 * 4096 + 4096
@@ -166,7 +166,7 @@ def test_the_certain_part_is_weights_masters_gradients_and_moments(tmp_path, mon
         assert any(finding.level == "error" for finding in model.check_memory(config)) == refused
 
 
-def test_the_newest_keys_of_the_base_files_load():
+def test_newest_keys_of_nemo_rls_base_files_load():
     config = load_ppo_config("ppo_math_1B.yaml", [
         "+ppo.critic_ppo_epochs='${ppo.ppo_epochs}'", "+ppo.warm_start_value_checkpoint=null", "+policy.dtensor_cfg.save_consolidated='false'",
         "+policy.dtensor_cfg.lora_cfg.restore_from=null", "+policy.generation.mcore_generation_config.logprobs_mode=processed_logprobs",
@@ -186,13 +186,13 @@ def test_unknown_model_size_gives_a_warning_not_an_error():
     ("policy.tokenizer.chat_template_kwargs={enable_thinking: true}", {"enable_thinking": True}),
     ("+policy.tokenizer.chat_template_kwargs.enable_thinking=true", {"enable_thinking": True}),
 ])  # fmt: skip
-def test_keys_of_free_mappings_need_no_plus(override, expected):
+def test_overrides_add_keys_to_free_form_mappings_without_a_plus(override, expected):
     assert load_grpo_config("grpo_math_1B.yaml", [override]).policy.tokenizer.chat_template_kwargs == expected
     evaluation = load_eval_config("evals/eval.yaml", [override.replace("policy.", "")])
     assert evaluation.tokenizer.chat_template_kwargs == expected
 
 
-def test_the_newest_name_of_the_pytorch_backend(tmp_path):
+def test_automodel_cfg_is_accepted_as_a_name_of_dtensor_cfg(tmp_path):
     file = tmp_path / "new.yaml"
     file.write_text("defaults: grpo_math_1B.yaml\n")
     for overrides in (
@@ -203,7 +203,7 @@ def test_the_newest_name_of_the_pytorch_backend(tmp_path):
 
 
 @pytest.mark.parametrize("enabled", ["false", "true"])
-def test_router_replay_loads(enabled):
+def test_router_replay_section_loads(enabled):
     load_grpo_config("grpo_math_1B.yaml", [f"+policy.router_replay={{enabled: {enabled}, dtype: bfloat16}}"])
 
 
@@ -220,13 +220,13 @@ def test_data_default_takes_the_keys_of_its_data_set(tmp_path):
 @pytest.mark.parametrize(
     "name", ["gsm8k", "GSM8K", "AIME2024", "AIME2025", "AIME2026", "math", "gpqa", "gpqa_diamond", "mmlu", "mmlu_pro"]
 )
-def test_names_of_data_sets_that_the_guides_print(name):
+def test_data_set_names_from_nemo_rls_guides_load(name):
     assert (
         load_grpo_config("grpo_math_1B.yaml", [f"data.train={{dataset_name: {name}}}"]).data.train.dataset_name == name
     )
 
 
-def test_an_evaluation_with_one_environment_needs_no_name_of_it():
+def test_evaluation_with_one_environment_needs_no_env_name():
     one = load_eval_config("evals/eval.yaml", ["~data.env_name"])
     assert one.data.env_name == "math"
     with pytest.raises(ConfigError, match="data.env_name is missing.*env has math, arithmetic"):
@@ -251,14 +251,14 @@ TP = "policy.dtensor_cfg.tensor_parallel_size=2"
 ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size=2"
 
 
-def test_tensor_parallelism_that_runs_is_not_folded():
+def test_supported_tensor_parallel_size_is_used_without_a_message():
     config = of_workers("cluster.gpus_per_node=4", TP, ENGINE_TP)
     assert config.policy.tensor_parallel(4) == 2 and sizes_of(config) == {} and fold_text(config) is None
     of_workers("cluster.gpus_per_node=4", TP, ENGINE_TP, "cluster.strict_sizes=true")
     assert sizes_of(of_workers("cluster.gpus_per_node=4", ENGINE_TP)) == {ENGINE_TP.partition("=")[0]: 2}
 
 
-def test_tensor_parallelism_that_does_not_divide_the_processes_is_folded_or_refused():
+def test_indivisible_tensor_parallel_size_becomes_one_or_is_rejected_if_strict():
     config = of_workers("cluster.gpus_per_node=3", TP)
     assert config.policy.tensor_parallel(3) == 1
     assert f"written for 2 devices ({TP.replace('=', ' ')}): runs on 3 processes" in fold_text(config)
@@ -277,7 +277,7 @@ def test_dedicated_engines_reject_tensor_parallelism():
     assert list(sizes_of(config)) == [TP.partition("=")[0]]
 
 
-def test_tensor_parallelism_divides_the_memory_estimate():
+def test_tensor_parallelism_divides_the_estimated_weight_memory():
     def weights(*overrides):
         phases = forecast(
             of_workers("policy.precision=bfloat16", "policy.hf_config_overrides.vocab_size=4096", *overrides)

@@ -8,7 +8,7 @@ BASE = "configs/grpo_tiny.yaml"
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_name_sets_the_keys_that_it_decides(name):
+def test_loss_name_sets_the_keys_that_define_the_loss(name):
     loss = load_grpo_config(BASE, [f"loss_fn.name={name}"]).loss_fn
     assert loss.name == name
     for key, value in LOSSES[name].items():
@@ -21,7 +21,7 @@ def test_verl_loss_names_are_translated():
     assert {name: ClippedPGLossConfig(name=name).name for name in names} == names
 
 
-def test_the_mean_over_sequences_wins_over_the_shipped_token_level_loss():
+def test_loss_agg_mode_overrides_the_shipped_token_level_loss():
     loss = load_grpo_config(BASE, ["loss_fn.loss_agg_mode=seq-mean-token-mean"]).loss_fn
     assert not loss.token_level_loss
 

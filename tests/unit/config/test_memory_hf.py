@@ -59,7 +59,7 @@ def vars_of():
     }  # fmt: skip
 
 
-def test_processes_share_weights_gradients_and_optimizer():
+def test_memory_estimate_shards_weights_gradients_and_optimizer_over_processes():
     """Of the sum over two processes once: what is shared; twice: what each gathers, and its micro-batch."""
     one, two = phases("policy.precision=bfloat16"), phases("policy.precision=bfloat16", *TWO)
     training = two["policy training"]
@@ -71,7 +71,7 @@ def test_processes_share_weights_gradients_and_optimizer():
     assert "gathered" not in one["generation"]
 
 
-def test_a_critic_is_shared_too():
+def test_memory_estimate_shards_the_critic_over_processes():
     ppo = phases("policy.precision=bfloat16", *TWO, load=load_ppo_config, config="ppo_tiny.yaml")["value training"]
     assert ppo["value weights"] == ppo["value gradients"] == ppo["value optimizer"] / 2
 

@@ -34,7 +34,7 @@ def grpo(*overrides):
         (("policy.overlap_grad_reduce=true",), False, True),
     ],
 )
-def test_sharding_strategy_sets_gradient_sharding_and_overlap(overrides, sharded, beside):
+def test_sharding_strategy_decides_whether_gradients_are_sharded_and_overlapped(overrides, sharded, beside):
     policy = grpo(*overrides).policy
     assert (policy.shards_gradients, policy.overlaps_grad_reduce) == (sharded, beside)
 
@@ -100,12 +100,12 @@ def launcher(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
 
 
-def test_auto_is_this_process_without_a_launcher():
+def test_executor_auto_without_a_launcher_uses_this_process():
     cluster = grpo("cluster.gpus_per_node=8").cluster
     assert (cluster.chosen_executor, cluster.processes) == ("in_process", 1)
 
 
-def test_auto_is_the_ranks_of_a_launcher(launcher):
+def test_executor_auto_under_a_launcher_uses_its_ranks(launcher):
     config = grpo("cluster.gpus_per_node=2")
     assert (config.cluster.chosen_executor, config.cluster.processes, trainers_of(config)) == ("processes", 2, 2)
     assert fold_text(config) is None

@@ -59,7 +59,7 @@ def test_strings_given_in_python_are_kept_verbatim(text):
     assert config.policy.hf_config_overrides == {"a": [text]}
 
 
-def test_interpolations_of_the_file_see_values():
+def test_interpolations_of_the_file_use_values_given_in_python():
     config = load_grpo_config(
         "grpo_math_1B.yaml", values={"policy.max_total_sequence_length": 96, "policy.generation.max_new_tokens": 7}
     )
@@ -129,7 +129,7 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("key", "value", "message"), UNSUPPORTED)
-def test_a_configuration_made_in_python_is_checked(tiny, key, value, message):
+def test_configuration_constructed_in_python_is_checked_like_a_file(tiny, key, value, message):
     with pytest.raises(ConfigError, match=message) as caught:
         GRPOMasterConfig(**changed(tiny, key, value))
     assert key in str(caught.value)
@@ -150,7 +150,7 @@ def test_values_assigned_after_construction_are_checked_at_setup(tiny, key, valu
             start()
 
 
-def test_other_runs_are_checked_too():
+def test_changed_ppo_and_evaluation_configurations_are_checked_at_setup():
     from nemo_rl_cpp.algorithms.build import build_run
     from nemo_rl_cpp.evals import eval as evals
 
@@ -207,7 +207,7 @@ def test_names_used_in_nemo_rl_guides_are_accepted():
         RewardScalingConfig(correct=1.0, target_max=2.0)
 
 
-def test_settings_in_other_forms_are_as_strict():
+def test_settings_given_as_mappings_are_checked_like_configuration_sections():
     import torch
     from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
@@ -288,7 +288,7 @@ def test_standalone_policy_section_is_checked():
             checked_policy(good | change)
 
 
-def test_overrides_are_texts():
+def test_override_that_is_not_a_string_is_rejected():
     assert load_grpo_config("grpo_tiny.yaml", "grpo.seed=5").grpo.seed == 5
     with pytest.raises(
         ConfigError, match="an override is a text such as 'grpo.seed=1', not dict; Python values go into `values`"

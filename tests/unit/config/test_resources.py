@@ -30,7 +30,7 @@ def workers(nodes, each):
         ((APART, f"{RESOURCES}.gpus_per_node=1"), 1, 0),  # auto: folded
     ],
 )
-def test_dedicated_engines_are_taken_from_the_clusters_workers(overrides, trainers, engines):
+def test_dedicated_engines_leave_the_remaining_workers_for_training(overrides, trainers, engines):
     config = load(*overrides)
     assert (trainers_of(config), engines_of(config)) == (trainers, engines)
 

@@ -22,13 +22,13 @@ def test_vllm_runs_only_if_its_interpreter_is_configured():
     assert not folded.policy.generation.runs_vllm and "the engine vllm" in fold_text(folded)
 
 
-def test_sizes_fold_onto_vllm():
+def test_unsupported_parallel_sizes_are_reduced_with_vllm_as_the_engine():
     text = fold_text(load_grpo_config("grpo_tiny.yaml", [*VLLM, "policy.generation.vllm_cfg.tensor_parallel_size=4"]))
     assert "with vLLM; same mathematics" in text and "the engine vllm" not in text
 
 
 @pytest.mark.parametrize("trainer", ["native", "hf"])
-def test_the_row_and_the_correction(trainer):
+def test_vllm_engine_enables_importance_sampling_correction_unless_set(trainer):
     config = load_grpo_config("grpo_tiny.yaml", [*VLLM, f"policy.backend={trainer}"])
     assert not exactness_of(config.policy).equal
     assert config.loss_fn.use_importance_sampling_correction is True
@@ -39,7 +39,7 @@ def test_the_row_and_the_correction(trainer):
     assert given.loss_fn.use_importance_sampling_correction is False and "left open" not in exactness_text(given)
 
 
-def test_every_pair_that_can_be_has_a_row():
+def test_every_pair_of_trainer_and_engine_has_an_exactness_entry():
     assert set(EXACTNESS) == {("native", "native"), ("hf", "hf"), ("native", "vllm"), ("hf", "vllm")}
     assert [pair for pair, row in EXACTNESS.items() if row.equal] == [("native", "native")]
 
@@ -102,7 +102,7 @@ def test_evaluation_rejects_vllm_keys(key):
         load_eval_config("evals/eval.yaml", [f"++generation.vllm_cfg.{key}"])
 
 
-def test_temperatures_that_vllm_keeps_and_other_engines_with_lower_ones():
+def test_vllm_accepts_temperature_0_01_and_native_engine_0_001():
     low = ["policy.generation.temperature=0.01", "policy.generation.val_temperature=0"]
     assert load_grpo_config("grpo_tiny.yaml", [*VLLM, *low]).policy.generation.val_temperature == 0
     assert (

@@ -38,7 +38,7 @@ def parts(rows, columns):
 @pytest.mark.parametrize(
     "D, inner, offset", [(40, 1, 0.0), (128, 3, 1.0), (513, 1, 1.0), (896, 1, 0.0), (2049, 1, 0.0)], ids=str
 )
-def test_rms_norm_equals_autograd(kernels, D, inner, offset, x_dtype, w_dtype):
+def test_rms_norm_and_its_gradient_match_autograd(kernels, D, inner, offset, x_dtype, w_dtype):
     """A warp a row up to 512 entries, a block a row above; sizes that vectors divide and others; groups in more than one part."""
     groups = 70 if D < 200 else 3
     types, size = (x_dtype == BF16, w_dtype == BF16), (inner, D, groups)
@@ -65,7 +65,7 @@ def test_rms_norm_equals_autograd(kernels, D, inner, offset, x_dtype, w_dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("H, R", [(16, 16), (24, 24), (128, 128), (128, 96), (24, 12)])
-def test_rope_turns_pairs_and_back(kernels, H, R, dtype):
+def test_rope_matches_its_formula_and_its_backward_undoes_it(kernels, H, R, dtype):
     """The first R dimensions of each head."""
     T, heads = 9, 3
     x, positions, angles = randn(T, heads * H + 8, dtype=dtype), table(range(3, 3 + T)), randn(20, R // 2)
@@ -84,7 +84,7 @@ def test_rope_turns_pairs_and_back(kernels, H, R, dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("size", [56, 37])
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
-def test_swiglu_equals_autograd(kernels, gate, size, dtype):
+def test_swiglu_and_its_gradient_match_autograd(kernels, gate, size, dtype):
     gate_up, d_act, act = (
         randn(5, 2 * size, dtype=dtype),
         randn(5, size, seed=1, dtype=dtype),
@@ -117,14 +117,14 @@ def test_bias_rows_equal_one_addition_per_element(kernels, bias_dtype, y_dtype):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("D", [40, 21])
-def test_embedding_forward_is_a_copy(kernels, D, dtype):
+def test_embedding_forward_copies_the_rows_of_its_tokens(kernels, D, dtype):
     rows, ids, h = randn(7, D, dtype=dtype), table([4, 1, 4, 0]), torch.zeros(4, D)
     kernels.embedding_forward(rows, ids, h, 4, D, dtype == BF16)
     assert torch.equal(h, rows[ids].float())
 
 
 @pytest.mark.parametrize("D", [40, 21, 1100])
-def test_embedding_backward_adds_up_tokens(kernels, D):
+def test_embedding_backward_sums_the_gradients_of_equal_tokens(kernels, D):
     ids, dh, got = table([4, 1, 4, 4, 0, 1]), randn(6, D), torch.ones(7, D)
     kernels.embedding_backward(dh, table([0, 1, 4]), table([0, 1, 3, 6]), table([4, 1, 5, 0, 2, 3]), got, 3, D)
     assert torch.equal(got, torch.ones(7, D).index_add(0, ids, dh))  # the same order of additions
@@ -139,7 +139,7 @@ def test_column_sums_are_accumulated_within_rounding(kernels, rows, dtype):
 
 
 @pytest.mark.parametrize("n", [0, 5, 16384, 40001])
-def test_sum_of_squares(kernels, n):
+def test_sum_of_squares_matches_float64(kernels, n):
     x, out = randn(n), torch.full((1,), math.nan, dtype=torch.float64)
     kernels.sum_of_squares(x, n, torch.zeros(3, dtype=torch.float64), out)
     assert float(out) == pytest.approx(float((x.double() ** 2).sum()), rel=1e-13)  # float64 in another order
@@ -150,7 +150,7 @@ def test_sum_of_squares(kernels, n):
 
 @pytest.mark.parametrize("moments", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("with_copy", [False, True])
-def test_adamw_equals_the_cpu(kernels, with_copy, moments):
+def test_adamw_step_matches_the_cpu(kernels, with_copy, moments):
     n = 1003
     state = [randn(n, seed=i) for i in range(3)] + [randn(n, seed=3).abs(), torch.zeros(n, dtype=BF16)]
     state[2:4] = [moment.to(moments) for moment in state[2:4]]
@@ -176,7 +176,7 @@ def combined_digest(blocks):
     return digest
 
 
-def test_weight_digest_equals_the_cpus(kernels):
+def test_weight_digest_equals_the_cpu_models(kernels):
     config = dict(vocab_size=3101, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
                   rms_norm_eps=1e-6, rope_theta=10000.0, model_type="llama", tie_word_embeddings=False)  # fmt: skip
     model = C.DecoderModel(native_config(config), F32, True)

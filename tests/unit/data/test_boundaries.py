@@ -66,13 +66,13 @@ def write(folder, **files):
         ),  # the template's business
     ],
 )
-def test_plain_text_gets_a_bos_token_and_a_templates_text_does_not(begins, template, text, messages, expected):
+def test_bos_token_is_added_to_plain_text_but_not_to_chat_template_output(begins, template, text, messages, expected):
     if messages is not None:
         assert begins.apply_chat_template(messages, chat_template=template, tokenize=False) == text
     assert prompt_ids(begins, text, messages) == expected
 
 
-def test_without_a_bos_token_nothing_is_added(tiny):
+def test_tokenizer_without_a_bos_token_adds_nothing_to_prompts(tiny):
     assert prompt_ids(tiny, "12=") == prompt_ids(tiny, "12=", [{"role": "user", "content": "12="}]) == [5, 6, 15]
 
 
@@ -86,7 +86,7 @@ QA = {"messages": [{"role": "user", "content": "12="}, {"role": "assistant", "co
 
 
 @pytest.mark.parametrize("template", [None, "default"])
-def test_data_processors_begin_each_prompt_with_one_bos_token(begins, tmp_path, template):
+def test_data_processors_start_each_prompt_with_exactly_one_bos_token(begins, tmp_path, template):
     begins.chat_template = WRITES_BOS
     begins.save_pretrained(tmp_path)
     tokenizer = get_tokenizer({"name": str(tmp_path), "chat_template": template})
@@ -146,7 +146,7 @@ def test_tokenizers_end_token_is_used_if_the_model_names_none(tiny):
 
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, [2, "x"], True, {"id": 2}])
-def test_an_end_that_is_no_token_id_is_refused(tmp_path, value):
+def test_invalid_eos_token_id_is_rejected_with_its_file(tmp_path, value):
     with pytest.raises(
         ValueError, match="generation_config.json of .*eos_token_id is .*expected a token id or a list of them"
     ):
@@ -154,7 +154,7 @@ def test_an_end_that_is_no_token_id_is_refused(tmp_path, value):
 
 
 @pytest.mark.parametrize("text", ["{", "[2]", "version https://git-lfs"])
-def test_a_damaged_file_is_named(tmp_path, text):
+def test_damaged_generation_config_is_an_error_that_names_the_file(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match="generation_config.json"):
         named_ends(tmp_path, {})
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_named(tmp_path, text):
         (None, {}, {"eos_token_id": EOS}),
     ],
 )
-def test_saved_generation_config_holds_the_end_tokens(tmp_path, tiny, base, config, saved):
+def test_saved_generation_config_contains_the_end_tokens(tmp_path, tiny, base, config, saved):
     (tmp_path / "out").mkdir()
     if base is not None:
         write(tmp_path, generation_config=base)
@@ -189,7 +189,7 @@ def test_saved_generation_config_holds_the_end_tokens(tmp_path, tiny, base, conf
 
 
 @pytest.mark.slow
-def test_tokens_of_side_files_as_in_transformers(tiny, tmp_path):
+def test_added_and_special_tokens_files_are_read_as_in_transformers(tiny, tmp_path):
     from transformers import AutoTokenizer
 
     tiny.save_pretrained(tmp_path)
@@ -242,7 +242,7 @@ def test_added_token_with_an_impossible_id_gives_a_warning(tiny, tmp_path):
 # ---- chat templates
 
 
-def test_a_saved_folder_keeps_the_models_template(tiny, tmp_path):
+def test_saved_tokenizer_keeps_the_models_chat_template(tiny, tmp_path):
     tiny.chat_template = "own:{{ messages[0].content }}"
     tiny.save_pretrained(tmp_path / "base")
     run = get_tokenizer({"name": str(tmp_path / "base"), "chat_template": None})
@@ -254,7 +254,7 @@ def test_a_saved_folder_keeps_the_models_template(tiny, tmp_path):
     assert Tokenizer.from_pretrained(tmp_path / "saved").chat_template == run.chat_template
 
 
-def test_a_model_without_a_template_is_saved_without_one(tiny, tmp_path):
+def test_tokenizer_without_a_chat_template_is_saved_without_one(tiny, tmp_path):
     tiny.chat_template = None
     tiny.save_pretrained(tmp_path / "base")
     get_tokenizer({"name": str(tmp_path / "base"), "chat_template": None}).save_pretrained(tmp_path / "saved")
@@ -262,7 +262,7 @@ def test_a_model_without_a_template_is_saved_without_one(tiny, tmp_path):
     assert "chat_template" not in json.loads(Path(tmp_path / "saved" / "tokenizer_config.json").read_text())
 
 
-def test_whether_a_template_passes_text_through(tiny):
+def test_chat_template_that_returns_messages_unchanged_is_recognised(tiny):
     for template, through in [
         (PASSTHROUGH, True),
         (WRITES_BOS, False),

@@ -144,7 +144,7 @@ LOSE = {  # template -> shapes of which it loses a message that it was given
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_prompt_that_lost_a_message_is_refused(name, smollm2):
+def test_prompt_that_loses_a_message_in_the_template_is_rejected(name, smollm2):
     smollm2.chat_template, own = TEMPLATES[name], smollm2.chat_template
     try:
         for shape, messages in CONVERSATIONS.items():
@@ -182,7 +182,7 @@ def test_dropped_message_is_detected_even_if_its_text_appears_by_chance(smollm2)
 
 
 @pytest.mark.parametrize("value", ["my.j2", "my.jinja", "my.jinja2", "my.txt", "./my.txt", "no_ending"])
-def test_a_path_is_read(tmp_path, monkeypatch, value):
+def test_chat_template_is_read_from_a_file_of_any_name(tmp_path, monkeypatch, value):
     monkeypatch.chdir(tmp_path)
     (tmp_path / value).write_text(TEMPLATES["tilde"], encoding="utf-8-sig")
     assert choose_template(value, None, KEY) == TEMPLATES["tilde"]
@@ -191,7 +191,7 @@ def test_a_path_is_read(tmp_path, monkeypatch, value):
         choose_template(value, None, KEY)
 
 
-def test_a_json_file_holds_the_template_in_an_entry(tmp_path):
+def test_chat_template_is_read_from_the_chat_template_key_of_a_json_file(tmp_path):
     file = tmp_path / "chat_template.json"
     file.write_text(json.dumps({"chat_template": PASSTHROUGH}))
     assert choose_template(str(file), None, KEY) == PASSTHROUGH
@@ -210,7 +210,7 @@ def test_missing_chat_template_file_is_an_error(value):
         choose_template(value, None, KEY)
 
 
-def test_names_are_looked_up_among_the_tokenizers_templates():
+def test_chat_template_name_selects_one_of_the_tokenizers_named_templates():
     own = {"default": TEMPLATES["tilde"], "tool_use": TOOL_CALLS, "broken": "D"}
     assert choose_template("tool_use", own, KEY) == TOOL_CALLS
     assert choose_template("default", own, KEY) == own and choose_template(None, own, KEY) == PASSTHROUGH
@@ -232,7 +232,7 @@ def test_value_that_is_neither_template_nor_path_is_rejected(value):
     "value",
     ["{{ bos_token }}", "{{ message }}", "{% set messages = [] %}{{ x }}", "{# messages #}{{ 1 }}", "{{ prompt }}"],
 )
-def test_a_template_without_messages_is_refused(value):
+def test_chat_template_that_never_uses_messages_is_rejected(value):
     with pytest.raises(ChatTemplateError, match="never uses `messages`, so every prompt would lose its question"):
         choose_template(value, None, KEY)
     with pytest.raises(ChatTemplateError, match="must be a text"):
@@ -249,7 +249,7 @@ def test_a_template_without_messages_is_refused(value):
         "{{ strftime_now(1) }}",
     ],
 )
-def test_errors_inside_are_always_chat_template_errors(template):
+def test_any_error_while_rendering_is_raised_as_chat_template_error(template):
     with pytest.raises(ChatTemplateError, match="chat template failed on these messages"):
         render_chat_template(template, [ASK, ASK])
 
@@ -260,7 +260,7 @@ def test_invalid_conversation_is_rejected_with_the_reason(messages):
         render_chat_template(PASSTHROUGH, messages)
 
 
-def test_objects_reach_a_template_as_plain_values():
+def test_chat_template_cannot_call_methods_of_python_objects():
     class Secret:
         def content(self):
             return "called"

@@ -186,7 +186,7 @@ def section(tmp_path, name, content, keys):
 
 
 @pytest.mark.parametrize("name, content, keys, expected", READ, ids=[case[0] for case in READ])
-def test_question_and_truth_of_each_row(tmp_path, name, content, keys, expected):
+def test_question_and_ground_truth_of_each_row_are_read_as_expected(tmp_path, name, content, keys, expected):
     raw = load_response_dataset(section(tmp_path, name, content, keys))
     data = [raw.processor(raw.dataset[i], raw.task_spec, ByteTokenizer(), None, i) for i in range(len(raw.dataset))]
     assert [
@@ -196,7 +196,7 @@ def test_question_and_truth_of_each_row(tmp_path, name, content, keys, expected)
 
 
 @pytest.mark.parametrize("name, content, keys, words", REFUSED, ids=[case[0] for case in REFUSED])
-def test_refusals_name_file_row_and_key(tmp_path, name, content, keys, words):
+def test_error_for_an_invalid_data_file_names_file_row_and_key(tmp_path, name, content, keys, words):
     with pytest.raises(ValueError) as refused:
         load_response_dataset(section(tmp_path, name, content, keys))
     assert type(refused.value) is ValueError and "\n" not in str(refused.value)

@@ -11,14 +11,14 @@ def loader(n=10, batch_size=3, **options):
     return StatefulDataLoader(list(range(n)), batch_size, collate_fn=list, **options)
 
 
-def test_permutations_are_pure_functions_of_seed_and_epoch():
+def test_permutation_depends_only_on_seed_and_epoch():
     orders = {(seed, epoch): permutation(50, seed, epoch) for seed in range(5) for epoch in range(5)}
     assert all(sorted(order) == list(range(50)) for order in orders.values())
     assert len({tuple(order) for order in orders.values()}) == 25
     assert permutation(50, 3, 2) == orders[3, 2] and permutation(0, 1, 1) == []
 
 
-def test_draws_are_reproducible_and_distinct_draws_do_not_repeat():
+def test_random_draws_are_reproducible_and_distinct_draws_do_not_repeat():
     draws = Draws(1, 2)
     assert [draws.below(10) for _ in range(5)] == [Draws(1, 2).below(10), *[draws_n(i) for i in range(1, 5)]]
     assert sorted(Draws(0).distinct(4, 5, exclude=2)) == [0, 1, 3, 4]
@@ -49,7 +49,7 @@ def test_each_epoch_visits_every_row_in_its_seeded_order(drop_last, sizes, num_w
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_resume_at_every_position(num_workers):
+def test_loader_resumes_with_the_next_batch_at_every_position(num_workers):
     options = {"shuffle": True, "drop_last": True, "seed": 3}
     whole = loader(**options)
     expected = [batch for _ in range(3) for batch in whole]
@@ -164,7 +164,7 @@ def taken(batch):
     return [f"{task}{i}" for task, i in zip(batch["task_name"], batch["idx"])]
 
 
-def test_several_loaders_are_read_round_robin_and_restart_at_their_end():
+def test_several_data_loaders_are_read_round_robin_and_restart_at_their_end():
     batches = several()
     assert [taken(next(batches)) for _ in range(4)] == [
         ["a0", "a1", "b0", "b1"],
@@ -176,7 +176,7 @@ def test_several_loaders_are_read_round_robin_and_restart_at_their_end():
     assert batch["batch_max_length"].tolist() == [int(batch["length"].max())] * 4
 
 
-def test_several_loaders_resume():
+def test_several_data_loaders_resume_with_the_next_batch():
     whole = several()
     expected = [taken(next(whole)) for _ in range(9)]
     for done in range(6):

@@ -28,7 +28,7 @@ def write(path, rows):
     return str(path)
 
 
-def test_missing_files_subsets_and_splits(tmp_path):
+def test_missing_data_files_subsets_and_splits_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="data_path"):
         load_dataset_from_path(str(tmp_path / "none.jsonl"))
     path = write(tmp_path / "d.jsonl", ROWS)
@@ -38,7 +38,7 @@ def test_missing_files_subsets_and_splits(tmp_path):
         load_dataset_from_path(path, None, "test")
 
 
-def test_response_dataset_with_ready_messages(tmp_path):
+def test_response_dataset_keeps_messages_that_rows_already_contain(tmp_path):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path = write(tmp_path / "m.jsonl", [{"messages": messages, "source": "s"}])
     row = ResponseDataset(path).dataset[0]
@@ -116,7 +116,7 @@ class MyDataset:
         self.processor = math_hf_data_processor
 
 
-def test_a_class_by_dotted_path(monkeypatch):
+def test_data_set_class_is_loaded_by_its_dotted_name(monkeypatch):
     import sys
     import types
 
@@ -137,7 +137,7 @@ def test_load_eval_dataset_uses_the_held_out_split(tmp_path):
 # -- the hub's data sets, with the download replaced ------------------------------------------------------------------
 
 
-def test_formats_of_hub_data_sets(monkeypatch):
+def test_hub_data_sets_give_question_and_ground_truth_in_one_format(monkeypatch):
     from nemo_rl_cpp.data.datasets.response_datasets import hub_math
 
     dapo = {"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "34"}, "extra": 0}
@@ -197,7 +197,7 @@ def test_list_dataset_supports_selection_mapping_and_copies_rows():
             wrong()
 
 
-def test_merge_datasets_of_all_kinds():
+def test_merge_datasets_concatenates_own_and_hub_data_sets():
     import datasets
 
     ours, theirs = ListDataset([{"x": 1}, {"x": 2}]), datasets.Dataset.from_list([{"x": 3}])
@@ -210,7 +210,7 @@ def test_merge_datasets_of_all_kinds():
         mixed[3]
 
 
-def test_names_of_the_environments_that_are_needed():
+def test_environment_names_are_collected_from_all_data_sections():
     config = {
         "train": [{"env_name": "a"}, None, {"env_name": "b"}, {"dataset_name": "c"}],
         "validation": {"env_name": "a"},
@@ -239,7 +239,7 @@ def naming(name):
     return process
 
 
-def test_rows_go_to_the_processor_of_their_task(tiny):
+def test_each_row_is_processed_by_the_processor_of_its_task(tiny):
     first, second = TaskDataSpec("a"), TaskDataSpec("b")
     second.prompt = "own"
     default = TaskDataSpec("d")
@@ -262,7 +262,7 @@ def test_task_without_a_processor_is_an_error_unless_a_defaultdict_has_one(tiny)
     assert [data[i]["by"] for i in range(2)] == ["A", "else"]
 
 
-def test_one_processor_for_all_and_preprocessors(tiny):
+def test_row_preprocessors_apply_to_all_tasks_or_to_the_task_they_are_given_for(tiny):
     data = AllTaskProcessedDataset(
         rows_of("a"),
         tiny,

@@ -8,7 +8,7 @@ def questions(rows):
     return [row["messages"][0]["content"] for row in rows]
 
 
-def test_arithmetic_rows():
+def test_arithmetic_rows_have_correct_sums_and_disjoint_validation_questions():
     data = load_response_dataset({"dataset_name": "arithmetic", "split_validation_size": 256})
     assert data.processor is raw_completion_data_processor and data.task_name == "arithmetic"
     assert len(data.val_dataset) == 256 and len(data.dataset) > 2000
@@ -35,7 +35,7 @@ def test_arithmetic_rows():
     assert not val & (train | shown_in_train | shown_in_val), "validation pairs are never asked or shown in training"
 
 
-def test_arithmetic_sides_stay_disjoint_over_seeds_sizes_and_sections():
+def test_arithmetic_training_and_validation_questions_never_overlap():
     def pairs(**options):
         data = load_response_dataset({"dataset_name": "arithmetic", **options})
         return {row["messages"][0]["content"].split("\n")[-1] for row in data.dataset}
@@ -64,14 +64,14 @@ def test_generated_rows_depend_only_on_the_seed():
     )
 
 
-def test_more_samples_than_questions_repeat_only_when_all_were_used():
+def test_questions_repeat_only_after_every_question_was_used():
     data = load_response_dataset({"dataset_name": "reverse_digits", "num_digits": 1, "num_samples": 25})
     asked = questions(data.dataset)
     different = len(set(asked))
     assert 5 <= different <= 10 and len(set(asked[:different])) == different and len(asked) == 25
 
 
-def test_reverse_digits(tiny):
+def test_reverse_digits_rows_are_correct_and_disjoint_from_validation(tiny):
     data = load_response_dataset({"dataset_name": "reverse_digits", "split_validation_size": 0.1})
     assert not set(questions(data.dataset)) & set(questions(data.val_dataset))
     for row in data.dataset:
@@ -105,14 +105,14 @@ def test_reasoning_gym_rows_can_be_scored_by_the_package():
         assert score(row["messages"][1]["content"], entry) == 1.0 and row["stop_strings"] == ["\n"]
 
 
-def test_reasoning_gym_answers_of_several_lines_do_not_stop_at_the_first():
+def test_multi_line_reasoning_gym_answers_are_not_cut_after_the_first_line():
     data = load_response_dataset(
         {"dataset_name": "reasoning_gym", "task": "mini_sudoku", "num_samples": 4, "num_shots": 1}
     )
     assert data.dataset[0]["stop_strings"] == ["\n\nQuestion:"] and "\n" in data.dataset[0]["messages"][1]["content"]
 
 
-def test_python_functions_and_their_tests():
+def test_python_functions_answers_pass_their_tests():
     train = load_response_dataset({"dataset_name": "python_functions"}).dataset
     held_out = load_response_dataset({"dataset_name": "python_functions", "split": "validation"}).dataset
     for row in [*train, *held_out]:

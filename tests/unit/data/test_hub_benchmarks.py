@@ -33,7 +33,7 @@ def first(name):
     return load_eval_dataset({"dataset_name": name}).dataset[0]
 
 
-def test_answers_of_the_math_sets(asked):
+def test_math_benchmark_answers_are_extracted_from_the_solutions(asked):
     assert first("math")["messages"][1]["content"] == r"\frac{1}{2}"
     assert len(asked) == 7 and {split for _, _, split in asked} == {"test"}
     assert first("AIME2026")["messages"][1]["content"] == "34"
@@ -43,7 +43,7 @@ def test_answers_of_the_math_sets(asked):
 @pytest.mark.parametrize(
     ("name", "right", "shown"), [("mmlu", "C", 4), ("mmlu_pro", "F", 6), ("gpqa", None, 4), ("gpqa_diamond", None, 4)]
 )
-def test_multiple_choice_sets_show_their_options(asked, name, right, shown):
+def test_multiple_choice_benchmark_prompts_list_their_options(asked, name, right, shown):
     row = first(name)
     user, assistant = (message["content"] for message in row["messages"])
     options = {letter: text for letter, text in row["options"].items() if text is not None}
@@ -52,7 +52,7 @@ def test_multiple_choice_sets_show_their_options(asked, name, right, shown):
     assert first(name) == row
 
 
-def test_the_last_box_with_its_braces():
+def test_last_boxed_returns_the_content_of_the_last_balanced_box():
     assert (
         last_boxed("no box") == "no box"
         and last_boxed(r"\boxed{a{b}c} x") == "a{b}c"
@@ -60,13 +60,13 @@ def test_the_last_box_with_its_braces():
     )
 
 
-def test_a_name_with_a_dot_need_not_be_a_class():
+def test_data_set_name_with_a_version_number_is_not_taken_for_a_class():
     assert is_class_name("my_package.sets.Mine") and not is_class_name("NuminaMath-1.5") and not is_class_name("math")
     with pytest.raises(ValueError, match="NuminaMath-1.5"):
         dataset_class("NuminaMath-1.5")
 
 
-def test_defaults_reach_the_data_sets_that_take_them():
+def test_data_defaults_are_applied_only_to_data_sets_that_accept_the_key():
     default = {"dataset_name": "ResponseDataset", "input_key": "problem", "prompt_file": "p.txt"}
     assert defaults_for({"data_path": "x"}, default) == default
     assert defaults_for({"dataset_name": "OpenMathInstruct-2"}, default) == {

@@ -44,7 +44,7 @@ def test_math_hf_processor_tokenizes_the_prompt_and_keeps_the_ground_truth(tiny)
     assert datum["extra_env_info"] == {"ground_truth": "21"} and "stop_strings" not in datum
 
 
-def test_math_hf_merges_system_and_user(chat, spec):
+def test_math_hf_processor_merges_system_and_user_into_one_message(chat, spec):
     datum = math_hf_data_processor(QA, spec, chat, None, 0)
     assert contents(datum) == [("user", "[system]Sys[user]Q: 12= \\boxed{}>")]
 
@@ -70,7 +70,7 @@ def test_multichoice_processor_lists_the_options_in_the_prompt(chat, spec):
     assert contents(multichoice_qa_processor(row, TaskDataSpec(), chat, 1000, 0)) == [("user", "[user]5?>")]
 
 
-def test_raw_completion_uses_no_template(chat, spec):
+def test_raw_completion_processor_applies_no_chat_template(chat, spec):
     row = {**QA, "stop_strings": ["\n"], "extra_env_info": {"more": 1}}
     datum = raw_completion_data_processor(row, TaskDataSpec(), chat, 10, 0)
     assert contents(datum) == [("user", "12=")] and datum["stop_strings"] == ["\n"]
@@ -84,14 +84,14 @@ def test_prompt_that_leaves_no_room_for_a_response_is_cut_and_masked(tiny, limit
     assert (len(datum["message_log"][0]["token_ids"]), datum["loss_multiplier"], datum["length"]) == (kept, weight, 3)
 
 
-def test_a_long_prompt_keeps_four_tokens_a_message_at_most(chat, spec):
+def test_overlong_prompt_is_cut_to_at_most_four_tokens_per_message(chat, spec):
     datum = math_data_processor({"problem": "5" * 50, "expected_answer": ""}, spec, chat, 20, 0)
     assert [len(m["token_ids"]) for m in datum["message_log"]] == [4, 4]
     datum = math_data_processor({"problem": "5" * 50, "expected_answer": ""}, spec, chat, 6, 0)
     assert [len(m["token_ids"]) for m in datum["message_log"]] == [3, 3] and datum["loss_multiplier"] == 0.0
 
 
-def test_processors_take_a_transformers_tokenizer(smollm2, hf_smollm2, spec):
+def test_processors_give_the_same_ids_with_a_transformers_tokenizer(smollm2, hf_smollm2, spec):
     for process, row in (
         (math_hf_data_processor, QA),
         (raw_completion_data_processor, QA),

@@ -61,7 +61,7 @@ def test_ambiguous_prompt_placeholder_is_rejected_with_its_line(prompt, message)
 @pytest.mark.parametrize(
     "processor", ["math_data_processor", "math_hf_data_processor", "raw_completion_data_processor"]
 )
-def test_the_file_is_checked_when_it_is_read(tmp_path, processor):
+def test_prompt_file_is_checked_when_the_data_set_is_loaded(tmp_path, processor):
     (tmp_path / "d.jsonl").write_text('{"input": "q", "output": "a"}\n')
     (tmp_path / "prompt.txt").write_text("Think.\nWrite \\boxed{}.\n")
     section = {
@@ -76,7 +76,7 @@ def test_the_file_is_checked_when_it_is_read(tmp_path, processor):
     )  # which puts the question below the text
 
 
-def test_files_of_other_encodings_are_named(tmp_path):
+def test_prompt_file_that_is_not_utf8_is_an_error_that_names_it(tmp_path):
     (tmp_path / "p.txt").write_bytes("café {}".encode("latin-1"))
     with pytest.raises(ValueError, match=r"prompt_file: .*p\.txt is not UTF-8 text .* at byte 3"):
         TaskDataSpec(prompt_file=tmp_path / "p.txt")

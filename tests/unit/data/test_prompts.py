@@ -56,7 +56,9 @@ ROWS = [
         (INSIDE, "{bos}<user>Be brief.", "\n\n{q}<end>\n<assistant>"),
     ],
 )
-def test_the_template_runs_once_for_system_and_user(chat, spec, process, row, question, template, system, user):
+def test_chat_template_is_applied_once_to_system_and_user_message_together(
+    chat, spec, process, row, question, template, system, user
+):
     chat.chat_template = template
     log = process(row, spec, chat, None, 0)["message_log"]
     bos = chat.bos_token or ""
@@ -71,7 +73,7 @@ def test_the_template_runs_once_for_system_and_user(chat, spec, process, row, qu
     assert all(len(m["token_ids"]) for m in log) and whole.count(chat.bos_token_id) == 1
 
 
-def test_a_template_that_drops_the_system_prompt_is_refused(chat, spec):
+def test_chat_template_that_drops_the_system_prompt_is_rejected(chat, spec):
     chat.chat_template = SKIPS
     for process, row, _ in ROWS:
         with pytest.raises(
@@ -80,7 +82,7 @@ def test_a_template_that_drops_the_system_prompt_is_refused(chat, spec):
             process(row, spec, chat, None, 7)
 
 
-def test_a_token_over_the_border_keeps_the_ids_of_the_whole(chat, spec):
+def test_token_that_spans_system_and_user_message_belongs_to_the_user_message(chat, spec):
     """ " counting" is one token, which the pieces "The count" and "ing" alone would not have: it goes to the user."""
     chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     spec.system_prompt = "The count"
@@ -92,7 +94,7 @@ def test_a_token_over_the_border_keeps_the_ids_of_the_whole(chat, spec):
     assert [m["content"] for m in log] == ["The count", "ing?"]
 
 
-def test_the_line_end_of_a_system_prompt_file_is_not_part_of_it(chat, tmp_path):
+def test_trailing_newline_of_a_system_prompt_file_is_stripped(chat, tmp_path):
     (tmp_path / "s.txt").write_bytes(b"Numbers only.\r\n")
     spec = TaskDataSpec("t", system_prompt_file=tmp_path / "s.txt")
     chat.chat_template = BLOCKS
@@ -109,7 +111,7 @@ def conversation(*turns, **more):
     return {"messages": [{"role": role, "content": content} for role, content in turns], **more}
 
 
-def test_system_messages_and_turns_of_a_row_stay(chat):
+def test_system_message_and_earlier_turns_of_a_row_are_kept_in_the_prompt(chat):
     chat.chat_template = BLOCKS
     row = conversation(("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     spec = TaskDataSpec("t")
@@ -121,12 +123,12 @@ def test_system_messages_and_turns_of_a_row_stay(chat):
     assert datum["extra_env_info"] == {"ground_truth": "d"}
 
 
-def test_two_system_messages_are_refused(chat, spec):
+def test_system_message_in_the_row_and_system_prompt_file_together_are_rejected(chat, spec):
     with pytest.raises(ValueError, match="system message of its own and system_prompt_file is set"):
         math_hf_data_processor(conversation(("system", "S"), ("user", "a"), ("assistant", "b")), spec, chat, None, 0)
 
 
-def test_tools_reach_the_template(chat):
+def test_tools_of_a_row_are_passed_to_the_chat_template(chat):
     chat.chat_template = (
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
@@ -173,7 +175,7 @@ def test_rows_of_an_unexpected_shape_are_rejected(process, row, message):
         process(row, TaskDataSpec(), ByteTokenizer(), None, 3)
 
 
-def test_options_that_are_no_mapping_are_refused():
+def test_multiple_choice_options_that_are_not_a_mapping_are_rejected():
     spec = TaskDataSpec()
     spec.prompt = "Choose."
     for options in (["x"], None, {}, {"A": None}):
@@ -183,7 +185,7 @@ def test_options_that_are_no_mapping_are_refused():
             )
 
 
-def test_errors_of_a_transformers_template_are_named_too(hf_smollm2):
+def test_chat_template_error_with_a_transformers_tokenizer_names_the_row(hf_smollm2):
     own, hf_smollm2.chat_template = hf_smollm2.chat_template, "{{ messages[0].content + 1 }}"
     try:
         with pytest.raises(

@@ -94,43 +94,43 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path, way):
     assert rows_of(WAYS[way](tmp_path), "prompts") == ROWS
 
 
-def test_one_row_of_a_frame_is_a_row(tmp_path):
+def test_single_row_of_a_dataframe_is_one_prompt(tmp_path):
     assert rows_of(frame(tmp_path).iloc[0].to_dict(), "prompts") == ROWS[:1]
 
 
-def test_named_tuples_of_a_frame_are_rows():
+def test_named_tuples_of_a_dataframe_are_rows():
     frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": [1, 2]})
     expected = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
     assert rows_of(frame.itertuples(index=False), "prompts") == expected
 
 
-def test_columns_of_an_arrow_table_are_columns():
+def test_arrow_table_columns_are_read_as_columns():
     table = pyarrow.table({"prompt": ["a", "b"], "answer": [1, 2]})
     columns = {name: table[name] for name in table.column_names}
     assert rows_of(columns, "prompts") == table.to_pylist()
     assert rows_of(list(table["prompt"]), "prompts") == [{"prompt": "a"}, {"prompt": "b"}]
 
 
-def test_missing_numbers_of_a_frame_are_null():
+def test_nan_and_na_in_a_dataframe_become_null():
     frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": [1.5, float("nan")], "note": ["x", pandas.NA]})
     assert [(row["answer"], row["note"]) for row in rows_of(frame, "prompts")] == [(1.5, "x"), (None, None)]
 
 
 @pytest.mark.parametrize("given", ["list", "jsonl"])
-def test_explicit_nulls_are_kept(tmp_path, given):
+def test_explicit_nulls_in_rows_are_kept(tmp_path, given):
     schema = {"type": "string", "default": None, "enum": ["a", None]}
     row = {"prompt": "a", "answer": None, "tools": [{"parameters": {"properties": {"x": schema}}}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     assert rows_of([row] if given == "list" else tmp_path / "rows.jsonl", "prompts") == [row]
 
 
-def test_items_that_are_null_and_empty_structs_stay_in_a_parquet_file(tmp_path):
+def test_null_items_and_empty_structs_of_a_parquet_file_are_kept(tmp_path):
     rows = [{"a": [1, None], "b": {"c": {}}, "d": None}, {"a": [], "b": {"c": {"x": 1}}, "d": {"e": 1}}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert list(load_dataset_from_path(tmp_path / "rows.parquet")) == rows
 
 
-def test_a_map_of_arrow_is_a_mapping(tmp_path):
+def test_arrow_map_is_read_as_a_mapping(tmp_path):
     kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
     table = pyarrow.table({"scores": pyarrow.array([[("a", 1), ("b", 2)]], kind)})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
@@ -138,7 +138,7 @@ def test_a_map_of_arrow_is_a_mapping(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["jsonl", "parquet", "saved data set"])
-def test_each_row_keeps_only_its_own_tools_and_calls(tmp_path, way):
+def test_each_row_keeps_only_its_own_tools_and_tool_calls(tmp_path, way):
     rows = [
         {"messages": [*talk(name), {"role": "assistant", "content": "7"}], "tools": [tool(name)]}
         for name in ("city", "x")
@@ -162,13 +162,13 @@ def test_each_row_keeps_only_its_own_tools_and_calls(tmp_path, way):
         assert [{key: row[key] for key in ("messages", "tools")} for row in seen] == rows
 
 
-def test_conversations_that_are_arrays_are_prompts(tmp_path):
+def test_conversations_stored_as_arrays_are_read_as_prompts(tmp_path):
     column = pandas.read_parquet(parquet(tmp_path))["prompt"]
     assert prompts_of(column) == prompts_of([row["prompt"] for row in ROWS]) == [talk(n) for n in ("city", "x", "y")]
     assert prompts_of(column[0]) == [talk("city")]
 
 
-def test_a_template_gets_lists_for_arrays():
+def test_chat_template_gets_lists_instead_of_numpy_arrays():
     content = np.array([{"type": "text", "text": np.str_("a")}], dtype=object)
     text = render_chat_template("{{ messages[0].content | tojson }}", [{"role": "user", "content": content}])
     assert json.loads(text) == [{"type": "text", "text": "a"}]

@@ -47,7 +47,7 @@ def test_null_validation_section_gives_no_validation_data(smollm2):
     assert load_response_data(smollm2, data(train=ARITHMETIC, validation=None)).validation is None
 
 
-def test_several_data_sets_and_environments(smollm2, environments):
+def test_several_data_sets_are_merged_and_each_environment_is_created_once(smollm2, environments):
     config = data(
         train=[ARITHMETIC, {**REVERSE, "split_validation_size": 3}],
         default={"env_name": "unused", "seed": 3},
@@ -68,14 +68,14 @@ def test_several_data_sets_and_environments(smollm2, environments):
     assert {train[i]["task_name"] for i in range(20)} == {"arithmetic", "reverse_digits"}
 
 
-def test_one_loader_a_task(smollm2):
+def test_use_multiple_dataloader_gives_one_data_set_per_task(smollm2):
     made = load_response_data(smollm2, data(train=[ARITHMETIC, REVERSE], use_multiple_dataloader=True))
     train, val = made.train, made.validation
     assert {name: len(rows) for name, rows in train.items()} == {"arithmetic": 12, "reverse_digits": 8} and val is None
     assert train["reverse_digits"][0]["task_name"] == "reverse_digits"
 
 
-def test_defaults_fill_only_what_is_missing(smollm2, tmp_path):
+def test_data_defaults_do_not_override_keys_set_in_a_section(smollm2, tmp_path):
     (tmp_path / "p.txt").write_text("Q {}")
     default = {"prompt_file": str(tmp_path / "p.txt"), "processor": "math_hf_data_processor"}
     train = load_response_data(smollm2, data(train=ARITHMETIC, default=default)).train
@@ -110,14 +110,14 @@ def test_environments_are_shut_down_when_the_data_cannot_be_loaded(smollm2, envi
     assert environments == ["create math", "create digits", "shutdown math", "shutdown digits"]
 
 
-def test_two_sections_of_one_task_must_agree(smollm2):
+def test_sections_of_one_task_with_different_processors_are_rejected(smollm2):
     train = load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "max_number": 9}])).train
     assert len(train) == 24
     with pytest.raises(ValueError, match="task name 'arithmetic'"):
         load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
 
 
-def test_batches_of_a_real_run(smollm2, tmp_path):
+def test_batches_of_a_real_data_set_have_consistent_lengths_and_resume(smollm2, tmp_path):
     train = load_response_data(smollm2, data(train=ARITHMETIC)).train
     batches = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42, num_workers=1)
     iterator = iter(batches)

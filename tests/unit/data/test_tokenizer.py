@@ -75,7 +75,7 @@ def test_special_tokens_and_sizes_as_in_transformers(smollm2, hf_smollm2):
     assert (smollm2.eos_token_id, smollm2.eos_token_ids, smollm2.model_max_length) == (2, [2], 8192)
 
 
-def test_tensors_and_attributes(smollm2):
+def test_tokenizer_call_returns_tensors_as_items_and_attributes(smollm2):
     ours = smollm2("one text", return_tensors="pt")
     assert ours.input_ids is ours["input_ids"] and ours.input_ids.dtype == torch.int64 and ours.input_ids.shape[0] == 1
     empty = smollm2("", return_tensors="pt")["input_ids"]
@@ -123,7 +123,7 @@ DEMANDING = """{%- for tool in tools or [] %}
 {%- if add_generation_prompt %}>>{% endif %}"""
 
 
-def test_template_features_as_in_transformers(smollm2, hf_smollm2):
+def test_demanding_chat_template_renders_as_in_transformers(smollm2, hf_smollm2):
     messages = [
         {"role": "user", "content": " a "},
         {"role": "skip", "content": "b"},
@@ -154,7 +154,7 @@ def bytes_of(tokenizer):
     return TokenBytes(tokenizer.backend_tokenizer)
 
 
-def test_byte_level_tokens_are_their_bytes(smollm2):
+def test_bytes_of_byte_level_tokens_concatenate_to_the_utf8_text(smollm2):
     token_bytes = bytes_of(smollm2)
     for text in CORPUS:
         if any(token in text for token in smollm2.all_special_tokens):
@@ -165,11 +165,11 @@ def test_byte_level_tokens_are_their_bytes(smollm2):
     assert table[2] == b"<|im_end|>" and token_bytes_table(smollm2, 3, skip_special_tokens=True) == [b"", b"", b""]
 
 
-def test_bytes_of_a_transformers_tokenizer(smollm2, hf_smollm2):
+def test_token_bytes_of_a_transformers_tokenizer_equal_ours(smollm2, hf_smollm2):
     assert token_bytes_table(hf_smollm2) == token_bytes_table(smollm2)
 
 
-def test_byte_fallback_tokens_are_their_bytes(tmp_path):
+def test_bytes_of_byte_fallback_tokens_concatenate_to_the_utf8_text(tmp_path):
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
@@ -243,7 +243,7 @@ def test_named_token_keeps_the_flags_of_added_tokens_decoder(make, flags, tmp_pa
 @pytest.mark.parametrize("name", [None, "PreTrainedTokenizerFast", "GPT2Tokenizer"])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gpt2", "llama"])
 @pytest.mark.parametrize("value", [True, False])
-def test_a_first_space_follows_the_class_of_the_model_type(kind, name, value, tmp_path):
+def test_add_prefix_space_depends_on_the_model_type_as_in_transformers(kind, name, value, tmp_path):
     from transformers import AutoTokenizer
 
     byte_level(["<s>", "</s>"], qwen=True).save(str(tmp_path / "tokenizer.json"))
@@ -277,13 +277,13 @@ def test_reads_a_folder_that_transformers_saved(hf_smollm2, tmp_path):
     assert ours.eos_token_ids == [2, 0] and ours.eos_token == "<|im_end|>"
 
 
-def test_saving_replaces_an_older_template_file(tiny, tmp_path):
+def test_saving_replaces_an_older_chat_template_file(tiny, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("old")
     tiny.save_pretrained(tmp_path)
     assert Tokenizer.from_pretrained(tmp_path).chat_template == PASSTHROUGH
 
 
-def test_named_templates_and_dictionary_tokens(tiny, tmp_path):
+def test_named_chat_templates_and_special_tokens_given_as_dictionaries_are_read(tiny, tmp_path):
     tiny.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     config = json.loads(file.read_text())
@@ -301,7 +301,7 @@ def test_named_templates_and_dictionary_tokens(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_tiny_tokenizer(tmp_path):
+def test_tiny_tokenizer_loads_in_transformers_with_the_same_16_ids(tmp_path):
     from transformers import AutoTokenizer
 
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -319,7 +319,7 @@ def test_tiny_tokenizer(tmp_path):
     assert [*map(bytes_of(ours), (4, 15, 2, 99))] == [b"0", b"=", b"<eos>", b""]
 
 
-def test_pad_falls_back_to_eos(tmp_path):
+def test_pad_token_falls_back_to_the_end_token(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<eos>", 2)
@@ -327,13 +327,13 @@ def test_pad_falls_back_to_eos(tmp_path):
     assert tokenizer.pad_token_id == 0
 
 
-def test_a_special_token_outside_the_vocabulary_is_added(tiny):
+def test_special_token_outside_the_vocabulary_is_added_to_it(tiny):
     tiny.eos_token = "<end>"
     assert tiny.eos_token_id == 16 and len(tiny) == 17 and tiny.vocab_size == 16
     assert tiny.decode(tiny.encode("1<end>"), skip_special_tokens=True) == "1"
 
 
-def test_get_tokenizer_chat_template_choices(tmp_path, monkeypatch):
+def test_get_tokenizer_accepts_default_named_inline_and_file_chat_templates(tmp_path, monkeypatch):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "own:{{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path / "t")
@@ -365,7 +365,7 @@ def test_get_tokenizer_accepts_a_tokenizer_config(tmp_path):
 
 
 @pytest.mark.parametrize("section", ["policy.tokenizer", "tokenizer"])
-def test_messages_name_the_section_of_the_configuration(tiny, tmp_path, section):
+def test_tokenizer_errors_name_the_section_of_the_configuration(tiny, tmp_path, section):
     tiny.chat_template = None
     tiny.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"^{section}.chat_template is 'chatml'"):

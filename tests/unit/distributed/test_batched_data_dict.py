@@ -30,7 +30,7 @@ def test_from_batches_pads_dimension_one_of_deeper_tensors():
     assert joined["x"].shape == (3, 4, 3) and joined["x"].sum() == 2 * 3 + 2 * 4 * 3
 
 
-def test_from_batches_edges():
+def test_from_batches_rejects_missing_keys_but_skips_empty_batches():
     with pytest.raises(KeyError, match="'y'"):
         BatchedDataDict.from_batches([{"x": [1], "y": [2]}, {"x": [3]}])
     with pytest.raises(KeyError, match="'y'"):
@@ -51,7 +51,7 @@ def test_repeat_interleave_copies_list_items_deeply():
     assert [log[0]["n"] for log in repeated["log"]] == [7, 1, 2, 2] and batch["log"][0][0]["n"] == 1
 
 
-def test_slice_and_select():
+def test_slice_and_select_indices_return_the_requested_rows():
     batch = make(5)
     assert batch.slice(1, 3)["name"] == ["row 1", "row 2"] and batch.slice(4, 5).size == 1
     with pytest.raises(ValueError, match="rows"):

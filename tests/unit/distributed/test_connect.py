@@ -32,6 +32,6 @@ def test_native_nccl_requires_gpus_and_a_cuda_build():
             C.nccl_communicator(store, 0, 2, torch.device("cuda:0"), 1.0)
 
 
-def test_runs_on_several_gpus_are_refused_with_the_reason():
+def test_runs_on_several_gpus_are_rejected_with_the_reason():
     with pytest.raises(ValueError, match="no training on several has been tried yet.*cluster.device=cpu"):
         Cluster([2], use_gpus=True)

@@ -25,13 +25,13 @@ DEALT = {  # lengths, groups, first row, last row, parts -> the rows of each par
 
 
 @pytest.mark.parametrize("case", DEALT)
-def test_samples_are_dealt_as_by_hand(case):
+def test_samples_are_assigned_to_ranks_as_worked_out_by_hand(case):
     lengths, groups, first, last, parts, expected = DEALT[case]
     assert deal(batch(lengths, groups), first, last, parts) == expected
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_sample_is_dealt_once_and_parts_are_balanced(seed):
+def test_every_sample_is_assigned_to_one_rank_and_token_counts_are_balanced(seed):
     generator = torch.Generator().manual_seed(seed)
     groups = torch.arange(24).repeat_interleave(4)
     lengths = torch.randint(1, 200, (96,), generator=generator)
@@ -43,7 +43,7 @@ def test_every_sample_is_dealt_once_and_parts_are_balanced(seed):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_blocks_do_not_depend_on_the_number_of_ranks(size):
+def test_gradient_blocks_do_not_depend_on_the_number_of_ranks(size):
     data = batch([3, 9, 4, 7, 5, 2, 8, 6])
     one = Ranks().blocks(data, 0, 8, 4)
     several = [block for rank in range(size) for block in Ranks(rank, size).blocks(data, 0, 8, 4)]
@@ -65,5 +65,5 @@ def test_samples_are_trained_on_the_rank_that_generated_them():
             assert (generated_by(prompts, ranks, 4, 8, turns) == trained) == (kept or ranks == 1)
 
 
-def test_a_rank_generates_the_samples_of_each_of_its_global_batches():
+def test_rank_generates_the_samples_that_it_trains_of_every_global_batch():
     assert generated_by(batch([5, 1, 1, 1, 7, 6]), 2, None, 3) == [[0, 4], [1, 2, 3, 5]]

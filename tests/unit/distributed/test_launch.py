@@ -42,12 +42,12 @@ def test_launcher_environment_variables_are_read(environment, wanted):
     assert launched(environment) == wanted
 
 
-def test_a_launcher_that_names_no_address_is_an_error():
+def test_launcher_without_master_addr_is_an_error():
     with pytest.raises(ValueError, match="MASTER_ADDR is not set"):
         launched(TORCHRUN | {"MASTER_ADDR": ""})
 
 
-def test_sizes_that_do_not_agree_name_both_keys():
+def test_error_for_conflicting_world_size_names_both_settings():
     cluster = ClusterConfig(executor="processes", gpus_per_node=2, num_nodes=3, max_restarts=1)
     with pytest.raises(ConfigError) as caught:
         check_launch(cluster, launched(TORCHRUN))
@@ -155,7 +155,7 @@ def weights(folder: Path, step: int) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers):
+def test_run_launched_by_srun_is_bit_identical_to_one_that_starts_its_workers(tmp_path, forked_workers):
     """As a run that starts its ranks itself, also of a file that was written for another number of devices."""
     few = ["ppo.num_prompts_per_step=8", "policy.train_global_batch_size=32", "value.train_global_batch_size=32"]
 
@@ -183,7 +183,7 @@ def test_ranks_of_srun_train_the_same_bits(tmp_path, forked_workers):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_of_torchrun_ends_all(tmp_path):
+def test_hanging_rank_under_torchrun_ends_all_ranks(tmp_path):
     """torchrun sees by itself a rank that has ended, and never one that has stopped."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_rl_cpp.run_grpo_math",

@@ -30,12 +30,12 @@ def exchange(communicator, device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_collectives_work_with_one_rank(dtype):
+def test_nccl_collectives_work_with_one_rank(dtype):
     communicator = C.nccl_communicator(dist.HashStore(), 0, 1, torch.device("cuda:0"), 60.0)
     exchange(communicator, torch.device("cuda:0"), dtype)
 
 
-def test_a_call_waits_for_the_work_before_it():
+def test_nccl_collective_waits_for_earlier_work_on_the_stream():
     communicator = C.nccl_communicator(dist.HashStore(), 0, 1, torch.device("cuda:0"), 60.0)
     a = torch.full((2048, 2048), 1 / 2048, device="cuda:0")
     for _ in range(50):
@@ -79,7 +79,7 @@ class OnGpus:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_collectives_work_with_two_ranks_and_a_missing_peer_times_out():
+def test_nccl_collectives_work_with_two_ranks_and_time_out_without_the_peer():
     cluster = Cluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1))
     cluster._workers = ProcessWorkers(2, 1, silence=60.0, deadline=5.0, backend="nccl")
     try:

@@ -37,7 +37,7 @@ def lasting():
     made.shutdown()
 
 
-def test_calls_and_results(lasting):
+def test_worker_calls_return_results_and_callback_events_in_rank_order(lasting):
     group, other = WorkerGroup(lasting, partial(make, 10)), WorkerGroup(lasting, partial(make, 20))
     assert group.call_all("number", 5) == [15, 16] and other.call_all("number", add=0) == [20, 21]
     assert group.call_all("base") == [10, 10]  # what is no method is read
@@ -60,7 +60,7 @@ def test_error_names_the_failed_rank_and_all_workers_stay_usable(lasting):
         group.call_all("no_such_method")
 
 
-def test_no_rank_waits_for_one_that_has_failed(forked_workers, cluster, monkeypatch):
+def test_ranks_that_wait_for_a_failed_rank_are_ended(forked_workers, cluster, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.distributed.worker_calls.GRACE_SECONDS", 0.5)
     group = WorkerGroup(cluster, partial(make, 0))
     pids = cluster.workers.pids
@@ -74,7 +74,7 @@ def test_no_rank_waits_for_one_that_has_failed(forked_workers, cluster, monkeypa
     [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "gave no sign of life for")],
     ids=["killed", "stopped"],
 )
-def test_a_lost_process_is_named_and_none_is_left(forked_workers, cluster, number, said):
+def test_error_names_a_killed_or_hanging_worker_and_no_process_remains(forked_workers, cluster, number, said):
     WorkerGroup(cluster, partial(make, 0))  # the workers are there
     began = time.monotonic()
     pids = lose(cluster, number, said)
@@ -82,7 +82,7 @@ def test_a_lost_process_is_named_and_none_is_left(forked_workers, cluster, numbe
     assert not any(alive(pid) for pid in pids)
 
 
-def test_error_of_a_failing_builder_names_its_rank(lasting):
+def test_error_of_a_failing_worker_constructor_names_its_rank(lasting):
     with pytest.raises(TypeError, match="unsupported operand") as caught:
         WorkerGroup(lasting, fails)
     assert "raised on rank" in caught.value.__notes__[0]

@@ -32,19 +32,19 @@ def test_padded_view_is_filled_with_zeros_and_pad_tokens():
     assert batch["input_lengths"].tolist() == [2, 3, 1] and batch["states"].shape == (3, 4, 2)
 
 
-def test_sums_and_values_of_samples():
+def test_per_token_fields_are_summed_and_per_sample_fields_are_spread():
     batch = RaggedBatch.of(padded())
     assert batch.by_sample(batch.tokens["mask"]).tolist() == [1, 2, 1]
     assert batch.by_token(batch.samples["reward"]).tolist() == [1, 1, 2, 2, 2, 3]
     assert [row.tolist() for row in batch.rows(batch.tokens["input_ids"])] == [[1, 2], [3, 4, 5], [6]]
 
 
-def test_places_of_some_samples():
+def test_places_returns_padded_token_indices_of_selected_samples():
     places, inside = RaggedBatch.of(padded()).places(torch.tensor([2, 0]), 2)
     assert places.tolist() == [[5, 0], [0, 1]] and inside.tolist() == [[True, False], [True, True]]
 
 
-def test_assignments_to_a_copy_leave_the_batch_unchanged():
+def test_assignments_to_a_copy_do_not_change_the_original_batch():
     batch = RaggedBatch.of(padded())
     other = batch.copy()
     other["reward"], other.tokens["mask"] = torch.zeros(3), torch.zeros(6)

@@ -32,7 +32,7 @@ def cluster():
     made.shutdown()
 
 
-def test_calls_results_and_an_actor_that_is_killed(cluster, monkeypatch):
+def test_actor_calls_return_results_and_a_killed_actor_is_named(cluster, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "a key")  # set after Ray was started
     group = WorkerGroup(cluster, partial(make, 10))
     assert group.call_all("number", 5) == [15, 16]
@@ -48,7 +48,7 @@ def test_calls_results_and_an_actor_that_is_killed(cluster, monkeypatch):
     is_named_and_none_is_left(cluster, signal.SIGKILL, "is gone")
 
 
-def test_a_stopped_actor_is_named_and_none_is_left(cluster):
+def test_error_names_a_hanging_actor_and_no_process_remains(cluster):
     WorkerGroup(cluster, partial(make, 0))  # the workers are there
     is_named_and_none_is_left(cluster, signal.SIGSTOP, "gave no sign of life for")
 
@@ -68,7 +68,7 @@ def is_named_and_none_is_left(cluster, number, said):
     [(signal.SIGKILL, r"rank 0 of 1 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 1 has not answered for 16 s: it is stopped")],
     ids=["killed", "stopped"],
 )  # fmt: skip
-def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeypatch, tmp_path, number, said):
+def test_error_names_an_actor_lost_at_start_and_no_process_remains(monkeypatch, tmp_path, number, said):
     class Lost(ray_workers.ActorWorker):
         def __init__(self):
             (tmp_path / str(os.getpid())).touch()
@@ -86,7 +86,7 @@ def test_an_actor_that_is_lost_while_it_starts_is_named_and_none_is_left(monkeyp
     assert pids and not any(map(alive, pids))
 
 
-def test_a_cluster_without_room_is_refused(monkeypatch):
+def test_ray_cluster_with_too_few_cpus_is_rejected(monkeypatch):
     monkeypatch.setattr(ray_workers, "_PLACES_SECONDS", 1.0)
     settings = ClusterConfig(executor="ray", cpus_per_worker=1000)
     cluster = Cluster([2], use_gpus=False, settings=settings)

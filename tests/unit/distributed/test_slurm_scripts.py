@@ -15,7 +15,7 @@ def test_slurm_scripts_exist_for_ray_and_srun():
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_script_is_bash_and_its_keys_are_keys(script):
+def test_slurm_script_is_valid_bash_and_uses_existing_configuration_keys(script):
     subprocess.run(["bash", "-n", script], check=True, timeout=20)
     keys = set(re.findall(r"\bcluster\.(\w+)=", script.read_text()))
     assert keys == {"executor", "num_nodes", "gpus_per_node", "cpus_per_worker"} <= set(ClusterConfig.model_fields)

@@ -26,7 +26,7 @@ class Cluster:
         self.killed.set()
 
 
-def test_values_by_cluster():
+def test_wait_together_returns_the_results_per_cluster():
     assert wait_together((Cluster([1, 2]), []), (Cluster([3]), [])) == [[1, 2], [3]]
 
 
@@ -45,7 +45,7 @@ def test_root_cause_is_raised_whichever_cluster_reports_it(order, reason, conseq
         wait_together(*((cluster, []) for cluster in clusters))
 
 
-def test_workers_that_wait_for_a_failed_cluster_are_ended(monkeypatch):
+def test_workers_of_a_cluster_that_waits_for_a_failed_one_are_ended(monkeypatch):
     monkeypatch.setattr(worker_calls, "GRACE_SECONDS", 0.01)
     monkeypatch.setattr(worker_calls, "_SLICE", 0.01)
     waits = Cluster(hangs=True)

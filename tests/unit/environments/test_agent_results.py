@@ -35,7 +35,7 @@ def test_timeout_error_raised_by_the_agent_is_counted_as_an_error(capsys):
     assert "the page did not load" in capsys.readouterr().out
 
 
-def test_late_rollouts_are_counted_as_timeouts_and_reported_once(capsys):
+def test_agent_rollouts_beyond_timeout_s_are_counted_and_reported_once(capsys):
     playing = Playing(None, None, AgentResult(1.0), timeout_s=0.01)
     late, _, good = playing.play()
     assert late.error == "it was not over within 0.01 s (timeout_s)" and good.reward == 1.0
@@ -54,7 +54,7 @@ def test_late_rollouts_are_counted_as_timeouts_and_reported_once(capsys):
         (AgentResult(1.0, metrics={"m": math.nan}), "the agent's metric m is nan"),
     ],
 )
-def test_numbers_are_finite(result, said):
+def test_agent_reward_that_is_not_a_finite_number_is_an_error(result, said):
     playing = Playing(result)
     (failed,) = playing.play()
     assert said in failed.error and failed.reward == 0.0

@@ -62,7 +62,7 @@ def test_assert_tests_are_scored(env):
     assert score(env, "def f(x): return x / 0", truth)[1].startswith("runtime_error: ZeroDivisionError")
 
 
-def test_forged_success_is_not_rewarded(env):
+def test_programs_that_fake_passing_the_tests_score_zero(env):
     """Programs that end early, that print what looks like success, or that equal everything."""
     truth = ["assert f(2) == 4", "assert f(3) == 9"]
     assert score(env, "import os; os._exit(0)", truth)[0] == 0.0
@@ -95,7 +95,7 @@ HARD_TO_COMPILE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("truth", [DOUBLE, ["assert f(2) == 4"]], ids=["pairs", "asserts"])
 @pytest.mark.parametrize("name", HARD_TO_COMPILE)
-def test_compiling_happens_inside_the_limits(name, truth):
+def test_programs_that_are_hard_to_compile_are_stopped_by_the_limits(name, truth):
     env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
     # it starts the worker, which takes longer than the limit on a busy machine
     score(env, "print(2 * int(input()))", DOUBLE)
@@ -119,7 +119,7 @@ BOMBS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)  # half an hour was needed by a pattern that looked for the compiler's words
-def test_responses_cannot_exceed_the_limits_of_their_worker():
+def test_resource_exhausting_programs_score_zero_and_leave_the_worker_running():
     """All on one worker: it lives on, and does not grow."""
     env = CodeEnvironment(
         {"time_limit_s": 1.0, "total_time_limit_s": 2.0, "memory_mb": 128, "max_output_kb": 256, "num_workers": 1}
@@ -151,7 +151,7 @@ def test_response_that_is_not_valid_python_is_a_syntax_error(env, program):
     assert score(env, program, ["assert f(2) == 4"]) == (0.0, "syntax_error")
 
 
-def test_a_syntax_error_while_running_is_a_runtime_error(env):
+def test_syntax_error_raised_while_running_is_reported_as_a_runtime_error(env):
     assert score(env, "eval('(')", DOUBLE)[1].startswith("runtime_error: SyntaxError")
     assert score(env, "raise SyntaxError('x')", ["assert f(2) == 4"])[1] == "runtime_error: SyntaxError: x"
 
@@ -162,7 +162,7 @@ def test_fraction_reward_is_the_share_of_passed_tests():
     env.shutdown()
 
 
-def test_code_in_a_response(env):
+def test_code_is_extracted_from_the_last_code_block_of_a_response(env):
     assert extract_code("Sure:\n```python\nx = 1\n```\nor better\n```py\nx = 2\n```\nDone.") == "x = 2\n"
     assert extract_code("```\nx = 3") == "x = 3"
     assert extract_code("x = 4") == "x = 4"
@@ -230,7 +230,7 @@ def test_invalid_code_environment_settings_are_rejected():
 
 
 @pytest.mark.slow
-def test_code_environment_refuses_to_run_without_a_sandbox(monkeypatch, tmp_path):
+def test_code_environment_raises_if_no_sandbox_is_available(monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\n"
         "from nemo_rl_cpp.environments.sandbox import kernel\n"

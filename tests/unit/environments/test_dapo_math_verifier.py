@@ -15,7 +15,7 @@ def test_final_answer_is_normalized_as_expected(answer, normal):
     assert dapo.normalize_final_answer(answer) == normal
 
 
-def test_last_answer_line_near_the_end_is_judged():
+def test_dapo_verifier_scores_the_last_answer_line_near_the_end():
     assert dapo.judge("Answer: 1\nAnswer: $2$", "2") == (True, "2")
     assert dapo.judge("answer : 3 units", "3") == (True, "3")
     assert dapo.judge("it is 3", "3") == (False, "[INVALID]")

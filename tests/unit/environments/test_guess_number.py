@@ -15,7 +15,7 @@ def turn(env, said, **state):
     return result.observations[0]["content"], result.rewards.item(), bool(result.terminateds.item()), result.metadata[0]
 
 
-def test_turns_by_hand():
+def test_each_turn_gives_the_hint_reward_and_end_worked_out_by_hand():
     env = GuessNumberEnv({"higher": "+", "lower": "-", "stop_strings": ["\n"]})
     assert turn(env, " 3\n", secret=5) == ("+", 0.0, False, {"secret": 5, "guesses": 1})
     assert turn(env, "6", secret=5, guesses=1) == ("-", 0.0, False, {"secret": 5, "guesses": 2})
@@ -65,7 +65,7 @@ def test_a_perfect_player_wins_every_game():
     assert metrics["truncation_rate"] == 0.0  # stop strings end each turn
 
 
-def test_the_configuration_can_end_games_early():
+def test_max_guesses_and_max_rollout_turns_end_games_early():
     _, result, metrics = play(max_guesses=2)
     assert result["total_reward"].tolist() == [0, 1, 0, 1, 0, 1, 0]
     _, result, metrics = play(max_rollout_turns=1)

@@ -72,7 +72,7 @@ def test_unmatchable_ground_truths_are_counted(env):
     (EnglishMultichoiceVerifyWorker, "B", "Answer: B"), (MultilingualMultichoiceVerifyWorker, "B", "答案：B"),
     (EnglishMultichoiceVerifyWorker, "**B**", "Answer: B"),
 ])  # fmt: skip
-def test_truths_of_multiple_choice_are_letters(verifier, truth, right):
+def test_multiple_choice_ground_truth_that_is_not_a_letter_is_unmatchable(verifier, truth, right):
     worker = verifier()
     assert worker.verify([right, right, right], [truth, "(B) two", ""]) == [1.0, 0.0, 0.0] and worker.unmatchable == 2
 
@@ -84,7 +84,7 @@ def test_empty_ground_truth_matches_no_response_under_the_dapo_rule():
 
 
 @pytest.mark.slow
-def test_same_scores_as_the_library_called_directly(env):
+def test_math_scores_equal_those_of_math_verify_called_directly(env):
     from math_verify import parse, verify
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
@@ -96,7 +96,7 @@ def test_same_scores_as_the_library_called_directly(env):
         assert score == float(verify(parse(f"\\boxed{{{gold}}}", [LatexExtractionConfig()]), parsed, 6)), text
 
 
-def test_shortcut_agrees_with_the_library():
+def test_shortcut_for_plain_numbers_agrees_with_math_verify():
     worker = HFVerifyWorker()
     rng = random.Random(0)
     words = [
@@ -131,11 +131,11 @@ def test_shortcut_agrees_with_the_library():
         ("1", "1"),
     ],
 )
-def test_shortcut_gives_no_verdict_on_uncertain_answers(text, truth):
+def test_shortcut_leaves_ambiguous_answers_to_math_verify(text, truth):
     assert HFVerifyWorker.shortcut(text, truth) is None
 
 
-def test_dapo_and_multiple_choice_through_the_environment():
+def test_math_environment_scores_with_the_configured_verifier():
     for cfg, text, truth, wrong in [
         ({"math_verify_impl": "dapo_math_verify"}, "Answer: $3$", "3", "4"),
         ({"verifier_type": "english_multichoice"}, "Answer: b", "b", "C"),
@@ -154,20 +154,20 @@ def test_english_multiple_choice_answers_are_scored():
     assert scores == [1, 1, 1, 0, 0] and answers == ["A", "B", "D", None, None]
 
 
-def test_multilingual_multiple_choice():
+def test_multilingual_multiple_choice_answers_are_scored():
     worker = MultilingualMultichoiceVerifyWorker()
     texts = ["Antwort: C", "Respuesta: D", "الإجابة: ب", "উত্তর: অ", "回答：Ｄ", "Réponse : B", "Jibu: A", "E"]
     assert worker.verify(texts, ["C", "D", "B", "A", "D", "B", "A", "E"]) == [1, 1, 1, 1, 1, 1, 1, 0]
 
 
-def test_verifying_outside_the_main_thread_is_an_error():
+def test_math_verify_outside_the_main_thread_is_an_error():
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="main thread"):
         pool.submit(HFVerifyWorker().verify, ["1"], ["1"]).result()
 
 
-def test_unknown_settings_are_errors():
+def test_invalid_math_environment_settings_are_rejected():
     with pytest.raises(ValueError, match="verifier_type"):
         MathEnvironment({"num_workers": 1, "verifier_type": "physics"})
     with pytest.raises(ValueError, match="math_verify_impl"):

@@ -50,7 +50,7 @@ def even(completions, **columns):
     return [None if not text else float(len(text) % 2 == 0) for text in completions]
 
 
-def test_reward_functions_as_parts():
+def test_reward_functions_with_as_parts_return_one_component_each():
     environment = RewardFunctionEnvironment({"functions": [longer, even], "weights": [0.5, 2.0], "as_parts": True})
     result = environment.step(logs(["ab", "abc", ""]), [{}, {}, {}])
     assert {name: values.tolist() for name, values in result.rewards.items()} == {
@@ -64,7 +64,7 @@ def test_reward_functions_as_parts():
     assert len(twice.rewards) == 2 and all(values.tolist() == [1.0] for values in twice.rewards.values())
 
 
-def test_parts_keep_the_weights_of_their_total():
+def test_reward_components_keep_their_weights_when_merged_and_pickled():
     environment = RewardFunctionEnvironment([longer, even], [0.5, -2.0], as_parts=True)
     answers = [environment.step(logs([text]), [{}]) for text in ("ab", "abc")]
     merged = _merge([([1], answers[0]), ([0], answers[1])], 2).rewards
@@ -119,7 +119,7 @@ def test_gdpo_rejects_reward_weights_given_in_two_sections():
 
 
 @pytest.mark.parametrize("truth", [["4"], {"value": "4"}, True, None])
-def test_a_truth_that_is_no_text_equals_no_answer(truth):
+def test_ground_truth_that_is_not_a_string_matches_no_response(truth):
     log = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": str(truth)}]
     returned = MathMultiRewardEnvironment({}).step([log], [{"ground_truth": truth}])
     assert returned.rewards["reward/correctness"].tolist() == [0.0]

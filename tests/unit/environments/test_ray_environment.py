@@ -72,7 +72,7 @@ def judged_by_math_verify(prompts, completions, **columns):
     return [float(verify(parse(text), parse(text))) for text in completions]  # each with a time limit by signal.alarm
 
 
-def test_without_ray_the_same_call_stays_in_this_process():
+def test_remote_environment_runs_in_this_process_if_ray_is_not_started():
     assert ray_in_use() is None and isinstance(EchoEnvironment.remote({}), LocalActor)
     assert isinstance(EchoEnvironment.options(num_cpus=1).remote({}), LocalActor)
     with pytest.raises(ValueError, match=r"options\(num_gpus=1\).*start Ray"):
@@ -135,7 +135,7 @@ def test_environment_calls_written_for_nemo_rl_work(ray):
 
 
 @pytest.mark.slow
-def test_the_run_s_variables_reach_an_actor_of_a_ray_that_was_there_before(ray, monkeypatch):
+def test_environment_variables_of_the_run_reach_actors_of_an_already_running_ray(ray, monkeypatch):
     given = {
         "JUDGE_KEY": "a secret key = 7\u00e4",
         "EMPTY": "",
@@ -162,7 +162,7 @@ def says_where(prompts, completions, **columns):
 
 
 @pytest.mark.slow
-def test_reward_functions_run_in_the_main_thread_and_are_called_again_after_their_actor_was_killed(ray):
+def test_reward_functions_run_in_the_actors_main_thread_and_again_after_its_death(ray):
     """Python accepts a handler of a signal in the main thread alone."""
     functions = [f"{__name__}.{function.__name__}" for function in (signals_itself, judged_by_math_verify, says_where)]
     env = ray_environment(RewardFunctionEnvironment, ({"functions": functions},), {}, SETTINGS)
@@ -204,7 +204,7 @@ def test_environment_actor_that_does_not_start_is_an_error_that_names_it(ray, mo
         ray_environment(ReverseDigitsEnvironment, ({},), {}, SETTINGS)
 
 
-def test_actor_settings_are_derived_from_the_cluster_section():
+def test_environment_actor_settings_are_derived_from_the_cluster_section():
     cluster = ClusterConfig(
         executor="ray", gpus_per_node=2, cpus_per_worker=3, worker_timeout_s=5.0, environment_restarts=1
     )

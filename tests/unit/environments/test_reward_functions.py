@@ -60,7 +60,7 @@ def test_each_reward_function_has_a_separate_metric():
         "rewards/scaled_1": 7.0, "rewards/scaled_2": 1.0, "rewards/scaled_3": 2.0}  # fmt: skip
 
 
-def test_async_functions_are_awaited():
+def test_async_reward_functions_are_awaited():
     assert rewards(later) == [1.0, 1.0, 1.0]
 
     class Judge:
@@ -86,7 +86,7 @@ def test_async_functions_are_awaited():
     [[1, 2, 3], (1.0, 2.0, 3.0), iter([1, 2, 3]), np.array([1, 2, 3]), torch.tensor([1.0, 2.0, 3.0]), [np.float32(1), torch.tensor(2), 3], range(1, 4),
      {1: "a", 2: "b", 3: "c"}.keys()],
 )  # fmt: skip
-def test_numbers_in_any_sequence(values):
+def test_rewards_are_accepted_in_any_kind_of_sequence(values):
     assert rewards(lambda completions: values) == [1.0, 2.0, 3.0]
 
 
@@ -159,7 +159,7 @@ def test_invalid_reward_functions_and_weights_are_rejected(functions, weights, m
     assert "\n" not in str(caught.value)
 
 
-def test_one_weight_is_a_list_of_one():
+def test_single_weight_applies_to_a_single_reward_function():
     assert (
         rewards(Fixed(2.0), 0.5) == [1.0] * 3 and rewards([Fixed(2.0), Fixed(1.0)], (0.5, np.float64(2))) == [3.0] * 3
     )

@@ -125,7 +125,7 @@ def test_sandboxed_program_inherits_only_the_standard_descriptors(env):
         os.close(leaky)
 
 
-def test_the_environment_variables_stay_outside(env, monkeypatch):
+def test_sandboxed_program_gets_no_environment_variables_of_the_host(env, monkeypatch):
     program = "import os\ndef f(): return sorted(os.environ)"
     truth = {
         "fn_name": "f",
@@ -135,7 +135,7 @@ def test_the_environment_variables_stay_outside(env, monkeypatch):
     assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
 
 
-def test_files_last_for_one_run(env):
+def test_files_written_by_a_sandboxed_program_are_gone_in_its_next_run(env):
     truth = {"inputs": ["", ""], "outputs": ["0", "0"]}
     program = "import os\nprint(len(os.listdir('.')) - 1)\nopen('left', 'w').write('x')"
     assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]

@@ -73,14 +73,14 @@ def test_seccomp_filter_gives_the_expected_verdict_for_each_system_call(machine)
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("case", BY_ARGUMENT)
-def test_calls_that_depend_on_an_argument(machine, case):
+def test_seccomp_verdict_depends_on_the_arguments_of_a_system_call(machine, case):
     numbers, arguments, expected = case
     verdict = bpf.run(seccomp.filter_program(machine), numbers[machine], MACHINES[machine], arguments)
     assert verdict == expected
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_other_architectures_are_killed(machine):
+def test_system_calls_of_other_architectures_kill_the_program(machine):
     program = seccomp.filter_program(machine)
     for architecture in (
         0x40000003,
@@ -90,5 +90,5 @@ def test_other_architectures_are_killed(machine):
         assert bpf.run(program, 0, architecture) == KILL
 
 
-def test_x32_numbers_are_killed():
+def test_x32_system_calls_kill_the_program():
     assert bpf.run(seccomp.filter_program("x86_64"), 0x40000000 | 41, MACHINES["x86_64"]) == KILL

@@ -30,14 +30,14 @@ def test_arithmetic_environment_scores_the_leading_integer():
         env.step(says("7"), [{"ground_truth": "seven"}])
 
 
-def test_reverse_digits_environment_scores_the_share_of_right_digits():
+def test_reverse_digits_environment_scores_the_share_of_correct_digits():
     env = create_env("reverse_digits")
     result = get(env.step.remote(says("321", "331", "3", " 321 9", "123"), [{"ground_truth": "321"}] * 5))
     assert result.rewards.tolist() == pytest.approx([1, 2 / 3, 1 / 3, 1, 1 / 3])
     assert env.pop_metrics() == {"exactly_right": 0.4}
 
 
-def test_reward_functions_as_trl_calls_them():
+def test_reward_functions_are_called_with_the_arguments_that_trl_passes():
     seen = {}
 
     def length(prompts, completions, **columns):
@@ -66,7 +66,7 @@ def word_count(completions):
     return [len(completion.split()) for completion in completions]
 
 
-def test_reward_functions_by_name_in_a_configuration():
+def test_reward_functions_are_loaded_by_dotted_name_from_the_configuration():
     env = create_env("reward_functions", {"functions": [f"{__name__}.word_count"]})
     assert env.step(says("a b c"), [{}]).rewards.tolist() == [3.0]
 
@@ -84,7 +84,7 @@ GRID = "1 2 3\n4 5 6\n\n7 8 9"
     (GRID, "line", True, "1 2 3"),
     (GRID, "tag", True, ""),
 ])  # fmt: skip
-def test_answers_of_several_lines(text, answer_format, several_lines, answer):
+def test_reasoning_gym_answer_is_extracted_with_one_or_several_lines(text, answer_format, several_lines, answer):
     assert extract_answer(text, answer_format, several_lines) == answer
 
 
@@ -105,7 +105,7 @@ def test_reasoning_gym_reference_answers_score_one_without_tags():
     assert result.rewards.tolist() == [1.0] * 4
 
 
-def test_a_task_without_answers_has_no_examples_to_show():
+def test_reasoning_gym_task_without_answers_rejects_few_shot_examples():
     pytest.importorskip("reasoning_gym")
     from nemo_rl_cpp.data.datasets import load_response_dataset
 
@@ -117,7 +117,7 @@ def test_a_task_without_answers_has_no_examples_to_show():
 
 
 @pytest.mark.slow
-def test_reasoning_gym():
+def test_reasoning_gym_environment_scores_tagged_and_plain_answers():
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entries = [reasoning_gym.create_dataset("chain_sum", size=3, seed=1)[i] for i in range(3)]
     entries.append(reasoning_gym.create_dataset("letter_counting", size=1, seed=1)[0])
@@ -172,7 +172,7 @@ class Slow(EnvironmentInterface):
         return self.step(None, batch), {}
 
 
-def test_remote_calls_run_in_the_background_and_in_order():
+def test_remote_environment_calls_run_in_the_background_and_in_order():
     env = Slow.remote()
     first, second, third = (
         env.step.remote([], 1),

@@ -31,13 +31,13 @@ def test_hanging_verifications_are_killed_and_the_pool_continues(pool):
     assert pool.verify(["ok"] * 50, ["ok"] * 50).scores == [1] * 50
 
 
-def test_crashes_and_memory(pool):
+def test_verifier_crash_or_out_of_memory_scores_zero(pool):
     verdicts = pool.verify(["abort", "exit", "memory", "ok"], ["ok"] * 4)
     assert verdicts.scores == [0, 0, 0, 1] and verdicts.timed_out == 0
     assert verdicts.crashed == 2  # too much memory is an exception inside the verifier, which scores 0
 
 
-def test_prints_do_not_disturb_and_children_die_with_their_worker(pool):
+def test_printing_verifier_keeps_working_and_child_processes_end_with_it(pool):
     assert pool.verify(["print", "ok"], ["ok", "ok"]).scores == [0, 1]
     verdicts = pool.verify(["child"], ["ok"])
     assert verdicts.timed_out == 1
@@ -47,23 +47,23 @@ def test_prints_do_not_disturb_and_children_die_with_their_worker(pool):
     assert wait_until_gone([child]) == []
 
 
-def test_oversized_responses_are_not_read(pool):
+def test_oversized_response_scores_zero_without_being_verified(pool):
     pool.options.max_answer_chars = 10
     verdicts = pool.verify(["x" * 11, "ok"], ["ok", "ok"])
     assert verdicts.scores == [0, 1] and verdicts.oversized == 1
 
 
-def test_long_responses_pass_through_the_pipe(pool):
+def test_responses_of_900000_characters_are_verified(pool):
     assert pool.verify(["y" * 900_000, "ok"], ["y" * 900_000, "ok"]).scores == [1, 1]
 
 
-def test_misuse_is_an_error_not_a_score(pool):
+def test_invalid_verifier_option_raises_instead_of_scoring_zero(pool):
     with pytest.raises(ValueError, match="unknown option"):
         pool.verify(["misuse"], ["ok"])
     assert pool.verify(["ok"], ["ok"]).scores == [1]
 
 
-def test_shutdown_leaves_no_process(pool):
+def test_verifier_pool_shutdown_leaves_no_process(pool):
     pids = verifier_pids(pool)
     pool.shutdown()
     pool.shutdown()
@@ -72,7 +72,7 @@ def test_shutdown_leaves_no_process(pool):
         pool.verify(["ok"], ["ok"])
 
 
-def test_a_forgotten_pool_leaves_no_process():
+def test_garbage_collected_verifier_pool_leaves_no_process():
     pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=1))
     pids = verifier_pids(pool)
     del pool
@@ -86,7 +86,7 @@ def test_verifier_that_cannot_start_is_an_error_with_the_reason():
     pool.shutdown()
 
 
-def test_verifiers_must_be_importable():
+def test_verifier_class_that_cannot_be_imported_by_name_is_rejected():
     class Local:
         pass
 
@@ -110,7 +110,7 @@ elif sys.argv[1] == "idle":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "idle", "busy"])
-def test_no_orphan_when_the_program_ends_or_is_killed(how, tmp_path):
+def test_no_verifier_process_remains_when_the_program_ends_or_is_killed(how, tmp_path):
     """A script without a main guard works too; killed with SIGKILL it can tell nobody, and still nothing stays."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

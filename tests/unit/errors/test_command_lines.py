@@ -51,12 +51,12 @@ def test_unknown_option_is_reported_in_one_line(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_overrides_are_no_options():
+def test_overrides_with_dashes_are_not_taken_for_options():
     assert unknown_option(["a.b=1", "+a.c=-2", "~a.d", "++x={y: --z}", "-"]) is None
 
 
 @pytest.mark.parametrize("main", [run_grpo_math.main, run_ppo.main, run_eval.main, cli.main])
-def test_version_and_help(main, capsys):
+def test_every_command_prints_its_version_and_help(main, capsys):
     assert leaves_with(main, ["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"nemo_rl_cpp {__version__}"
     assert leaves_with(main, ["--help"]) == 0
@@ -69,7 +69,7 @@ def test_version_and_help(main, capsys):
         )
 
 
-def test_one_command_for_all(capsys):
+def test_nemo_rl_cpp_train_and_eval_run_every_kind_of_configuration(capsys):
     """From a wheel there are no scripts: `nemo-rl-cpp train` and `eval` are the same runs."""
     for words in (
         ["train", "--config", "grpo_tiny.yaml"],
@@ -184,7 +184,7 @@ def hangs(completions, **_):
 
 
 @pytest.mark.slow
-def test_the_second_signal_ends_a_run_whose_reward_function_hangs():
+def test_second_signal_ends_a_run_whose_reward_function_hangs():
     """The function's module lies beside the configuration, and another one in the working directory: both are found, though
     `examples/run_grpo_math.py` puts neither folder on Python's path."""
     Path("mine").mkdir()
@@ -209,7 +209,7 @@ def test_the_second_signal_ends_a_run_whose_reward_function_hangs():
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_torch_loads(tmp_path):
+def test_ctrl_c_while_torch_loads_ends_at_once_without_a_traceback(tmp_path):
     """Before the first step nothing is worth a graceful end: the program ends at once, without a traceback."""
     code = (
         "import os, signal, sys, threading\n"
@@ -237,7 +237,7 @@ def test_ctrl_c_while_torch_loads(tmp_path):
     (["train", *TINY], "ended: nobody reads what the run prints, its output is a closed pipe"),
     (["train", "--config", "grpo_tiny.yaml", "grpo.sed=1"], "grpo.sed"),
 ])  # fmt: skip
-def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(words, said):
+def test_command_with_closed_standard_output_ends_without_a_traceback(words, said):
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -249,7 +249,7 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(words, sai
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
 
 
-def test_a_broken_pipe_of_something_else_is_an_error(capsys):
+def test_broken_pipe_error_of_another_pipe_is_reported(capsys):
     with program() as outcome:
         raise BrokenPipeError(32, "Broken pipe")
     assert outcome.status == 1

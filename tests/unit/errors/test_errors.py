@@ -103,7 +103,7 @@ def test_keyboard_interrupt_in_a_reward_function_is_not_wrapped():
     assert type(caught(scored, reward)) is KeyboardInterrupt
 
 
-def test_a_library_that_the_users_function_calls_is_not_the_place():
+def test_error_in_a_library_is_located_at_the_users_line_that_called_it():
     def reward(completions):
         return torch.zeros(2) @ torch.zeros(3)
 
@@ -111,7 +111,7 @@ def test_a_library_that_the_users_function_calls_is_not_the_place():
     assert "reward (" in str(error) and HERE in str(error)
 
 
-def test_a_function_that_is_installed_as_a_package_is_the_place_too(tmp_path, monkeypatch):
+def test_error_in_an_installed_reward_function_names_its_file_and_line(tmp_path, monkeypatch):
     folder = tmp_path / "site-packages"
     folder.mkdir()
     (folder / "installed_rewards.py").write_text("def reward(completions, **columns):\n    return columns['answer']\n")
@@ -126,7 +126,7 @@ def test_errors_raised_by_this_package_are_reported_unchanged():
     assert one_sentence(error) == "reward function <lambda> returned 2 rewards for 1 completions"
 
 
-def test_other_sentences(tmp_path):
+def test_file_and_import_errors_are_reported_in_one_line(tmp_path):
     from nemo_rl_cpp.report.writer import write_report
 
     assert (
@@ -155,7 +155,7 @@ def test_unexpected_internal_error_names_the_function_and_line():
     assert "in get_gdpo_reward_component_keys (nemo_rl_cpp/algorithms/advantage_estimator.py:" in sentence
 
 
-def test_the_traceback_goes_to_the_runs_folder_else_to_the_temporary_one(tmp_path, monkeypatch):
+def test_traceback_is_saved_in_the_log_folder_or_else_in_the_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(errors, "_folder", None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     error = caught(scored, missing)
@@ -174,7 +174,7 @@ def test_the_traceback_goes_to_the_runs_folder_else_to_the_temporary_one(tmp_pat
     (SystemExit(0), 1, "error: "), (SystemExit(), 1, "error: "), (SystemExit("words"), 1, "error: "), (ValueError("no"), 1, "error: "),
     (KeyboardInterrupt(), 130, "interrupted"), (Ended(15), 143, "ended by SIGTERM"), (BaseException("odd"), 1, "error: "),
 ])  # fmt: skip
-def test_every_exit_status_is_true(raised, status, says, capfd, monkeypatch, tmp_path):
+def test_exit_status_matches_the_exception_that_ended_the_program(raised, status, says, capfd, monkeypatch, tmp_path):
     monkeypatch.setattr(errors, "_folder", tmp_path)
     with program() as outcome:
         raise raised
@@ -186,7 +186,7 @@ def test_every_exit_status_is_true(raised, status, says, capfd, monkeypatch, tmp
     assert outcome.status == 2
 
 
-def test_debug_prints_the_traceback_too(capsys, monkeypatch, tmp_path):
+def test_debug_flag_prints_the_traceback_before_the_error_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(errors, "_folder", tmp_path)
     with program(debug=True) as outcome:
         scored(missing)
@@ -197,7 +197,7 @@ def test_debug_prints_the_traceback_too(capsys, monkeypatch, tmp_path):
     )
 
 
-def test_error_is_reported_even_if_the_working_folder_was_deleted(tmp_path, monkeypatch):
+def test_error_is_reported_even_if_the_working_directory_was_deleted(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

@@ -51,7 +51,7 @@ def test_run_with_constant_rewards_reports_that_nothing_was_learned(tmp_path, ca
     )
 
 
-def test_the_advice_names_the_key_for_cut_prompts(tmp_path, monkeypatch):
+def test_warning_about_cut_prompts_names_the_key_to_raise(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"849 of 849 prompts reach 3 tokens \(data.max_input_seq_length\)"):
         tiny.train(tmp_path, *tiny.SMALL, "data.max_input_seq_length=3")
     monkeypatch.setattr(
@@ -69,7 +69,7 @@ def test_the_advice_names_the_key_for_cut_prompts(tmp_path, monkeypatch):
     assert done.history[-1]["cut_prompts_rate"] == 1.0
 
 
-def test_the_advice_names_the_key_for_a_full_context(tmp_path):
+def test_warning_about_cut_off_responses_names_the_context_length_key(tmp_path):
     lengths = [
         "policy.max_total_sequence_length=5",
         "policy.generation.max_new_tokens=30",
@@ -80,7 +80,7 @@ def test_the_advice_names_the_key_for_a_full_context(tmp_path):
     assert "Prompts of 4 tokens leave 1 of policy.max_total_sequence_length = 5" in row
 
 
-def test_the_shipped_tiny_run_raises_no_alarm(tmp_path, capsys):
+def test_shipped_tiny_run_reports_no_serious_problem(tmp_path, capsys):
     """Its answers have three digits, and so have its responses: most end at the limit, as they should."""
     said, table = run(capsys, tmp_path, "grpo.max_num_steps=12")
     assert said == [] and table.startswith("GRPO tiny-random: finished ") and "serious" not in table
@@ -100,7 +100,7 @@ def test_exception_of_a_reward_function_keeps_its_type_for_python_callers(tmp_pa
     assert "reward function reward failed with TypeError" in page
 
 
-def test_a_loss_of_the_users_is_named(tmp_path):
+def test_error_in_a_custom_loss_names_its_function_file_and_line(tmp_path):
     def my_loss(*args, **kwargs):
         raise ZeroDivisionError("no tokens")
 

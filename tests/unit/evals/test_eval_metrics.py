@@ -9,7 +9,7 @@ from nemo_rl_cpp.evals.results import interval_of_mean
 from reference import evaluation as reference
 
 
-def test_pass_at_k_by_hand():
+def test_pass_at_k_matches_hand_computed_values():
     assert pass_at_k(4, 1, 1) == 0.25
     assert pass_at_k(4, 1, 2) == 0.5  # 3 of the 6 pairs hold the right one
     assert pass_at_k(4, 2, 2) == pytest.approx(5 / 6)
@@ -21,7 +21,7 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(4, 1.5, 1) == pytest.approx(1 - (2.5 / 3.5) * (3.5 / 4.5))
 
 
-def test_pass_at_k_for_all_small_cases():
+def test_pass_at_k_matches_the_enumeration_of_all_subsets():
     for n in range(1, 9):
         for right in range(n + 1):
             rewards = [1.0] * right + [0.0] * (n - right)
@@ -29,12 +29,12 @@ def test_pass_at_k_for_all_small_cases():
                 assert pass_at_k(n, right, k) == pytest.approx(reference.pass_at_k(rewards, k), abs=1e-12)
 
 
-def test_pass_at_k_of_many_responses():
+def test_pass_at_k_is_accurate_for_10000_responses():
     assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01)
     assert pass_at_k(10_000, 5_000, 50) == pytest.approx(1 - math.comb(5_000, 50) / math.comb(10_000, 50))
 
 
-def test_cons_at_k_by_hand():
+def test_cons_at_k_matches_hand_computed_values():
     # subsets of 3 of a a b b: (a a b) twice -> a, (a b b) twice -> b
     assert cons_at_k([1, 1, 0, 0], ["a", "a", "b", "b"], 3) == 0.5
     # of 2: aa -> a, bb -> b, the four mixed ones -> whoever comes first, a
@@ -44,7 +44,7 @@ def test_cons_at_k_by_hand():
     assert cons_at_k([1, 0], ["a", "a"], 1) == 0.5  # equal answers with different rewards: the first one's counts
 
 
-def test_cons_at_k_against_the_listing():
+def test_cons_at_k_matches_the_enumeration_of_all_subsets():
     generator = random.Random(1)
     for _ in range(1500):
         n = generator.randint(1, 9)
@@ -70,7 +70,7 @@ def test_interval_of_the_mean_matches_hand_computed_cases():
     assert interval_of_mean([0.5]).high < 1.0
 
 
-def test_wilson_interval_by_hand():
+def test_wilson_interval_matches_hand_computed_values():
     # 8 of 10: (0.8 + 0.19207) / 1.38415 = 0.71675; half width 1.95996 sqrt(0.016 + 0.0096036) / 1.38415 = 0.22658
     low, high = wilson_interval(0.8, 10)
     assert low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)

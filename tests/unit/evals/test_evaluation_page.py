@@ -80,7 +80,7 @@ def test_several_evaluations_are_each_compared_with_the_first(tmp_path):
     assert [(row.name, row.values) for row in found.blocks[1].rows] == [("seed", ["–", "–", "7"])]
 
 
-def test_the_command_compares_evaluations(tmp_path, capsys):
+def test_compare_command_prints_evaluations_side_by_side(tmp_path, capsys):
     first, second = folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new")
     page = tmp_path / "out" / "page.html"
     assert is_evaluation(first) and command.compare([str(first), str(second), "--out", str(page)]) == 0
@@ -102,7 +102,7 @@ def test_evaluations_that_cannot_be_compared_are_rejected(tmp_path, capsys):
         assert command.compare([*map(str, folders)]) == 2 and words in capsys.readouterr().err
 
 
-def test_a_terminal_obeys_no_text_of_a_model(tmp_path, capsys):
+def test_control_characters_in_model_output_are_escaped_in_the_terminal(tmp_path, capsys):
     folders = [folder(tmp_path / name, rewards, f"{name}\x1b[2J", "\x1b]0;title\x07 \ud83d \u202e👩\u200d🔬 ü\n")
                for name, rewards in (("a", BEFORE), ("b", AFTER))]  # fmt: skip
     page = tmp_path / "page.html"
@@ -114,7 +114,7 @@ def test_a_terminal_obeys_no_text_of_a_model(tmp_path, capsys):
     assert "title" in page.read_text(encoding="utf-8")
 
 
-def test_half_a_character_does_not_lose_an_evaluation(tmp_path):
+def test_lone_surrogate_in_a_response_does_not_prevent_saving_an_evaluation(tmp_path):
     config = load_eval_config(
         "evals/eval.yaml",
         [

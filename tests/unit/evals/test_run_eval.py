@@ -40,7 +40,7 @@ def evaluate(model, *overrides):
     )
 
 
-def test_a_checkpoint_is_found(checkpoints, tmp_path):
+def test_evaluation_resolves_a_run_folder_to_its_newest_checkpoint(checkpoints, tmp_path):
     newest = str(checkpoints / "step_10" / "policy" / "weights")
     assert find_policy_weights(str(checkpoints)) == newest
     assert find_policy_weights(str(checkpoints / "step_10")) == newest
@@ -50,7 +50,7 @@ def test_a_checkpoint_is_found(checkpoints, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "empty"])
-def test_newest_checkpoint_with_unfinished_weights_is_passed_over(tmp_path, damage):
+def test_evaluation_skips_a_newest_checkpoint_with_incomplete_weights(tmp_path, damage):
     for step in (2, 10):
         weights = tmp_path / f"step_{step}" / "policy" / "weights"
         weights.mkdir(parents=True)
@@ -70,7 +70,7 @@ def test_newest_checkpoint_with_unfinished_weights_is_passed_over(tmp_path, dama
     assert find_policy_weights(str(tmp_path / "step_10")) == str(weights)
 
 
-def test_samples_are_saved_and_give_the_score(checkpoints, tmp_path, capsys):
+def test_evaluation_score_can_be_recomputed_from_the_saved_samples(checkpoints, tmp_path, capsys):
     sampled = (
         "generation.temperature=1.0",
         "eval.num_tests_per_prompt=4",
@@ -95,7 +95,7 @@ def test_samples_are_saved_and_give_the_score(checkpoints, tmp_path, capsys):
     assert f"score={result.score:.4f}" in printed and "95 % interval" in printed
 
 
-def test_the_score_does_not_depend_on_the_batch(checkpoints, tmp_path):
+def test_evaluation_samples_depend_on_the_seed_but_not_on_the_batch_size(checkpoints, tmp_path):
     sampled = ("generation.temperature=1.0", "eval.num_tests_per_prompt=3")
     texts = []
     for size, seed in ((-1, 42), (7, 42), (-1, 43)):
@@ -122,7 +122,7 @@ def test_different_checkpoints_give_different_samples(checkpoints, tmp_path):
     ).read_text()
 
 
-def test_a_policy_in_training_is_evaluated_as_its_checkpoint_is(tmp_path):
+def test_policy_in_training_and_its_checkpoint_give_equal_evaluation_samples(tmp_path):
     torch.set_num_threads(1)
     with tiny.make(tmp_path / "logs", "grpo.seed=3", "grpo.max_num_steps=1") as run:
         run.train()
@@ -145,7 +145,7 @@ def test_a_policy_in_training_is_evaluated_as_its_checkpoint_is(tmp_path):
     assert texts[0] == texts[1] and len(texts[0][1]) == 60
 
 
-def test_repeat_and_the_command_line(checkpoints, capsys):
+def test_eval_command_repeats_prompts_and_supports_dry_run(checkpoints, capsys):
     arguments = ["--config", "evals/eval.yaml", f"generation.model_name={checkpoints}", *REVERSE, "data.repeat=2"]
     assert run_eval.main(arguments) == 0
     assert "40 prompts" in capsys.readouterr().out
@@ -182,27 +182,27 @@ def sums(metric, *overrides):
     return evaluation.run_env_eval(generation, loader, create_env("arithmetic", {}), config)
 
 
-def test_cons_at_k_elects_the_most_frequent_answer(capsys):
+def test_cons_at_k_scores_the_most_frequent_answer(capsys):
     assert sums("cons@k").score == 0.5  # 2, 3, 2 elect 2; two responses without an answer outvote the right one
     assert sums("pass@k").score == 1.0
     assert sums("pass@k", "eval.k_value=1").score == 0.5
     assert "metric=cons@3" in capsys.readouterr().out
 
 
-def test_environment_metrics_are_in_the_table(capsys):
+def test_evaluation_prints_environment_metrics(capsys):
     result = sums("pass@k")
     assert result.metrics["well_formed"] == pytest.approx(4 / 6)
     assert "well_formed" in capsys.readouterr().out
 
 
-def test_consensus_needs_answers():
+def test_cons_at_k_without_extracted_answers_is_an_error():
     config = load_eval_config("evals/gsm8k.yaml", ["eval.metric=cons@k"])
     with pytest.raises(ValueError, match="cons@k votes on answers"):
         evaluation.prompt_scores([0.0] * 4, [None] * 4, config)
 
 
 @pytest.mark.parametrize("turns, score", [(3, 1.0), (2, 3 / 7), (1, 1 / 7)])
-def test_conversations_of_several_turns(turns, score, capsys):
+def test_multi_turn_evaluation_scores_conversations_up_to_max_rollout_turns(turns, score, capsys):
     """A player who halves the range: 4 at once, 2 and 6 with two guesses, the others with three."""
     path = {"?4": "+", "?4+": "6", "?4-": "2", "?4+6+": "7", "?4+6-": "5", "?4-2+": "3", "?4-2-": "1"}
     config = load_eval_config(
@@ -235,7 +235,7 @@ def digits(completions, **columns):
 
 
 @pytest.mark.parametrize("as_parts", [True, False])
-def test_reward_parts_are_weighted_as_in_training(as_parts):
+def test_evaluation_weights_reward_components_as_in_training(as_parts):
     """As in training: a response with both parts right has 0.9 + 0.1, which is right."""
     environment = RewardFunctionEnvironment([long, digits], [0.9, 0.1], as_parts=as_parts)
     config = load_eval_config("evals/eval.yaml", ["generation.model_name=none", *REVERSE])

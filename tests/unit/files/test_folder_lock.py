@@ -47,7 +47,7 @@ def test_second_run_error_names_the_process_that_holds_the_folder(tmp_path, othe
     assert holder_of(tmp_path / "ck")["pid"] == other.pid
 
 
-def test_a_killed_run_leaves_no_lock(tmp_path, other):
+def test_folder_is_unlocked_after_its_run_is_killed(tmp_path, other):
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
     assert holder_of(tmp_path / "ck") is None
@@ -61,7 +61,7 @@ def test_save_by_a_second_process_is_rejected_while_the_folder_is_locked(tmp_pat
     assert manager.get_latest_checkpoint_path() is None  # reading needs no lock
 
 
-def test_a_forked_child_does_not_keep_its_parent_s_lock(tmp_path):
+def test_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path):
     lock = FolderLock(tmp_path, KEY)
     reading, writing = os.pipe()
     child = os.fork()
@@ -87,7 +87,7 @@ def test_lock_holder_can_save_and_keeps_the_lock_afterwards(tmp_path):
     claim(tmp_path / "ck").shutdown()
 
 
-def test_a_run_that_ends_before_it_saves_leaves_no_folder(tmp_path):
+def test_run_that_ends_before_its_first_save_leaves_no_checkpoint_folder(tmp_path):
     claim(tmp_path / "a" / "ck").shutdown()
     assert not (tmp_path / "a" / "ck").exists()
     (tmp_path / "mine").mkdir()
@@ -109,7 +109,7 @@ def test_error_for_a_folder_that_cannot_be_created_names_the_key(tmp_path, name)
         claim(tmp_path / name)
 
 
-def test_a_read_only_folder_is_named(monkeypatch, tmp_path):
+def test_error_for_a_read_only_folder_names_it(monkeypatch, tmp_path):
     (tmp_path / "ck").mkdir()
     real = os.open
 

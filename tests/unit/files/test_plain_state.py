@@ -46,13 +46,13 @@ def same(a, b):
     return a == b or (isinstance(a, float) and a != a and b != b)
 
 
-def test_round_trip(tmp_path):
+def test_nested_state_round_trips_through_json_and_safetensors(tmp_path):
     write_state(tmp_path / "s", STATE)
     assert same(STATE, read_state(tmp_path / "s"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s.json", "s.safetensors"]
 
 
-def test_the_same_state_gives_the_same_bytes(tmp_path):
+def test_equal_states_are_written_as_identical_bytes(tmp_path):
     for name in ("a", "b"):
         write_state(tmp_path / name, STATE)
     for suffix in ("json", "safetensors"):

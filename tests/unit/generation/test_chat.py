@@ -94,7 +94,7 @@ def test_missing_chat_template_is_a_one_line_error(tmp_path, capsys, run):
     assert error.startswith("error: ") and "has no chat template" in error and error.count("\n") == 1
 
 
-def test_passthrough_chat_template_is_reported(tmp_path, capsys):
+def test_warning_if_the_chat_template_returns_messages_unchanged(tmp_path, capsys):
     folder = checkpoint(tmp_path, PASSTHROUGH, {"chat_template": None})
     out = chat(folder, capsys)
     assert out.out.strip() == continued(folder, "12") and out.err.count("warning: ") == 1
@@ -133,7 +133,7 @@ def test_evaluation_reports_prompt_settings_that_differ_from_the_runs(tmp_path, 
     assert (remarks == []) if said is None else (len(remarks) == 1 and said in remarks[0])
 
 
-def test_bytes_that_form_no_character_do_not_end_a_text(tmp_path):
+def test_generation_continues_after_bytes_that_are_not_valid_utf8(tmp_path):
     """Random weights on a tokenizer with byte fallback: the stream of text goes on behind them."""
     from tokenizer_folders import KINDS, TEXT, write
 
@@ -164,7 +164,7 @@ def test_chat_content_dropped_by_the_template_is_rejected(tmp_path, messages, sa
     assert said in str(refused.value) and "policy." not in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_text_parts_and_from_value_messages_give_the_same_prompt(tmp_path):
+def test_content_parts_and_sharegpt_messages_give_the_same_prompt(tmp_path):
     generator = TextGenerator(checkpoint(tmp_path, OWN), precision="float32")
     texts = {
         generator.generate(messages, greedy=True, max_new_tokens=4).text

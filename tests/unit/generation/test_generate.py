@@ -56,12 +56,12 @@ def test_text_generator_gives_the_tokens_of_the_training_engine(precision, rule,
     assert generator.generate(PROMPT, max_new_tokens=12, greedy=True).token_ids == engines_ids(policy, greedy=True)
 
 
-def test_weights_are_converted_as_the_policy_converts_them(folder):
+def test_text_generator_and_policy_convert_weights_to_bfloat16_identically(folder):
     text = TextGenerator(folder, precision="bfloat16").generate(PROMPT, max_new_tokens=12, greedy=True)
     assert text.token_ids == engines_ids(make_policy("bfloat16"), greedy=True)
 
 
-def test_streamed_pieces_join_to_the_whole_text(folder):
+def test_streamed_pieces_concatenate_to_the_whole_text(folder):
     pieces = []
     done = TextGenerator(folder).generate(PROMPT, max_new_tokens=12, on_text=pieces.append)
     assert len(pieces) > 1 and "".join(pieces) == done.text == tiny_tokenizer().decode(
@@ -69,7 +69,7 @@ def test_streamed_pieces_join_to_the_whole_text(folder):
     )
 
 
-def test_finish_reason_tells_length_stop_string_and_end_token_apart(folder):
+def test_finish_reason_is_length_at_the_limit_and_stop_at_a_stop_string_or_token(folder):
     generator = TextGenerator(folder)
     texts = [generator.generate(PROMPT, max_new_tokens=20, seed=seed) for seed in range(40)]
     seed, whole = next(
@@ -91,7 +91,7 @@ def test_generation_stops_at_the_models_last_position(folder):
         generator.generate("1" * 64)
 
 
-def test_messages_go_through_the_chat_template(folder):
+def test_chat_template_is_applied_to_messages(folder):
     generator = TextGenerator(folder)
     message = [{"role": "user", "content": PROMPT}]
     assert generator.generate(message, max_new_tokens=6, greedy=True) == generator.generate(
@@ -99,7 +99,7 @@ def test_messages_go_through_the_chat_template(folder):
     )
 
 
-def test_an_error_in_on_text_ends_the_text_and_the_model_lives_on(folder):
+def test_error_in_on_text_ends_the_response_and_the_generator_stays_usable(folder):
     def fail(piece):
         raise KeyError(piece)
 
@@ -110,13 +110,13 @@ def test_an_error_in_on_text_ends_the_text_and_the_model_lives_on(folder):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_number_of_threads_does_not_change_a_text(folder, threads):
+def test_response_does_not_depend_on_the_number_of_threads(folder, threads):
     code = f"from nemo_rl_cpp.generate import TextGenerator; print(TextGenerator({str(folder)!r}, num_threads={threads}).generate('12+3=', seed=9).token_ids)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == str(TextGenerator(folder).generate(PROMPT, seed=9).token_ids)
 
 
-def test_neither_torch_nor_the_schema_is_imported(folder):
+def test_generate_command_imports_neither_torch_nor_pydantic(folder):
     code = (
         "import sys; from nemo_rl_cpp.cli import main;"
         f"status = main(['generate', '--model', {str(folder)!r}, '--max-new-tokens', '4', '12+3=']);"
@@ -126,7 +126,7 @@ def test_neither_torch_nor_the_schema_is_imported(folder):
     assert out.stdout.endswith("\n[] 0\n") and "[4 tokens, ended by length, first text after" in out.stderr
 
 
-def test_a_checkpoint_of_a_run_is_found_by_its_folder(folder, tmp_path, capsys):
+def test_generate_command_finds_the_checkpoint_in_a_run_folder(folder, tmp_path, capsys):
     weights = tmp_path / "run" / "step_7" / "policy" / "weights"
     weights.parent.mkdir(parents=True)
     weights.symlink_to(folder)
@@ -165,7 +165,7 @@ def test_generate_reports_user_errors_in_one_line(arguments, message, folder, tm
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-38, 1e-6])
-def test_temperature_0_is_greedy(folder, temperature, capsys):
+def test_temperature_zero_generates_greedily(folder, temperature, capsys):
     generator = TextGenerator(folder, precision="float32")
     greedy = generator.generate(PROMPT, greedy=True, max_new_tokens=8)
     assert generator.generate(PROMPT, temperature=temperature, max_new_tokens=8) == greedy
@@ -174,7 +174,7 @@ def test_temperature_0_is_greedy(folder, temperature, capsys):
     assert capsys.readouterr().out.strip() == greedy.text.strip()
 
 
-def test_one_stop_string_is_one(folder):
+def test_single_stop_string_is_not_split_into_characters(folder):
     generator = TextGenerator(folder, precision="float32")
     whole = generator.generate(PROMPT, greedy=True, max_new_tokens=12).text
     stop = whole[2:4]

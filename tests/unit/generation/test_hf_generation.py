@@ -42,7 +42,7 @@ def some(data, rows):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sample_does_not_depend_on_its_neighbours(kind):
+def test_response_does_not_depend_on_other_samples_of_the_batch(kind):
     """Texts are equal, and log-probabilities to rounding, alone, in any order, and with little memory; the trainer scores the same."""
     settings = {"temperature": 0.9, "top_k": 11, "top_p": 0.95, "stop_token_ids": [2, 5, 9]}
     policy = policy_of(kind, **settings)
@@ -62,7 +62,7 @@ def test_a_sample_does_not_depend_on_its_neighbours(kind):
     torch.testing.assert_close(policy.get_logprobs(scored)["logprobs"], out["logprobs"], rtol=0, atol=1e-5)
 
 
-def test_draws_are_keyed(kind="gemma"):
+def test_sampling_depends_on_seed_stream_and_draw_id(kind="gemma"):
     policy, data = policy_of(kind), prompts()
     expected = texts(policy.create_generation(seed=5).generate(data), data)
     assert texts(policy.create_generation(seed=6).generate(data), data) != expected
@@ -76,7 +76,7 @@ def test_draws_are_keyed(kind="gemma"):
     )
 
 
-def test_hf_generation_samples_the_texts_of_the_native_engine(tmp_path):
+def test_hf_and_native_generation_sample_the_same_texts(tmp_path):
     """The same Llama, seed and keys: the same texts."""
     from nemo_rl_cpp.models.hf.trained import HfPolicy
 

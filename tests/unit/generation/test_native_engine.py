@@ -104,7 +104,7 @@ def alone(prompt, key, new_tokens, rule=None):
     return tokens[len(prompt) :], logprobs
 
 
-def test_output_follows_the_contract():
+def test_output_has_the_documented_shapes_dtypes_padding_and_tokens():
     rows = [[5, 6, 7], [8], [5, 6, 7], [9] * 11]
     data = batch(rows, draw_ids=torch.tensor([3, 4, 3, 9]), sample_index=torch.tensor([0, 0, 1, 0]))
     out = make(seed=11).generate(data, greedy=False)
@@ -147,7 +147,7 @@ def test_equal_prompts_are_prefilled_once():
     assert generation.get_logger_metrics()["steps"] == 0
 
 
-def test_missing_draw_ids_are_numbered_consecutively():
+def test_requests_without_draw_ids_are_numbered_consecutively():
     generation = make()
     first, second = generation.generate(batch([[3, 4]] * 2)), generation.generate(batch([[3, 4]] * 2))
     texts = responses(batch([[3, 4]] * 2), first) + responses(batch([[3, 4]] * 2), second)
@@ -155,7 +155,7 @@ def test_missing_draw_ids_are_numbered_consecutively():
     assert texts[2] == alone([3, 4], (42, 0, 2, 0), 8)[0]
 
 
-def test_streams_and_seeds_never_share_draws():
+def test_different_streams_and_seeds_give_different_samples():
     def text(seed, stream):
         data = batch([[3, 4]], draw_ids=torch.tensor([0]), stream=stream)
         return tuple(responses(data, make(seed=seed).generate(data))[0])
@@ -164,7 +164,7 @@ def test_streams_and_seeds_never_share_draws():
     assert text(0, ["val"]) == text(0, "val")
 
 
-def test_validation_settings_apply_to_the_stream_val():
+def test_val_sampling_settings_apply_to_the_stream_val():
     config = {"temperature": 1.0, "val_temperature": 0, "top_k": 3, "val_top_k": None}
     data = batch([[3, 4]], stream="val")
     validated = make(**config).generate(data)
@@ -183,7 +183,7 @@ def test_greedy_takes_the_largest_logit():
         )
 
 
-def test_processed_logprobs_under_temperature_and_filters():
+def test_logprobs_are_those_after_temperature_top_k_and_top_p():
     rule = {"temperature": 0.8, "top_k": 10, "top_p": 0.9}
     out = make(**rule).generate(batch([[3, 4]], draw_ids=[6]))
     tokens, logprobs = alone([3, 4], (42, 0, 6, 0), 8, C.SamplingRule(**rule))
@@ -191,14 +191,14 @@ def test_processed_logprobs_under_temperature_and_filters():
     assert out["logprobs"][0, 2:].tolist() == logprobs
 
 
-def test_stop_tokens_end_a_text_and_stay_in_it():
+def test_stop_token_ends_a_response_and_is_kept():
     free = responses(batch([[3, 4]]), make().generate(batch([[3, 4]])))[0]
     out = make(stop_token_ids=[free[3]]).generate(batch([[3, 4]]))
     assert responses(batch([[3, 4]]), out)[0] == free[: free.index(free[3]) + 1]
     assert not out["truncated"].any()
 
 
-def test_the_tokenizers_end_token_is_the_default():
+def test_tokenizers_end_token_is_the_default_stop_token():
     data = batch([[3]] * 40)
     out = make(stop_token_ids=None, max_new_tokens=40).generate(data)
     for text, truncated in zip(responses(data, out), out["truncated"].tolist()):
@@ -206,7 +206,7 @@ def test_the_tokenizers_end_token_is_the_default():
     assert not out["truncated"].all()
 
 
-def test_stop_strings_of_the_configuration_and_of_a_row():
+def test_stop_strings_of_configuration_and_sample_both_end_a_response():
     data = batch([[3, 4]] * 12, stop_strings=[None, ["ca"], "bb"] * 4)
     out = make(stop_strings=["cab"], max_new_tokens=20).generate(data)
     for r, text in enumerate(responses(data, out)):
@@ -238,7 +238,7 @@ def test_kv_cache_is_allocated_on_demand_and_freed():
         make(kv_cache_gb=2e-6).generate(batch([[3] * 30]))
 
 
-def test_an_exception_of_the_model_reaches_the_caller_and_the_engine_lives_on():
+def test_model_exception_reaches_the_caller_and_the_engine_stays_usable():
     class Lost(Exception):
         pass
 
@@ -255,7 +255,7 @@ def test_an_exception_of_the_model_reaches_the_caller_and_the_engine_lives_on():
     assert generation.generate(batch([[3, 4]]))["generation_lengths"].tolist() == [8]
 
 
-def test_ctrl_c_is_seen_within_a_step(request):
+def test_ctrl_c_ends_generation_within_one_step(request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process started in the background ignores it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     model = PythonModel()
@@ -268,7 +268,7 @@ def test_ctrl_c_is_seen_within_a_step(request):
     assert generation.generate(batch([[3, 4]]))["generation_lengths"].tolist() == [8]
 
 
-def test_logits_that_are_not_finite_are_an_error_that_names_the_place(monkeypatch):
+def test_error_for_non_finite_logits_names_request_and_position(monkeypatch):
     monkeypatch.setattr(
         f"{__name__}.logits_after",
         lambda tokens: torch.full((VOCABULARY,), float("nan")) if len(tokens) == 5 else torch.zeros(VOCABULARY),

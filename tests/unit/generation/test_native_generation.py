@@ -66,7 +66,7 @@ LAYERS = {
 @pytest.mark.parametrize("family", LAYERS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_generation_logprobs_equal_the_trainers_bit_for_bit(family, precision, threads):
+def test_generation_and_trainer_logprobs_are_bit_identical(family, precision, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -96,7 +96,7 @@ RECURRENT = {"model_type": "qwen3_5_text", **LAYERS["qwen3_5_text"]}
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_states_of_recurrent_layers_survive_chunks_preemption_and_small_batches(chunk):
+def test_recurrent_states_survive_chunked_prefill_preemption_and_small_batches(chunk):
     """A cache of few blocks preempts sequences, whose states are computed again; groups share one prompt and copy its state."""
     inputs, outputs = prompts([40, 33, 1], 4, seed=3), []
     for batch, gigabytes in ((64, 1.0), (3, 1.0), (12, 7.5e-5)):
@@ -127,7 +127,7 @@ def wide_model(dtype=torch.bfloat16, seed=3):
 @pytest.mark.parametrize("packed", ["off", "on"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("texts", [1, 6, 11, 16, 18])
-def test_steps_of_products_worth_several_threads_are_exact_on_any_number_of_them(texts, dtype, packed):
+def test_multi_threaded_decode_steps_are_exact_for_any_number_of_threads(texts, dtype, packed):
     """Up to 16 rows a step's threads stay together (runtime/team.h), up to 12 may read packed weights (ops/packed_weights.h)."""
     model = wide_model(dtype)
     inputs = prompts([3 + i for i in range(texts)])
@@ -155,7 +155,7 @@ def generation_of(model, packed, **settings):
 
 
 @PACKS
-def test_weights_are_packed_when_steps_of_few_texts_have_paid_for_it():
+def test_packed_weights_auto_packs_after_enough_steps_with_few_sequences():
     inputs = prompts([5])
     for packed, when in (("off", [False, False]), ("auto", [False, True]), ("on", [True, True])):
         model = wide_model()
@@ -170,7 +170,7 @@ def test_weights_are_packed_when_steps_of_few_texts_have_paid_for_it():
 
 
 @PACKS
-def test_changed_weights_are_packed_again():
+def test_weights_are_repacked_after_a_change():
     inputs, model, other = prompts([5, 9]), wide_model(seed=3), wide_model(seed=4)
     generation = generation_of(model, "on")
     first = generation.generate(inputs)
@@ -185,7 +185,7 @@ def test_changed_weights_are_packed_again():
 
 
 @PACKS
-def test_an_optimizer_step_changes_what_packed_weights_generate():
+def test_generation_with_packed_weights_uses_the_weights_after_an_optimizer_step():
     inputs, outputs, digests = prompts([5, 9]), [], set()
     for packed in ("on", "off"):
         model = wide_model()
@@ -205,7 +205,7 @@ def test_an_optimizer_step_changes_what_packed_weights_generate():
 
 
 @pytest.mark.parametrize("packed", ["yes", "ON"])
-def test_packing_is_off_on_or_auto(packed):
+def test_packed_weights_other_than_off_on_or_auto_is_rejected(packed):
     with pytest.raises(ValueError, match=f"packed_weights must be one of off, on, auto, not '{packed}'"):
         generation_of(wide_model(), packed)
 
@@ -224,7 +224,7 @@ def test_response_depends_only_on_its_sampling_key():
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_enforce_eager_reaches_the_runner_and_changes_no_result(monkeypatch, enforce_eager):
+def test_enforce_eager_is_passed_to_the_runner_and_changes_no_result(monkeypatch, enforce_eager):
     asked, runner = [], C.NativeModelRunner
 
     def watched(model, **options):
@@ -238,7 +238,7 @@ def test_enforce_eager_reaches_the_runner_and_changes_no_result(monkeypatch, enf
     assert asked == [{"enforce_eager": enforce_eager, "packed_weights": "auto"}]
 
 
-def test_the_engine_reads_the_trainers_storage():
+def test_engine_reads_the_trainers_weights_without_a_copy():
     policy = make_policy("bfloat16")
     generation = policy.create_generation()
     before = generation.generate(prompts([8]), greedy=True)["logprobs"]

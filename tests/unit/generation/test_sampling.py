@@ -30,7 +30,7 @@ def logits_rows(kind: str, V: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["ordinary", "peaked", "flat", "masked"])
 @pytest.mark.parametrize("V", [2, 37, 2048, 5003])
-def test_logprob_entropy_and_token_equal_the_reference(kind, V):
+def test_sampled_token_logprob_and_entropy_match_the_reference(kind, V):
     logits = logits_rows(kind, V)
     u = torch.linspace(0.03, 0.97, len(logits), dtype=torch.float64)
     for rule in RULES:
@@ -46,7 +46,7 @@ def test_logprob_entropy_and_token_equal_the_reference(kind, V):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_scoring_gives_the_bits_of_sampling(rule):
+def test_scored_and_sampled_logprobs_are_bit_identical(rule):
     logits = torch.randn(64, 3001, generator=torch.Generator().manual_seed(0)) * 3
     u = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     tokens, logprobs, entropies = C.sample_rows(logits, u, C.SamplingRule(**rule))
@@ -69,7 +69,7 @@ def test_sampled_row_does_not_depend_on_other_rows_or_threads():
 @pytest.mark.parametrize(
     "rule", [{}, {"temperature": 0.6}, {"top_k": 12}, {"top_p": 0.7}, {"top_k": 30, "top_p": 0.9}], ids=str
 )
-def test_draws_follow_the_probabilities(rule):
+def test_sampled_tokens_follow_their_probabilities(rule):
     """Chi-square over the tokens; the critical value is that of significance 1e-4 (Wilson-Hilferty)."""
     V, draws = 60, 40_000
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(4)) * 1.5
@@ -94,7 +94,7 @@ def test_top_k_keeps_ties_with_the_kth_value():
     assert drawn == {0, 2, 3, 4}
 
 
-def test_top_p_on_probabilities_that_a_reader_can_add():
+def test_top_p_keeps_the_tokens_worked_out_by_hand():
     # 0.5, 0.25, 0.125, 0.125: ascending sums 0.125 (index 2), 0.25 (3), 0.5 (1), 1 (0)
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log().float().unsqueeze(0)
 
@@ -119,7 +119,7 @@ def test_greedy_takes_the_first_maximum_and_reports_unfiltered_logprobs():
     assert logprobs.item() == pytest.approx(torch.log_softmax(logits.double(), -1)[0, 1].item(), abs=1e-6)
 
 
-def test_extreme_uniforms_never_draw_a_token_without_probability():
+def test_extreme_uniforms_never_sample_a_token_of_probability_zero():
     logits = torch.full((1, 4100), -torch.inf)
     logits[0, [7, 4097]] = torch.tensor([1.0, 1.0])
     for u in (0.0, 1 - 2**-53):
@@ -129,7 +129,7 @@ def test_extreme_uniforms_never_draw_a_token_without_probability():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rule", [{}, {"top_k": 5}, {"top_p": 0.9}, {"greedy": True}], ids=str)
-def test_a_row_that_is_not_finite_yields_no_token(bad, rule):
+def test_row_with_non_finite_logits_yields_no_token(bad, rule):
     logits = torch.randn(3, 100)
     logits[1, 50] = bad
     tokens, _, _ = C.sample_rows(logits, torch.full((3,), 0.5, dtype=torch.float64), C.SamplingRule(**rule))

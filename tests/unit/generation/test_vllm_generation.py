@@ -94,7 +94,7 @@ def test_started_vllm_server_generates_with_the_policys_weights_and_exits(kind, 
         ("hangs_loading", r"did not start within 1 s .policy.generation.vllm_cfg.start_timeout_s.; its process"),
     ],
 )  # fmt: skip
-def test_a_server_that_does_not_start_is_an_error_and_leaves_no_process(mode, text, tmp_path, monkeypatch):
+def test_vllm_server_that_does_not_start_is_an_error_and_leaves_no_process(mode, text, tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(
         server_module,
@@ -165,7 +165,7 @@ def test_started_vllm_server_gets_its_options_from_the_configuration():
     ("mode", "text"),
     [("old", f"which has vLLM 0.31.0: its interfaces change with each version, and {TESTED_VERSION} is"), ("none", "which has no vLLM: install vLLM")],
 )  # fmt: skip
-def test_unsupported_vllm_is_rejected_before_anything_is_loaded(mode, text, tmp_path):
+def test_unsupported_vllm_version_is_rejected_before_a_model_is_loaded(mode, text, tmp_path):
     python = vllm_server_stand_in.interpreter(tmp_path, mode)
     with pytest.raises(ValueError, match=text):
         tiny.make(
@@ -176,7 +176,7 @@ def test_unsupported_vllm_is_rejected_before_anything_is_loaded(mode, text, tmp_
         )
 
 
-def test_program_that_is_no_python_interpreter_is_rejected(tmp_path):
+def test_vllm_python_that_is_not_a_python_interpreter_is_rejected(tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho no such thing >&2; exit 1\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -199,7 +199,7 @@ def test_vllm_is_rejected_if_checkpoint_tensors_have_different_names(tmp_path):
         engine_of(policy)
 
 
-def test_the_digest_is_of_the_weights_and_their_names():
+def test_weight_digest_covers_names_dtypes_shapes_and_values():
     weights = {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
     buffer = WeightBuffer(weights)
     first = buffer.fill(weights)
@@ -227,7 +227,7 @@ def test_weight_buffer_memory_is_freed_with_its_owner():
         os.fstat(descriptor)
 
 
-def test_null_removes_an_environment_variable_of_the_server(monkeypatch):
+def test_null_in_env_vars_removes_the_variable_from_the_vllm_server(monkeypatch):
     monkeypatch.setenv("PROXY", "somewhere")
     given = server_environment({"PROXY": None, "HF_HUB_OFFLINE": None, "VLLM_NO_USAGE_STATS": 0})
     assert "PROXY" not in given and "HF_HUB_OFFLINE" not in given and given["VLLM_NO_USAGE_STATS"] == "0"

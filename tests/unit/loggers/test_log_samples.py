@@ -12,7 +12,7 @@ def test_chosen_samples_spread_from_best_to_worst_reward():
     assert choose_samples([0.0, 5.0, 3.0], 1) == [2]
 
 
-def test_samples_are_printed_with_hostile_text_intact():
+def test_printed_samples_show_markup_in_their_text_literally():
     out = io.StringIO()
     logs = [[{"role": "user", "content": "2 + 2 = [/bold] [red]"}, {"role": "assistant", "content": "[link=x] 4"}], []]
     print_message_log_samples(logs, [1.0, -0.5], 2, step=7, console=Console(file=out, width=80))
@@ -21,7 +21,7 @@ def test_samples_are_printed_with_hostile_text_intact():
     assert "Rewards of step 7" in text and "mean 0.25" in text
 
 
-def test_samples_need_a_reward_each():
+def test_printing_samples_without_one_reward_each_is_an_error():
     with pytest.raises(ValueError, match="2 message logs but 1 rewards"):
         print_message_log_samples([[], []], [1.0])
     out = io.StringIO()

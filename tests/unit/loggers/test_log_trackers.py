@@ -56,14 +56,14 @@ def fake(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
-def test_a_missing_package_is_a_sentence_with_key_and_command(tmp_path, monkeypatch, name):
+def test_error_for_a_missing_tracker_package_names_key_and_install_command(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=f"logger.{name}_enabled=true.*pip install {name}.*{name}_enabled=false"):
         Logger(config(tmp_path, **{f"{name}_enabled": True}))
 
 
 @pytest.mark.slow
-def test_wandb_offline_and_its_resumption(tmp_path, monkeypatch):
+def test_wandb_run_keeps_its_id_on_resume_unless_later_steps_are_discarded(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -117,7 +117,7 @@ def test_mlflow_receives_metrics_and_hyperparameters(tmp_path, fake):
     assert mlflow.of("start_run")[-1] == ((), {"run_id": "run-1"}), "a resumed run continues its own MLflow run"
 
 
-def test_swanlab_and_trackio(tmp_path, fake):
+def test_swanlab_and_trackio_receive_metrics_and_hyperparameters(tmp_path, fake):
     swanlab, trackio = fake("swanlab"), fake("trackio")
     cfg = config(
         tmp_path,
@@ -202,7 +202,7 @@ NAMES = ["exact match (strict)", "größe", "長さ", "n" * 300, "a\nb", "\ud800
 
 
 @pytest.mark.filterwarnings("error")
-def test_names_that_mlflow_rejects_are_replaced_and_the_row_is_logged(tmp_path, mlflow):
+def test_metric_names_that_mlflow_rejects_are_replaced_and_still_logged(tmp_path, mlflow):
     with Logger(config(tmp_path, mlflow_enabled=True)) as logger:
         logger.log_metrics({name: float(i) for i, name in enumerate(NAMES)} | {"loss": 0.5}, 1, prefix="train")
         logger.log_hyperparams({"env": {"exact match (strict)": 1}, "seed": 2})
@@ -213,7 +213,7 @@ def test_names_that_mlflow_rejects_are_replaced_and_the_row_is_logged(tmp_path, 
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_resumed_mlflow_run_has_the_parameters_that_changed(tmp_path, mlflow):
+def test_resumed_mlflow_run_logs_changed_parameters_under_new_names(tmp_path, mlflow):
     def resume(step, params):
         with Logger(config(tmp_path, mlflow_enabled=True)) as logger:
             if step:
@@ -235,7 +235,7 @@ def test_a_resumed_mlflow_run_has_the_parameters_that_changed(tmp_path, mlflow):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_run_resumed_from_an_older_checkpoint_is_one_curve(tmp_path, mlflow, fake):
+def test_run_resumed_from_an_older_checkpoint_has_one_value_per_step_in_trackers(tmp_path, mlflow, fake):
     trackio, swanlab = fake("trackio"), fake("swanlab")
     cfg = config(tmp_path, mlflow_enabled=True, trackio_enabled=True, trackio={"project": "q"}, swanlab_enabled=True)
     with Logger(cfg) as logger:
@@ -259,7 +259,7 @@ def test_a_run_resumed_from_an_older_checkpoint_is_one_curve(tmp_path, mlflow, f
     assert len(mlflow.runs) == 2, "nothing later was logged: the same run continues"
 
 
-def test_set_key_wins_over_the_trackers_variable_which_wins_over_a_default(tmp_path, mlflow, fake, monkeypatch):
+def test_configured_key_wins_over_the_trackers_environment_variable_and_default(tmp_path, mlflow, fake, monkeypatch):
     wandb = fake("wandb")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
@@ -313,7 +313,7 @@ def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
-def test_gpu_samples_have_their_own_axis_and_file(tmp_path, monkeypatch):
+def test_gpu_metrics_are_logged_on_a_separate_time_axis_and_file(tmp_path, monkeypatch):
     table = "0, 93, 20480\n1, [N/A], 1024\n"
     assert parse_gpu_table(table) == {
         "node.0.gpu.0.util": 93.0,

@@ -69,7 +69,7 @@ def test_metrics_jsonl_rows_are_sorted_plain_and_strict_json(tmp_path):
     assert rows(tmp_path / "metrics.jsonl")[1] == {"step": 5, "plain": 1}
 
 
-def test_torch_values_are_numbers_in_the_files(tmp_path):
+def test_torch_values_are_logged_as_numbers(tmp_path):
     torch = pytest.importorskip("torch")
     with Logger({"log_dir": str(tmp_path)}) as logger:
         logger.log_metrics(
@@ -104,7 +104,7 @@ def test_hyperparams_hide_secrets(tmp_path):
     assert stored == {"wandb": {"api_key": "***", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"}
 
 
-def test_batched_dict_needs_one_entry_a_sample(tmp_path):
+def test_logging_a_batch_with_unequal_field_lengths_is_an_error(tmp_path):
     logger = Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False})
     with pytest.raises(ValueError, match="'a': 2, 'b': 1"):
         logger.log_batched_dict_as_jsonl({"a": [1, 2], "b": [1]}, "x.jsonl")
@@ -112,7 +112,7 @@ def test_batched_dict_needs_one_entry_a_sample(tmp_path):
     assert (tmp_path / "empty.jsonl").read_text() == ""
 
 
-def test_a_resumed_run_leaves_the_same_logs_as_an_unbroken_one(tmp_path):
+def test_resumed_run_leaves_the_same_logs_as_an_uninterrupted_one(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     with Logger({"log_dir": str(whole)}) as logger:
         log_steps(logger, 1, 6)
@@ -142,7 +142,7 @@ def test_a_resumed_run_leaves_the_same_logs_as_an_unbroken_one(tmp_path):
     assert stable(broken) == stable(whole)
 
 
-def test_truncation_to_the_start_and_of_an_empty_folder(tmp_path):
+def test_logs_can_be_truncated_to_step_zero_and_in_an_empty_folder(tmp_path):
     with Logger({"log_dir": str(tmp_path)}) as logger:
         logger.truncate_after(3)
         log_steps(logger, 1, 2)
@@ -151,14 +151,14 @@ def test_truncation_to_the_start_and_of_an_empty_folder(tmp_path):
     assert events(tmp_path / "tensorboard") == []
 
 
-def test_a_torn_last_line_does_not_swallow_the_next_row(tmp_path):
+def test_incomplete_last_line_of_metrics_does_not_damage_the_next_row(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
         logger.log_metrics({"a": 2}, 2)
     assert whole_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
 
 
-def test_a_process_killed_at_once_keeps_what_it_logged(tmp_path):
+def test_metrics_logged_before_sigkill_are_kept(tmp_path):
     program = (
         "import os, sys\nfrom nemo_rl_cpp.loggers.logger import Logger\n"
         "logger = Logger({'log_dir': sys.argv[1]})\n"
@@ -252,7 +252,7 @@ def test_recorded_log_dir_that_is_no_experiment_folder_gives_a_new_folder(tmp_pa
     )
 
 
-def test_cutting_back_removes_only_files_of_samples(tmp_path):
+def test_truncating_logs_deletes_no_files_of_the_user(tmp_path):
     own = ["notes_step12.jsonl", "sub/train_data_step4.jsonl"]
     with Logger({"log_dir": str(tmp_path)}) as logger:
         log_steps(logger, 1, 4)
@@ -283,7 +283,7 @@ def test_truncating_logs_keeps_event_files_of_other_runs_in_the_folder(tmp_path)
     assert _contents(shared).keys() == after.keys() and len(events(shared)) < 2 * 3 * 4
 
 
-def test_flush_syncs_rollouts_and_their_folder_entries(tmp_path, monkeypatch):
+def test_flush_syncs_logged_files_and_their_folder_to_disk(tmp_path, monkeypatch):
     synced = set()
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")))
     with Logger({"log_dir": str(tmp_path)}) as logger:
@@ -293,7 +293,7 @@ def test_flush_syncs_rollouts_and_their_folder_entries(tmp_path, monkeypatch):
     assert {str((tmp_path / name).resolve()) for name in wanted} <= synced
 
 
-def test_a_full_disk_does_not_end_a_run_and_no_line_is_lost(tmp_path, monkeypatch):
+def test_full_disk_does_not_end_a_run_and_delayed_log_lines_are_written_later(tmp_path, monkeypatch):
     real, full = os.write, []
 
     def write(descriptor, data):

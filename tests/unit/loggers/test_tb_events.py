@@ -12,7 +12,7 @@ def parse(folder):
     return [event for _, event in tb_events.records(path.read_bytes())]
 
 
-def test_every_kind_of_value_is_read_back(tmp_path):
+def test_scalars_histograms_and_hparams_are_read_back_by_a_parser(tmp_path):
     file = SummaryWriter(tmp_path)
     for tag, value in (("a (b)", 1.5), ("a [b]", 2.5), ("长/", math.nan), ("c", 1e300), ("\ud800", 1.0)):
         file.add_scalar(tag, value, 300)
@@ -44,7 +44,7 @@ def test_resumed_writer_appends_to_the_same_event_file(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 13, 20])
-def test_a_torn_record_is_dropped_before_the_next_is_written(tmp_path, cut):
+def test_incomplete_record_is_removed_before_the_next_is_written(tmp_path, cut):
     file = SummaryWriter(tmp_path)
     file.add_scalar("x", 1, 1)
     file.add_scalar("x", 2, 2)

@@ -33,7 +33,7 @@ def test_traced_stages_lie_within_their_step(tmp_path):
     assert [event["args"]["name"] for event in names] == ["GRPO tiny"]
 
 
-def test_a_busy_stage_and_an_idle_one(tmp_path):
+def test_chrome_trace_reports_more_busy_cores_for_a_busy_stage_than_an_idle_one(tmp_path):
     timer, trace = Timer(), ChromeTrace(tmp_path / "trace.json")
     timer.subscribe(trace)
     with timer("busy"):

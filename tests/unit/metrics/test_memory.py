@@ -11,7 +11,7 @@ def touch(mib):
     return block
 
 
-def test_rss_sees_an_allocation():
+def test_rss_bytes_grows_with_an_allocation():
     before = memory.rss_bytes()
     block = touch(64)
     assert memory.rss_bytes() - before > 50 << 20
@@ -19,7 +19,7 @@ def test_rss_sees_an_allocation():
     del block
 
 
-def test_peaks_belong_to_their_phase():
+def test_peak_memory_is_reported_per_phase():
     if not memory.reset_peak_rss():
         pytest.skip("the peak cannot be reset on this system")
     timer, phases = Timer(), memory.PhaseMemory()

@@ -3,7 +3,7 @@ import pytest
 from nemo_rl_cpp.metrics.performance import Devices, group_reward_metrics, performance_metrics
 
 
-def test_performance_metrics_by_hand():
+def test_performance_metrics_match_hand_computed_values():
     timing = {"total_step_time": 10.0, "generation": 4.0, "policy_training": 3.0, "policy_and_reference_logprobs": 2.0}
     metrics = performance_metrics(timing, num_samples=64, total_num_tokens=1200, num_generated_tokens=800)
     assert metrics == pytest.approx(
@@ -23,19 +23,19 @@ def test_performance_metrics_by_hand():
     )
 
 
-def test_generation_rate_counts_all_generated_tokens():
+def test_generation_tokens_per_sec_counts_all_rollout_tokens():
     timing = {"total_step_time": 10.0, "generation": 4.0}
     metrics = performance_metrics(timing, num_samples=64, total_num_tokens=1200, num_rollout_tokens=3600)
     assert metrics["generation_tokens_per_sec"] == 900.0 and metrics["tokens_per_sec"] == 120.0
 
 
-def test_groups_of_one_are_excluded_from_group_comparisons():
+def test_groups_of_one_sample_are_excluded_from_the_equal_and_mixed_shares():
     assert group_reward_metrics([1, 0, 0], [0, 1, 2]) == {"groups/num": 3.0}
     metrics = group_reward_metrics([1, 1, 0, 0], [0, 0, 1, 2])
     assert metrics["groups/num"] == 3.0 and metrics["groups/pct_equal"] == 100.0 and metrics["groups/pct_mixed"] == 0.0
 
 
-def test_rates_of_one_device_by_hand():
+def test_throughput_per_device_matches_hand_computed_values():
     timing = {"total_step_time": 10.0, "generation": 4.0, "policy_training": 3.0, "policy_and_reference_logprobs": 2.0}
     counts = dict(num_samples=64, total_num_tokens=1200)
     found = performance_metrics(timing, devices=Devices(total=5, training=3, generation=2), **counts)
@@ -48,7 +48,7 @@ def test_rates_of_one_device_by_hand():
     assert all(found[name] == value for name, value in alone.items() if not name.endswith("_per_gpu"))
 
 
-def test_group_reward_metrics_by_hand():
+def test_group_reward_metrics_match_hand_computed_values():
     rewards = [1, 1, 0, 0, 1, 0, 0.5, 0.5]
     metrics = group_reward_metrics(rewards, np.repeat([7, 3, 5, 9], 2))
     assert metrics == {
@@ -58,12 +58,12 @@ def test_group_reward_metrics_by_hand():
 
 
 @pytest.mark.parametrize("value, best, worst", [(1.0, 100.0, 0.0), (0.0, 0.0, 100.0), (-1.0, 0.0, 100.0)])
-def test_a_batch_of_one_reward(value, best, worst):
+def test_equal_rewards_count_as_best_or_worst_by_their_sign(value, best, worst):
     metrics = group_reward_metrics([value] * 4, ["a", "a", "b", "b"])
     assert (metrics["groups/pct_equal_best"], metrics["groups/pct_equal_worst"]) == (best, worst)
 
 
-def test_bad_lengths_and_empty_batches():
+def test_unequal_lengths_raise_and_an_empty_batch_gives_no_group_metrics():
     with pytest.raises(ValueError, match="2 rewards but 1 group ids"):
         group_reward_metrics([1, 2], [0])
     assert group_reward_metrics([], []) == {}

@@ -20,7 +20,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_times_add_up_also_when_a_block_raises(clock):
+def test_timer_sums_repeated_stages_even_if_one_raises(clock):
     timer = Timer()
     for seconds in (1.0, 2.0, 6.0):
         with timer("generation"):
@@ -75,7 +75,7 @@ def test_observers_receive_outermost_stages_with_depth_zero():
     assert ("start", "refit", 1) in heard and ("stop", "refit", 1) in heard
 
 
-def test_convert_to_seconds():
+def test_timeout_text_is_converted_to_seconds_or_rejected():
     assert convert_to_seconds("00:03:45:00") == 13500
     assert convert_to_seconds("01:00:00:01") == 86401
     for bad in ("03:45:00", "a:b:c:d", "", "00:00:-1:00"):
@@ -83,7 +83,7 @@ def test_convert_to_seconds():
             convert_to_seconds(bad)
 
 
-def test_timeout_is_reported_exactly_once(clock):
+def test_save_deadline_is_reported_exactly_once(clock):
     checker = TimeoutChecker("00:00:01:00")
     clock.wait(59)
     assert not checker.check_save()
@@ -92,7 +92,7 @@ def test_timeout_is_reported_exactly_once(clock):
     assert not checker.check_save()
 
 
-def test_timeout_leaves_room_for_the_slowest_step(clock):
+def test_save_deadline_leaves_time_for_the_slowest_step(clock):
     checker = TimeoutChecker("00:00:01:00", fit_last_save_time=True)
     checker.start_iterations()
     for seconds in (5.0, 12.0, 5.0):
@@ -105,7 +105,7 @@ def test_timeout_leaves_room_for_the_slowest_step(clock):
     assert checker.check_save()
 
 
-def test_no_timeout_never_saves(clock):
+def test_timeout_checker_without_a_timeout_never_asks_for_a_save(clock):
     checker = TimeoutChecker(None)
     clock.wait(1e9)
     checker.mark_iteration()

@@ -91,7 +91,7 @@ def two(tokenizer, overrides, forked_workers):
     cluster.shutdown()
 
 
-def test_two_processes_give_the_results_of_one(one, two):
+def test_policy_in_two_processes_is_bit_identical_to_one_process(one, two):
     data = batch()
     alone, together = one.get_logprobs(data)["logprobs"], two.get_logprobs(data)["logprobs"]
     assert torch.equal(alone, together) and float(alone.abs().sum()) > 0
@@ -127,7 +127,9 @@ BESIDE, SHARDED = "policy.overlap_grad_reduce=true", "policy.data_parallel_shard
 @pytest.mark.parametrize(
     "sample, overrides", [(0, ()), (6, (BESIDE,)), (0, (SHARDED, "policy.gradient_blocks=4"))], ids=["after", "beside", "sharded"]
 )  # fmt: skip
-def test_a_batch_without_a_finite_gradient_is_named_and_kept(one, two, tmp_path, sample, weight, said):
+def test_non_finite_gradient_is_reported_with_its_sample_and_the_batch_is_saved(
+    one, two, tmp_path, sample, weight, said
+):
     """Also where other ranks have begun to add their gradients; and training goes on."""
     before, messages = one.weight_digest(), []
     for policy, folder in ((one, tmp_path / "one"), (two, tmp_path / "two")):
@@ -155,7 +157,7 @@ def test_a_batch_without_a_finite_gradient_is_named_and_kept(one, two, tmp_path,
 @pytest.mark.parametrize(
     "overrides", [(BESIDE,), (SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["beside", "one block", "in turns"]
 )
-def test_training_continues_after_one_rank_fails_while_one_has_no_backward(one, two, overrides):
+def test_training_continues_after_a_rank_fails_while_another_has_no_backward_pass(one, two, overrides):
     """The failed rank has begun its sum; the other one has not."""
     data = batch()
     count, in_turns = two.config.gradient_blocks, two.config.shards_gradients
@@ -206,7 +208,7 @@ def test_failed_checkpoint_write_raises_and_all_ranks_stay_usable(two, tmp_path)
     ).is_file()
 
 
-def test_an_evaluation_uses_the_ranks_engines(tmp_path):
+def test_evaluation_on_the_engines_of_two_ranks_gives_the_score_of_one_process(tmp_path):
     results = []
     for more in ((), ("cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1")):
         with tiny.make(tmp_path / str(len(results)), *tiny.SMALL, *more) as run:

@@ -23,7 +23,7 @@ def read(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_split_by_hand():
+def test_fused_expert_tensors_are_split_as_worked_out_by_hand():
     """One expert, D = 1, I = 2: columns are gate 0, up 0, gate 1, up 1."""
     found = read({
         PREFIX + "gate_up_proj": torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), PREFIX + "gate_up_proj_bias": torch.tensor([[5.0, 6.0, 7.0, 8.0]]),
@@ -36,7 +36,7 @@ def test_split_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_join_is_the_inverse_of_split(dtype):
+def test_joining_split_expert_tensors_restores_the_fused_ones(dtype):
     shapes = {
         "gate_up_proj": (3, 8, 10), "gate_up_proj_bias": (3, 10), "down_proj": (3, 5, 8), "down_proj_bias": (3, 8),
     }  # fmt: skip
@@ -49,7 +49,7 @@ def test_join_is_the_inverse_of_split(dtype):
 
 @pytest.mark.parametrize("scales_first", [False, True])
 @pytest.mark.parametrize("matrix", ["gate_up_proj", "down_proj"])
-def test_mxfp4_equals_transformers_bit_for_bit(matrix, scales_first):
+def test_dequantised_mxfp4_experts_are_bit_identical_to_transformers(matrix, scales_first):
     """With every byte and every scale but 255, which means that a block is not a number."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -63,13 +63,13 @@ def test_mxfp4_equals_transformers_bit_for_bit(matrix, scales_first):
     assert all(torch.equal(found[name].view(torch.int16), want[name].view(torch.int16)) for name in want)
 
 
-def test_headers_are_split_like_tensors():
+def test_headers_of_mxfp4_experts_are_split_into_bfloat16_shapes():
     blocks, scales = TensorEntry("U8", [2, 6, 1, 16], 0, 192), TensorEntry("U8", [2, 6, 1], 192, 204)
     entries = [(PREFIX + "gate_up_proj_blocks", blocks), (PREFIX + "gate_up_proj_scales", scales)]
     shapes = {name: (entry.dtype, entry.shape) for name, entry in split_experts(entries)}
     assert shapes == {f"{PREFIX}{e}.{half}_proj.weight": ("BF16", [3, 32]) for e in range(2) for half in ("gate", "up")}
 
 
-def test_blocks_without_scales_are_named():
+def test_mxfp4_blocks_without_scales_are_reported_by_name():
     (name, _), *rest = split_experts([(PREFIX + "down_proj_blocks", TensorEntry("U8", [1, 4, 1, 16], 0, 64))])
     assert name == PREFIX + "down_proj_blocks without " + PREFIX + "down_proj_scales, or the reverse" and not rest

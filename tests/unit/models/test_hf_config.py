@@ -23,7 +23,7 @@ QWEN = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def test_both_config_formats_have_one_canonical_form_and_other_keys_stay():
+def test_transformers_4_and_5_configs_have_one_canonical_form():
     four = TINY_CONFIG | {
         "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}, "eos_token_id": [1, 2], "my_own": None,
     }  # fmt: skip
@@ -50,7 +50,7 @@ def test_omitted_config_values_default_as_in_transformers():
     assert canonical_config(QWEN | {"num_key_value_heads": None})["num_key_value_heads"] == 32
 
 
-def test_overrides_update_dependent_sizes():
+def test_overridden_sizes_update_sizes_derived_from_them():
     form = canonical_config(
         {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
         {"hidden_size": 128, "num_key_value_heads": None},
@@ -58,7 +58,7 @@ def test_overrides_update_dependent_sizes():
     assert (form["head_dim"], form["num_key_value_heads"]) == (32, 4)
 
 
-def test_an_override_of_null_leaves_theta():
+def test_override_of_rope_theta_with_null_keeps_the_models_value():
     base = TINY_CONFIG | {"rope_theta": 500.0}
     for overrides in (
         {"rope_theta": None},
@@ -69,12 +69,12 @@ def test_an_override_of_null_leaves_theta():
         assert canonical_config(base, overrides)["rope_theta"] == 500.0
 
 
-def test_a_null_factor_of_yarn_is_the_ratio_of_the_positions():
+def test_null_yarn_factor_becomes_the_ratio_of_the_position_counts():
     config = TINY_CONFIG | {"max_position_embeddings": 128, "rope_scaling": YARN | {"factor": None}}
     assert canonical_config(config)["rope_scaling"]["factor"] == 4.0
 
 
-def test_frequencies_written_by_hand():
+def test_rope_frequencies_match_hand_computed_values():
     plain, factor = rope_frequencies({"head_dim": 4, "rope_theta": 100.0, "rope_scaling": None}, 64)
     assert plain == [1.0, 0.1] and factor == 1.0
     linear, _ = rope_frequencies(
@@ -121,7 +121,7 @@ def test_architecture_changes_between_two_models_are_listed(changed, said):
     assert (architecture(TINY_CONFIG) == architecture(TINY_CONFIG | changed)) is not bool(said)
 
 
-def test_a_window_that_no_layer_has_is_no_difference():
+def test_sliding_window_that_no_layer_uses_is_not_an_architecture_change():
     off = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}
     assert changes(QWEN, QWEN | off) == []
     assert changes(QWEN, QWEN | off | {"max_window_layers": 3}) != []
@@ -156,7 +156,7 @@ def test_layer_windows_and_maximum_length_are_read_from_the_config(config, windo
     assert [window for window, _ in native_config(form)["layers"]] == windows and max_positions(form) == positions
 
 
-def test_each_layer_gets_its_rotary_table_or_none():
+def test_each_layer_gets_its_rope_table_or_none():
     tables = lambda config: [table for _, table in native_config(QWEN | {"hidden_size": 256} | config)["layers"]]  # noqa: E731
     assert tables({"model_type": "smollm3"}) == [0, 0, 0, None]
     assert tables({"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]}) == [None, 0, 0, None]
@@ -179,7 +179,7 @@ def test_expert_layers_and_their_tensor_names_follow_the_config():
     assert canonical_config(config)["num_experts"] == 6 and "num_local_experts" not in canonical_config(config)
 
 
-def test_longrope_chooses_its_table_by_the_longest_sequence():
+def test_longrope_table_is_chosen_by_the_maximum_sequence_length():
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = QWEN | {"model_type": "phi3", "hidden_size": 256, "rope_scaling": scaling, "max_position_embeddings": 8192}
     short, factor = native_config(config, max_length=4096)["ropes"][0]
@@ -223,7 +223,7 @@ def test_unsupported_layer_settings_are_rejected_by_key(config, sentence):
          "auto_map names code of the model's own, which is not run"),
     ],
 )  # fmt: skip
-def test_surprising_config_settings_give_a_remark(keys, remark):
+def test_unusual_config_settings_give_a_warning(keys, remark):
     said = list(config_remarks(TINY_CONFIG | keys))
     assert said == [] if remark is None else [text for text in said if remark in text] == said != []
 

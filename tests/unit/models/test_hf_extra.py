@@ -21,7 +21,7 @@ def no_transformers(monkeypatch):
     library.transformers.cache_clear()
 
 
-def test_a_missing_library_is_a_sentence(no_transformers):
+def test_error_for_missing_transformers_names_the_install_command(no_transformers):
     with pytest.raises(
         ConfigError, match=r"policy.backend is hf, but transformers is not installed: pip install 'nemo_rl_cpp\[hf\]'"
     ):
@@ -31,7 +31,7 @@ def test_a_missing_library_is_a_sentence(no_transformers):
     assert load_grpo_config("grpo_tiny.yaml").policy.backend == "native"
 
 
-def test_the_engine_follows_the_trainer():
+def test_generation_backend_defaults_to_the_training_backend():
     native, hf = load_grpo_config("grpo_tiny.yaml"), load_grpo_config("grpo_tiny.yaml", ["policy.backend=hf"])
     assert (native.policy.generation.backend, hf.policy.generation.backend) == ("native", "hf")
     assert native.loss_fn.use_importance_sampling_correction is False and "equal to the bit" in exactness_text(native)
@@ -41,7 +41,7 @@ def test_the_engine_follows_the_trainer():
 
 
 @pytest.mark.slow
-def test_the_modules_import_without_it():
+def test_hf_modules_import_without_loading_transformers():
     modules = "models.hf.trained", "models.generation.hf", "algorithms.build"
     code = "; ".join(
         ["import sys", *(f"import nemo_rl_cpp.{name}" for name in modules), "assert 'transformers' not in sys.modules"]

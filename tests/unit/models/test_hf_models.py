@@ -69,7 +69,7 @@ def test_ten_hf_steps_match_the_native_trainer(name, llama):
     assert sum(float(m.norm()) for m in moved.values()) > 0.1
 
 
-def test_filters_score_as_the_native_trainer(llama):
+def test_hf_logprobs_with_top_k_and_top_p_match_the_native_trainer(llama):
     """top_k and top_p in training, a removed token, and the KL without filters."""
     generation = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
     native, ours = (
@@ -91,7 +91,7 @@ def test_filters_score_as_the_native_trainer(llama):
 
 
 @pytest.mark.parametrize("model_type", ["llama", *FIVE, "gemma2"])
-def test_packed_samples_give_the_gradients_of_single_samples(model_type):
+def test_packed_padded_and_single_samples_give_the_same_gradients(model_type):
     """The gradient of packed rows is that of padded ones and that of samples one by one; sliding windows too."""
     window = {"sliding_window": 3} if model_type == "gemma2" else {}
     gradients, logprobs, data = {}, {}, batch(1)
@@ -110,7 +110,7 @@ def test_packed_samples_give_the_gradients_of_single_samples(model_type):
         assert relative(gradients["packed"], gradients[way]) <= 1e-5
 
 
-def test_an_architecture_that_mixes_packed_samples_is_padded(capsys):
+def test_architecture_that_does_not_separate_packed_samples_is_padded(capsys):
     policy = hf_policy("bloom", sequence_packing={"enabled": True})
     assert not policy.trainer.packed and "does not keep the packed samples of a bloom apart" in capsys.readouterr().err
     data, alone = batch(2), hf_policy("bloom", sequence_packing={"enabled": False}, logprob_batch_size=1)
@@ -119,7 +119,7 @@ def test_an_architecture_that_mixes_packed_samples_is_padded(capsys):
     )
 
 
-def test_activation_checkpointing_changes_memory_not_gradients():
+def test_activation_checkpointing_does_not_change_gradients():
     gradients = []
     for checkpointing in (False, True):
         policy = hf_policy(
@@ -138,7 +138,7 @@ def test_activation_checkpointing_changes_memory_not_gradients():
     assert torch.equal(*gradients)
 
 
-def test_bfloat16_has_float32_masters():
+def test_bfloat16_policy_has_float32_master_weights_and_gradients():
     policy = hf_policy("gemma", precision="bfloat16")
     assert policy.model.compute.dtype == torch.bfloat16 and policy.model.masters.dtype == torch.float32
     exact = hf_policy("gemma")
@@ -191,7 +191,7 @@ def test_ten_hf_critic_steps_match_the_native_critic(llama):
 
 
 @pytest.mark.parametrize("model_type", FIVE)
-def test_a_critic_of_any_architecture_is_saved_and_read_again(model_type, tmp_path):
+def test_critic_of_any_hf_architecture_loads_after_saving(model_type, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     value = hf_value(model_type)
@@ -232,7 +232,7 @@ def test_batch_with_nan_advantages_is_reported_and_saved(tmp_path):
     assert policy.non_finite_parameters() == ["model.norm.weight"]
 
 
-def test_a_gradient_that_is_not_finite_is_named(tmp_path):
+def test_non_finite_gradient_raises_and_leaves_the_weights_unchanged(tmp_path):
     policy = hf_policy("gemma")
     policy.keep_bad_batches(tmp_path)
     before, backward = policy.weight_digest(), policy.trainer.backward
@@ -247,14 +247,14 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path):
     assert (tmp_path / "nonfinite_policy_batch.pt").is_file() and policy.weight_digest() == before
 
 
-def test_a_model_that_only_generates_keeps_its_buffers(llama):
+def test_bfloat16_reference_model_keeps_its_float32_rope_buffers(llama):
     _, module = open_frozen(str(llama), "bfloat16", device="cpu")
     assert module.model.rotary_emb.inv_freq.dtype == torch.float32
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("model_type", ["phi", "gpt_neox"])
-def test_critic_is_initialized_with_the_body_of_a_language_model(model_type, tmp_path):
+def test_critic_is_initialised_with_the_transformer_layers_of_a_language_model(model_type, tmp_path):
     hf_policy(model_type).save_checkpoint(tmp_path / "weights")
     critic = hf_value(model_name=str(tmp_path / "weights"))
     policy = hf_policy(model_name=str(tmp_path / "weights"))
@@ -263,7 +263,7 @@ def test_critic_is_initialized_with_the_body_of_a_language_model(model_type, tmp
     assert torch.equal(tensors[body.rpartition("layers.")[2]], policy.state_dict()[body])
 
 
-def test_weights_that_are_missing_or_left_over_are_errors(llama, tmp_path):
+def test_missing_or_unexpected_weights_are_errors(llama, tmp_path):
     """transformers would draw the missing ones anew."""
     import shutil
 

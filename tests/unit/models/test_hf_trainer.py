@@ -54,7 +54,7 @@ def reference(module, picked, scoring):
 @pytest.mark.parametrize(
     "scoring", [Scoring(), Scoring(0.7), Scoring(0.9, 0.8, 9)], ids=["plain", "temperature", "filtered"]
 )
-def test_chunk_size_does_not_change_the_results(chunk, scoring):
+def test_logprob_chunk_size_does_not_change_logprobs_or_gradients(chunk, scoring):
     module, picked = Head(), rows()
     got = outputs_of(module, picked, scoring, unfiltered=True, chunk=chunk)
     expected, raw = reference(module, picked, scoring)
@@ -96,7 +96,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frozen_parameters_are_not_changed_by_steps(dtype):
+def test_frozen_parameters_are_not_changed_by_optimizer_steps(dtype):
     """They are not decayed; the others are stepped as if the frozen ones were not there."""
     torch.manual_seed(0)
     module = Layers()

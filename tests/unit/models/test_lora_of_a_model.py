@@ -24,7 +24,7 @@ Q = "model.layers.1.self_attn.q_proj"
      ("*.self_attn.*", Q, True), ("proj", Q, False), ("*.layers.0.*", Q, False), ("k_proj", Q, False), ("*.q.proj", Q, False),
      ("q_proj*", Q, False), ("*.layers.1.*.q_proj", "model.layers.11.self_attn.q_proj", False), ("", Q, False)],
 )  # fmt: skip
-def test_names_of_matrices(pattern, module, is_meant):
+def test_lora_module_patterns_match_the_expected_matrices(pattern, module, is_meant):
     assert matches(pattern, module) is is_meant
 
 
@@ -34,7 +34,7 @@ def test_names_of_matrices(pattern, module, is_meant):
      ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "lm_head"]}, 12),
      ({"match_all_linear": False, "target_modules": ["*.layers.2.*"]}, 7)],
 )  # fmt: skip
-def test_sizes_are_the_native_models(keys, count):
+def test_lora_parameter_count_equals_that_of_the_native_model(keys, count):
     """Elements of A and B, and of the matrices that are kept twice: as in the layouts of the core."""
     config = LoraConfig(enabled=True, dim=4, **keys)
     modules = adapted_modules(config, 3)
@@ -59,7 +59,7 @@ def lora_of(folder, **keys) -> Lora:
     return Lora.of(config, folder, "policy")
 
 
-def test_experts_get_no_adapters_but_attention_does():
+def test_lora_on_experts_is_rejected_but_works_on_attention():
     folder = tiny_random(
         {**SIZES, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     )
@@ -90,7 +90,7 @@ def adapted(lora, folder, seed=3, weights=None, model_seed=0):
     [("./base", "{0}/base"), ("base", "{0}/base"), ("~/base", "{0}/base"), ("{0}/base/../base", "{0}/base"), ("Org/base", "Org/base"),
      ("smollm2-135m-instruct", "{0}/cache/models/smollm2-135m-instruct"), ("tiny-random", None)],
 )  # fmt: skip
-def test_saved_adapter_names_its_base_independent_of_the_working_folder(tmp_path, monkeypatch, name, base):
+def test_saved_adapter_names_its_base_independently_of_the_working_directory(tmp_path, monkeypatch, name, base):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path / "cache"))
@@ -103,7 +103,7 @@ def test_saved_adapter_names_its_base_independent_of_the_working_folder(tmp_path
 
 
 @pytest.mark.parametrize("init", ["xavier", "kaiming", "uniform"])
-def test_a_is_drawn_from_the_seed_and_b_is_zero(init):
+def test_lora_a_is_initialised_from_the_seed_and_lora_b_with_zeros(init):
     folder = tiny_random(SIZES)
     lora = lora_of(folder, lora_A_init=init)
     model, again, other = (adapted(lora, folder, seed) for seed in (3, 3, 4))
@@ -122,7 +122,7 @@ def test_a_is_drawn_from_the_seed_and_b_is_zero(init):
     assert plain.digest() == model.digest()
 
 
-def test_tensor_parallel_slices_hold_their_part_of_the_same_adapter():
+def test_tensor_parallel_ranks_have_their_slices_of_one_adapter():
     folder = tiny_random({**SIZES, "vocab_size": 4096})
     lora = lora_of(folder)
     whole = adapted(lora, folder)
@@ -163,12 +163,12 @@ def test_saved_adapter_is_restored_exactly_and_rejected_for_different_settings(t
     assert config["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def test_a_layer_that_the_model_does_not_have():
+def test_lora_target_that_matches_no_matrix_is_rejected():
     with pytest.raises(ValueError, match="lora_cfg.target_modules is .*layers.3.* which no matrix of tiny-random with its 3 layers"):  # fmt: skip
         lora_of(tiny_random(SIZES), match_all_linear=False, target_modules=["*.layers.3.*"])
 
 
-def test_weights_without_adapters_leave_no_stale_adapter(tmp_path):
+def test_remove_adapter_deletes_own_adapter_files_and_no_others(tmp_path):
     folder = tiny_random(SIZES)
     lora = lora_of(folder)
     model = adapted(lora, folder)

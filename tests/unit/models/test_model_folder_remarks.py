@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_loading_a_model_folder_warns_once(folder, capsys):
+def test_loading_a_model_folder_twice_warns_once(folder, capsys):
     open_model_folder(str(folder))
     said = capsys.readouterr().err
     assert said.count("warning: ") == 1 and "model.safetensors counts" in said
@@ -35,7 +35,7 @@ def test_loading_a_model_folder_warns_once(folder, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_loading_does_not_repeat_warnings_of_the_check(folder, capsys):
+def test_loading_does_not_repeat_warnings_of_the_preflight_check(folder, capsys):
     config = load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={folder}", "~policy.hf_config_overrides"])
     assert any("model.safetensors counts" in finding.message for finding in model.check(config))
     open_model_folder(str(folder))
@@ -58,7 +58,7 @@ def test_model_folder_with_an_adapter_file_is_rejected_by_every_reader(folder, f
         read(str(folder))
 
 
-def test_an_adapter_in_a_folder_of_the_model_is_no_part_of_it(folder):
+def test_model_folder_with_an_adapter_subfolder_loads_without_the_adapter(folder):
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     open_model_folder(str(folder)).check_weights()

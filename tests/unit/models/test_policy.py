@@ -48,7 +48,7 @@ def pg_loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
     return -(surrogate * mask).sum() / (global_valid_toks + 1e-8), {}
 
 
-def test_a_python_loss_trains_as_the_native_one():
+def test_python_loss_trains_like_the_native_loss():
     native, python = make_policy(), make_policy()
     for step in range(3):
         data = make_data(native, step)
@@ -86,7 +86,7 @@ def test_inexact_generation_is_counted_and_old_logprobs_are_recomputed():
     assert wrong.weight_digest() == right.weight_digest()
 
 
-def test_activations_are_kept_once_both_passes_have_agreed():
+def test_activations_are_kept_once_generation_and_training_have_agreed():
     """Not before the first step has compared them, not where they differ, and not where memory is to be saved."""
     policy = make_policy(kept_activations_gb=0.001)
     assert policy.model.max_kept_bytes == 0
@@ -111,7 +111,7 @@ def test_activations_are_kept_once_both_passes_have_agreed():
     assert policy.model.max_kept_bytes > 1e6  # a quarter of what is free
 
 
-def test_activations_are_kept_if_a_step_fits_a_quarter_of_the_free_memory(monkeypatch):
+def test_activations_of_a_step_are_kept_if_they_fit_a_quarter_of_free_memory(monkeypatch):
     policy = make_policy()
     data = make_data(policy)
     groups = [
@@ -143,7 +143,7 @@ def rollouts(policy, seed):
 
 
 @pytest.mark.parametrize("period", [0, 1, 3])
-def test_a_whole_pass_is_compared_every_so_many_steps(period):
+def test_full_forward_is_compared_every_kept_activations_check_period_steps(period):
     policy, same = (make_policy("bfloat16", kept_activations_check_period=p) for p in (period, 20))
     compared = []
     for step in range(8):
@@ -156,7 +156,7 @@ def test_a_whole_pass_is_compared_every_so_many_steps(period):
     assert policy.weight_digest() == same.weight_digest()
 
 
-def test_layers_that_generate_with_other_weights_show_when_a_whole_pass_is_compared():
+def test_bit_flip_in_a_layer_is_detected_when_a_full_forward_is_compared():
     """From kept activations both have the same head on the same hidden states, whatever made those."""
     policy = make_policy("bfloat16", kept_activations_check_period=2)
     mismatched = []
@@ -170,7 +170,7 @@ def test_layers_that_generate_with_other_weights_show_when_a_whole_pass_is_compa
 
 @pytest.mark.parametrize("gbs", [12, 4])
 @pytest.mark.parametrize("error", [0.0, 0.25])
-def test_a_second_pass_gets_the_old_policys_logprobs(gbs, error):
+def test_second_pass_over_a_batch_uses_logprobs_from_before_the_first_update(gbs, error):
     """Also where generation is not exact: those of the weights before the first update, without a pass of their own."""
     first, right = make_policy(), make_policy(reuse_generation_logprobs="never")
     data = make_data(first)
@@ -184,14 +184,14 @@ def test_a_second_pass_gets_the_old_policys_logprobs(gbs, error):
     assert first.weight_digest() == right.weight_digest()
 
 
-def test_a_rate_is_logged_as_it_is_however_many_global_batches():
+def test_learning_rate_metric_is_not_scaled_by_the_number_of_global_batches():
     policy = make_policy()
     metrics = policy.train(make_data(policy), LOSS, gbs=3)["all_mb_metrics"]
     assert metrics["lr"] == [1e-2] * 4 and metrics["wd"] == [0.1] * 4
     assert metrics["global_valid_seqs"] == [3.0] * 4
 
 
-def test_metrics_do_not_depend_on_the_size_of_micro_batches():
+def test_metrics_do_not_depend_on_the_micro_batch_size():
     """Global batches of different token counts, one with a masked sample, and a gap to generation."""
 
     def metrics(size):
@@ -215,7 +215,7 @@ def test_metrics_do_not_depend_on_the_size_of_micro_batches():
             assert got[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
 
 
-def test_a_bad_number_stops_before_the_step_and_names_sample_and_token(tmp_path):
+def test_nan_advantage_stops_before_the_update_and_names_sample_and_token(tmp_path):
     policy = make_policy()
     policy.replay_dir = tmp_path
     data = make_data(policy)
@@ -235,7 +235,7 @@ SHORT_MOMENTS = {
 
 @pytest.mark.parametrize("short", [False, True], ids=["float32 moments", "bfloat16 moments"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_checkpoint_resumes_to_the_bit(precision, short, tmp_path):
+def test_policy_checkpoint_resumes_bit_identically(precision, short, tmp_path):
     settings = dict(
         scheduler=[{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}]
     )
@@ -256,7 +256,7 @@ def test_a_checkpoint_resumes_to_the_bit(precision, short, tmp_path):
         assert policy.learning_rate == again.learning_rate
 
 
-def test_bfloat16_moments_descend_as_float32_ones_do():
+def test_adamw_with_bfloat16_moments_stays_within_two_percent_of_float32_moments():
     """300 steps on a noisy quadratic bowl: the weights of both differ by at most 2 % of what they have moved."""
     random = torch.Generator().manual_seed(0)
     target, noise = torch.randn(4000, generator=random), torch.randn(300, 4000, generator=random)
@@ -279,7 +279,7 @@ def test_saving_without_lora_removes_the_adapter_of_an_earlier_save(tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_weights_that_are_not_finite_are_not_saved(precision, bad, tmp_path):
+def test_non_finite_weights_are_an_error_and_are_not_saved(precision, bad, tmp_path):
     policy = make_policy(precision)
     policy.state_dict()["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
     with pytest.raises(
@@ -290,7 +290,7 @@ def test_weights_that_are_not_finite_are_not_saved(precision, bad, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_reference_stays_at_the_initial_weights():
+def test_reference_model_keeps_the_initial_weights():
     policy = make_policy()
     data = make_data(policy)
     before = policy.get_reference_policy_logprobs(data)["reference_logprobs"]

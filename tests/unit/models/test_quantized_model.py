@@ -40,7 +40,7 @@ def dequantised(sizes, kind, dtype):
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [SIZES, QWEN, GEMMA, EXPERTS], ids=["llama", "qwen2", "gemma2", "experts"])
-def test_logits_have_the_bits_of_the_dequantised_model(sizes, dtype, kind):
+def test_logits_are_bit_identical_to_those_of_the_dequantised_model(sizes, dtype, kind):
     quantised, plain = dequantised(sizes, kind, dtype)
     for count in (1, 3, 20):
         ids = torch.arange(count) * 7 % 40
@@ -49,7 +49,7 @@ def test_logits_have_the_bits_of_the_dequantised_model(sizes, dtype, kind):
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_quantised_weights_take_the_bits_that_the_format_says(kind):
+def test_quantised_weights_use_the_bits_per_weight_of_their_format(kind):
     quantised, plain = model_of(SIZES, kind, torch.bfloat16), model_of(SIZES, None, torch.bfloat16)
     weights = sum(rows * columns for rows, columns in (spec.shape for spec in quantised.blocks))
     stored = sum(quantised.blocks_of(spec).nbytes for spec in quantised.blocks)
@@ -59,7 +59,7 @@ def test_quantised_weights_take_the_bits_that_the_format_says(kind):
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_the_forecast_counts_blocks_once_and_no_merged_weights(kind):
+def test_memory_estimate_counts_quantised_blocks_once_and_no_merged_weights(kind):
     config = load_grpo_config(
         "grpo_tiny.yaml", [f"policy.quantization={kind}", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.precision=bfloat16"]
     )  # fmt: skip
@@ -69,7 +69,7 @@ def test_the_forecast_counts_blocks_once_and_no_merged_weights(kind):
     assert parts["policy weights"] == pytest.approx(stored, rel=0.02) and "policy frozen weights" not in parts
 
 
-def test_a_folder_is_quantised_from_the_dtype_of_its_files(tmp_path):
+def test_weights_are_quantised_from_the_dtype_of_the_model_files(tmp_path):
     plain = model_of(SIZES, None, torch.float32)
     save_weights(plain, tmp_path, tiny_random(SIZES).config)
     folder = replace(read_model_folder(tmp_path), quantization="q4_0")
@@ -83,14 +83,14 @@ def test_a_folder_is_quantised_from_the_dtype_of_its_files(tmp_path):
         assert torch.equal(blocks, loaded.blocks_of(spec))
 
 
-def test_the_digest_covers_the_blocks():
+def test_weight_digest_covers_the_quantised_blocks():
     one, other = (model_of(SIZES, "q8_0", torch.float32) for _ in range(2))
     assert one.digest() == other.digest()
     other.blocks_of(other.blocks[-1])[0, 7] += 1
     assert one.digest() != other.digest()
 
 
-def test_what_cannot_be_quantised_is_refused():
+def test_matrices_and_dtypes_that_cannot_be_quantised_are_rejected():
     with pytest.raises(ModelFolderError, match="policy.quantization is q4_0, .* has intermediate_size 80, .*=null"):
         replace(tiny_random({**SIZES, "intermediate_size": 80}), quantization="q4_0").check_quantization(
             "policy.quantization"

@@ -42,7 +42,7 @@ def test_torch_schedules_equal_torch_also_after_a_resume(schedule):
     assert rates == expected
 
 
-def test_no_schedule_is_constant():
+def test_learning_rate_without_a_schedule_is_constant():
     ours = TorchLearningRate(3e-4, 0.01, None)
     ours.step()
     assert (ours.lr, ours.weight_decay) == (3e-4, 0.01)
@@ -58,7 +58,7 @@ def megatron(style, **changes):
     "style,at_six,at_twelve",
     [("constant", 1.0, 1.0), ("linear", 0.1 + 0.9 * 0.5, 0.1), ("cosine", 0.1 + 0.9 * 0.5, 0.1)],
 )
-def test_megatron_warms_up_and_decays(style, at_six, at_twelve):
+def test_megatron_schedule_warms_up_and_decays(style, at_six, at_twelve):
     ours = MegatronLearningRate(megatron(style))
     rates, decays = [], []
     for _ in range(13):
@@ -71,7 +71,7 @@ def test_megatron_warms_up_and_decays(style, at_six, at_twelve):
     assert decays[5] == pytest.approx(0.1) and decays[12] == pytest.approx(0.2)
 
 
-def test_weight_decay_and_a_decay_of_unset_length_span_the_whole_run():
+def test_weight_decay_and_learning_rate_decay_span_the_run_if_no_length_is_set():
     ours, whole = (
         MegatronLearningRate(megatron("linear"), 20),
         MegatronLearningRate(megatron("linear", lr_decay_iters=None), 20),

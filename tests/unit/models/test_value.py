@@ -50,7 +50,7 @@ def test_values_of_a_fresh_critic_are_exactly_zero():
     assert not make_data(value)["values"].any()
 
 
-def test_a_value_sees_the_tokens_before_it_and_no_other():
+def test_value_of_a_token_depends_only_on_earlier_tokens():
     value = with_a_head(make_value())
     data = {"input_ids": torch.tensor([[1, 5, 6, 7, 8]]), "input_lengths": torch.tensor([5])}
     before = value.get_values(data)["values"]
@@ -74,7 +74,7 @@ def test_values_do_not_depend_on_batch_packing_or_shared_prompts(precision):
         assert torch.equal(alone[0], data["values"][row, :length])
 
 
-def test_gradients_do_not_depend_on_the_split():
+def test_critic_gradients_do_not_depend_on_micro_batches_or_packing():
     gradients = {}
     for name, changes in {
         "whole": {}, "ones": dict(train_micro_batch_size=1), "fives": dict(train_micro_batch_size=5),
@@ -127,7 +127,7 @@ def test_critic_learns_the_returns():
     assert losses[-1] < 0.05 * losses[0]
 
 
-def test_several_global_batches_are_several_optimizer_steps_and_one_of_the_schedule():
+def test_each_global_batch_is_an_optimizer_step_but_the_schedule_advances_once():
     stages = [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}]
     value = make_value(scheduler=stages)
     result = value.train(make_data(value), LOSS, gbs=4)
@@ -138,7 +138,7 @@ def test_several_global_batches_are_several_optimizer_steps_and_one_of_the_sched
         value.train(make_data(value), LOSS, gbs=5)
 
 
-def test_a_python_loss_trains_as_the_native_one():
+def test_python_value_loss_has_the_same_gradient_as_the_native_loss():
     def squares(values, data, global_valid_seqs, global_valid_toks):
         mask = data["token_mask"] * data["sample_mask"][:, None]
         loss = 0.5 * ((values - data["returns"]) ** 2 * mask).sum() / (global_valid_toks + 1e-8)
@@ -151,7 +151,7 @@ def test_a_python_loss_trains_as_the_native_one():
     torch.testing.assert_close(python.trainer.grads, native.trainer.grads, rtol=1e-4, atol=1e-7)
 
 
-def test_a_bad_return_stops_before_the_step_and_names_sample_and_token(tmp_path):
+def test_infinite_return_stops_before_the_update_and_names_sample_and_token(tmp_path):
     value = make_value()
     value.replay_dir = tmp_path
     data = make_data(value)
@@ -163,7 +163,7 @@ def test_a_bad_return_stops_before_the_step_and_names_sample_and_token(tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_checkpoint_resumes_to_the_bit(precision, tmp_path):
+def test_critic_checkpoint_resumes_bit_identically(precision, tmp_path):
     megatron = {
         "enabled": True,
         "optimizer": {"lr": 1e-2, "min_lr": 0.0},

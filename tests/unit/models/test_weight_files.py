@@ -16,7 +16,7 @@ def tensors():
     } | {"empty": torch.zeros(0, 4)}
 
 
-def test_every_tensor_has_the_bytes_that_were_saved(tmp_path):
+def test_tensors_read_from_safetensors_equal_the_saved_ones(tmp_path):
     saved = tensors()
     save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
     seen = {}
@@ -44,14 +44,14 @@ def test_error_lists_missing_misshaped_and_unexpected_tensors():
         fill({"a": [3], "b": [1]}, {"a": [2], "c": [1]})
 
 
-def test_head_and_known_extra_tensors_may_be_absent_or_unused():
+def test_lm_head_and_known_extra_tensors_in_the_files_may_be_unused():
     assert fill({"model.a": [3]}, {"a": [3], "lm_head.weight": [9], "x.rotary_emb.inv_freq": [4]}) == {"model.a"}
     assert fill({"a": [3], "score.weight": [1]}, {"a": [3]}) == {"a"}
     with pytest.raises(ValueError, match="missing: lm_head.weight"):
         fill({"lm_head.weight": [3]}, {})
 
 
-def test_tied_weights_may_have_their_name_in_the_head():
+def test_tied_embedding_may_be_stored_as_lm_head():
     assert fill({"model.embed_tokens.weight": [3]}, {"lm_head.weight": [3]}) == {"model.embed_tokens.weight"}
     assert fill({"model.embed_tokens.weight": [3]}, {"lm_head.weight": [3], "model.embed_tokens.weight": [3]}) == {
         "model.embed_tokens.weight"
@@ -62,7 +62,7 @@ def test_tied_weights_may_have_their_name_in_the_head():
 
 @pytest.mark.parametrize("one", ["F64", "F32", "F16", "BF16"])
 @pytest.mark.parametrize("other", ["F32", "BF16"])
-def test_head_is_compared_with_the_embedding_by_value_across_dtypes(one, other, tmp_path):
+def test_lm_head_is_compared_with_the_embedding_by_value_across_dtypes(one, other, tmp_path):
     numbers = torch.arange(-8.0, 8.0).reshape(8, 2)  # exact in every dtype
     for changed in (False, True):
         head = numbers.clone()
@@ -74,7 +74,7 @@ def test_head_is_compared_with_the_embedding_by_value_across_dtypes(one, other, 
         assert head_differs(tmp_path) is changed
 
 
-def test_shards_without_an_index_are_no_model(tmp_path):
+def test_weight_shards_without_an_index_file_are_an_error(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(
         ModelFolderError,

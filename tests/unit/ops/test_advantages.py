@@ -63,7 +63,7 @@ def test_group_baseline_matches_reference(dtype, rtol):
         near(adv, stored, rtol)
 
 
-def test_group_baseline_by_hand():
+def test_group_baseline_matches_hand_computed_values():
     """Rewards 1, 0, 0, 0. Leave one out: the first sees 0, 0, 0; the others see 1, 0, 0 with std sqrt(1/3)."""
     r, g = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
     loo = ops.group_baseline(r, g)
@@ -73,7 +73,7 @@ def test_group_baseline_by_hand():
     assert whole.baseline.tolist() == [0.25] * 4 and whole.std.tolist() == pytest.approx([0.5] * 4)
 
 
-def test_equal_rewards_have_no_spread_whatever_their_value():
+def test_equal_rewards_have_zero_std_and_advantages_whatever_their_value():
     for value in (0.1, 0.7, 1 / 3, 1e6 + 0.1):
         for loo in (True, False):
             stats = ops.group_baseline(torch.full((7,), value), torch.zeros(7), leave_one_out=loo)
@@ -110,7 +110,7 @@ def test_reinforce_plus_plus_matches_reference(dtype, rtol):
         assert ours.degenerate == degenerate and torch.isfinite(ours.advantages).all()
 
 
-def test_reinforce_plus_plus_by_hand():
+def test_reinforce_plus_plus_matches_hand_computed_values():
     """Advantages 1 and -1 on two tokens and one token: mean 1/3, variance 8/9."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     ours = ops.reinforce_plus_plus(torch.tensor([1.0, -1.0]), mask).advantages
@@ -178,7 +178,7 @@ def test_gae_matches_reference(dtype, rtol):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_values_at_masked_positions_change_no_bit(dtype, normalize):
+def test_values_at_masked_positions_do_not_change_gae(dtype, normalize):
     rng = np.random.default_rng(4)
     for hostile in (1e6, -1e6, math.nan, math.inf):
         mask, rewards, values, k = gae_case(rng, dtype)
@@ -193,7 +193,7 @@ def test_values_at_masked_positions_change_no_bit(dtype, normalize):
         assert torch.equal(before.returns[valid], after.returns[valid])
 
 
-def test_rewards_of_rows_without_a_valid_token_change_no_bit():
+def test_rewards_of_rows_without_valid_tokens_do_not_change_gae():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
     k = ops.GAEConfig(gamma=0.9, gae_lambda=0.9, normalize=True)
     values = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.6, 0.7]])
@@ -214,7 +214,7 @@ def test_lambda_one_is_monte_carlo_and_lambda_zero_the_td_error():
     assert td.advantages[0].tolist() == [0.0, 0.5 * 2 - 1, 0.5 * 4 - 2, 0.0, 8.0 - 4.0]
 
 
-def test_whitening_without_spread_is_zero_and_flagged():
+def test_whitening_of_equal_values_gives_zero_and_is_flagged():
     mask = torch.tensor([[0, 1, 0]])
     one = ops.gae(
         torch.tensor([1.0]), torch.zeros(1, 3), mask, ops.GAEConfig(gamma=1.0, gae_lambda=1.0, normalize=True)
@@ -225,7 +225,7 @@ def test_whitening_without_spread_is_zero_and_flagged():
     assert not ops.reinforce_plus_plus(torch.tensor([1.0, 0.0]), torch.ones(2, 3)).degenerate
 
 
-def test_threads_change_no_bit():
+def test_estimators_give_identical_bits_on_any_number_of_threads():
     rng = np.random.default_rng(5)
     mask = (rng.random((64, 900)) < 0.8).astype(np.float32)
     rewards, values = (
@@ -243,7 +243,7 @@ def test_threads_change_no_bit():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_rows_are_independent_of_the_batch_they_are_in():
+def test_gae_of_a_row_does_not_depend_on_the_batch():
     rng = np.random.default_rng(6)
     mask = torch.as_tensor(rng.random((19, 50)) < 0.8)
     rewards, values = torch.as_tensor(rng.normal(size=19)), torch.as_tensor(rng.normal(size=(19, 50)))
@@ -255,7 +255,7 @@ def test_rows_are_independent_of_the_batch_they_are_in():
         assert torch.equal(alone.advantages[0], whole.advantages[i]) and torch.equal(alone.returns[0], whole.returns[i])
 
 
-def test_a_missing_half_of_the_kl_is_named():
+def test_missing_logprobs_for_the_kl_term_are_an_error():
     with pytest.raises(ValueError, match="one is missing"):
         ops.gae(
             torch.ones(1), torch.zeros(1, 2), torch.ones(1, 2), ops.GAEConfig(gamma=1.0, gae_lambda=1.0, kl_coef=0.1),
@@ -265,7 +265,7 @@ def test_a_missing_half_of_the_kl_is_named():
         ops.reinforce_plus_plus(torch.ones(1), torch.ones(1, 2), kl_type="k9")
 
 
-def test_without_padding_every_row_has_the_same_bits():
+def test_estimators_are_bit_identical_on_ragged_and_padded_batches():
     """Lengths 0 to 1,500: rows of several blocks, of one, of none; masked tokens in between, log-probs, whitening."""
     rng = np.random.default_rng(8)
     lengths = torch.as_tensor([1500, 0, 1, 7, 8, 600, 512, 513, *rng.integers(0, 900, 30)])

@@ -116,7 +116,7 @@ def threads(request):
 
 
 @pytest.mark.parametrize("shape, dtype, window", CASES, ids=str)
-def test_forward_matches_float64_reference(shape, dtype, window):
+def test_attention_forward_matches_float64_reference(shape, dtype, window):
     sequences, tokens = packed([1, 5, 32, 33, 70])
     sequences.append((tokens, 20, sequences[4][0], 37))  # shares the first 37 rows of the last one
     qkv = random_qkv(tokens + 20, shape, dtype)
@@ -132,7 +132,7 @@ def test_forward_matches_float64_reference(shape, dtype, window):
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 3e-6), (torch.float64, 1e-12)])
-def test_forward_matches_sdpa(dtype, limit):
+def test_attention_forward_matches_sdpa(dtype, limit):
     n, k, h = shape = (6, 2, 64)
     qkv = random_qkv(300, shape, dtype)
     out, _ = C.attention_forward(qkv, [(0, 300, 0, 0)], heads_of(shape))
@@ -141,7 +141,7 @@ def test_forward_matches_sdpa(dtype, limit):
     assert (out - want.transpose(0, 1).reshape(300, -1)).abs().max() <= limit
 
 
-def test_large_scores_do_not_overflow():
+def test_large_attention_scores_do_not_overflow():
     shape = (1, 1, 16)
     qkv = random_qkv(100, shape, torch.float32) * 60
     out, lse = C.attention_forward(qkv, [(0, 100, 0, 0)], heads_of(shape))
@@ -151,7 +151,7 @@ def test_large_scores_do_not_overflow():
     np.testing.assert_allclose(out.numpy(), want, atol=0.2)  # scores near 1e4 carry float32 errors near 1e-3
 
 
-def test_rows_of_no_sequence_are_zero():
+def test_attention_output_of_padding_rows_is_zero():
     shape = (2, 1, 16)
     out, lse = C.attention_forward(random_qkv(10, shape, torch.float32), [(2, 3, 0, 0)], heads_of(shape))
     keep = torch.zeros(10, dtype=torch.bool)
@@ -161,7 +161,7 @@ def test_rows_of_no_sequence_are_zero():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape, dtype, window", CASES, ids=str)
-def test_paged_equals_packed_bit_for_bit(shape, dtype, threads, window):
+def test_paged_and_packed_attention_are_bit_identical(shape, dtype, threads, window):
     rng = random.Random(f"{shape}{dtype}")
     lengths = [1, 31, 32, 33, 64, 300] + [rng.randint(1, 300) for _ in range(4)]
     sequences, tokens = packed(lengths)
@@ -175,7 +175,7 @@ def test_paged_equals_packed_bit_for_bit(shape, dtype, threads, window):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 33, 70])
-def test_decode_does_not_depend_on_the_batch(batch, threads):
+def test_decode_attention_does_not_depend_on_the_batch(batch, threads):
     window = 33 * (batch % 2)
     shape, rng = (9, 3, 64), random.Random(batch)
     lengths = [rng.randint(1, 300) for _ in range(batch)]
@@ -198,7 +198,7 @@ def test_decode_does_not_depend_on_the_batch(batch, threads):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(9, 3, 64), (10, 2, 80)], ids=str)
 @pytest.mark.parametrize("window", [0, 9, 64])
-def test_shared_prefix_equals_own_rows_bit_for_bit(shape, dtype, threads, window):
+def test_attention_over_a_shared_prefix_and_a_copied_one_is_bit_identical(shape, dtype, threads, window):
     rng = random.Random(7)
     for prefix in [1, 17, 32, 45, 64, 130, 300]:
         lengths = [rng.randint(1, 120) for _ in range(5)]
@@ -215,7 +215,7 @@ def test_shared_prefix_equals_own_rows_bit_for_bit(shape, dtype, threads, window
             assert_same_bits(lse[start : start + length], want_lse[prefix:])
 
 
-def test_threads_and_packing_do_not_change_bits():
+def test_attention_is_bit_identical_for_any_threads_and_packing():
     shape = (6, 2, 64)
     sequences, tokens = packed([700, 1, 250, 64, 31, 90])
     qkv = random_qkv(tokens, shape, torch.float32)
@@ -231,7 +231,7 @@ def test_threads_and_packing_do_not_change_bits():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_later_tokens_do_not_matter_even_when_not_a_number(dtype):
+def test_nan_in_later_tokens_does_not_change_earlier_attention_rows(dtype):
     shape = (4, 2, 64)
     qkv = random_qkv(200, shape, dtype)
     clean, _ = C.attention_forward(qkv, [(0, 200, 0, 0)], heads_of(shape))
@@ -244,7 +244,7 @@ def test_later_tokens_do_not_matter_even_when_not_a_number(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_copied_cache_block_can_be_continued_by_a_second_sequence(dtype):
+def test_copied_kv_cache_block_can_be_continued_by_a_second_sequence(dtype):
     """Copy-on-write of a prompt's last block: both continue as if alone."""
     shape, prompt, more = (9, 3, 64), 45, 30
     heads = heads_of(shape)
@@ -263,7 +263,7 @@ def test_copied_cache_block_can_be_continued_by_a_second_sequence(dtype):
     assert_same_bits(got, want[prompt:])
 
 
-def test_bad_arguments_are_value_errors():
+def test_invalid_attention_arguments_raise_value_error():
     shape = (4, 2, 16)
     heads, qkv = heads_of(shape), random_qkv(64, shape, torch.float32)
     cache = Cache(shape, torch.float32, 2, 0)

@@ -65,7 +65,7 @@ def group_layout(prompt, lengths, first=0):
 
 
 @pytest.mark.parametrize("shape, dtype, grad_dtype, limit, window", CASES, ids=str)
-def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit, window):
+def test_attention_backward_matches_float64_reference(shape, dtype, grad_dtype, limit, window):
     group, end = group_layout(37, [20, 1, 40])
     sequences = [*group, (end, 33, 0, 0), (end + 33, 5, end, 12)]  # the last shares only a part of its prompt
     qkv, d_out = inputs(end + 38, shape, dtype, grad_dtype)
@@ -86,7 +86,7 @@ def test_backward_matches_float64_reference(shape, dtype, grad_dtype, limit, win
         assert relative_gap(got[:, columns], torch.from_numpy(want[:, columns])) <= limit
 
 
-def test_bfloat16_error_is_within_rounding():
+def test_bfloat16_attention_gradient_error_is_within_rounding():
     """Whatever is rounded on the way (the softmax's weights, P, dS and d_out, where pairs are multiplied), errors stay those of bfloat16."""
     n, k, h = shape = (6, 2, 64)
     sequences = [(0, 150, 0, 0), (150, 60, 0, 33)]
@@ -103,7 +103,7 @@ def test_bfloat16_error_is_within_rounding():
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 3e-6), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("length", [1, 32, 100, 700])
-def test_backward_matches_sdpa(dtype, limit, length):
+def test_attention_backward_matches_sdpa(dtype, limit, length):
     n, k, h = shape = (6, 2, 64)
     qkv, d_out = inputs(length, shape, dtype, dtype)
     got = gradient(qkv, d_out, [(0, length, 0, 0)], heads_of(shape))
@@ -118,7 +118,7 @@ def test_backward_matches_sdpa(dtype, limit, length):
 @pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 @pytest.mark.parametrize("prompt,lengths", [(45, [30, 64, 7]), (64, [1, 2, 90]), (3, [60] * 8), (200, [128] * 16)])
 @pytest.mark.parametrize("window", [0, 50])
-def test_shared_prefix_gives_the_gradients_of_copies(dtype, limit, prompt, lengths, window):
+def test_shared_prefix_gradient_is_the_sum_over_copied_prefixes(dtype, limit, prompt, lengths, window):
     shape = (6, 2, 64)
     sequences, tokens = group_layout(prompt, lengths)
     qkv, d_out = inputs(tokens, shape, dtype, dtype)
@@ -138,7 +138,7 @@ def test_shared_prefix_gives_the_gradients_of_copies(dtype, limit, prompt, lengt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_threads_do_not_change_bits(dtype):
+def test_attention_gradient_is_bit_identical_on_any_number_of_threads(dtype):
     """Batches that are split into several jobs: a long sequence, and a prompt with many generations."""
     shape = (9, 3, 64)
     long = [(0, 1500, 0, 0), (1500, 100, 0, 0)]
@@ -150,7 +150,7 @@ def test_threads_do_not_change_bits(dtype):
             assert torch.equal(other.view(torch.int32), results[0].view(torch.int32))
 
 
-def test_rows_of_no_sequence_get_zeros():
+def test_attention_gradient_of_padding_rows_is_zero():
     shape = (2, 1, 16)
     qkv, d_out = inputs(10, shape, torch.float32, torch.float32)
     got = gradient(qkv, d_out, [(2, 3, 0, 0)], heads_of(shape))
@@ -159,7 +159,7 @@ def test_rows_of_no_sequence_get_zeros():
     assert (got[~keep] == 0).all() and (got[keep] != 0).any()
 
 
-def test_gradient_by_finite_differences():
+def test_attention_gradient_matches_finite_differences():
     """One number a reader can check: (L(x+e) - L(x-e)) / 2e in float64."""
     shape, sequences = (2, 1, 8), [(0, 4, 0, 0), (4, 3, 0, 3)]
     qkv, d_out = inputs(7, shape, torch.float64, torch.float64)
@@ -174,7 +174,7 @@ def test_gradient_by_finite_differences():
         assert abs((loss(qkv + step) - loss(qkv - step)) / 2e-5 - float(got[row, column])) <= 1e-8
 
 
-def test_bad_arguments_are_value_errors():
+def test_invalid_attention_backward_arguments_raise_value_error():
     shape, sequences = (2, 1, 16), [(0, 10, 0, 0)]
     heads = heads_of(shape)
     qkv, d_out = inputs(10, shape, torch.float32, torch.float32)

@@ -115,7 +115,7 @@ if C.cpu_capability() != os.environ["NEMO_RL_CPU_CAPABILITY"]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CPU_CAPABILITIES)
-def test_rows_are_independent_and_generation_equals_training(capability, tmp_path):
+def test_results_do_not_depend_on_batching_with_each_cpu_capability(capability, tmp_path):
     """Products, and attention whatever the packing, chunks, prefixes and threads; then a run of three steps."""
     said = under(
         capability, "-c", USED + ROWS + PRODUCTS + ATTENTION + RUN, "--config", str(ROOT / "configs" / "grpo_tiny.yaml"),
@@ -132,7 +132,7 @@ def test_rows_are_independent_and_generation_equals_training(capability, tmp_pat
 
 
 @pytest.mark.slow
-def test_best_vector_instructions_are_used_without_amx():
+def test_avx512_bf16_is_used_if_the_cpu_has_no_amx():
     amx, without = (under(name, "-c", USED).strip() for name in ("amx", "avx512_bf16"))
     assert amx in ("amx", without)
 
@@ -143,5 +143,5 @@ def test_unknown_cpu_capability_is_rejected(monkeypatch):
         _native._load()
 
 
-def test_the_set_in_use_is_one_of_these():
+def test_cpu_capability_in_use_is_a_known_one():
     assert C.cpu_capability() in CPU_CAPABILITIES

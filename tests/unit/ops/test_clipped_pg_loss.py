@@ -143,7 +143,7 @@ BY_HAND = {  # prev log-prob -1: (ratios, advantage, settings, loss, its slope a
 
 
 @pytest.mark.parametrize("case", BY_HAND)
-def test_losses_by_hand(case):
+def test_losses_and_gradients_match_hand_computed_values(case):
     ratios, advantage, settings, loss, slopes = BY_HAND[case]
     penalty = torch.tensor([[0.0, 3.0, 0.0]], dtype=torch.float64) if case == "kl_cov" else None
     result = one_row(ratios, advantage, penalty, **settings)
@@ -151,7 +151,7 @@ def test_losses_by_hand(case):
     assert result.grad_logprobs[0].tolist() == pytest.approx(slopes, rel=1e-6)
 
 
-def test_ratio_metrics_by_hand():
+def test_ratio_metrics_match_hand_computed_values():
     """Ratios 0.5, 1.0, 1.5, clip 0.2."""
     metrics = one_row([0.5, 1.0, 1.5], 1.0).metrics
     assert metrics["probs_ratio"] == pytest.approx(1.0, rel=1e-7)
@@ -159,7 +159,7 @@ def test_ratio_metrics_by_hand():
     assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == pytest.approx((0.5, 1.5))
 
 
-def test_dppo_kl_stops_beyond_its_bound():
+def test_dppo_kl_gradient_is_zero_beyond_its_kl_bound():
     kl = math.exp(-1) * -math.log(2.0) + (1 - math.exp(-1)) * math.log((1 - math.exp(-1)) / (1 - 2 * math.exp(-1)))
     for bound, slope in ((kl * 1.01, -2.0), (kl * 0.99, 0.0)):
         result = one_row([2.0], 1.0, name="dppo_kl", ratio_clip_max=bound)
@@ -185,7 +185,7 @@ def test_gspo_handles_a_token_with_zero_old_probability():
     assert float(open_ended.loss) == torch.inf and open_ended.nonfinite == (0, 1)
 
 
-def test_a_new_probability_of_zero_is_named_though_the_loss_is_finite():
+def test_zero_probability_under_the_new_policy_is_reported_with_its_place():
     """Ratio e^-inf = 0: loss and gradient are 0 there. The entropy is not a number, and the place is said."""
     data = {
         "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
@@ -200,7 +200,7 @@ def test_a_new_probability_of_zero_is_named_though_the_loss_is_finite():
     assert torch.isfinite(result.loss) and torch.isfinite(result.grad_logprobs).all() and result.nonfinite == (0, 2)
 
 
-def test_weights_of_whole_sequences_by_hand():
+def test_sequence_level_importance_weights_match_hand_computed_values():
     """Weights 4 and 1: their product is 4, their geometric mean 2. R = 1, so C = -A W with A = 1."""
     prev = torch.full((1, 3), -1.0, dtype=torch.float64)
     generation = prev - torch.tensor([[0.0, math.log(4.0), 0.0]], dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_weights_of_whole_sequences_by_hand():
         assert result.metrics["sampling_importance_ratio"] == pytest.approx(weight, rel=1e-6), kind
 
 
-def test_bypass_takes_the_generators_logprobs_for_the_old_ones():
+def test_bypass_mode_uses_generation_logprobs_as_old_logprobs():
     x, data = random_batch(12, 3, 20)
     plain = ClippedPGLossFn(ClippedPGLossConfig()).native(
         x, data | {"prev_logprobs": data["generation_logprobs"]}, 3.0, 30.0
@@ -229,14 +229,14 @@ def test_bypass_takes_the_generators_logprobs_for_the_old_ones():
     assert torch.equal(bypassed.grad_logprobs, plain.grad_logprobs) and bypassed.metrics == plain.metrics
 
 
-def test_means_over_sequences_by_hand():
+def test_loss_aggregation_modes_match_hand_computed_values():
     """R = 1 and A = 1 at three tokens of one sequence: the mean is -1, the sum -3, the sum over 12 tokens -1/4."""
     for name, loss in (("grpo", -1.0), ("dapo", -1.0), ("luspo", -3.0), ("dr_grpo", -0.25)):
         scale = {"loss_scale_factor": 12.0} if name == "dr_grpo" else {}
         assert float(one_row([1.0] * 3, 1.0, name=name, **scale).loss) == pytest.approx(loss, rel=1e-6), name
 
 
-def test_kl_by_hand():
+def test_kl_term_and_its_gradient_match_hand_computed_values():
     """r = log 2 everywhere: k3 = 2 - 1 - log 2; its slope in log pi is k - (e^r - 1), the score-function term included."""
     x = torch.zeros(1, 2, dtype=torch.float64)
     data = {k: torch.zeros(1, 3, dtype=torch.float64) for k in ("advantages", "prev_logprobs", "generation_logprobs")}
@@ -250,7 +250,7 @@ def test_kl_by_hand():
     assert r.grad_logprobs[0].tolist() == pytest.approx([0.25 * (k3 - 1)] * 2, rel=1e-7)
 
 
-def test_ties_share_the_gradient_as_torch_does():
+def test_ratio_exactly_at_the_clip_bound_keeps_its_gradient():
     """At the clip boundary itself the ratio is still in range: the slope is the full one."""
     x = torch.tensor([[math.log(1.5)]], dtype=torch.float64)
     data = {k: torch.zeros(1, 2, dtype=torch.float64) for k in ("prev_logprobs", "generation_logprobs")}
@@ -281,7 +281,7 @@ OF_ROWS = {"seq-mask": "seq-mask-tis", "seq": "seq-tis", "geo": "geo-icepop"}
 
 
 @pytest.mark.parametrize("mode", ["sequence", *OF_ROWS, *(name for name in cases.LOSSES if name != "on_policy")])
-def test_micro_batches_add_up(mode):
+def test_micro_batch_losses_and_gradients_sum_to_the_whole_batch(mode):
     """Any split of the rows gives the same gradient bits and, by summing, the same loss and metrics."""
     config = {"positive_example_nll_weight": 0.1, "token_level_loss": mode != "sequence", "loss_scale_factor": 7.0}
     if mode in cases.LOSSES:
@@ -305,7 +305,7 @@ def test_micro_batches_add_up(mode):
                 assert sum(p.metrics[name] for p in parts) == pytest.approx(value, rel=1e-12, abs=1e-15), name
 
 
-def test_threads_change_no_bit():
+def test_clipped_pg_loss_is_bit_identical_on_any_number_of_threads():
     x, data = random_batch(5, 64, 700, torch.float32)
     fn = ClippedPGLossFn(ClippedPGLossConfig())
     results = on_threads(lambda: fn.native(x, data, 64.0, 30000.0))
@@ -314,7 +314,7 @@ def test_threads_change_no_bit():
         assert other.metrics == results[0].metrics
 
 
-def test_padding_and_row_strides_change_no_bit():
+def test_clipped_pg_loss_is_bit_identical_for_any_padding_and_stride():
     x, data = random_batch(6, 4, 40, torch.float32)
     fn = ClippedPGLossFn(ClippedPGLossConfig())
     plain = fn.native(x, data, 4.0, 100.0)
@@ -327,7 +327,7 @@ def test_padding_and_row_strides_change_no_bit():
 
 
 @pytest.mark.parametrize("mode", ["ppo", "on_policy", "reinforce"])
-def test_a_token_far_from_its_generator_changes_no_other(mode):
+def test_token_with_a_large_logprob_gap_does_not_change_other_tokens(mode):
     """Sixteen tokens share a path without exponentials while all their gaps are small; each keeps its bits when one is not."""
     x, data = random_batch(11, 2, 49, torch.float32)
     data["token_mask"][:] = 1
@@ -380,7 +380,7 @@ def test_loss_is_zero_if_no_token_is_valid():
     assert r.metrics["probs_ratio_min"] == math.inf and r.metrics["probs_ratio_max"] == -math.inf
 
 
-def test_overflow_is_named():
+def test_overflowing_ratio_is_reported_with_its_row_and_token():
     """A ratio that overflows with a negative advantage is infinite here as in NeMo RL; the result says where."""
     x, data = random_batch(9, 3, 20)
     data["token_mask"][:] = 1
@@ -394,7 +394,7 @@ def test_overflow_is_named():
     assert math.isfinite(float(r.loss)) and r.grad_logprobs[1, 7] == 0 and torch.isfinite(r.grad_logprobs).all()
 
 
-def test_bad_shapes_are_named():
+def test_error_for_wrong_or_missing_loss_inputs_names_the_tensor():
     x, data = random_batch(10, 3, 20)
     with pytest.raises(ValueError, match=r"advantages has shape \[3, 19\]; expected \[3, 20\]"):
         ops.clipped_pg_loss(x, ops.ClippedPGInputs(**data | {"advantages": data["advantages"][:, 1:]}))

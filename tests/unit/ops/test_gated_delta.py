@@ -56,7 +56,7 @@ def test_gated_delta_and_its_gradients_agree_with_the_reference(shape, dtype, bo
 
 
 @pytest.mark.parametrize("rate", [-6.0, 3.0])
-def test_gradients_of_states_that_last_or_vanish_agree_with_the_reference(rate):
+def test_gradients_with_slow_or_fast_decaying_states_match_the_reference(rate):
     """A decay near 1 over all tokens, and states that are forgotten within a few of them."""
     shape, arguments = SHAPES[0], inputs(SHAPES[0], torch.float64)
     arguments[3].fill_(rate)
@@ -87,7 +87,7 @@ def test_gated_norm_and_its_gradients_agree_with_the_reference(dtype, bound):
         assert relative_gap(mine, theirs) < bound
 
 
-def test_the_parts_agree_with_the_torch_functions_of_transformers():
+def test_gated_delta_ops_match_the_torch_functions_of_transformers():
     modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     shape = P, U, dk, dv, W = (2, 4, 16, 32, 4)
     qkv, b, a, A_log, dt_bias = inputs(shape, torch.float32, 100)
@@ -124,7 +124,7 @@ def in_chunks(arguments, w, shape, chunk):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_packing_shared_prompts_and_threads_do_not_change_a_bit(shape, dtype):
+def test_forward_is_bit_identical_for_any_chunks_packing_prefix_and_threads(shape, dtype):
     arguments = inputs(shape, dtype)
     qkv, b, a, A_log, dt_bias = arguments
     w = draw(qkv.shape[1], shape[4], dtype=dtype, seed=7)
@@ -142,7 +142,7 @@ def test_chunks_packing_shared_prompts_and_threads_do_not_change_a_bit(shape, dt
     assert torch.equal(*on_threads(compare, (1, 2)))
 
 
-def test_gradients_are_the_same_bits_with_any_number_of_threads_and_in_any_packing():
+def test_gradients_are_bit_identical_for_any_threads_and_packing():
     shape = SHAPES[0]
     arguments, d_out = inputs(shape, torch.float32), draw(TOKENS, 4 * 32, dtype=torch.float32, seed=6)
     results = on_threads(lambda: C.gated_delta_backward(d_out, *arguments, full(SEQUENCES), shape), (1, 2))
@@ -154,7 +154,7 @@ def test_gradients_are_the_same_bits_with_any_number_of_threads_and_in_any_packi
     assert all(torch.equal(x, y[rows]) for x, y in zip(alone[:3], results[0][:3]))
 
 
-def test_no_state_leaks_from_a_sequence_to_the_next():
+def test_nan_in_one_sequence_does_not_reach_the_next_sequences_state():
     shape = SHAPES[0]
     arguments = inputs(shape, torch.float32)
     before = C.gated_delta(*arguments, full(SEQUENCES), shape)
@@ -164,7 +164,7 @@ def test_no_state_leaks_from_a_sequence_to_the_next():
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 16, 16, 4), (1, 1, 24, 16, 4), (1, 1, 16, 16, 9)])
-def test_shapes_without_a_kernel_raise_value_error(shape):
+def test_unsupported_gated_delta_shapes_raise_value_error(shape):
     P, U, dk, dv, _ = shape
     with pytest.raises(ValueError, match="a gated delta net with"):
         C.gated_delta(*inputs(shape, torch.float32, 3), [(0, 3, -1, -1, False)], shape)
@@ -172,7 +172,7 @@ def test_shapes_without_a_kernel_raise_value_error(shape):
 
 @pytest.mark.parametrize("head_dim", [8, 16, 40])
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_the_gate_of_heads_and_its_gradients_agree_with_torch(head_dim, dtype, bound):
+def test_head_gate_and_its_gradients_agree_with_torch(head_dim, dtype, bound):
     x, dy = (draw(50, 3 * head_dim, dtype=dtype, seed=i) for i in range(2))
     gate = draw(50, 3, 2 * head_dim, dtype=dtype, seed=3)[..., head_dim:]
     expected, gradients = gradients_of(lambda a, g: a * g.reshape(50, -1).sigmoid(), [x, gate], dy)

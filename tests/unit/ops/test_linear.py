@@ -35,7 +35,7 @@ def test_linear_forward_agrees_with_float64(dtype, K):
 
 @pytest.mark.parametrize("K", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_of_a_product_has_the_same_bits_alone_and_in_a_batch(dtype, K):
+def test_row_of_a_matrix_product_is_bit_identical_alone_and_in_a_batch(dtype, K):
     x, w, bias = tensors(70, 70, K, dtype)
     whole, on_two = on_threads(lambda: product(x, w, bias), (1, 2))
     assert torch.equal(on_two, whole)
@@ -52,7 +52,7 @@ def test_row_of_a_product_has_the_same_bits_alone_and_in_a_batch(dtype, K):
     [(384, 1, 1), (385, 47, 5), (401, 97, 1023), (500, 48, 1024), (481, 49, 1027), (390, 100, 2052), (200, 50, 2305)],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_many_rows_have_the_bits_of_few(dtype, M, N, K):
+def test_product_of_many_rows_is_bit_identical_to_products_of_few_rows(dtype, M, N, K):
     """So many rows that w is packed as well, in chunks of rows, strips of columns and blocks of terms that end anywhere."""
     x, w, bias = tensors(M, N, K, dtype)
     y = tensors(M, N, 1, dtype)[0] * torch.ones(1, N, dtype=dtype)
@@ -73,7 +73,7 @@ def test_empty_inner_dimension_gives_bias_plus_the_accumulated_output(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_and_columns_of_wider_matrices(dtype):
+def test_product_of_strided_views_reads_and_writes_only_their_columns(dtype):
     x, w, _ = tensors(450, 60, 40, dtype)
     wide_x, wide_w, wide_y = (
         torch.full((450, 50), float("nan"), dtype=dtype),
@@ -86,7 +86,7 @@ def test_rows_and_columns_of_wider_matrices(dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 40, 64, 130, 401])
-def test_float32_sums_are_one_chain_in_ascending_order(rows):
+def test_float32_product_sums_its_terms_one_by_one_in_ascending_order(rows):
     """A small term is lost beside a large one, and what is lost tells the order: 2^24 + 1 is 2^24 in float32."""
     K = 97
     x, w = torch.ones(rows, K), torch.ones(50, K)
@@ -96,7 +96,7 @@ def test_float32_sums_are_one_chain_in_ascending_order(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_product_is_the_same_if_rows_are_packed_in_several_passes(dtype):
+def test_product_is_bit_identical_if_rows_are_packed_in_several_passes(dtype):
     """So many rows of so many terms that they do not fit into the memory for packed rows at once."""
     x, w, _ = tensors(700, 200, 16384, dtype)
     whole = product(x, w)

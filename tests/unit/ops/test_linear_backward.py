@@ -43,7 +43,7 @@ def test_weight_gradient_agrees_with_float64(T, N, K, dtype, out, tolerance):
 
 
 @pytest.mark.parametrize("dtype, out", [kind[:2] for kind in KINDS], ids=str)
-def test_bits_do_not_depend_on_the_number_of_threads(dtype, out):
+def test_linear_gradients_are_bit_identical_on_any_number_of_threads(dtype, out):
     T, N, K = 700, 1100, 500
     dy, w, x = drawn(T, N, dtype=dtype), drawn(N, K, dtype=dtype), drawn(T, K, dtype=dtype)
 
@@ -58,7 +58,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype, out):
         assert torch.equal(dx, found[0][0]) and torch.equal(dw, found[0][1])
 
 
-def test_packed_rows_are_not_reused_by_the_next_product():
+def test_packed_rows_are_not_reused_for_the_next_product_of_equal_shape():
     """Equal shapes in turn: what a thread has packed for one product must not serve the next."""
     first, second, w = (
         drawn(60, 40, dtype=torch.float32),

@@ -15,7 +15,7 @@ def tensors(M: int, I: int, K: int, dtype, bias: bool):  # noqa: E741
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("M,I,K", [(1, 16, 32), (2, 5, 7), (3, 33, 48), (70, 48, 64), (300, 40, 96), (401, 100, 1030)])
-def test_linear_swiglu_has_the_bits_of_its_two_parts(M, I, K, dtype, bias):  # noqa: E741
+def test_linear_swiglu_is_bit_identical_to_linear_followed_by_swiglu(M, I, K, dtype, bias):  # noqa: E741
     x, w, b = tensors(M, I, K, dtype, bias)
     gate_up, act = torch.empty(M, 2 * I, dtype=dtype), torch.empty(M, I, dtype=dtype)
     C.linear_forward(x, w, b, gate_up)
@@ -38,7 +38,7 @@ def test_linear_swiglu_agrees_with_torch():
     torch.testing.assert_close(act, torch.nn.functional.silu(gate) * up, rtol=1e-12, atol=1e-12)
 
 
-def test_linear_swiglu_refuses_tensors_that_do_not_fit():
+def test_linear_swiglu_rejects_outputs_of_wrong_shape_or_dtype():
     x, w, _ = tensors(4, 8, 16, torch.float32, False)
     with pytest.raises(ValueError, match="linear_swiglu"):
         C.linear_swiglu(x, w, None, None, torch.empty(4, 9))

@@ -21,7 +21,7 @@ def near(gpu, cpu, rtol, note=None):
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_clipped_pg_loss_equals_the_cpu(dtype, rtol):
+def test_clipped_pg_loss_on_cuda_matches_the_cpu(dtype, rtol):
     for seed in range(300):
         rng = np.random.default_rng(seed)
         c = cases.config(rng)
@@ -41,7 +41,7 @@ def test_clipped_pg_loss_equals_the_cpu(dtype, rtol):
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_estimators_equal_the_cpu(dtype, rtol):
+def test_advantage_estimators_on_cuda_match_the_cpu(dtype, rtol):
     rng = np.random.default_rng(0)
     for _ in range(100):
         B, S = int(rng.integers(1, 20)), int(rng.integers(1, 3000))
@@ -63,7 +63,7 @@ def test_estimators_equal_the_cpu(dtype, rtol):
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_value_loss_equals_the_cpu(dtype, rtol):
+def test_value_loss_on_cuda_matches_the_cpu(dtype, rtol):
     rng = np.random.default_rng(1)
     for _ in range(50):
         B, S = int(rng.integers(1, 20)), int(rng.integers(1, 2000))
@@ -77,7 +77,7 @@ def test_value_loss_equals_the_cpu(dtype, rtol):
             assert gpu.metrics[name] == pytest.approx(value, rel=rtol * 10, abs=rtol), name
 
 
-def test_repeated_launches_give_the_same_bits():
+def test_repeated_cuda_launches_give_bit_identical_losses():
     rng = np.random.default_rng(2)
     x, data = cases.batch(rng, max_rows=5, max_len=700)
     data = {k: torch.as_tensor(v, dtype=torch.float32).cuda() for k, v in data.items()}
@@ -86,7 +86,7 @@ def test_repeated_launches_give_the_same_bits():
     assert all(torch.equal(r.grad_logprobs, runs[0].grad_logprobs) and r.metrics == runs[0].metrics for r in runs)
 
 
-def test_tensors_on_two_devices_are_named():
+def test_loss_inputs_on_two_devices_are_an_error_that_names_them():
     with pytest.raises(ValueError, match="mask is on cpu; expected cuda"):
         ops.gae(
             torch.zeros(1).cuda(), torch.zeros(1, 2).cuda(), torch.ones(1, 2), ops.GAEConfig(gamma=1.0, gae_lambda=1.0)

@@ -39,7 +39,7 @@ def on_both(op, *tensors):
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 64, 64), (70, 96, 40), (300, 1024, 256), (5, 1, 48)], ids=str)
-def test_linear_equals_the_cpu(shape, dtype, bound, out):
+def test_linear_on_cuda_matches_the_cpu(shape, dtype, bound, out):
     if dtype == torch.float32 and out != dtype:
         pytest.skip("float32 has no bfloat16 result")
     M, N, K = shape
@@ -60,7 +60,7 @@ def test_linear_equals_the_cpu(shape, dtype, bound, out):
     "dtype, out", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 )
 @pytest.mark.parametrize("N, K", [(64, 64), (96, 40), (64, 33), (2048, 1024), (4099, 256)])
-def test_a_row_of_a_product_is_the_same_bits_in_every_batch(dtype, out, N, K):
+def test_row_of_a_cuda_matrix_product_is_bit_identical_in_every_batch(dtype, out, N, K):
     x, w = randn(9000, K, dtype=dtype).cuda(), randn(N, K, dtype=dtype, seed=1).cuda()
     whole = torch.empty(9000, N, device="cuda", dtype=out)
     C.linear_forward(x, w, None, whole)
@@ -71,7 +71,7 @@ def test_a_row_of_a_product_is_the_same_bits_in_every_batch(dtype, out, N, K):
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-def test_backward_products_equal_the_cpu_and_repeat(dtype, bound):
+def test_linear_gradients_on_cuda_match_the_cpu_and_are_reproducible(dtype, bound):
     dy, x, w = randn(333, 96, dtype=dtype), randn(333, 72, dtype=dtype, seed=1), randn(96, 72, dtype=dtype, seed=2)
 
     def of_input(dy, w, dx):
@@ -90,7 +90,7 @@ def test_backward_products_equal_the_cpu_and_repeat(dtype, bound):
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-def test_linear_swiglu_equals_the_cpu(dtype, bound):
+def test_linear_swiglu_on_cuda_matches_the_cpu(dtype, bound):
     def run(x, w, bias, act):
         C.linear_swiglu(x, w, bias, None, act)
         return act
@@ -102,7 +102,7 @@ def test_linear_swiglu_equals_the_cpu(dtype, bound):
     close(gpu, cpu, bound)
 
 
-def test_adamw_equals_the_cpu():
+def test_adamw_on_cuda_matches_the_cpu():
     state = [randn(1003, dtype=torch.float32, seed=i) for i in range(3)] + [
         randn(1003, dtype=torch.float32, seed=3).abs(),
         torch.empty(1003, dtype=torch.bfloat16),
@@ -128,7 +128,7 @@ def packed():
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("shape", HEADS, ids=str)
-def test_packed_attention_equals_the_cpu(shape, dtype, bound):
+def test_packed_attention_on_cuda_matches_the_cpu(shape, dtype, bound):
     N, K, H = shape
     heads, (sequences, T) = C.AttentionHeads(N, K, H, 1 / math.sqrt(H)), packed()
     qkv, d_out = randn(T, (N + 2 * K) * H, dtype=dtype), randn(T, N * H, dtype=dtype, seed=1)
@@ -145,7 +145,7 @@ def test_packed_attention_equals_the_cpu(shape, dtype, bound):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("chunks", [[100], [1] * 100, [33, 1, 1, 30, 35]], ids=["whole", "single", "mixed"])
-def test_paged_attention_is_the_packed_one_bit_for_bit(shape, dtype, chunks):
+def test_paged_and_packed_attention_on_cuda_are_bit_identical(shape, dtype, chunks):
     N, K, H = shape
     heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H))
     qkv = randn(100, (N + 2 * K) * H, dtype=dtype).cuda()
@@ -158,7 +158,7 @@ def test_paged_attention_is_the_packed_one_bit_for_bit(shape, dtype, chunks):
         done += n
 
 
-def test_a_copied_block_holds_the_same_positions():
+def test_kv_cache_copy_on_cuda_copies_the_same_positions_as_the_cpu():
     cache = randn(4, 2, 2, 16 * TILE, dtype=torch.float32).cuda()
     expected = cache.cpu()
     C.kv_cache_copy(cache, 1, 3, 7)
@@ -176,7 +176,7 @@ RULES = [
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 7, 16), (70, 4099, 24), (2100, 2500, 8)], ids=str)
-def test_the_head_equals_the_cpu(shape, dtype, bound):
+def test_lm_head_logprobs_and_gradients_on_cuda_match_the_cpu(shape, dtype, bound):
     U, V, D = shape
     x, w, g = randn(U, D, dtype=dtype), randn(V, D, dtype=dtype, seed=1), randn(U, dtype=torch.float32, seed=2)
     targets = torch.randint(0, V, (U,), generator=torch.Generator().manual_seed(3))
@@ -203,7 +203,7 @@ def test_the_head_equals_the_cpu(shape, dtype, bound):
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-def test_the_heads_gradient_of_the_entropy_equals_the_cpus(dtype, bound):
+def test_lm_head_entropy_gradient_on_cuda_matches_the_cpu(dtype, bound):
     U, V, D = 70, 4099, 24
     x, w, g = randn(U, D, dtype=dtype), randn(V, D, dtype=dtype, seed=1), randn(U, dtype=torch.float32, seed=2)
     h, targets = randn(U, dtype=torch.float32, seed=4), torch.arange(U)
@@ -220,7 +220,7 @@ def test_the_heads_gradient_of_the_entropy_equals_the_cpus(dtype, bound):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_sampled_rows_score_the_same_and_follow_the_distribution(rule):
+def test_cuda_sampling_and_scoring_agree_bit_for_bit_and_match_the_cpu(rule):
     rule = C.SamplingRule(**{**dict(temperature=1.0, top_p=1.0, top_k=0, greedy=False), **rule})
     logits = 3 * randn(200, 3000, dtype=torch.float32)
     uniform = torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -242,7 +242,7 @@ def test_greedy_sampling_takes_the_first_maximum_and_flags_non_finite_rows():
     assert C.sample_rows(logits.cuda(), torch.zeros(3, dtype=torch.float64), greedy)[0].tolist() == [7, -1, -1]
 
 
-def test_float64_is_refused_with_the_key_to_change():
+def test_float64_on_cuda_is_rejected_with_the_key_to_change():
     x = torch.zeros(2, 4, dtype=torch.float64, device="cuda")
     with pytest.raises(ValueError, match="policy.precision"):
         C.swiglu_forward(x, torch.zeros(2, 2, dtype=torch.float64, device="cuda"))

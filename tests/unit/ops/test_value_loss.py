@@ -49,7 +49,7 @@ def test_value_loss_matches_reference(dtype, rtol, count):
         assert torch.allclose(grad.double(), wanted, rtol=rtol, atol=rtol * max(float(wanted.abs().max()), 1e-12)), i
 
 
-def test_value_loss_by_hand():
+def test_value_loss_matches_hand_computed_values():
     """v 3, old 1, return 0, cliprange 0.5: max(9, 1.5^2) = 9 and slope 2*3; v 1.2: inside, the full slope."""
     data = {
         "returns": torch.zeros(1, 2),
@@ -68,7 +68,7 @@ def test_value_loss_by_hand():
     assert low.metrics["vf_clipfrac"] == pytest.approx(1.0)
 
 
-def test_trailing_singleton_and_micro_batches():
+def test_value_loss_accepts_a_trailing_dimension_and_sums_over_micro_batches():
     rng = np.random.default_rng(1)
     v = torch.as_tensor(rng.normal(size=(6, 30)))
     data = {k: torch.as_tensor(rng.normal(size=(6, 30))) for k in ("returns", "values")}
@@ -100,6 +100,6 @@ def test_value_loss_is_zero_without_valid_tokens_and_locates_non_finite_values()
     assert fn.native(bad, data, 2.0, 1.0).nonfinite == (1, 2)
 
 
-def test_unknown_key_is_rejected():
+def test_value_loss_rejects_an_unknown_key():
     with pytest.raises(ValueError, match="clip_range"):
         MseValueLossFn({"clip_range": 0.2})

@@ -45,7 +45,7 @@ def weights_of_every_kind():
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_blocks_are_those_of_ggml(kind):
+def test_quantised_blocks_equal_those_of_ggml(kind):
     w = weights_of_every_kind()
     ours = blocks_of(w, kind)
     theirs = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[kind.upper()])
@@ -55,13 +55,13 @@ def test_blocks_are_those_of_ggml(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_bfloat16_weights_give_the_blocks_of_the_same_numbers_in_float32(kind):
+def test_bfloat16_and_equal_float32_weights_give_the_same_blocks(kind):
     w = normal(64, 128, seed=2, scale=0.1).bfloat16()
     assert torch.equal(blocks_of(w, kind), blocks_of(w.float(), kind))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_unpacked_weights_are_those_of_the_reference_decoders(kind):
+def test_dequantised_blocks_equal_those_of_the_reference_decoders(kind):
     """Every scale that float16 has but infinity, with every code."""
     size, scales = weight_blocks.BYTES[kind], np.arange(1 << 16, dtype=np.uint16)
     scales = scales[(scales & 0x7C00) != 0x7C00]
@@ -76,7 +76,7 @@ def test_unpacked_weights_are_those_of_the_reference_decoders(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_quantised_matrix_is_near_the_given_one(kind):
+def test_quantisation_error_of_a_matrix_is_within_its_bound(kind):
     w = normal(64, 256, seed=3)
     error = (dense(blocks_of(w, kind), 256) - w).norm() / w.norm()
     assert error < {"q8_0": 0.006, "q4_0": 0.1}[kind]
@@ -165,17 +165,17 @@ def under(capability, program):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CPU_CAPABILITIES)
-def test_products_have_the_bits_of_the_dequantised_matrix(capability):
+def test_products_are_bit_identical_to_those_of_the_dequantised_matrix(capability):
     used = under(capability, EVERYWHERE)
     if used != capability:
         pytest.skip(f"this machine has no {capability}, {used} would be used")
 
 
-def test_products_of_blocks_on_this_processor():
+def test_products_are_bit_identical_to_dequantised_ones_on_this_cpu():
     exec(compile(PRODUCTS + SHAPES.format(70), "products", "exec"), {})  # noqa: S102
 
 
-def test_the_input_gradient_is_that_of_autograd():
+def test_input_gradient_through_quantised_weights_matches_autograd():
     w = blocks_of(normal(96, 64, seed=5), "q4_0")
     x = normal(7, 64, seed=6).requires_grad_()
     dy, dx = normal(7, 96, seed=7), torch.empty(7, 64)
@@ -184,7 +184,7 @@ def test_the_input_gradient_is_that_of_autograd():
     assert ((dx - x.grad).norm() / x.grad.norm()).item() < 1e-6
 
 
-def test_what_blocks_cannot_hold_is_refused():
+def test_unsupported_formats_and_shapes_of_quantised_blocks_are_rejected():
     with pytest.raises(ValueError, match="q8_0 or q4_0, not q5_1"):
         C.block_bytes("q5_1")
     with pytest.raises(ValueError, match="a matrix of 32 columns in blocks"):

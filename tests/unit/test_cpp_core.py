@@ -33,7 +33,7 @@ def built_in(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # the first build, on a busy machine
-def test_cpp_core():
+def test_googletest_suite_of_the_cpp_core_passes():
     folders = sorted(ROOT.glob("build/editable-*/build.ninja"), key=lambda path: path.stat().st_mtime)
     if not folders:
         pytest.fail("the core was not built in this tree: `uv sync --reinstall-package nemo-rl-cpp` does it")

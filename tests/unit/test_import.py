@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-def test_native_core_loads():
+def test_native_core_loads_and_reports_a_known_cpu_capability():
     from nemo_rl_cpp._native import C
 
     assert C.cpu_capability() in {"base", "avx2", "avx512", "avx512_bf16", "amx", "software_tiles"}
@@ -18,7 +18,7 @@ def run(code):
     return result.stdout.split()
 
 
-def test_importing_the_package_is_light():
+def test_importing_the_package_loads_no_heavy_dependency():
     loaded = run("import sys, nemo_rl_cpp; print(*{name.split('.')[0] for name in sys.modules})")
     heavy = {
         "torch", "numpy", "ray", "vllm", "transformers", "datasets", "wandb", "mlflow", "swanlab", "trackio",

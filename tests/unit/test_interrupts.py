@@ -27,7 +27,7 @@ def test_first_ctrl_c_only_requests_a_stop():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_second_ctrl_c_stops_at_once():
+def test_second_ctrl_c_raises_keyboard_interrupt():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), GracefulStop(lambda text: None):
         signal.raise_signal(signal.SIGINT)
@@ -44,7 +44,7 @@ def test_second_sigterm_exits_with_status_143():
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
-def test_a_closed_terminal_and_a_scheduler_s_warning_end_a_run_like_sigterm(number):
+def test_sighup_and_sigusr1_end_a_run_after_its_step_like_sigterm(number):
     said, before = [], signal.getsignal(number)
     with GracefulStop(said.append) as stop:
         signal.raise_signal(number)
@@ -80,7 +80,7 @@ def test_graceful_stop_does_nothing_outside_the_main_thread():
     assert results == [False] and signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_real_process_finishes_its_step_and_exits_cleanly():
+def test_interrupted_process_finishes_its_step_and_exits_cleanly():
     program = (
         "import sys, time\n"
         "from nemo_rl_cpp.interrupts import GracefulStop\n"
@@ -126,7 +126,7 @@ def test_call_that_never_returns_is_ended_after_the_second_signal():
         assert process.returncode == status
 
 
-def test_a_run_that_saves_nothing_does_not_promise_a_checkpoint():
+def test_interrupt_message_promises_no_checkpoint_if_checkpointing_is_disabled():
     said = []
     with GracefulStop(said.append, saves=False):
         signal.raise_signal(signal.SIGINT)
@@ -180,7 +180,7 @@ def test_replaced_signal_handlers_are_restored_at_the_next_check():
         assert stop.reason == "interrupted"
 
 
-def test_repeated_sighup_is_one_request_to_stop():
+def test_repeated_sighup_counts_as_one_request_to_stop():
     with GracefulStop(lambda text: None) as stop:
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)

@@ -20,7 +20,7 @@ def test_progress_is_printed_occasionally_for_long_work_only(clock, capsys):
     assert capsys.readouterr().err == "reading: 50 %, 3 s\nreading: 90 %, 19 s\n"
 
 
-def test_a_terminal_draws_over_the_last_line_and_leaves_none(clock, capsys, monkeypatch):
+def test_progress_line_in_a_terminal_is_overwritten_and_finally_erased(clock, capsys, monkeypatch):
     monkeypatch.setattr(stages.sys.stderr, "isatty", lambda: True)
     with pytest.raises(KeyError), stages.work("reading", 4.0, always=True) as advance:
         for _ in range(4):
@@ -32,7 +32,7 @@ def test_a_terminal_draws_over_the_last_line_and_leaves_none(clock, capsys, monk
     )
 
 
-def test_progress_is_printed_only_within_stages_shown(clock, capsys):
+def test_progress_is_printed_only_inside_the_stages_shown_context(clock, capsys):
     def read():
         with stages.work("reading", 2.0) as advance:
             clock[0] += 10.0

@@ -9,7 +9,7 @@ from nemo_rl_cpp.stages import stage, stages_shown
 from nemo_rl_cpp.threads import SPIN_COUNT, bound_spinning, cores, threads_at_start
 
 
-def test_spinning_is_bounded_unless_the_user_set_a_wait_policy():
+def test_openmp_spinning_is_bounded_unless_the_user_set_a_wait_policy():
     environment = {}
     bound_spinning(environment)
     assert environment == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
@@ -19,7 +19,7 @@ def test_spinning_is_bounded_unless_the_user_set_a_wait_policy():
 
 
 @pytest.mark.slow
-def test_libgomp_reads_the_bound_that_the_package_sets():
+def test_libgomp_uses_the_spin_count_that_the_package_sets():
     """OMP_DISPLAY_ENV lets libgomp say what it uses, when torch loads it."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run(
@@ -28,14 +28,14 @@ def test_libgomp_reads_the_bound_that_the_package_sets():
     assert done.returncode == 0 and f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in done.stderr
 
 
-def test_thread_count_comes_from_the_key_then_the_variable_then_the_cores():
+def test_thread_count_is_the_key_else_omp_num_threads_else_the_cores():
     assert threads_at_start(5, {"OMP_NUM_THREADS": "3"}) == 5
     assert threads_at_start(None, {"OMP_NUM_THREADS": "3,2"}) == 3
     assert threads_at_start(None, {"OMP_NUM_THREADS": "no"}) == threads_at_start(None, {}) == cores()
     assert 1 <= cores() <= len(os.sched_getaffinity(0))
 
 
-def test_stages_are_printed_only_within_stages_shown(capsys):
+def test_stages_are_printed_only_inside_the_stages_shown_context(capsys):
     stage("unheard")
     with stages_shown():
         stage("loading torch")

@@ -30,7 +30,7 @@ def test_run_can_be_started_from_any_thread():
     assert found[0][0] is found[0][1]
 
 
-def test_one_event_loop_serves_all_calls_and_all_runs():
+def test_one_event_loop_serves_all_user_calls_of_all_runs():
     async def loop():
         return asyncio.get_running_loop()
 
@@ -38,7 +38,7 @@ def test_one_event_loop_serves_all_calls_and_all_runs():
     assert len(set(map(id, loops))) == 1
 
 
-def test_coroutines_of_several_threads_run_together():
+def test_coroutines_of_several_threads_run_concurrently():
     async def meet(barrier):
         barrier.append(None)
         while len(barrier) < 3:
@@ -94,7 +94,7 @@ def test_run_can_be_started_inside_a_running_event_loop():
     assert asyncio.run(cell()) == (here(), 7, 7)
 
 
-def test_exceptions_of_user_code_reach_the_run():
+def test_exceptions_of_user_code_are_raised_in_the_run():
     class OwnError(Exception):
         pass
 
@@ -111,7 +111,7 @@ def test_exceptions_of_user_code_reach_the_run():
     assert serve(lambda: call_user(here)) is here()  # and the next run is none the worse
 
 
-def test_a_nested_run_makes_its_calls_in_the_same_thread():
+def test_nested_run_makes_its_user_calls_in_the_same_thread():
     assert serve(lambda: call_user(lambda: serve(lambda: call_user(here)))) is here()
 
 
@@ -144,7 +144,7 @@ def test_process_state_is_restored_after_each_user_call(tmp_path, monkeypatch):
         assert state() == before
 
 
-def test_a_loss_gets_the_gradient_mode_of_the_trainer():
+def test_custom_loss_runs_with_the_gradient_mode_of_the_trainer():
     import torch
 
     def work():
@@ -156,7 +156,7 @@ def test_a_loss_gets_the_gradient_mode_of_the_trainer():
         assert serve(work) == (True, False)
 
 
-def test_a_run_that_fails_waits_for_calls_that_other_threads_have_begun():
+def test_failed_run_waits_for_user_calls_in_flight_in_other_threads():
     results, begun = [], threading.Event()
 
     async def judge():
@@ -177,7 +177,7 @@ def test_a_run_that_fails_waits_for_calls_that_other_threads_have_begun():
     assert results == [7]
 
 
-def test_user_call_after_the_run_runs_in_the_calling_thread():
+def test_user_call_after_the_end_of_a_run_runs_in_the_calling_thread():
     late, go = [], threading.Event()
 
     def ask():

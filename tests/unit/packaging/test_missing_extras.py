@@ -62,7 +62,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("what", NEEDS)
-def test_a_missing_extra_is_a_sentence_with_its_command(what, without):
+def test_error_for_a_missing_extra_names_the_install_command(what, without):
     extra, ask, command = NEEDS[what]
     without(*EXTRAS[extra])
     with pytest.raises((ValueError, ImportError)) as raised:

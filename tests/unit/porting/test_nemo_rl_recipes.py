@@ -148,7 +148,7 @@ def test_rejected_recipes_are_rejected_for_a_known_reason(walk):
     assert unknown == set()
 
 
-def test_recipes_with_unsupported_result_changing_features_do_not_load(walk):
+def test_recipes_with_unsupported_quantization_or_lora_features_do_not_load(walk):
     for name in loaded(walk):
         assert not any(word in name for word in ("fp8", "nvfp4", "megatron-lora", "eagle")), name
 

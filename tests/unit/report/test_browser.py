@@ -45,7 +45,7 @@ def saved(browser, script):
     return browser.ask("window.kept[1] instanceof Blob ? window.kept[1].size : window.kept[1]")
 
 
-def test_the_page_draws_answers_and_saves_without_an_error_or_a_request(browser, run):
+def test_report_charts_draw_and_export_without_errors_or_network_requests(browser, run):
     browser.open(write(run, "finished").path)
     charts = browser.ask(
         "charts.filter((c) => c.width).map((c) => [c.spec.title, c.plot.querySelectorAll('path, circle, rect').length])"
@@ -85,7 +85,7 @@ def test_the_page_draws_answers_and_saves_without_an_error_or_a_request(browser,
     assert browser.errors == [] and all(address.startswith(("file:", "data:", "blob:")) for address in browser.requests)
 
 
-def test_report_shows_group_responses_with_ground_truth_and_token_colours(browser, run):
+def test_report_shows_group_responses_with_ground_truth_and_coloured_tokens(browser, run):
     browser.open(write(run, "finished").path)
     sample = browser.ask(
         "(() => { const s = document.querySelector('.sample'); return { truth: s.querySelector('.truth code').textContent,"
@@ -107,7 +107,7 @@ def test_report_shows_group_responses_with_ground_truth_and_token_colours(browse
     assert browser.errors == []
 
 
-def test_a_running_page_follows_the_run_and_keeps_the_readers_place(browser, run):
+def test_report_of_a_running_run_updates_and_keeps_zoom_and_scroll_position(browser, run):
     writer = write(run, "running")
     browser.open(writer.path)
     assert browser.ask("document.getElementById('live').textContent") == "❚❚ live"

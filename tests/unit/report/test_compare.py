@@ -29,7 +29,7 @@ def write_log(folder, accuracy, lr=1e-3, interval=0.05):
     return folder
 
 
-def test_two_runs_side_by_side(tmp_path, capsys):
+def test_compare_command_shows_metrics_and_configurations_of_two_runs(tmp_path, capsys):
     folders = [write_log(tmp_path / "a" / "exp_001", 0.5), write_log(tmp_path / "b" / "exp_001", 0.9, lr=1e-4)]
     page = tmp_path / "new" / "compare.html"
     assert command.compare([*map(str, folders), "--out", str(page)]) == 0
@@ -70,7 +70,7 @@ def test_runs_of_different_lengths_are_compared_where_both_validated(tmp_path):
     )
 
 
-def test_the_interval_of_a_difference_is_newcombes():
+def test_interval_of_a_difference_matches_newcombes_published_example():
     # Newcombe 1998, table II, row (a): 56/70 against 48/80
     a, b = Validated(56 / 70, 0.6916, 0.8769), Validated(48 / 80, 0.4904, 0.7004)
     assert newcombe(a, b) == pytest.approx((0.0524, 0.3339), abs=2e-3)
@@ -109,7 +109,7 @@ def test_legend_and_table_colours_match_the_curves(tmp_path):
     assert list(map(int, shown)) == 4 * [number % colors for number in range(11)] and colors < 11
 
 
-def test_a_run_without_its_configuration_is_named(tmp_path, capsys):
+def test_compare_reports_which_run_has_no_readable_configuration(tmp_path, capsys):
     folders = [write_log(tmp_path / name, 0.5) for name in ("a", "b", "c")]
     (folders[1] / "hyperparams.json").unlink()
     page = tmp_path / "page.html"

@@ -78,7 +78,7 @@ CASES = [
 @pytest.mark.parametrize(
     "function, triggers, level, words, silent", CASES, ids=[f"{c[0].__name__}-{c[2]}-{i}" for i, c in enumerate(CASES)]
 )
-def test_each_finding_fires_on_its_history_and_not_on_a_healthy_one(function, triggers, level, words, silent):
+def test_each_warning_is_triggered_by_its_metrics_and_not_by_a_healthy_run(function, triggers, level, words, silent):
     finding = function(triggers)
     assert finding is not None, "the history should trigger it"
     assert finding.level == level and words in finding.title, finding
@@ -86,7 +86,7 @@ def test_each_finding_fires_on_its_history_and_not_on_a_healthy_one(function, tr
     assert function(silent) is None
 
 
-def test_every_rule_has_a_case_and_survives_empty_and_odd_histories():
+def test_every_warning_rule_is_tested_and_accepts_empty_or_non_finite_metrics():
     assert {case[0] for case in CASES} == set(RULES)
     names = {name for case in CASES for name in case[1].names()}
     for values in ([], [0.0], [math.nan], [math.inf] * 30, [0.0] * 30, [-1.0] * 30):
@@ -95,14 +95,14 @@ def test_every_rule_has_a_case_and_survives_empty_and_odd_histories():
             assert finding.level in LEVELS
 
 
-def test_findings_are_sorted_by_severity():
+def test_warnings_are_sorted_by_severity():
     history = H(
         train__token_mult_prob_error=[1.0] * 12, train__grad_norm=[1.0] * 11 + [20.0], train__loss=[math.nan] * 12
     )
     assert [finding.level for finding in find(history)] == ["bad", "warn", "good"]
 
 
-def test_equal_rewards_finding_tells_too_easy_from_too_hard_prompts():
+def test_equal_rewards_warning_distinguishes_too_easy_from_too_hard_prompts():
     easy = findings.equal_rewards(
         H(train__groups__pct_equal=[71.0], train__groups__pct_equal_best=[65.0], train__groups__pct_equal_worst=[6.0])
     )
@@ -163,7 +163,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("case", CAUSES)
-def test_advice_fits_its_cause(case):
+def test_advice_names_the_actual_cause_of_missing_gradients(case):
     history, words = CAUSES[case]
     found = {finding.metric: finding for finding in find(history) if finding.level == "bad"}
     for metric in ("train/grad_norm", "train/advantages/max", "train/groups/pct_equal"):
@@ -172,7 +172,7 @@ def test_advice_fits_its_cause(case):
     assert all("easier prompts" not in finding.advice for finding in found.values())
 
 
-def test_a_hard_task_is_still_called_hard():
+def test_prompts_are_called_too_hard_if_no_other_cause_explains_equal_rewards():
     history = silent(truncation_rate=0.0, **{"groups/pct_equal": 95.0, "groups/pct_equal_worst": 95.0})
     assert (
         "too hard" in findings.equal_rewards(history).advice
@@ -180,7 +180,7 @@ def test_a_hard_task_is_still_called_hard():
     )
 
 
-def test_a_full_context_is_not_called_too_few_tokens():
+def test_advice_for_a_full_context_is_not_to_raise_max_new_tokens():
     history = MetricHistory(
         [
             {
@@ -199,7 +199,7 @@ def test_a_full_context_is_not_called_too_few_tokens():
     )
 
 
-def test_group_findings_are_omitted_if_advantages_do_not_compare_groups():
+def test_group_warnings_are_omitted_if_advantages_do_not_compare_groups():
     ppo = {"ppo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 1}}
     plus_plus = settings(grpo={"num_generations_per_prompt": 1, "adv_estimator": {"name": "reinforce_plus_plus"}})
     for given in (ppo, {"ppo": {**ppo["ppo"], "num_generations_per_prompt": 8}}, plus_plus):
@@ -235,7 +235,7 @@ def test_healthy_run_raises_no_alert():
     assert not Alerts().learned_nothing and Alerts().table() == {}
 
 
-def test_finding_that_becomes_serious_later_is_reported_then():
+def test_warning_that_becomes_serious_later_is_reported_then():
     alerts = Alerts()
     for step in range(1, 11):
         assert alerts.step(step, ALIVE) == []
@@ -252,7 +252,7 @@ def test_long_run_is_checked_less_and_less_often(monkeypatch):
     assert 50 < len(looks) < 160  # geometric: 20 looks for every doubling, or so
 
 
-def test_two_causes_are_two_rows():
+def test_two_serious_causes_are_reported_in_two_rows():
     alerts = Alerts({"data": {"max_input_seq_length": 9}})
     for step in range(1, 4):
         alerts.step(step, DEAD | {"cut_prompts_rate": 1.0, "token_mult_prob_error": 2.0})

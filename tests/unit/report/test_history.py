@@ -12,7 +12,7 @@ from nemo_rl_cpp.report.history import (
 )
 
 
-def test_curves_are_in_step_order_and_keep_the_later_value():
+def test_curves_are_in_step_order_and_keep_the_last_value_of_a_step():
     history = MetricHistory(
         [
             {"step": 2, "a": 2.0},
@@ -30,7 +30,7 @@ def test_curves_are_in_step_order_and_keep_the_later_value():
     assert history.curve("a").steps == [1, 2, 3, 4]
 
 
-def test_recent_and_trend():
+def test_recent_mean_and_trend_match_hand_computed_values():
     history = MetricHistory.of(train__reward=[0.0, 0.2] * 10 + [1.0, 1.2] * 10, flat=[3.0] * 10, short=[1.0] * 5)
     assert history.recent("train/reward", count=4) == pytest.approx(1.1)
     assert history.recent("none") is None
@@ -40,13 +40,13 @@ def test_recent_and_trend():
     assert MetricHistory.of(x=[0.0] * 5 + [1.0] * 5).trend("x").sigmas > 3
 
 
-def test_rows_that_are_not_whole_are_left_out(tmp_path):
+def test_incomplete_rows_of_metrics_jsonl_are_skipped(tmp_path):
     assert read_metrics(tmp_path / "none") == []
     (tmp_path / "m").write_text('{"step": 1}\nnot json\n[1]\n{"step": 2}\n{"ste')
     assert read_metrics(tmp_path / "m") == [{"step": 1}, {"step": 2}]
 
 
-def test_numbers_are_short():
+def test_numbers_are_formatted_with_few_digits_and_a_suffix():
     pairs = [
         (0, "0"), (1.0, "1"), (0.12345678, "0.1235"), (2e-5, "2e-5"), (12345, "12.3k"), (1.5e6, "1.5M"),
         (-3.2e9, "-3.2G"), (math.nan, "nan"), (math.inf, "∞"), (-math.inf, "-∞"), (9999, "9999"),
@@ -72,12 +72,12 @@ def test_downsampling_keeps_every_spike_and_both_ends():
         ({}, "accuracy"),
     ],
 )
-def test_only_right_or_wrong_is_an_accuracy(metrics, word):
+def test_validation_is_called_accuracy_only_if_rewards_are_zero_or_one(metrics, word):
     history = MetricHistory([{"step": 1} | {f"validation/{name}": value for name, value in metrics.items()}])
     assert validation_word(history) == word
 
 
-def test_flat_curves_are_listed_separately_and_one_point_is_not_flat():
+def test_constant_curves_are_listed_separately_unless_they_have_one_point():
     history = MetricHistory.of(train__reward=[0.1, 0.2], train__lr=[1e-3, 1e-3], validation__accuracy=[0.5])
     panels = panels_of([history])
     assert [panel.title for panel in panels.moving] == ["Reward", "Validation accuracy"]
@@ -88,7 +88,7 @@ def test_flat_curves_are_listed_separately_and_one_point_is_not_flat():
 
 
 @pytest.mark.parametrize(("low", "level"), [(0.14, "info"), (0.2, "good")])
-def test_a_validation_that_rose_within_its_intervals_is_no_success_yet(low, level):
+def test_validation_gain_within_confidence_intervals_is_not_reported_as_success(low, level):
     history = MetricHistory.of(
         validation__accuracy=[0.1, 0.3],
         validation__accuracy_ci95_low=[0.05, low],

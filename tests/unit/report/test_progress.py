@@ -19,7 +19,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_plain_lines_without_a_terminal(capsys, clock):
+def test_progress_is_printed_as_plain_lines_without_a_terminal(capsys, clock):
     with Progress(total_steps=3) as progress:
         assert progress.mode == "plain"
         clock.now += 10
@@ -50,7 +50,7 @@ def test_log_names_each_phase_of_the_first_step_once(capsys, clock):
     assert said == ["validating", "generating the first responses", "training on the first responses"]
 
 
-def test_the_live_line_names_phase_and_time_left(clock):
+def test_live_progress_line_shows_phase_and_time_left(clock):
     out = io.StringIO()
     progress = Progress(10, mode="live", console=Console(file=out, force_terminal=True, width=120))
     timer = Timer()
@@ -71,7 +71,7 @@ def test_the_live_line_names_phase_and_time_left(clock):
     progress.close()
 
 
-def test_a_resumed_run_counts_time_from_its_own_first_step(clock):
+def test_resumed_run_estimates_time_left_from_its_own_first_step(clock):
     progress = Progress(100, start_step=50, mode="quiet")
     clock.now += 30
     progress.step(51)
@@ -81,7 +81,7 @@ def test_a_resumed_run_counts_time_from_its_own_first_step(clock):
     assert progress.eta_seconds() == pytest.approx(2 * 48)
 
 
-def test_a_run_of_unknown_length_shows_no_time_left():
+def test_run_of_unknown_length_shows_no_time_left():
     assert Progress(None, mode="quiet").eta_seconds() is None
     assert "left" not in Progress(None, mode="quiet").line()
 
@@ -95,7 +95,7 @@ def test_quiet_mode_prints_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_in_a_notebook_the_line_replaces_itself(monkeypatch):
+def test_progress_line_is_updated_in_place_in_a_notebook(monkeypatch):
     shown = []
 
     class Handle:

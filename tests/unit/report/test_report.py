@@ -118,7 +118,7 @@ def test_report_page_embeds_every_metric(run):
     assert validation["lines"][0]["low"] == "validation/accuracy_ci95_low"
 
 
-def test_hostile_text_cannot_leave_its_place(tmp_path):
+def test_html_and_scripts_in_logged_text_are_escaped_in_the_report(tmp_path):
     evil = "</script><script>alert(1)</script><!-- <b>\"'&"
     (tmp_path / "train_data_step1.jsonl").write_text(
         json.dumps({"content": synthetic_run.messages(evil, evil), "rewards": 1.0}) + "\n"
@@ -137,7 +137,7 @@ def test_hostile_text_cannot_leave_its_place(tmp_path):
     assert "<script>alert" not in page and page.count("<script") == 3
 
 
-def test_a_lone_surrogate_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+def test_report_replaces_lone_surrogates_in_text_and_folder_names(tmp_path, capsys, monkeypatch):
     """Half of an emoji, as data sets that were cut hold it; and a folder whose name is no UTF-8."""
     folder = tmp_path / "run\udcff"
     folder.mkdir()
@@ -153,7 +153,7 @@ def test_a_lone_surrogate_does_not_end_the_run(tmp_path, capsys, monkeypatch):
     assert "could not be written: could not convert" in capsys.readouterr().err
 
 
-def test_an_empty_run_has_a_page_too(tmp_path):
+def test_report_is_written_before_the_first_step(tmp_path):
     writer = ReportWriter(tmp_path, total_steps=10)
     writer.start()
     text = " ".join(check(writer.path.read_text()).text)
@@ -175,7 +175,7 @@ def test_report_updates_are_rate_limited_and_a_shortened_log_is_reread(tmp_path)
     assert "1 step done, reward 0.250. Stopped by Ctrl-C." in page and 'data-status="interrupted"' in page
 
 
-def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+def test_report_that_cannot_be_written_is_reported_once_and_does_not_end_the_run(tmp_path, capsys, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -186,7 +186,7 @@ def test_a_page_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys, mo
 
 
 @pytest.mark.slow
-def test_the_report_can_be_made_again_from_the_folder(run, capsys):
+def test_report_command_recreates_the_report_from_the_log_folder(run, capsys):
     ReportWriter(run, total_steps=60, title="first").finish()
     before = (run / "report.html").read_text()
     (run / "report.html").unlink()
@@ -201,7 +201,7 @@ def test_the_report_can_be_made_again_from_the_folder(run, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_leaves_a_whole_page(tmp_path):
+def test_run_killed_at_any_time_leaves_a_complete_report(tmp_path):
     program = (
         "import sys\nfrom nemo_rl_cpp.loggers.logger import Logger\nfrom nemo_rl_cpp.report import ReportWriter\n"
         "logger = Logger({'log_dir': sys.argv[1], 'tensorboard_enabled': False})\n"
@@ -223,7 +223,7 @@ def test_a_run_killed_at_any_moment_leaves_a_whole_page(tmp_path):
     assert int(re.search(r"(\d+) steps? (?:done|:|$)|in (\d+) steps", page).group(2) or 0) >= 20
 
 
-def test_a_long_run_stays_small_and_fast(tmp_path):
+def test_report_of_20000_steps_stays_small_and_fast(tmp_path):
     history = MetricHistory()
     for step in range(1, 20_001):
         history.add(
@@ -264,11 +264,11 @@ def test_time_between_steps_is_shown_separately_from_the_steps():
     assert stack["other"]["share"] == 0.125
 
 
-def test_lengths_of_time_are_short():
+def test_durations_are_formatted_with_two_units_at_most():
     assert [duration(s) for s in (3.21, 331, 3725)] == ["3.2 s", "5 min 31 s", "1 h 02 min"]
 
 
-def test_the_page_names_the_keys_that_the_user_set_and_where(tmp_path, monkeypatch):
+def test_report_lists_the_keys_that_the_user_set_and_where(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text("defaults: grpo_tiny.yaml\ngrpo:\n  max_num_steps: 9\n")
     values = {"policy.precision": "float32"}

@@ -26,7 +26,7 @@ def answer(reward, length=3, prompt="p"):
     return Answer({"content": messages(prompt, "r"), "rewards": reward} | mask)
 
 
-def test_a_row_of_a_training_step_and_one_of_a_validation_are_read(tmp_path):
+def test_training_and_validation_rows_are_read_from_sample_files(tmp_path):
     turns = [*messages("p", "a"), {"role": "environment", "content": "correct"}]
     rows = [
         {
@@ -54,7 +54,7 @@ def test_responses_are_grouped_by_group_id_or_by_prompt(tmp_path):
     assert [len(group) for group in groups] == [2, 2]
 
 
-def test_prompts_are_picked_for_a_reason():
+def test_shown_prompts_are_tagged_with_why_they_were_selected():
     groups = [
         [answer(0.5), answer(0.5)],
         [answer(1.0), answer(1.0)],
@@ -75,7 +75,7 @@ def row(text, mask, logprobs, **more):
     } | more  # fmt: skip
 
 
-def test_tokens_have_their_texts_and_numbers(tmp_path):
+def test_each_sampled_token_is_shown_with_its_text_logprob_and_ratio(tmp_path):
     # a prompt's token, "ä" in two tokens, an environment's text, a last token
     mask = [0, 1, 1, 0, 1]
     given = row("qä b", mask, [0, -0.5, -0.25, 0, -2.0], prev_logprobs=[0, -0.5, -0.25, 0, -1.99])
@@ -93,7 +93,7 @@ def test_tokens_have_their_texts_and_numbers(tmp_path):
     assert SampleBook(tmp_path).samples() == [step]
 
 
-def test_unknown_tokens_fall_back_to_the_text_and_equal_ratios_are_one_number(tmp_path):
+def test_samples_without_decodable_tokens_are_shown_as_text(tmp_path):
     given = row("ab", [0, 1], [0, -1.0], prev_logprobs=[0, -1.0])
     write(tmp_path / "train_data_step1.jsonl", [given])
     (step,) = SampleBook(tmp_path).samples()
@@ -110,7 +110,7 @@ def test_unknown_tokens_fall_back_to_the_text_and_equal_ratios_are_one_number(tm
     }
 
 
-def test_the_room_of_a_page_goes_to_the_ends_of_the_run_first(tmp_path):
+def test_first_and_last_steps_get_page_space_for_samples_first(tmp_path):
     long = row("x" * 700, [1] * 700, [-1.0] * 700)
     for step in range(1, 12):
         write(
@@ -126,7 +126,7 @@ def test_the_room_of_a_page_goes_to_the_ends_of_the_run_first(tmp_path):
     assert group["of"] == 17 and len(group["answers"]) == MAX_ANSWERS and group["answers"][0]["gap"] == [192, 444]
 
 
-def test_long_texts_are_clipped_and_the_shown_steps_change_rarely():
+def test_long_texts_are_clipped_and_the_selection_of_shown_steps_is_stable():
     assert len(clip("x" * 100_000)) < MAX_CHARS + 100 and clip("short") == "short"
     assert spread(list(range(10))) == list(range(10)) and spread([]) == []
     for length in (24, 25, 100, 101, 5000):

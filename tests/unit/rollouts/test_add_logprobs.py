@@ -47,7 +47,7 @@ def test_batch_is_scored_if_generation_is_inexact_or_old_logprobs_are_needed(exa
     assert (data["prev_logprobs"] == -1).all() and (data["reference_policy_logprobs"] == -2).all()
 
 
-def test_stale_samples_keep_the_policy_that_sampled_them():
+def test_stale_samples_keep_the_logprobs_of_the_policy_that_sampled_them():
     policy, data = Policy(exact=True), batch(versions=(4, 5))
     assert add_logprobs(policy, data, LogprobNeeds(False, False), 5) == {"stale_samples": 1}
     assert data["prev_logprobs"].tolist() == [[-3.0] * 3, [-1.0] * 3]
@@ -60,7 +60,7 @@ def test_current_policy_scores_all_samples_if_the_loss_corrects_staleness():
 
 
 @pytest.mark.parametrize("estimator, lacks", [(True, False), (False, True), (True, True)])
-def test_messages_that_were_not_generated_are_scored_for_an_estimator(estimator, lacks):
+def test_messages_without_generation_logprobs_are_scored_if_the_estimator_needs_them(estimator, lacks):
     policy, data = Policy(exact=True), batch()
     data.lacks_generation_logprobs = lacks
     add_logprobs(policy, data, LogprobNeeds(False, False, estimator=estimator), 5)

@@ -26,7 +26,7 @@ def test_missing_batch_field_error_names_the_stage_that_adds_it():
     assert "advantages" in made and torch.equal(made["advantages"], torch.tensor([[1.0, 1, 1], [1, 1, 0]]))
 
 
-def test_attributes_are_ragged_and_items_are_padded():
+def test_batch_attributes_are_ragged_and_batch_items_are_padded():
     made = batch()
     assert made.input_ids.tolist() == [1, 2, 3, 4, 5] and made["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
     assert made.offsets.tolist() == [0, 3, 5] and made.input_lengths.tolist() == [3, 2] and made.size == 2
@@ -38,7 +38,7 @@ def test_attributes_are_ragged_and_items_are_padded():
         made.values = torch.ones(4)
 
 
-def test_the_same_as_a_mapping():
+def test_batch_can_be_read_and_written_as_a_mapping():
     made = batch()
     made["values"], made["my_column"], made["my_tokens"] = (
         torch.ones(2, 3),
@@ -65,7 +65,7 @@ def test_valid_mask_and_old_logprobs_are_derived_from_batch_fields():
     assert made.old_logprobs is made.prev_logprobs
 
 
-def test_missing_rollout_field_is_named_and_selections_stay_rollouts():
+def test_error_for_a_missing_rollout_field_names_its_source():
     rows = Rollouts(total_reward=torch.tensor([1.0, 2.0]), note=["a", "b"])
     with pytest.raises(MissingField, match="the rollouts have no group_id: it comes from the prompt source"):
         _ = rows.group_id

@@ -72,7 +72,7 @@ def same(result, expected):
 
 
 @pytest.mark.parametrize("early", [[], [[3]], [[4, 0], [2], [1]], [[1], [0], [2, 3], [4]]])
-def test_the_result_does_not_depend_on_what_was_scored_early(early):
+def test_rollout_result_does_not_depend_on_which_responses_are_scored_early(early):
     expected, _ = rollout(FakeGeneration(lambda prompt, key: "x" * int(prompt)), {"a": Lengths(), "b": Lengths()})
     a, b = Lengths.remote(), Lengths.remote()
     result, _ = rollout(ReportingGeneration(early), {"a": a, "b": b})
@@ -81,7 +81,7 @@ def test_the_result_does_not_depend_on_what_was_scored_early(early):
     assert sorted(asked) == sorted([("3", "xxx"), ("1", "x"), ("4", "xxxx"), ("1", "x"), ("5", "xxxxx")])
 
 
-def test_an_environment_answers_while_others_are_generated():
+def test_environment_scores_responses_while_others_are_generated():
     environment = Lengths.remote()
     answered = []
     engine = ReportingGeneration([[2]], lambda: answered.append(environment.answered.wait(30)))
@@ -122,6 +122,6 @@ def test_busy_environment_gets_responses_finished_meanwhile_in_one_call():
     assert early.begun[1][1].result(30).rewards.tolist() == [1, 2, 1]
 
 
-def test_error_of_an_environment_reaches_the_caller():
+def test_environment_error_during_early_scoring_reaches_the_caller():
     with pytest.raises(RuntimeError, match="cannot score xxxx"):
         rollout(ReportingGeneration([[2]]), {"a": Lengths.remote(fails_on="xxxx"), "b": Lengths.remote()})

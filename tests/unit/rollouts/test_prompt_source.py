@@ -38,7 +38,7 @@ def test_draw_ids_count_over_epochs_so_a_prompt_gets_fresh_samples():
     assert [b["draw_ids"].tolist() for b in drawn] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_epochs_end_with_their_last_batch():
+def test_epoch_is_counted_as_finished_with_its_last_batch():
     prompts_of = source(count=5, batch=2)  # two batches an epoch, one row left over
     ended = []
     for _ in range(5):
@@ -62,12 +62,12 @@ def test_resumed_prompt_source_continues_with_the_next_rows_and_draw_ids():
         assert got["idx"] == want["idx"] and got["draw_ids"].tolist() == want["draw_ids"].tolist()
 
 
-def test_batches_are_batched_data():
+def test_prompt_source_returns_batched_data_dicts():
     assert isinstance(source().next(), BatchedDataDict)
 
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
-def test_too_few_prompts_name_the_section_in_use(section):
+def test_error_for_too_few_prompts_names_the_configuration_section_in_use(section):
     wanted = f"{section}.num_prompts_per_step"
     with pytest.raises(
         ValueError, match=rf"has 3 rows, fewer than one batch of 4: lower {wanted} \(or {section}.batch"

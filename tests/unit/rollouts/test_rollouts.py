@@ -17,7 +17,7 @@ def add(prompt, key):
     return f"{int(a) + int(b) + key[2]}\n"  # sample 0 is right, the others are off by their index
 
 
-def test_one_turn_of_sums_end_to_end():
+def test_single_turn_arithmetic_rollout_has_expected_rewards_tokens_and_metrics():
     batch = prompts(["1+2=", "10+20="], ["sum", "sum"], [{"ground_truth": "3"}, {"ground_truth": "30"}])
     batch = repeat_prompts(batch, 3, first_draw_id=40)
     batch["stop_strings"] = [["\n"]] * 6
@@ -46,7 +46,7 @@ def echo_batch(turns):
     return prompts([f"p{i}" for i in range(len(turns))], ["echo"] * len(turns), [{"turns": n} for n in turns])
 
 
-def test_several_turns_by_hand():
+def test_multi_turn_rollout_matches_turns_worked_out_by_hand():
     engine = FakeGeneration(lambda prompt, key: "ab", max_new_tokens=8)
     env = EchoEnvironment({"next_stop_strings": ["b"]})
     result, metrics = run_multi_turn_rollout(engine, echo_batch([1, 3]), TOKENIZER, {"echo": env}, 100)
@@ -120,7 +120,7 @@ class Fixed(EnvironmentInterface):
         return batch, {}
 
 
-def test_rows_return_from_several_environments_in_order():
+def test_rewards_of_several_environments_are_returned_in_batch_order():
     batch = prompts(list("abcde"), ["x", "y", "x", "z", "y"], [{"r": float(i)} for i in range(5)])
     envs = {"x": Fixed(), "y": Fixed.remote(), "z": Fixed()}
     answer = calculate_rewards(batch, envs)
@@ -141,7 +141,7 @@ def test_reward_components_are_summed_to_the_total_reward():
         calculate_rewards(batch, {"x": Fixed(), "y": Fixed()})
 
 
-def test_an_environments_exception_reaches_the_caller():
+def test_environment_exception_reaches_the_caller():
     class Broken(Fixed):
         def step(self, message_log_batch, metadata):
             raise KeyError("my own mistake")
@@ -151,7 +151,7 @@ def test_an_environments_exception_reaches_the_caller():
             calculate_rewards(prompts(["a"], ["x"], [{}]), {"x": env})
 
 
-def test_generate_responses_without_logprobs():
+def test_generate_responses_can_omit_logprobs():
     batch = prompts(["a"], ["x"], [{}])
     data = BatchedDataDict(input_ids=torch.tensor([[97]]), input_lengths=torch.tensor([1]))
     batch, generated, metrics = generate_responses(
@@ -192,7 +192,7 @@ class _ActorMethod:
         raise TypeError("Actor methods cannot be called directly")
 
 
-def test_environments_may_be_actors():
+def test_rollout_works_with_environments_that_are_ray_actors():
     batch = prompts(["a"], ["x"], [{"ground_truth": "1"}])
     generation, actor = FakeGeneration(lambda p, k: "1"), Actor(ArithmeticEnvironment())
     _, metrics = run_multi_turn_rollout(generation, batch, TOKENIZER, {"x": actor}, 100)
@@ -202,14 +202,14 @@ def test_environments_may_be_actors():
     assert metrics["total_turns"] == 1
 
 
-def test_reward_components_are_named_once():
+def test_reward_component_names_are_not_prefixed_twice():
     batch = prompts(["a", "b"], ["x", "y"], [{"r": {"reward/f": 1.0}}, {"r": {"f": 2.0}}])
     result, _ = run_multi_turn_rollout(FakeGeneration(), batch, TOKENIZER, {"x": Fixed(), "y": Fixed()}, 100)
     assert [key for key in result if key.startswith("reward/")] == ["reward/f"]
     assert result["reward/f"].tolist() == result["total_reward"].tolist() == [1.0, 2.0]
 
 
-def test_repeat_prompts_rejects_none():
+def test_repeat_prompts_rejects_zero_repetitions():
     with pytest.raises(ValueError, match="num_generations_per_prompt"):
         repeat_prompts(echo_batch([1]), 0)
 
@@ -226,7 +226,7 @@ def test_repeat_prompts_rejects_none():
         ),
     ],
 )
-def test_from_data_set_to_reward(section, env):
+def test_correct_answers_of_each_data_set_get_full_reward_from_its_environment(section, env):
     """What the data sets put into a row is what the environments read from it."""
     if env == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
@@ -267,7 +267,7 @@ def masked(masks):
     return run_multi_turn_rollout(FakeGeneration(lambda p, k: "ab"), batch, TOKENIZER, {"echo": Unsure()}, 100)[0]
 
 
-def test_environment_masks_samples_through_its_metadata():
+def test_mask_sample_in_environment_metadata_masks_the_sample():
     assert "mask_sample" not in masked([[None], [None]])
     rolled = masked([[True], [None], [False], [None, True]])
     assert rolled["mask_sample"].tolist() == [True, False, False, True]

@@ -29,7 +29,7 @@ def samples():
     )  # fmt: skip
 
 
-def test_only_sampled_messages_are_trained():
+def test_only_tokens_of_sampled_messages_are_trained():
     batch = build_train_batch(samples(), pad_token_id=99)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6], [1, 7, 8, 9, 99, 99]]
     assert batch["token_mask"].tolist() == [[0, 0, 1, 0, 1, 1], [0, 0, 0, 1, 0, 0]]
@@ -38,7 +38,7 @@ def test_only_sampled_messages_are_trained():
     assert batch["rewards"].tolist() == [1.0, 0.0] and batch["group_id"].tolist() == [4, 4]
 
 
-def test_ppo_trains_every_assistant_message():
+def test_ppo_trains_tokens_of_every_assistant_message():
     batch = build_train_batch(samples(), pad_token_id=0, is_trained=spoken_by_assistant)
     assert batch["token_mask"].tolist() == [[0, 0, 1, 0, 1, 1], [0, 1, 0, 1, 0, 0]]
     assert (
@@ -46,7 +46,7 @@ def test_ppo_trains_every_assistant_message():
     )
 
 
-def test_rows_are_padded_to_a_multiple():
+def test_row_length_is_padded_to_a_multiple_of_divisible_by():
     assert build_train_batch(samples(), pad_token_id=0, divisible_by=4)["input_ids"].shape == (2, 8)
 
 

@@ -31,7 +31,7 @@ def messages(*pairs):
     return [ChatMessage(role=role, content=content) for role, content in pairs]
 
 
-def test_a_later_turn_keeps_the_ids_that_were_sampled(tokenizer):
+def test_later_turn_reuses_the_sampled_token_ids_of_earlier_responses(tokenizer):
     """The answer was sampled in other pieces than the tokenizer makes of its text."""
     user, answer, end = ("user", "what is"), "there", tokenizer.eos_token_id
     sampled = [i for letter in answer for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
@@ -72,7 +72,7 @@ def test_turn_with_different_tools_is_rendered_again(tokenizer):
     assert chat_prompt(tokenizer, conversation, [TOOL], [AssistantTurn(turns, [7, 8], False, [TOOL])])[:2] == [7, 8]
 
 
-def test_reasoning_of_an_earlier_answer_reaches_the_template():
+def test_reasoning_of_an_earlier_response_is_passed_to_the_chat_template():
     template = TEMPLATE.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}")
     tokenizer = Tokenizer(byte_level(SPECIAL), {"eos_token": "<|im_end|>", "chat_template": template})
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
@@ -82,7 +82,7 @@ def test_reasoning_of_an_earlier_answer_reaches_the_template():
     assert "is it not?there" in tokenizer.decode(ids)
 
 
-def test_an_answer_that_ends_within_a_character_keeps_its_end(tokenizer):
+def test_response_that_ends_within_a_character_ends_with_a_replacement_character(tokenizer):
     ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])[:-1]
     whole = tokenizer.decode(ids)
     assert whole == "x\ufffd"
@@ -93,7 +93,7 @@ def test_an_answer_that_ends_within_a_character_keeps_its_end(tokenizer):
     assert "".join(pieces) == whole and len(pieces) == len(ids)
 
 
-def test_logprobs_hold_bytes_of_partial_characters_and_running_offsets(tokenizer):
+def test_logprobs_contain_bytes_of_partial_characters_and_text_offsets(tokenizer):
     ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])
     model = ServedModel(("m",), tokenizer, None, 999, 512, (), None)
     spelled = Speller(TextStream(tokenizer)).take(Sample(ids, [-1.0] * len(ids), LENGTH))
@@ -111,7 +111,7 @@ def test_logprobs_hold_bytes_of_partial_characters_and_running_offsets(tokenizer
     assert at == len("Hello there") and len(offsets) > 1
 
 
-def test_tool_calls_are_found_and_broken_ones_stay_text():
+def test_tool_calls_are_parsed_and_malformed_ones_remain_text():
     good = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     spoken = find_calls(f"Let me see. {good}", "1")
     assert spoken.text == "Let me see." and [(c.name, c.arguments) for c in spoken.calls] == [("add", '{"a": 1}')]
@@ -141,7 +141,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\
     ],
 )
 @pytest.mark.parametrize("special", [(), MARKS])
-def test_a_call_within_the_thinking_is_no_call(text, thinks, rest, special):
+def test_tool_call_within_the_thinking_tags_is_ignored(text, thinks, rest, special):
     """`rest`: what is left of the text beside a call; None: there is no call. The marks may be special tokens."""
     template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") if thinks else TEMPLATE
     made = Tokenizer(byte_level([*SPECIAL, *special]), {"eos_token": "<|im_end|>", "chat_template": template})
@@ -159,7 +159,7 @@ def test_a_call_within_the_thinking_is_no_call(text, thinks, rest, special):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_stop_strings_of_the_run_and_of_the_request_both_cut(tokenizer, keep):
+def test_stop_strings_of_the_run_and_of_the_request_both_end_a_response(tokenizer, keep):
     model = ServedModel(("m",), tokenizer, None, 999, 512, (), None, default=Sampling(stop_strings=("###",)))
     for text, cut in (("Answer 42###", "Answer 42"), ("Answer 42 STOP", "Answer 42 "), ("Answer ##", "Answer ##")):
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -173,7 +173,7 @@ def test_stop_strings_of_the_run_and_of_the_request_both_cut(tokenizer, keep):
         assert len(choice["logprobs"]["token_logprobs"]) == len(ids)
 
 
-def test_likely_tokens_of_one_text_do_not_hide_each_other():
+def test_top_logprobs_keep_tokens_that_decode_to_the_same_text():
     """Both spell "t": the letter, and the byte of it; a mark of a word's beginning is a space."""
     backend = byte_fallback()
     letter, byte, word = (backend.token_to_id(token) for token in ("t", "<0x74>", "\u2581t"))
@@ -189,7 +189,7 @@ def test_likely_tokens_of_one_text_do_not_hide_each_other():
     ]  # fmt: skip
 
 
-def test_keyed_chat_reuses_earlier_token_ids_and_tools_reach_the_template(tmp_path):
+def test_chat_with_a_rollout_key_reuses_earlier_token_ids_and_renders_tools(tmp_path):
     with serving(make_folder(tmp_path / "m")) as server, httpx.Client(base_url=f"{server.url}/v1", timeout=60) as http:
 
         def chat(conversation, **more):

@@ -31,7 +31,7 @@ class Stuck:
         pass
 
 
-def test_closing_an_engine_whose_step_does_not_end_is_an_error():
+def test_closing_an_engine_with_a_hanging_step_is_an_error():
     stuck = Stuck()
     engine = EngineThread(lambda: stuck)
     engine.step_seconds = 0.01
@@ -45,7 +45,7 @@ def test_closing_an_engine_whose_step_does_not_end_is_an_error():
 
 
 @pytest.mark.parametrize("broken", ["HTTP server", "engine"])
-def test_serve_ends_with_its_threads(broken):
+def test_serve_command_ends_with_an_error_if_the_server_or_engine_thread_ends(broken):
     server, engine = (SimpleNamespace(is_alive=name != broken) for name in ("HTTP server", "engine"))
     with pytest.raises(RuntimeError, match=f"the {broken} has ended"):
         wait_for_end(threading.Event(), server, engine, every=0.001)

@@ -74,7 +74,7 @@ GENERATES = [
 
 
 @pytest.mark.parametrize("field", COMPLETIONS)
-def test_bad_fields_are_refused_by_name(http, field):
+def test_invalid_completion_fields_are_rejected_by_name(http, field):
     for value in COMPLETIONS[field]:
         answer = http.post("/v1/completions", json=GOOD | {field: value})
         assert answer.status_code == (404 if (field, value) == ("model", "other") else 400), (value, answer.text)
@@ -82,7 +82,7 @@ def test_bad_fields_are_refused_by_name(http, field):
         assert error["message"] and field in f"{error['message']} {error['param']}", error
 
 
-def test_fields_of_chats_that_would_change_the_answer_are_refused(http):
+def test_unsupported_chat_fields_that_would_change_the_response_are_rejected(http):
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     for more, said in (
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
@@ -102,7 +102,7 @@ def test_fields_of_chats_that_would_change_the_answer_are_refused(http):
     assert http.post("/v1/chat/completions", json=chat | same).status_code == 200
 
 
-def test_bad_bodies_are_refused(http):
+def test_invalid_request_bodies_are_rejected(http):
     for body in (
         b"",
         b"{",
@@ -144,7 +144,7 @@ def test_request_beyond_the_queue_is_rejected_with_503(http):
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
 
 
-def test_rejected_request_uses_up_no_random_draw(server, http):
+def test_rejected_request_does_not_change_the_samples_of_a_retry(server, http):
     """A client that tries again gets the tokens that it would have got."""
 
     def ask(key):
@@ -175,7 +175,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def test_broken_and_slow_requests_are_refused(tmp_path):
+def test_malformed_and_slow_http_requests_are_rejected(tmp_path):
     folder = make_folder(tmp_path / "model")
     late = b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n{"prompt":'
     with serving(folder, body_timeout_s=0.4) as server:

@@ -55,7 +55,7 @@ def test_optional_fields_may_be_null_absent_or_set(client):
         assert answer(client, route, **dict.fromkeys(fields)) == absent
 
 
-def test_null_extension_fields_are_ignored_and_null_required_fields_are_named(client):
+def test_null_extension_fields_are_ignored_and_null_required_fields_are_errors(client):
     extra = dict.fromkeys(
         ["top_k", "min_p", "ignore_eos", "return_token_ids", "stop_token_ids", "rollout_key", "nobody_knows_it"]
     )
@@ -80,7 +80,7 @@ def test_earlier_assistant_message_is_accepted_in_every_form_of_the_client(clien
     assert answers[1:] == answers[:-1]
 
 
-def test_several_prompts_give_several_choices(client):
+def test_several_prompts_give_the_choices_of_separate_requests(client):
     ask = {"n": 2, "max_tokens": 6, "logprobs": 1, "extra_body": {"return_token_ids": True}}
     prompts = ["what is 12", "Hello there", "what is 12"]
     alone = [answer(client, "completions", prompt=prompt, **ask)["choices"] for prompt in prompts]

@@ -14,7 +14,7 @@ def call(prompt, answer):
     return Call(list(prompt), Sample(list(answer), [-0.5] * len(answer), 1), 0)
 
 
-def test_the_longest_conversation_is_found_in_whatever_order_calls_come():
+def test_longest_conversation_is_found_in_any_order_of_calls():
     first, second, third = call([1, 2], [3]), call([1, 2, 3, 4], [5, 6]), call([1, 2, 3, 4, 5, 6], [7])
     aside, retry = call([9] * 20, [9] * 5), call([1, 2, 3, 4], [8])
     for order in permutations([first, second, third, aside, retry]):
@@ -22,7 +22,7 @@ def test_the_longest_conversation_is_found_in_whatever_order_calls_come():
     assert longest_chain([]) == [] and longest_chain([aside]) == [aside]
 
 
-def test_messages_hold_the_ids_that_went_through_the_engine():
+def test_rollout_messages_contain_the_token_ids_used_by_the_engine():
     class Letters:
         def decode(self, ids, skip_special_tokens=False):
             return "".join("abcdefghij"[i] for i in ids)
@@ -38,7 +38,7 @@ def test_messages_hold_the_ids_that_went_through_the_engine():
     ]
 
 
-def test_draws_follow_from_key_prompt_and_number():
+def test_sampling_depends_on_rollout_key_prompt_and_number_of_the_call():
     def draws(seed=1):
         rollouts = Rollouts(seed)
         rollouts.register("a", 0, TrainedSampling(1.0, 1.0, 0))

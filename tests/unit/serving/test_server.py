@@ -63,7 +63,7 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("rule", SAMPLED)
-def test_server_gives_the_texts_of_the_library(http, library, rule):
+def test_server_generates_the_same_texts_as_the_library(http, library, rule):
     mine = library.generate("what is 12 plus", max_new_tokens=30, **rule)
     answer = post(
         http, "/v1/completions", model="tiny", prompt="what is 12 plus", max_tokens=30, return_token_ids=True, **rule
@@ -80,7 +80,7 @@ def test_server_gives_the_texts_of_the_library(http, library, rule):
     assert choice["message"] == {"role": "assistant", "content": mine.text}
 
 
-def test_streams_are_the_whole_answer_in_pieces(http):
+def test_streamed_pieces_concatenate_to_the_whole_response(http):
     ask = {"prompt": "Hello there", "max_tokens": 40, "temperature": 1, "seed": 1, "n": 2, "logprobs": 0}
     whole = post(http, "/v1/completions", **ask)
     parts = events(http, "/v1/completions", **ask, stream_options={"include_usage": True})
@@ -106,7 +106,7 @@ def test_streams_are_the_whole_answer_in_pieces(http):
     assert deltas[-1]["finish_reason"] == choice["finish_reason"]
 
 
-def test_a_stop_string_ends_the_text_before_it(http):
+def test_response_text_ends_before_a_stop_string_unless_it_is_included(http):
     ask = {"prompt": "Hello there", "max_tokens": 60, "temperature": 1, "seed": 3}
     text = post(http, "/v1/completions", **ask)["choices"][0]["text"]
     stop = text[6:9]
@@ -118,7 +118,7 @@ def test_a_stop_string_ends_the_text_before_it(http):
     assert kept == choice["text"] + stop
 
 
-def test_token_ids_in_and_out(http, server, library):
+def test_generate_route_accepts_and_returns_token_ids(http, server, library):
     ids = server.model.tokenizer("The answer is", add_special_tokens=False)["input_ids"]
     params = {"max_tokens": 20, "temperature": 1.0, "seed": 9, "logprobs": 1, "skip_special_tokens": False}
     answer = post(http, "/inference/v1/generate", model="tiny", token_ids=list(ids), sampling_params=params)
@@ -147,7 +147,7 @@ def generated(http, server, **params):
     return answer, parts
 
 
-def test_a_stream_of_token_ids_is_the_whole_answer_in_pieces(http, server):
+def test_streamed_token_ids_concatenate_to_the_whole_response(http, server):
     answer, parts = generated(http, server, n=2, temperature=1.0, logprobs=1)
     for choice in answer["choices"]:
         mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
@@ -156,7 +156,7 @@ def test_a_stream_of_token_ids_is_the_whole_answer_in_pieces(http, server):
         assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
 
 
-def test_token_id_responses_list_the_sampled_token_before_the_top_ones(http, server):
+def test_token_id_logprobs_list_the_sampled_token_before_the_top_tokens(http, server):
     (choice,) = generated(http, server, temperature=1.0, top_k=4, logprobs=3)[0]["choices"]
     ranks = set()
     for entry in choice["logprobs"]["content"]:
@@ -187,7 +187,7 @@ def test_response_does_not_depend_on_concurrent_requests(http, server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_blocks(http, server, stream):
+def test_kv_cache_blocks_of_a_disconnected_client_are_freed(http, server, stream):
     engine = server.model.engine
     body = json.dumps(LONG | {"n": 4, "stream": stream}).encode()
     before = engine.state.generated_tokens
@@ -203,7 +203,7 @@ def test_a_client_that_goes_away_frees_its_blocks(http, server, stream):
     assert http.get("/health").json()["answers_under_way"] == 0
 
 
-def test_rollouts_repeat_and_their_calls_differ(http):
+def test_rollout_key_makes_samples_reproducible_and_its_calls_different(http):
     ask = {"prompt": "plus minus", "max_tokens": 12, "temperature": 1}
 
     def rollout(key):

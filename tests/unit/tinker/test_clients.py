@@ -51,7 +51,7 @@ def away_from_zero(client: nemo_rl_cpp.TrainingClient) -> None:
     client.optim_step(AdamParams(learning_rate=1e-2)).result()
 
 
-def test_a_loop_in_process_gives_the_weights_of_the_same_loop_over_http(
+def test_rl_loop_in_process_and_over_http_gives_identical_weights(
     service: nemo_rl_cpp.ServiceClient, tmp_path: Path
 ) -> None:
     here = new_client(service, seed=5)
@@ -63,12 +63,12 @@ def test_a_loop_in_process_gives_the_weights_of_the_same_loop_over_http(
         assert torch.equal(adapter_of(here), server.models[remote.model_id].state.adapter)
 
 
-def test_an_rl_loop_learns(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_rl_loop_in_process_raises_the_reward(service: nemo_rl_cpp.ServiceClient) -> None:
     rewards = rl_loop(new_client(service, seed=4), 25)
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
 
 
-def test_calls_are_awaited_and_a_state_is_saved_and_loaded(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_async_client_trains_saves_and_loads_a_state(service: nemo_rl_cpp.ServiceClient) -> None:
     data = [Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})]
 
     async def train(client: nemo_rl_cpp.TrainingClient) -> float:
@@ -100,7 +100,7 @@ def test_calls_are_awaited_and_a_state_is_saved_and_loaded(service: nemo_rl_cpp.
     asyncio.run(loop())
 
 
-def test_a_custom_loss_has_the_gradient_of_the_builtin_one(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_custom_loss_has_the_same_gradient_as_the_builtin_loss(service: nemo_rl_cpp.ServiceClient) -> None:
     logprobs, advantages = [-2.0, -3.1, -2.2, -4.0], [1.0, -0.5, 2.0, -1.0]
     inputs = {"target_tokens": TOKENS[1:], "logprobs": logprobs, "advantages": advantages}
     data = [Datum(TOKENS[:-1], inputs), Datum(TOKENS[:-2], {name: value[:-1] for name, value in inputs.items()})]
@@ -125,7 +125,7 @@ def test_a_custom_loss_has_the_gradient_of_the_builtin_one(service: nemo_rl_cpp.
     torch.testing.assert_close(gradient_of(custom), gradient_of(builtin))
 
 
-def test_gspo_has_the_gradient_of_its_formula(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_gspo_gradient_matches_its_formula(service: nemo_rl_cpp.ServiceClient) -> None:
     olds = [[-5.7, -5.9, -5.6, -5.5], [-5.8, -5.2, -6.0]]
     masks, advantages = [[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], [[0.0, 1.0, 1.0, -2.0], [0.0, 0.0, 1.5]]
     data = [
@@ -155,7 +155,7 @@ def test_gspo_has_the_gradient_of_its_formula(service: nemo_rl_cpp.ServiceClient
     torch.testing.assert_close(gradient_of(builtin), gradient_of(custom))
 
 
-def test_several_targets_a_token_have_the_loss_and_gradient_of_each_alone(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_loss_with_several_targets_per_token_is_the_sum_over_the_targets(service: nemo_rl_cpp.ServiceClient) -> None:
     targets = torch.tensor([[4, 9, 200], [5, 5, 0], [6, 1, 2], [7, 8, 299]])
     weights = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.5], [0.1, 0.2, 0.3], [2.0, -1.0, 0.25]])
     together, apart = new_client(service), new_client(service)
@@ -179,7 +179,7 @@ def test_several_targets_a_token_have_the_loss_and_gradient_of_each_alone(servic
     torch.testing.assert_close(base, scored)
 
 
-def test_the_sdk_sends_several_targets_a_token_as_sparse_matrices(tmp_path: Path) -> None:
+def test_sdk_request_with_several_targets_per_token_as_sparse_matrices_works(tmp_path: Path) -> None:
     targets, weights = torch.zeros((3, 6), dtype=torch.int64), torch.zeros((3, 6))
     targets[0, :2], weights[0, :2], targets[1, 0], weights[1, 0] = torch.tensor([4, 9]), 0.5, 5, 1.0
     inputs = {"target_tokens": targets, "weights": weights}
@@ -208,7 +208,7 @@ def tenant(client: nemo_rl_cpp.TrainingClient, number: int) -> Iterator[Result]:
         yield [sequence.tokens for sequence in sampled.result().sequences]
 
 
-def test_eight_tenants_interleaved_at_random_each_get_what_they_get_alone(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_eight_interleaved_clients_get_the_same_results_as_each_alone(service: nemo_rl_cpp.ServiceClient) -> None:
     def clients() -> list[nemo_rl_cpp.TrainingClient]:
         return [service.create_lora_training_client(rank=2 + 2 * (n % 2), seed=n).result() for n in range(8)]
 
@@ -225,7 +225,7 @@ def test_eight_tenants_interleaved_at_random_each_get_what_they_get_alone(servic
     assert not torch.equal(adapter_of(alone[0]), adapter_of(alone[2]))
 
 
-def test_samplers_that_interrupt_each_other_at_every_token_give_what_they_give_alone(
+def test_samplers_that_alternate_at_every_token_give_the_same_samples_as_alone(
     service: nemo_rl_cpp.ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "_TURN_STEPS", 1)
@@ -241,7 +241,7 @@ def test_samplers_that_interrupt_each_other_at_every_token_give_what_they_give_a
     assert alone[0] != alone[1]
 
 
-def test_a_snapshot_keeps_the_weights_that_the_model_had(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_sampling_client_keeps_the_weights_of_its_snapshot(service: nemo_rl_cpp.ServiceClient) -> None:
     client = new_client(service, seed=3)
     away_from_zero(client)
     before = client.save_weights_and_get_sampling_client().result()
@@ -251,7 +251,7 @@ def test_a_snapshot_keeps_the_weights_that_the_model_had(service: nemo_rl_cpp.Se
     assert before.compute_logprobs(TOKENS).result() == scored != after.compute_logprobs(TOKENS).result()
 
 
-def test_the_base_for_a_rank_that_no_client_uses_any_more_is_freed(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_native_model_of_a_lora_rank_is_freed_when_no_client_uses_it(service: nemo_rl_cpp.ServiceClient) -> None:
     base = service._core.base
     client = service.create_lora_training_client(rank=5).result()
     assert Shape(5) in base._native
@@ -275,7 +275,7 @@ GROUPS = [*answers_to(TOKENS, ANSWERS), *answers_to([9, 8, 7], ANSWERS[1:]), *an
 
 
 @pytest.mark.parametrize("tokens_at_once", [4096, 9])
-def test_samples_with_one_prompt_have_the_logprobs_and_the_gradient_of_each_alone(
+def test_samples_with_a_shared_prompt_give_the_results_of_separate_samples(
     service: nemo_rl_cpp.ServiceClient, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
 ) -> None:
     monkeypatch.setattr(adapters, "_TOKENS_AT_ONCE", tokens_at_once)
@@ -291,7 +291,7 @@ def test_samples_with_one_prompt_have_the_logprobs_and_the_gradient_of_each_alon
     assert difference.norm() < 1e-5 * gradient_of(apart).norm()
 
 
-def test_a_prompt_is_shared_by_consecutive_rows_without_gradient_in_it(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_consecutive_rows_share_a_prompt_unless_it_has_a_gradient(service: nemo_rl_cpp.ServiceClient) -> None:
     rows = rows_of(GROUPS, service._core.base, ("logprobs", "advantages"), ())
     first, second = len(TOKENS) - 1, 2
     assert prompt_groups(rows, "advantages") == [PromptGroup(0, 4, first), PromptGroup(4, 7, second)]

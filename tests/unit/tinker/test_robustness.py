@@ -69,7 +69,7 @@ def new_model(url: str, **lora: object) -> str:
     return post(url, "create_model", body)[1]["request_id"].removesuffix(":0")
 
 
-def test_repeated_request_runs_once_and_an_early_request_waits(served: tuple[str, Service]) -> None:
+def test_repeated_request_runs_once_and_an_early_request_waits_for_its_predecessor(served: tuple[str, Service]) -> None:
     url, service = served
     model = new_model(url)
     step = {"model_id": model, "adam_params": {"learning_rate": 0.1}}
@@ -82,7 +82,7 @@ def test_repeated_request_runs_once_and_an_early_request_waits(served: tuple[str
     assert service.models[model].state.optimizer_steps == 2
 
 
-def test_a_request_whose_predecessor_is_lost_is_refused(
+def test_request_whose_predecessor_never_arrives_fails(
     served: tuple[str, Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, service = served
@@ -114,7 +114,7 @@ BAD_DATA = [
 ]
 
 
-def test_invalid_data_is_a_user_error_and_changes_no_gradient(served: tuple[str, Service]) -> None:
+def test_invalid_training_data_is_a_user_error_and_changes_no_gradient(served: tuple[str, Service]) -> None:
     url, service = served
     model = new_model(url)
     bodies = [(forward_backward(model, 1 + i, data), why) for i, (data, why) in enumerate(BAD_DATA)]
@@ -150,7 +150,9 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("route", "body", "status"), HOSTILE)
-def test_hostile_requests_are_refused(served: tuple[str, Service], route: str, body: object, status: int) -> None:
+def test_malformed_requests_are_rejected_with_a_reason(
+    served: tuple[str, Service], route: str, body: object, status: int
+) -> None:
     url = served[0]
     if isinstance(body, dict) and body.get("model_id") == "MODEL":
         body = body | {"model_id": new_model(url)}
@@ -166,7 +168,7 @@ def test_hostile_requests_are_refused(served: tuple[str, Service], route: str, b
         {"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}},
     ],
 )
-def test_failed_creation_of_a_model_is_a_user_error(served: tuple[str, Service], body: dict) -> None:
+def test_invalid_model_creation_request_is_a_user_error(served: tuple[str, Service], body: dict) -> None:
     url = served[0]
     base = {"session_id": f"s{id(body)}", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
     failed = result(url, post(url, "create_model", base | body)[1]["request_id"])

@@ -61,7 +61,7 @@ def adapter_of(served: tuple[str, Service], client: Client) -> torch.Tensor:
     return served[1].models[client.model_id].state.adapter
 
 
-def test_a_supervised_loop_lowers_the_loss(sdk: tinker.ServiceClient) -> None:
+def test_supervised_loop_with_the_sdk_lowers_the_loss(sdk: tinker.ServiceClient) -> None:
     client = new_client(sdk)
     data = [datum([3, 4, 5, 3, 4, 5, 3], 2), datum([7, 8, 7, 8], 1)]
     losses = []
@@ -74,7 +74,7 @@ def test_a_supervised_loop_lowers_the_loss(sdk: tinker.ServiceClient) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"top_p": 0.8, "top_k": 5}, {"temperature": 0.0}])
-def test_training_logprobs_equal_those_of_the_sampler(sdk: tinker.ServiceClient, how: dict) -> None:
+def test_training_and_sampling_logprobs_are_equal(sdk: tinker.ServiceClient, how: dict) -> None:
     client = new_client(sdk, seed=2)
     client.forward_backward([datum([3, 4, 5, 3], 1)], "cross_entropy").result()
     client.optim_step(ADAM).result()
@@ -90,7 +90,7 @@ def test_training_logprobs_equal_those_of_the_sampler(sdk: tinker.ServiceClient,
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_a_builtin_loss_is_the_custom_one_of_its_formula(
+def test_builtin_loss_has_the_same_gradient_as_its_formula_as_a_custom_loss(
     sdk: tinker.ServiceClient, served: tuple[str, Service], name: str
 ) -> None:
     builtin, custom = new_client(sdk, seed=3), new_client(sdk, seed=3)
@@ -123,7 +123,7 @@ def rl_loop(client: Client, steps: int) -> list[float]:
     return rewards
 
 
-def test_rl_loop_over_the_api_gives_the_weights_of_an_in_process_loop(
+def test_rl_loop_over_the_api_and_in_process_gives_identical_weights(
     sdk: tinker.ServiceClient, served: tuple[str, Service]
 ) -> None:
     client = new_client(sdk, seed=5)
@@ -162,7 +162,7 @@ def test_rl_loop_over_the_api_gives_the_weights_of_an_in_process_loop(
     assert torch.equal(adapted.native.masters, adapter_of(served, client))
 
 
-def test_interleaved_clients_get_the_weights_that_each_gets_alone(
+def test_interleaved_clients_get_the_same_weights_as_each_alone(
     sdk: tinker.ServiceClient, served: tuple[str, Service]
 ) -> None:
     def step(client: Client, number: int) -> list:
@@ -243,7 +243,7 @@ def test_checkpoints_are_listed_downloaded_as_peft_adapters_and_deleted(
     ]
 
 
-def test_the_base_is_sampled_with_likeliest_tokens_and_stops(sdk: tinker.ServiceClient) -> None:
+def test_base_model_can_be_sampled_with_top_logprobs_and_stop_sequences(sdk: tinker.ServiceClient) -> None:
     sampler = sdk.create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([3, 4, 5])
     answer = sampler.sample(

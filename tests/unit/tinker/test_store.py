@@ -25,7 +25,7 @@ def save(store: Store, text: str) -> None:
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
+def test_killed_save_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
     store = Store(tmp_path)
@@ -50,9 +50,7 @@ def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
     assert not list(tmp_path.glob("*/*/.*"))
 
 
-def test_a_deletion_that_is_killed_leaves_no_part_under_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_deletion_leaves_no_partial_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path)
     save(store, "old")
     with monkeypatch.context() as patch:
@@ -62,7 +60,7 @@ def test_a_deletion_that_is_killed_leaves_no_part_under_the_name(
     assert Store(tmp_path).places() == [] and not list(tmp_path.glob("*/*/.*"))
 
 
-def test_a_folder_is_used_by_one_process_at_a_time(tmp_path: Path) -> None:
+def test_store_folder_in_use_by_another_process_is_rejected(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(FolderInUseError, match="--tinker"):
         Store(tmp_path, "--tinker")
@@ -71,7 +69,7 @@ def test_a_folder_is_used_by_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--max-queue", "--request-timeout", "--seed"])
-def test_options_of_the_openai_routes_are_refused_with_tinkers_api(
+def test_serve_options_for_openai_routes_are_rejected_with_tinker(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

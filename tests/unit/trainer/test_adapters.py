@@ -53,7 +53,7 @@ def backward(model, seed=9, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-def test_weights_are_the_base_plus_the_scaled_product(dtype, targets):
+def test_effective_weights_are_the_base_plus_the_scaled_lora_product(dtype, targets):
     frozen, model = weights(base(dtype)), adapted(dtype, targets)
     factors = named_whole(model.trained_layout, model.masters)
     for name, now in weights(model).items():
@@ -71,7 +71,7 @@ def test_weights_are_the_base_plus_the_scaled_product(dtype, targets):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_b_zero_the_weights_are_the_bases_to_the_bit(dtype):
+def test_weights_with_lora_b_zero_are_bit_identical_to_the_base(dtype):
     plain = base(dtype)
     named_views(plain.layout, plain.compute)["model.layers.0.mlp.up_proj.weight"][3, 5] = -0.0
     plain.masters_changed()
@@ -93,7 +93,7 @@ def test_base_of_an_adapted_model_computes_the_unadapted_logits(dtype, targets):
 
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
 @pytest.mark.parametrize("top_k", [0, 7])
-def test_adapter_gradients_match_dense_gradients_by_the_chain_rule(targets, top_k):
+def test_adapter_gradients_match_dense_gradients_through_the_chain_rule(targets, top_k):
     """W' = W + s B A, so dA = s Bᵀ dW' and dB = s dW' Aᵀ, where dW' is the gradient of the same weights trained whole."""
     model = adapted(torch.float64, targets)
     out, trainer = backward(model, top_k=top_k)
@@ -129,13 +129,13 @@ def test_bfloat16_adapter_gradients_stay_within_one_percent():
             assert found.dtype == torch.float32 and (found - expected).norm() < 0.01 * expected.norm(), (module, which)
 
 
-def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit():
+def test_activation_checkpointing_gives_bit_identical_adapter_gradients():
     first, second = (backward(adapted(torch.float32), checkpoint=checkpoint)[1].grads for checkpoint in (False, True))
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_optimizer_step_changes_adapted_weights_and_no_frozen_weight(dtype):
+def test_optimizer_step_changes_adapted_but_no_frozen_weights(dtype):
     """A probe token's log-probability moves, the reference's does not, and a second run gives the same bits."""
     ends = []
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_optimizer_step_changes_adapted_weights_and_no_frozen_weight(dtype):
     assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
 
 
-def test_small_updates_are_not_lost_in_bfloat16():
+def test_small_adapter_updates_are_not_lost_in_bfloat16():
     """Each is far below the rounding of the weights; together they are not."""
     model = base(torch.bfloat16)
     model.adapt(DIM, ALPHA, ["model.layers.0.mlp.up_proj.weight"])

@@ -34,7 +34,7 @@ def logits(model, tokens=TOKENS):
 
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
 @pytest.mark.parametrize("changes", [{}, {"model_type": "gemma2"}, {"attention_bias": True}], ids=str)
-def test_logits_and_gradients_are_those_of_the_merged_weights_in_float64(targets, changes):
+def test_unmerged_and_merged_adapters_agree_in_float64(targets, changes):
     (out, trainer), (expected_out, expected) = (
         backward(make(torch.float64, targets, **changes)) for make in (apart, merged)
     )
@@ -43,7 +43,7 @@ def test_logits_and_gradients_are_those_of_the_merged_weights_in_float64(targets
 
 
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-def test_float32_gradients_match_float64_within_1e_5(targets):
+def test_float32_unmerged_adapter_gradients_match_float64_within_1e_5(targets):
     model = apart(torch.float32, targets)
     ours, theirs = (
         named_whole(model.trained_layout, backward(each)[1].grads.double())
@@ -53,7 +53,7 @@ def test_float32_gradients_match_float64_within_1e_5(targets):
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_bfloat16_gradients_are_as_near_to_float32_as_merged_ones():
+def test_bfloat16_unmerged_adapter_gradients_are_as_accurate_as_merged_ones():
     """Both models have the same W in both types; the distance is that of bfloat16's activations."""
     errors = {}
     for merge in (True, False):
@@ -68,7 +68,7 @@ def test_bfloat16_gradients_are_as_near_to_float32_as_merged_ones():
     assert 0 < errors[False] < 1.2 * errors[True] < 0.1
 
 
-def test_update_far_below_half_a_step_of_the_weights_acts_at_once():
+def test_unmerged_adapter_update_below_bfloat16_rounding_takes_effect_at_once():
     """All weights are at least 1/8, where half a step of bfloat16 is 2^-11; from B = 0 the first step changes no weight by more than
     s * 1e-5 * (sum of |A|'s column) < 2^-12. Merging loses it."""
     moved = {}
@@ -94,7 +94,7 @@ def test_update_far_below_half_a_step_of_the_weights_acts_at_once():
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-def test_a_row_depends_on_its_tokens_alone(dtype, targets):
+def test_logits_of_a_row_depend_only_on_its_tokens(dtype, targets):
     """Prefixes of any length, with one thread and two."""
     model = apart(dtype, targets, hidden_size=72, intermediate_size=136)
     whole, before = logits(model, torch.arange(1, 61).repeat(5)), torch.get_num_threads()
@@ -111,7 +111,7 @@ def test_a_row_depends_on_its_tokens_alone(dtype, targets):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_packing_shared_prompts_and_recomputation_keep_the_bits(dtype):
+def test_logprobs_are_bit_identical_with_packing_shared_prompts_and_recomputation(dtype):
     outs, grads = [], []
     for share, checkpoint in ((False, False), (True, False), (True, True)):
         trainer = C.Trainer(apart(dtype))
@@ -128,7 +128,7 @@ def test_packing_shared_prompts_and_recomputation_keep_the_bits(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_base_of_the_model_and_the_model_with_b_zero(dtype):
+def test_base_of_an_adapted_model_and_lora_b_zero_give_the_base_logits(dtype):
     plain, model = logits(base(dtype)), apart(dtype)
     assert torch.equal(logits(model.base()), plain) and not torch.equal(logits(model), plain)
     assert torch.equal(logits(apart(dtype, spread=0.0)), plain)
@@ -136,14 +136,14 @@ def test_base_of_the_model_and_the_model_with_b_zero(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_merged_copy_has_the_bits_of_merging(dtype):
+def test_merged_copy_is_bit_identical_to_a_merged_adapter(dtype):
     model, other = apart(dtype, SOME), merged(dtype, SOME)
     weights = model.compute.clone()
     assert torch.equal(model.merged(), other.compute) and torch.equal(other.merged(), other.compute)
     assert torch.equal(model.compute, weights)
 
 
-def test_rslora_scales_by_the_root_of_the_rank():
+def test_rslora_scales_by_alpha_over_the_square_root_of_the_rank():
     model, other = base(torch.float32), base(torch.float32)
     model.adapt(DIM, ALPHA, ALL, use_rslora=True)
     other.adapt(DIM, ALPHA * DIM**0.5, ALL)
@@ -176,7 +176,7 @@ def sampled(runner, requests):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("packed", ["off", "on"])
-def test_adapters_in_one_batch_have_the_bits_that_each_has_alone(dtype, packed):
+def test_generation_with_several_adapters_in_a_batch_is_bit_identical_to_each_alone(dtype, packed):
     shared = base(dtype, vocab_size=64, hidden_size=64, intermediate_size=96)
     models = [apart(dtype, (ALL, SOME)[i % 2], seed=i, of=shared) for i in range(4)]
     assert all(model.compute.data_ptr() == shared.compute.data_ptr() for model in models)
@@ -190,7 +190,7 @@ def test_adapters_in_one_batch_have_the_bits_that_each_has_alone(dtype, packed):
     assert len({tuple(tokens) for tokens, _ in together}) > 1
 
 
-def test_training_one_of_several_adapters_leaves_the_others_as_they_are():
+def test_training_one_of_several_adapters_does_not_change_the_others():
     shared = base(torch.bfloat16)
     first, second = (apart(torch.bfloat16, seed=i, of=shared) for i in range(2))
     before = [logits(model) for model in (shared, first, second)]
@@ -200,7 +200,7 @@ def test_training_one_of_several_adapters_leaves_the_others_as_they_are():
     assert same == [True, False, True]
 
 
-def test_adapters_of_another_base_or_merged_ones_are_rejected():
+def test_runner_rejects_merged_adapters_and_adapters_of_another_base():
     runner = native_runner(base(torch.float32), {})
     for other in (apart(torch.float32), merged(torch.float32), base(torch.float32)):
         with pytest.raises(ValueError, match="adapters must be apart"):

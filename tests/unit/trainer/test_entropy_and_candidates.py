@@ -55,7 +55,7 @@ def test_head_gradient_of_log_probability_and_entropy_equals_autograd(shape, dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_likeliest_tokens_are_those_of_the_sorted_log_probabilities(dtype):
+def test_likeliest_tokens_match_the_sorted_logprobs(dtype):
     x, w, _, _ = inputs(70, 4099, 24, dtype)
     real = torch.float64 if dtype == torch.float64 else torch.float32
     ids, logprobs = torch.empty(70, 33, dtype=torch.int64), torch.empty(70, 33, dtype=real)
@@ -67,7 +67,7 @@ def test_likeliest_tokens_are_those_of_the_sorted_log_probabilities(dtype):
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_forward_gives_entropies_and_candidates_at_each_wanted_token(share):
+def test_forward_gives_entropies_and_candidate_logprobs_at_each_token_to_score(share):
     trainer, (_, ids, mask) = trainer_of(), groups_batch()
     lengths = [int(row.nonzero().max()) + 1 for row in mask]
     targets = with_candidates(ids, 5)
@@ -87,7 +87,7 @@ def test_forward_gives_entropies_and_candidates_at_each_wanted_token(share):
     assert not entropy[~mask].any() and not scored[~mask.flatten()].any()
 
 
-def test_gradient_of_entropies_and_candidates_equals_finite_differences():
+def test_gradient_of_entropies_and_candidate_logprobs_matches_finite_differences():
     model, (_, ids, mask) = model_of(), groups_batch(num_groups=2, generations=3)
     trainer = C.Trainer(model)
     random = torch.Generator().manual_seed(2)
@@ -125,7 +125,7 @@ ENTROPY_MEANS = {"tokens": {}, "sequences": {"name": "grpo"}, "sums": {"name": "
 
 
 @pytest.mark.parametrize("mean", ENTROPY_MEANS)
-def test_entropy_bonus_is_the_weighted_mean_of_the_entropies(mean):
+def test_entropy_bonus_is_the_weighted_mean_of_token_entropies(mean):
     data, settings = training_data(), {"reference_policy_kl_penalty": 0.0} | ENTROPY_MEANS[mean]
     whole = MicroBatching(max_samples=100)
     plain, without = train(settings, data, whole, torch.float64)
@@ -148,7 +148,7 @@ def test_entropy_bonus_is_the_weighted_mean_of_the_entropies(mean):
 @pytest.mark.parametrize(
     "batching", [MicroBatching(max_samples=1), MicroBatching(max_samples=3, share_prefix=False), MicroBatching(max_tokens=120)], ids=str
 )  # fmt: skip
-def test_gradient_of_the_entropy_bonus_does_not_depend_on_micro_batches(batching):
+def test_entropy_bonus_gradient_does_not_depend_on_micro_batches(batching):
     data, settings = training_data(), {"entropy_coef": 0.5}
     whole, expected = train(settings, data, MicroBatching(max_samples=100), torch.float64)
     parts, grads = train(settings, data, batching, torch.float64)
@@ -158,7 +158,7 @@ def test_gradient_of_the_entropy_bonus_does_not_depend_on_micro_batches(batching
 
 
 @pytest.mark.parametrize("name", ["grad_unfiltered", "grad_entropy", "grad_candidates"])
-def test_a_gradient_that_is_not_finite_is_named_by_sample_and_token(name):
+def test_error_for_a_non_finite_loss_gradient_names_sample_and_token(name):
     grad = torch.zeros(2, 3, 4) if name == "grad_candidates" else torch.zeros(2, 3)
     fine = LossResult(0.0, {}, torch.zeros(2, 3), **{name: grad})
     check_finite(fine, [5, 7], torch.zeros(2, 4))

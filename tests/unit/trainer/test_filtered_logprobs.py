@@ -48,7 +48,7 @@ def expected(
 
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-6), (torch.float32, 1e-5)])
-def test_values_and_gradients_equal_the_reference(dtype, bound):
+def test_filtered_logprobs_and_gradients_match_the_reference(dtype, bound):
     random = torch.Generator().manual_seed(0)
     compared = removed = 0
     for temperature, top_p, top_k in RULES:
@@ -78,7 +78,7 @@ def test_non_finite_logits_give_nan_logprobs(dtype, bad):
     assert torch.isnan(logprobs).all()
 
 
-def test_training_scores_with_the_samplers_bits():
+def test_training_and_sampling_logprobs_are_bit_identical():
     random = torch.Generator().manual_seed(1)
     for temperature, top_p, top_k in RULES:
         logits = torch.randn(40, 3001, generator=random) * 3
@@ -159,7 +159,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("settings", FILTERS, ids=str)
-def test_generation_and_training_agree_to_the_bit(precision, settings):
+def test_generation_and_training_logprobs_with_top_k_and_top_p_are_bit_identical(precision, settings):
     policy = make_policy(precision, **settings)
     data = rollout(policy)
     assert torch.equal(policy.get_logprobs(data)["logprobs"], data["generation_logprobs"])
@@ -171,7 +171,7 @@ def test_generation_and_training_agree_to_the_bit(precision, settings):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_greedy_is_scored_without_a_filter(precision):
+def test_greedy_responses_are_scored_without_top_k_and_top_p(precision):
     policy = make_policy(precision, temperature=0.0, top_p=0.5, top_k=2)
     data = rollout(policy)
     assert torch.equal(policy.get_logprobs(data)["logprobs"], data["generation_logprobs"])
@@ -179,7 +179,7 @@ def test_greedy_is_scored_without_a_filter(precision):
     assert "num_filtered_out_tokens" not in policy.train(data, NO_KL)["all_mb_metrics"]
 
 
-def test_reference_logprobs_are_unfiltered_but_keep_the_temperature():
+def test_reference_logprobs_use_the_temperature_but_not_top_k():
     filtered, plain = make_policy(temperature=0.7, top_k=3), make_policy(temperature=0.7)
     data = rollout(filtered)
     assert torch.equal(
@@ -217,7 +217,7 @@ def unfiltered_kl(next_token_logprobs, data, global_valid_seqs, global_valid_tok
 unfiltered_kl.reference_policy_kl_penalty = 0.1
 
 
-def test_the_kl_term_uses_unfiltered_logprobs_and_its_gradient():
+def test_kl_term_and_its_gradient_use_logprobs_without_top_k():
     native, python, filtered_only = make_policy(top_k=4), make_policy(top_k=4), make_policy(top_k=4)
     for _ in range(3):
         data = rollout(native)
@@ -231,7 +231,7 @@ def test_the_kl_term_uses_unfiltered_logprobs_and_its_gradient():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_run_is_exact_and_never_and_auto_agree(tmp_path, precision):
+def test_run_with_top_k_and_top_p_is_exact_and_independent_of_logprob_reuse(tmp_path, precision):
     options = (*tiny.SMALL, "grpo.max_num_steps=3", f"policy.precision={precision}", "policy.generation.top_p=0.8", "policy.generation.top_k=7",
                "policy.train_global_batch_size=16", "policy.optimizer.kwargs.lr=5e-2")  # fmt: skip
     digests = []

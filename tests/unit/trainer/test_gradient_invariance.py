@@ -58,7 +58,7 @@ def gradients(dtype, max_samples=0, max_tokens=0, share=False, threads=2):
     "split", [dict(max_samples=1), dict(max_samples=2), dict(max_samples=4), dict(max_tokens=100), dict(share=True), dict(max_tokens=150, share=True),
               dict(max_samples=2, share=True)],
 )  # fmt: skip
-def test_gradients_do_not_depend_on_the_split(dtype, bound, split):
+def test_gradients_do_not_depend_on_micro_batches_or_shared_prompts(dtype, bound, split):
     whole, logprobs = gradients(dtype)
     parts, same_logprobs = gradients(dtype, **split)
     assert torch.equal(logprobs, same_logprobs)
@@ -66,13 +66,13 @@ def test_gradients_do_not_depend_on_the_split(dtype, bound, split):
         assert (parts[name] - grad).norm() <= bound * grad.norm(), name
 
 
-def test_gradients_are_the_same_bits_with_one_and_two_threads():
+def test_gradients_are_bit_identical_with_one_and_two_threads():
     for dtype in (torch.float32, torch.bfloat16):
         one, two = gradients(dtype, share=True, threads=1)[0], gradients(dtype, share=True, threads=2)[0]
         assert all(torch.equal(one[n], two[n]) for n in one)
 
 
-def test_shared_prompts_save_their_tokens():
+def test_shared_prompt_is_packed_once_for_its_group():
     batch, ids, mask = groups_batch(num_groups=1, generations=8)
     alone, shared = (C.packed_tokens(batch, list(range(8)), share) for share in (False, True))
     prompt = int((~mask[0]).nonzero().flatten()[mask[0].nonzero()[0] - 1]) + 1
@@ -101,13 +101,13 @@ def test_tokens_that_no_trained_token_reads_are_not_packed(wanted, lengths, alon
     assert C.packed_tokens(row_batch(wanted, lengths), rows, True) == shared
 
 
-def test_rows_without_any_wanted_token_are_refused():
+def test_rows_without_a_token_to_score_are_rejected():
     with pytest.raises(ValueError, match="none of these 1 rows has a wanted token"):
         C.packed_tokens(row_batch([[], [2]], [6, 3]), [0], True)
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_one_token_responses_after_a_shared_prompt_are_scored_by_its_last_row(share):
+def test_one_token_responses_are_scored_at_the_last_token_of_their_shared_prompt(share):
     """Their rows have no token of their own: the prompt's last row has all their log-probabilities."""
     model = C.DecoderModel(native_config(CONFIG), torch.float64, True)
     initialize_weights(model, 3, std=0.2)

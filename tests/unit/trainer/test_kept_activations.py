@@ -79,7 +79,7 @@ def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, check
 @pytest.mark.parametrize(
     "split", [{}, dict(max_samples=3), dict(max_tokens=90), dict(share=False), dict(checkpoint=True)], ids=str
 )
-def test_kept_activations_give_the_gradients_of_a_fresh_forward(family, dtype, split):
+def test_kept_activations_give_the_same_gradients_as_a_fresh_forward_pass(family, dtype, split):
     keeping, plain = make_model(family, dtype), make_model(family, dtype, max_bytes=0)
     data = prompts()
     output = generation_on(keeping).generate(data)
@@ -96,7 +96,7 @@ def test_kept_activations_give_the_gradients_of_a_fresh_forward(family, dtype, s
 @pytest.mark.parametrize(
     "engine", [dict(max_batch_size=3), dict(prefill_chunk_tokens=5), dict(kv_cache_gb=4e-5)], ids=str
 )
-def test_kept_activations_are_found_after_chunking_and_preemption(engine):
+def test_kept_activations_are_reused_after_chunked_prefill_and_preemption(engine):
     """Few slots, prompts in chunks, and a cache so small that sequences are given up and computed again."""
     keeping, plain = make_model(), make_model(max_bytes=0)
     data = prompts()

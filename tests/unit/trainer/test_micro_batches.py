@@ -26,7 +26,7 @@ def micro_batches(data, **batching):
     return plan(data, wanted_tokens(data), range(data.size), MicroBatching(**batching))[1]
 
 
-def test_the_schema_allows_the_packers_of_the_table():
+def test_schema_allows_exactly_the_implemented_packing_algorithms():
     for name in PACKERS:
         assert SequencePackingConfig(algorithm=name).algorithm == name
     with pytest.raises(ValueError, match="must be one of " + ", ".join(PACKERS)):
@@ -38,12 +38,12 @@ def test_the_schema_allows_the_packers_of_the_table():
     ("algorithm", "expected"),
     [("concatenative", [[0, 1], [2, 3], [4]]), ("first_fit_decreasing", [[0, 2], [1, 4], [3]])],
 )
-def test_packing_algorithm_determines_the_bins(algorithm, expected):
+def test_packing_algorithms_group_rows_as_worked_out_by_hand(algorithm, expected):
     data = rows_of([3, 6, 7, 2, 4])
     assert micro_batches(data, max_tokens=10, share_prefix=False, algorithm=algorithm) == expected
 
 
-def test_largest_first_orders_the_bins_by_their_tokens():
+def test_largest_first_orders_micro_batches_by_their_tokens():
     data = rows_of([3, 2, 6, 7])
     options = dict(max_tokens=8, share_prefix=False, algorithm="concatenative")
     assert micro_batches(data, **options) == [[0, 1], [2], [3]]
@@ -68,7 +68,7 @@ def test_every_row_is_packed_once_within_the_token_budget(algorithm):
         assert all(C.packed_tokens(batch, rows, True) <= 60 for rows in bins)
 
 
-def test_units_are_runs_of_one_prompt_cut_at_the_budget():
+def test_consecutive_rows_of_a_prompt_form_units_up_to_the_token_budget():
     # two prompts of 3 tokens, answers of 4, 4, 4 and 2 tokens of which the last is not read
     data = rows_of([6, 6, 6, 4, 9], [0, 0, 0, 1, 1], [3, 3, 3, 3, 4])
     batch, _ = plan(data, wanted_tokens(data), range(5), MicroBatching())

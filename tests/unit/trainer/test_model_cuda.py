@@ -52,20 +52,20 @@ def close(a, b, bound):
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("value_head", [False, True])
-def test_outputs_and_gradients_equal_the_cpu(name, dtype, value_head):
+def test_model_outputs_and_gradients_on_cuda_match_the_cpu(name, dtype, value_head):
     cpu, gpu = (gradients(device, CONFIGS[name], dtype, value_head=value_head) for device in ("cpu", "cuda"))
     close(gpu[0], cpu[0], BOUNDS[dtype] / 10)
     close(gpu[1], cpu[1], BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_gradients_are_the_same_bits_in_every_run_and_with_checkpoints(dtype):
+def test_cuda_gradients_are_bit_identical_in_every_run_and_with_checkpointing(dtype):
     runs = [gradients("cuda", CONFIGS["qwen3"], dtype, checkpoint=c) for c in (False, False, True)]
     assert all(torch.equal(r[0], runs[0][0]) and torch.equal(r[1], runs[0][1]) for r in runs)
 
 
 @pytest.mark.parametrize("filters", [dict(top_k=5), dict(top_p=0.7)], ids=str)
-def test_filtered_log_probabilities_and_their_gradients_equal_the_cpu(filters):
+def test_filtered_logprobs_and_gradients_on_cuda_match_the_cpu(filters):
     cpu, gpu = (gradients(device, CONFIGS["qwen2"], torch.float32, **filters) for device in ("cpu", "cuda"))
     both = torch.isfinite(cpu[0]) & torch.isfinite(gpu[0])
     assert (torch.isfinite(cpu[0]) == torch.isfinite(gpu[0])).float().mean() > 0.99
@@ -73,7 +73,7 @@ def test_filtered_log_probabilities_and_their_gradients_equal_the_cpu(filters):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_the_split_of_a_batch_does_not_change_log_probabilities(dtype):
+def test_cuda_logprobs_do_not_depend_on_micro_batches_or_shared_prompts(dtype):
     trainer = C.Trainer(model_on("cuda", CONFIGS["qwen3"], dtype))
     batch, ids, _ = batch_of_groups()
     results = []
@@ -91,7 +91,7 @@ def test_the_split_of_a_batch_does_not_change_log_probabilities(dtype):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_digest_and_norm_are_the_cpus(dtype):
+def test_weight_digest_on_cuda_equals_the_cpus(dtype):
     models = [model_on(device, CONFIGS["llama"], dtype) for device in ("cpu", "cuda")]
     assert models[0].digest() == models[1].digest()
     assert models[1].device.startswith("cuda")
@@ -99,7 +99,7 @@ def test_digest_and_norm_are_the_cpus(dtype):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sampling", [(), ("policy.generation.top_p=0.9",), ("policy.generation.top_k=5",)], ids=str)
-def test_steps_of_grpo_are_exact(tmp_path, precision, sampling):
+def test_grpo_on_cuda_is_exact_and_reproducible(tmp_path, precision, sampling):
     """Generation's log-probabilities are the training forward's, bit for bit, before the first update of every step."""
     run = tiny.train(
         tmp_path, *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling
@@ -131,7 +131,7 @@ def test_cuda_graphs_for_decode_steps_do_not_change_the_results(tmp_path, precis
     assert graphs.policy.weight_digest() == eager.policy.weight_digest()
 
 
-def test_a_checkpoint_of_the_gpu_is_read_on_the_cpu(tmp_path):
+def test_checkpoint_saved_on_cuda_loads_on_the_cpu(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=1")
     run.policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
     model = C.DecoderModel(native_config(run.policy.folder.config), torch.float32, True)
@@ -141,6 +141,6 @@ def test_a_checkpoint_of_the_gpu_is_read_on_the_cpu(tmp_path):
     assert model.digest() == run.policy.model.digest()
 
 
-def test_float64_stays_on_the_cpu():
+def test_float64_model_on_cuda_is_rejected():
     with pytest.raises(ValueError, match="policy.precision"):
         model_on("cuda", CONFIGS["llama"], torch.float64)

@@ -23,12 +23,12 @@ def cases(count, seed=0):
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
-def test_same_bins_as_the_reference(name):
+def test_packers_give_the_bins_of_the_reference(name):
     for lengths, capacity in cases(1200):
         assert PACKERS[name](lengths, capacity) == REFERENCES[name](lengths, capacity), (lengths, capacity)
 
 
-def test_the_shuffle_is_the_same_for_each_number_of_lengths():
+def test_first_fit_shuffle_uses_a_fixed_seed():
     for lengths, capacity in cases(1000, seed=1):
         order = list(range(len(lengths)))
         random.Random(0).shuffle(order)
@@ -45,13 +45,13 @@ def test_packers_give_the_bins_of_hand_worked_examples():
     assert PACKERS["modified_first_fit_decreasing"]([7, 3, 3, 4, 2], 13) == [[0, 1, 2], [3, 4]]
 
 
-def test_equal_lengths_decide_the_order():
+def test_packers_order_equal_lengths_by_index():
     assert PACKERS["first_fit_decreasing"]([2, 2, 2], 4) == [[2, 1], [0]]  # larger index first
     assert PACKERS["modified_first_fit_decreasing"]([3, 3], 4) == [[0], [1]]  # lower index first
 
 
 @pytest.mark.parametrize("name", sorted(PACKERS))
-def test_a_length_beyond_the_capacity_is_refused(name):
+def test_packers_reject_a_length_beyond_the_capacity(name):
     with pytest.raises(ValueError, match="sequence 1 has length 9"):
         PACKERS[name]([1, 9], 8)
     assert PACKERS[name]([], 8) == []

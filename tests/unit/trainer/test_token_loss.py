@@ -97,7 +97,7 @@ def test_fused_token_loss_trains_like_a_loss_after_the_forward(name, dtype, boun
     assert expected.norm() > 0 and (grads - expected).norm() <= bound * expected.norm()
 
 
-def test_missing_old_logprobs_are_those_of_the_current_forward():
+def test_missing_old_logprobs_are_taken_from_the_current_forward_pass():
     data = {k: v for k, v in training_data().items() if k != "prev_logprobs"}
     _, grads = train(ClippedPGLossFn({}), data, on_policy=True)
     _, expected = train(AskedAfterwards({}), data, on_policy=True)
@@ -109,7 +109,7 @@ def test_missing_old_logprobs_are_those_of_the_current_forward():
     [MicroBatching(max_samples=1), MicroBatching(max_samples=3, share_prefix=False), MicroBatching(max_tokens=120)],
     ids=str,
 )
-def test_gradients_do_not_depend_on_micro_batches(batching):
+def test_fused_token_loss_gradients_do_not_depend_on_micro_batches(batching):
     data = training_data()
     whole, expected = train(ClippedPGLossFn({}), data)
     parts, grads = train(ClippedPGLossFn({}), data, batching=batching)
@@ -125,7 +125,7 @@ def test_sequence_level_loss_is_not_fused(name):
     assert train(loss_fn, data)[0].outputs.any()
 
 
-def test_filters_float64_and_custom_losses_are_not_fused():
+def test_token_loss_is_not_fused_with_top_p_float64_or_a_custom_loss():
     data = RaggedBatch.of(training_data())
     counts = GlobalCounts.of(data)
 
@@ -142,7 +142,7 @@ def test_filters_float64_and_custom_losses_are_not_fused():
     assert fused_token_loss(trainer_of(), lambda **_: None, data, counts, Scoring()) is None
 
 
-def test_backward_must_fit_its_forward():
+def test_backward_without_the_matching_forward_raises():
     trainer, data = trainer_of(), RaggedBatch.of(training_data())
     batch, _ = plan(data, wanted_tokens(data), range(data.size), MicroBatching(max_samples=100))
     loss = fused_token_loss(trainer, ClippedPGLossFn({}), data, GlobalCounts.of(data), Scoring())
@@ -155,7 +155,7 @@ def test_backward_must_fit_its_forward():
         trainer.finish_backward()
 
 
-def test_a_loss_that_is_not_finite_is_named_by_sample_and_token():
+def test_error_for_a_non_finite_fused_loss_names_sample_and_token():
     data = training_data()
     token = int(data["token_mask"][5].nonzero()[1])
     data["prev_logprobs"][5, token], data["advantages"][5, token] = -torch.inf, -1.0

@@ -40,7 +40,7 @@ def reference(x, w, targets, g, temperature):
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_equal_autograd(shape, dtype, bound, temperature):
+def test_lm_head_values_and_gradients_match_autograd(shape, dtype, bound, temperature):
     data = inputs(*shape, dtype)
     ours, theirs = run(*data, temperature), reference(*data, temperature)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -49,7 +49,7 @@ def test_values_and_gradients_equal_autograd(shape, dtype, bound, temperature):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_logprobs_have_the_samplers_bits_independent_of_other_rows(dtype):
+def test_lm_head_and_sampler_logprobs_are_bit_identical_for_any_other_rows(dtype):
     x, w, targets, _ = inputs(131, 4099, 40, dtype)
     logits = torch.empty(131, 4099)
     C.linear_forward(x, w, None, logits)
@@ -64,7 +64,7 @@ def test_head_logprobs_have_the_samplers_bits_independent_of_other_rows(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_and_two_threads_give_the_same_bits(dtype):
+def test_lm_head_results_are_bit_identical_with_one_and_two_threads(dtype):
     results = on_threads(lambda: run(*inputs(300, 4500, 24, dtype), 1.0), (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -76,7 +76,7 @@ def test_one_and_two_threads_give_the_same_bits(dtype):
     + [((530, 120_000, 4), torch.bfloat16, 1e-2)],
     ids=str,
 )
-def test_both_at_once_have_the_bits_of_forward_and_the_gradients_of_autograd(shape, dtype, bound):
+def test_fused_lm_head_pass_has_exact_logprobs_and_gradients_of_autograd(shape, dtype, bound):
     data = inputs(*shape, dtype)
     logprobs, d_x, d_w = run_fused(*data, 0.7)
     assert torch.equal(logprobs, run(*data, 0.7)[0])
@@ -85,17 +85,17 @@ def test_both_at_once_have_the_bits_of_forward_and_the_gradients_of_autograd(sha
         assert (ours - theirs).norm() <= bound * theirs.norm() + 1e-6
 
 
-def test_both_at_once_on_one_and_two_threads():
+def test_fused_lm_head_pass_is_bit_identical_with_one_and_two_threads():
     results = on_threads(lambda: run_fused(*inputs(1100, 4500, 24, torch.float32), 1.0), (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_both_at_once_refuse_float64():
+def test_fused_lm_head_pass_rejects_float64():
     with pytest.raises(ValueError, match="no float64"):
         run_fused(*inputs(4, 30, 8, torch.float64), 1.0)
 
 
-def test_a_target_outside_the_vocabulary_is_refused():
+def test_target_token_outside_the_vocabulary_is_rejected():
     x, w, targets, g = inputs(4, 30, 8, torch.float32)
     targets[2] = 30
     with pytest.raises(ValueError, match="token id 30 is outside the vocabulary of 30"):

@@ -62,7 +62,7 @@ def test_losses_with_only_an_advantage_term_skip_zero_gradient_rows(name):
     ],
     ids=["KL", "NLL", "DRO"],
 )
-def test_losses_with_an_additional_term_skip_no_rows(settings):
+def test_losses_with_a_kl_or_other_additional_term_skip_no_rows(settings):
     data = data_with_zeros([0, 1, 2, 3])
     assert ClippedPGLossFn(settings).zero_gradient_rows(RaggedBatch.of(data)) is None
     result, _ = train(ClippedPGLossFn(settings), data)
@@ -78,7 +78,7 @@ def test_advantages_at_untrained_tokens_do_not_prevent_skipping_a_row():
     assert not loss_fn.zero_gradient_rows(RaggedBatch.of(data)).any()
 
 
-def test_a_step_without_any_gradient():
+def test_step_without_any_gradient_gives_logprobs_and_zero_gradients():
     data = data_with_zeros(slice(None))
     result, grads = train(ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}), data)
     assert result.zero_gradient_tokens == result.packed_tokens > 0 and not grads.any() and result.outputs.any()
@@ -119,7 +119,7 @@ def test_zero_gradient_rows_are_planned_last_within_the_batch_limits(batching):
 
 
 @pytest.mark.parametrize("samples", [[2, 1], [0, 0], [-1], [0, 10_000]], ids=str)
-def test_rows_that_are_not_ascending_are_rejected(samples):
+def test_row_indices_that_are_not_ascending_are_rejected(samples):
     batch, *_ = groups_batch()
     with pytest.raises(ValueError, match="ascending rows of the batch"):
         C.prompt_units(batch, samples, 100, True)
@@ -144,7 +144,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("rows, begins", [([0, 5], 1), (slice(None), 0)], ids=["some", "all"])
-def test_gradient_sum_over_ranks_begins_in_the_last_backward_pass(rows, begins):
+def test_gradient_reduction_over_ranks_begins_in_the_last_backward_pass(rows, begins):
     """Micro-batches without a gradient come behind it."""
     trainer = Recorded(trainer_of())
     loss_fn, data = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}), RaggedBatch.of(data_with_zeros(rows))
@@ -158,7 +158,7 @@ def test_gradient_sum_over_ranks_begins_in_the_last_backward_pass(rows, begins):
         assert set(asked[at + 3 :]) == {"forward"} and asked[:at].count("finish_backward") > 0
 
 
-def test_wrongly_declared_zero_gradient_during_a_sum_over_ranks_is_an_error():
+def test_wrongly_declared_zero_gradient_during_gradient_reduction_is_an_error():
     class Wrong(ClippedPGLossFn):
         def zero_gradient_rows(self, data):
             return torch.arange(data.size) < 4

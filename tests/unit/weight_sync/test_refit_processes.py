@@ -79,7 +79,7 @@ def test_killed_engine_is_reported_as_a_lost_peer_at_once(pair, cluster):
     assert time.monotonic() - began < DEADLINE
 
 
-def test_memory_and_handles_are_flat():
+def test_repeated_refits_do_not_grow_memory_files_or_threads():
     before, after = refit_often(60)
     for name, now in after.items():
         assert now.files <= before[name].files and now.threads <= before[name].threads

@@ -26,7 +26,7 @@ TEST(Packing, ModifiedFirstFitDecreasingGivesALargeItsMediumThenTwoSmalls) {
   EXPECT_EQ(pack_modified_first_fit_decreasing(Lengths{7, 3, 3, 4, 2}, 13), (Bins{{0, 1, 2}, {3, 4}}));
 }
 
-TEST(Packing, EveryIndexOnceAndNoBinOverCapacity) {
+TEST(Packing, EveryPackerPlacesEveryIndexOnceWithinTheCapacity) {
   for (std::uint64_t round = 0; round < 200; ++round) {
     Lengths lengths(round);
     for (std::size_t i = 0; i < lengths.size(); ++i)

@@ -49,7 +49,7 @@ std::vector<at::Tensor> subtrees(int rank, int count) {
   return found;
 }
 
-TEST(GradientExchange, FormsTheBitsOfASumAfterTheBackward) {
+TEST(GradientExchange, IsBitIdenticalToASumAfterTheBackward) {
   for (const auto& [size, count] : {std::pair{2, 1}, {2, 4}, {3, 2}, {4, 3}})
     on_ranks(size, [count = count](Communicator& given) {
       const std::shared_ptr<Communicator> ranks(&given, [](auto*) {});
@@ -70,7 +70,7 @@ TEST(GradientExchange, FormsTheBitsOfASumAfterTheBackward) {
     });
 }
 
-TEST(GradientExchange, AddsInPlaceToo) {
+TEST(GradientExchange, InPlaceSumIsBitIdenticalToASumAfterTheBackward) {
   on_ranks(2, [](Communicator& given) {
     const std::shared_ptr<Communicator> ranks(&given, [](auto*) {});
     const auto wanted = plain(given, 2);
@@ -97,7 +97,7 @@ class Lost final : public Communicator {
   [[noreturn]] void lose(const char* phase) { throw PeerLost(0, phase, 0, "gone"); }
 };
 
-TEST(GradientExchange, ALostRankIsTheErrorOfTheEnd) {
+TEST(GradientExchange, FinishThrowsPeerLostIfARankIsLost) {
   GradientExchange exchange(std::make_shared<Lost>(), kStarts, kTotal, kBlock);
   const auto terms = terms_of(0, 1);
   const auto sum = at::empty({shard_of(kTotal, 0, 2, kBlock).size()});
@@ -108,14 +108,14 @@ TEST(GradientExchange, ALostRankIsTheErrorOfTheEnd) {
   }
 }
 
-TEST(GradientExchange, ASumThatNobodyFinishesEndsWithItsObject) {
+TEST(GradientExchange, SecondBeginThrowsAndTheDestructorEndsAnUnfinishedSum) {
   const auto terms = terms_of(0, 1);
   GradientExchange exchange(std::make_shared<Lost>(), kStarts, kTotal, kBlock);
   exchange.begin({terms, at::empty({shard_of(kTotal, 0, 2, kBlock).size()})});
   EXPECT_THROW(exchange.begin({terms, at::empty({1})}), std::runtime_error);
 }
 
-TEST(GiveUp, LeavesZerosAlsoInPartsOfPages) {
+TEST(GiveUp, ReleasedMemoryReadsAsZeroAlsoInPartialPages) {
   for (const auto& [size, begin, length] :
        {std::tuple{3'000'000, 0, 3'000'000}, {3'000'000, 777, 2'100'001}, {100, 3, 50}}) {
     const auto whole = runtime::empty_large({size}, at::kFloat);

@@ -24,7 +24,7 @@ at::Tensor sum_of(const std::vector<at::Tensor>& blocks) {
   return sums.take();
 }
 
-TEST(BlockSums, AddsAlongTheTree) {
+TEST(BlockSums, AddsBlocksInTheOrderOfABinaryTree) {
   std::vector<at::Tensor> b;
   for (int i = 0; i < 7; ++i) b.push_back(block(100, i));
   EXPECT_TRUE(at::equal(sum_of({b[0]}), b[0]));
@@ -32,13 +32,13 @@ TEST(BlockSums, AddsAlongTheTree) {
   EXPECT_TRUE(at::equal(sum_of(b), ((b[0] + b[1]) + (b[2] + b[3])) + ((b[4] + b[5]) + b[6])));
 }
 
-TEST(BlockSums, AnotherOrderGivesOtherBits) {
+TEST(BlockSums, DiffersInBitsFromASequentialSum) {
   std::vector<at::Tensor> b;
   for (int i = 0; i < 4; ++i) b.push_back(block(1000, i));
   EXPECT_FALSE(at::equal(sum_of(b), ((b[0] + b[1]) + b[2]) + b[3]));
 }
 
-TEST(BlockSums, NeedsOneBufferALevel) {
+TEST(BlockSums, NeedsOneBufferPerLevelOfTheTree) {
   BlockSums sums;
   int made = 0;
   for (int i = 0; i < 64; ++i) {
@@ -52,7 +52,7 @@ TEST(BlockSums, NeedsOneBufferALevel) {
   EXPECT_EQ(sums.count(), 0);
 }
 
-TEST(BlockSums, ClearForgets) {
+TEST(BlockSums, ClearDiscardsAddedBlocks) {
   BlockSums sums;
   sums.add(at::ones({3}));
   sums.clear();
@@ -61,7 +61,7 @@ TEST(BlockSums, ClearForgets) {
   EXPECT_THROW(sums.take(), std::runtime_error);
 }
 
-TEST(Shards, AreWholeBlocksAndCoverAll) {
+TEST(Shards, ShardsAreWholeBlocksAndCoverAllElements) {
   for (int size : {1, 2, 3, 4, 7})
     for (std::int64_t total : {1, 16, 17, 100, 1000}) {
       std::int64_t end = 0;
@@ -110,7 +110,7 @@ TEST(ReduceScatter, BitsDoNotDependOnTheNumberOfRanks) {
 }
 
 #ifdef __linux__
-TEST(PeerMemory, ReadsARankOfThisMachineAndNamesOneThatIsGone) {
+TEST(PeerMemory, ReadsAnotherRanksMemoryAndThrowsPeerLostForABadAddress) {
   on_ranks(2, [](Communicator& ranks) {
     const auto memory = PeerMemory::open(ranks, "test");
     ASSERT_NE(memory, nullptr);
@@ -135,7 +135,7 @@ class ElsewhereCommunicator final : public MemoryCommunicator {
   }
 };
 
-TEST(PeerMemory, IsNobodysWhereOneRankIsElsewhere) {
+TEST(PeerMemory, IsUnavailableIfARankIsOnAnotherMachine) {
   Meeting meeting(2);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank)

@@ -120,7 +120,7 @@ at::Tensor numbers(int rank, at::IntArrayRef shape, at::ScalarType dtype) {
 class NcclResults : public NcclCommunicator, public ::testing::WithParamInterface<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, NcclResults, ::testing::Values(1, 2, 3, 5));
 
-TEST_P(NcclResults, OfEveryOperation) {
+TEST_P(NcclResults, EveryOperationGivesTheExpectedTensors) {
   const int size = GetParam();
   for (const auto dtype : {at::kFloat, at::kBFloat16, at::kLong, at::kByte})
     on_ranks(size, [&](Communicator& ranks) {
@@ -146,7 +146,7 @@ TEST_P(NcclResults, OfEveryOperation) {
 }
 
 /// The other ranks are those of a program whose communicators greet, and then take a broadcast, as vLLM's do.
-TEST_P(NcclResults, OfAGreetingBeforeABroadcast) {
+TEST_P(NcclResults, BroadcastAfterAGreetingGivesTheRootsWeights) {
   const int size = GetParam();
   on_ranks(size, [&](Communicator& ranks) {
     nccl_greeting(ranks, "greeting");
@@ -157,13 +157,13 @@ TEST_P(NcclResults, OfAGreetingBeforeABroadcast) {
   ends_cleanly(0);
 }
 
-TEST_F(NcclCommunicator, WhoDoesNotGreetIsFound) {
+TEST_F(NcclCommunicator, GreetingTimesOutIfAnotherRankSendsNone) {
   const auto error = rank_0_fails<TimedOut>([](Communicator& ranks) { nccl_greeting(ranks, "greeting"); });
   names(error, 0, "greeting", kShort);
   EXPECT_EQ(session.misuses(), std::vector<std::string>{});
 }
 
-TEST_P(NcclResults, OfAMessageThatGoesRound) {
+TEST_P(NcclResults, MessageSentAroundARingCollectsEveryRanksTerm) {
   const int size = GetParam();
   if (size == 1) return;
   on_ranks(size, [&](Communicator& ranks) {
@@ -178,7 +178,7 @@ TEST_P(NcclResults, OfAMessageThatGoesRound) {
   ends_cleanly(0);
 }
 
-TEST_F(NcclCommunicator, EmptyTensorsAreNoMessages) {
+TEST_F(NcclCommunicator, EmptyTensorsAreNotSent) {
   on_ranks(2, [&](Communicator& ranks) {
     const auto none = at::empty({2, 0});
     ranks.all_gather(at::empty({2, 0}), at::empty({0}), "nothing");
@@ -191,7 +191,7 @@ TEST_F(NcclCommunicator, EmptyTensorsAreNoMessages) {
 
 // ---------------------------------------------------------------- sums
 
-TEST_F(NcclCommunicator, SumsHaveTheBitsOfTheTreeInWhateverOrderRanksCome) {
+TEST_F(NcclCommunicator, SumsAreBitIdenticalInAnyOrderOfArrivingRanks) {
   std::vector<at::Tensor> flats;
   for (int r = 0; r < 4; ++r) {
     at::manual_seed(static_cast<std::uint64_t>(r));
@@ -219,7 +219,7 @@ TEST_F(NcclCommunicator, SumsHaveTheBitsOfTheTreeInWhateverOrderRanksCome) {
 
 // ---------------------------------------------------------------- waiting
 
-TEST_F(NcclCommunicator, ACallIsNotOverWhileNcclHasNotBegun) {
+TEST_F(NcclCommunicator, CallWaitsWhileNcclIsInProgress) {
   for (int r = 0; r < 2; ++r) session.faults(r) = {.questions_to_meet = 300, .questions_to_begin = 200};
   on_ranks(2, [&](Communicator& ranks) {
     auto all = at::zeros({2, 3});
@@ -230,14 +230,14 @@ TEST_F(NcclCommunicator, ACallIsNotOverWhileNcclHasNotBegun) {
   ends_cleanly(0);
 }
 
-TEST_F(NcclCommunicator, ARankThatNeverMeetsIsNamedAtTheDeadline) {
+TEST_F(NcclCommunicator, ConnectingTimesOutIfAnotherRankNeverConnects) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto error = caught<TimedOut>([&] { connect_by_nccl(store, 0, 2, at::kCPU, kShort); });
   names(error, 0, "meeting the other ranks", kShort);
   ends_cleanly(/*aborted=*/1);
 }
 
-TEST_F(NcclCommunicator, WithoutRank0ThereIsNoIdAndNothingToAbort) {
+TEST_F(NcclCommunicator, ConnectingWithoutRank0TimesOutAndCreatesNoCommunicator) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto error = caught<TimedOut>([&] { connect_by_nccl(store, 1, 2, at::kCPU, kShort); });
   names(error, 1, "meeting the other ranks", kShort);
@@ -245,7 +245,7 @@ TEST_F(NcclCommunicator, WithoutRank0ThereIsNoIdAndNothingToAbort) {
   EXPECT_EQ(session.counts().made, 0);
 }
 
-TEST_F(NcclCommunicator, EveryOperationEndsAtTheDeadline) {
+TEST_F(NcclCommunicator, EveryOperationTimesOutAtTheDeadline) {
   const auto one = at::ones({4}), two = at::ones({2, 4});
   const std::vector<std::pair<std::string, Body>> calls{
       {"all_to_all", [&](Communicator& ranks) { ranks.all_to_all(two.clone(), two, "all_to_all"); }},
@@ -261,7 +261,7 @@ TEST_F(NcclCommunicator, EveryOperationEndsAtTheDeadline) {
   }
 }
 
-TEST_F(NcclCommunicator, WhatNcclNeverBeginsEndsAtTheDeadline) {
+TEST_F(NcclCommunicator, OperationThatNcclNeverBeginsTimesOut) {
   session.faults(0).questions_to_begin = kForever;
   const auto error = rank_0_fails<TimedOut>([](Communicator& ranks) { ranks.barrier("sleep"); });
   names(error, 0, "sleep", kShort);
@@ -269,7 +269,7 @@ TEST_F(NcclCommunicator, WhatNcclNeverBeginsEndsAtTheDeadline) {
   ends_cleanly(2);
 }
 
-TEST_F(NcclCommunicator, AnAbortThatHangsHoldsNobody) {
+TEST_F(NcclCommunicator, HangingAbortDoesNotBlockTheCaller) {
   session.faults(0).abort_hangs = true;
   names(rank_0_fails<TimedOut>([](Communicator& ranks) { ranks.barrier("hang"); }), 0, "hang", kShort);
   EXPECT_EQ(session.counts().aborted, 2);
@@ -278,7 +278,7 @@ TEST_F(NcclCommunicator, AnAbortThatHangsHoldsNobody) {
 
 // ---------------------------------------------------------------- errors
 
-TEST_F(NcclCommunicator, ALostPeerEndsTheCallAndAllLaterOnes) {
+TEST_F(NcclCommunicator, LostPeerFailsTheCallAndAllLaterCalls) {
   std::jthread loses([&] {
     waits_for(1);
     session.cut();
@@ -300,7 +300,7 @@ TEST_F(NcclCommunicator, ALostPeerEndsTheCallAndAllLaterOnes) {
   ends_cleanly(2);
 }
 
-TEST_F(NcclCommunicator, AnErrorOfThisRankIsNoLostPeer) {
+TEST_F(NcclCommunicator, LocalErrorIsNotReportedAsALostPeer) {
   const Body barrier = [](Communicator& ranks) { ranks.barrier("work"); };
   int aborted = 0;
   for (const nccl_emulation::Faults& faults : {nccl_emulation::Faults{.state = ncclUnhandledCudaError},
@@ -315,7 +315,7 @@ TEST_F(NcclCommunicator, AnErrorOfThisRankIsNoLostPeer) {
   }
 }
 
-TEST_F(NcclCommunicator, AMeetingThatNcclRefusesLeavesNothing) {
+TEST_F(NcclCommunicator, FailedInitialisationLeavesNoCommunicator) {
   session.faults(0).meeting_result = ncclInvalidUsage;
   const auto store = c10::make_intrusive<c10d::HashStore>();
   names(caught<CommunicatorError>([&] { connect_by_nccl(store, 0, 2, at::kCPU, kShort); }), 0,
@@ -324,14 +324,14 @@ TEST_F(NcclCommunicator, AMeetingThatNcclRefusesLeavesNothing) {
   EXPECT_EQ(session.counts().made, 0);
 }
 
-TEST_F(NcclCommunicator, AGoodbyeThatIsNotAnsweredIsAnAbort) {
+TEST_F(NcclCommunicator, UnansweredFinalizeIsFollowedByAnAbort) {
   session.faults(0).questions_to_finalize = kForever;
   on_ranks(2, [](Communicator& ranks) { ranks.barrier("work"); }, 2 * kShort);
   EXPECT_EQ(session.counts().finalized, 2);
   ends_cleanly(/*aborted=*/1);
 }
 
-TEST_F(NcclCommunicator, RanksThatDoDifferentThingsAreToldSo) {
+TEST_F(NcclCommunicator, DifferentCollectivesOnTwoRanksAreAnError) {
   EXPECT_THROW(on_ranks(2,
                         [](Communicator& ranks) {
                           ranks.rank() == 0 ? ranks.barrier("a") : ranks.broadcast(at::ones({1}), 0, "b");
@@ -343,7 +343,7 @@ TEST_F(NcclCommunicator, RanksThatDoDifferentThingsAreToldSo) {
 
 // ---------------------------------------------------------------- mistakes of the caller
 
-TEST_F(NcclCommunicator, MistakesAreErrorsBeforeAnythingTravels) {
+TEST_F(NcclCommunicator, InvalidArgumentsThrowBeforeAnythingIsSent) {
   on_ranks(2, [](Communicator& ranks) {
     const auto one = at::ones({4}), two = at::ones({2, 4});
     const int me = ranks.rank();
@@ -359,7 +359,7 @@ TEST_F(NcclCommunicator, MistakesAreErrorsBeforeAnythingTravels) {
   ends_cleanly(0);
 }
 
-TEST_F(NcclCommunicator, AStoreServesOneMeeting) {
+TEST_F(NcclCommunicator, StoreCanBeUsedForOneRendezvousOnly) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   connect_by_nccl(store, 0, 1, at::kCPU, kPlenty);
   EXPECT_THROW(connect_by_nccl(store, 0, 1, at::kCPU, kPlenty), std::invalid_argument);
@@ -368,7 +368,7 @@ TEST_F(NcclCommunicator, AStoreServesOneMeeting) {
   ends_cleanly(0);
 }
 
-TEST_F(NcclCommunicator, TwoThreadsAtOnceAreAMistake) {
+TEST_F(NcclCommunicator, ConcurrentCallFromASecondThreadThrows) {
   on_ranks(2, [&](Communicator& ranks) {
     if (ranks.rank() == 1) return ranks.receive(at::ones({4}), 0, "one");
     waits_for(1);  // rank 1 waits
@@ -386,7 +386,7 @@ TEST_F(NcclCommunicator, TwoThreadsAtOnceAreAMistake) {
   ends_cleanly(2);
 }
 
-TEST(NcclOfTheCore, ConnectsGpusOnly) {
+TEST(NcclOfTheCore, RejectsDevicesThatAreNotGpus) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   for (const char* device : {"cpu", "cuda"})
     EXPECT_THROW(nccl_communicator(store, 0, 1, at::Device(device), 1.0), std::invalid_argument) << device;
@@ -413,7 +413,7 @@ class Recording final : public Communicator {
   std::vector<std::string>& calls_;
 };
 
-TEST(CommunicatorByDevice, SendsATensorTheWayOfItsDevice) {
+TEST(CommunicatorByDevice, UsesTheCommunicatorOfTheTensorsDevice) {
   std::vector<std::string> calls, wanted;
   const auto ranks =
       communicator_by_device(std::make_shared<Recording>("cpu", calls), std::make_shared<Recording>("device", calls));

@@ -35,18 +35,18 @@ void expect_sum(int size, at::IntArrayRef shape) {
   });
 }
 
-TEST(Peers, SumsInTheOrderOfRanks) {
+TEST(Peers, SumsInRankOrderOnEveryRank) {
   for (const int size : {2, 3, 4})
     for (const std::int64_t rows : {1, 7}) expect_sum(size, {rows, 12});
 }
 
-TEST(Peers, ManyElementsAreAddedInPartsToTheSameBits) {
+TEST(Peers, SumsOfLargeTensorsAreBitIdenticalToRankOrderSums) {
   expect_sum(4, {1024, 96});  // parts
   expect_sum(3, {1024, 97});  // cannot be cut into three
   expect_sum(2, {1024, 96});
 }
 
-TEST(Peers, GatherKeepsTheOrderOfRanks) {
+TEST(Peers, GatherReturnsTensorsInRankOrder) {
   std::mutex lock;
   on_ranks(3, [&](Communicator& ranks) {
     auto peers = peers_of(ranks);

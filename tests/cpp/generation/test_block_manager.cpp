@@ -4,7 +4,7 @@
 
 namespace nemo_rl::generation {
 
-TEST(BlockManager, ExtendTakesOnlyWhatIsMissing) {
+TEST(BlockManager, ExtendAllocatesOnlyMissingBlocks) {
   BlockManager blocks(4, 8);
   BlockTable table;
   ASSERT_TRUE(blocks.extend(table, 9));
@@ -48,7 +48,7 @@ TEST(BlockManager, ForkOfFullBlocksCopiesNothing) {
   EXPECT_EQ(fork, prompt);
 }
 
-TEST(BlockManager, ReleasingTwiceIsAnError) {
+TEST(BlockManager, ReleasingABlockTwiceThrows) {
   BlockManager blocks(2, 8);
   BlockTable table;
   ASSERT_TRUE(blocks.extend(table, 1));

@@ -113,7 +113,7 @@ EngineConfig config(std::int64_t slots, std::int64_t chunk, std::int64_t max_mod
 
 }  // namespace
 
-TEST(Engine, AnyScheduleYieldsWhatEachRequestYieldsAlone) {
+TEST(Engine, ResponsesInAnyScheduleEqualThoseOfEachRequestAlone) {
   std::int64_t preemptions = 0, copies_possible = 0;
   for (std::uint32_t seed = 0; seed < 400; ++seed) {
     Random random(seed);
@@ -177,7 +177,7 @@ TEST(Engine, WeightsChangeAfterTheSameTokensOfEachRequestInAnySchedule) {
   EXPECT_GT(preemptions, 50);
 }
 
-TEST(Engine, PausedCallIsGivenUpByTheNextAndKeepingTheCacheNeedsRoomForAll) {
+TEST(Engine, NextCallDropsAPausedOneAndAPauseThatKeepsTheCacheNeedsRoomForAll) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 4);
   Engine engine(runner, config(16, 512, 0, 12), nullptr);
   Request r;
@@ -195,7 +195,7 @@ TEST(Engine, PausedCallIsGivenUpByTheNextAndKeepingTheCacheNeedsRoomForAll) {
   EXPECT_FALSE(engine.paused());
 }
 
-TEST(Engine, PromptOfAGroupIsComputedOnce) {
+TEST(Engine, PromptOfAGroupIsPrefilledOnce) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 4);
   Engine engine(runner, config(16, 512), nullptr);
   Job job;
@@ -238,7 +238,7 @@ TEST(Engine, SlotsAreRefilledAsSequencesFinish) {
   EXPECT_LE(engine.metrics().steps, tokens / 4 + 14);
 }
 
-TEST(Engine, FinishReasonsAndTheTokenThatEnds) {
+TEST(Engine, FinishReasonIsLengthStopTokenOrStopString) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
   const auto bytes = letters();
   Engine engine(runner, config(4, 512, 0), bytes);
@@ -265,7 +265,7 @@ TEST(Engine, FinishReasonsAndTheTokenThatEnds) {
   EXPECT_TRUE(std::equal(by_string.token_ids.begin(), by_string.token_ids.end(), free_run.token_ids.begin()));
 }
 
-TEST(Engine, PromptThatFillsTheModelYieldsNothing) {
+TEST(Engine, PromptThatFillsTheContextYieldsNoToken) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
   Engine engine(runner, config(4, 512, 5), nullptr);
   Request first, second;
@@ -294,7 +294,7 @@ TEST(Engine, CacheIsKeptBetweenCallsAndGrowsWhenNeeded) {
   EXPECT_EQ(runner->allocations, 3);
 }
 
-TEST(Engine, MistakesAreRefusedAndLeaveTheEngineUsable) {
+TEST(Engine, InvalidRequestsThrowAndLeaveTheEngineUsable) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
   Engine engine(runner, config(4, 512, 0, 3), nullptr);
   const auto run = [&](std::vector<std::int64_t> prompt, auto change) {
@@ -315,7 +315,7 @@ TEST(Engine, MistakesAreRefusedAndLeaveTheEngineUsable) {
   EXPECT_EQ(run({1}, nothing)[0].token_ids.size(), 4u);
 }
 
-TEST(Engine, FailureOfTheModelOrAnInterruptGivesEverythingUp) {
+TEST(Engine, ModelFailureOrInterruptDropsAllRequestsAndLeavesTheEngineUsable) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
   Engine engine(runner, config(4, 512), nullptr);
   Request r;
@@ -333,7 +333,7 @@ TEST(Engine, FailureOfTheModelOrAnInterruptGivesEverythingUp) {
   EXPECT_EQ(engine.generate({{1, 2}}, {r}, nullptr)[0].token_ids, expected.token_ids);
 }
 
-TEST(Engine, EveryPartOfTheKeyChangesTheText) {
+TEST(Engine, EveryPartOfTheSamplingKeyChangesTheResponse) {
   auto runner = std::make_shared<FakeModelRunner>(kVocab, 8);
   Engine engine(runner, config(8, 512), nullptr);
   std::vector<Request> requests(5);

@@ -52,7 +52,7 @@ void collect(ResidentEngine& engine, std::map<std::int64_t, Answer>& answers) {
   }
 }
 
-TEST(ResidentEngine, RequestsThatJoinAndLeaveGetWhatTheyGetAlone) {
+TEST(ResidentEngine, RequestsThatJoinAndLeaveGetTheSameTokensAsAlone) {
   // a cache for little more than one long sequence, so that sequences are preempted too
   ResidentEngine engine(std::make_shared<FakeModelRunner>(kVocab, kBlock), ResidentConfig{{6, 5}, kLongest, 14 * 1024},
                         nullptr);
@@ -85,7 +85,7 @@ TEST(ResidentEngine, RequestsThatJoinAndLeaveGetWhatTheyGetAlone) {
   }
 }
 
-TEST(ResidentEngine, CancelFreesBlocksOfOneAndKeepsTheOthers) {
+TEST(ResidentEngine, CancelFreesTheBlocksOfOneSampleOnly) {
   ResidentEngine engine(std::make_shared<FakeModelRunner>(kVocab, kBlock), ResidentConfig{{8, 512}, kLongest}, nullptr);
   SamplingParams params;
   params.max_new_tokens = 20;
@@ -102,7 +102,7 @@ TEST(ResidentEngine, CancelFreesBlocksOfOneAndKeepsTheOthers) {
   EXPECT_NE(answers.at(first).tokens, answers.at(first + 2).tokens);
 }
 
-TEST(ResidentEngine, RefusesWhatCannotBeAndIsUsableAfterAFailure) {
+TEST(ResidentEngine, RejectsInvalidRequestsAndIsUsableAfterAModelFailure) {
   const auto runner = std::make_shared<FakeModelRunner>(kVocab, kBlock);
   ResidentEngine engine(runner, ResidentConfig{{4, 512}, kLongest}, nullptr);
   EXPECT_THROW(engine.submit({}, params_of(1), {key_of(1)}), std::invalid_argument);

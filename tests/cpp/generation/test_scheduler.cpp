@@ -66,7 +66,7 @@ TEST(Scheduler, LongPromptIsPrefilledInChunksBesideDecoding) {
   EXPECT_EQ(bench.step().decode_tokens, 2);
 }
 
-TEST(Scheduler, LastGenerationTakesThePromptsBlocksOver) {
+TEST(Scheduler, LastSampleOfAGroupTakesOverThePromptsBlocks) {
   Bench bench({4, 10}, 100, 4);
   PromptGroup* group = bench.add(6, 3, 3);
   bench.step();
@@ -77,7 +77,7 @@ TEST(Scheduler, LastGenerationTakesThePromptsBlocksOver) {
   EXPECT_EQ(bench.scheduler.blocks().num_used(), 4);
 }
 
-TEST(Scheduler, GenerationsBeyondTheSlotsWaitWithTheirFirstToken) {
+TEST(Scheduler, SamplesBeyondTheSlotsWaitWithTheirFirstToken) {
   Bench bench({2, 10}, 100, 4);
   PromptGroup* group = bench.add(6, 5, 3);
   bench.step();
@@ -108,7 +108,7 @@ TEST(Scheduler, OldestSequenceIsNeverPreempted) {
   for (const auto& s : bench.sequences) EXPECT_EQ(s->generated.size(), 12u);
 }
 
-TEST(Scheduler, AbortFreesEverything) {
+TEST(Scheduler, AbortFreesAllBlocksAndRequests) {
   Bench bench({2, 8}, 50, 4);
   for (int i = 0; i < 4; ++i) bench.add(10, 3, 12);
   for (int i = 0; i < 4; ++i) bench.step();
@@ -118,7 +118,7 @@ TEST(Scheduler, AbortFreesEverything) {
   EXPECT_FALSE(bench.scheduler.has_unfinished());
 }
 
-TEST(Scheduler, EachSequenceContinuesTheStateOfItsOwnTokens) {
+TEST(Scheduler, EachSequenceContinuesFromItsOwnRecurrentState) {
   // few blocks and few states: prompts are dropped and sequences preempted
   Bench bench({4, 7}, 12, 2, Scheduler::states_needed({4, 7}));
   for (const std::int64_t prompt : {2, 5, 9}) bench.add(prompt, 3, 12);
@@ -142,7 +142,7 @@ TEST(Scheduler, EachSequenceContinuesTheStateOfItsOwnTokens) {
   for (const auto& s : bench.sequences) EXPECT_EQ(s->generated.size(), 12u);
 }
 
-TEST(Scheduler, RefusesWhatCanNeverRun) {
+TEST(Scheduler, RejectsRequestsAndSettingsThatCanNeverRun) {
   Bench bench({2, 8}, 4, 4);
   EXPECT_THROW(bench.add(10, 1, 12), std::invalid_argument);
   EXPECT_THROW(Scheduler({0, 8}, 4, 4), std::invalid_argument);

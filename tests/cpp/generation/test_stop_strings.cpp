@@ -25,17 +25,17 @@ TEST(StopStrings, FoundAcrossManyTokens) {
   EXPECT_TRUE(stops.append(tail, "\n"));
 }
 
-TEST(StopStrings, BytesOfOneCharacterMayComeInTwoTokens) {
+TEST(StopStrings, FoundIfTwoTokensShareACharacter) {
   const StopStrings stops({"\xE2\x82\xAC"});  // the euro sign
   std::string tail;
   EXPECT_FALSE(stops.append(tail, "5 \xE2\x82"));
   EXPECT_TRUE(stops.append(tail, "\xAC."));
 }
 
-TEST(StopStrings, EmptyStringIsRefused) { EXPECT_THROW(StopStrings({"a", ""}), std::invalid_argument); }
+TEST(StopStrings, EmptyStopStringThrows) { EXPECT_THROW(StopStrings({"a", ""}), std::invalid_argument); }
 
 // Random texts over two letters, cut into random tokens: found at the first token after which the whole text holds one.
-TEST(StopStrings, AgreesWithSearchingTheWholeText) {
+TEST(StopStrings, IncrementalSearchAgreesWithSearchingTheWholeText) {
   std::uint32_t counter = 0;
   const auto random = [&](std::uint32_t n) { return random_bits({1, RandomStream::init, 0, 0, counter++})[0] % n; };
   for (int round = 0; round < 2000; ++round) {

@@ -16,7 +16,7 @@ const char* chosen(unsigned features) {
                                     features);
 }
 
-TEST(KernelVariants, AVariantWithAllOfItsFeaturesIsTaken) {
+TEST(KernelVariants, BestVariantWithAllItsCpuFeaturesIsChosen) {
   EXPECT_STREQ(chosen(0), "base");
   EXPECT_STREQ(chosen(kAvx2), "avx2");
   EXPECT_STREQ(chosen(kAvx2 | kAvx512), "avx512");
@@ -26,14 +26,14 @@ TEST(KernelVariants, AVariantWithAllOfItsFeaturesIsTaken) {
   EXPECT_STREQ(chosen(kAvx2 | kAvx512 | kSoftwareTiles), "software_tiles");
 }
 
-TEST(KernelVariants, AFeatureAloneIsNotEnough) {
+TEST(KernelVariants, VariantIsNotChosenIfOneOfItsFeaturesIsMissing) {
   EXPECT_STREQ(chosen(kAvx512 | kPairs), "base");
   EXPECT_STREQ(chosen(kAvx2 | kPairs), "avx2");
   EXPECT_STREQ(chosen(kAvx2 | kAvx512 | kAmxTiles), "avx512");
   EXPECT_STREQ(chosen(kSoftwareTiles), "base");
 }
 
-TEST(KernelVariants, TilesInSoftwareTakeTheVectorsThatThereAre) {
+TEST(KernelVariants, SoftwareTilesUseTheBestAvailableVectorInstructions) {
   const auto of = [](unsigned features) {
     return select_variant<const char>(
         {{needs::software_tiles_avx512, "AVX-512"}, {needs::software_tiles, "AVX2"}, {needs::base, "base"}}, features);
@@ -42,12 +42,12 @@ TEST(KernelVariants, TilesInSoftwareTakeTheVectorsThatThereAre) {
   EXPECT_STREQ(of(kAvx2 | kSoftwareTiles), "AVX2");
 }
 
-TEST(KernelVariants, AKernelListsOnlyWhatItHas) {
+TEST(KernelVariants, BestListedVariantIsChosenIfAKernelLacksSome) {
   EXPECT_STREQ(select_variant<const char>({{needs::avx512, "avx512"}, {needs::base, "base"}}, needs::amx), "avx512");
   EXPECT_STREQ(select_variant<const char>({{needs::avx512, "avx512"}, {needs::base, "base"}}, needs::avx2), "base");
 }
 
-TEST(KernelVariants, NoVariantOfThisProcessNeedsMoreThanItsFeatures) {
+TEST(KernelVariants, VariantOfThisProcessNeedsOnlyAvailableCpuFeatures) {
   const unsigned features = cpu_features();
   EXPECT_FALSE((features & kAvx512) != 0 && (features & kAvx2) == 0);
   EXPECT_STREQ(chosen(features), cpu_capability_name());

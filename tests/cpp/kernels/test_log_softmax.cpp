@@ -62,7 +62,7 @@ TEST(VecMath, ExpIsWithinTwoUlp) {
   EXPECT_LE(worst, 2.0);
 }
 
-TEST(VecMath, ExpAtTheEdges) {
+TEST(VecMath, ExpOfZeroInfinityNanAndOutOfRangeInputs) {
   namespace vec = vec_under_test;
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const float in[16] = {0.0f,    -0.0f,   kInf, -kInf, nan,     88.8f, 1e30f, -1e30f,
@@ -100,7 +100,7 @@ TEST(LogSoftmax, EqualsTheReferenceForEveryTailLength) {
   }
 }
 
-TEST(LogSoftmax, EntropyDoesNotChangeTheOtherBits) {
+TEST(LogSoftmax, ComputingTheEntropyDoesNotChangeMaxAndLogSum) {
   const auto x = random_logits(7777, 2, 10);
   const auto with = log_sum_exp_row(x.data(), 7777, 0.9f, true), without = log_sum_exp_row(x.data(), 7777, 0.9f, false);
   EXPECT_EQ(with.max, without.max);
@@ -108,7 +108,7 @@ TEST(LogSoftmax, EntropyDoesNotChangeTheOtherBits) {
   EXPECT_EQ(without.entropy, 0.0f);
 }
 
-TEST(LogSoftmax, BlocksGiveTheBitsOfTheRow) {
+TEST(LogSoftmax, CombinedBlockSumsAreBitIdenticalToTheRow) {
   const std::int64_t V = 3 * kVocabBlock + 100;
   const auto x = random_logits(V, 3, 10);
   std::vector<VocabBlockSum> blocks;
@@ -131,7 +131,7 @@ TEST(LogSoftmax, CertainTokenHasLogprobZero) {
   EXPECT_EQ(row.entropy, 0.0f);
 }
 
-TEST(LogSoftmax, NonFiniteLogitsShow) {
+TEST(LogSoftmax, NonFiniteLogitsGiveANonFiniteLogSum) {
   for (float bad : {std::numeric_limits<float>::quiet_NaN(), kInf}) {
     auto x = random_logits(5000, 4, 5);
     x[3000] = bad;
@@ -169,7 +169,7 @@ TEST(LogSoftmax, Float64VariantAgrees) {
 }
 
 #if defined(__x86_64__)
-TEST(LogSoftmax, EveryCapabilityGivesTheSameBits) {
+TEST(LogSoftmax, EveryCpuCapabilityGivesIdenticalBits) {
   const auto x = random_logits(10007, 7, 12);
   const auto expected = base::log_sum_exp_row(x.data(), 10007, 0.9f, true);
   const auto check = [&](LogSumExpRowFn* fn) {

@@ -14,7 +14,7 @@
 namespace nemo_rl::kernels {
 namespace {
 
-TEST(ElementwiseMath, ExpIsAccurateAndKeepsTheEdges) {
+TEST(ElementwiseMath, ExpIsAccurateAndExactAtZeroAndInfinity) {
   for (double x = -100; x <= 85; x += 0.0137) {
     EXPECT_NEAR(exp_of(x) / std::exp(x), 1.0, 1e-15) << x;
     const float f = static_cast<float>(x), e = static_cast<float>(std::exp(static_cast<double>(f)));
@@ -30,7 +30,7 @@ TEST(ElementwiseMath, ExpIsAccurateAndKeepsTheEdges) {
   EXPECT_EQ(exp_of(-746.0), 0.0);
 }
 
-TEST(ElementwiseMath, SmallGapsKeepTheirDigits) {
+TEST(ElementwiseMath, SmallLogprobGapsLoseNoPrecision) {
   for (const float r : {1e-6f, -1e-4f, 1e-3f, 0.01f, -0.3f, 0.49f, 0.51f, 3.0f}) {
     const double exact = std::fabs(r) < 1e-2
                              ? r * static_cast<double>(r) / 2 * (1 + r / 3.0 * (1 + r / 4.0 * (1 + r / 5.0)))
@@ -44,7 +44,7 @@ TEST(ElementwiseMath, SmallGapsKeepTheirDigits) {
   EXPECT_EQ(log_cosh_half(1e4, 0.0, exp_of(1e4)), 5000 - std::log(2.0));
 }
 
-TEST(ClippedTerm, OverflowThatIsClippedAwayHasNoGradient) {
+TEST(ClippedTerm, OverflowingClippedRatioHasNoGradient) {
   const double inf = std::numeric_limits<double>::infinity();
   const PolicyTerm<double> up = policy_term(RatioMode::ppo, 1e4, 0.0, 2.0, 0.8, 1.2, false, 0.0);
   EXPECT_EQ(up.loss, -2.4);
@@ -57,7 +57,7 @@ TEST(ClippedTerm, OverflowThatIsClippedAwayHasNoGradient) {
   EXPECT_EQ(dual.grad, 0.0);
 }
 
-TEST(NamedTerms, RatiosThatOverflowHaveNoGradientWhereTheyAreHeldBack) {
+TEST(NamedTerms, OverflowingRatioHasNoGradientUnderSapoAndDppo) {
   ClippedPGConfig config;
   config.ratio_mode = RatioMode::sapo;
   const RowWeights<double> row = {1.0, 1.0};
@@ -70,7 +70,7 @@ TEST(NamedTerms, RatiosThatOverflowHaveNoGradientWhereTheyAreHeldBack) {
   EXPECT_EQ(masked.grad, 0.0);
 }
 
-TEST(MismatchTerm, TheSeriesOfSmallGapsAreTheFormulas) {
+TEST(MismatchTerm, SeriesForSmallGapsMatchTheExactFormulas) {
   for (const float d : {1e-6f, 1e-4f, -3e-3f, 0.02f, -0.2f, 0.37f, -0.4999f, 0.4999f}) {
     const MismatchTerm<float> near = near_mismatch_term(KlEstimator::k3, d, 0.0f);
     const MismatchTerm<double> exact = mismatch_term(KlEstimator::k3, static_cast<double>(d), 0.0);
@@ -125,7 +125,7 @@ TEST(GaeScan, AnyGroupingGivesTheSequentialAdvantages) {
   }
 }
 
-TEST(Moments, MergingIsTheMomentsOfTheWhole) {
+TEST(Moments, MergedMomentsEqualTheMomentsOfAllValues) {
   const Moments a{2, 1.5, 0.5}, b{3, 4.0, 2.0};  // (1, 2) and (3, 4, 5)
   const Moments m = merge_moments(a, b);
   EXPECT_EQ(m.count, 5);

@@ -9,7 +9,7 @@
 namespace nemo_rl::ops {
 namespace {
 
-TEST(AdamW, TheFirstStepMovesByTheLearningRate) {
+TEST(AdamW, FirstStepMovesWeightsByTheLearningRate) {
   // after one step the corrected moments are g and g², so the move is lr·g/|g|, and decay takes lr·weight_decay·w
   // before it
   const auto w = at::tensor({2.0, -1.0, 0.5}), g = at::tensor({0.3, -7.0, 1e-3}), m = at::zeros({3}, at::kDouble),
@@ -18,7 +18,7 @@ TEST(AdamW, TheFirstStepMovesByTheLearningRate) {
   expect_close(w, at::tensor({2.0 * 0.95 - 0.1, -1.0 * 0.95 + 0.1, 0.5 * 0.95 - 0.1}), 1e-12, "weights");
 }
 
-TEST(AdamW, StepsEqualTheFormula) {
+TEST(AdamW, StepsMatchTheFormulaInFloat64) {
   for (const auto type : {at::kDouble, at::kFloat}) {
     const AdamWSettings s{1e-2, 0.8, 0.95, 1e-6, 0.1};
     const double scale = 0.25;  // gradients are multiplied first
@@ -40,7 +40,7 @@ TEST(AdamW, StepsEqualTheFormula) {
   }
 }
 
-TEST(AdamW, TheComputeCopyIsTheRoundedWeights) {
+TEST(AdamW, ComputeCopyEqualsTheRoundedWeights) {
   const auto w = randn({77}, 1, at::kFloat), g = randn({77}, 2, at::kFloat), m = at::zeros({77}), v = at::zeros({77}),
              compute = at::empty({77}, at::kBFloat16);
   adamw_step({w, g, m, v, compute}, {1e-3}, 1, 1.0);
@@ -51,7 +51,7 @@ TEST(AdamW, TheComputeCopyIsTheRoundedWeights) {
 }
 
 /// After many steps with the gradient g a moment is g and g², where rounding to nearest would stand still far below.
-TEST(AdamW, MomentsInBfloat16AreRightOnAverage) {
+TEST(AdamW, Bfloat16MomentsAreUnbiased) {
   const std::int64_t n = 20000;
   const auto w = at::zeros({n}), g = at::full({n}, 0.37f), m = at::zeros({n}, at::kBFloat16),
              v = at::zeros({n}, at::kBFloat16);
@@ -60,7 +60,7 @@ TEST(AdamW, MomentsInBfloat16AreRightOnAverage) {
   EXPECT_NEAR(v.to(at::kDouble).mean().item<double>() / (0.37 * 0.37 * (1 - std::pow(0.999, 3000))), 1.0, 2e-3);
 }
 
-TEST(AdamW, MomentsInBfloat16HaveTheSameBitsInShards) {
+TEST(AdamW, Bfloat16MomentsAreBitIdenticalInShards) {
   const auto g = randn({50}, 2, at::kFloat);
   const auto state = [] { return std::vector{at::ones({50}), at::zeros({50}, at::kBFloat16), at::zeros({50})}; };
   const auto whole = state(), parts = state();
@@ -74,7 +74,7 @@ TEST(AdamW, MomentsInBfloat16HaveTheSameBitsInShards) {
   for (int i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(whole[i], parts[i])) << i;
 }
 
-TEST(AdamW, NormByHand) {
+TEST(AdamW, NormMatchesHandComputedValues) {
   EXPECT_EQ(l2_norm(at::tensor({3.0f, 4.0f})), 5.0);
   EXPECT_EQ(l2_norm(at::zeros({0})), 0.0);
   const auto x = randn({100003}, 1, at::kFloat);

@@ -8,7 +8,7 @@
 namespace nemo_rl::ops {
 namespace {
 
-TEST(Embedding, TakesRowsAndWidensThem) {
+TEST(Embedding, ForwardCopiesRowsInTheWiderType) {
   for (const auto type : kTypes) {
     const auto table = randn({5, 9}, 1, type), ids = at::tensor({4L, 0L, 4L}), h = at::empty({3, 9}, sums_of(type));
     embedding_forward(table, ids, h);
@@ -25,7 +25,7 @@ TEST(Embedding, BackwardAddsEveryTokensGradientToItsRow) {
   }
 }
 
-TEST(Embedding, ColumnSumsAreAdded) {
+TEST(Embedding, ColumnSumsAreAddedToTheOutput) {
   for (const auto type : kTypes) {
     const auto x = randn({300, 17}, 1, type), out = at::ones({17}, sums_of(type));
     add_column_sums(x, out);
@@ -33,7 +33,7 @@ TEST(Embedding, ColumnSumsAreAdded) {
   }
 }
 
-TEST(Embedding, AnIdThatTheVocabularyLacksIsRefused) {
+TEST(Embedding, IdOutsideTheVocabularyThrows) {
   const auto table = randn({5, 9}, 1), h = at::empty({1, 9}, at::kDouble);
   for (const std::int64_t id : {-1L, 5L})
     EXPECT_THROW(embedding_forward(table, at::tensor({id}), h), ArgumentError) << id;

@@ -17,19 +17,19 @@ Routes routes_of(const at::Tensor& logits, std::int64_t k, bool renormalise) {
   return r;
 }
 
-TEST(Experts, OfEqualLogitsTheLowerNumberIsChosenFirst) {
+TEST(Experts, ExpertWithTheLowerIndexIsChosenFirstOfEqualLogits) {
   const auto logits = at::tensor({0.5, 2.0, 2.0, 0.5}, at::kDouble).view({1, 4});
   const auto r = routes_of(logits, 3, true);
   EXPECT_TRUE(at::equal(r.expert, at::tensor({1, 2, 0}, at::kLong).view({1, 3})));
   EXPECT_EQ(r.weight[0][0].item<double>(), r.weight[0][1].item<double>());
 }
 
-TEST(Experts, LogitsThatAreNoNumbersChooseDistinctExperts) {
+TEST(Experts, NanLogitsChooseDistinctExperts) {
   const auto r = routes_of(at::full({2, 3}, std::nan(""), at::kFloat), 3, false);
   EXPECT_TRUE(at::equal(r.expert, at::tensor({0, 1, 2, 0, 1, 2}, at::kLong).view({2, 3})));
 }
 
-TEST(Experts, WeightsAndTheirGradientsEqualAtens) {
+TEST(Experts, RoutingWeightsAndGradientsMatchAten) {
   for (const bool renormalise : {false, true}) {
     const auto logits = randn({11, 7}, 1, at::kDouble).set_requires_grad(true),
                d_weight = randn({11, 3}, 2, at::kDouble);
@@ -45,7 +45,7 @@ TEST(Experts, WeightsAndTheirGradientsEqualAtens) {
   }
 }
 
-TEST(Experts, TokensOfAnExpertKeepTheirOrder) {
+TEST(Experts, TokensOfAnExpertAreGroupedInTheirOrder) {
   const auto groups = group_by_expert(at::tensor({2, 0, 0, 2, 2, 1}, at::kLong).view({3, 2}), 4);
   EXPECT_EQ(groups.begin, (std::vector<std::int64_t>{0, 2, 3, 6, 6}));
   EXPECT_TRUE(at::equal(groups.pair, at::tensor({1, 2, 5, 0, 3, 4}, at::kLong)));
@@ -53,7 +53,7 @@ TEST(Experts, TokensOfAnExpertKeepTheirOrder) {
   EXPECT_TRUE(at::equal(groups.pair.index_select(0, groups.row), at::arange(6, at::kLong)));
 }
 
-TEST(Experts, ATokensSumDoesNotDependOnOtherTokens) {
+TEST(Experts, ExpertSumOfATokenDoesNotDependOnOtherTokens) {
   const std::int64_t T = 40, k = 3, D = 300;
   const auto rows = randn({T * k, D}, 3, at::kFloat), weight = randn({T, k}, 4, at::kFloat),
              row = at::arange(T * k, at::kLong).flip(0).contiguous(), all = at::ones({T, D}, at::kFloat);

@@ -16,7 +16,7 @@ std::pair<at::Tensor, at::Tensor> reference(const at::Tensor& x, const at::Tenso
   return {x * rstd.unsqueeze(-1) * w, rstd};
 }
 
-TEST(RmsNorm, ByHand) {
+TEST(RmsNorm, MatchesHandComputedValues) {
   // mean of squares (9 + 16) / 2 = 12.5
   const auto x = at::tensor({3.0, 4.0}).view({1, 2}), y = at::empty_like(x), rstd = at::empty({1, 1}, at::kDouble);
   rms_norm_forward(x, at::tensor({1.0, 10.0}), 0.0, 0.0, y, rstd);
@@ -25,7 +25,7 @@ TEST(RmsNorm, ByHand) {
   EXPECT_NEAR(y[0][1].item<double>(), 40 / std::sqrt(12.5), 1e-15);
 }
 
-TEST(RmsNorm, EqualsTheFormulaForEveryTypeAndShape) {
+TEST(RmsNorm, ForwardMatchesTheFormulaForEveryTypeAndShape) {
   for (const auto type : kTypes)
     for (const std::int64_t inner : {1, 3})
       for (const std::int64_t D : {8, 37, 576}) {
@@ -40,7 +40,7 @@ TEST(RmsNorm, EqualsTheFormulaForEveryTypeAndShape) {
       }
 }
 
-TEST(RmsNorm, BackwardEqualsAutogradAndAddsWhereItIsTold) {
+TEST(RmsNorm, BackwardMatchesAutogradWithAndWithoutAccumulation) {
   for (const auto type : kTypes) {
     const std::int64_t T = 70, D = 24;  // more than one block of rows
     const auto A = sums_of(type);

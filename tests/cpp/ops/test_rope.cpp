@@ -7,7 +7,7 @@
 namespace nemo_rl::ops {
 namespace {
 
-TEST(Rope, AQuarterTurnMovesAPair) {
+TEST(Rope, QuarterTurnRotatesAPair) {
   // one head of size 2 at position 1, whose angle is a quarter turn: (a, b) -> (-b, a)
   const auto x = at::tensor({3.0f, 5.0f}).view({1, 2});
   const auto cos = at::tensor({1.0f, 0.0f}).view({2, 1}), sin = at::tensor({0.0f, 1.0f}).view({2, 1});

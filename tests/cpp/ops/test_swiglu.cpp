@@ -18,14 +18,14 @@ at::Tensor reference(const at::Tensor& gate_up, Gate gate) {
   return (gate == Gate::silu ? at::silu(halves[0]) : at::gelu(halves[0], "tanh")) * halves[1];
 }
 
-TEST(Swiglu, ByHand) {
+TEST(Swiglu, MatchesHandComputedValues) {
   const auto gate_up = at::tensor({0.0, 1.0, 3.0, 2.0}).view({1, 4}), act = at::empty({1, 2}, at::kDouble);
   swiglu_forward(gate_up, act);
   EXPECT_EQ(act[0][0].item<double>(), 0.0);
   EXPECT_NEAR(act[0][1].item<double>(), 2 / (1 + std::exp(-1.0)), 1e-15);
 }
 
-TEST(Swiglu, EqualsAtenForwardAndBackwardForEveryTypeAndGate) {
+TEST(Swiglu, MatchesAtenForwardAndBackwardForEveryTypeAndGate) {
   for (const auto type : kTypes)
     for (const auto gate : {Gate::silu, Gate::gelu_tanh, Gate::clamped})
       for (const std::int64_t I : {1, 16, 37}) {

@@ -8,7 +8,7 @@
 namespace nemo_rl::ops {
 namespace {
 
-TEST(WeightDigest, EqualBytesEqualDigestsWhateverTheThreads) {
+TEST(WeightDigest, EqualBytesHaveEqualDigestsOnAnyNumberOfThreads) {
   const auto x = randn({700001}, 1, at::kFloat);  // more than two blocks of a MiB, and a rest
   const auto digest = weight_digest(x);
   for (const int threads : {1, 2}) {
@@ -17,7 +17,7 @@ TEST(WeightDigest, EqualBytesEqualDigestsWhateverTheThreads) {
   }
 }
 
-TEST(WeightDigest, OneBitAnywhereChangesIt) {
+TEST(WeightDigest, OneFlippedBitAnywhereChangesTheDigest) {
   for (const std::int64_t bytes : {1, 7, 8, 33, (1 << 20) + 5}) {
     const auto x = at::arange(bytes, at::kLong).to(at::kByte);
     const auto digest = weight_digest(x);
@@ -29,7 +29,7 @@ TEST(WeightDigest, OneBitAnywhereChangesIt) {
   }
 }
 
-TEST(WeightDigest, TheOrderOfBlocksCounts) {
+TEST(WeightDigest, SwappedBlocksChangeTheDigest) {
   const auto a = at::zeros({1 << 20}, at::kByte), b = at::ones({1 << 20}, at::kByte);
   EXPECT_NE(weight_digest(at::cat({a, b})), weight_digest(at::cat({b, a})));
 }

@@ -30,7 +30,7 @@ TEST(ParallelTiles, EveryTileOnce) {
   }
 }
 
-TEST(ParallelRows, EveryRowOnceAloneAndByATeam) {
+TEST(ParallelRows, EveryRowIsDoneOnceAloneAndByATeam) {
   for (const bool team : {false, true})
     for (const std::int64_t count : {0, 1, 5, 64, 1000})
       for (const std::int64_t grain : {1, 8, 100}) {

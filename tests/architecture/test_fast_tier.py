@@ -25,7 +25,7 @@ def is_slow(node: ast.expr) -> bool:
     return "pytest.mark.slow" in ast.unparse(node)
 
 
-def test_slow_folders_are_the_known_ones_and_contain_tests():
+def test_slow_test_folders_are_the_listed_ones_and_contain_tests():
     assert set(SLOW_FOLDERS) == {"integration", "parity", "unit/cuda"}  # a folder that is added takes many tests away
     assert all(list((TESTS / folder).rglob("test_*.py")) for folder in SLOW_FOLDERS)
 

@@ -21,7 +21,7 @@ def test_thread_locals_of_ops_hold_only_scratch_memory():
     assert found, "csrc/ops keeps nothing any more: this test can go"
 
 
-def test_a_thread_local_that_is_not_scratch_memory_is_found():
+def test_thread_local_that_is_not_scratch_memory_is_detected():
     assert kept("int x;\n  thread_local const Weights* current = nullptr;") == [
         "thread_local const Weights* current = nullptr;"
     ]

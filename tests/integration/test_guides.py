@@ -208,7 +208,7 @@ METRICS = {
 }  # fmt: skip
 
 
-def test_every_metric_of_the_guides_is_logged(tmp_path):
+def test_every_metric_named_in_nemo_rls_guides_is_logged(tmp_path):
     run = tiny.train(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=2", "loss_fn.positive_example_nll_weight=0.1", "grpo.seq_logprob_error_threshold=2",
         config="prorlv2_tiny.yaml",

@@ -74,7 +74,7 @@ WHAT_SHOWS = {"dapo": dapo_shows, "prorlv2": prorlv2_shows, "rloo": rloo_shows}
 
 
 @pytest.mark.parametrize("mode", ["dapo", "prorlv2"])
-def test_recomputed_old_logprobs_give_the_same_run_with_several_updates_per_step(tmp_path, mode):
+def test_recomputed_and_reused_old_logprobs_give_identical_weights(tmp_path, mode):
     digests, ratios = [], []
     for reuse in ("auto", "never"):
         run = tiny.train(
@@ -194,7 +194,7 @@ def test_dynamic_sampling_stops_after_the_batch_limit_if_no_group_has_mixed_rewa
     assert run.policy.weight_digest() == before and run.state.step == 0
 
 
-def test_resumed_dapo_run_trains_the_same_batches(tmp_path):
+def test_resumed_dapo_run_trains_the_same_batches_as_the_uninterrupted_run(tmp_path):
     """Groups kept for the next step, the draw counter and the position in the data are all in the checkpoint."""
     options = (
         *tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=3", "checkpointing.metric_name=null",

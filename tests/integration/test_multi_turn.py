@@ -53,7 +53,7 @@ def test_generation_and_training_logprobs_are_equal_in_every_turn(tmp_path, prec
         assert row["global_valid_toks"] == pytest.approx(28 * row["mean_gen_tokens_per_sample"])
 
 
-def test_reusing_generation_logprobs_gives_the_same_weights(tmp_path):
+def test_recomputed_and_reused_old_logprobs_give_identical_weights(tmp_path):
     digests = {
         reuse: train(tmp_path / reuse, *SMALL, "grpo.max_num_steps=3", "policy.train_global_batch_size=14",
                      f"policy.reuse_generation_logprobs={reuse}").policy.weight_digest()
@@ -101,7 +101,7 @@ policy:
 """
 
 
-def test_one_run_trains_several_tasks_with_their_environments(tmp_path):
+def test_one_run_trains_several_tasks_each_scored_by_its_environment(tmp_path):
     """Single-turn and multi-turn conversations in one batch, each scored by the environment of its task."""
     path = tmp_path / "two.yaml"
     path.write_text(TWO_TASKS.format(parent=find_config("grpo_guess_number.yaml")))
@@ -132,7 +132,7 @@ def test_one_run_trains_several_tasks_with_their_environments(tmp_path):
     assert {"guess_number/solved", "reverse_digits/exactly_right"} <= names
 
 
-def test_grpo_learns_to_halve_the_range_in_guess_number(tmp_path):
+def test_grpo_learns_binary_search_in_guess_number(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=260")
     run.after_step.append(tiny.StopWhenLearned(run, 0.65))
     run.train()

@@ -56,7 +56,7 @@ def test_gdpo_without_reward_components_is_an_error_that_says_what_to_set(tmp_pa
         tiny.train(tmp_path, *tiny.SMALL, "grpo.adv_estimator.name=gdpo", "grpo.max_num_steps=1")
 
 
-def test_the_length_penalty_reaches_training_but_not_the_accuracy(tmp_path):
+def test_length_penalty_changes_the_training_reward_but_not_the_accuracy_metric(tmp_path):
     environment = RewardFunctionEnvironment(first_is_even)
     run = tiny.train(
         tmp_path,

@@ -98,7 +98,7 @@ def test_registered_components_are_documented_and_cannot_be_registered_twice(rec
         register_logger("report", None)
 
 
-def test_unregistered_components_are_unknown_to_the_schema():
+def test_keys_of_unregistered_components_are_rejected_as_unknown():
     assert not any(
         name in table
         for table in (ADVANTAGE_ESTIMATORS, ENV_REGISTRY, DATASET_REGISTRY, LOGGER_BACKENDS)

@@ -135,7 +135,7 @@ def test_every_kind_of_reward_function_gives_equal_rewards_from_python(tmp_path,
     assert {found[f"rewards/{name}"] for name in user_kinds.KINDS} == {found["rewards/plain"]} != {0.0}
 
 
-def test_stopped_async_run_ends_with_an_async_reward_in_flight(tmp_path):
+def test_stopped_async_run_ends_even_with_an_async_reward_call_in_flight(tmp_path):
     class Stop(nemo_rl_cpp.Callback):
         def on_step(self, event):
             event.stop()

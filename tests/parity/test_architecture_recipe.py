@@ -53,7 +53,7 @@ def model(request, tmp_path, monkeypatch):
     return hf, decoder, folder
 
 
-def test_logits_gradients_and_a_saved_folder_equal_transformers(model, tmp_path):
+def test_logits_gradients_and_saved_model_match_transformers(model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     hf, decoder, folder = model
@@ -87,7 +87,7 @@ def test_logits_gradients_and_a_saved_folder_equal_transformers(model, tmp_path)
 
 
 @pytest.mark.parametrize("model", [torch.float32], indirect=True)
-def test_greedy_tokens_equal_transformers(model):
+def test_greedy_tokens_match_transformers(model):
     hf, _, folder = model
     prompt = list(range(3, 12))
     with torch.no_grad():

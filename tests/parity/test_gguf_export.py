@@ -87,7 +87,7 @@ def greedy(model, count):
     return ids[0, len(PROMPT) :].tolist(), logprobs
 
 
-def test_exported_gguf_gives_transformers_texts_and_logprobs_in_llama_cpp(tmp_path, monkeypatch):
+def test_exported_gguf_gives_the_same_tokens_in_llama_cpp_as_in_transformers(tmp_path, monkeypatch):
     """GELU is looked up in a table of half precision in llama.cpp, the rest is float32."""
     jobs, expected = [], []
     for name in WRITTEN:
@@ -126,7 +126,7 @@ def test_gguf_formats_with_fewer_bits_differ_more_from_the_model(tmp_path, monke
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_export_rejects_models_that_llama_cpp_cannot_compute(name, tmp_path, monkeypatch):
+def test_gguf_export_rejects_models_that_llama_cpp_cannot_compute(name, tmp_path, monkeypatch):
     folder, _ = make(name, tmp_path, monkeypatch)
     with pytest.raises(ModelFolderError, match=REFUSED[name]):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
@@ -155,7 +155,7 @@ def test_exported_tokenizer_gives_the_same_tokens_in_llama_cpp(tmp_path):
 
 
 @pytest.mark.parametrize("name, reason", [("unigram", "of type Unigram"), ("other_end", "of type WordLevel")])
-def test_export_rejects_tokenizers_that_llama_cpp_does_not_support(name, reason, tmp_path):
+def test_gguf_export_rejects_tokenizers_that_llama_cpp_does_not_support(name, reason, tmp_path):
     folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
     with pytest.raises(ModelFolderError, match=reason):
         export_gguf(folder, tmp_path / "model.gguf", "f32")

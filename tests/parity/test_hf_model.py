@@ -45,7 +45,7 @@ def hf_logprobs(hf, ids, mask):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_equal_transformers(name, tmp_path):
+def test_logits_match_transformers(name, tmp_path):
     hf = build(name, tmp_path)
     trainer = C.Trainer(load(tmp_path))
     ids = torch.randint(3, 97, (80,), generator=torch.Generator().manual_seed(3))
@@ -54,7 +54,7 @@ def test_logits_equal_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_equal_transformers(name, tmp_path, monkeypatch):
+def test_gradients_match_transformers(name, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     if name.startswith("qwen3_5"):
         recur_in_float64(monkeypatch)
@@ -85,7 +85,7 @@ def test_gradients_equal_transformers(name, tmp_path, monkeypatch):
         "qwen3_5", "gpt_oss",
     ],
 )  # fmt: skip
-def test_ten_adamw_steps_equal_torch(name, tmp_path):
+def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path):
     hf = build(name, tmp_path)
     model = load(tmp_path)
     trainer = C.Trainer(model)
@@ -120,7 +120,7 @@ def test_ten_adamw_steps_equal_torch(name, tmp_path):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-def test_saved_checkpoint_gives_transformers_the_same_logits(name, shard_bytes, tmp_path):
+def test_saved_checkpoint_gives_the_same_logits_in_transformers(name, shard_bytes, tmp_path):
     from transformers import AutoModelForCausalLM
 
     hf = build(name, tmp_path / "in")

@@ -52,7 +52,7 @@ def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("name", ["llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite"])
-def test_lora_gradients_equal_autograd(name, targets, merge, tmp_path, monkeypatch):
+def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     compute_in_float64(hf, monkeypatch)
     lora = lora_of(tmp_path, merge=merge, **TARGETS[targets])
@@ -76,7 +76,7 @@ def test_lora_gradients_equal_autograd(name, targets, merge, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
-def test_ten_adamw_steps_equal_torch(merge, tmp_path):
+def test_adapters_after_ten_adamw_steps_match_torch(merge, tmp_path):
     """From B = 0, with clipping and weight decay, in float32."""
     hf = build("qwen2", tmp_path)
     model = adapted(tmp_path, lora_of(tmp_path, merge=merge), torch.float32, spread=0.0)
@@ -116,7 +116,7 @@ def saved(tmp_path, name, **keys):
 
 
 @pytest.mark.parametrize("targets", TARGETS)
-def test_saved_adapter_gives_the_merged_models_logits_in_peft(targets, tmp_path):
+def test_saved_adapter_gives_the_same_logits_in_peft_as_the_merged_model(targets, tmp_path):
     peft = pytest.importorskip("peft")
     hf, _, folder = saved(tmp_path, "qwen2", **TARGETS[targets])
     ids = torch.arange(3, 40)[None]

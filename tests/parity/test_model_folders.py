@@ -173,7 +173,7 @@ def test_lm_head_that_differs_from_the_tied_embedding_is_kept_with_a_warning(bas
 
 @pytest.mark.parametrize("base", ["llama", "qwen2", "qwen3", "tied", "wide"])
 @pytest.mark.parametrize("value_head", [False, True])
-def test_checked_parameter_shapes_match_the_native_models_layout(base, value_head, bases):
+def test_parameter_shapes_used_by_checks_match_the_native_model(base, value_head, bases):
     config = open_model_folder(str(bases[base])).config | (
         {"attention_bias": True, "mlp_bias": True} if base != "qwen2" else {}
     )

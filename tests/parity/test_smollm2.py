@@ -30,7 +30,7 @@ def models():
     return policy, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
 
 
-def test_logits_and_greedy_text_equal_transformers(models):
+def test_logits_and_greedy_text_match_transformers(models):
     policy, hf, tokenizer = models
     rows = [torch.tensor(tokenizer.encode(text)) for text in TEXTS]
     with torch.inference_mode():
@@ -51,7 +51,7 @@ def test_logits_and_greedy_text_equal_transformers(models):
         assert torch.equal(row[len(prompt) : total], theirs[len(prompt) - 1 : total - 1]), text
 
 
-def test_a_saved_checkpoint_gives_transformers_equal_logits(models, tmp_path):
+def test_saved_checkpoint_gives_the_same_logits_in_transformers(models, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     policy, hf, tokenizer = models

@@ -60,7 +60,7 @@ def test_sampler_collects_mixed_groups_over_batches_and_drops_surplus_ones():
     assert sampler.cached_groups == 0
 
 
-def test_groups_are_selected_by_rewards_before_shaping():
+def test_dynamic_sampling_selects_groups_by_rewards_before_shaping():
     """Shaping that punishes length makes unequal rewards of equal ones, and the other way round."""
     batch = rollouts((1.0, 0.5), (0.0, 0.0))
     batch["unshaped_total_reward"] = torch.tensor([1.0, 1.0, 0.0, 1.0])
@@ -87,7 +87,7 @@ def test_keep_surplus_keeps_extra_groups_and_counts_them_as_stale():
     assert sampler.metrics["stale_samples"] == 2 and sampler.metrics["dynamic_sampling_num_gen_batches"] == 1
 
 
-def test_step_is_filled_from_cached_groups_alone():
+def test_step_is_filled_from_cached_groups_without_generation():
     sampler = GroupSampler(num_groups=1, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED))
     sampler.take()
@@ -188,7 +188,7 @@ def test_dynamic_sampling_function_caches_mixed_groups_until_the_batch_is_full(s
     assert batch["total_reward"].tolist() == [1, 1, 0, 1]
 
 
-def test_dynamic_sampling_by_sample_splits_groups_and_allows_one_extra_batch():
+def test_dynamic_sampling_by_sample_keeps_only_samples_of_nonzero_std():
     cfg = config(prompts=1, generations=3, limit=1)
     batch, complete, cache, _ = round_(rollouts((1.0, 0.0, 0.0, 0.0)), 1, cfg, std=[0.0, 0.5, 0.5, 0.0], unit="sample")
     assert not complete and cache["name"] == ["0.1", "0.2"]

@@ -65,7 +65,7 @@ def test_old_logprobs_are_recomputed_before_training_if_generation_is_inexact(tm
     assert logged(run)[1]["train/num_masked_seqs_by_logprob_error"] == 0
 
 
-def test_weights_that_change_between_the_phases_stop_the_run(tmp_path):
+def test_weights_changed_between_generation_and_training_stop_the_run(tmp_path):
     run = make(tmp_path)
     roll_out = run.collector.roll_out
 

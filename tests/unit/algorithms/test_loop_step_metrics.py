@@ -113,7 +113,7 @@ def test_batch_metrics_are_zero_if_every_sample_is_masked():
     assert metrics["advantages/mean"] == 0.0 and metrics["num_masked_samples"] == 2
 
 
-def test_rollout_table_cuts_rows_to_their_length():
+def test_rollout_table_removes_padding_from_each_row():
     table = rollout_table(*_step())
     assert table["token_ids"] == [[5, 6], [5, 6, 7, 8]]
     assert table["token_loss_mask"] == [[0, 1], [0, 0, 0, 1]]

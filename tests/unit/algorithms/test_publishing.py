@@ -13,7 +13,7 @@ class Remote:
     ("names", "rewards"),
     [(["reward_functions"], ["mine.good"]), (["math"], ["one"]), (["reward_functions", "math"], ["one", "two"])],
 )
-def test_only_reward_functions_of_environments_in_use_are_listed(names, rewards):
+def test_model_card_lists_only_reward_functions_of_environments_in_use(names, rewards):
     sets = [f"{{dataset_name: ResponseDataset, data_path: a.jsonl, env_name: {name}}}" for name in names]
     config = load_grpo_config(
         "grpo_jsonl.yaml",

@@ -256,7 +256,7 @@ PPO = (
 )  # fmt: skip
 
 
-def test_changes_of_the_critic_are_checked_like_those_of_the_policy(tmp_path, capsys):
+def test_resume_checks_changes_of_the_critic_like_those_of_the_policy(tmp_path, capsys):
     tiny.train(tmp_path, *PPO, config="ppo_tiny.yaml")
     run = tiny.make(
         tmp_path, *PPO, "value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml"

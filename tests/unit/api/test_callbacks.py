@@ -69,7 +69,7 @@ def test_callbacks_receive_run_events_and_can_stop_the_run(tmp_path, stop_at, sa
     assert not stop_at or "enough" in capsys.readouterr().out
 
 
-def test_stopped_run_continues_with_resume(tmp_path, monkeypatch):
+def test_run_stopped_by_a_callback_continues_with_resume_true(tmp_path, monkeypatch):
     train(tmp_path, Heard("step 1"))
     heard = Heard()
     result = train(tmp_path, heard, resume=True)

@@ -31,7 +31,7 @@ def model(result):
     return nemo_rl_cpp.load(result.config.checkpointing.checkpoint_dir)
 
 
-def test_loaded_model_generates_the_texts_of_the_training_result(result, model):
+def test_loaded_model_generates_the_same_texts_as_the_training_result(result, model):
     assert model.generate(EIGHT[:1] + ["3="], max_new_tokens=3) == result.generate(EIGHT[:1] + ["3="])
     assert model.precision == "float32" and repr(model).endswith("', float32, up to 512 tokens)")
     assert model.chat("12=", max_new_tokens=3) == result.chat("12=") == result.generate("12=")[0]

@@ -32,7 +32,7 @@ def test_training_on_rows_reports_history_rewards_and_validations(tmp_path):
     assert result.log_dir.is_relative_to(tmp_path) and "<iframe" in result._repr_html_()
 
 
-def test_texts_are_continued_and_conversations_go_through_the_chat_template(tmp_path):
+def test_strings_are_continued_and_conversations_use_the_chat_template(tmp_path):
     seen = []
 
     def reward(prompts, completions):
@@ -44,7 +44,7 @@ def test_texts_are_continued_and_conversations_go_through_the_chat_template(tmp_
     assert set(seen) == {"12=", "34="} and len(seen) == 8 and result.config.grpo.num_prompts_per_step == 2
 
 
-def test_overrides_reach_the_configuration(tmp_path):
+def test_keyword_overrides_set_configuration_keys(tmp_path):
     result = run(tmp_path, num_steps=1, overlong_filtering=True, loss_fn__ratio_clip_max=0.3, policy__optimizer__kwargs__weight_decay=0.5,
                  loss_fn__reference_policy_kl_penalty=0.01)  # fmt: skip
     config = result.config
@@ -95,7 +95,7 @@ def test_model_argument_that_is_neither_name_nor_folder_is_rejected(model):
         nemo_rl_cpp.train_grpo(model, ROWS, share_right)
 
 
-def test_preflight_findings_are_reported_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
+def test_preflight_errors_and_warnings_are_reported_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
     from nemo_rl_cpp.api import training
     from nemo_rl_cpp.checks import Finding
 

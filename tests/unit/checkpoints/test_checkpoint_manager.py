@@ -21,7 +21,7 @@ def steps(manager):
     return sorted(int(p.name[5:]) for p in manager.checkpoint_dir.iterdir() if p.name.startswith("step_"))
 
 
-def test_a_saved_checkpoint_has_its_files_manifest_and_status(tmp_path):
+def test_saved_checkpoint_contains_its_files_manifest_and_status(tmp_path):
     manager = make(tmp_path)
     folder = save(manager, 3, val_reward=np.float32(0.5), bad=float("nan"))
     assert json.loads((folder / "training_info.json").read_text()) == {

@@ -56,7 +56,7 @@ def test_valid_reward_functions_and_environments_give_no_error():
     assert found("data.default.env_name=preflight_module.Actor", "+env={preflight_module.Actor: {}}") == []
 
 
-def test_gdpo_requires_several_functions_as_parts_with_weights_given_once():
+def test_gdpo_requires_several_reward_functions_as_parts_and_one_list_of_weights():
     def of(section, *more):
         names = "functions: [preflight_module.right, preflight_module.Holder.Inner.right], "
         given = f"+env={{reward_functions: {{{names if 'functions' not in section else ''}{section}}}}}"
@@ -81,7 +81,7 @@ def test_environments_of_all_data_sets_are_checked():
 
 
 @pytest.mark.parametrize("name", ["", "right", ".right", "a..b", "a.b c", "1.2", None, 3, ["a.b"]])
-def test_names_that_are_not_dotted_names_are_rejected(name):
+def test_reward_function_that_is_not_a_dotted_python_name_is_rejected(name):
     with pytest.raises(LoadingError, match="is no dotted name"):
         import_object(name, "reward function")
 

@@ -163,7 +163,7 @@ def evaluation(name, *overrides):
     )
 
 
-def test_evaluation_length_is_checked_only_if_it_is_given(model):
+def test_evaluation_sequence_length_is_checked_only_if_it_is_set(model):
     without = ["~generation.vllm_cfg.max_model_len", "generation.max_new_tokens=16", "data.max_input_seq_length=32"]
     assert said(evaluation(model, *without)) == []
     text = only(evaluation(model, "generation.vllm_cfg.max_model_len=1024", "generation.max_new_tokens=16"))

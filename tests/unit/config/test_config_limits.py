@@ -136,7 +136,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_overrides_beyond_the_limits_are_rejected_with_a_short_error(tmp_path, name):
+def test_too_deep_or_too_large_overrides_are_rejected_with_a_short_error(tmp_path, name):
     override, message = OVERRIDES[name]
     _, problems = load(tmp_path, "x: 1\n", [override])
     assert re.search(message, problems), problems[:500]

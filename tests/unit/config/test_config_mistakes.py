@@ -285,7 +285,7 @@ def test_config_errors_name_the_parent_file_or_override_that_caused_them():
     }
 
 
-def test_consequence_of_a_config_error_is_not_reported_separately():
+def test_error_that_follows_from_another_config_error_is_not_reported():
     Path("bad.yaml").write_text(compose("policy:\n  model_name: m\n  max_total_sequence_length: long"))
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("bad.yaml")

@@ -125,7 +125,7 @@ def write(**files):
             file.write(text)
 
 
-def test_child_wins_over_parents_and_later_parents_over_earlier():
+def test_child_file_overrides_parents_and_later_parents_override_earlier_ones():
     write(
         one="a: 1\nb: {x: 1, y: 1}\nl: [1, 2, 3]\nn: {k: 1}\ns: 5\n",
         two="a: 2\nb: {y: 2}\n",
@@ -160,7 +160,7 @@ def test_override_marker_replaces_a_top_level_section_only():
     assert _config.load_file("deep.yaml")["s"]["t"] == {"b": 2, "_override_": True, "c": 3}
 
 
-def test_interpolation_sees_the_merged_tree():
+def test_interpolation_uses_values_after_merging_parent_files():
     write(parent="x: 1\ny: ${x}\n", child="defaults: parent.yaml\nx: 2\n")
     assert resolved("child.yaml") == {"x": 2, "y": 2}
 

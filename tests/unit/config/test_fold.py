@@ -207,7 +207,7 @@ def test_router_replay_section_loads(enabled):
     load_grpo_config("grpo_math_1B.yaml", [f"+policy.router_replay={{enabled: {enabled}, dtype: bfloat16}}"])
 
 
-def test_data_default_takes_the_keys_of_its_data_set(tmp_path):
+def test_data_default_accepts_the_keys_of_its_data_set(tmp_path):
     file = tmp_path / "data.yaml"
     file.write_text(
         "policy: {model_name: m}\nenv: {math: {}}\ndata:\n  train: {data_path: a.jsonl, input_key: q}\n  validation: {data_path: b.jsonl}\n"

@@ -73,7 +73,7 @@ def gradients(*overrides):
     return next(size for phase in phases for name, size in phase.parts if name == "policy gradients")
 
 
-def test_memory_estimate_uses_smaller_shards_if_a_block_is_one_micro_batch():
+def test_memory_estimate_is_smaller_if_a_gradient_block_is_one_micro_batch():
     blocks = ("policy.gradient_blocks=8", "policy.train_global_batch_size=64")
     one = (*blocks, "policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=8")
     sharded = gradients(*one, f"{STRATEGY}=optim_grads")

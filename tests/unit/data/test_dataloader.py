@@ -115,7 +115,7 @@ def test_invalid_loader_options_and_states_are_rejected():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_processor_error_reaches_the_caller(num_workers):
+def test_data_processor_error_reaches_the_caller_of_the_loader(num_workers):
     class Bad(list):
         def __getitem__(self, i):
             if i == 4:

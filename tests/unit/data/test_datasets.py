@@ -61,7 +61,7 @@ def test_validation_split_is_disjoint_and_seeded(tmp_path):
             answers(0, size=size)
 
 
-def test_load_response_dataset_binds_processor_and_prompts(tmp_path):
+def test_load_response_dataset_sets_the_configured_processor_and_prompts(tmp_path):
     path = write(tmp_path / "d.jsonl", ROWS)
     (tmp_path / "p.txt").write_text("P {}")
     config = {

@@ -79,7 +79,7 @@ def test_reverse_digits_rows_are_correct_and_disjoint_from_validation(tiny):
         assert question == answer[::-1] + "=" and len(answer) == 3 and 3 not in tiny.encode(question)
 
 
-def test_reasoning_gym_rows_can_be_scored_by_the_package():
+def test_reasoning_gym_rows_can_be_scored_by_the_reasoning_gym_package():
     import reasoning_gym
 
     data = load_response_dataset(

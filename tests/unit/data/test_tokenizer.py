@@ -46,7 +46,7 @@ def random_texts(count, seed=0):
 CORPUS = TEXTS + random_texts(300)
 
 
-def test_same_ids_and_text_as_transformers(smollm2, hf_smollm2):
+def test_token_ids_and_decoded_text_equal_transformers(smollm2, hf_smollm2):
     for text in CORPUS:
         ids = smollm2(text)["input_ids"]
         assert ids == hf_smollm2(text)["input_ids"], repr(text)
@@ -139,7 +139,7 @@ def test_demanding_chat_template_renders_as_in_transformers(smollm2, hf_smollm2)
         smollm2.apply_chat_template([{"role": "bad", "content": ""}], **options)
 
 
-def test_templates_cannot_leave_the_sandbox():
+def test_chat_templates_cannot_leave_the_sandbox():
     with pytest.raises(ValueError, match="chat template failed"):
         render_chat_template("{{ messages.__class__.__mro__[1].__subclasses__() }}", [])
     with pytest.raises(ValueError, match="does not compile"):
@@ -224,7 +224,7 @@ def test_tokenizer_keys_that_change_ids_work_as_in_transformers(name, key, value
 
 @pytest.mark.parametrize("flags", [{}, {"normalized": True}, {"lstrip": True}])
 @pytest.mark.parametrize("make", [byte_fallback, lambda: byte_level(["<s>", "</s>"])], ids=["fallback", "byte level"])
-def test_named_token_keeps_the_flags_of_added_tokens_decoder(make, flags, tmp_path):
+def test_end_token_keeps_its_flags_from_added_tokens_decoder(make, flags, tmp_path):
     """`add_tokens` marks a token as ordinary and normalized; a later `eos_token` names it."""
     from transformers import AutoTokenizer
 
@@ -269,7 +269,7 @@ def test_saved_tokenizer_loads_identically_here_and_in_transformers(smollm2, tmp
         assert again.encode(text) == theirs.encode(text) == smollm2.encode(text)
 
 
-def test_reads_a_folder_that_transformers_saved(hf_smollm2, tmp_path):
+def test_tokenizer_folder_saved_by_transformers_loads_here(hf_smollm2, tmp_path):
     hf_smollm2.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     ours = Tokenizer.from_pretrained(tmp_path)

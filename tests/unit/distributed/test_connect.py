@@ -11,7 +11,7 @@ from nemo_rl_cpp.distributed.ranks import connect
 NOWHERE = dict(rank=0, host="127.0.0.1", port=1, deadline=0.1)
 
 
-def test_one_rank_needs_no_communicator():
+def test_single_rank_gets_no_communicator():
     assert connect(size=1, backend="nccl", **NOWHERE).communicator is None
 
 

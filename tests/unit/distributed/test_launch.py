@@ -80,7 +80,7 @@ def test_launcher_with_an_incompatible_executor_or_engines_is_an_error():
 
 
 @pytest.mark.parametrize("given", [None, "a secret that all ranks have"])
-def test_connection_without_the_secret_is_rejected(monkeypatch, given):
+def test_worker_connection_without_the_secret_is_rejected(monkeypatch, given):
     monkeypatch.delenv("NEMO_RL_LAUNCH_TOKEN", raising=False)
     if given:
         monkeypatch.setenv("NEMO_RL_LAUNCH_TOKEN", given)

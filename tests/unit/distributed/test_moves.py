@@ -8,7 +8,7 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.distributed.ranks import LEAST_GAIN, Move, Ranks, even_moves
 
 
-def test_busiest_rank_moves_the_unit_that_balances_best_to_the_idlest_rank():
+def test_busiest_rank_moves_the_best_balancing_sample_group_to_the_idlest_rank():
     units = [[([0, 1], 40), ([4], 10), ([6], 30)], [([2, 3], 20)], [([5], 50)]]
     assert even_moves(units) == [Move([6], 0, 1)]  # 80, 20, 50 -> 50, 50, 50
     assert even_moves([[([0], 100)], []]) == []  # one unit alone goes nowhere

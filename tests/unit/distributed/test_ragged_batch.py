@@ -12,7 +12,7 @@ def padded():
     }  # fmt: skip
 
 
-def test_padded_fields_are_split_into_per_token_and_per_sample():
+def test_padded_batch_is_split_into_per_token_and_per_sample_fields():
     batch = RaggedBatch.of(padded())
     assert batch.tokens["input_ids"].tolist() == [1, 2, 3, 4, 5, 6] and batch.tokens["mask"].tolist() == [
         0, 1, 0, 1, 1, 1,

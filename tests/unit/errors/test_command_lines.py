@@ -119,7 +119,7 @@ def test_generate_errors_name_no_configuration_key(capsys, monkeypatch):
     assert "(details: " in shown and "SourceError" in Path(re.search(r"\(details: (.*)\)", shown)[1]).read_text()
 
 
-def test_warnings_are_one_plain_line():
+def test_warnings_are_printed_as_one_plain_line():
     before = warnings.formatwarning
     with _plain_warnings():
         assert (

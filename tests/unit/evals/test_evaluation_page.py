@@ -38,7 +38,7 @@ def folder(path, rewards, model, response="a", n=2):
 BEFORE, AFTER = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
 
 
-def test_page_lists_wrong_prompts_first_and_escapes_html():
+def test_evaluation_page_lists_wrong_prompts_first_and_escapes_html():
     found = prompts_of(samples(BEFORE), 2)
     assert [prompt.mean for prompt in found] == [0.0, 0.5, 1.0] and found[0].cut == [False, True]
     page = evaluation_page("m: pass@2 0.6667", {"pass@2": "0.6667 (95 % interval 0.1 to 0.9)", "time": "3 s"}, found)
@@ -50,7 +50,7 @@ def test_page_lists_wrong_prompts_first_and_escapes_html():
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_page_reports_how_many_prompts_it_omits():
+def test_evaluation_page_reports_how_many_prompts_it_omits():
     page = evaluation_page("m", {}, prompts_of(samples([0.0] * 200), 2))
     assert page.count('class="prompt"') == 60 and "40 more are in evaluation_data.json" in page
 

@@ -68,9 +68,9 @@ def test_non_finite_numbers_are_spelled_out_and_read_back():
         {},
     ],
 )
-def test_yaml_text_reads_back_equal(value):
+def test_dumped_yaml_reads_back_equal(value):
     assert yaml.safe_load(dump_yaml(value)) == value
 
 
-def test_yaml_nan_reads_back():
+def test_dumped_yaml_nan_reads_back_as_nan():
     assert math.isnan(yaml.safe_load(dump_yaml({"x": math.nan}))["x"])

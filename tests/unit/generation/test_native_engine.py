@@ -173,7 +173,7 @@ def test_val_sampling_settings_apply_to_the_stream_val():
     assert torch.equal(validated["logprobs"], greedy["logprobs"])
 
 
-def test_greedy_takes_the_largest_logit():
+def test_greedy_generation_takes_the_largest_logit():
     out = make().generate(batch([[3, 4]]), greedy=True)
     tokens = out["output_ids"][0].tolist()
     for end in range(2, 10):

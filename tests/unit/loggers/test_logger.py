@@ -316,7 +316,7 @@ def test_full_disk_does_not_end_a_run_and_delayed_log_lines_are_written_later(tm
     assert rows(tmp_path / "metrics.jsonl") == [{"step": step, "a": step} for step in (1, 2, 3, 4)]
 
 
-def test_a_second_run_cannot_claim_a_log_folder(tmp_path):
+def test_log_folder_in_use_is_rejected_for_a_second_run(tmp_path):
     first, second = (Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) for _ in range(2))
     first.claim()
     with pytest.raises(ValueError, match="in use by .*logger.log_dir of its own"):

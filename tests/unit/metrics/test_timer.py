@@ -31,7 +31,7 @@ def test_timer_sums_repeated_stages_even_if_one_raises(clock):
     assert timer.sums() == {"generation": pytest.approx(9.0), "broken": 1.5}
 
 
-def test_step_accounts_for_its_time_without_counting_nested_stages_twice(clock):
+def test_timer_step_counts_its_time_without_counting_nested_stages_twice(clock):
     timer = Timer()
     with timer.step(7) as step_timer:
         assert step_timer is timer
@@ -56,7 +56,7 @@ def test_step_accounts_for_its_time_without_counting_nested_stages_twice(clock):
     assert timer.step_timing_metrics() == {"total_step_time": 0.0, "accounted_share": 1.0}
 
 
-def test_observers_receive_outermost_stages_with_depth_zero():
+def test_timer_observers_receive_outermost_stages_with_depth_zero():
     heard = []
 
     class Observer:

@@ -151,7 +151,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, [0, 0], 768),
     ],
 )  # fmt: skip
-def test_layer_windows_and_maximum_length_are_read_from_the_config(config, windows, positions):
+def test_sliding_windows_and_maximum_length_are_read_from_the_config(config, windows, positions):
     form = canonical_config(config | {"head_dim": 16})
     assert [window for window, _ in native_config(form)["layers"]] == windows and max_positions(form) == positions
 

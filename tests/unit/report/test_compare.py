@@ -50,7 +50,7 @@ def test_compare_command_shows_metrics_and_configurations_of_two_runs(tmp_path, 
     assert "policy.lr" in "".join(checker.text)
 
 
-def test_verdict_says_whether_validations_distinguish_the_runs(tmp_path):
+def test_verdict_tells_whether_the_validation_difference_is_significant(tmp_path):
     told = compare_runs([write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.52)]).verdict
     assert "do not tell a and b apart at step 3" in told and "+0.020 (95 % interval -0.051 to +0.091)" in told
     without = compare_runs([write_log(tmp_path / "c", 0.5, interval=0), tmp_path / "a"])
@@ -59,7 +59,7 @@ def test_verdict_says_whether_validations_distinguish_the_runs(tmp_path):
     assert worse == "d validates better than a at step 3, by 0.400 (95 % interval 0.329 to 0.471)."
 
 
-def test_runs_of_different_lengths_are_compared_where_both_validated(tmp_path):
+def test_runs_of_different_lengths_are_compared_at_their_last_common_validation(tmp_path):
     folders = [write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.7)]
     with open(folders[1] / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "validation/accuracy": 0.8}\n')

@@ -219,7 +219,7 @@ DEAD = {
 ALIVE = {"grad_norm": 1.0, "reward": 0.5, "groups/pct_equal": 10.0, "token_mult_prob_error": 1.0}
 
 
-def test_run_without_signal_is_reported_once_and_in_the_table():
+def test_run_with_equal_rewards_is_reported_once_and_in_the_final_table():
     alerts = Alerts()
     said = [alerts.step(step, DEAD) for step in range(1, 11)]
     assert said[:2] == [[], []] and said[3:] == [[]] * 7
@@ -228,7 +228,7 @@ def test_run_without_signal_is_reported_once_and_in_the_table():
     assert alerts.learned_nothing and len(alerts.table()) == 1 and "had the same reward" in alerts.table()["serious"]
 
 
-def test_healthy_run_raises_no_alert():
+def test_healthy_run_gives_no_warning():
     alerts = Alerts()
     assert [alerts.step(step, ALIVE) for step in range(1, 200)] == [[]] * 199
     assert alerts.table() == {} and not alerts.learned_nothing
@@ -243,7 +243,7 @@ def test_warning_that_becomes_serious_later_is_reported_then():
     assert len(said) == 1 and "token_mult_prob_error reached 1.2" in said[0]
 
 
-def test_long_run_is_checked_less_and_less_often(monkeypatch):
+def test_long_run_is_checked_for_problems_less_and_less_often(monkeypatch):
     looks = []
     monkeypatch.setattr("nemo_rl_cpp.report.findings.find", lambda history: looks.append(1) or [])
     alerts = Alerts()

@@ -77,7 +77,7 @@ def test_max_rollout_turns_ends_a_conversation():
 
 
 @pytest.mark.parametrize(("room", "observed", "flag"), [(8, 2, False), (7, 2, True), (6, 1, True), (5, 0, True)])
-def test_observation_that_just_fits_ends_the_conversation(room, observed, flag):
+def test_observation_that_fills_the_context_truncates_the_conversation(room, observed, flag):
     # prompt 2 + response 3 (with eos) + observation 2 = 7
     result, _ = run_multi_turn_rollout(
         FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, room,

@@ -63,7 +63,7 @@ def test_stream_holds_back_text_that_may_begin_a_stop_string(tokenizer):
         assert "".join(pieces) == expected
 
 
-def test_turn_with_different_tools_is_rendered_again(tokenizer):
+def test_earlier_turn_with_different_tools_is_rendered_again_instead_of_reused(tokenizer):
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
     anew = chat_prompt(tokenizer, conversation, [TOOL], [])

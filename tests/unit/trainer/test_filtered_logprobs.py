@@ -88,7 +88,7 @@ def test_training_and_sampling_logprobs_are_bit_identical():
 
 
 @pytest.mark.parametrize("with_unfiltered", [False, True])
-def test_model_gradient_matches_finite_differences(with_unfiltered):
+def test_model_gradient_of_filtered_logprobs_matches_finite_differences(with_unfiltered):
     model = C.DecoderModel(native_config(CONFIG), torch.float64, True)
     initialize_weights(model, 3, std=0.3)
     trainer = C.Trainer(model)

@@ -1,12 +1,12 @@
 """Reinforcement-learning post-training of language models with a C++/CUDA core.
 
-Importing the package imports almost nothing: torch and the native core are loaded when a name needs them, so a
-configuration can be checked without torch. The import also limits how long torch's threads spin while they wait
-(`threads.bound_spinning`), unless torch is already loaded.
+Importing the package imports almost nothing: torch and the native core are loaded when a name that needs them is first
+used, so a configuration can be checked without torch. The import also limits how long torch's threads spin while they
+wait (`threads.bound_spinning`), unless torch is already loaded.
 
     nemo_rl_cpp.train_grpo          train a model with GRPO from a notebook; train_ppo does the same with PPO
     nemo_rl_cpp.load                load a model or a checkpoint for generation; nemo_rl_cpp.evaluate scores a model
-    nemo_rl_cpp.Callback            called after steps, validations and checkpoints, and at the end of a run
+    nemo_rl_cpp.Callback            base class of user code that a run calls after steps, validations and checkpoints
     nemo_rl_cpp.ServiceClient       Tinker's training and sampling clients in this process
     nemo_rl_cpp.load_grpo_config    load and validate a configuration
     nemo_rl_cpp.build_run           build a run: `with build_run(config) as run: run.train()`
@@ -19,7 +19,7 @@ from importlib import import_module
 
 from nemo_rl_cpp.threads import bound_spinning
 
-TYPE_CHECKING = False  # importing typing takes milliseconds, in which Ctrl-C is not handled yet
+TYPE_CHECKING = False  # importing typing takes milliseconds, during which Ctrl-C is not handled yet
 if TYPE_CHECKING:
     from typing import Any
 

@@ -14,7 +14,7 @@ def in_a_line(value: object, longest: int = 60) -> str:
     """Return the repr of a value in one line of at most `longest` characters, for messages."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # noqa: BLE001 - of an object of the caller's, which may raise anything
+    except Exception:  # noqa: BLE001 - the repr of a caller's object may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
@@ -59,8 +59,8 @@ def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> i
 
 
 def number(name: str, value: object, low: float, high: float, zero_is: str = "") -> float:
-    """Return `value` as a float from `low` to `high`. Also accept 0 if `zero_is` says what it means. Reject True and
-    strings."""
+    """Return `value` as a float from `low` to `high`. Also accept 0 if `zero_is` is set, the meaning of 0 for the
+    message. Reject True and strings."""
     found = _scalar(value)
     if (
         isinstance(found, bool)
@@ -85,7 +85,7 @@ def stop_texts(value: object) -> list[str]:
 
 
 def stop_text_fault(texts: Iterable[str]) -> str:
-    """Return what is wrong with the stop strings, or "" if nothing is."""
+    """Return a description of the first invalid stop string, or "" if all are valid."""
     for text in texts:
         if not text:
             return "holds an empty string, at which every response would end"
@@ -107,7 +107,8 @@ def model_name(model: object) -> str:
 
 
 def folder_path(value: object, name: str) -> Path:
-    """Return `value` as a Path, which need not exist. Raise ValueError naming the argument `name` if it is no path."""
+    """Return `value` as a Path, which need not exist. Raise ValueError, which names the argument `name`, if it is
+    not a path."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path and "\0" not in path:
         return Path(path)
@@ -121,14 +122,14 @@ def is_iterable(value: object) -> bool:
 
 
 def names_of(keys: Iterable[object]) -> list[str]:
-    """Return the first 20 keys in sorted order, each as shown in messages."""
+    """Return the first 20 keys in sorted order, as texts for messages."""
     return sorted(
         key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
     )[:20]
 
 
 def described(value: object) -> str:
-    """Return a number or string as shown in messages; for anything else, its type, as in "a function"."""
+    """Return a text for messages: a number or string itself, or the type of another value, as in "a function"."""
     kind = type(value).__name__
     if isinstance(value, (bool, int, float, str)):
         return in_a_line(value)

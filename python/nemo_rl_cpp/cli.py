@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """Return the subcommand that the first argument names, or None after printing that it names none. For --help and
-    --version, print the answer and exit."""
+    """Return the subcommand that the first argument names. If it names none, print an error (or the help without
+    arguments) and return None. For --help and --version, print the answer and exit."""
     from nemo_rl_cpp.argument_checks import did_you_mean
     from nemo_rl_cpp.command_line import Exit
 

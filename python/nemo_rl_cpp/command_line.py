@@ -1,4 +1,4 @@
-"""What the command lines of the package share. Nothing in this module loads torch or the configuration's schema."""
+"""Code shared by the package's command lines. It loads neither torch nor the configuration's schema."""
 
 from __future__ import annotations
 

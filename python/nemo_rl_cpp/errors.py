@@ -23,7 +23,7 @@ ERROR_FILE = "error.txt"
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-# raised by this package, their messages say what to do
+# if this package raises these types, their messages say what to do
 _SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)
 _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # redundant with the line number
 _LONGEST = 600  # maximum length of a message that this package did not write
@@ -95,7 +95,7 @@ def keep_out_of_files(texts: Mapping[str, str]) -> None:
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
-# ---- user code or ours
+# ---- whose code raised an exception
 
 
 def _is_ours(file: str) -> bool:
@@ -137,7 +137,7 @@ def user_place(error: BaseException) -> Place | None:
 
 
 def _called_place(error: BaseException) -> Place | None:
-    """Return the line of code that our innermost frame called. It counts as user code even in an installed package."""
+    """Return the line that the innermost frame of this package called. It counts as user code even in a library."""
     places = _places(error)
     last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
     return places[last + 1] if last + 1 < len(places) else None
@@ -148,7 +148,7 @@ def _as_type_of(error: BaseException) -> type[UserCodeError]:
     impossible."""
     kind = type(error) if isinstance(error, Exception) else RuntimeError  # SystemExit must not end the process
     if issubclass(kind, (StopIteration, StopAsyncIteration)):
-        return UserCodeError  # and these must not end a loop; contextlib mistakes a RuntimeError raised from one for its own
+        return UserCodeError  # StopIteration would end a loop; contextlib mishandles a RuntimeError raised from one
     try:
         return type(kind.__name__, (UserCodeError, kind), {"__module__": kind.__module__})
     except TypeError:
@@ -166,8 +166,8 @@ def in_user_code(
     error: BaseException, what: str = "your code", hint: str = "", called: bool = False
 ) -> UserCodeError | None:
     """Return the exception to raise in place of one from user code: of the same type, with one sentence as its message.
-    Return None for other exceptions, for Ctrl-C, and if the exception already has such a message. `called` says that
-    user code was called, so the exception is the user's in whichever file it was raised."""
+    Return None for other exceptions, for Ctrl-C, and if the exception already has such a message. `called`: this
+    package was calling user code, so the exception belongs to the user even if it was raised in a library."""
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)
@@ -182,11 +182,12 @@ RAISED_ON = "raised on"
 """Prefix of the note on an exception that a worker raised (`distributed/worker_calls.py`)."""
 
 
-class user_code:  # noqa: N801  (reads as a function; a generator as context manager could not tell StopIteration)
+class user_code:  # noqa: N801  (reads as a function; one made from a generator could not handle StopIteration)
     """A context manager for a call of user code, which turns an exception into one sentence (`in_user_code`)."""
 
     def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
-        """Set the code's name in messages, `what`. `hint(error)` returns text to append to the message."""
+        """Take `what`, the name of the user's code in messages, and `hint(error)`, which returns text to append to
+        them."""
         self._what, self._hint = what, hint
 
     def __enter__(self) -> None:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, MutableMapping
 
 SPIN_COUNT = 2000
-"""Turns of its loop that a thread of libgomp waits for the others before it sleeps, some ten microseconds: about what it costs to
-wake a thread. libgomp's own 300,000 are milliseconds. On a machine that other programs use, too, the thread that is waited for
-often has no core, and the one that waits keeps a core from it meanwhile."""
+"""Number of spins after which a waiting libgomp thread sleeps: some ten microseconds, about as long as waking it takes.
+libgomp's default of 300,000 spins takes milliseconds. On a machine shared with other programs, the awaited thread often
+has no core, and the spinning thread occupies a core that it could use."""
 
 
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> bool:
@@ -35,7 +35,7 @@ def cores() -> int:
 
 
 def threads_at_start(asked: int | None, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of threads of a run: `asked` (its key), otherwise OMP_NUM_THREADS, otherwise the number of
-    cores."""
+    """Return the number of threads of a run: `asked` (the configured number), otherwise OMP_NUM_THREADS, otherwise the
+    number of cores."""
     given = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return asked or (int(given) if given.isdigit() and int(given) > 0 else cores())

@@ -75,8 +75,8 @@ class _Caller:
         self._calls: deque[tuple[Future, Callable[[], object]]] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._loop = asyncio.new_event_loop()
-        self._waits = False  # whether it waits in `run_forever` for the next call
-        self._lock = threading.Lock()  # guards the two below, so that a call comes either before the end or after it
+        self._waits = False  # whether the thread waits in `run_forever` for the next call
+        self._lock = threading.Lock()  # guards `_depth` and `_ended`: a call comes before the end or after it
         self._depth = 0  # nesting depth of `serve`
         self._ended = False  # set by a signal
 
@@ -185,11 +185,11 @@ class _Caller:
     def _called(self, call: Callable[[], object]) -> object:
         if self._loop.is_closed():
             self._loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(self._loop)  # asyncio.run in user code leaves no loop
+        asyncio.set_event_loop(self._loop)  # asyncio.run in user code leaves the thread without a loop
         return call()
 
     def _wake(self) -> None:
-        with suppress(RuntimeError):  # user code has closed the loop; calls are handled after that code
+        with suppress(RuntimeError):  # user code has closed the loop; once it returns, calls are handled
             self._loop.call_soon_threadsafe(self._stop_waiting)
 
     def _stop_waiting(self) -> None:
@@ -244,8 +244,7 @@ async def _finish(result: Awaitable[object], future: Future, state: _ProcessStat
 
 @contextmanager
 def _outside_event_loop() -> Iterator[None]:
-    """Let this thread run an event loop although one is running already, such as a notebook kernel's, which waits
-    meanwhile."""
+    """Let this thread run a second event loop while another one, such as a notebook kernel's, is suspended."""
     running = asyncio._get_running_loop()
     if running is None:
         yield
@@ -280,8 +279,8 @@ class _ProcessState:
     """The process state that user code may change, recorded at construction and restored on exit.
 
     It covers the working directory, the handlers of the signals that end a run, and torch's default dtype and device,
-    gradient mode, thread count, deterministic mode and precision of float32 products. Random generators are not
-    restored, because all sampling in a run uses its own generators."""
+    gradient mode, thread count, deterministic mode and precision of float32 matrix products. Random generators are not
+    restored, because all sampling in a run uses separate generators."""
 
     def __init__(self) -> None:
         self._folder, self._torch = _folder(), _torch_state()

@@ -125,7 +125,7 @@ class GRPOAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, also masked ones. No baseline counts samples with valid_mask 0."""
+        """Return the advantages of all tokens, even of masked ones. Baselines exclude samples with valid_mask 0."""
         return _on_tokens(self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask), mask, offsets)
 
 
@@ -185,7 +185,7 @@ class OPOAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, also masked ones. No baseline counts samples with valid_mask 0."""
+        """Return the advantages of all tokens, even of masked ones. Baselines exclude samples with valid_mask 0."""
         groups, trained = _groups(prompt_ids, group_id), (mask != 0).to(torch.float64)
         lengths = (
             trained.sum(1)
@@ -211,7 +211,7 @@ class BestOfGroupAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 are not compared."""
+        """Return the advantages of all tokens, even of masked ones. Samples with valid_mask 0 are ignored."""
         groups, advantages = _groups(prompt_ids, group_id), torch.zeros_like(rewards)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         std = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).std
@@ -238,7 +238,7 @@ class PassAtKAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 are in no set."""
+        """Return the advantages of all tokens, even of masked ones. Sets exclude samples with valid_mask 0."""
         groups, is_right = _groups(prompt_ids, group_id), rewards > 0
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         totals, group = _sums_of_groups(groups, voting)
@@ -270,7 +270,7 @@ class MaxRLAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
         group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, also masked ones. Samples with valid_mask 0 do not count in a mean."""
+        """Return the advantages of all tokens, even of masked ones. Means exclude samples with valid_mask 0."""
         groups = _groups(prompt_ids, group_id)
         mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
         advantages = torch.where(mean > 0, (rewards - mean) / (mean + 1e-6), 0.0)
@@ -286,7 +286,7 @@ class ReMaxAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor],
         offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, also masked ones. `repeated_batch["reward_baseline"]` [B] has the
+        """Return the advantages of all tokens, even of masked ones. `repeated_batch["reward_baseline"]` [B] has the
         rewards of the greedy responses.
         """
         return _on_tokens(rewards - repeated_batch["reward_baseline"].to(rewards.dtype), mask, offsets)
@@ -306,7 +306,7 @@ class OptimalTokenBaselineAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor, sum_pi_squared: Tensor,
         valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, 0 at masked positions. Samples with valid_mask 0 do not count in a baseline."""
+        """Return advantages, 0 at masked positions. Baselines exclude samples with valid_mask 0."""
         groups = _groups(prompt_ids, group_id)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         energy = 1 - 2 * logprobs_policy.double().exp() + sum_pi_squared.double()
@@ -421,10 +421,10 @@ class OPDAdvantageEstimator(_Estimator):
         forward KL      min(e^g, max_teacher_ratio) - 1
         Jensen-Shannon  (log(1 + e^g) - log 2) / 2
 
-    and for `mixed` the weighted sum of the first two: E_p[advantage d(log p)] = -dD (subtracting a constant does not
-    change it). MOPD (arXiv:2601.02780) is the reverse KL plus `outcome_advantage_weight` times the group advantage of
-    the rewards. TROPD replaces q with alpha q + (1 - alpha) p, so the reverse KL's advantage is at least log(1 -
-    alpha).
+    and for `mixed` the weighted sum of the first two. In every case E_p[advantage d(log p)] = -dD (subtracting a
+    constant does not change it). MOPD (arXiv:2601.02780) is the reverse KL plus `outcome_advantage_weight` times the
+    group advantage of the rewards. TROPD replaces q with alpha q + (1 - alpha) p, so the reverse KL's advantage is at
+    least log(1 - alpha).
     """
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
@@ -531,8 +531,8 @@ class GroupAdvantages:
     """GRPO's stage of a step, which compares each sample with the others of its group. `group_id` defines the groups,
     so two equal prompts of a batch are two groups.
 
-    If `masked_reward_policy` is exclude, samples that receive no gradient do not count in their group's statistics.
-    Advantages are clipped to [advantage_clip_low, advantage_clip_high]; None means no bound.
+    If `masked_reward_policy` is exclude, a group's statistics exclude samples that receive no gradient. Advantages are
+    clipped to [advantage_clip_low, advantage_clip_high]; None means no bound.
     """
 
     def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig | DistillationConfig) -> None:
@@ -546,7 +546,7 @@ class GroupAdvantages:
 
     @staticmethod
     def _of_some_runs(batch: TrainBatch) -> dict[str, Tensor]:
-        """Return the inputs of particular estimators, as far as earlier stages have added them to the batch."""
+        """Return the inputs that only some estimators need, if earlier stages have added them to the batch."""
         found = {"sum_pi_squared": batch.sum_pi_squared} if "sum_pi_squared" in batch else {}
         if "teacher_logprobs" in batch:
             found |= {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}

@@ -77,8 +77,8 @@ from nemo_rl_cpp.user_code import serve
 
 @dataclass
 class TrainingRun:
-    """The parts of a training run. A mode, such as asynchronous rollouts, is a matter of which parts the run has; the
-    loop stays the same.
+    """The parts of a training run. A mode, such as asynchronous rollouts, changes the parts of the run, but not its
+    loop.
 
     Attributes:
         config: the validated configuration; `config.loop` is the section of its algorithm, such as `grpo` or `ppo`.
@@ -345,7 +345,7 @@ def connect_hooks(run: TrainingRun) -> None:
     ]
     run.after_step = [
         ending.look,
-        log.metrics,  # precedes the hooks that may wait for rollouts of later steps, which may have failed
+        log.metrics,  # before hooks that wait for rollouts of later steps, which may raise an error
         run.callbacks.after_step,
         *([validation.after_step] if validation else []),
         ending.decide,

@@ -344,7 +344,7 @@ def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environme
     """
     found: list[str] = []
     used = environments_of_training(config.data)
-    # if other environments are used, too, the section may belong to a different task
+    # if the run has further environments, the section may belong to a different task
     section = config.env.get("reward_functions") if used == {"reward_functions"} else None
     for task, environment in environments.items():
         described = getattr(getattr(environment, "_instance", environment), "described", None)

@@ -131,16 +131,14 @@ class RolloutCollector(ABC):
         """Generate rounds of rollouts until there are enough for a step: one round, or more with dynamic sampling.
 
         Add to the rollouts `raw_reward` float32 [B], the reward that the environments returned, and `weight_version`
-        int64 [B]. The latter is the argument, or with in-flight weight updates the oldest version that sampled a token
-        of the row.
+        int64 [B], the version of the weights: the argument, or with in-flight weight updates the oldest version that
+        sampled a token of the row.
         """
         while not self.sampler.full:
             prompts = self.prompts.next()
             with timer("generation"):
                 while True:
-                    tried = (
-                        copy.deepcopy(prompts) if self.failures_left else prompts
-                    )  # a rollout extends the conversations
+                    tried = copy.deepcopy(prompts) if self.failures_left else prompts  # rollouts append to them
                     try:
                         finished, metrics = self.roll_out(tried)
                         break
@@ -156,7 +154,7 @@ class RolloutCollector(ABC):
             with timer("reward_calculation"):
                 rollouts = self.shape_rewards(rollouts)
             with timer("dynamic_sampling"):
-                self.sampler.add(rollouts)  # raises at its limit of rounds
+                self.sampler.add(rollouts)  # raises an error after the allowed number of rounds
         samples = self.sampler.take(weight_version)
         epochs = self.prompts.pop_finished_epochs()
         return Collected(samples, self._rounds.pop(), self.sampler.metrics, epochs, weight_version)
@@ -222,8 +220,8 @@ class Meeting:
     """A point in the middle of one batch's responses at which generation waits for new weights.
 
     Attributes:
-        reached: becomes True when the generation waits here, and False if the batch ended without waiting.
-        given: becomes None when the engines have the new weights.
+        reached: a future of True once the generation waits here, or of False if the batch ended without waiting.
+        given: a future that is done once the engines have the new weights.
     """
 
     def __init__(self) -> None:
@@ -236,7 +234,7 @@ class Meeting:
         self.given.result()
 
     def pass_by(self) -> None:
-        """Record that the batch has ended, whether it waited here or not."""
+        """Record that the batch has ended, with or without having waited here."""
         if not self.reached.done():
             self.reached.set_result(False)
 

@@ -38,8 +38,8 @@ def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (smallest, largest) reward of each group. Only rows where `voters` bool [B] is True count; a group without
-    such rows gets 0.
+    """Return (smallest, largest) reward of each group over the rows where `voters` bool [B] is True, or 0 for a group
+    without such rows.
     """
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
@@ -150,8 +150,8 @@ class GroupSampler:
         """Add one batch of rollouts with `group_id`, `total_reward` and, if rewards are shaped,
         `unshaped_total_reward`.
 
-        Unless the batch has `weight_version`, set it to int64 [B] with the argument, the version of the policy that
-        sampled it.
+        If the batch has no `weight_version` int64 [B], fill it with the argument, the version of the policy that
+        sampled the batch.
 
         Raise ValueError for a reward that is not finite. Raise DynamicSamplingExhausted if this was the last allowed
         batch and groups are still missing.
@@ -162,7 +162,7 @@ class GroupSampler:
         rollouts["group_id"] = groups = group_numbers(rollouts)
         if (
             self.enabled and self.keep_surplus and not self._checked
-        ):  # checkpoints will contain them: report problems in step 1
+        ):  # report in step 1 what a checkpoint cannot contain
             check_state(dict(rollouts.data), "rollouts")
             self._checked = True
         if "weight_version" not in rollouts:
@@ -192,7 +192,7 @@ class GroupSampler:
             self._cache = rollouts
             return
         parts = [self._cache, rollouts]
-        if any("mask_sample" in part for part in parts):  # an environment may return it only in some rounds
+        if any("mask_sample" in part for part in parts):  # an environment may return this column only in some rounds
             for part in parts:
                 if "mask_sample" not in part:
                     part["mask_sample"] = torch.zeros(part.size, dtype=torch.bool)

@@ -1,7 +1,7 @@
 """Hooks that the loop calls after each step: logs, validation, checkpoints, the progress line, the decision to stop.
 
-A hook is called with the `StepResult` of the finished step. `TrainingRun.after_step` lists the hooks in call order.
-`TrainingRun.before_training` lists the hooks called before the first step.
+A hook is called with the `StepResult` of the finished step. `TrainingRun.after_step` lists the hooks in call order;
+`TrainingRun.before_training` lists those called before the first step.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Ending:
         result.reached_target = reached_target(validation.metrics if validation else None, self.loop)
         if result.interrupted:
             state.stop(self.stop.reason)
-        elif result.timed_out and not state.finished:  # if finished, the run ends by its limits
+        elif result.timed_out and not state.finished:  # a finished run has reached another limit
             state.stop(OUT_OF_TIME)
         elif result.reached_target:
             state.stop(f"{self.loop.stop_at_validation_metric} reached {self.loop.stop_at_validation_threshold}")
@@ -119,7 +119,7 @@ class Validation:
             result.validation = self.run(result.state)
 
     def run(self, state: TrainState) -> ValidationResult:
-        """Validate the current weights. Record the result in `state` as its latest and, if so, its best."""
+        """Validate the current weights. Record the result in `state` as the latest, and as the best if it is."""
         with self.timer("validation"):
             self.collector.settle()
             self.collector.refit.sync_weights(timer=self.timer)

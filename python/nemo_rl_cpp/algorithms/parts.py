@@ -77,7 +77,7 @@ class RunData:
 
 
 def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
-    """Return the tokenizer of the section `policy.tokenizer`; for the model tiny-random, a tokenizer of characters."""
+    """Return the tokenizer of the section `policy.tokenizer`; for the model tiny-random, a character-level one."""
     if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = choose_template(
@@ -92,7 +92,7 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
     """Load the data sets of the section `data`, and start the environments of the section `env`."""
     limit = config.policy.max_total_sequence_length
     actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
-    env = None if config.algorithm == "sft" else config.env  # answers from a file are not scored
+    env = None if config.algorithm == "sft" else config.env  # supervised fine-tuning scores nothing
     data = load_response_data(tokenizer, config.data, env, limit, actors)
     return RunData(data.train, data.validation, Environments(data.environments, data.val_environments))
 
@@ -206,9 +206,9 @@ def make_policy(
         factory = HfPolicy
     weights, optimizer = resume.model_paths("policy")
     policy = config.policy
-    if engines_of(config):  # generation's activations are in other processes
+    if engines_of(config):  # the activations of generation are in other processes
         policy = policy.model_copy(update={"kept_activations_gb": 0.0})
-    if runs_vllm:  # its log-probabilities differ from training's
+    if runs_vllm:  # the log-probabilities of vLLM differ from those of training
         policy = policy.model_copy(update={"kept_activations_gb": 0.0, "reuse_generation_logprobs": "never"})
     return (factory or Policy)(
         cluster=cluster,

@@ -50,7 +50,7 @@ def aggregate_microbatch_metrics(
         elif name == "token_mult_prob_error":
             result[name] = math.fsum(kept)
         elif name != "token_mult_prob_error_sum":
-            result[name] = float(f"{math.fsum(kept):.13g}")  # shares of one whole add up to 1 despite rounding
+            result[name] = float(f"{math.fsum(kept):.13g}")  # so that shares of one whole add up to 1
     sums, tokens = all_mb_metrics.get("token_mult_prob_error_sum"), all_mb_metrics.get("global_valid_toks")
     if sums and tokens and len(sums) == len(tokens):
         result["token_mult_prob_error"] = _mean_of_tokens(sums, tokens) / num_global_batches

@@ -42,7 +42,7 @@ class Teachers:
     Attributes:
         policy: holds the teachers' weights alongside its own, by model name.
         models: teacher name -> model name.
-        default: the key in `models` for a task that is no key itself; None: such a task raises ValueError.
+        default: the teacher of tasks that have no entry in `models`; None: such a task raises ValueError.
     """
 
     policy: PolicyInterface

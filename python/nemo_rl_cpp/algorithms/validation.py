@@ -25,8 +25,8 @@ from nemo_rl_cpp.rollouts.rollouts import repeat_prompts, run_multi_turn_rollout
 
 
 class ValidationResult(NamedTuple):
-    """The result of a validation. metrics: `accuracy` and more, see `Validator.run`. timings: `total_validation_time`
-    in seconds.
+    """The result of a validation. `metrics` has `accuracy` and more, see `Validator.run`. `timings` has
+    `total_validation_time` in seconds.
     """
 
     metrics: Metrics

@@ -1,5 +1,5 @@
 """Rollouts made by agents, which call the policy through its server. The policy trains on the engine's token ids and
-log-probabilities; the text is only for agents and people.
+log-probabilities; only agents and people read the text.
 """
 
 from collections.abc import Mapping, Sequence

@@ -111,9 +111,9 @@ COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_call
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
     """Combine the metrics of several rounds; each entry of `rounds` is (number of samples, metrics).
 
-    Keep maxima and minima, and add totals and the counts of verifiers and agents. `accuracy_of_X` becomes a mean
-    weighted by the samples that are X. All other metrics, such as rates, become a mean weighted by all samples. A
-    metric is combined over the rounds that have it.
+    Keep maxima and minima, and add totals and the counts of verifiers and agents. Average `accuracy_of_X`, weighted by
+    each round's number of samples that are X. Average all other metrics, such as rates, weighted by each round's number
+    of samples. A metric is combined over the rounds that have it.
     """
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
     combined: dict[str, float] = {}

@@ -34,7 +34,7 @@ PASSED_TO_GENERATION = ("draw_ids", "sample_index", "stream")
 """Keys of a batch that are passed to the engine; they seed its sampling."""
 
 
-_ENOUGH_IDS = 64  # decoding must start at a token with text, and the last 64 ids contain one
+_ENOUGH_IDS = 64  # decoding must start at a token that has text; the last 64 ids contain one
 
 
 # ---- one turn

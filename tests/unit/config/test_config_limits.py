@@ -80,7 +80,7 @@ def test_unreadable_yaml_is_reported_with_file_and_line(tmp_path, monkeypatch, n
     assert len(str(caught.value)) < 600
 
 
-def test_mul_of_an_empty_string_and_any_integer_is_empty(tmp_path):
+def test_mul_interpolation_of_an_empty_string_is_an_empty_string(tmp_path):
     for times in ("9223372036854775807", "0", "-9223372036854775808"):
         data, problems = load(tmp_path, f"a: ${{mul:'',{times}}}\nb: ${{mul:{times},''}}")
         assert (data, problems) == ({"a": "", "b": ""}, "")

@@ -56,7 +56,7 @@ def test_device_count_is_the_larger_of_cluster_size_and_parallel_sizes():
     )
 
 
-def test_critic_sizes_are_checked_only_if_the_run_has_a_critic():
+def test_critic_parallel_sizes_are_checked_only_if_the_run_has_a_critic():
     overrides = ["value.megatron_cfg.tensor_model_parallel_size=2", "cluster.strict_sizes=true"]
     with pytest.raises(ConfigError, match="value.megatron_cfg.tensor_model_parallel_size is 2.*set it to 1"):
         load_ppo_config(overrides=overrides)
@@ -87,7 +87,7 @@ def test_evaluation_written_for_eight_devices_runs_on_one_with_a_message():
     "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.precision=fp8",
     "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "policy.generation.quant_cfg=NVFP4_DEFAULT_CFG", "+async_rl.sampler.name=by_time",
 ])  # fmt: skip
-def test_settings_that_would_change_results_here_are_rejected(override):
+def test_unsupported_settings_that_change_results_are_rejected_not_ignored(override):
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_math_1B.yaml", [*EIGHT, override])
     assert caught.value.problems[0].key.startswith(override.lstrip("+").partition("=")[0].partition(".sampler")[0])

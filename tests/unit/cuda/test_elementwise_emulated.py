@@ -102,7 +102,7 @@ def test_swiglu_and_its_gradient_match_autograd(kernels, gate, size, dtype):
 
 
 @pytest.mark.parametrize("bias_dtype, y_dtype", [(F32, F32), (BF16, F32), (BF16, BF16)], ids=str)
-def test_bias_rows_equal_one_addition_per_element(kernels, bias_dtype, y_dtype):
+def test_bias_is_added_to_every_element_with_one_rounding(kernels, bias_dtype, y_dtype):
     bias, y = randn(37, dtype=bias_dtype), randn(11, 40, seed=1, dtype=y_dtype)
     for accumulate in (0, 1):
         got = y.clone()

@@ -65,7 +65,7 @@ def test_random_ids_decode_as_in_transformers(smollm2, hf_smollm2):
         )
 
 
-def test_special_tokens_and_sizes_as_in_transformers(smollm2, hf_smollm2):
+def test_special_tokens_and_vocabulary_sizes_match_transformers(smollm2, hf_smollm2):
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         assert getattr(smollm2, name) == getattr(hf_smollm2, name)
         assert getattr(smollm2, name + "_id") == getattr(hf_smollm2, name + "_id")
@@ -99,7 +99,9 @@ def test_tokenizer_call_returns_tensors_as_items_and_attributes(smollm2):
     ],
 )
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_chat_template_as_in_transformers(smollm2, hf_smollm2, messages, add_generation_prompt):
+def test_chat_template_gives_the_same_text_and_ids_as_transformers(
+    smollm2, hf_smollm2, messages, add_generation_prompt
+):
     options = {"add_generation_prompt": add_generation_prompt}
     text = smollm2.apply_chat_template(messages, tokenize=False, add_special_tokens=False, **options)
     assert text == hf_smollm2.apply_chat_template(messages, tokenize=False, **options)
@@ -198,7 +200,7 @@ PIECES = ["Hello there", " Hello", "the <s> x</s> y", "x<s>", "  two"]
 )
 @pytest.mark.parametrize("key", ["split_special_tokens", "add_prefix_space", "legacy", "clean_up_tokenization_spaces"])
 @pytest.mark.parametrize("value", [True, False])
-def test_tokenizer_keys_that_change_ids_work_as_in_transformers(name, key, value, tmp_path):
+def test_tokenizer_config_keys_that_change_ids_work_as_in_transformers(name, key, value, tmp_path):
     from transformers import AutoTokenizer
 
     makers = {"byte level": lambda: byte_level(["<s>", "</s>"], qwen=name == "Qwen2TokenizerFast")}

@@ -61,7 +61,7 @@ def test_cons_at_k_is_exact_for_many_responses():
     assert cons_at_k(rewards, answers, 31) == pytest.approx(share)
 
 
-def test_interval_of_the_mean_matches_hand_computed_cases():
+def test_confidence_interval_of_the_mean_matches_hand_computed_values():
     low, high = interval_of_mean([0.0] * 10 + [1.0] * 10)
     assert (low, high) == pytest.approx((0.2993, 0.7007), abs=1e-4)  # Wilson, 10 of 20
     assert interval_of_mean([1.0] * 5).low == pytest.approx(0.5655, abs=1e-4)

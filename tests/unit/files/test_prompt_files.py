@@ -8,7 +8,7 @@ from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.files.prompt_files import find_file
 
 
-def test_shipped_prompts_are_found_from_anywhere(tmp_path, monkeypatch):
+def test_shipped_prompt_files_are_found_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("examples/prompts/cot.txt", "prompts/cot.txt", "cot.txt"):
         assert "{}" in find_file(name, "k").read_text()
@@ -20,7 +20,7 @@ def test_shipped_prompts_are_found_from_anywhere(tmp_path, monkeypatch):
         assert ("THE QUESTION" in text) == (name not in {"gsm8k.txt", "multichoice.txt"}) and "{{" not in text
 
 
-def test_existing_prompt_path_wins_and_a_missing_path_is_an_error(tmp_path, monkeypatch):
+def test_existing_prompt_path_wins_over_a_shipped_file_and_a_missing_one_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cot.txt").write_text("mine {}")
     assert TaskDataSpec(prompt_file="cot.txt").prompt == "mine {}"

@@ -111,7 +111,7 @@ def test_top_p_keeps_the_tokens_worked_out_by_hand():
     )
 
 
-def test_greedy_takes_the_first_maximum_and_reports_unfiltered_logprobs():
+def test_greedy_sampling_takes_the_first_maximum_and_reports_unfiltered_logprobs():
     logits = torch.tensor([[0.0, 2.0, 2.0, -1.0]])
     u = torch.tensor([0.99], dtype=torch.float64)
     tokens, logprobs, _ = C.sample_rows(logits, u, C.SamplingRule(temperature=0.1, top_k=1, top_p=0.5, greedy=True))

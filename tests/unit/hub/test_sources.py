@@ -75,7 +75,7 @@ def test_error_for_an_unreachable_hub_names_the_data_set_and_its_key(tmp_path):
 
 
 @pytest.mark.slow
-def test_offline_mode_uses_the_cache_only(tmp_path):
+def test_hub_offline_mode_uses_only_the_local_cache(tmp_path):
     out = python(RESOLVE.format(name="some/model"), tmp_path, HF_HUB_OFFLINE="1").stdout
     assert out.startswith("HubUnreachableError")
     snapshot = cached_tokenizer(tmp_path)

@@ -28,7 +28,7 @@ def torch_rates(schedule, steps):
 
 
 @pytest.mark.parametrize("schedule", [WARMUP, COSINE])
-def test_torch_schedules_equal_torch_also_after_a_resume(schedule):
+def test_learning_rates_of_torch_schedules_match_torch_also_after_a_resume(schedule):
     expected = torch_rates(schedule, 12)
     ours = TorchLearningRate(1e-3, 0.01, schedule)
     rates = []

@@ -202,7 +202,7 @@ def test_rewards_of_rows_without_valid_tokens_do_not_change_gae():
     assert torch.equal(a.advantages, b.advantages)
 
 
-def test_lambda_one_is_monte_carlo_and_lambda_zero_the_td_error():
+def test_gae_with_lambda_one_is_monte_carlo_and_with_lambda_zero_the_td_error():
     """One row, gamma 0.5, reward 8 at the last valid token: returns are 8 gamma^k, TD errors r + gamma V' - V."""
     mask = torch.tensor([[0, 1, 1, 0, 1]])
     values = torch.tensor([[9.0, 1.0, 2.0, 9.0, 4.0]], dtype=torch.float64)

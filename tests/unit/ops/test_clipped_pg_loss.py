@@ -166,7 +166,7 @@ def test_dppo_kl_gradient_is_zero_beyond_its_kl_bound():
         assert result.grad_logprobs.item() == pytest.approx(slope, rel=1e-6)
 
 
-def test_gspo_handles_a_token_with_zero_old_probability():
+def test_gspo_ratio_from_zero_old_probability_is_clipped_or_reported_non_finite():
     """A row's ratio that is infinite counts at its valid tokens alone: a masked one stays 0, not 0 * inf."""
     data = {
         "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),

@@ -244,7 +244,7 @@ def test_report_of_20000_steps_stays_small_and_fast(tmp_path):
     assert len(means) == len(run["axes"][middles]) == 250 and all(abs(mean - 3) < 0.1 for mean in means)
 
 
-def test_time_between_steps_is_shown_separately_from_the_steps():
+def test_time_between_steps_is_shown_separately_from_time_within_steps():
     history = MetricHistory(
         [
             {

@@ -179,7 +179,7 @@ def test_loss_with_several_targets_per_token_is_the_sum_over_the_targets(service
     torch.testing.assert_close(base, scored)
 
 
-def test_sdk_request_with_several_targets_per_token_as_sparse_matrices_works(tmp_path: Path) -> None:
+def test_sdk_can_send_several_targets_per_token_as_sparse_matrices(tmp_path: Path) -> None:
     targets, weights = torch.zeros((3, 6), dtype=torch.int64), torch.zeros((3, 6))
     targets[0, :2], weights[0, :2], targets[1, 0], weights[1, 0] = torch.tensor([4, 9]), 0.5, 5, 1.0
     inputs = {"target_tokens": targets, "weights": weights}

@@ -39,7 +39,7 @@ def distributions(trainer, ids, lengths, temperature):
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_head_gradient_of_log_probability_and_entropy_equals_autograd(shape, dtype, bound):
+def test_lm_head_gradient_of_logprob_and_entropy_matches_autograd(shape, dtype, bound):
     x, w, targets, g = inputs(*shape, dtype)
     h = torch.randn(len(x), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     real = torch.float64 if dtype == torch.float64 else torch.float32

@@ -95,7 +95,7 @@ def row_batch(wanted, lengths):
      ([[3], [3]], [4, 4], 6, 3), ([[], [2]], [6, 3], 2, 2)],
     ids=["last token", "what follows it", "second token", "gap", "group", "group of one token each", "nothing wanted"],
 )  # fmt: skip
-def test_tokens_that_no_trained_token_reads_are_not_packed(wanted, lengths, alone, shared):
+def test_tokens_that_no_trained_token_attends_to_are_not_packed(wanted, lengths, alone, shared):
     rows = list(range(len(lengths)))
     assert C.packed_tokens(row_batch(wanted, lengths), rows, False) == alone
     assert C.packed_tokens(row_batch(wanted, lengths), rows, True) == shared

@@ -85,7 +85,7 @@ def train(loss_fn, data, dtype=torch.float32, batching=MicroBatching(max_samples
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
-def test_fused_token_loss_trains_like_a_loss_after_the_forward(name, dtype, bound):
+def test_fused_token_loss_trains_like_the_same_loss_after_the_forward_pass(name, dtype, bound):
     data = training_data()
     at_once, grads = train(ClippedPGLossFn(TOKEN_LOSSES[name]), data, dtype)
     afterwards, expected = train(AskedAfterwards(TOKEN_LOSSES[name]), data, dtype)

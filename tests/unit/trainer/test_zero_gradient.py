@@ -104,7 +104,7 @@ def test_custom_loss_skips_the_backward_if_its_gradient_is_zero():
 
 
 @pytest.mark.parametrize("batching", [MicroBatching(max_samples=3), MicroBatching(max_tokens=100)], ids=str)
-def test_zero_gradient_rows_are_planned_last_within_the_batch_limits(batching):
+def test_zero_gradient_rows_come_last_in_separate_micro_batches(batching):
     data = RaggedBatch.of(training_data())
     apart = torch.zeros(data.size, dtype=torch.bool)
     apart[[1, 4, 5]] = True

@@ -1,8 +1,8 @@
-"""Drives Chromium over a pipe, by its DevTools protocol: pages are opened, asked and photographed.
+"""Drive Chromium through a pipe with its DevTools protocol: open pages, evaluate JavaScript, take screenshots.
 
     python tests/browser.py logs/grpo_arithmetic_smollm2/exp_001/report.html docs/images/report.png --height 428
 
-takes the picture of a page; a report of a finished run is best.
+This command takes a screenshot of a page. A report of a finished run is best.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ READY = "document.body && document.body.dataset.ready === 'yes'"
 
 
 class Browser:
-    """A headless browser with one page. `errors`: what its console called an error; `requests`: addresses it asked for."""
+    """A headless browser with one page.
+
+    `errors` holds the errors and warnings of its console, `requests` the addresses that it requested.
+    """
 
     def __init__(self, width: int = 1280, height: int = 800, dark: bool = False) -> None:
         self.errors: list[str] = []
@@ -36,7 +39,7 @@ class Browser:
         to_browser, self._to = os.pipe()
         self._from, from_browser = os.pipe()
         os.set_blocking(self._from, False)
-        # the protocol's descriptors are 3 and 4, which the shell makes of ours
+        # DevTools reads from descriptor 3 and writes to 4; the shell redirects them to our pipes
         command = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         options = [
             "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe", "--no-first-run",
@@ -57,7 +60,7 @@ class Browser:
         self.resize(width, height, dark)
 
     def resize(self, width: int, height: int, dark: bool = False) -> None:
-        """Another size of the page, and its colour scheme."""
+        """Set the size of the page and its colour scheme."""
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -67,19 +70,19 @@ class Browser:
         )
 
     def open(self, path: Path) -> None:
-        """Loads a file and waits until its scripts are done."""
+        """Load a file and wait until its scripts have finished."""
         self.send("Page.navigate", url=path.resolve().as_uri())
         self.wait(READY)
 
     def ask(self, script: str) -> object:
-        """The value of a JavaScript expression, which may be a promise."""
+        """Return the value of a JavaScript expression, which may be a promise. Raise AssertionError if it throws."""
         answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Until an expression is true."""
+        """Wait until a JavaScript expression is true. Raise AssertionError after DEADLINE seconds."""
         end = time.monotonic() + DEADLINE
         while time.monotonic() < end:
             try:
@@ -91,7 +94,7 @@ class Browser:
         raise AssertionError(f"not within {DEADLINE} s: {condition}")
 
     def mouse(self, kind: str, x: float, y: float) -> None:
-        """mouseMoved, mousePressed or mouseReleased."""
+        """Send a mouse event at (x, y). `kind` is mouseMoved, mousePressed or mouseReleased."""
         self.send(
             "Input.dispatchMouseEvent",
             type=kind,
@@ -103,12 +106,12 @@ class Browser:
         )
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
-        """A picture of what is seen, or of the whole page."""
+        """Write a screenshot of the visible part, or of the whole page, to `path`."""
         picture = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def send(self, method: str, **parameters: object) -> dict:
-        """The result of a command."""
+        """Send a DevTools command and return its result. Raise RuntimeError if the browser reports an error."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -145,11 +148,11 @@ class Browser:
             self.requests.append(values["request"]["url"])
 
     def close(self) -> None:
-        """Ends the browser."""
+        """End the browser."""
         self._session = None
         try:
             self.send("Browser.close")
-        except AssertionError:  # it was gone before it answered
+        except AssertionError:  # the browser ended before it answered
             pass
         self._process.wait(timeout=DEADLINE)
         os.close(self._to)

@@ -1,4 +1,4 @@
-"""Agents for the tiny model: they ask for a digit, over HTTP, and score the answer."""
+"""Agents for the tiny model, which request a digit over HTTP and score the response."""
 
 import asyncio
 import threading
@@ -7,12 +7,12 @@ import httpx
 from nemo_rl_cpp.environments.agents import AgentResult, AgentTask
 
 SEEN: list[tuple[str, int, list[int]]] = []
-"""(rollout, version of the weights, token ids of prompt and answer) of every call, as the client was told."""
+"""(rollout key, version of the weights, token ids of prompt and response) of every call, as received by the client."""
 _LOCK = threading.Lock()
 
 
 async def ask(task: AgentTask, client: httpx.AsyncClient, prompt: list[int] | str, max_tokens: int = 1) -> dict:
-    """One completion; what the client sees of it goes to SEEN."""
+    """Request one completion, and append what the client receives to SEEN."""
     body = {
         "model": task.model,
         "prompt": prompt,
@@ -28,15 +28,18 @@ async def ask(task: AgentTask, client: httpx.AsyncClient, prompt: list[int] | st
 
 
 def client_of(task: AgentTask) -> httpx.AsyncClient:
-    """A client whose requests belong to the rollout."""
+    """Return a client whose requests belong to the task's rollout."""
     return httpx.AsyncClient(
         base_url=task.base_url, headers={**task.headers, "Authorization": f"Bearer {task.api_key}"}, timeout=60,
-        verify=False,  # reading the certificates takes longer than all its requests, which are not encrypted
+        verify=False,  # loading the certificates takes longer than all requests, which are not encrypted
     )  # fmt: skip
 
 
 async def two_turns(task: AgentTask) -> AgentResult:
-    """The answer is to be 7, twice; between the two the agent says "+". A third call beside the conversation is not trained."""
+    """Ask for the digit 7 twice, with the agent's text "+" in between.
+
+    A third call, outside the conversation, is not trained on.
+    """
     async with client_of(task) as client:
         first = await ask(task, client, task.messages[0]["content"])
         ids = [*first["prompt_token_ids"], *first["token_ids"], 14]
@@ -46,7 +49,7 @@ async def two_turns(task: AgentTask) -> AgentResult:
 
 
 def fails(task: AgentTask) -> float:
-    """Every second rollout fails after its call; it is no coroutine."""
+    """Request a completion, then raise KeyError in every second rollout. A plain function, not a coroutine."""
     asyncio.run(_once(task))
     if int(task.key.rsplit("-", 1)[1]) % 2:
         raise KeyError("no such tool")
@@ -59,13 +62,13 @@ async def _once(task: AgentTask) -> None:
 
 
 async def sleeps(task: AgentTask) -> float:
-    """Never ends."""
+    """Never return."""
     await asyncio.Event().wait()
     return 1.0
 
 
 async def wants_another_temperature(task: AgentTask) -> float:
-    """Is refused, since its samples would be of another distribution than training's."""
+    """Request a temperature that differs from training's, which is an error, and raise ValueError with its message."""
     async with client_of(task) as client:
         answer = await client.post("/completions", json={"prompt": "1=", "temperature": 0.5})
         raise ValueError(answer.json()["error"]["message"])

@@ -1,4 +1,4 @@
-"""A task set of verifiers, as its users write them: say the last digit of the prompt."""
+"""A task set of the package `verifiers`, as users write them. The correct response to every prompt is "7"."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Stand-ins that make rollouts run in milliseconds: a tokenizer of bytes, engines that need no model, an environment."""
+"""Fakes that make rollouts run in milliseconds: a byte-level tokenizer, an engine without a model, an environment."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 
 
 class _Encoding(dict):
-    """A tokenizer's result: by key and by attribute."""
+    """The result of a tokenizer, which can be read by key and by attribute."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8; 256 pads, 257 ends a text."""
+    """A byte-level tokenizer: each byte of UTF-8 is a token, 256 is padding, and 257 is EOS."""
 
     pad_token_id, eos_token_id, bos_token_id = 256, 257, None
     pad_token, eos_token, bos_token = "<pad>", "<eos>", None
@@ -29,7 +29,7 @@ class ByteTokenizer:
     ):
         ids = [self.encode(one) for one in ([text] if isinstance(text, str) else text)]
         if return_tensors == "pt":
-            return _Encoding(input_ids=torch.tensor(ids))  # float for an empty text, as transformers does it
+            return _Encoding(input_ids=torch.tensor(ids))  # a float tensor for an empty text, as in transformers
         return _Encoding(input_ids=ids[0] if isinstance(text, str) else ids)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -58,9 +58,10 @@ class ByteTokenizer:
 class FakeGeneration(GenerationInterface):
     """An engine without a model.
 
-    `respond(prompt_text, key)` gives the response as text, which ends with eos unless it is cut at `max_new_tokens` or
-    ends with a stop string; without it, tokens are drawn uniformly from `alphabet`. `key` is (stream, draw id, sample,
-    position): the same key and prompt always give the same response, whatever the batch.
+    `respond(prompt_text, key)` returns the response as text. EOS is appended unless the response is cut at
+    `max_new_tokens` or ends with a stop string. Without `respond`, characters are drawn uniformly from `alphabet`.
+    `key` is (stream, draw id, sample, position): the same key and prompt always give the same response, whatever the
+    batch.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class FakeGeneration(GenerationInterface):
 
 
 class EchoEnvironment(EnvironmentInterface[dict]):
-    """Repeats the model's last message in capitals for `metadata["turns"]` turns; reward: its length / 100 a turn."""
+    """An environment that repeats the model's last message in capitals for `metadata["turns"]` turns. The reward of a
+    turn is the message's length / 100.
+    """
 
     def __init__(self, cfg: dict[str, Any] | None = None) -> None:
         self.cfg = cfg or {}
@@ -144,7 +147,7 @@ class EchoEnvironment(EnvironmentInterface[dict]):
 
 
 def prompts(texts: list[str], task_names: list[str], infos: list[dict], **columns: Any) -> BatchedDataDict:
-    """A batch of one-message prompts, as `rl_collate_fn` gives it."""
+    """Return a batch of one-message prompts in the format of `rl_collate_fn`."""
     tokenizer = ByteTokenizer()
     logs = [[{"role": "user", "content": t, "token_ids": torch.tensor(tokenizer.encode(t))}] for t in texts]
     return BatchedDataDict(

@@ -1,8 +1,8 @@
-"""Worker processes of a run as forked children of a process that has torch imported, so that each starts in a moment.
+"""Worker processes of a run, forked from a process that has imported torch, so that each starts in a moment.
 
-`in_place(patch)` puts them where `ProcessWorker` starts a program. They are what it would have started, in all but the start: children of
-this process, in a session of their own, with its environment, folder and module paths. That a worker can be started as a program is
-tested in tests/unit/distributed/test_process_workers.py.
+`in_place(patch)` makes `ProcessWorker` fork a worker instead of starting a program. In all other respects the worker is
+the same: a child of this process, in a separate session, with this process's environment, working directory and module
+paths. tests/unit/distributed/test_process_workers.py tests that a worker can be started as a program.
 """
 
 import atexit
@@ -27,11 +27,11 @@ IMPORTED = (
 OF_TRANSFORMERS = (
     "transformers.modeling_utils", "torch.distributed.fsdp", "nemo_rl_cpp.models.hf.trained", "nemo_rl_cpp.models.hf.trained",
 )  # fmt: skip
-SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: a process whose parent has ended becomes this one's child
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
 
 
 class Forked:
-    """What `ProcessWorker` uses of `subprocess.Popen`."""
+    """A forked worker, with the part of `subprocess.Popen` that `ProcessWorker` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.returncode, self._lock = pid, None, threading.Lock()
@@ -56,7 +56,7 @@ class Forked:
 
 
 class Forker:
-    """The process that forks them."""
+    """The process that forks the workers."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -67,7 +67,7 @@ class Forker:
             )  # fmt: skip
 
     def start(self, command: list[str], *, pass_fds: list[int], env: dict[str, str], **_: object) -> Forked:
-        """`command` is that of a worker, whose first argument is the number of its socket."""
+        """Fork a worker. `command` is a worker's command line, whose first argument is the number of its socket."""
         at = command.index("nemo_rl_cpp.distributed.worker") + 1
         more = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
         more += OF_TRANSFORMERS if "transformers" in sys.modules else ()
@@ -78,7 +78,7 @@ class Forker:
             socket.send_fds(self._socket, [len(asked).to_bytes(4, "big")], [pass_fds[0], 1, 2])
             self._socket.sendall(asked)
             answer = self._socket.recv(4, socket.MSG_WAITALL)
-            if len(answer) < 4:  # waitpid(0) would reap whatever child ends first
+            if len(answer) < 4:  # pid 0 would make waitpid reap any child
                 raise ChildProcessError("the process that forks workers has ended: this one was not started")
             return Forked(int.from_bytes(answer, "big"))
         finally:
@@ -93,7 +93,7 @@ _forker: Forker | None = None
 
 
 def in_place(patch: pytest.MonkeyPatch) -> None:
-    """Until `patch` is undone, workers are forked."""
+    """Fork the workers until `patch` is undone."""
     from nemo_rl_cpp.distributed import process_workers
 
     global _forker
@@ -104,7 +104,7 @@ def in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def serve(requests: socket.socket) -> None:
-    """Forks a worker for each request, until the other end is closed. The worker's parent ends at once."""
+    """Fork a worker for each request, until the other end is closed. The worker's parent ends at once."""
     for name in IMPORTED:
         importlib.import_module(name)
     while True:
@@ -113,7 +113,7 @@ def serve(requests: socket.socket) -> None:
             return
         asked = requests.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
         arguments, environment, folder, more = pickle.loads(asked)
-        for name in more:  # what the test has imported, its workers need too
+        for name in more:  # the workers need the modules that the test has imported
             importlib.import_module(name)
         reading, writing = os.pipe()
         between = os.fork()
@@ -132,7 +132,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def work(arguments: list[str], environment: dict[str, str], folder: str, files: list[int]) -> None:
-    """What a worker's own process does; it does not come back."""
+    """Run as a worker. Never returns."""
     status = 1
     try:
         os.setsid()

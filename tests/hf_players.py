@@ -1,4 +1,4 @@
-"""Small models on transformers, batches for them, and what changes them in a worker."""
+"""Small models with the transformers backend, and batches for them."""
 
 import torch
 from nemo_rl_cpp.config.policy import PolicyConfig, ValueConfig
@@ -36,7 +36,7 @@ def hf_value(model_type=None, paths=None, **changes):
 
 
 def batch(seed=0):
-    """12 samples of 5 to 9 tokens in groups of 4, with all that the losses read."""
+    """Return 12 samples of 5 to 9 tokens in groups of 4, with all inputs of the losses."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, 14, (12, 9), generator=random)
     lengths = torch.randint(5, 10, (12,), generator=random)

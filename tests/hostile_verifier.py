@@ -1,4 +1,4 @@
-"""A verifier that does what it is told, for tests of the processes that verifiers run in."""
+"""A verifier that hangs, crashes or prints as the response tells it, for tests of the processes that run verifiers."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def child_pid_file(parent: int) -> str:
 class HostileVerifier(VerifierBase):
     def judge(self, response, ground_truth, **kwargs):
         if response == "bigint":
-            return float((7 ** (10**9)) % 10), None  # holds the interpreter's lock: no signal handler runs
+            return float((7 ** (10**9)) % 10), None  # holds the GIL, so no signal handler runs
         if response == "sleep":
             time.sleep(3600)
         if response == "stopped":

@@ -1,6 +1,7 @@
-"""llama.cpp on GGUF files, in a process of its own, since it writes to stdout and stderr as it likes.
+"""Runs llama.cpp on GGUF files in a separate process, because llama.cpp itself writes to stdout and stderr.
 
-`answers(jobs)` runs them; as a script it reads jobs from stdin and writes the answers into the file of its argument.
+`answers(jobs)` runs the jobs. As a script, this file reads jobs from stdin and writes the results to the file that its
+argument names.
 """
 
 import json
@@ -12,7 +13,9 @@ from typing import Any
 
 
 def answers(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """For each job {"file", "prompt" (ids), "texts"}: {"ids", "logprobs"} of the greedy continuation, and the "tokens" of each text."""
+    """Run the jobs {"file", "prompt" (ids), "texts"}. Return for each {"ids", "logprobs"} of the greedy continuation,
+    and the "tokens" of each text.
+    """
     out = folder / "llama_cpp.json"
     done = subprocess.run(
         [sys.executable, __file__, str(out)], input=json.dumps(jobs), capture_output=True, text=True, timeout=300
@@ -30,7 +33,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = (
         xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    )  # it computes in half precision
+    )  # flash attention computes in half precision
     server = xllamacpp.Server(params)
     asked = {"n_predict": job.get("count", 16), "temperature": 0.0, "n_probs": 1, "cache_prompt": False}
     done = server.handle_completions({"prompt": job["prompt"], **asked})

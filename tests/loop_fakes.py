@@ -1,4 +1,4 @@
-"""Stand-ins for policy, engine and environment with which a whole training loop runs in milliseconds."""
+"""Fakes of policy, engine and environment, with which a whole training loop runs in milliseconds."""
 
 import json
 import warnings
@@ -17,7 +17,7 @@ TOKENIZER = ByteTokenizer()
 
 
 class Digits(EchoEnvironment):
-    """Reward 1 when the response begins with an even digit."""
+    """An environment with reward 1 if the response begins with an even digit."""
 
     def step(self, message_log_batch, metadata):
         answer = super().step(message_log_batch, [{"turns": 1}] * len(metadata))
@@ -48,7 +48,7 @@ class Engine(FakeGeneration):
 
 
 class Policy:
-    """Counts its training calls in its weights."""
+    """A policy whose only weight is the number of its training calls."""
 
     skips_prev_logprobs = True
     learning_rate = 1e-3
@@ -117,7 +117,7 @@ def rows(count):
 
 
 class Warns:
-    """A live line that shows nothing and makes its warnings Python's."""
+    """A progress line that shows nothing and issues its warnings as Python warnings."""
 
     def step(self, step, metrics):
         pass
@@ -131,7 +131,7 @@ class Warns:
 
 
 def fake_run(config, policy, engine, value=None, num_rows=8):
-    """A run of these stand-ins on `num_rows` prompts, resumed from its folder's newest checkpoint; nothing is printed."""
+    """Return a run of these fakes on `num_rows` prompts, resumed from its newest checkpoint. Nothing is printed."""
     env = {"t": Digits()}
     policy.create_generation = lambda config, seed: engine
     critic = NoCritic() if value is None else Critic(value, None)

@@ -1,10 +1,10 @@
-"""Prompts that are answered twice each, for tests of generators that are not the native one, and how to read the answers."""
+"""Prompts that are answered twice each, for tests of non-native generators, and a function that reads the responses."""
 
 import torch
 
 
 def prompts(count=6, seed=0):
-    """Prompts of 2 to 8 tokens, each twice."""
+    """Return prompts of 2 to 8 tokens, each twice."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 9, (count,), generator=random).repeat_interleave(2)
     ids = torch.randint(4, 14, (count, 8), generator=random).repeat_interleave(2, 0)
@@ -15,6 +15,6 @@ def prompts(count=6, seed=0):
 
 
 def texts(out, data):
-    """The token ids of each response."""
+    """Return the token ids of each response."""
     ends = out["unpadded_sequence_lengths"].tolist()
     return [row[begin:end].tolist() for row, begin, end in zip(out["output_ids"], data["input_lengths"].tolist(), ends)]

@@ -1,4 +1,4 @@
-"""An object that lives in a worker: each method is one way of working together with the other ranks, or of failing."""
+"""An object in a worker. Each method is one way of working together with the other ranks, or of failing."""
 
 import os
 import threading
@@ -60,7 +60,10 @@ def fails(ranks):
 
 
 def lose(cluster, number, said):
-    """Rank 1 gets a signal while rank 0 waits for it; the processes that there were. The error names the rank and what it did."""
+    """Send a signal to rank 1 while rank 0 waits for it, and return the pids of both ranks.
+
+    Assert that the error names the rank, its process, what happened (`said`) and the call.
+    """
     group = WorkerGroup(cluster, partial(make, 0))
     pids = cluster.workers.pids
     with pytest.raises(WorkerLostError, match=rf"rank 1 of 2 \(process {pids[1]}\) {said}.*end_while_others_wait"):
@@ -69,9 +72,9 @@ def lose(cluster, number, said):
 
 
 def alive(pid):
-    """Whether a process is there, and not only its entry for its parent."""
+    """Return whether a process is running. A zombie is not."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone before or while it is read
+    except (FileNotFoundError, ProcessLookupError):  # it ended before or during the read
         return False

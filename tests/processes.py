@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def processes_inside() -> set[str]:
-    """Processes that run a sandbox's program."""
+    """Return the pids of processes that run a program in a sandbox."""
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -18,17 +18,17 @@ def processes_inside() -> set[str]:
 
 
 def left_over() -> list[str]:
-    """Those that stay: programs of other tests at the same time end within seconds."""
+    """Return the pids of sandboxed programs that are left after 30 seconds; those of concurrent tests end sooner."""
     return wait_until_gone(processes_inside(), 30.0)
 
 
 def children_of(pid: int) -> list[str]:
-    """Of all its threads."""
+    """Return the pids of the child processes of all threads of a process."""
     return [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
 def verifier_pids(owner) -> list[int]:
-    """Of a VerifierPool, or of an environment that has one."""
+    """Return the pids of the workers of a VerifierPool, or of an environment that has one."""
     return [worker.pid for worker in getattr(owner, "_pool", owner)._workers]
 
 
@@ -48,7 +48,7 @@ def alive(pid: int | str) -> bool:
 
 
 def wait_until_gone(pids, seconds: float = 20.0) -> list:
-    """Those that are still there after so long."""
+    """Wait at most `seconds` until the processes have ended. Return the pids of those that are still running."""
     end = time.monotonic() + seconds
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.02)

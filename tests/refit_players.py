@@ -1,4 +1,4 @@
-"""An engine in a worker that takes refits, but of a trainer in the test's process."""
+"""An engine in a worker, which receives refits from a trainer in the test's process."""
 
 import torch
 from nemo_rl_cpp._native import C

@@ -1,10 +1,10 @@
-"""Takes back what a test has registered in a table of the configuration."""
+"""Removes what a test has registered in a table of the configuration."""
 
 from nemo_rl_cpp.config.tables import rebuild
 
 
 def forget(entries, name, section=None, keys=()):
-    """Remove an entry, and the keys that it has added to a section and to those that derive from it."""
+    """Remove an entry, and the keys that it has added to a section and to its subclasses."""
     del entries[name]
     if section is None:
         return

@@ -1,4 +1,4 @@
-"""A model of a few thousand weights behind the HTTP server, in this process."""
+"""A model with a few thousand parameters behind the HTTP server, in this process."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ SIZES = {
 
 
 def make_folder(folder: Path, seed: int = 3) -> Path:
-    """A model with a byte-level tokenizer and a chat template with tools."""
+    """Write a model with a byte-level tokenizer and a chat template that supports tools. Return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     backend = byte_level(SPECIAL)
     tokenizer = Tokenizer(backend, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE})
@@ -48,7 +48,7 @@ def make_folder(folder: Path, seed: int = 3) -> Path:
 def serving(
     folder: Path, api_key: str | None = None, sizes: EngineSizes | None = None, **limits: float
 ) -> Iterator[HttpServer]:
-    """The folder's model behind a server at a free port; `server.model` is the model."""
+    """Serve the folder's model at a free port; `server.model` is the model."""
     sizes = sizes or EngineSizes(kv_cache_gb=0.05, max_batch_size=16)
     model = load_model(str(folder), served_name="tiny", precision="float32", sizes=sizes, limits=Limits(**limits))
     server = HttpServer(make_app(model, api_key), listen("127.0.0.1", 0))

@@ -1,4 +1,6 @@
-"""An object that lives in a worker: a small model, or its slice of one, that answers what a whole model would."""
+"""An object in a worker: a small model, or a tensor-parallel slice of it, which returns what the whole model would
+return.
+"""
 
 import torch
 from nemo_rl_cpp._native import C
@@ -34,7 +36,7 @@ def folder(name, value_head=False):
 def rows(vocab):
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, vocab, (B, S), generator=generator)
-    ids[1:3, :4] = ids[0, :4]  # a group of three shares its prompt
+    ids[1:3, :4] = ids[0, :4]  # the three samples of a group share their prompt
     lengths = torch.tensor([14, 12, 9, 14, 7, 11])
     mask = (torch.arange(S) < lengths[:, None]) & (torch.arange(S) >= 4)
     slopes = torch.randn(B, S, generator=generator)
@@ -42,7 +44,9 @@ def rows(vocab):
 
 
 class SlicePlayer:
-    """`model` names one of MODELS; its weights are random, and larger than those of a fresh model."""
+    """A model named in MODELS, or a slice of it. Its weights are random, and larger than those of a newly initialised
+    model.
+    """
 
     def __init__(self, model, dtype, tensor_size, value_head, ranks):
         self.folder = folder(model, value_head)
@@ -67,7 +71,9 @@ class SlicePlayer:
         return self.whole(self.model.compute)
 
     def answers(self, temperature=1.0, top_p=1.0, top_k=0, checkpoint=False):
-        """Everything that a whole model is asked for; of gradients and updated weights the whole ones, on the first rank."""
+        """Return everything that a model computes. Gradients and updated weights are returned on the first rank, for
+        the whole model.
+        """
         ids, batch, slopes = rows(self.native["vocab_size"])
         dtype = self.trainer.out_dtype
         out = torch.zeros(B, S, dtype=dtype)
@@ -91,7 +97,7 @@ class SlicePlayer:
         }  # fmt: skip
 
     def repeated(self):
-        """The parameters that every slice has whole."""
+        """Return the one-dimensional parameters that every slice holds completely."""
         return {
             s.name: self.model.compute[s.offset : s.offset + s.shape[0]].clone()
             for s in self.model.specs

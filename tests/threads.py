@@ -1,4 +1,4 @@
-"""The same work on several numbers of threads."""
+"""Runs the same work with several numbers of threads."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def on_threads(work: Callable[[], Any], counts: Iterable[int] = (1, 2, 3)) -> list[Any]:
-    """Return what `work()` gives on each number of threads; torch's own number is as before afterwards."""
+    """Return the result of `work()` for each number of threads. Restore torch's number of threads afterwards."""
     before, found = torch.get_num_threads(), []
     try:
         for count in counts:

@@ -1,6 +1,7 @@
-"""The fast tier, `pytest -m "not slow"`, is what is left without these folders and fixtures and without the tests marked `slow`.
+"""The fast tier, `pytest -m "not slow"`: all tests except those in slow folders, with slow fixtures, or marked `slow`.
 
-With several processes (`-n 2`) a unit of tests stays in one of them, and the longest units come first."""
+With several processes (`-n 2`) the tests of a unit run in one process, and the longest units come first.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ SLOW_FOLDERS = {
     "unit/cuda": "the CUDA kernels are compiled for the CPU",
 }
 SLOW_FIXTURES = {"hf_smollm2": "transformers is loaded, which takes seconds"}
-TOGETHER = ("tests/unit/cuda/",)  # they share what is compiled
-# about how many seconds a unit takes, of those that take long; the others come after them
+TOGETHER = ("tests/unit/cuda/",)  # its tests share the compiled kernels
+# approximate seconds of the long units; all other units come after them
 SECONDS = {
     "tests/unit/cuda/": 130,
     "tests/unit/environments/test_ray_environment.py": 100,
@@ -78,7 +79,7 @@ def is_in_a_slow_folder(path: Path) -> bool:
 
 
 def unit_of(nodeid: str) -> str:
-    """What a test shares its process with: the tests of its file, or of its folder."""
+    """Return the unit of a test, whose tests run in one process: its file, or its folder."""
     return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
 
 
@@ -87,7 +88,7 @@ def seconds_of(unit: str) -> int:
 
 
 def scheduler(config: Any, log: Any) -> Any:
-    """Of pytest-xdist: a unit of tests in one process, units in the order of collection."""
+    """Return a pytest-xdist scheduler that runs each unit in one process, in the order of collection."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Units(LoadScopeScheduling):

@@ -1,4 +1,4 @@
-"""Tinker's API over the tiny model, in this process, at a free port."""
+"""Tinker's API for the tiny model, in this process, at a free port."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ KEY = "tml-none"
 
 
 def make_model(folder: Path) -> Path:
-    """A tiny model whose frozen head is large enough that adapters below it can learn."""
+    """Write a tiny model whose frozen LM head is large enough for the adapters below it to learn. Return its folder."""
     file = make_folder(folder) / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] * 20}, file, metadata={"format": "pt"})
@@ -31,7 +31,7 @@ def tiny_base(model: Path) -> Base:
 
 @contextmanager
 def serving(folder: Path, make: Callable[[Path], Path] = make_model) -> Iterator[tuple[str, Service]]:
-    """The URL of a server, and what it holds; its model and checkpoints lie in the folder."""
+    """Serve a model, and yield the URL and the service. Model and checkpoints are stored in `folder`."""
     base = tiny_base(make(folder / "model"))
     service = Service(base, Store(folder / "checkpoints"))
     server = HttpServer(make_app(service), listen("127.0.0.1", 0), log_level="warning", most_connections=None)

@@ -1,4 +1,4 @@
-"""Runs of the tiny model (100 thousand random parameters, configs/grpo_tiny.yaml, ppo_tiny.yaml) inside the test process."""
+"""Runs of the tiny model (100 thousand random parameters, grpo_tiny.yaml and ppo_tiny.yaml) inside the test process."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,18 +12,21 @@ from nemo_rl_cpp.algorithms.parts import RunData, make_data
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.loader import kind_of
 
-# close positions that rotary embeddings tell apart, a wider model, four updates a step: learns within 120 steps
+# RoPE that distinguishes close positions, a wider model, four updates per step: learns within 120 steps
 FAST = (
     "++policy.hf_config_overrides.rope_theta=3.0", "policy.hf_config_overrides.hidden_size=128",
     "policy.hf_config_overrides.num_attention_heads=8", "policy.hf_config_overrides.num_key_value_heads=8",
     "grpo.num_generations_per_prompt=16", "policy.train_global_batch_size=128", "policy.optimizer.kwargs.lr=7e-4",
 )  # fmt: skip
-LOGGED = "logger.report=true", "logger.tensorboard_enabled=true"  # what a run of `make` goes without
+LOGGED = "logger.report=true", "logger.tensorboard_enabled=true"  # switched off in the runs of `make`
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32")
 
 
 def seeds_of(quick: dict[str, tuple[int, ...]], several: Iterable[int] = range(1, 6)) -> list[Any]:
-    """(name, seed) of runs that learn: the seeds in `quick` in every suite, the others of `several` by `pytest -m long`."""
+    """Return pytest parameters (name, seed) of runs that learn.
+
+    The seeds in `quick` run in every suite, the others of `several` only with `pytest -m long`.
+    """
     return [
         pytest.param(name, seed, marks=() if seed in seeds else pytest.mark.long)
         for name, seeds in quick.items()
@@ -32,16 +35,19 @@ def seeds_of(quick: dict[str, tuple[int, ...]], several: Iterable[int] = range(1
 
 
 def one_thread() -> None:
-    """The same bits as with two, and sooner at this size."""
+    """Use one thread: with two, results are bit-identical, but a model of this size is slower."""
     torch.set_num_threads(1)
 
 
 def make(
     folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", environment: Any = None, **options: Any
 ) -> TrainingRun:
-    """A run of `config` that writes into `folder`; nothing is printed, nothing saved, no page and no TensorBoard's events written.
+    """Return a run of `config` that writes into `folder`, but prints nothing and writes no checkpoints, reports and
+    TensorBoard events.
 
-    `environment` scores every training task in place of the configuration's own; `options` are those of `build_run`."""
+    `environment` scores every training task instead of the configuration's environment. `options` are passed to
+    `build_run`.
+    """
     one_thread()
     section = kind_of(config)
     load = load_grpo_config if section == "grpo" else load_ppo_config
@@ -64,7 +70,7 @@ def make(
 
 
 class StopWhenLearned:
-    """A hook that ends a run once the mean reward of five steps, as the environment gave it, is above `target`."""
+    """A hook that ends a run once the mean of the raw rewards of five steps is above `target`."""
 
     def __init__(self, run: TrainingRun, target: float):
         self.run, self.target = run, target
@@ -76,7 +82,10 @@ class StopWhenLearned:
 
 
 def train(folder: Path, *overrides: str, until: float | None = None, **options: Any) -> TrainingRun:
-    """The same, after training; `run.history` holds the metrics of each step. `until`: stop at this mean raw reward."""
+    """Make a run as `make` does, and train. `run.history` has the metrics of each step.
+
+    Stop early once the mean raw reward of five steps is above `until`.
+    """
     run = make(folder, *overrides, **options)
     if until is not None:
         run.after_step.append(StopWhenLearned(run, until))
@@ -85,7 +94,7 @@ def train(folder: Path, *overrides: str, until: float | None = None, **options: 
 
 
 def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNamespace:
-    """Trains until the mean accuracy of five steps is `until`, and validates; what is left of the run."""
+    """Train until the mean accuracy of five steps is above `until`, validate, and return a summary of the run."""
     section = kind_of(config)
     run = train(Path(folder), f"{section}.seed={seed}", f"{section}.max_num_steps=400", config=config, until=until)
     accuracy = [row["accuracy"] for row in run.history]

@@ -1,7 +1,7 @@
-"""Eight kinds of model folders, by how their tokenizer begins a text and where their model says that a text ends.
+"""Eight kinds of model folders, which differ in how the tokenizer begins a text and which tokens end a response.
 
-Each is a tokenizer trained on a few lines and a random Llama or Qwen2 whose greedy answer to `TEXT` meets, after a few tokens,
-the end token that is easiest to overlook.
+Each has a tokenizer trained on a few lines, and a random Llama or Qwen2. After a few tokens, the model's greedy
+response to `TEXT` reaches the EOS token that is easiest to overlook.
 """
 
 import json
@@ -35,12 +35,12 @@ LLAMA2 = "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST]
 
 @dataclass
 class Kind:
-    """What a folder consists of; token ids are given by the tokens' texts."""
+    """The contents of a folder. Token ids are given as the tokens' texts."""
 
     tokenizer: Callable[[], Tokenizer]
     settings: dict[str, Any]  # tokenizer_config.json
-    end: str  # where the model's greedy answer ends
-    ends: list[str]  # everything that ends a text
+    end: str  # the token that ends the model's greedy response
+    ends: list[str]  # all tokens that end a response
     generation: str | list[str] | None = None  # eos_token_id of generation_config.json; None: there is no such file
     config: str | list[str] | None = None  # eos_token_id of config.json
     architecture: str = "LlamaForCausalLM"
@@ -48,10 +48,10 @@ class Kind:
 
 
 def byte_level(special: list[str], bos: str | None = None, qwen: bool = False) -> Tokenizer:
-    """As GPT-2's and Llama 3's, or as Qwen's."""
+    """Return a byte-level BPE tokenizer like GPT-2's and Llama 3's, or like Qwen's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if qwen:  # transformers takes this one for every folder of a Qwen2
+    if qwen:  # transformers uses this pre-tokenizer for every Qwen2 folder
         split = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -67,7 +67,7 @@ def byte_level(special: list[str], bos: str | None = None, qwen: bool = False) -
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's: a space mark before the text, unknown characters as bytes."""
+    """Return a BPE tokenizer like Llama 2's, with a space symbol before the text and byte fallback."""
     names = [
         "<unk>",
         "<s>",
@@ -90,7 +90,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As SentencePiece's, with BOS."""
+    """Return a Unigram tokenizer like SentencePiece's, with BOS."""
     special = ["<unk>", "<s>", "</s>", "<end_of_turn>"]
     pieces = sorted(set("".join(LINES)) - {" "}) + [
         "\u2581",
@@ -108,7 +108,7 @@ def unigram() -> Tokenizer:
 
 
 def words(bos: str | None) -> Tokenizer:
-    """A token for each word."""
+    """Return a word-level tokenizer."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["<unk>", "<pad>", "<bos>", "<eos>", "<halt>"]
@@ -165,7 +165,7 @@ KINDS = {
 
 
 def write(kind: Kind, folder: Path) -> Path:
-    """The model folder of a kind."""
+    """Write the model folder of a kind. Return the folder."""
     from transformers import AutoTokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,8 +209,11 @@ def _write_model(kind: Kind, folder: Path, tokenizer: Any) -> None:
 
 
 def _meet_the_end(model: Any, prompt: torch.Tensor, end: int) -> bool:
-    """Exchanges two rows of the head, so that the greedy answer is what it was until it gives `end` as its fifth token or later.
-    False where these weights only repeat themselves from there on."""
+    """Exchange two rows of the LM head, so that the greedy response stays the same until `end` becomes its fifth token
+    or a later one.
+
+    Return False if the model only repeats tokens from the fifth on.
+    """
     free = model.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :].tolist()
     met = next(
         (token for i, token in enumerate(free) if i >= 4 and token not in free[:i] and end not in free[: i + 1]), None

@@ -1,5 +1,7 @@
-"""Twelve kinds of code that users write, each of which gives the share of sevens in an answer: as reward functions, as an
-environment and as an agent."""
+"""Twelve kinds of user code, as reward functions, as an environment and as an agent.
+
+Each returns the share of sevens in a response.
+"""
 
 import asyncio
 import os
@@ -33,7 +35,7 @@ class Callable:
 
 
 class _Client:
-    """As clients of HTTP do, it belongs to the event loop that used it first."""
+    """A client that, like HTTP clients, works only in the event loop that first used it."""
 
     loop = None
 
@@ -70,7 +72,7 @@ class LockInConstructor:
 
 
 def signal_timeout(completions, **columns):
-    """As math-verify limits its time; what fails scores 0, as users write it."""
+    """Limit the time by a signal, as math-verify does. A failure scores 0, as in users' code."""
     try:
         before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 60)
@@ -125,7 +127,7 @@ KINDS = {
 
 
 async def by_kind(completions):
-    """{kind: its scores}"""
+    """Return {kind: its scores}."""
     scores = {}
     for name, function in KINDS.items():
         given = function(completions=completions)
@@ -134,7 +136,7 @@ async def by_kind(completions):
 
 
 class Environment(EnvironmentInterface):
-    """The mean of all kinds, and each as a metric."""
+    """An environment whose reward is the mean of all kinds' scores. The score of each kind is a metric."""
 
     def __init__(self, cfg):
         self.scores = {name: [] for name in KINDS}
@@ -158,7 +160,7 @@ class Environment(EnvironmentInterface):
 
 
 async def agent(task):
-    """Asks for an answer and scores it by every kind."""
+    """Request a response and score it with every kind."""
     async with client_of(task) as client:
         answer = await ask(task, client, task.messages[0]["content"], max_tokens=3)
     scores = {f"rewards/{name}": values[0] for name, values in (await by_kind([answer["text"]])).items()}

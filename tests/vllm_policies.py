@@ -1,4 +1,4 @@
-"""Small policies for tests of vLLM as the generator, and what is asked of it."""
+"""Small policies for tests with vLLM as the generator."""
 
 import tiny
 import torch
@@ -11,7 +11,10 @@ MODEL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "in
 
 
 def policy_of(tied=True, vllm=None, **generation):
-    """A policy whose vLLM is `vllm`: {"python": ...} or {"server_url": ...}, with further keys of vllm_cfg."""
+    """Return a policy that generates with vLLM.
+
+    `vllm` is {"python": ...} or {"server_url": ...}, with further keys of vllm_cfg.
+    """
     tiny.one_thread()
     vllm = {"timeout_s": 60.0, "enforce_eager": True} | (vllm or {})
     config = PolicyConfig(
@@ -28,7 +31,7 @@ def engine_of(policy):
 
 
 def change(policy, seed):
-    """Other weights, as training makes them."""
+    """Change the weights, as training does."""
     policy.model.masters.add_(
         torch.randn(policy.model.masters.shape, generator=torch.Generator().manual_seed(seed)) * 0.1
     )

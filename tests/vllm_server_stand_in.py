@@ -1,9 +1,10 @@
-"""A stand-in for vLLM's server: its routes over HTTP, the real worker extension, and the Llama of `vllm_stand_in`.
+"""A mock of vLLM's server: its routes over HTTP, the real worker extension, and the Llama of `vllm_stand_in`.
 
     with serving("good", config) as server: ... server.url ...     # in this process
-    interpreter(folder, "good")                                    # a program for policy.generation.vllm_cfg.python, which runs one
+    interpreter(folder, "good")            # a program for policy.generation.vllm_cfg.python that runs such a server
 
-The routes and their answers are those of vLLM 0.32.0 (`entrypoints/rl/online`, `entrypoints/serve/dev/rpc`, `entrypoints/scale_out`).
+The routes and their answers are those of vLLM 0.32.0 (`entrypoints/rl/online`, `entrypoints/serve/dev/rpc`,
+`entrypoints/scale_out`).
 """
 
 import contextlib
@@ -43,7 +44,9 @@ MODES = {
 
 
 class NcclTransfer(vllm_stand_in.Transfer):
-    """vLLM's engine `nccl`, as far as the extension uses it. What the trainer broadcasts comes out of `wire`."""
+    """A mock of vLLM's engine `nccl`, with the parts that the extension uses. It reads the trainer's broadcasts from
+    the queue `wire`.
+    """
 
     init_info_cls = update_info_cls = SimpleNamespace
 
@@ -55,14 +58,14 @@ class NcclTransfer(vllm_stand_in.Transfer):
         self.receive_weights(self.parse_update_info(values))
 
     def start_weight_update(self):
-        """Nothing to do: the stand-in loads into the weights themselves."""
+        """Do nothing: the mock loads directly into its weights."""
 
     finish_weight_update = start_weight_update
 
 
 @contextlib.contextmanager
 def stand_in_modules():
-    """The module `vllm` of the stand-in, and the extension on it; both are gone afterwards."""
+    """Provide the mock's module `vllm`, and yield the extension that imports it. Remove both afterwards."""
     before = dict(sys.modules)
     vllm_stand_in.modules()
     nccl = sys.modules["vllm.distributed.weight_transfer.nccl_engine"] = ModuleType("nccl_engine")
@@ -78,7 +81,7 @@ def stand_in_modules():
 
 
 class Server:
-    """The state of the server; `calls` are the routes that were called."""
+    """The state of the server. `calls` lists the routes that were called."""
 
     def __init__(self, mode, config, extension, facts):
         assert mode in MODES
@@ -105,7 +108,7 @@ class Server:
         )  # fmt: skip
 
     def update(self, path, body):
-        """The routes of weights."""
+        """Answer a request to one of the weight routes."""
         transfer = self.transfer
         if path == "/pause?mode=wait":
             self.paused = True
@@ -126,12 +129,12 @@ class Server:
         return {"message": "done"}
 
     def count(self, change):
-        """Notes that so many more requests run."""
+        """Add `change` to the number of running requests."""
         with self.lock:
             self.running += change
 
     def events(self, body):
-        """The events of a response, token by token."""
+        """Yield the events of a response, token by token."""
         parameters, response = SimpleNamespace(**body["sampling_params"]), []
         assert not self.paused and parameters.ignore_eos and parameters.logprobs == 0 and not parameters.detokenize
         assert parameters.repetition_penalty == 1 and parameters.min_p == 0
@@ -142,7 +145,7 @@ class Server:
                 return
             if response and self.mode == "killed":
                 os.kill(os.getpid(), 9)
-            with self.lock:  # torch on many threads is slow on few cores
+            with self.lock:  # concurrent torch calls are slow on few cores
                 token, chance = vllm_stand_in.sample(self.llama, body["token_ids"], response, parameters)
             response.append(token)
             stop = token in parameters.stop_token_ids
@@ -161,12 +164,12 @@ class Server:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """The handler of one request."""
 
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args):
-        """Says nothing."""
+        """Print nothing."""
 
     @property
     def state(self):
@@ -222,7 +225,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             try:
                 self.answer(200, state.update(self.path, body))
-            except Exception as error:  # as FastAPI answers
+            except Exception as error:  # FastAPI answers like this
                 self.answer(500, {"error": {"message": f"{type(error).__name__}: {error}", "code": 500}})
 
     def stream(self, body):
@@ -235,7 +238,7 @@ class Handler(BaseHTTPRequestHandler):
         def chunk(text):
             self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text))
 
-        with contextlib.suppress(OSError):  # the client has gone
+        with contextlib.suppress(OSError):  # the client has disconnected
             for event in state.events(body):
                 chunk(b"no event\n\n" if state.mode == "garbage" else b"data: " + json.dumps(event).encode() + b"\n\n")
                 if state.mode == "garbage":
@@ -248,7 +251,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Listening(ThreadingHTTPServer):
-    """As many connections may wait to be taken as a run opens at once, and more: the system breaks those beyond five by default."""
+    """A server that accepts all connections that a run opens at once. By default only five may wait, and more are
+    refused.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -256,7 +261,7 @@ class Listening(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(mode, config, port=0, **facts):
-    """A server for a model of this config.json; `facts` differ from those of a server that a run can use."""
+    """Run a server for a model with this config.json. `facts` replace properties of a server that a run can use."""
     with stand_in_modules() as extension:
         http = Listening(("127.0.0.1", port), Handler)
         http.state = Server(mode, config, extension, facts)
@@ -273,7 +278,9 @@ def serving(mode, config, port=0, **facts):
 
 
 def interpreter(folder: Path, mode: str = "good") -> str:
-    """The path of a program that stands for vLLM's interpreter: it answers `-c` and `-m` as Python would."""
+    """Write a program that takes the place of vLLM's interpreter and answers `-c` and `-m` as Python would. Return its
+    path.
+    """
     assert mode in MODES
     path = folder / f"python_{mode}"
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {mode} "$@"\n')
@@ -282,7 +289,7 @@ def interpreter(folder: Path, mode: str = "good") -> str:
 
 
 def main(mode, *arguments):
-    if "-c" in arguments:  # which vLLM is installed
+    if "-c" in arguments:  # the run asks which vLLM is installed
         print({"old": {"vllm": "0.31.0"}, "none": {}}.get(mode, {"vllm": "0.32.0"}))
         return
     assert arguments[:2] == ("-m", "vllm.entrypoints.openai.api_server")

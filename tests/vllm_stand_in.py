@@ -1,12 +1,13 @@
-"""A stand-in for what the worker extension uses of vLLM: its modules, its weight transfer, and a Llama in plain torch, which computes
-each text anew for each token."""
+"""A mock of the parts of vLLM that the worker extension uses: its modules, its weight transfer, and a Llama in plain
+torch, which recomputes the whole sequence for each token.
+"""
 
 import sys
 from types import ModuleType, SimpleNamespace
 
 
 class Llama:
-    """The forward pass in float32, over parameters by their names in checkpoints."""
+    """A Llama's forward pass in float32. The parameters have their checkpoint names."""
 
     def __init__(self, config, mode):
         import torch
@@ -74,7 +75,7 @@ class Llama:
 
 
 def sample(llama, prompt, response, parameters):
-    """(token, its log-probability), as vLLM draws it."""
+    """Sample a token as vLLM does. Return (token, its log-probability)."""
     import torch
 
     logits = llama.logits([*prompt, *response]).double()
@@ -89,7 +90,7 @@ def sample(llama, prompt, response, parameters):
 
 
 class Transfer:
-    """`WeightTransferEngine`."""
+    """A mock of vLLM's `WeightTransferEngine`."""
 
     def __init__(self, config, vllm_config, device, model):
         self.model, self.model_config = model, None
@@ -99,7 +100,7 @@ class Transfer:
 
 
 def modules():
-    """Makes the modules of vLLM that the worker extension imports."""
+    """Create the vLLM modules that the worker extension imports."""
 
     def module(name, **values):
         made = sys.modules[name] = ModuleType(name)

@@ -1,4 +1,7 @@
-"""An advantage estimator: only the best responses of a group count. Chosen by `grpo.adv_estimator.name=best_of_group`."""
+"""An advantage estimator that gives an advantage only to the best responses of a group.
+
+Selected by `grpo.adv_estimator.name=best_of_group`.
+"""
 
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import register_estimator
@@ -6,13 +9,13 @@ from nemo_rl_cpp.config.base import Positive, Section, key
 
 
 class BestOfGroupKeys(Section):
-    """What `grpo.adv_estimator` takes beside the keys that it has."""
+    """The additional keys of `grpo.adv_estimator`."""
 
     num_best: Positive = key(1, "best_of_group: responses of each group that count")
 
 
 class BestOfGroup:
-    """1 on the tokens of the `num_best` responses of each group with the highest rewards, 0 on all others."""
+    """Advantage 1 for the tokens of the `num_best` responses with the highest rewards in each group, otherwise 0."""
 
     def __init__(self, settings, loss):
         self.num_best = settings.num_best

@@ -1,11 +1,11 @@
-"""A data set: digits to count down from. Chosen by `data.train.dataset_name: count_down`."""
+"""A data set of digits to count down from. Selected by `data.train.dataset_name: count_down`."""
 
 from nemo_rl_cpp.data.datasets import ListDataset, RawDataset
 from nemo_rl_cpp.data.datasets.response_datasets import register_dataset
 
 
 class CountDown(RawDataset):
-    """The prompts "9=", "8=" and so on down to `last`, to be continued with the next smaller digit."""
+    """The prompts "9=", "8=" and so on, down to `last`. The correct response is the next smaller digit."""
 
     task_name = "count_down"
     default_processor = "raw_completion_data_processor"

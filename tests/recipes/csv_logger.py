@@ -1,4 +1,4 @@
-"""A logger back end: one line of a CSV file a number. Switched on by `logger.csv_enabled=true`."""
+"""A logger backend that writes each number as a line of a CSV file. Switched on by `logger.csv_enabled=true`."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class CsvLogger(LoggerInterface):
         self.path.with_suffix(".algorithm").write_text(params["grpo"]["adv_estimator"]["name"])
 
     def log_histogram(self, histogram, step, name):
-        """Histograms are no lines of a table."""
+        """Do nothing: a histogram does not fit into the table."""
 
 
 register_logger("csv", CsvLogger, CsvConfig, "write a CSV file")

@@ -1,10 +1,10 @@
-"""A loss and two advantage estimators of the user's, which a configuration names by dotted names."""
+"""A user's loss and advantage estimators, which a configuration selects by their dotted names."""
 
 import nemo_rl_cpp
 
 
 class Reinforce(nemo_rl_cpp.LossFunction):
-    """-scale x mean of log-probability x advantage."""
+    """The loss -scale x mean of log-probability x advantage."""
 
     def __init__(self, scale=1.0):
         self.scale = scale
@@ -16,7 +16,7 @@ class Reinforce(nemo_rl_cpp.LossFunction):
 
 
 class Centred(nemo_rl_cpp.AdvantageEstimator):
-    """GRPO: reward less the mean of the batch, to a power."""
+    """GRPO advantages: the reward minus the mean of the batch, raised to a power."""
 
     def __init__(self, power=1):
         self.power = power
@@ -28,11 +28,11 @@ class Centred(nemo_rl_cpp.AdvantageEstimator):
 
 
 def to_go(rewards, values, mask, factor=1.0):
-    """PPO: the reward less the value of each state, and the reward as what the critic learns from."""
+    """Return PPO's advantages, the reward minus the value of each state, and its returns, the reward."""
     returns = factor * rewards[:, None] * mask
     return (returns - values) * mask, returns
 
 
 def no_critic(rewards, mask):
-    """PPO without a critic."""
+    """Return PPO's advantages without a critic."""
     return rewards[:, None] * mask

@@ -1,4 +1,4 @@
-"""Slow float64 references of the advantage estimators, sample by sample; they import nothing of the package."""
+"""Slow float64 references of the advantage estimators, sample by sample, which import nothing of the package."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def grpo(rewards, baseline, std, normalize):
 
 
 def moments(values, mask):
-    """(count, mean, sum of squared deviations) over mask != 0."""
+    """Return (count, mean, sum of squared deviations) of the values with mask != 0."""
     picked = [(float(v), float(m)) for v, m in zip(np.ravel(values), np.ravel(mask), strict=True) if m]
     n = math.fsum(m for _, m in picked)
     if n == 0:
@@ -57,7 +57,10 @@ def whiten_biased(values, mask, zero_masked):
 
 
 def whiten_unbiased(values, mask, eps=1e-8):
-    """`eps` is what masked_mean adds to its count: 0 in float32, where it is lost in rounding."""
+    """Return the whitened values, and whether there were too few.
+
+    `eps` is what masked_mean adds to its count. It is 0 in float32, where rounding removes it.
+    """
     n, mean, m2 = moments(values, mask)
     if n <= 1:
         return np.zeros_like(values), True
@@ -96,7 +99,7 @@ def gae_pass(token_rewards, values, mask, gamma, lambdas):
 
 def gae(rewards, values, mask, gamma, lam, lam_value=None, lam_policy=None, alpha=0.0, logprobs=None, reference=None,
         kl_coef=0.0, kl_type="k3", normalize=False, eps=1e-8):  # fmt: skip
-    """(advantages, returns, degenerate)"""
+    """Return (advantages, returns, whether the whitening was degenerate)."""
     B = mask.shape[0]
     token_rewards = np.zeros(mask.shape)
     if logprobs is not None:
@@ -130,7 +133,7 @@ def opo(groups, rewards, lengths, valid):
 
 
 def best_of_group(groups, rewards, valid, normalize):
-    """verl's grpo_passk."""
+    """Return the advantages of verl's grpo_passk."""
     out = np.zeros(len(rewards))
     for group in set(groups):
         members = [j for j in range(len(rewards)) if groups[j] == group and valid[j]]
@@ -144,7 +147,10 @@ def best_of_group(groups, rewards, valid, normalize):
 
 
 def pass_at_k(groups, rewards, valid, k):
-    """By listing every set of k responses: its reward is 1 if one of them is right; a response has the mean of its sets' advantages."""
+    """Return the advantages of pass@k by enumerating every set of k responses.
+
+    A set's reward is 1 if one of its responses is correct. A response gets the mean of its sets' advantages.
+    """
     out = np.zeros(len(rewards))
     for i in range(len(rewards)):
         members = [j for j in range(len(rewards)) if groups[j] == groups[i] and valid[j]]
@@ -159,7 +165,7 @@ def pass_at_k(groups, rewards, valid, k):
 
 
 def opd(teacher, student, mask, kl_type="reverse", weight=0.5, cap=10.0, alpha=1.0, centre=False, outcome=None):
-    """Advantages [B, S] of a distillation, token by token; `outcome` [B] is added as it is."""
+    """Return the advantages [B, S] of a distillation, token by token. `outcome` [B] is added unchanged."""
     out, valid = np.zeros(mask.shape), [(b, t) for b, t in np.argwhere(mask != 0) if math.isfinite(student[b, t])]
     for b, t in valid:
         p, q = math.exp(student[b, t]), math.exp(teacher[b, t])

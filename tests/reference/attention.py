@@ -1,12 +1,14 @@
-"""Causal attention of packed sequences with shared prefixes, in plain numpy float64: one query row at a time. With a window a row sees
-so many keys, its own included; 0: all. A softcap c makes c * tanh(s / c) of a score s; 0: none. `sinks` [N]: one more term of each head's
-softmax, to which no value belongs."""
+"""Causal attention of packed sequences with shared prefixes, in plain numpy float64, one query row at a time.
+
+A row attends to the last `window` keys, including its own; 0 means all. If `softcap` is not 0, a score s becomes
+softcap * tanh(s / softcap). `sinks` [N] adds one term without a value to each head's softmax.
+"""
 
 import numpy as np
 
 
 def _rows(sequence: tuple[int, int, int, int]) -> np.ndarray:
-    """Packed rows of a sequence by absolute position: its shared prefix, then its own."""
+    """Return the packed rows of a sequence by absolute position: those of its shared prefix, then its own."""
     start, length, prefix_start, prefix_length = sequence
     return np.concatenate([np.arange(prefix_start, prefix_start + prefix_length), np.arange(start, start + length)])
 
@@ -14,7 +16,7 @@ def _rows(sequence: tuple[int, int, int, int]) -> np.ndarray:
 def attention(
     qkv: np.ndarray, sequences, n: int, k: int, h: int, scale: float, window: int = 0, softcap: float = 0.0, sinks=None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out [T, N*H], lse [T, N]) of qkv [T, (N+2K)*H]."""
+    """Return (out [T, N*H], lse [T, N]) of qkv [T, (N+2K)*H]."""
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
     out, lse = np.zeros((len(qkv), n, h)), np.zeros((len(qkv), n))
     for sequence in sequences:
@@ -43,7 +45,10 @@ def attention_backward(
     softcap: float = 0.0,
     sinks=None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(d_qkv [T, (N+2K)*H], d_sinks [N]); rows of a shared prefix gather from every sequence that reads them."""
+    """Return (d_qkv [T, (N+2K)*H], d_sinks [N]).
+
+    Rows of a shared prefix sum up the gradients of every sequence that reads them.
+    """
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
     g = d_out.astype(np.float64).reshape(len(qkv), n, h)
     d, d_sinks = np.zeros_like(x), np.zeros(n)

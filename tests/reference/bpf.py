@@ -1,10 +1,12 @@
-"""Runs a seccomp filter on one system call, instruction by instruction (the instructions that filters use)."""
+"""An interpreter of seccomp filters, with the BPF instructions that filters use."""
 
 import struct
 
 
 def run(program: bytes, number: int, architecture: int, arguments: tuple[int, ...] = ()) -> int:
-    """The filter's verdict on the call; AssertionError for a jump out of the program or an unknown instruction."""
+    """Return the filter's verdict on a system call. Raise AssertionError or KeyError for a jump out of the program or
+    an unknown instruction.
+    """
     data = struct.pack("=iIQ6Q", number, architecture, 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6])
     code = list(struct.iter_unpack("=HBBI", program))
     accumulator, at = 0, 0

@@ -1,4 +1,4 @@
-"""A slow float64 reference of distillation on k tokens, token by token; it imports nothing of the package."""
+"""A slow float64 reference of distillation on k tokens, token by token, which imports nothing of the package."""
 
 import math
 
@@ -10,9 +10,11 @@ def renormalised(logprobs):
 
 
 def topk_divergence(student, teacher, kind, mixed_kl_weight, whole_student=None):
-    """The divergence at one token from the log-probabilities of k tokens. `whole_student`: the student's of the whole
-    vocabulary, where its probability outside the k tokens counts against the teacher's e^-100; None: the k tokens
-    are compared alone."""
+    """Return the divergence at one token, from the log-probabilities of k tokens.
+
+    `whole_student` is the student's distribution over the whole vocabulary; its probability outside the k tokens is
+    compared with a teacher's probability of e^-100. If it is None, only the k tokens are compared.
+    """
     q = renormalised(teacher)
     p = renormalised(student) if whole_student is None else student
     forward = math.fsum(math.exp(b) * (b - a) for a, b in zip(p, q, strict=True))

@@ -1,4 +1,4 @@
-"""pass@k and cons@k by listing every subset of k responses: slow, and plainly the definition."""
+"""pass@k and cons@k by enumerating every subset of k responses: slow, but directly the definition."""
 
 from collections import Counter
 from itertools import combinations

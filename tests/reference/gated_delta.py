@@ -1,19 +1,22 @@
-"""A gated delta net token by token in plain torch, so that autograd gives its gradients: the short convolution, the gated delta rule
-and the gated norm. Sequences are (start, length, parent): a sequence continues the last token of `parent`, an earlier one, or -1."""
+"""A gated delta net in plain torch, token by token: short convolution, gated delta rule and gated norm.
+
+Autograd gives its gradients. Sequences are (start, length, parent). A sequence continues the last token of `parent`, an
+earlier sequence, or starts from a zero state if `parent` is -1.
+"""
 
 import torch
 import torch.nn.functional as F
 
 
 def rows_of(sequences, index: int) -> list[int]:
-    """Packed rows of a sequence: those of its parent, then its own."""
+    """Return the packed rows of a sequence: those of its parent, then its own."""
     start, length, parent = sequences[index][:3]
     before = rows_of(sequences, parent) if parent >= 0 else []
     return before + list(range(start, start + length))
 
 
 def short_conv(x: torch.Tensor, w: torch.Tensor, sequences) -> torch.Tensor:
-    """silu of the causal convolution of x [T, C] with w [C, W]."""
+    """Return silu of the causal convolution of x [T, C] with w [C, W]."""
     out = [None] * len(x)
     for index, (_, length, *_) in enumerate(sequences):
         rows = rows_of(sequences, index)
@@ -26,7 +29,7 @@ def short_conv(x: torch.Tensor, w: torch.Tensor, sequences) -> torch.Tensor:
 
 
 def gated_delta(qkv, b, a, A_log, dt_bias, sequences, shape) -> torch.Tensor:
-    """out [T, U*dv] of qkv [T, 2*P*dk + U*dv], b and a [T, U]; shape is (P, U, dk, dv)."""
+    """Return out [T, U*dv] of qkv [T, 2*P*dk + U*dv], and of b and a [T, U]. `shape` is (P, U, dk, dv)."""
     P, U, dk, dv = shape[:4]
     beta, log_decay = b.sigmoid(), -A_log.exp() * F.softplus(a + dt_bias)
     out = [None] * len(qkv)
@@ -48,7 +51,7 @@ def gated_delta(qkv, b, a, A_log, dt_bias, sequences, shape) -> torch.Tensor:
 
 
 def gated_norm(x: torch.Tensor, z: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
-    """w * x / rms(x) * silu(z) of each head [D] of x [T, heads*D]."""
+    """Return w * x / rms(x) * silu(z) for each head [D] of x [T, heads*D]."""
     heads = x.view(len(x), -1, len(w))
     normed = w * heads * (heads.square().mean(-1, keepdim=True) + eps).rsqrt()
     return normed.view(x.shape) * F.silu(z)

@@ -1,5 +1,8 @@
-"""Random and hostile inputs for the loss tests. Log-probs are multiples of 1/1024, so that float32 holds them and
-their differences exactly and the comparison measures the loss, not the inputs' rounding."""
+"""Random and hostile inputs for the loss tests.
+
+Log-probabilities are multiples of 1/1024. So float32 represents them and their differences exactly, and the tests
+compare the losses, not the rounding of the inputs.
+"""
 
 import numpy as np
 
@@ -21,7 +24,7 @@ LOSSES = {
     "gmpo": BY_ROW,
     "vespo": {"token_level_loss": True},
 }
-"""Name of a loss -> the keys that it fixes; the others are drawn."""
+"""Name of a loss -> the keys that it fixes; the other keys are random."""
 OF_TOKENS = ["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "geo-tis", "geo-icepop"]
 DEFAULTS = {
     "name": "clipped_pg", "loss_agg_mode": None, "loss_scale_factor": None, "sapo_temperature_pos": 1.0,
@@ -37,8 +40,11 @@ DEFAULTS = {
 
 
 def config(rng, name=None):
-    """A complete, consistent configuration of the loss `name` (None: of a random one) with every switch in play. Its
-    `name` is clipped_pg for those that are that loss with particular keys."""
+    """Return a complete, consistent configuration of the loss `name` (None: of a random loss), with random values for
+    the other keys.
+
+    Its `name` is clipped_pg for losses that are clipped_pg with particular keys.
+    """
     name = str(rng.choice(list(LOSSES))) if name is None else name
     fixed = LOSSES[name]
     c = DEFAULTS | fixed | {"name": name if name in NAMED else "clipped_pg"}
@@ -49,7 +55,7 @@ def config(rng, name=None):
     c["sapo_temperature_pos"], c["sapo_temperature_neg"] = float(rng.choice([0.5, 1.0])), float(rng.choice([1.05, 2.0]))
     c["dro_beta"] = float(rng.choice([0.05, 0.5]))
     c["vespo_k_pos"], c["vespo_lambda_neg"] = float(rng.choice([1.0, 2.0])), float(rng.choice([1.0, 2.0]))
-    # bounds lie between the multiples of 1/1024: at a bound itself torch versions differ about the gradient of clamp
+    # bounds lie between the multiples of 1/1024, because torch versions differ in clamp's gradient at a bound
     clip_max = float(rng.choice([0.2, 0.28, 0.5 + 2**-13]))
     c["ratio_clip_min"], c["ratio_clip_max"] = float(rng.choice([0.1, 0.2, 0.27])), clip_max
     if not c["token_level_loss"] and "loss_agg_mode" not in fixed and rng.random() < 0.5:
@@ -63,7 +69,7 @@ def config(rng, name=None):
     c["kl_output_clamp_value"] = (None, 0.3, 10.0 + 2**-13)[rng.integers(3)]
     c["use_kl_in_reward"] = bool(rng.random() < 0.1)
     c["use_on_policy_kl_approximation"] = bool(rng.random() < 0.4)
-    # no simple fraction of the KL's weight: where two terms cancel, their rounding is all that is left of the gradient
+    # not a simple fraction of the KL's weight: if two terms cancelled, only their rounding error would be left
     c["positive_example_nll_weight"] = float(rng.choice([0.0, 0.0973]))
     if c["name"] != "nll" and rng.random() < 0.6:
         c["use_importance_sampling_correction"] = True
@@ -90,7 +96,10 @@ def logprobs(rng, shape, spread):
 
 
 def batch(rng, max_rows=5, max_len=40):
-    """(x [B, S-1], data): ragged lengths, masked rows, sometimes everything masked, huge gaps, equal log-probs."""
+    """Return (x [B, S-1], data).
+
+    Lengths are ragged, some rows and sometimes all are masked, and log-probabilities differ hugely or not at all.
+    """
     B, S = int(rng.integers(1, max_rows + 1)), int(rng.integers(1, max_len))
     gap = float(rng.choice([0.0, 0.05, 0.3, 3.0, 12.0]))
     near = lambda v, scale: v + np.round(rng.normal(0, scale, v.shape) * 1024) / 1024  # noqa: E731
@@ -122,7 +131,7 @@ def batch(rng, max_rows=5, max_len=40):
     x = curr[:, 1:].copy()
     if rng.random() < 0.3:
         data["curr_logprobs_unfiltered"] = near(x, 0.2)
-    if rng.random() < 0.3:  # whatever lies at masked positions must not matter
+    if rng.random() < 0.3:  # values at masked positions must not matter
         hide = ~(mask * (sample[:, None] != 0)).astype(bool)
         for key in (
             "advantages",

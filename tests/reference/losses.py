@@ -1,4 +1,4 @@
-"""The losses and their metrics written with torch operations in float64, so that autograd gives reference gradients.
+"""The losses and their metrics as float64 torch operations, so that autograd gives reference gradients.
 
 Imports nothing of the package.
 """
@@ -32,8 +32,11 @@ def calculate_kl(lp, ref, kind, in_clamp, out_clamp, w=None, score_weight=False)
 
 
 def large_k3(r, raw, w, lp, out_clamp):
-    """w k3(r) where w = exp(lp - constant): d/dlp = w (k3 - (e^r - 1)) = -w r, which autograd would take as a
-    difference of two huge numbers. Written as value + slope (lp - sg(lp)) instead."""
+    """Return w k3(r) with w = exp(lp - constant), and with the gradient d/dlp = w (k3 - (e^r - 1)) = -w r.
+
+    Autograd would compute this gradient as a difference of two huge numbers. So the value is written as value + slope
+    (lp - sg(lp)).
+    """
     r, raw, w = r.detach(), raw.detach(), w.detach()
     k = w * (torch.special.expm1(r) - r)
     slope = torch.where(r == raw, -w * r, torch.zeros_like(r))
@@ -44,13 +47,14 @@ def large_k3(r, raw, w, lp, out_clamp):
 def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, largest=float("inf")):
     """Return (loss, metrics).
 
-    x [B, N]; tensors of data [B, N + 1], whose first column has no prediction; c: the complete configuration. The loss
-    is differentiable in x and data["curr_logprobs_unfiltered"]. An importance weight beyond `largest` counts as
-    overflowed, that is 0."""
+    `x` is [B, N]. The tensors of `data` are [B, N + 1], and their first column has no prediction. `c` is the complete
+    configuration. The loss is differentiable in x and data["curr_logprobs_unfiltered"]. An importance weight that is
+    not below `largest` counts as an overflow, and becomes 0.
+    """
     A, g, T = (data[k][:, 1:] for k in ("advantages", "generation_logprobs", "token_mask"))
     s = data["sample_mask"]
     M = T * s[:, None]
-    # values at masked positions must not reach the graph, not even times 0
+    # values at masked positions must not enter the graph, not even times 0
     fill = lambda v: torch.where(M != 0, v, torch.zeros_like(v))  # noqa: E731
     x, g, A = fill(x), fill(g), fill(A)
     p = x.detach() if c["force_on_policy_ratio"] else fill(data["prev_logprobs"][:, 1:])
@@ -109,7 +113,7 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
 
 
 def between_policies(kind, x, p, g, mean):
-    """Return how far the current, the old and the generating policy are apart."""
+    """Return the metrics that compare the current, the old and the generating policy."""
     middle = torch.logaddexp(p, g) - math.log(2)
     k3 = lambda r: torch.special.expm1(r) - r  # noqa: E731
     return {
@@ -120,7 +124,7 @@ def between_policies(kind, x, p, g, mean):
 
 
 def clipped_term(c, x, p, A, T, length):
-    """Return (R, clamped R, C) of the clipped loss, [B, N]."""
+    """Return (ratio R, clamped ratio, loss term C) of the clipped loss, each [B, N]."""
     if c["force_on_policy_ratio"]:
         R = Rc = torch.exp(x - x.detach())
     elif c["disable_ppo_ratio"]:
@@ -138,7 +142,7 @@ def clipped_term(c, x, p, A, T, length):
 
 
 def named_term(c, x, p, g, A, T, length, penalty):
-    """Return (R, R, C) of the losses that `name` chooses, [B, N]."""
+    """Return (ratio R, R again, loss term C) of the loss that `name` selects, each [B, N]."""
     gap, ratio = x - p, torch.exp(x - p)
     if c["name"] == "nll":
         return x, x, -x
@@ -146,11 +150,11 @@ def named_term(c, x, p, g, A, T, length, penalty):
         return ratio, ratio, -A * ratio + penalty * gap.abs()
     if c["name"] == "sapo":  # arXiv 2511.20347, eq. 5
         tau = torch.where(A > 0, torch.full_like(A, c["sapo_temperature_pos"]), c["sapo_temperature_neg"])
-        # the slope of this form, unlike that of torch.sigmoid, does not round to 0 where the gate is nearly open
+        # unlike torch.sigmoid's gradient, this form's does not round to 0 if the gate is nearly open
         return ratio, ratio, -A * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
     if c["name"] == "dro":
         return ratio, ratio, -(A * x - c["dro_beta"] / 2 * gap**2)
-    if c["name"] == "gmpo":  # a log ratio is clipped where the advantage gains from it (arXiv 2507.20673, eq. 4)
+    if c["name"] == "gmpo":  # clips log ratios only in the direction of the advantage (arXiv 2507.20673, eq. 4)
         sign = torch.sign(A)
         clipped = sign * torch.min(sign * gap, sign * gap.clamp(-c["ratio_clip_min"], c["ratio_clip_max"]))
         row = masked(clipped, T, length, dim=1).exp()[:, None].expand_as(x)
@@ -176,13 +180,13 @@ def named_term(c, x, p, g, A, T, length, penalty):
 
 
 def of_whole_rows(c):
-    """Return whether a truncation weighs sequences: verl's rollout correction, but for the mask of sequences."""
+    """Return whether the truncation weights whole sequences, as in verl's rollout correction. seq-mask-tis does not."""
     kind = c["truncated_importance_sampling_type"] or ""
     return kind.startswith(("seq-", "geo-")) and kind != "seq-mask-tis"
 
 
 def importance_weights(c, p, g, T, M, length, largest):
-    """Return (weights [B, N], what is out of bounds: [B, N], or [B] under seq-mask-tis)."""
+    """Return (weights [B, N], mask of weights out of bounds: [B, N], or [B] with seq-mask-tis)."""
     kind, hi = c["truncated_importance_sampling_type"], c["truncated_importance_sampling_ratio"]
     lo = c["truncated_importance_sampling_ratio_min"]
     if of_whole_rows(c):
@@ -206,7 +210,7 @@ def importance_weights(c, p, g, T, M, length, largest):
 
 
 def mse_value_loss(v, data, scale, cliprange, num_toks):
-    """Return (loss, metrics) of v, returns and values [B, S], the mask unshifted."""
+    """Return (loss, metrics). v, returns and values are [B, S], and the mask is not shifted."""
     mask = data["token_mask"] * data["sample_mask"][:, None]
     fill = lambda t: torch.where(mask != 0, t, torch.zeros_like(t))  # noqa: E731
     v, returns, old = fill(v), fill(data["returns"]), fill(data["values"])

@@ -1,4 +1,4 @@
-"""Slow plain-Python packers, written from the rules; imports nothing of the package."""
+"""Slow packers in plain Python, written from the algorithms' rules. They import nothing of the package."""
 
 
 def first_fit(lengths, order, capacity):
@@ -59,7 +59,7 @@ def modified_first_fit_decreasing(lengths, capacity):
             chosen = next(x for x in rest if x[1] <= room(members))
             rest.remove(chosen)
             members.append(chosen)
-    last = []  # kept by ascending load; a bin that changes goes behind those of equal load
+    last = []  # sorted by ascending load; a changed bin goes behind bins of equal load
     for x in rest:
         members = last.pop(0) if last and x[1] <= room(last[0]) else []
         members.append(x)

@@ -1,13 +1,13 @@
-"""Top-k, top-p and log-softmax of one row of logits, in float64 and by sorting: slow, and plainly the definition."""
+"""Top-k, top-p and log-softmax of one row of logits, in float64 by sorting: slow, but directly the definition."""
 
 import numpy as np
 
 
 def kept_tokens(logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-    """bool [V]: what the filters leave.
+    """Return a mask, bool [V], of the tokens that top-k and top-p keep.
 
-    Top-k keeps values >= the k-th largest, ties included. Then, sorted ascending by (value, index), top-p keeps where
-    the cumulative probability exceeds 1 - p, and the last always.
+    Top-k keeps values >= the k-th largest, including ties. Then top-p sorts ascending by (value, index), and keeps
+    tokens whose cumulative probability exceeds 1 - p, and always the last.
     """
     z = logits.astype(np.float64) / temperature
     keep = np.isfinite(z)
@@ -25,14 +25,14 @@ def kept_tokens(logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, to
 
 
 def processed_logprobs(logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-    """float64 [V]: log-softmax over the kept tokens; -inf elsewhere."""
+    """Return the log-softmax over the kept tokens, float64 [V]; -inf for all other tokens."""
     keep = kept_tokens(logits, temperature, top_k, top_p)
     z = np.where(keep, logits.astype(np.float64) / temperature, -np.inf)
     return z - z.max() - np.log(np.exp(z - z.max()).sum())
 
 
 def inverse_cdf(logprobs: np.ndarray, u: float) -> int:
-    """The first token, in vocabulary order, whose cumulative probability exceeds u."""
+    """Return the first token, in vocabulary order, whose cumulative probability exceeds u."""
     cumulative = np.cumsum(np.exp(logprobs))
     return int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
 

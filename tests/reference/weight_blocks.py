@@ -1,4 +1,4 @@
-"""ggml's blocks of 32 weights, one block at a time in Python's own numbers (ggml-quants.c)."""
+"""ggml's blocks of 32 weights (ggml-quants.c), one block at a time in plain Python."""
 
 import struct
 
@@ -20,7 +20,7 @@ def encoded(weights: list[float], kind: str) -> bytes:
     """Return the block of 32 float32 weights; every step is rounded to float32."""
     f = np.float32
     weights = [f(w) for w in weights]
-    farthest = max(weights, key=abs)  # the first of equal ones
+    farthest = max(weights, key=abs)  # the first, if several are equal
     scale = abs(farthest) / f(127) if kind == "q8_0" else farthest / f(-8)
     inverse = f(0) if scale == 0 else f(1) / scale
     head = struct.pack("<e", float(scale))

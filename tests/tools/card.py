@@ -1,13 +1,14 @@
-"""Everything that a GPU has to show, in one command: builds the package, then runs the steps below in order of worth, each with a deadline.
+"""Builds the package on a GPU's machine, then runs the tests and benchmarks below, each with a deadline.
 
-    python tests/tools/card.py --download FOLDER --python 3.12      where there is a network: wheels that a machine with torch lacks
-    python tests/tools/card.py --minutes 40 --out DIR [--wheels FOLDER]     on the machine with the card, without a network
-    python tests/tools/card.py --minutes 9 --out DIR                goes on with the steps that DIR does not have yet
-    python tests/tools/card.py --minutes 5 --out DIR --device cpu   tiny shapes, to see that it works
+    python tests/tools/card.py --download FOLDER --python 3.12      with a network: wheels that the GPU's machine lacks
+    python tests/tools/card.py --minutes 40 --out DIR [--wheels FOLDER]     on the GPU's machine, without a network
+    python tests/tools/card.py --minutes 9 --out DIR                runs the steps that DIR does not have yet
+    python tests/tools/card.py --minutes 5 --out DIR --device cpu   tiny shapes, to test this program
     python tests/tools/card.py --list
 
-Each step's output goes to DIR/NAME.txt as it comes. After each step DIR/card.json (how it ended, seconds) and DIR/tables.md (the figures,
-for docs/benchmarks-in-full.md) are written anew. Exit status 1 if a step failed or there was no time for it.
+The most important steps come first. The output of each step is streamed to DIR/NAME.txt. After each step, DIR/card.json
+(how the steps ended, seconds) and DIR/tables.md (the measurements, for docs/benchmarks-in-full.md) are rewritten. The
+exit status is 1 if a step failed or had no time.
 """
 
 import argparse
@@ -27,13 +28,13 @@ PACKAGES = (
     "typing-extensions", "rich", "markdown-it-py", "mdurl", "pygments", "tensorboardX", "protobuf", "math-verify==0.9.0", "latex2sympy2-extended",
     "antlr4-python3-runtime==4.13.2", "pytest", "pluggy", "iniconfig", "pytest-timeout", "hypothesis", "sortedcontainers",
 )  # fmt: skip
-"""What the build, the package and its tests import beside torch, numpy, tokenizers, safetensors, huggingface_hub and transformers."""
+"""What build, package and tests need besides torch, numpy, tokenizers, safetensors, huggingface_hub, transformers."""
 TINY = "--device cpu --shape small --samples 2 --length 32 --sequences 2 --repeats 1"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command with its deadline in minutes. `tiny` is run on a CPU in its place; without one the step is left out there."""
+    """A command with its deadline in minutes. On a CPU `tiny` runs instead; a step without `tiny` is skipped there."""
 
     name: str
     minutes: float
@@ -73,7 +74,7 @@ STEPS = (
     bench("cpu_products", 2, "products by shape on the machine's CPU", "linear", "--precision bfloat16"),
     bench("cpu_lm_head", 3, "the head on the machine's CPU", "lm_head", "--repeats 3"),
 )  # fmt: skip
-"""In order of worth: what comes first is had even where time ends early."""
+"""In order of importance, because the last steps may not have enough time."""
 
 
 def run(step: Step, device: str, out: Path, seconds: float) -> dict[str, object]:
@@ -93,7 +94,7 @@ def run(step: Step, device: str, out: Path, seconds: float) -> dict[str, object]
 
 
 def tables(out: Path, results: dict[str, dict[str, object]]) -> Iterator[str]:
-    """Yield the lines of tables.md: the steps, then the figures of each benchmark."""
+    """Yield the lines of tables.md: the steps, then the measurements of each benchmark."""
     yield from ("| step | shows | ended | seconds |", "|---|---|---|---|")
     for step in STEPS:
         if step.name in results:
@@ -118,7 +119,7 @@ def tables(out: Path, results: dict[str, dict[str, object]]) -> Iterator[str]:
 
 
 def install(wheels: Path) -> None:
-    """Install those wheels of a folder whose packages are missing."""
+    """Install the wheels in a folder whose packages are missing."""
 
     def is_missing(wheel: Path) -> bool:
         try:
@@ -133,7 +134,7 @@ def install(wheels: Path) -> None:
 
 
 def download(folder: Path, python: str) -> None:
-    """Fetch the wheels of PACKAGES for x86-64 and a version of Python."""
+    """Download the wheels of PACKAGES for x86-64 and a version of Python."""
     platforms = [f"--platform=manylinux{which}_x86_64" for which in ("_2_28", "_2_27", "_2_17", "2014")]
     for package in PACKAGES:
         line = [

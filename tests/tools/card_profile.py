@@ -1,6 +1,6 @@
-"""Where a training step and decode steps spend their time, by torch's profiler: kernels by their total time.
+"""Profiles a training step and decode steps with torch's profiler, and prints the kernels with the longest total time.
 
-python tests/tools/card_profile.py [--device cpu]       on a CPU tiny shapes, to see that it works
+python tests/tools/card_profile.py [--device cpu]       on a CPU: tiny shapes, to test this program
 """
 
 import argparse

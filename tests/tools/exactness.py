@@ -1,9 +1,10 @@
-"""Whether generation and training agree to the bit: two GRPO steps of a tiny random model of every family, precision and kind of training.
+"""Tests whether generation and training are bit-identical, for every model family, precision and kind of training.
 
     python tests/tools/exactness.py [--device cuda] [--only gemma3_text llama] [--json FILE]
 
-A row says `token_mult_prob_error` (1: equal) and the largest gap of two log-probabilities over the steps; a run that cannot be made says why.
-Exit status 1 if one differs or fails.
+Each row is a run of two GRPO steps of a tiny random model. It shows `token_mult_prob_error` (1: equal) and the largest
+difference of two log-probabilities over the steps, or the error of a run that fails. The exit status is 1 if a row
+differs or fails.
 """
 
 import argparse
@@ -29,8 +30,10 @@ RECURRENT = tuple(
 
 
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
-    """Return the largest token_mult_prob_error and the largest gap of log-probabilities of a run. Experts get no adapters; a
-    model with recurrent layers gets small ones, between layers with attention."""
+    """Return the largest token_mult_prob_error and the largest difference of log-probabilities in a run.
+
+    Experts get no adapters. A model with recurrent layers gets small ones, which alternate with attention layers.
+    """
     attention = (
         "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
         "policy.dtensor_cfg.lora_cfg.target_modules=[q_proj,k_proj,v_proj,o_proj]",
@@ -63,7 +66,7 @@ def main() -> int:
                     error, largest = gap(family, precision, way, arguments.device)
                     said = f"token_mult_prob_error {error:g}, gap {largest:g}"
                     exact = error == 1 and largest == 0
-                except Exception as failure:  # noqa: BLE001 - the other rows are wanted, too
+                except Exception as failure:  # noqa: BLE001 - continue with the other rows
                     said, exact = f"{type(failure).__name__}: {failure}", False
                 rows.append({"family": family, "precision": precision, "way": way, "result": said, "exact": exact})
                 print(f"| {family} | {precision} | {way} | {said} | {'exact' if exact else 'NOT EXACT'} |", flush=True)

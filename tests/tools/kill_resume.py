@@ -1,16 +1,16 @@
-"""Kills a run again and again at random moments, lets it resume, and compares what it leaves with an unbroken run's.
+"""Kills a run repeatedly at random moments, resumes it, and compares the result with that of an uninterrupted run.
 
     python tests/tools/kill_resume.py --kills 20
     python tests/tools/kill_resume.py --config configs/ppo_tiny.yaml --kills 20
     python tests/tools/kill_resume.py --config configs/grpo_arithmetic_smollm2.yaml --kills 3 --steps 6 grpo.max_val_samples=16
     python tests/tools/kill_resume.py --algorithms --kills 75
 
-With `--algorithms` GRPO, DAPO (with groups kept for the next step), PPO and ProRLv2 are tried one after another on their tiny
-configurations, `--kills` times each. With `--fork` a run is a forked child of this process, which has everything imported:
-it is killed in the same way, and starts in a fraction of the time.
+With `--algorithms`, GRPO, DAPO (with groups kept for the next step), PPO and ProRLv2 run one after the other with their
+tiny configurations, with `--kills` kills each. With `--fork`, a run is a forked child of this process, which has
+imported everything. It is killed in the same way, and starts in a fraction of the time.
 
-Equal by SHA-256 must be: weights, optimizer state, position in the data, training state, and the metrics of every step
-but for times and memory. Exit status 1 if anything differs.
+Weights, optimizer state, data position, training state, and the metrics of every step except times and memory must have
+equal SHA-256 digests. The exit status is 1 if anything differs.
 """
 
 import argparse
@@ -62,14 +62,14 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of an unbroken run: from its start to the end of its first step, and of each step on the average."""
+    """The seconds of an uninterrupted run: until the end of its first step, and the mean of the later steps."""
 
     first_step: float
     step: float
 
 
 def run_to_end(argv: list[str], environment: dict[str, str]) -> Pace:
-    """Runs to the end; RuntimeError with the output when it fails."""
+    """Run to the end, and return the pace. Raise RuntimeError with the output if the run fails."""
     process = start(argv, environment)
     began, ends, lines = time.monotonic(), [], []
     for line in process.stdout:
@@ -84,8 +84,11 @@ def run_to_end(argv: list[str], environment: dict[str, str]) -> Pace:
 
 
 def run_and_kill(argv: list[str], environment: dict[str, str], after_step: int, delay: float) -> bool:
-    """Starts the run and kills it, with everything it started, `delay` seconds after the end of step `after_step` (0:
-    after the start); False when it had ended by then."""
+    """Start a run, and kill it with all its child processes `delay` seconds after the end of step `after_step` (0:
+    after the start).
+
+    Return False if the run had ended by then.
+    """
     process = start(argv, environment)
     if after_step:
         for line in process.stdout:
@@ -97,7 +100,7 @@ def run_and_kill(argv: list[str], environment: dict[str, str], after_step: int, 
     except subprocess.TimeoutExpired:
         try:
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # a forked one that has no group of its own yet, and so has started nothing
+        except ProcessLookupError:  # a forked run that has no process group yet, and so no children
             os.kill(process.pid, signal.SIGKILL)
         process.wait()
         return True
@@ -106,7 +109,7 @@ def run_and_kill(argv: list[str], environment: dict[str, str], after_step: int, 
 
 
 class Forked:
-    """A run in a forked child, with what `subprocess.Popen` offers of it."""
+    """A run in a forked child, with the part of `subprocess.Popen` that is used here."""
 
     def __init__(self, argv: list[str]) -> None:
         reading, writing = os.pipe()
@@ -150,7 +153,7 @@ IMPORTED = ("algorithms.build", "commands.runs", "models.policy.lm_policy", "run
 
 
 def fork_runs() -> None:
-    """From now on a run is a forked child, which finds imported what every run imports. No thread is started by that."""
+    """Fork all later runs from this process, after importing what every run imports. The imports start no threads."""
     global FORK
     FORK = True
     for name in IMPORTED:
@@ -167,7 +170,7 @@ def start(argv: list[str], environment: dict[str, str]) -> "subprocess.Popen | F
 
 
 def step_of(line: str) -> int | None:
-    """The number of the step that a line of the run reports as done."""
+    """Return the number of the finished step that a line of output reports, or None."""
     match = re.match(r"step (\d+)/", line)
     return int(match[1]) if match else None
 
@@ -177,12 +180,12 @@ def sha256(path: Path) -> str:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """SHA-256 of everything that must not depend on interruptions, by name."""
+    """Return the SHA-256 digests of everything that must not depend on interruptions, by name."""
     checkpoint = max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
     prints = {
         str(path.relative_to(checkpoint)): sha256(path)
         for path in sorted(checkpoint.rglob("*"))
-        # config.yaml and the manifest name folders of this very run, training_info.json the log folder
+        # config.yaml and the manifest contain folder names of this run, training_info.json the log folder
         if path.is_file()
         and path.name not in ("config.yaml", "manifest.json", "training_info.json", "config_resolved.yaml")
     }
@@ -197,29 +200,30 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 
 def metric_rows(path: Path) -> list[dict]:
-    """The rows without what depends on time and memory."""
+    """Return the rows without the metrics that depend on time and memory."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     kept = [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
     return [row for row in kept if set(row) != {"step"}]
 
 
 def differences(expected: dict[str, str], actual: dict[str, str]) -> list[str]:
-    """Names whose fingerprints differ or that only one side has."""
+    """Return the names whose fingerprints differ or that only one of the two runs has."""
     return sorted(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
 
 
 def newest_step(folder: Path) -> int:
-    """Step of the newest checkpoint; 0 if there is none."""
+    """Return the step of the newest checkpoint, or 0 if there is none."""
     return max((int(path.name.split("_")[1]) for path in (folder / "checkpoints").glob("step_*")), default=0)
 
 
 def check(
     config: str, steps: int, kills: int, overrides: list[str], seed: int, say: Callable[[str], None] = print
 ) -> list[str]:
-    """Runs once unbroken and once with `kills` kills, and returns what differs.
+    """Run once without interruptions and once with `kills` kills. Return what differs.
 
-    Each kill comes at a random moment of what is left of the run: a random step, and a random time after its end, so that
-    it meets start-up, generation, training, logging and saving alike. A run that got through starts from scratch in another folder.
+    Each kill comes at a random moment of the rest of the run: a random step, and a random time after its end. So kills
+    occur during start-up, generation, training, logging and saving. After a run that reaches its end, the next one
+    starts from scratch in another folder.
     """
     environment, dice = dict(os.environ), random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:

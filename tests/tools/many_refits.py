@@ -1,6 +1,6 @@
-"""Refits the tiny model again and again, from a trainer's process to an engine's, and measures memory and handles.
+"""Repeats refits of the tiny model, from a trainer's process to an engine's, and measures memory, files and threads.
 
-Weights change before every refit, and the engine's digest is compared after it.
+The weights change before every refit, and the engine's digest is compared afterwards.
 """
 
 import os
@@ -26,7 +26,7 @@ ROWS, TOKENS = 4, 8
 
 
 def batch() -> RaggedBatch:
-    """A few tokens to train on, so that the weights change."""
+    """Return a few tokens to train on, so that the weights change."""
     count = ROWS * TOKENS
     tokens = {"input_ids": torch.arange(count) % 10, "advantages": torch.ones(count), "token_mask": torch.ones(count),
               "prev_logprobs": torch.full((count,), -2.0), "generation_logprobs": torch.full((count,), -2.0)}  # fmt: skip
@@ -36,7 +36,7 @@ def batch() -> RaggedBatch:
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """The open files, threads and memory of a process."""
 
     files: int
     threads: int
@@ -49,7 +49,7 @@ def held(pid: int) -> Held:
 
 
 def refit_often(refits: int, *overrides: str) -> tuple[dict[str, Held], dict[str, Held]]:
-    """What each process holds after a tenth of the refits, and after all."""
+    """Return what each process holds after a tenth of the refits, and after all refits."""
     config = load_grpo_config("grpo_tiny.yaml", [*WORKERS, *overrides])
     cluster, engines = make_cluster(config), make_engine_cluster(config)
     version = 0

@@ -1,10 +1,10 @@
-"""Two ranks in two network namespaces, which are two machines as far as the network knows; then the cable is pulled.
+"""Connects two ranks in two network namespaces, which act as two machines, and then cuts the link between them.
 
     python tests/tools/network_namespaces.py
 
-Makes two namespaces joined by a veth pair, lets a rank in each meet the other and add a number, takes the link down, and looks
-whether both ranks say so within their deadline. Exit status 0 if so, 1 if not, 3 where this machine permits no namespaces (the reason
-is printed).
+Creates two namespaces joined by a veth pair, runs a rank in each, lets the ranks add a number, takes the link down, and
+tests whether both ranks report this within their deadline. Exit status: 0 if both do, 1 if not, 3 if this machine does
+not permit namespaces (the reason is printed).
 """
 
 import argparse
@@ -23,7 +23,7 @@ def ip(*words: str) -> None:
 
 
 def make() -> None:
-    """The namespaces and the link; CalledProcessError or OSError where that is not permitted."""
+    """Create the namespaces and the link. Raise CalledProcessError or OSError if that is not permitted."""
     for name in NAMES:
         ip("netns", "add", name)
     ip("link", "add", "nrl0", "netns", NAMES[0], "type", "veth", "peer", "name", "nrl0", "netns", NAMES[1])
@@ -39,13 +39,13 @@ def remove() -> None:
 
 
 def member(rank: int, port: int) -> None:
-    """One rank; says what it does, line by line, and waits for a line before it adds again."""
+    """Run one rank. It prints what it does, line by line, and waits for a line of input before each sum."""
     from nemo_rl_cpp.distributed.process_workers import rendezvous_store
     from nemo_rl_cpp.distributed.ranks import connect
 
     store = rendezvous_store(ADDRESSES[0], 60.0) if rank == 0 else None
     print(store.port if store is not None else port, flush=True)
-    sys.stdin.readline()  # both have loaded what takes its time
+    sys.stdin.readline()  # wait until both ranks have finished loading
     ranks = connect(rank, 2, ADDRESSES[0], store.port if store is not None else port, DEADLINE, ADDRESSES[rank])
     print(f"sum {ranks.sum(rank + 1.0)}", flush=True)
     sys.stdin.readline()
@@ -54,7 +54,7 @@ def member(rank: int, port: int) -> None:
         print(f"sum {ranks.sum(rank + 1.0)}", flush=True)
     except Exception as error:
         print(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}", flush=True)
-    os._exit(0)  # nobody answers a farewell
+    os._exit(0)  # no shutdown protocol, because the other rank would not answer
 
 
 def start(rank: int, port: int = 0) -> subprocess.Popen:

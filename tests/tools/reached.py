@@ -4,13 +4,14 @@
     python tests/tools/reached.py --names       with the names
     python tests/tools/reached.py --root FOLDER another checkout
 
-A fixed point over names. A function, class or method of the package is reached when code that is reached mentions its
-name; a method needs its class to be reached as well. The start is what users call: the command lines, `examples/`, the
-names that `nemo_rl_cpp` itself exports, the names that the guides print, what docs/guides and CONTRIBUTING.md call, and the
-dotted names of configurations.
-Imports and `__all__` mention nothing; a text that is a class's name does, since registries look classes up by it. Names
-are not resolved, so that one name in two places counts as reached in both: the result is a lower bound.
-`nemo_rl_cpp.compat`, which is for ports, is not counted; what it imports is reached.
+Computes a fixed point over names. A function, class or method of the package is reached if reached code mentions its
+name; a method needs its class to be reached as well. The computation starts from what users call: the command lines,
+`examples/`, the names that `nemo_rl_cpp` exports, the functions that docs/guides and CONTRIBUTING.md call, and the
+dotted names in configurations.
+
+Imports and `__all__` do not count as mentions. A string that equals a class name does, because registries look classes
+up by name. Names are not resolved, so a name that occurs in two places counts as reached in both, and the result is a
+lower bound. `nemo_rl_cpp.compat`, which is for ports, is not counted; what it imports is reached.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS = ("cli.py", "run_grpo_math.py", "run_ppo.py", "run_eval.py", "api.py", "generate.py")
-# decorators that only change how a function is called; any other registers or calls it
+# decorators that only change how a function is called; all others register or call the function
 PLAIN_DECORATORS = {"abstractmethod", "cache", "cached_property", "classmethod", "contextmanager", "dataclass", "deprecated",
                     "lru_cache", "no_grad", "overload", "property", "setter", "staticmethod"}  # fmt: skip
-# functions that look an attribute up by a text that they are given
+# functions that look up an attribute by the name in their argument
 LOOK_UP = {
     "getattr", "hasattr", "call_remote", "_tell", "_ask", "_of_engines", "call_all", "call_each", "call_for_one_value",
 }  # fmt: skip
-# methods that a base class of another package calls
+# methods that are called by base classes of other packages
 CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "launch", "nemo_rl_cpp_weights", "run",
                        "visit_Concat", "visit_Getitem"}  # fmt: skip
-# methods that the code of users calls, as NeMo RL's class, transformers' or Tinker's has them
+# methods that users' code calls, because classes of NeMo RL, transformers or Tinker have them
 CALLED_BY_USERS = {"batch_decode", "clear_logger_metrics", "convert_ids_to_tokens", "convert_tokens_to_ids",
                    "get_logger_metrics", "global_post_process_and_metrics", "result_async", "set_records"}  # fmt: skip
 
 
 @dataclass
 class Item:
-    """A module's own statements, an assignment of it, a class without its methods, a function or a method."""
+    """A module's statements, one of its assignments, a class without its methods, a function, or a method."""
 
     path: Path
     name: str
@@ -53,19 +54,19 @@ class Item:
 
 
 def mentions(node: ast.AST) -> Iterator[str]:
-    """The names in `node`, those in text annotations, in `getattr(x, "name")` and dotted texts too."""
+    """Yield the names in `node`, also those in string annotations, `getattr(x, "name")` and dotted strings."""
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
             yield part.id
         elif isinstance(part, ast.Attribute):
             yield part.attr
-        elif isinstance(part, ast.ImportFrom):  # within a function, under another name
+        elif isinstance(part, ast.ImportFrom):  # an import in a function, under another name
             yield from (alias.name for alias in part.names if alias.asname)
         elif isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield from dotted(part.value)
             if entry := re.fullmatch(
                 r"(?:[a-z][\w.]*[.:])?([A-Z]\w+)", part.value
-            ):  # of a registry, with or without its module
+            ):  # the entry of a registry, with or without its module
                 yield entry[1]
         elif isinstance(part, ast.Call) and called_name(part) in LOOK_UP:
             yield from (a.value for a in part.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
@@ -80,7 +81,7 @@ def called_name(call: ast.Call) -> str:
 
 
 def dotted(text: str) -> list[str]:
-    """The last names of `package.module.Name` and of `package.module:Name` in a text."""
+    """Return the last names of `package.module.Name` and `package.module:Name` in a string."""
     return re.findall(r"\bnemo_rl_cpp(?:\.\w+)*[.:](\w+)", text)
 
 
@@ -91,7 +92,7 @@ def decorator_name(node: ast.expr) -> str:
 
 
 def items(path: Path) -> list[Item]:
-    """Everything in a file, the module itself first."""
+    """Return all items of a file, the module itself first."""
     tree = ast.parse(path.read_text())
     module = Item(path, "", 0)
     found = [module]
@@ -124,7 +125,7 @@ def items(path: Path) -> list[Item]:
 
 
 def assigned(node: ast.stmt) -> str:
-    """`NAME` of the statement `NAME = ...`."""
+    """Return `NAME` of a statement `NAME = ...`."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else ""
 
@@ -134,7 +135,7 @@ def is_all(node: ast.stmt) -> bool:
 
 
 def starting_names(root: Path) -> set[str]:
-    """Names that users write: exports, guides, examples and configurations."""
+    """Return the names that users write: exports, guides, examples and configurations."""
     package = root / "python" / "nemo_rl_cpp"
     names = set(re.findall(r'"(\w+)": "', (package / "__init__.py").read_text()))
     for page in (*root.glob("CONTRIBUTING.md"), *(root / "docs" / "guides").glob("*.md")):
@@ -149,7 +150,7 @@ def starting_names(root: Path) -> set[str]:
 
 
 def reached(root: Path) -> list[Item]:
-    """All items of the package but `compat`, each marked as reached or not."""
+    """Return all items of the package except `compat`, each marked as reached or not."""
     package = root / "python" / "nemo_rl_cpp"
     files = sorted(p for p in package.rglob("*.py") if p.relative_to(package).parts[0] != "compat")
     everything = [item for path in files for item in items(path)]

@@ -1,10 +1,11 @@
-"""Digests of short runs of every kind, to be compared before and after a change that must not change a bit.
+"""Digests of short runs of every kind, to verify that a change keeps the results bit-identical.
 
     python tests/tools/run_digest.py --out before.json           all kinds
     python tests/tools/run_digest.py --out after.json --against before.json
     python tests/tools/run_digest.py --only grpo ppo multi_turn  some of them
 
-A digest covers weights, optimizer state and the metrics of all steps but times and memory. Exit status 1 if one differs.
+A digest covers weights, optimizer state and the metrics of all steps except times and memory. The exit status is 1 if a
+digest differs.
 """
 
 import argparse
@@ -37,7 +38,7 @@ RUNS = {
 
 
 def digest(name: str) -> dict[str, str]:
-    """SHA-256 of the weights, the optimizer state and the metrics of one of RUNS."""
+    """Return the SHA-256 digests of the weights, the optimizer state and the metrics of a run in RUNS."""
     config, steps, overrides = RUNS[name]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

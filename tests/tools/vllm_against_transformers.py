@@ -1,4 +1,4 @@
-"""Greedy texts of vLLM, which gets a checkpoint's weights by a refit, against transformers' on the same checkpoint.
+"""Compares greedy responses of vLLM, which gets a checkpoint's weights by a refit, with those of transformers.
 
 python tests/tools/vllm_against_transformers.py CHECKPOINT/policy/weights VLLM_PYTHON [float32|bfloat16]
 """

@@ -14,7 +14,7 @@ from nemo_rl_cpp.distributed.process_workers import LaunchedWorkers, ProcessWork
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, Workers
 
-_TARGETS = count(1)  # numbers the objects in worker processes, over all groups
+_TARGETS = count(1)  # numbers for the objects in worker processes, unique over all groups
 
 
 def cuda_usable() -> bool:
@@ -179,8 +179,9 @@ class WorkerGroup:
     def call_each(
         self, method_name: str, each: list[tuple], event: str, on_event: list[Callable[..., None] | None]
     ) -> list:
-        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. When
-        worker `rank` calls its argument named `event`, `on_event[rank]` is called here with the same arguments."""
+        """Call a method on every worker with the arguments `each[rank]`, and return the results in rank order. The
+        method's argument named `event` is a callback: when worker `rank` calls it, `on_event[rank]` runs in this
+        process with the same arguments."""
         calls = []
         for rank, (args, told) in enumerate(zip(each, on_event)):
             listener = None if told is None else (event, told)

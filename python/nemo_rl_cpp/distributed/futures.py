@@ -75,7 +75,7 @@ def is_done(result: object) -> bool:
 
 def as_raised(error: BaseException) -> BaseException:
     """Return the exception that a Ray actor raised, without Ray's wrapper and with its traceback as a note. If user
-    code raised it, it has the sentence `told`. Any other exception is returned unchanged."""
+    code raised it, its message is the sentence `told`. Any other exception is returned unchanged."""
     ray = sys.modules.get("ray")
     if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
         return error

@@ -30,7 +30,7 @@ C = TypeVar("C")
 
 
 class Launch(NamedTuple):
-    """What the launcher set for this process.
+    """The launch settings of this process, which the launcher passes in environment variables.
 
     Attributes:
         rank, size: rank of this process, and number of ranks.
@@ -46,7 +46,7 @@ class Launch(NamedTuple):
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return what the launcher set for this process, or None if it was not launched as one of several ranks."""
+    """Return the launch settings of this process, or None if it was not launched as one of several ranks."""
     variables = launcher_variables(environment)
     if variables is None:
         return None
@@ -63,9 +63,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
-    """Raise ConfigError if the configuration does not fit the launch: it has a different number of workers, restarts
-    workers (which the launcher does), has `engines` in workers that do not train, or an executor for which every rank
-    would start a run."""
+    """Raise ConfigError if the configuration does not fit the launch: it sets a different number of workers, requests
+    restarts (which only the launcher can do), has `engines` in workers that do not train, or has an executor with which
+    every rank would start a separate run."""
     if cluster.executor not in ("processes", "auto"):
         text = (
             f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to auto or "
@@ -173,7 +173,7 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
 
 def as_connection(reached: socket.socket) -> Connection:
     """Return a connection over a socket, which detects a dead peer. Each read or write has the handshake timeout until
-    `_wait_at_most(connection, 0)` is called, so that a silent stranger cannot block the run."""
+    `_wait_at_most(connection, 0)` is called, so that a peer that sends nothing cannot block the run."""
     reached.setblocking(True)
     reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -228,9 +228,7 @@ class ProcessWorkers(Workers):
             for call in calls:
                 call.tell_events()
             now = time.monotonic()
-            if (
-                now - looked_at > 4 * _SLICE
-            ):  # this process itself was stopped: heartbeats of the workers are still unread
+            if now - looked_at > 4 * _SLICE:  # this process was stopped, so heartbeats of the workers are unread
                 for worker in self._workers:
                     worker.last_beat = now
             looked_at = now
@@ -277,7 +275,7 @@ class LaunchedWorker(SocketPeer):
         """Close the worker's connection, which makes it exit. If it is unresponsive on this machine, kill it.
         Idempotent."""
         if self._local and self.failed and not self.closed:
-            # printed now, because the launcher ends this process too once that rank has ended
+            # printed now, because once that rank ends, the launcher ends this process too
             print(f"error: {self.lost()}", file=sys.stderr, flush=True)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)

@@ -88,7 +88,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes files, the first of all."""
+        """Whether this process is the first of all, which writes the files."""
         return self.rank == 0 and self.tensor_rank == 0
 
     def split(self, tensor_size: int) -> Ranks:
@@ -124,9 +124,9 @@ class Ranks:
         self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False
     ) -> list[list[int]]:
         """Return this rank's blocks of a global batch, the samples [begin, end), which is divided into `count` blocks,
-        or into one per rank if `count` is None. The blocks do not depend on the number of ranks, and neither do sums
-        along their tree (csrc/distributed/gradient_sums.h). With `in_turns` blocks are assigned to ranks round-robin;
-        otherwise each rank gets consecutive blocks.
+        or into one per rank if `count` is None. Neither the blocks nor the sums along their tree
+        (csrc/distributed/gradient_sums.h) depend on the number of ranks. With `in_turns` blocks are assigned to ranks
+        round-robin; otherwise each rank gets consecutive blocks.
 
         A sample is trained where it was generated (`generated_by`), because its activations may be kept there, unless
         the lengths of the responses make that too uneven.

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _SLICE = 0.5  # seconds per wait
 _BEAT_SECONDS = 1.0  # seconds between two heartbeats
-_PLACES_SECONDS = 60.0  # timeout for a cluster to have room for all workers
+_PLACES_SECONDS = 60.0  # timeout for the cluster to provide CPUs for all workers
 _START_SECONDS = 300.0  # timeout for all workers to start
 
 
-# Variables that actors do not inherit from the run. All others are arguments of an actor, not part of its `runtime_env`:
-# Ray writes that into its logs and onto command lines, and the variables include API keys.
+# Variables that actors do not inherit from the run. All others are arguments of an actor, not part of its
+# `runtime_env`, because Ray writes the `runtime_env` into logs and command lines, and the variables include API keys.
 _OF_A_MACHINE = {
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "SHLVL", "HOSTNAME", "PWD", "OLDPWD", "_", "TMPDIR", "VIRTUAL_ENV",
     "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
@@ -93,7 +93,8 @@ def let_ray_go() -> None:
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Return this process's working directory and environment variables, without those of a machine or a process."""
+    """Return this process's working directory and environment variables, without variables that describe a machine or a
+    process."""
     return os.getcwd(), {
         name: value
         for name, value in os.environ.items()

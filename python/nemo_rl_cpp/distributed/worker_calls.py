@@ -10,10 +10,10 @@ from nemo_rl_cpp.distributed.futures import Answer, Future
 from nemo_rl_cpp.errors import RAISED_ON, as_user_error
 
 _SLICE = 0.5  # seconds per wait; Python handles signals between waits
-GRACE_SECONDS = 5.0  # for the cause to arrive, if a rank only reports that another rank failed
+GRACE_SECONDS = 5.0  # for the cause to arrive, if a rank reports only that another rank failed
 
 Listener = tuple[str, Callable[..., None]]
-"""(Name of an argument of a call, function called in the caller's thread when the call calls that argument)."""
+"""(Name of a callback argument, function that runs in the caller's thread when the worker calls this argument)."""
 
 
 class WorkerLostError(RuntimeError):

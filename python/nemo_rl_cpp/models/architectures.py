@@ -19,15 +19,16 @@ def _all_sliding(form: Form) -> list[str]:
 
 
 def _listed(form: Form, every: int) -> list[str]:
-    """Return the kind of each layer: layer_types if set; otherwise SLIDING, but FULL for each `every`-th layer."""
+    """Return the kind of each layer: layer_types if set; otherwise every `every`-th layer is FULL, all others
+    SLIDING."""
     return form.get("layer_types") or [
         FULL if (i + 1) % every == 0 else SLIDING for i in range(form["num_hidden_layers"])
     ]
 
 
 def _where_switched_on(form: Form) -> list[str]:
-    """Return the kind of each layer: FULL without use_sliding_window; otherwise layer_types if set, or SLIDING from
-    layer max_window_layers on."""
+    """Return the kind of each layer. Without use_sliding_window all are FULL. With it, layer_types applies; if that is
+    not set, the first max_window_layers layers are FULL and all others SLIDING."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -39,8 +40,8 @@ def _all_sliding_where_switched_on(form: Form) -> list[str]:
 
 
 def _alternating_where_switched_on(form: Form) -> list[str]:
-    """Return the kind of each layer: FULL without use_sliding_window; otherwise layer_types if set, or SLIDING for
-    every second of the first max_window_layers layers."""
+    """Return the kind of each layer. Without use_sliding_window all are FULL. With it, layer_types applies; if that is
+    not set, every second of the first max_window_layers layers is SLIDING, and all others are FULL."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -61,8 +62,8 @@ def _smollm3_layer_types(form: Form) -> list[str]:
 
 
 def _recurrent_between(form: Form) -> list[str]:
-    """Return the kind of each layer: layer_types if set; otherwise RECURRENT, but FULL for each
-    full_attention_interval-th layer."""
+    """Return the kind of each layer: layer_types if set; otherwise every full_attention_interval-th layer is FULL, all
+    others RECURRENT."""
     every = form["full_attention_interval"]
     return form.get("layer_types") or [
         FULL if (i + 1) % every == 0 else RECURRENT for i in range(form["num_hidden_layers"])
@@ -116,7 +117,7 @@ class Experts(NamedTuple):
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Two names of the key with the number of experts."""
+"""The two names that config.json may use for the number of experts."""
 
 
 def layers_with_experts(form: Form) -> list[int]:
@@ -140,18 +141,18 @@ class Architecture(NamedTuple):
         lists_layers: the canonical config.json always has layer_types.
         rotary: returns, for each layer, whether it applies RoPE.
         rope_theta: default if config.json has none.
-        local_rope: SLIDING layers have a separate RoPE; (key of their theta in format 4, default of the theta).
+        local_rope: set if SLIDING layers have a separate RoPE: (key of its theta in transformers 4, default theta).
         partial_rotary: partial_rotary_factor is supported.
         fused_tensors: the checkpoint has qkv_proj and gate_up_proj.
         norm_offset: added to a norm's weight before multiplying.
         factors: returns the scales, multipliers and softcaps that differ from the defaults in `native_config`.
-        only: keys for which only one value is supported.
+        only: key -> its only supported value.
         activation: key of the MLP's activation.
         experts: the mixture of experts; None: every layer has one MLP.
         output_gate: the query projection also returns a gate, whose sigmoid multiplies the attention's output.
         clamped: the experts' gated activation is clamped (csrc/kernels/swiglu.h).
         sinks: each attention head has a learned sink.
-        rope_section: the rope_parameters of a config.json that has none.
+        rope_section: default for rope_parameters if config.json has none.
         reads_mxfp4: the experts' matrices may be quantised to MXFP4, and are read into bfloat16."""
 
     title: str

@@ -248,8 +248,8 @@ class DistributedValue(DistributedModel, ValueInterface):
 
 
 def plain_batch(data: Batch) -> RaggedBatch:
-    """Return the part of a batch that workers receive: tensors, numbers and strings, one per sample or shared. Message
-    logs and environment metadata are dropped."""
+    """Return the part of a batch that workers receive: tensors, numbers and strings, one per sample or for the whole
+    batch. Message logs and environment metadata are dropped."""
     batch = RaggedBatch.of(data)
     plain = (Tensor, str, int, float, NoneType)
     samples = {

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.models.weight_files import RawTensor, TensorEntry
 
 _NAME = re.compile(r"(.*mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
-_WORDS = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}  # numbers are moved, not computed with
+_WORDS = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}  # integers, because numbers are only moved
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -38,10 +38,11 @@ def is_fused(shapes: Container[str]) -> bool:
 def split_experts(
     tensors: Iterable[tuple[str, RawTensor | TensorEntry]],
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield the tensors of a checkpoint, of fused ones each matrix and bias by the native core's name.
+    """Yield the tensors of a checkpoint, with fused experts split into the matrices and biases of single experts, which
+    get the native core's names.
 
-    A tensor of fused experts with an unexpected number of dimensions is yielded as it is. Entries of a file's header
-    (`TensorEntry`) are split likewise, without data.
+    A tensor of fused experts with an unexpected number of dimensions is yielded unchanged. Entries of a file's header
+    (`TensorEntry`) are split in the same way, without data.
     """
     halves: dict[str, RawTensor | TensorEntry] = {}
     for name, tensor in tensors:
@@ -69,7 +70,7 @@ def split_experts(
 
 
 def _kept(tensor: RawTensor | TensorEntry) -> RawTensor | TensorEntry:
-    """Return the tensor with a copy of its data, which is valid until the next tensor is read."""
+    """Return the tensor with a copy of its data, because the original is only valid until the next tensor is read."""
     return tensor._replace(data=memoryview(bytes(tensor.data))) if hasattr(tensor, "data") else tensor
 
 
@@ -108,7 +109,7 @@ def _split_blocks(
 
 @cache
 def _pairs() -> np.ndarray:
-    """Return, for scale * 256 + byte, the two bfloat16 of the byte as one number of 32 bits."""
+    """Return a table for decoding MXFP4: entry scale * 256 + byte holds the byte's two bfloat16 values in 32 bits."""
     import numpy as np
 
     with np.errstate(invalid="ignore", over="ignore"):
@@ -122,7 +123,8 @@ def _pairs() -> np.ndarray:
 def _parts(
     expert: str, matrix: str, kind: str, tensor: RawTensor | TensorEntry, shape: list[int], rows: np.ndarray | None
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield an expert's parts of a tensor whose rows [out, in], or [out], of gate and up alternate."""
+    """Yield an expert's down_proj, or its gate_proj and up_proj, whose rows alternate in `rows` ([out, in], or
+    [out])."""
     import numpy as np
 
     if matrix == "down_proj":
@@ -133,6 +135,6 @@ def _parts(
     for name, size, every in parts:
         part = tensor._replace(shape=size)
         if rows is not None:
-            copied = np.array(rows[every], order="C")  # no view of the file, which is closed before the next file opens
+            copied = np.array(rows[every], order="C")  # a copy: the file is closed before the next one opens
             part = part._replace(data=memoryview(copied.view(np.uint8).reshape(-1)))
         yield f"{expert}{name}.{kind}", part

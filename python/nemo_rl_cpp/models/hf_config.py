@@ -151,7 +151,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 
 def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
     """Return the configuration of the text model of a vision-language model. Its vision tower and its
-    multi-token-prediction heads are not computed. Return any other configuration unchanged."""
+    multi-token-prediction heads are ignored. Return any other configuration unchanged."""
     known, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")
     if known is None:
         return config
@@ -174,7 +174,7 @@ def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
     original = "original_max_position_embeddings"
     if original not in made.defaults:
         return rope.respell(config, positions, made.rope_theta)
-    # Phi 3: the top-level key takes precedence over the section's, even if it has only its default value
+    # Phi 3: the top-level key takes precedence over the key in the section, even with its default value
     beside = {original: config.get(original) or made.defaults[original]}
     return rope.respell({**config, **beside}, positions, made.rope_theta) | beside
 
@@ -189,7 +189,7 @@ def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
 
 
 def _derive(form: dict[str, Plain]) -> None:
-    """Set sizes that are missing and follow from others."""
+    """Set missing sizes that follow from other keys."""
     heads, hidden = form["num_attention_heads"], form["hidden_size"]
     if form.get("num_key_value_heads") is None:
         form["num_key_value_heads"] = heads
@@ -367,7 +367,8 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
 
 
 def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
-    """Yield a sentence for each property of an unmodified config.json that may surprise, such as an ignored key."""
+    """Yield a sentence for each property of an unmodified config.json that may surprise users, such as an ignored
+    key."""
     yield from rope.rope_remarks(config)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         if config.get(key):

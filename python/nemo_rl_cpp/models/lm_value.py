@@ -41,7 +41,7 @@ class Value(TrainedModel, ValueInterface):
         """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
 
         Args:
-            data: a batch with the loss's inputs: `returns`, and for clipping `values` from `get_values`.
+            data: a batch with the loss's inputs: `returns`, and if the loss clips also `values` from `get_values`.
             loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`.
 
         Returns:

@@ -57,7 +57,7 @@ def chunk_bytes(tokens: int, vocab_size: int, chunk: int | None) -> float:
 def tape_bytes(sizes: ModelSizes, width: int) -> int:
     """Return the bytes per token and layer that torch keeps for the backward pass of a layer of transformers.
 
-    They hold the input, the normalised form and the output of each norm; queries, keys, values and the attention's
+    Torch keeps the input, the normalised form and the output of each norm; queries, keys, values and the attention's
     output, twice; the MLP's gate, its activation, up, and the product of these two. Norms of bfloat16 inputs are
     computed in float32. `width`: bytes per element."""
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
@@ -72,7 +72,8 @@ def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int
     sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
     if processes == 1 or not model.shards_gradients:
         return sums
-    # shards of the sums, and the current block; with one micro-batch per block only the embedding and four layers of it
+    # a shard of each sum, and the gradient of the current block; if a block is one micro-batch, only a part of that
+    # gradient exists at a time: the embedding and four layers
     by_tokens = model.sequence_packing.enabled or model.dynamic_batching.enabled
     alone = not by_tokens and (model.train_global_batch_size or 0) <= blocks * (model.train_micro_batch_size or 0)
     few = sizes.embedding_parameters + 4 * sizes.layer_parameters

@@ -258,4 +258,4 @@ def _has_own_head(path: Path) -> bool:
     try:
         return head_differs(path)
     except ModelFolderError:
-        return False  # not raised here, because a resumed run does not load these weights; loading them raises it
+        return False  # loading the weights raises this error; a resumed run does not load them

@@ -34,8 +34,8 @@ _SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_f
 def respell(
     config: Mapping[str, Plain], default_positions: int, default_theta: float = DEFAULT_THETA
 ) -> dict[str, Plain]:
-    """Return the configuration with its RoPE keys in canonical form: only `rope_theta` and `rope_scaling`. Check
-    nothing.
+    """Return the configuration with its RoPE keys in canonical form: only `rope_theta` and `rope_scaling`. Nothing is
+    checked.
 
     Precedence is as in transformers 5: `rope_scaling` before `rope_parameters`; keys in the section before top-level
     keys, except that a top-level `original_max_position_embeddings` comes first. Its default is
@@ -69,8 +69,8 @@ def respell_kinds(
     """Return the configuration in canonical form for a model whose kinds of layers (KINDS) have separate RoPE.
 
     The result has transformers 5's `rope_parameters` with one section per kind. Format 4 has one scaling section and
-    `rope_theta`, both for full attention. In it the key `local_key` (if not None) sets the theta of sliding layers, by
-    default `local_theta`."""
+    `rope_theta`, both for full attention. In format 4 the key `local_key` (if not None) sets the theta of sliding
+    layers, by default `local_theta`."""
     section = config.get(section_name(config)) or {}
     if not isinstance(section, Mapping):
         raise ModelFolderError(f"{section_name(config)} is {section!r}, but a section was expected")

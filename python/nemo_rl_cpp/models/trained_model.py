@@ -419,7 +419,7 @@ class TrainedModel(NoOffload):
             (self.trained.own, self.model.masters_begin, self.model.masters),
         )
         for layout, begin, flat in places:
-            if flat is None or bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # not finite if an element is not
+            if flat is None or bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # inf or NaN spreads to the sum
                 continue
             finite = torch.ones(layout.total, dtype=torch.bool)
             finite[begin : begin + flat.numel()] = torch.isfinite(flat)

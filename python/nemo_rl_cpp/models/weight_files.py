@@ -29,7 +29,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 class RawTensor(NamedTuple):
-    """A tensor as it is stored in its file. `dtype` is safetensors' name of it ("F32", "BF16"); `data` is memory-mapped
+    """A tensor as it is stored in its file. `dtype` is its name in safetensors ("F32", "BF16"); `data` is memory-mapped
     and only valid until the next tensor is requested."""
 
     dtype: str
@@ -242,12 +242,12 @@ _NOT_COMPUTED = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
-"""Further prediction heads and the vision towers of Qwen3.5 and Gemma 3."""
+"""Prefixes of tensors that are ignored: multi-token-prediction heads and vision towers of Qwen3.5 and Gemma 3."""
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Return the parameter's name in `shapes`: the prefix `model.` is added, which checkpoints of base models lack, and
-    `language_model.` is removed, which marks the text model in checkpoints of vision-language models."""
+    """Return the parameter's name in `shapes`: add the prefix `model.`, which checkpoints of base models lack, and
+    remove `language_model.`, which marks the text model in checkpoints of vision-language models."""
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
 

@@ -99,7 +99,7 @@ def _view(flat: Tensor, spec: C.ParameterSpec) -> Tensor:
 
 
 def named_whole(layout: C.ParameterLayout, flat: Tensor) -> dict[str, Tensor]:
-    """Return every parameter by its Hugging Face name, as a view of the flat buffer, which has this layout."""
+    """Return every parameter by its Hugging Face name, as a view of `flat`, a buffer with this layout."""
     return {spec.name: _view(flat, spec) for spec in layout.specs}
 
 
@@ -203,8 +203,8 @@ _EXPERT = re.compile(r"(.*mlp\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)
 
 
 def joined_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors by their names in a checkpoint with fused experts (models/fused_experts.py). Each tensor is made
-    when it is asked for."""
+    """Yield the tensors by their names in a checkpoint with fused experts (models/fused_experts.py). Each tensor is
+    created only when it is requested."""
     experts: dict[str, list[str]] = {}
     for name in tensors:
         if (found := _EXPERT.fullmatch(name)) is None:
@@ -238,7 +238,7 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
     views = named_views(model.layout, flat)
 
     def draw(whole: list[int], spread: float) -> Tensor:
-        """Return normal numbers of the model's dtype. Only a few rows at a time exist in float32."""
+        """Return normally distributed numbers of the model's dtype. Only a few rows at a time exist in float32."""
         out = torch.empty(whole, dtype=flat.dtype)
         for rows in out.split(
             max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)

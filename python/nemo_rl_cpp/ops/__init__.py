@@ -283,7 +283,7 @@ def clipped_pg_loss(
         loss = reduce(W C) + beta reduce(K) + mu NLL,   C = max(-A R, -A clamp(R)),   R = exp(curr - prev)
 
     A is the advantage, W the importance weight, K the KL estimate with beta = kl_penalty, and NLL the negative
-    log-likelihood of samples with a positive reward, with mu = positive_nll_weight. C is that of ratio_mode ppo.
+    log-likelihood of samples with a positive reward, with mu = positive_nll_weight. This C is for ratio_mode ppo.
     `reduce` averages over valid tokens, or first over each row (token_level_loss).
 
     curr_logprobs: [B, S-1], float32 or float64; column t is the log-probability of token t+1.
@@ -309,7 +309,7 @@ def token_loss(
     (`Trainer.forward_with_loss`). Return None if a token's gradient depends on other tokens, as in sequence-level
     losses and seq-mask-tis.
 
-    `counts` must have tokens and sequences. If prev_logprobs is None, the current log-probabilities are used for it.
+    `counts` must have tokens and sequences. If prev_logprobs is None, the current log-probabilities replace it.
     """
     if not C.TokenLoss.separable(config.native):
         return None
@@ -350,7 +350,8 @@ def mse_value_loss(
     cliprange: float | None = None,
 ) -> ValueLossResult:
     """Return the value loss scale/2 * sum(M e) / global_valid_toks, where e = (v - R)^2 and M masks valid tokens. With
-    a cliprange, e is the maximum of that and (clamp(v, old +- cliprange) - R)^2; raise ValueError without `old_values`.
+    a cliprange, e is the maximum of (v - R)^2 and (clamp(v, old +- cliprange) - R)^2; raise ValueError without
+    `old_values`.
 
     values, returns, old_values, token_mask: [B, S], not shifted. sample_mask: [B]. The metrics values_min and
     values_max are over valid tokens; 0 if there are none."""

@@ -1,5 +1,5 @@
-"""Generation in several processes, each with an engine for a part of the prompts. An engine reads the weights of its
-process's trainer, or in a worker that only generates a copy of the weights that refits update.
+"""Generation in several processes, each with an engine for a part of the prompts. An engine reads the weights of the
+trainer in its process. In a worker that only generates, it reads a copy of the weights, which refits update.
 
 A response does not depend on which engine generates it: its sampling is seeded by the number of its prompt (`draw_ids`)
 and its index among the samples of the prompt (`sample_index`), never by the other rows of a batch.
@@ -40,8 +40,8 @@ ModelConfig = TypeVar("ModelConfig", bound=TrainedModelConfig)
 
 
 class EngineHost:
-    """The methods by which a worker holds engines. The worker's class provides `create_generation`, which creates
-    one."""
+    """The methods of a worker that holds engines. The worker's class provides `create_generation`, which creates an
+    engine."""
 
     _engines: dict[int, NativeGeneration]
 
@@ -198,7 +198,7 @@ class DistributedGeneration(GenerationInterface):
         return self.group.call_for_one_value("ask_engine", self._number, "weight_digest")
 
     def get_logger_metrics(self) -> dict[str, float]:
-        """Return each metric summed over all engines, also the mean batch size, but the maximum of peak_blocks."""
+        """Return each metric summed over all engines, even the mean batch size; for peak_blocks return the maximum."""
         each = self.group.first_of_groups(self._ask("get_logger_metrics"))
         return {name: (max if name == "peak_blocks" else sum)(m[name] for m in each) for name in each[0]}
 

@@ -231,9 +231,7 @@ class CachedDecoder:
         tokens = tokens.to(self._mask.device)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         logits = self._forward(tokens.clamp(min=0)[:, None], self._next[:, None])
-        self._next = self._next + (
-            tokens >= 0
-        )  # a row that has ended keeps its position, which the architecture supports
+        self._next = self._next + (tokens >= 0)  # ended rows keep their position, as later ones may exceed the maximum
         return logits
 
     def keep(self, rows: Tensor) -> None:

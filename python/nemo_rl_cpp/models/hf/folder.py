@@ -123,7 +123,8 @@ class HfFolder:
 def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, value_head: bool = False) -> HfFolder:
     """Open the model `policy.model_name` or `value.model_name` for transformers. Print remarks on it, once.
 
-    Raises ModelFolderError: no such model, an architecture unknown to transformers, or sequences that are too long.
+    Raises ModelFolderError if there is no such model, transformers does not know its architecture, or sequences are too
+    long for it.
     """
     name, overrides = config.model_name, dict(config.hf_config_overrides or {})
     key = f"{section}.model_name"
@@ -149,7 +150,8 @@ def open_frozen(
 ) -> tuple[HfFolder, nn.Module]:
     """Open the model `generation.model_name`, which only generates. Return its folder, and its module in `precision`.
 
-    Raises ModelFolderError, also if sequences of `longest` tokens (`generation.vllm_cfg.max_model_len`) are too long.
+    Raises ModelFolderError as `open_hf_folder` does; sequences have up to `longest` tokens
+    (`generation.vllm_cfg.max_model_len`).
     """
     path = resolve_model(name, key="generation.model_name")
     raw, settings = read_config_file(path), settings or HfConfig()

@@ -125,7 +125,8 @@ class HfTrainer:
 
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None, d_entropy: None = None) -> None:
         """Run the backward pass of the last `forward`, and add the weights' gradients to the accumulated ones. `d_out`
-        [T] and `d_unfiltered` [T] are the gradients of its outputs. `d_entropy` is None: losses of entropies are native."""
+        [T] and `d_unfiltered` [T] are the gradients of its outputs. `d_entropy` is None: only the native core supports
+        losses of entropies."""
         outputs, picked = self._kept
         self._kept = None
         device = outputs.scored.device

@@ -161,9 +161,9 @@ class Policy(TrainedModel, PolicyInterface):
         """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
 
         If the data has no `prev_logprobs`, the current weights must be those that generated the responses. The first
-        update then uses the log-probabilities of its own forward pass as the old policy's. Later updates use
-        generation's, if these are bit-identical to that pass. Otherwise the mismatches are counted, and the rows of the
-        later updates are scored before the first update.
+        update then takes the old policy's log-probabilities from its own forward pass. Later updates take them from
+        generation if generation was bit-identical to that pass. Otherwise the mismatches are counted, and the rows of
+        the later updates are scored before the first update.
 
         Returns:
             {"loss", "grad_norm": one value per global batch, "all_mb_metrics": metric -> one value per micro-batch (see
@@ -233,7 +233,7 @@ class Policy(TrainedModel, PolicyInterface):
         if not agree or not fits or limit == 0 or not possible:
             self.model.keep_activations(0)
         elif self.model.max_kept_bytes == 0:
-            self.model.release_workspace()  # a backward pass on kept activations needs the workspace of one layer only
+            self.model.release_workspace()  # a backward pass on kept activations needs only one layer's workspace
             self.model.keep_activations(limit)
 
     # ---- generation and the rest of the interface ---------------------------------------------------------------------
@@ -251,8 +251,8 @@ class Policy(TrainedModel, PolicyInterface):
         return engine
 
     def performance(self) -> dict[str, float]:
-        """Return `reused_forward_share` and `zero_gradient_share` of the last `train`. The first is 0 in a process's
-        first step, also after a resume: it describes how a step ran, not its result."""
+        """Return `reused_forward_share` and `zero_gradient_share` of the last `train`. `reused_forward_share` is 0
+        in the first step of a process, also of a resumed one: it describes how a step ran, not its result."""
         return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
 
 

@@ -58,7 +58,7 @@ class TorchLearningRate:
 
     def step(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's warning on the order of the two steps
+            warnings.simplefilter("ignore")  # torch warns about the order of these two steps
             self._optimizer.step()
             self._scheduler.step()
 

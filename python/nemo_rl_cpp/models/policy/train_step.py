@@ -317,7 +317,7 @@ class _GlobalBatch:
             targets = torch.cat([data.tokens["input_ids"][:, None], data.tokens["candidate_ids"]], 1)
         plans = [plan(data, self.wanted, rows, way.batching, self.apart, targets) for rows in blocks]
         self.packed, self.blocks = plans[0][0], [micro_batches for _, micro_batches in plans]
-        # what the forward pass computes, [T], or [T, 1 + k] of each token and its candidates
+        # outputs of the forward pass: [T], or [T, 1 + k] for each token and its candidates
         self.scored = torch.zeros(data.num_tokens if targets is None else targets.shape, dtype=way.trainer.out_dtype)
         outputs, self.candidates = (self.scored, None) if targets is None else (self.scored[:, 0], self.scored[:, 1:])
         self.result = GlobalBatchResult(outputs, [len(micro_batches) for micro_batches in self.blocks])
@@ -354,7 +354,7 @@ class _GlobalBatch:
 
     def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the gradients of the loss with respect to `scored`, to the log-probabilities without top-k and top-p,
-        and to the entropies (None if not computed), each in the shape of what it belongs to."""
+        and to the entropies (None if not computed), each in the shape of the tensor that it belongs to."""
         if self.way.sums.beside and self.is_apart(micro.rows):
             raise ValueError(
                 f"zero_gradient_rows of the loss names sample {micro.rows[0]}, whose micro-batch has a gradient, when the sum over "

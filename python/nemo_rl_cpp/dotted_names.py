@@ -59,7 +59,7 @@ class PythonObjectRef(str):
 
 
 def is_user_defined(name: object) -> bool:
-    """Return whether the value of a key means a custom component: a dotted name, or a Python object."""
+    """Return whether the value of a key refers to a custom component: a dotted name, or a Python object."""
     return isinstance(name, PythonObjectRef) or is_dotted(name)
 
 

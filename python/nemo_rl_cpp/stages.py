@@ -32,7 +32,7 @@ def stage(text: str) -> None:
 @contextmanager
 def work(text: str, total: float, always: bool = False) -> Iterator[Callable[[float], None]]:
     """Yield `advance(amount)`, which adds `amount` to the finished part of `total`. If the work takes more than some
-    seconds, show its progress on stderr, provided it is inside `stages_shown` or `always` is set."""
+    seconds, show its progress on stderr, if it runs inside `stages_shown` or `always` is set."""
     begin = last = time.monotonic()
     done, drawn = 0.0, False
     shown, terminal = always or _began is not None, sys.stderr is not None and sys.stderr.isatty()

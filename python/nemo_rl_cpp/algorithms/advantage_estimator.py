@@ -298,8 +298,9 @@ class OptimalTokenBaselineAdvantageEstimator(_Estimator):
 
         A = reward - sum_i(W_it reward_i) / sum_i W_it,   W_it = sum over s <= t of (1 - 2 p_is + sum_v p_v^2)
 
-    where i runs over the group's responses that have a t-th trained token. W is the squared norm of the gradient of
-    their log-probability with respect to the logits. If only one response is that long, its advantage is 0.
+    where i runs over the group's responses that have a t-th trained token. W_it is the squared norm of the gradient of
+    the log-probability of response i's first t trained tokens with respect to the logits. If no other response has a
+    t-th trained token, A is 0.
     """
 
     def compute_advantage(

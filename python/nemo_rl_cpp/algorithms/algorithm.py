@@ -58,7 +58,7 @@ def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 
 
 def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
-    """Return the weights of the reward functions by name, if their rewards are gdpo's components. Return {} if no
+    """Return the weights of the reward functions by name, if their rewards are the components of GDPO. Return {} if no
     training data set uses reward functions, or if they have no weights. Raise ValueError if
     `grpo.adv_estimator.reward_weights` is set, too.
     """

@@ -339,8 +339,8 @@ def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metr
 
 
 def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environment]) -> list[str]:
-    """Return the names of the environments. For the environment of reward functions, return their names with weights
-    instead.
+    """Return the names of the environments. For the environment of reward functions, return the functions' names with
+    weights instead.
     """
     found: list[str] = []
     used = environments_of_training(config.data)

@@ -349,7 +349,8 @@ def make_collector(
     environments: Environments,
     state: TrainState,
 ) -> RolloutCollector:
-    """Return the collector of rollouts: in their step, or while earlier steps train (`async_grpo` or `async_ppo`)."""
+    """Return the collector that generates the rollouts of a step during that step, or while earlier steps train
+    (`async_grpo` or `async_ppo`)."""
     prompts = PromptSource(loader, config.loop.num_generations_per_prompt, state)
     if isinstance(config, SFTMasterConfig):
         sampler = GroupSampler(config.sft.num_prompts_per_step, group_size=1)
@@ -427,7 +428,7 @@ def make_answer_validation(
 
 
 def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: PolicyInterface) -> StepLog:
-    """Return the log of steps. For its rates, trainers also count as engines unless engines are separate processes."""
+    """Return the log of steps. Its rates count trainers as engines, too, unless engines are separate processes."""
     trainers, engines = trainers_of(config), engines_of(config)
     devices = Devices(trainers + engines, trainers, engines or trainers)
     return StepLog(logger, timer, PhaseMemory(), devices, policy.performance)

@@ -180,10 +180,10 @@ def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples:
     """Return the response length from which `profiled_length_penalty` applies, or None if it does not apply to the
     prompt.
 
-    The limit is mean + n_std x standard deviation (with n - 1; 0 for one sample) of those `profiled_output_lengths`
-    whose `profiled_rewards` are above 0. `info` is the prompt's `extra_env_info`, which may hold these two lists from
-    earlier responses. The penalty does not apply without the lists, or if fewer than `min_samples` rewards are above 0.
-    Raise ValueError if only one list is there, or if their lengths differ.
+    The limit is mean + n_std x unbiased standard deviation (0 for one sample) of those `profiled_output_lengths` whose
+    `profiled_rewards` are above 0. `info` is the prompt's `extra_env_info`, which may hold these two lists from earlier
+    responses. The penalty does not apply without the lists, or if fewer than `min_samples` rewards are above 0. Raise
+    ValueError if only one list is there, or if their lengths differ.
     """
     info = info or {}
     rewards, lengths = info.get("profiled_rewards"), info.get("profiled_output_lengths")

@@ -71,11 +71,11 @@ def has_token(log: LLMMessageLogType, unwanted: list[int]) -> bool:
 def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | None) -> bool:
     """Return whether a conversation has misplaced thinking tags, `<think>` or `</think>`.
 
-    A response must not contain `<think>`, because the prompt opens the thinking. Consider the messages between two
-    responses: if they have one opening tag more than closing tags, the response must close the thinking exactly once;
-    if they have equally many, it must not close it; any other difference is a defect. This counts token ids: `tag_ids`
-    are those of `<think>` and `</think>`, or None if a tag is not a single token. In its text, a response may have no
-    `<think>` and at most one `</think>`.
+    A response must not contain `<think>`, because the prompt opens the thinking. Consider the messages before it, back
+    to the previous response. If they have one opening tag more than closing tags, the response must close the thinking
+    exactly once. If they have equally many, it must not close it. Any other difference is a defect. These rules count
+    token ids; they are skipped if `tag_ids`, the ids of `<think>` and `</think>`, is None. In its text, a response may
+    have no `<think>` and at most one `</think>`.
     """
     opened = closed = 0  # in the messages since the last response
     for message in log:

@@ -105,7 +105,7 @@ class Ranks:
         return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet, members=members)
 
     def beside(self) -> Communicator | None:
-        """Connect the processes of `communicator` again, for messages from a second thread. Collective call."""
+        """Connect the processes of `communicator` a second time, for messages from another thread. Collective call."""
         return None if self.communicator is None or self.meet is None else self.meet(self.members, "beside")
 
     def tensor_least(self, value: int) -> int:
@@ -244,8 +244,8 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Return, for each group, its consecutive samples with a backward pass, and their number of tokens with one
-    prompt."""
+    """Return, for each group, its samples with a backward pass, and their number of tokens, counting the shared prompt
+    once."""
     groups = data.samples.get("group_id")
     groups = [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
     lengths, prompts, units = data.lengths.tolist(), prompt_lengths(data), {}

@@ -307,9 +307,9 @@ def add_logprobs(
     """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that `needs` names. Return the metric
     `stale_samples`.
 
-    `prev_logprobs` are omitted if the policy takes them from its first training forward pass (which is exact, see
-    `Policy.skips_prev_logprobs`), unless `needs.previous` is set or an estimator reads messages that were not
-    generated. A sample is stale if its `weight_version` is not the current one. Stale samples keep the
+    `prev_logprobs` are added if the policy does not take them from its first training forward pass (see
+    `Policy.skips_prev_logprobs`), if a sample is stale, if `needs.previous` is set, or if an estimator reads messages
+    that were not generated. A sample is stale if its `weight_version` is not the current one. Stale samples keep the
     log-probabilities of the policy that sampled them, unless the loss corrects them.
     """
     policy.prepare_for_lp_inference()

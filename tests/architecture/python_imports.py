@@ -1,4 +1,4 @@
-"""The package's modules and what each imports of the others, read from their syntax trees."""
+"""The modules of the package and the imports between them, read from their syntax trees."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ NAME = "nemo_rl_cpp"
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Dotted name behind the package's own -> file; "" is the package itself."""
+    """Return {dotted name below the package: file}; "" is the package itself."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -18,7 +18,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def imports(package: Path) -> dict[str, set[str]]:
-    """Module -> modules of the package that it imports, anywhere in its file but under `if TYPE_CHECKING`."""
+    """Return {module: modules of the package that it imports}, anywhere in its file except under `if TYPE_CHECKING`."""
     known = modules(package)
     return {name: set(_imported(name, path, known)) - {name, ""} for name, path in known.items()}
 
@@ -56,7 +56,7 @@ def _longest_known(parts: list[str], known: Iterable[str]) -> str:
 
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Groups of modules of which each reaches each (the strongly connected components of more than one)."""
+    """Return the import cycles: the strongly connected components with more than one module."""
     reached = {name: _reachable(name, graph) for name in graph}
     found = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
     return {group for group in found if len(group) > 1}

@@ -1,9 +1,9 @@
-"""One AdamW step on a flat buffer against torch.optim.AdamW (fused and for-each) and memory bandwidth.
+"""One AdamW step on a flat buffer, compared with torch.optim.AdamW (fused and for-each) and with memory bandwidth.
 
     uv run python tests/benchmarks/bench_adamw.py [--threads 1] [--parameters 33554432] [--device cuda] [--json out.json]
 
-The limit is the traffic (weights, gradient and two moments read, all but the gradient written; with a bfloat16 copy of the
-weights two bytes more) at the copy bandwidth of this run.
+The limit is the memory traffic at the copy bandwidth of this run: weights, gradient and two moments are read, and all
+of these except the gradient are written. A bfloat16 copy of the weights adds two bytes per weight.
 """
 
 import torch

@@ -1,9 +1,10 @@
-"""Packed attention forward and backward against torch's SDPA; decode over the blocked cache against memory bandwidth.
+"""Packed attention, forward and backward, compared with torch's SDPA; decode attention compared with memory bandwidth.
 
     uv run python tests/benchmarks/bench_attention.py [--model Qwen3-0.6B] [--threads 1] [--repeats 7] [--json out.json]
 
-Sides of a pair alternate within one run; figures are medians. GFLOP/s count the causal half: 4*H operations a scored
-pair and head forward, 10*H backward. The limit of decode is a memory copy of the same run.
+The two sides alternate within one run, and results are medians. GFLOP/s count the causal half: 4*H operations per
+scored pair and head forward, 10*H backward. Decode reads the blocked KV cache; its limit is a memory copy in the same
+run.
 """
 
 import torch
@@ -14,7 +15,7 @@ MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-0.5B": (14, 2, 64), "Qwen3-0.6B":
 
 
 def measure_packed(report: Report, model: str, dtype: torch.dtype, length: int, count: int) -> None:
-    """Forward and backward of `count` sequences of `length` tokens."""
+    """Measure forward and backward of `count` sequences of `length` tokens."""
     n, k, h = MODELS[model]
     heads, tokens = C.AttentionHeads(n, k, h, h**-0.5), length * count
     qkv = torch.randn(tokens, (n + 2 * k) * h).to(dtype)
@@ -48,7 +49,7 @@ def measure_packed(report: Report, model: str, dtype: torch.dtype, length: int, 
 
 
 def measure_decode(report: Report, model: str, dtype: torch.dtype, batch: int, length: int) -> None:
-    """A step of `batch` sequences of `length` tokens."""
+    """Measure a decode step of `batch` sequences of `length` tokens."""
     n, k, h = MODELS[model]
     blocks = -(-length // C.KEY_TILE)
     cache = torch.randn(batch * blocks, k, 2, h * C.KEY_TILE).to(dtype)

@@ -1,12 +1,14 @@
-"""The first run's step with one and two threads, alone and beside busy neighbours: how threads that wait treat their cores.
+"""The step of the first run with one and two threads, alone and next to busy processes: the effect of waiting threads.
 
-    uv run python tests/benchmarks/bench_busy_machine.py [--rounds 5] [--neighbours 0 1 2] [--spins 2000] [--config FILE] [key=value ...]
+    uv run python tests/benchmarks/bench_busy_machine.py [--rounds 5] [--neighbours 0 1 2] [--spins 2000] [--config FILE]
+        [key=value ...]
 
-A side is a process with a run of configs/grpo_arithmetic_smollm2.yaml that makes one step when it is told to, so that the sides
-take turns, step by step, and share whatever else the machine does. A neighbour is a process that computes all the time. The sides:
+A side is a process with a run of configs/grpo_arithmetic_smollm2.yaml that takes one step on request. So the sides take
+turns, step by step, and other load on the machine affects all of them. A neighbour is a process that computes all the
+time. The sides:
 
     1 thread
-    libgomp     two threads that wait as libgomp does by itself: they spin for 300,000 turns, which are milliseconds
+    libgomp     two threads that wait as libgomp does by default: they spin 300,000 times, which takes milliseconds
     bounded     two threads with the spin count of nemo_rl_cpp (or of --spins)
     passive     two threads that never spin
 
@@ -33,7 +35,7 @@ NEIGHBOUR = "x = 1\nwhile True:\n    x = (x * 1103515245 + 12345) % 2147483648\n
 
 
 def side(config_file: str, folder: str, overrides: list[str]) -> None:
-    """Makes a step for each line of standard input, and prints its seconds."""
+    """Take a step for each line of standard input, and print its seconds."""
     import nemo_rl_cpp
     from nemo_rl_cpp.report.progress import Progress
 
@@ -81,10 +83,10 @@ def seconds_of(process: subprocess.Popen[str], again: bool = True) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Neighbours -> side -> seconds a step."""
+    """Return {neighbours: {side: seconds of each step}}."""
     names = arguments.sides or list(SIDES)
     processes = {}
-    for name in names:  # one after the other: loading is not measured
+    for name in names:  # one after the other, because loading is not measured
         processes[name] = start(name, SIDES[name], arguments)
         seconds_of(processes[name], again=False)
     found: dict[str, dict[str, list[float]]] = {}
@@ -109,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 
 
 def show(count: str, rows: dict[str, list[float]]) -> None:
-    """Medians, and each side's median ratio to the faster of one and two threads in the same round."""
+    """Print the medians, and each side's median ratio to the faster of one and two threads in the same round."""
     load = Path("/proc/loadavg").read_text().split()[0]
     print(f"{count} busy neighbours, load {load}", flush=True)
     for name, seconds in rows.items():

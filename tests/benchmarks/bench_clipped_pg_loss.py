@@ -1,16 +1,17 @@
-"""Clipped policy-gradient loss with gradient and metrics, [256, 2048] (on a GPU [4096, 8192]), against torch eager and torch.compile.
+"""Clipped policy-gradient loss with gradient and metrics, compared with torch eager and torch.compile.
 
     uv run python tests/benchmarks/bench_clipped_pg_loss.py [--threads 1] [--repeats 15] [--device cuda] [--json out.json]
 
-The peer computes the same loss and the same metrics with torch operations. The limit is the larger of the traffic (seven
-arrays read, one written) at the copy bandwidth and the time of its exponentials by torch.exp, both measured in this run.
+The shape is [256, 2048], on a GPU [4096, 8192]. The peer computes the same loss and metrics with torch operations. The
+limit is the larger of two times, both measured in this run: the memory traffic (seven arrays read, one written) at the
+copy bandwidth, and the loss's exponentials by torch.exp.
 """
 
 import torch
 from harness import alternate, begin, copy_bandwidth, tune_malloc
 from nemo_rl_cpp import ops
 
-EXPONENTIALS = 4  # a token: the ratio, e^|prev - generation|, e^(curr - generation), and one of KL
+EXPONENTIALS = 4  # per token: the ratio, e^|prev - generation|, e^(curr - generation), and one for the KL
 
 
 def make(B, S, device):
@@ -28,7 +29,7 @@ def make(B, S, device):
 
 
 def peer(x, gen, prev, ref, adv, token_mask, sample_mask):
-    """(loss, metrics) of PPO's clipped loss with a k3 KL term."""
+    """Return (loss, metrics) of PPO's clipped loss with a k3 KL term."""
     mask = token_mask * sample_mask[:, None]
     count = mask.sum() + 1e-8
     mean = lambda v: (v * mask).sum() / count  # noqa: E731

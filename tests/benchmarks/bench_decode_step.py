@@ -1,12 +1,15 @@
-"""A decode step of the engine against its matrix products alone, and those against the fastest torch has for them.
+"""A decode step of the engine, compared with its matrix products alone, and these with the fastest products of torch.
 
     uv run python tests/benchmarks/bench_decode_step.py [--batches 1 16 64] [--precision bfloat16 float32] [--threads 2]
 
-A step is what each of the last 48 of 64 new tokens costs for all texts: a generation of 64 less one of 16, prompts of 40 tokens. Its
-products are those of every layer and of the head, on the model's weights, packed where steps read them packed
-(policy.generation.packed_weights), nothing else between them; `of_step` is their share of a step.
-`exactness` is a step over the same step with torch's products (oneDNN for bfloat16, MKL for float32), whose sums depend on the batch and
-on the number of threads, in place of ours; below 1 where ours are the faster ones. Sides take turns in one run.
+The time of a step is the mean of the last 48 of 64 new tokens, for all sequences: a generation of 64 tokens minus one
+of 16, with prompts of 40 tokens. The products are those of all layers and of the LM head, on the model's weights,
+packed if decode steps read them packed (policy.generation.packed_weights), with nothing else in between. `of_step` is
+their share of a step.
+
+`exactness` is the time of a step divided by that of the same step with torch's products (oneDNN for bfloat16, MKL for
+float32), whose sums depend on the batch and on the number of threads. It is below 1 if our products are faster. The
+sides take turns in one run.
 """
 
 import sys
@@ -24,7 +27,10 @@ SHORT = 16
 
 
 def step_weights(folder: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """qkv, o, gate_up and down of each layer, and the head, as the engine reads them: q, k and v lie side by side, as do gate and up."""
+    """Return qkv, o, gate_up and down of each layer, and the LM head, as the engine reads them.
+
+    q, k and v are adjacent, and so are gate and up.
+    """
     config = native_config(read_config(folder))
     model = C.DecoderModel(config, dtype, False)
     load_weights(model, folder)

@@ -1,8 +1,9 @@
-"""From the start of a process to its first token, paired: `nemo-rl-cpp generate` against transformers `generate`, the same model and prompt.
+"""Seconds from the start of a process to its first token: `nemo-rl-cpp generate` compared with transformers `generate`.
 
     uv run python tests/benchmarks/bench_first_token.py [--repeats 5] [--precision bfloat16 float32] [--json out.json]
 
-The first run of each side, which fills the file cache, does not count.
+Both use the same model and prompt, and their runs are paired. The first run of each side, which fills the file cache,
+does not count.
 """
 
 import os
@@ -29,7 +30,7 @@ print(tokenizer.decode(out[0, -1]), flush=True)
 
 def until_the_first_byte(command: list[str]) -> float:
     """Return the seconds from the start of a process to its first byte of output."""
-    # or every import compiles its source again
+    # otherwise every import would compile its source again
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
     with (

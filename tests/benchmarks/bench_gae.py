@@ -1,8 +1,9 @@
-"""Generalized advantage estimation, [512, 4096] (on a GPU [4096, 8192]), against a Python loop vectorised over a [T, B] layout.
+"""Generalized advantage estimation, compared with a Python loop that is vectorised over a [T, B] layout.
 
     uv run python tests/benchmarks/bench_gae.py [--threads 1] [--repeats 15] [--device cuda] [--json out.json]
 
-The limit is the traffic (values and mask read, advantages and returns written) at the copy bandwidth of this run.
+The shape is [512, 4096], on a GPU [4096, 8192]. The limit is the memory traffic (values and mask read, advantages and
+returns written) at the copy bandwidth of this run.
 """
 
 import torch
@@ -13,7 +14,7 @@ GAMMA, LAMBDA = 0.99, 0.95
 
 
 def peer(token_rewards, values, mask):
-    """Advantages and returns from [T, B] inputs: each step of the loop is a few operations on contiguous rows."""
+    """Return advantages and returns of [T, B] inputs. Each step of the loop is a few operations on contiguous rows."""
     advantages, returns = torch.empty_like(values), torch.empty_like(values)
     last, following = torch.zeros_like(values[0]), torch.zeros_like(values[0])
     for t in range(len(values) - 1, -1, -1):

@@ -1,9 +1,11 @@
-"""Generation against transformers `generate`, paired in one run: distinct prompts of ~40 tokens, 64 new tokens, temperature 1.
+"""Generation compared with transformers `generate`, paired in one run.
 
-    uv run python tests/benchmarks/bench_generation.py [--batches 1 16 64] [--precision bfloat16 float32] [--repeats 3] [--threads 2]
+    uv run python tests/benchmarks/bench_generation.py [--batches 1 16 64] [--precision bfloat16 float32] [--repeats 3]
+        [--threads 2]
 
-With --until_stop a text ends at its first full stop or line break, as answers in reinforcement learning end at theirs, after 64
-tokens at most; a rate then counts the tokens up to that end.
+Prompts are distinct and have about 40 tokens; 64 new tokens are sampled at temperature 1. With --until_stop a response
+ends at its first full stop or line break, as responses in reinforcement learning end at their stop strings, or after 64
+tokens. The rate then counts the tokens up to that end.
 """
 
 import statistics
@@ -21,7 +23,7 @@ def prompts(batch: int, vocab: int) -> torch.Tensor:
 
 
 def stop_ids(folder: str) -> list[int]:
-    """Every token with a full stop or a line break in it."""
+    """Return every token that contains a full stop or a line break."""
     from nemo_rl_cpp.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_pretrained(folder)
@@ -58,20 +60,20 @@ def transformers(folder: str, precision: str, stops: Sequence[int] = ()):
         with torch.inference_mode():
             new = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[:, PROMPT:]
         ends = torch.isin(new, stop_tokens).long()
-        return int((ends.cumsum(1) - ends == 0).sum())  # up to a row's first end
+        return int((ends.cumsum(1) - ends == 0).sum())  # tokens up to the first end in each row
 
     return run
 
 
 def measure(report: Report, what: str, sides: dict, ids: torch.Tensor) -> None:
-    """Both sides in turn; a rate counts tokens up to a text's end."""
+    """Run both sides in turn. A rate counts the tokens up to the end of each response."""
     seconds, rates = {name: [] for name in sides}, {name: [] for name in sides}
     for turn in range(report.args.repeats + 1):
         for name, run in sides.items():
             start = time.perf_counter()
             tokens = run(ids)
             taken = time.perf_counter() - start
-            if turn:  # the first is a warm-up
+            if turn:  # turn 0 is a warm-up
                 seconds[name].append(taken)
                 rates[name].append(tokens / taken)
     for name, own in rates.items():

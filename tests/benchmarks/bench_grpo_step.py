@@ -1,11 +1,13 @@
-"""A whole GRPO step (8 prompts x 8 generations, 64 new tokens, bf16) against TRL's GRPOTrainer: seconds and peak memory.
+"""A whole GRPO step (8 prompts x 8 generations, 64 new tokens, bf16), compared with TRL's GRPOTrainer: seconds, peak
+memory.
 
-    uv run python tests/benchmarks/bench_grpo_step.py [--steps 3] [--rounds 2] [--threads 2] [--our-batch 32] [--trl-batch 64]
+    uv run python tests/benchmarks/bench_grpo_step.py [--steps 3] [--rounds 2] [--threads 2] [--our-batch 32]
+        [--trl-batch 64]
 
-Each side runs in a process of its own, ours and TRL's in turn; TRL in an environment of its own, which uv makes. The first
-step of a process is a warm-up. Both sides get the same model folder, prompts, reward and learning rate, and neither stops
-before 64 tokens. `--our-batch` is policy.train_micro_batch_size, `--trl-batch` TRL's per_device_train_batch_size: samples that go through
-the model at a time; less than 64 means gradient accumulation.
+The sides run in separate processes, in turn; TRL has a separate environment, which uv creates. The first step of a
+process is a warm-up. Both sides get the same model folder, prompts, reward and learning rate, and neither stops before
+64 tokens. `--our-batch` is policy.train_micro_batch_size, and `--trl-batch` is TRL's per_device_train_batch_size: the
+number of samples that go through the model at a time. Below 64 this means gradient accumulation.
 """
 
 import argparse
@@ -24,7 +26,7 @@ TRL = ["trl==1.16.0", "transformers==5.23.0", "torch==2.15.0", "datasets", "acce
 
 
 def prompt_texts(steps: int) -> list[str]:
-    """Texts of about 30 tokens, no two alike."""
+    """Return different texts of about 30 tokens."""
     return [
         f"Question {i}: a farmer has {i + 3} cows and {2 * i + 5} hens, and sells {i % 7 + 1} hens. How many are left?\nAnswer:"
         for i in range(PROMPTS * steps)
@@ -32,7 +34,7 @@ def prompt_texts(steps: int) -> list[str]:
 
 
 def reward(completions: list[str], **_: object) -> list[float]:
-    """The share of digits: cheap, and different within a group."""
+    """Return the share of digits, which is cheap to compute and differs within a group."""
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
@@ -82,11 +84,11 @@ def trl(folder: str, steps: int, threads: int, batch: int) -> dict[str, object]:
 
 
 def one_side(name: str, arguments: argparse.Namespace) -> None:
-    """In the child: runs, and prints one line of JSON last."""
+    """Run in the child, and print one line of JSON at the end."""
     side, batch = {"ours": (ours, arguments.our_batch), "trl": (trl, arguments.trl_batch)}[name]
     result = side(arguments.model, arguments.steps + 1, arguments.threads, batch)
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    result["peak_rss_gb"] = int(peak.split()[1]) / 2**20  # not ru_maxrss, which starts at the parent's
+    result["peak_rss_gb"] = int(peak.split()[1]) / 2**20  # ru_maxrss would include the parent's peak
     print("\n" + json.dumps(result))
 
 

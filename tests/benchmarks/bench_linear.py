@@ -1,10 +1,11 @@
-"""The matrix products of a training step against torch's (MKL, oneDNN): forward, gradient of the input, gradient of the weights.
+"""The matrix products of a training step (forward, input and weight gradients), compared with torch's (MKL, oneDNN).
 
-    uv run python tests/benchmarks/bench_linear.py [--threads 1] [--rows 2048] [--precision bfloat16] [--repeats 31] [--json out.json]
+    uv run python tests/benchmarks/bench_linear.py [--threads 1] [--rows 2048] [--precision bfloat16] [--repeats 31]
+        [--json out.json]
 
-Shapes are those of SmolLM2-135M (qkv, gate and up, down) and of Qwen2.5-0.5B (gate and up, down). `gflops` is 2 M N K over the median;
-`ratio` is a side's median time over ours. Ours adds up in float32 for either precision, and its forward product gives
-a row the same bits whatever the rows beside it.
+The shapes are those of SmolLM2-135M (qkv, gate and up, down) and Qwen2.5-0.5B (gate and up, down). `gflops` is 2 M N K
+divided by the median time; `ratio` is a side's median time divided by ours. Ours accumulates in float32 in both
+precisions. Its forward product gives a row bit-identical results, whatever other rows it is computed with.
 """
 
 import torch
@@ -18,7 +19,7 @@ SHAPES = {
 
 
 def products(M: int, N: int, K: int, dtype: torch.dtype) -> dict:
-    """Of each product: ours and torch's."""
+    """Return {product: (our function, torch's function)}."""
     x, w, y, dy = (torch.randn(*shape).to(dtype) for shape in ((M, K), (N, K), (M, N), (M, N)))
     dx, dw, their_dw = torch.empty(M, K, dtype=dtype), torch.zeros(N, K), torch.zeros(N, K, dtype=dtype)
     return {

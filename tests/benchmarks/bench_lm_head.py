@@ -1,9 +1,11 @@
-"""LM head, hidden states to log-probabilities and back, against its matrix products alone and against torch.
+"""The LM head (hidden states to log-probabilities and back), compared with its matrix products alone and with torch.
 
-    uv run python tests/benchmarks/bench_lm_head.py [--tokens 4096] [--vocab 49152] [--hidden 576] [--dtype bfloat16] [--device cuda]
+    uv run python tests/benchmarks/bench_lm_head.py [--tokens 4096] [--vocab 49152] [--hidden 576] [--dtype bfloat16]
+        [--device cuda]
 
-The products alone are the four that the head needs (logits, logits again, d_hidden, d_weight) by torch.mm on whole matrices
-that exist beforehand: oneDNN for bfloat16, MKL for float32. `memory` is what the process grew by at its peak, on a GPU what was allocated there.
+The four products alone (logits, logits again, d_hidden, d_weight) are computed by torch.mm on whole, preallocated
+matrices: with oneDNN for bfloat16, with MKL for float32. `memory` is the peak growth of the process, or on a GPU the
+memory allocated there.
 """
 
 import ctypes
@@ -23,10 +25,10 @@ def resident_bytes() -> int:
 
 
 class PeakMemory:
-    """Largest growth of the resident set while the block runs, sampled every millisecond."""
+    """The largest growth of the resident set while the block runs, sampled every millisecond."""
 
     def __enter__(self):
-        ctypes.CDLL(None).malloc_trim(0)  # freed blocks must not hide what is taken now
+        ctypes.CDLL(None).malloc_trim(0)  # freed blocks must not hide new allocations
         self.before, self.peak, self.done = resident_bytes(), 0, threading.Event()
         self.thread = threading.Thread(target=self._watch)
         self.thread.start()
@@ -42,7 +44,7 @@ class PeakMemory:
 
 
 class PeakGpuMemory:
-    """Largest growth of what is allocated on the GPU while the block runs."""
+    """The largest growth of the memory allocated on the GPU while the block runs."""
 
     def __enter__(self):
         torch.cuda.reset_peak_memory_stats()
@@ -54,7 +56,7 @@ class PeakGpuMemory:
 
 
 def products(x, w, chunk):
-    """The four products on chunks of rows, into buffers that exist beforehand."""
+    """Return a function that computes the four products on chunks of rows, into preallocated buffers."""
     logits, d_x, d_w = x.new_empty(chunk, len(w)), x.new_empty(chunk, x.shape[1]), torch.empty_like(w)
     logits.normal_()
 

@@ -1,11 +1,15 @@
-"""A training step with LoRA, merged and apart, against one of all weights: time, and what a process grows by at its peak.
+"""Time and peak memory of a training step with LoRA, merged and separate, compared with a step of all weights.
 
-    uv run python tests/benchmarks/bench_lora.py [--precision bfloat16] [--dim 8] [--rounds 5] [--lengths mixed] [--prompt 0] [--sides lora apart]
+    uv run python tests/benchmarks/bench_lora.py [--precision bfloat16] [--dim 8] [--rounds 5] [--lengths mixed]
+        [--prompt 0] [--sides lora apart]
 
-SmolLM2-135M on the samples of bench_training_step.py, 2,048 tokens: forward, loss, backward, clipping, AdamW, and with `lora` the merge of all
-adapters (`apart`: lora_cfg.merge false). Times and memory are also given relative to the first side. Each side runs in a process of its own, a step in turn; the first step is a warm-up. Times are those of the clock and of the
-process's threads, which a busy machine changes less. Memory is the process's peak, weights and
-optimizer included, less what it had before it built the model.
+SmolLM2-135M is trained on the samples of bench_training_step.py, 2,048 tokens: forward, loss, backward, clipping,
+AdamW, and with `lora` the merge of all adapters (`apart`: lora_cfg.merge false). Times and memory are also given
+relative to the first side.
+
+Each side runs in a separate process. The sides take turns after each step, and the first step is a warm-up. Wall-clock
+time and the time of the process's threads are measured; a busy machine affects the latter less. Memory is the process's
+peak, including weights and optimizer, minus its memory before it built the model.
 """
 
 import argparse
@@ -24,7 +28,7 @@ WAYS = ("all_weights", "lora", "apart")
 
 
 def side(connection: Connection, folder: str, arguments: argparse.Namespace, way: str) -> None:
-    """In a process: [seconds of the step, those of its threads, MB of the peak so far] for each seed."""
+    """Run in a child process. For each seed send [seconds of the step, thread seconds, peak MB so far]."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.config.optimizer import modules_of_layers
     from nemo_rl_cpp.models.hf_config import native_config, read_config

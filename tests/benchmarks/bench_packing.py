@@ -1,8 +1,9 @@
-"""Packing 100,000 sequence lengths into bins, against plain Python first-fit decreasing.
+"""Packing 100,000 sequence lengths into bins, compared with first-fit decreasing in plain Python.
 
     uv run python tests/benchmarks/bench_packing.py [--count 100000] [--python] [--json out.json]
 
-`fill` is the share of the bins that tokens take; `of_bound` compares the number of bins with ceil(sum / capacity).
+`fill` is the share of the bins' capacity that tokens use; `of_bound` is the number of bins divided by ceil(sum /
+capacity).
 """
 
 import math
@@ -20,7 +21,7 @@ def lengths_of(kind: str, count: int) -> list[int]:
     if kind == "log-normal":
         raw = torch.exp(torch.randn(count, generator=random) * 0.8 + 6)
     else:
-        raw = 16 / torch.rand(count, generator=random).clamp(min=1e-4)  # Zipf's tail
+        raw = 16 / torch.rand(count, generator=random).clamp(min=1e-4)  # a Zipf-like tail
     return raw.clamp(1, CAPACITY).long().tolist()
 
 

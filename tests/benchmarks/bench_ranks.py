@@ -1,12 +1,13 @@
-"""Training steps of several processes on this machine: gradients that are added after the backward, beside it, or shared out.
+"""Training steps in several processes of this machine: gradients summed after or during the backward pass, or sharded.
 
     python tests/benchmarks/bench_ranks.py [--layers 10] [--rounds 9] [--processes 2] [--precision float32]
     python tests/benchmarks/bench_ranks.py --memory [--layers 30]
 
-A model of SmolLM2-135M's shapes with so many layers and random weights; each process trains its half of the samples in `--micro-batches`
-micro-batches. Times: all ways take turns in the same processes, on the same weights, and all of them must have the same norm of the
-gradient; `waiting` is what a step took beyond the slowest backward. Memory: each way in processes of its own, what a process grows by at
-its peak (VmHWM) after the imports; "alone" is one process without others, which has all masters and moments.
+The model has SmolLM2-135M's shapes, `--layers` layers and random weights. Each process trains its share of the samples
+in `--micro-batches` micro-batches. Times: all ways take turns in the same processes, on the same weights, and must have
+the same gradient norm; `waiting` is the time of a step beyond the slowest backward pass. Memory: each way runs in
+separate processes, and the result is the peak growth of a process (VmHWM) after the imports. "alone" is a single
+process, which holds all master weights and moments.
 """
 
 import argparse

@@ -1,13 +1,16 @@
-"""A refit between two processes over Gloo against a plain broadcast of the same bytes, in turns in one run.
+"""A refit between two processes over Gloo, compared with a plain broadcast of the same bytes, in turns in one run.
 
     python tests/benchmarks/bench_refit.py
     python tests/benchmarks/bench_refit.py --buckets 4 8 32 --repeats 9
     python tests/benchmarks/bench_refit.py --changed 0.01 0.1 0.3
 
-The weights are float32 tensors of SmolLM2-135M's shapes, 538 MB. A refit includes the manifest, the digests of all tensors on both
-sides, and putting the weights in place; a broadcast ends with a tensor that nobody has looked at. `share` is how much of the
-broadcast's speed the refit has. "read in place" is what processes of one machine do; messages, of `--buckets` MB, go to other machines. With `--changed` the weights are bfloat16,
-269 MB, of which these shares change between two refits, and `delta` sends those alone (`policy.refit: delta`).
+The weights are float32 tensors of SmolLM2-135M's shapes, 538 MB. A refit includes the manifest, the digests of all
+tensors in both processes, and the copy of the weights to their place. A broadcast ends with an unchecked tensor.
+`share` is the refit's speed divided by the broadcast's. "read in place" is for processes on one machine; messages, of
+`--buckets` MB, are for other machines.
+
+With `--changed` the weights are bfloat16, 269 MB. These shares of them change between two refits, and `delta` sends
+only the changed weights (`policy.refit: delta`).
 """
 
 import argparse
@@ -25,7 +28,7 @@ HIDDEN, INTERMEDIATE, KEYS, VOCABULARY, LAYERS = 576, 1536, 192, 49152, 30
 
 
 def shapes() -> list[tuple[str, tuple[int, ...]]]:
-    """SmolLM2-135M's."""
+    """Return SmolLM2-135M's shapes."""
     found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (VOCABULARY, HIDDEN))]
     for layer in range(LAYERS):
         found += [
@@ -41,14 +44,14 @@ def shapes() -> list[tuple[str, tuple[int, ...]]]:
 
 
 def weights(fill: float, dtype: torch.dtype) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-    """One flat buffer, as a model has it, and its parts."""
+    """Return one flat buffer, as in a model, and its tensors."""
     sizes = [torch.Size(shape).numel() for _, shape in shapes()]
     flat = torch.full((sum(sizes),), fill, dtype=dtype)
     return flat, [(name, part.view(shape)) for (name, shape), part in zip(shapes(), flat.split(sizes))]
 
 
 def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
-    """One of the two processes."""
+    """Run one of the two processes."""
     torch.set_num_threads(args.threads)
     communicator = connect(rank, 2, "127.0.0.1", port, 600.0).communicator
     flat, named = weights(float(rank == 0), torch.bfloat16 if args.changed else torch.float32)
@@ -61,9 +64,9 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
             sides[name] = C.RefitPublisher(communicator, int(megabytes * 1e6), in_place=False)
         run = {name: lambda version, p=p: p.publish(named, version) for name, p in sides.items()}
     else:
-        receiver = C.RefitReceiver(communicator, named)  # whatever the buckets
+        receiver = C.RefitReceiver(communicator, named)  # the receiver works for every bucket size
         run = dict.fromkeys(("refit, read in place", *messages.values()), receiver.receive)
-    changing: dict[str, torch.Tensor] = {}  # each has weights of its own: changes are of the weights of the last refit
+    changing: dict[str, torch.Tensor] = {}  # separate weights for each, because changes are relative to the last refit
     for share in args.changed:
         name = f"delta, {share:.1%} changed"
         changing[name], own = weights(float(rank == 0), torch.bfloat16)
@@ -84,7 +87,7 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
             began = time.perf_counter()
             side(turn)
             communicator.barrier(phase="end")
-            if turn > 0:  # the first touches memory
+            if turn > 0:  # the first turn touches the memory for the first time
                 seconds[name].append(time.perf_counter() - began)
     if rank == 0:
         results.put((seconds, flat.nbytes))

@@ -2,9 +2,10 @@
 
     uv run python tests/benchmarks/bench_time_per_token.py [--precision bfloat16] [--base 512] [--repeats 3] [--threads 2]
 
-A step is forward, loss, backward and AdamW of SmolLM2-135M on packed random tokens in micro-batches of 2,048 tokens at most. `step` is
-one optimizer update however large the batch is, so `of_1x` may fall below 1. Attention grows with the length of a sample: its forward
-and backward over the same sequences are measured alone, and `without_attention` compares what is left. Sides take turns in one run.
+A step is forward, loss, backward and AdamW of SmolLM2-135M on packed random tokens, in micro-batches of at most 2,048
+tokens. A step has one optimizer update, whatever the batch size, so `of_1x` may be below 1. The cost of attention grows
+with the length of a sample, so its forward and backward on the same sequences are also measured alone, and
+`without_attention` compares the remaining time. The cases are measured in turn in one run.
 """
 
 import sys
@@ -21,13 +22,13 @@ SCALES = (1, 2, 4, 8, 16)
 
 
 def step_of(run, samples: int, length: int):
-    """One training step of `samples` x `length` random tokens."""
+    """Return a function that runs one training step on `samples` x `length` random tokens."""
     ids = torch.randint(0, 49152, (samples, length), generator=torch.Generator().manual_seed(samples))
     return lambda: run(Samples.whole(ids))
 
 
 def attention_of(config: dict, dtype: torch.dtype, samples: int, length: int):
-    """Attention alone, all layers, forward and backward."""
+    """Return a function that runs forward and backward of attention alone, for all layers."""
     n, k, h = config["num_heads"], config["num_kv_heads"], config["head_dim"]
     heads = C.AttentionHeads(n, k, h, h**-0.5)
     qkv, d_out = (

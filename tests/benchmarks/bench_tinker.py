@@ -1,12 +1,15 @@
-"""Tinker's API: an RL step by HTTP against the same step in process, and eight tenants at once against one after the other.
+"""Tinker's API: an RL step by HTTP compared with the same step in process, and eight tenants at once or one by one.
 
-    uv run python tests/benchmarks/bench_tinker.py [--rounds 4] [--tenants 8] [--tenant-rounds 3] [--seconds 280] [--model FOLDER]
+    uv run python tests/benchmarks/bench_tinker.py [--rounds 4] [--tenants 8] [--tenant-rounds 3] [--seconds 280]
+        [--model FOLDER]
 
-A step has the sizes of the quickstart: 8 samples to each of 16 prompts of three solved sums, 6 tokens at most, one forward_backward and one
-step of AdamW, LoRA of rank 8. By HTTP the client is Tinker's SDK, and the server is a separate process. Both sides do the same step in turn,
-and sample the same tokens. Tenants are clients in threads of one process; in a round each makes one step, and the two ways take turns. Memory
-is the peak of a process; one tenant and all tenants have separate processes. Ratios have the median and the quartiles of the rounds. No round
-begins that would end after `--seconds`, except the first.
+A step has the sizes of the quickstart: 8 samples for each of 16 prompts with three solved sums, at most 6 tokens, one
+forward_backward, and one AdamW step, with LoRA of rank 8. By HTTP the client is Tinker's SDK, and the server is a
+separate process. Both sides take the same step in turn, and sample the same tokens.
+
+Tenants are clients in threads of one process. In a round each takes one step, and the two ways take turns. Memory is
+the peak of a process; one tenant and all tenants have separate processes. Ratios are given as the median and the
+quartiles of the rounds. Except for the first, no round starts that would end after `--seconds`.
 """
 
 import argparse
@@ -31,7 +34,7 @@ GROUP, NEW_TOKENS, RANK = 8, 6, 8
 
 
 def prompts(tokenizer: Callable[[str], dict], seed: int, count: int) -> list[list[int]]:
-    """Tokens of sums with three solved examples."""
+    """Return the tokens of sums with three solved examples."""
     draw, texts = random.Random(seed), []
     for _ in range(count):
         sums = [(draw.randint(0, 50), draw.randint(0, 50)) for _ in range(4)]
@@ -41,7 +44,7 @@ def prompts(tokenizer: Callable[[str], dict], seed: int, count: int) -> list[lis
 
 
 def rl_step(client, questions: list[list[int]], seed: int) -> list[list[int]]:
-    """One step with either client. Returns the sampled tokens."""
+    """Take one step with either client. Return the sampled tokens."""
     from tinker import types
 
     sampler = client.save_weights_and_get_sampling_client().result()
@@ -70,7 +73,7 @@ def service(arguments: argparse.Namespace, folder: str):
 
 
 def overhead(arguments: argparse.Namespace) -> dict[str, object]:
-    """Seconds of a step by HTTP and in process, and the ratio of each pair."""
+    """Return the seconds of a step by HTTP and in process, and the ratio of each pair."""
     import tinker
 
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +109,7 @@ def overhead(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def alternated(sides: dict[str, Callable[[int], None]], rounds: range, until: float) -> dict[str, list[float]]:
-    """Seconds of each side in each round. Sides take turns, each begins every other round; a round 0 warms up."""
+    """Return the seconds of each side in each round. The sides alternate in going first; round 0 is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in rounds:
         last = sum(values[-1] for values in seconds.values() if values)
@@ -123,13 +126,16 @@ def alternated(sides: dict[str, Callable[[int], None]], rounds: range, until: fl
 
 
 def spread(ratios: list[float]) -> list[float]:
-    """Median and quartiles."""
+    """Return median and quartiles."""
     low, median, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
     return [round(ratio, 3) for ratio in (median, low, high)]
 
 
 def tenants(connection: Connection, arguments: argparse.Namespace, count: int) -> None:
-    """In a process: seconds of each round, one tenant after the other and all at once, and the peak memory."""
+    """Run in a child process. Send the seconds of each round and the peak memory.
+
+    The tenants step one after the other ("in turn") and all at once ("together").
+    """
     with tempfile.TemporaryDirectory() as folder, service(arguments, folder) as local:
         clients = [local.create_lora_training_client(rank=RANK, seed=n).result() for n in range(count)]
 
@@ -179,7 +185,7 @@ def main() -> None:
             end, theirs = context.Pipe()
             process = context.Process(target=tenants, args=(theirs, arguments, count))
             process.start()
-            theirs.close()  # so that a process that fails ends the wait
+            theirs.close()  # so that the wait ends if the process fails
             found.append(end.recv())
             process.join()
         (_, one), (seconds, several) = found

@@ -1,27 +1,35 @@
-"""A training step of 2,048 packed tokens (forward, loss, backward, clipping, AdamW) against transformers + sdpa + fused AdamW.
+"""A training step of 2,048 packed tokens (forward, loss, backward, clipping, AdamW), compared with transformers.
 
-    uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--lengths mixed] [--prompt 0] [--sides ...] [--rounds 3]
+    uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--lengths mixed] [--prompt 0]
+        [--sides ...] [--rounds 3]
 
-16 samples of 128 tokens, or with `--lengths mixed` of 45 to 290 with the same sum. By default every token is trained and no two samples
-have anything in common. With `--prompt N` they are what GRPO trains on: groups of 8 share their first N tokens, and only the tokens after
-those are trained. Ours then computes a prompt once a group; the peers ask for the logits of trained tokens only, as TRL does. Four sides fit
-into 24 GB of memory, of mixed lengths in float32 fewer.
+There are 16 samples of 128 tokens, or with `--lengths mixed` of 45 to 290 tokens with the same sum. By default every
+token is trained, and the samples have nothing in common. With `--prompt N` they are like GRPO's: groups of 8 share
+their first N tokens, and only later tokens are trained. Ours then computes a prompt once per group; the peers compute
+only the logits of trained tokens, as TRL does. Four sides fit into 24 GB of memory, fewer with mixed lengths in
+float32.
 
-Each side runs in a process of its own, a step in turn; the first step of a process is a warm-up, in which all must have the same norm of
-the gradient (within 5 %). Sides:
+Each side runs in a separate process, and the sides take turns after each step. The first step of a process is a
+warm-up, in which all gradient norms must agree within 5 %. All peers use sdpa and fused AdamW. The sides:
+
   ours                       one micro-batch of 2,048 tokens
-  ours_halved                two micro-batches of half the tokens: the same gradients from half of the activations at a time
-  transformers               the usual way: fp32 weights, bf16 autocast (or plain fp32), full logits, one batch padded to the longest
-  transformers_packed        the same on one row without padding, with positions that begin again for every sample
-  transformers_tuned         logits of trained tokens in checkpointed chunks of 256, glibc keeping large blocks, in huge pages, matmul
-                             precision "medium"
-  transformers_tuned_sorted  the same in four micro-batches of samples of similar length
+  ours_halved                two micro-batches of half the tokens: the same gradients, with half of the activations at
+                             a time
+  transformers               the usual way: fp32 weights, bf16 autocast (or plain fp32), full logits, one batch padded
+                             to the longest sample
+  transformers_packed        the same on one row without padding, with positions that restart at each sample
+  transformers_tuned         logits of trained tokens in checkpointed chunks of 256, large blocks kept by glibc, huge
+                             pages, matmul precision "medium"
+  transformers_tuned_sorted  the same in four micro-batches of samples with similar lengths
   transformers_tuned_packed  the same on the row of transformers_packed
-  transformers_bf16_weights  transformers_tuned_sorted with weights and optimizer state in bfloat16 (fast, and no longer the same training)
-  transformers_tuned_float32 transformers_tuned in float32, whatever the precision: the fastest where bf16 has no instructions
-Memory is what a process grows by at its peak after the imports, less 18 bytes a parameter in bfloat16 and 16 in float32. `of_peak` is
-6 x parameters x tokens a second (of the tokens and parameters that ours computes) against one product of 2,048 x 4,096 x 4,096 by torch or
-by us, whichever is faster, after each round. `tok_s` counts the tokens of all samples, on every side, and no padding.
+  transformers_bf16_weights  transformers_tuned_sorted with weights and optimizer state in bfloat16 (fast, but not the
+                             same training)
+  transformers_tuned_float32 transformers_tuned in float32 in every precision: the fastest without bf16 instructions
+
+Memory is the peak growth of a process after the imports, minus 18 bytes per parameter in bfloat16 and 16 in float32.
+`of_peak` is 6 x parameters x tokens per second (of the tokens and parameters that ours computes), divided by the speed
+of one product of 2,048 x 4,096 x 4,096, by torch or by us, whichever is faster, after each round. `tok_s` counts the
+tokens of all samples on every side, without padding.
 """
 
 import argparse
@@ -55,7 +63,7 @@ from training_samples import (
 TOKENS = COUNT * MEAN_LENGTH
 PARAMETERS, HEAD_PARAMETERS = 134_515_008, 49_152 * 576
 CHUNK = 256
-HALF_SLACK = 32  # tokens: samples of mixed lengths do not fall into two equal halves
+HALF_SLACK = 32  # tokens: samples of mixed lengths cannot be split into two equal halves
 LENGTHS = {"equal": equal_lengths, "mixed": mixed_lengths}
 
 
@@ -70,7 +78,10 @@ def ours(folder: str, precision: str, max_tokens: int = TOKENS, halved: bool = F
 
 
 def our_step(model, max_tokens: int, halved: bool = False):
-    """A step on samples in micro-batches of so many tokens, or in two halves; returns the norm of the gradient."""
+    """Return a function that takes a step on samples and returns the gradient norm.
+
+    Micro-batches have at most `max_tokens` tokens; with `halved`, the samples form two halves.
+    """
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
@@ -78,7 +89,7 @@ def our_step(model, max_tokens: int, halved: bool = False):
     from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner
 
     trainer = C.Trainer(model)
-    # with advantages of 1 and a ratio of 1 the gradient is that of -mean(logprobs), the peer's loss
+    # with advantages and ratios of 1, the gradient is that of -mean(logprobs), which is the peer's loss
     loss_fn = ClippedPGLossFn({"force_on_policy_ratio": True, "reference_policy_kl_penalty": 0.0})
 
     def run(samples: Samples) -> float:
@@ -97,7 +108,7 @@ def our_step(model, max_tokens: int, halved: bool = False):
 
 
 def full_loss(model, batch: PeerBatch) -> torch.Tensor:
-    """-sum(logprobs) from the logits of all tokens from the first trained one on."""
+    """Return -sum(logprobs), from the logits of all tokens from the first trained one on."""
     first = int(batch.trained.any(0).nonzero()[0])
     logits = model(
         batch.input_ids, logits_to_keep=batch.input_ids.shape[1] - first + 1, use_cache=False, **batch.options
@@ -107,7 +118,7 @@ def full_loss(model, batch: PeerBatch) -> torch.Tensor:
 
 
 def chunked_loss(model, batch: PeerBatch) -> torch.Tensor:
-    """-sum(logprobs) with the head's logits of 256 trained tokens at a time, computed again in the backward."""
+    """Return -sum(logprobs), from the logits of 256 trained tokens at a time, which the backward pass recomputes."""
     from torch.utils.checkpoint import checkpoint
 
     def chunk(hidden, targets):
@@ -160,13 +171,17 @@ PEERS = [name for name in SIDES if name.startswith("transformers")]
 
 
 def memory(key: str) -> int:
-    """Bytes of this process by /proc: VmRSS now, VmHWM at the most (ru_maxrss would start at the parent's)."""
+    """Return the bytes of this process from /proc: VmRSS now, VmHWM at the peak (ru_maxrss would include the
+    parent's).
+    """
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def one_side(arguments: argparse.Namespace) -> None:
-    """In the child: a step for every line of standard input; answers with seconds, the memory so far and the gradient's norm."""
+    """Run in the child: take a step for every line of standard input, and print seconds, peak memory so far and
+    gradient norm.
+    """
     import nemo_rl_cpp._native  # noqa: F401
     import transformers as _  # noqa: F401
 
@@ -218,7 +233,10 @@ class Side:
 
 
 def matrix_peak(precision: str) -> float:
-    """Floating-point operations a second of one large product, by torch or by us, whichever is faster; float32 counts for bfloat16 too."""
+    """Return the floating-point operations per second of one large product, by torch or by us, whichever is faster.
+
+    The speed of float32 also counts for bfloat16.
+    """
     from nemo_rl_cpp._native import C
 
     best = 0.0
@@ -239,7 +257,7 @@ def matrix_peak(precision: str) -> float:
 def figures(
     name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float], samples: Samples
 ) -> dict:
-    """Of one side: speed and memory; for ours, against each peer, paired step by step."""
+    """Return speed and memory of one side; for ours also relative to each peer, paired step by step."""
     row = {"tok_s": round(TOKENS / statistics.median(s for s, _, _ in steps)), "extra_mb": round(steps[-1][1])}
     if name in PEERS:
         return row
@@ -256,7 +274,7 @@ def figures(
 
 
 def check_same_gradient(norms: dict[str, float]) -> None:
-    """Sides whose gradients differ were asked for different things."""
+    """Raise SystemExit if the gradients of the sides differ, because then they do not compute the same step."""
     if max(norms.values()) > 1.05 * min(norms.values()):
         raise SystemExit(f"the sides do not compute the same step: norms of the first gradient {norms}")
 

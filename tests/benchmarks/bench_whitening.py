@@ -1,8 +1,8 @@
-"""Masked whitening in place, [256, 2048] and a size that no cache holds, against torch eager, torch.compile and bandwidth.
+"""Masked whitening in place, [256, 2048] and a size that fits in no cache, compared with torch eager and torch.compile.
 
     uv run python tests/benchmarks/bench_whitening.py [--threads 1] [--repeats 15] [--device cuda] [--json out.json]
 
-The limit is the traffic (values and mask read twice, values written) at the copy bandwidth of this run.
+The limit is the memory traffic (values and mask read twice, values written) at the copy bandwidth of this run.
 """
 
 import torch

@@ -1,4 +1,6 @@
-"""What the benchmarks of single ops share: sides that take turns in one run, the machine's limits, a table and JSON."""
+"""Common parts of the benchmarks of single ops: sides that take turns in one run, the machine's limits, a table and
+JSON.
+"""
 
 import argparse
 import ctypes
@@ -16,7 +18,7 @@ from nemo_rl_cpp._native import C
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one side: median and quartiles."""
+    """The seconds of one side: median and quartiles."""
 
     median: float
     low: float
@@ -32,19 +34,19 @@ class Times:
 
 
 def peak_mb() -> float:
-    """The most memory that this process has had (ru_maxrss would start at the parent's)."""
+    """Return this process's peak memory in MB (ru_maxrss would include the parent's)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 def wait_for_device() -> None:
-    """Until everything that was launched is done; nothing to wait for where no GPU is used."""
+    """Wait until the GPU has finished all launched work, if a GPU is used."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def alternate(sides: dict[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, Times]:
-    """Every side in turn, `repeats` times."""
+    """Run every side in turn, `repeats` times, and return the times."""
     for side in sides.values():
         for _ in range(warmup):
             side()
@@ -60,7 +62,7 @@ def alternate(sides: dict[str, Callable[[], object]], repeats: int, warmup: int 
 
 
 def tune_malloc() -> None:
-    """Keeps large blocks in the process: glibc otherwise gives them back, and a fresh tensor costs page faults."""
+    """Make glibc keep large blocks. Otherwise it returns them to the system, and each new tensor costs page faults."""
     libc = ctypes.CDLL(None)
     m_trim_threshold, m_mmap_threshold = -1, -3
     libc.mallopt(m_mmap_threshold, 1 << 30)
@@ -68,7 +70,7 @@ def tune_malloc() -> None:
 
 
 def copy_bandwidth(device: str = "cpu", megabytes: int = 256) -> float:
-    """Bytes a second, read and written, of a copy that no cache holds."""
+    """Return the bytes per second, read plus written, of a copy that fits in no cache."""
     source = torch.ones(megabytes * 2**18 * (1 if device == "cpu" else 8), device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / alternate({"copy": lambda: target.copy_(source)}, 7)["copy"].median
@@ -76,7 +78,7 @@ def copy_bandwidth(device: str = "cpu", megabytes: int = 256) -> float:
 
 @dataclass
 class Report:
-    """Collects rows; prints each as it comes and writes all of them."""
+    """A collection of rows. Each row is printed when it is added, and all rows are written at the end."""
 
     args: argparse.Namespace
     rows: list[dict] = field(default_factory=list)
@@ -111,7 +113,9 @@ class Report:
 
 
 def begin(description: str, repeats: int = 15, device: str = "cpu", **options: dict) -> Report:
-    """Reads --threads, --repeats, --json, --device and `options` (name: arguments of add_argument), and prints the header."""
+    """Read --threads, --repeats, --json, --device and `options` (name: arguments of add_argument), and print the
+    header.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=repeats)

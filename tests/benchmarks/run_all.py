@@ -1,8 +1,9 @@
-"""Every benchmark in turn with the settings of docs/benchmarks-in-full.md, each with its output in a file: what that page is made from.
+"""Runs every benchmark with the settings of docs/benchmarks-in-full.md, and writes the output of each to a file.
 
     uv run python tests/benchmarks/run_all.py [--out results/benchmarks] [--only training_step lm_head ...]
 
-Takes about an hour and a half on two cores, with nothing else running. A script that fails is named at the end; the others go on.
+That page is made from these files. All benchmarks take about an hour and a half on two cores, with nothing else
+running. Scripts that fail are named at the end; the others still run.
 """
 
 import argparse
@@ -27,7 +28,7 @@ RUNS = {
     "llama_cpp": "generation_engines --batches 1 --rounds 15 --peers vllm vllm_compiled llama_cpp",
     "training_step": "training_step --rounds 9 --precision bfloat16",
     "training_step_grpo": "training_step --rounds 9 --precision bfloat16 --prompt 40",
-    # the padded batch of a peer takes so much memory that it has a run of its own
+    # a peer's padded batch needs so much memory that it gets a separate run
     "training_step_mixed": "training_step --rounds 9 --precision bfloat16 --lengths mixed --sides ours ours_halved transformers_packed"
     " transformers_tuned_sorted",
     "training_step_padded": "training_step --rounds 5 --precision bfloat16 --lengths mixed --sides ours transformers",
@@ -45,7 +46,7 @@ RUNS = {
 
 
 def run(command: str, out: Path) -> bool:
-    """Whether it ended well; its output goes to `out` and to the terminal as it comes."""
+    """Run a command, write its output to `out` and to the terminal, and return whether it succeeded."""
     script, *arguments = command.split()
     line = [sys.executable, str(HERE / f"bench_{script}.py"), *arguments]
     with (

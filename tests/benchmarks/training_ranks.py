@@ -1,4 +1,4 @@
-"""What a process of bench_ranks.py does; a module, since workers load it by its name."""
+"""The work of one process of bench_ranks.py. It is a module, because workers load it by its name."""
 
 import time
 
@@ -16,7 +16,7 @@ SMOLLM2 = {
 }  # fmt: skip
 WAYS = {"after": (False, False), "beside": (True, False), "sharded": (True, True)}
 ADAMW = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
-"""The weights stay, so that every step has the same gradient."""
+"""A learning rate of 0 keeps the weights, so that every step has the same gradient."""
 
 
 class Bench:
@@ -58,7 +58,7 @@ class Bench:
         self.slope = torch.where(wanted, -1.0 / count / length, 0.0)
 
     def step(self, name):
-        """(seconds until the last backward has ended, seconds of the step, norm)."""
+        """Return (seconds until the last backward pass has ended, seconds of the step, gradient norm)."""
         trainer = self.trainers[name]
         if self.ranks.communicator is not None:
             self.ranks.communicator.barrier(phase="begin")

@@ -1,4 +1,4 @@
-"""The samples that benchmarks train on, and the batches in which a peer can take them."""
+"""The samples that benchmarks train on, and the batch layouts that a peer can use."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 COUNT, MEAN_LENGTH, GROUP = 16, 128, 8
-SORTED_ROWS = 4  # of a micro-batch of neighbours in length
+SORTED_ROWS = 4  # rows per micro-batch of samples with similar lengths
 
 
 def equal_lengths() -> list[int]:
@@ -17,8 +17,11 @@ def equal_lengths() -> list[int]:
 
 
 def mixed_lengths() -> list[int]:
-    """The middles of as many equally likely parts of a log-normal distribution (sigma 0.5), in an order that is no order. A batch
-    padded to the longest is 56 % padding; rollouts have 50 to 70 % (NeMo RL's guide to sequence packing)."""
+    """Return the quantile midpoints of a log-normal distribution (sigma 0.5), in shuffled order.
+
+    A batch padded to the longest sample is 56 % padding. Rollouts have 50 to 70 % (NeMo RL's guide to sequence
+    packing).
+    """
     weights = [math.exp(0.5 * NormalDist().inv_cdf((i + 0.5) / COUNT)) for i in range(COUNT)]
     lengths = [round(w / sum(weights) * COUNT * MEAN_LENGTH) for w in weights]
     lengths[-1] += COUNT * MEAN_LENGTH - sum(lengths)
@@ -27,7 +30,9 @@ def mixed_lengths() -> list[int]:
 
 @dataclass(frozen=True)
 class Samples:
-    """Rows of tokens, 0 past their ends. With a prompt, each GROUP of rows begins with the same tokens and those after them are trained."""
+    """Rows of tokens, padded with 0. With a prompt, the rows of each GROUP begin with the same tokens, and later tokens
+    are trained.
+    """
 
     ids: Tensor  # [B, S]
     lengths: Tensor  # [B]
@@ -50,18 +55,20 @@ class Samples:
 
     @property
     def trained(self) -> Tensor:
-        """Bool [B, S]; nothing predicts a row's first token."""
+        """Return the mask of trained tokens, bool [B, S]. A row's first token is never trained, because nothing
+        predicts it.
+        """
         return self.real & (torch.arange(self.ids.shape[1]) >= max(self.prompt, 1))
 
     @property
     def computed(self) -> int:
-        """Tokens, a prompt once a group."""
+        """Return the number of tokens, with each prompt counted once per group."""
         return int(self.lengths.sum()) - (len(self.ids) - len(self.ids) // GROUP) * self.prompt
 
 
 @dataclass(frozen=True)
 class PeerBatch:
-    """What a model of transformers is called with, and the tokens [b, s] whose log-probabilities are its loss."""
+    """The arguments for a model of transformers, and the mask of tokens [b, s] whose log-probabilities are the loss."""
 
     input_ids: Tensor
     trained: Tensor
@@ -69,13 +76,13 @@ class PeerBatch:
 
 
 def padded(samples: Samples) -> list[PeerBatch]:
-    """One batch, padded to the longest."""
+    """Return one batch, padded to the longest sample."""
     options = {} if bool(samples.real.all()) else {"attention_mask": samples.real.long()}
     return [PeerBatch(samples.ids, samples.trained, options)]
 
 
 def sorted_by_length(samples: Samples) -> list[PeerBatch]:
-    """Micro-batches of neighbours in length, each padded to its own longest."""
+    """Return micro-batches of samples with similar lengths, each padded to its longest sample."""
     rows = samples.lengths.argsort(stable=True).split(SORTED_ROWS)
     return [
         padded(Samples(samples.ids[r, : samples.lengths[r].max()], samples.lengths[r], samples.prompt))[0] for r in rows
@@ -83,7 +90,7 @@ def sorted_by_length(samples: Samples) -> list[PeerBatch]:
 
 
 def packed(samples: Samples) -> list[PeerBatch]:
-    """One row without padding, whose positions tell the model where a sample begins."""
+    """Return one row without padding, in which positions restart at each sample."""
     real = samples.real
     positions = torch.arange(samples.ids.shape[1]).expand_as(real)[real]
     return [PeerBatch(samples.ids[real][None], samples.trained[real][None], {"position_ids": positions[None]})]

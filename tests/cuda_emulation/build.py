@@ -14,13 +14,16 @@ from cuda_emulation.rewrite import rewrite
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
-# without fortification, which takes a jump to another stack for an error; two libraries share no variables
+# fortification would reject jumps between stacks; unique symbols would share variables between two libraries
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", "-fno-gnu-unique"]
 JOBS = 2
 
 
 class Kernels:
-    """The functions of entry_points_*.cpp: `kernels.name(...)` takes tensors (their addresses), None, ints and floats."""
+    """The functions of entry_points_*.cpp, called as `kernels.name(...)`.
+
+    Arguments are tensors (passed as addresses), None, ints and floats.
+    """
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -49,7 +52,7 @@ def argument(value):
 
 
 def core_folder() -> Path:
-    """Where the installed core library lies: the arithmetic that CPU and CUDA share refers to it."""
+    """Return the folder of the installed core library, which contains the arithmetic that CPU and CUDA share."""
     from nemo_rl_cpp._native import C
 
     return Path(C.__file__).parent
@@ -75,7 +78,7 @@ def link(objects: list[Path], target: Path) -> Path:
 
 
 def rewritten(source: Path, folder: Path, change=None) -> Path:
-    """`source` as C++ in `folder`; `change`: (old, new), a mistake to put in."""
+    """Write `source` as C++ into `folder`. `change` is (old, new), a mistake to insert."""
     text = source.read_text()
     if change is not None:
         assert text.count(change[0]) == 1, change[0]
@@ -86,7 +89,7 @@ def rewritten(source: Path, folder: Path, change=None) -> Path:
 
 
 def fingerprint() -> str:
-    """Of everything that a build depends on."""
+    """Return a digest of everything that a build depends on."""
     files = [
         *sorted(HERE.rglob("*.*")),
         *sorted((CSRC / "kernels").rglob("*.*")),
@@ -107,7 +110,7 @@ def compile_all(folder: Path) -> None:
 
 
 def build(cache: Path) -> list[Path]:
-    """The object files of all kernels and entry points, from `cache` where nothing has changed since."""
+    """Return the object files of all kernels and entry points, from `cache` if nothing has changed since."""
     if shutil.which("g++") is None:
         pytest.fail("g++ is not installed, with which the CUDA kernels are compiled for the CPU: `apt-get install g++`")
     folder = cache / f"kernels-{fingerprint()}"
@@ -120,12 +123,12 @@ def build(cache: Path) -> list[Path]:
             finished.mkdir()
             for p in Path(unfinished).glob("*.o"):
                 p.rename(finished / p.name)
-            finished.rename(folder)  # at once: another run of the tests may look for it
+            finished.rename(folder)  # atomically, because another test run may look for it
     return sorted(folder.glob("*.o"))
 
 
 def with_mistake(objects: list[Path], file: str, old: str, new: str, folder: Path) -> Kernels:
-    """The kernels with `old` in csrc/kernels/cuda/`file` replaced by `new`."""
+    """Return the kernels with `old` replaced by `new` in csrc/kernels/cuda/`file`."""
     wrong = compile_object(rewritten(CSRC / "kernels/cuda" / file, folder, (old, new)), folder)
     others = [p for p in objects if p.name != wrong.name]
     return Kernels(link([wrong, *others], folder / "wrong.so"))

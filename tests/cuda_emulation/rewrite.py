@@ -1,8 +1,11 @@
-"""Turns a CUDA source into C++ that compiles with this folder's cuda_runtime_api.h: the two things that no header can define."""
+"""Rewrites a CUDA source as C++ that compiles with this folder's cuda_runtime_api.h.
+
+It replaces kernel launches and dynamic shared memory, which no header can define.
+"""
 
 import re
 
-# kernel<<<grid, threads, bytes, stream>>>(arguments): the template arguments of `kernel` may be left to deduction
+# kernel<<<grid, threads, bytes, stream>>>(arguments): the template arguments of `kernel` may be deduced
 LAUNCH = re.compile(r"([A-Za-z_]\w*(?:<[\w, ]+>)?)\s*<<<(.*?)>>>\s*\(", re.S)
 DYNAMIC_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 

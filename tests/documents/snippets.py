@@ -1,17 +1,19 @@
-"""The fenced blocks of all documents, each with the mark above it that says how it is tested.
+"""The fenced code blocks of all documents, each with the mark above it that says how it is tested.
 
 A mark is a comment on the line above the fence:
 
-<!-- run -->                      Run as it stands: a Python block, or each command of a bash block. The blocks of a document share a
-                                  folder, and its Python blocks their names.
-<!-- run: A as B; C as D -->      Run with the text A replaced by B, and C by D, which makes it short.
-<!-- file: NAME -->               Written into that folder as NAME; without a name the block's first line says it as a comment.
+<!-- run -->                      The block runs unchanged: Python code, or each command of a bash block. The blocks of
+                                  a document share a folder, and its Python blocks share their names.
+<!-- run: A as B; C as D -->      The block runs with A replaced by B and C by D, which makes it short.
+<!-- file: NAME -->               The block is written into that folder as NAME. Without a name, its first line, a
+                                  comment, gives the name.
 <!-- check -->                    The configuration and overrides of each command are checked; nothing is trained.
-<!-- loads: FILE -->              YAML that loads on top of the shipped configuration FILE.
+<!-- loads: FILE -->              The block is YAML that loads on top of the shipped configuration FILE.
 <!-- tested by: FILE::TEST -->    Another test does what the block says.
-<!-- needs: WORD -->              Not run: WORD is one of `NEEDS`. The configurations of its commands load all the same.
+<!-- needs: WORD -->              The block does not run: WORD is one of `NEEDS`. The configurations of its commands
+                                  are still loaded.
 
-Blocks of `text` and `json` show what is printed or read, and have no mark.
+Blocks of `text` and `json` show output or data, and have no mark.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _RUNS = re.compile(r"(?:examples/|nemo_rl_cpp\.)(run_\w+)(?:\.py)?")
 
 @dataclass(frozen=True)
 class Snippet:
-    """A fenced block. `kind` and `value` are those of its mark; both are empty where it has none."""
+    """A fenced code block. `kind` and `value` come from its mark; without a mark both are empty."""
 
     document: str
     line: int
@@ -56,7 +58,7 @@ class Snippet:
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a bash block that names a configuration."""
+    """A command of a bash block. `config` is the configuration that it names; None: the script's default."""
 
     script: str
     config: str | None
@@ -69,7 +71,7 @@ def documents() -> list[Path]:
 
 
 def snippets(text: str, document: str = "") -> list[Snippet]:
-    """The fenced blocks of a document, in order."""
+    """Return the fenced code blocks of a document, in order."""
     found, lines, i = [], text.splitlines(), 0
     while i < len(lines):
         fence = _FENCE.match(lines[i])
@@ -90,14 +92,14 @@ def all_snippets() -> list[Snippet]:
 
 
 def lines_of(text: str) -> Iterator[list[str]]:
-    """The words of each command of a bash block."""
+    """Yield the words of each command of a bash block."""
     for line in text.replace("\\\n", " ").splitlines():
         if words := shlex.split(re.sub(r"\$(?=')", "", line), comments=True):
             yield words
 
 
 def commands(text: str) -> Iterator[Command]:
-    """The commands of a bash block that name a configuration, or would take the script's own."""
+    """Yield the commands of a bash block that name a configuration, or that use the script's default one."""
     for words in lines_of(text):
         place = next((i for i, word in enumerate(words) if _RUNS.fullmatch(word)), None)
         if place is not None:

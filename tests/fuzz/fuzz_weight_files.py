@@ -1,7 +1,9 @@
-"""Any bytes are a safetensors file or an index that is read, or one sentence that names the file: mutations of the saved corpus, for so
-many seconds, the same for a seed.
+"""Fuzzes the readers of safetensors files and index files.
 
     python tests/fuzz/fuzz_weight_files.py --seconds 20 tests/fuzz/corpus/weight_files
+
+Any bytes must be read, or must raise a one-sentence error that names the file. Files of the corpus are mutated for a
+number of seconds. The same seed gives the same mutations.
 """
 
 import argparse
@@ -33,7 +35,7 @@ WORDS = [
 
 
 def mutated(content: bytes, dice: random.Random) -> bytes:
-    """The content with up to eight bytes, words or pieces changed, left out or put in."""
+    """Return the content with up to eight bytes, words or pieces changed, removed or inserted."""
     data = bytearray(content)
     for _ in range(dice.randint(1, 8)):
         at = dice.randint(0, len(data))
@@ -47,13 +49,13 @@ def mutated(content: bytes, dice: random.Random) -> bytes:
         else:
             other = dice.randint(0, len(data))
             data[at:at] = data[other : other + dice.randint(1, 32)]
-    if dice.random() < 0.5 and len(data) > 8:  # a true length lets the header be read
+    if dice.random() < 0.5 and len(data) > 8:  # with a correct length, the header is read
         data[:8] = struct.pack("<Q", max(0, len(data) - 8 - dice.choice((0, 8, 24))))
     return bytes(data)
 
 
 def read(folder: Path, name: str) -> bool:
-    """Whether the folder's weights can be read; a refusal must name a file of the folder."""
+    """Return whether the weights of the folder can be read. Assert that an error names a file of the folder."""
     try:
         if name == SINGLE_FILE:
             tensor_entries(folder / name)

@@ -1,4 +1,6 @@
-"""Model folders of the kinds that users bring, each written by a function: whole ones, which transformers reads, and faulty ones."""
+"""Model folders as users bring them, each written by a function: valid ones, which transformers reads, and faulty
+ones.
+"""
 
 import json
 import shutil
@@ -24,7 +26,7 @@ def without(mapping, *names):
 
 
 def make_bases(root: Path) -> dict[str, Path]:
-    """A folder of each architecture, as transformers writes it, with a tokenizer whose words are w0, w1, ..."""
+    """Write a folder for each architecture with transformers, and a tokenizer whose words are w0, w1, ..."""
     from transformers import (
         AutoModelForCausalLM,
         Gemma2Config,
@@ -91,7 +93,7 @@ def write_tokenizer(folder: Path, words=TOKENS) -> None:
 
 
 class Folder:
-    """A copy of a base whose files a case changes."""
+    """A copy of a base folder, whose files a case changes."""
 
     def __init__(self, base: Path, path: Path):
         shutil.copytree(base, path)
@@ -118,7 +120,7 @@ class Folder:
         return self
 
     def shards(self, names=("a.safetensors", "b.safetensors"), scale=1.0) -> "Folder":
-        """The weights (times `scale`) in two files and an index; the whole file is gone."""
+        """Write the weights (times `scale`) as two files with an index, and remove the single file."""
         weights = {name: tensor * scale for name, tensor in load_file(self.file).items()}
         weight_map = {name: names[i % 2] for i, name in enumerate(sorted(weights))}
         for file in names:
@@ -146,7 +148,9 @@ class Folder:
         return self
 
     def header(self, change) -> "Folder":
-        """Another header before the same bytes; `change` gets the header and returns it, or its text."""
+        """Replace the header, and keep the bytes after it. `change` receives the header and returns the new one, or its
+        text.
+        """
         raw = self.file.read_bytes()
         length = struct.unpack("<Q", raw[:8])[0]
         text = change(json.loads(raw[8 : 8 + length]))
@@ -179,7 +183,7 @@ def _stale(folder, keep_shards):
 
 
 def _hub_cache(folder):
-    """The layout of the hub's library: files are links from a snapshot to blobs. `folder.path` becomes the snapshot."""
+    """Change to the layout of the hub's cache, where snapshots link to blobs. `folder.path` becomes the snapshot."""
     repo = folder.path.with_name("models--some--model-" + folder.path.name)
     snapshot, blobs = repo / "snapshots" / "abc", repo / "blobs"
     blobs.mkdir(parents=True)
@@ -196,7 +200,9 @@ def _base_model(weights):
 
 
 def within_images(folder):
-    """As Qwen3.5 is released: the text model's section and tensors within a model with a vision tower and further heads."""
+    """Change to the format of released Qwen3.5 folders: the text model is a section, next to a vision tower and more
+    heads.
+    """
     known = json.loads((folder.path / "config.json").read_text())
     outer = {
         "model_type": "qwen3_5",
@@ -211,7 +217,7 @@ def within_images(folder):
 
 
 def _with_images(folder):
-    """A folder of Gemma 3 with an image tower, by the names of released folders."""
+    """Change to a Gemma 3 folder with a vision tower, with the names of released folders."""
     text = json.loads((folder.path / "config.json").read_text())
     tower = dict(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
@@ -283,7 +289,7 @@ def _poke(name, **keys):
 NORM, LFS = "model.norm.weight", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 CONFIG, WEIGHTS, INDEX = r"config\.json", r"model\.safetensors", r"model\.safetensors\.index\.json"
 
-# name -> (base, change, what the one sentence says)
+# name -> (base, change, pattern of the one-sentence error)
 FAULTY = {
     "config is a pointer": ("llama", lambda f: f.write("config.json", LFS), f"{CONFIG}.*git-lfs"),
     "config with a byte order mark": ("llama", lambda f: f.write("config.json", b"\xef\xbb\xbf{}"), f"{CONFIG}.*byte order mark"),

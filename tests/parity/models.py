@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one a supported option, for parity tests."""
+"""Tiny random models of transformers for parity tests, one for each supported option."""
 
 import copy
 import functools
@@ -121,7 +121,7 @@ def configurations() -> dict:
 
 
 def build(name: str, folder, dtype=torch.float32, seed: int = 0):
-    """The transformers model (weights spread so that every option matters), saved in `folder`."""
+    """Build the transformers model, with random weights for which every option matters, and save it in `folder`."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -142,7 +142,9 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
 
 
 def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
-    """Tensors by the names of parameters of transformers' module as those by the names of its checkpoints: experts one by one."""
+    """Rename tensors from the parameter names of transformers' module to those of its checkpoints: one tensor per
+    expert.
+    """
     found = {}
     for name, tensor in tensors.items():
         if model_type == "gpt_oss" and ".experts." in name:
@@ -163,7 +165,9 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
 
 
 def of_gpt_oss(name: str, tensor: torch.Tensor) -> dict:
-    """A tensor of all experts as those of each: [E, in, out], whose columns are gate, up, gate, up, ..."""
+    """Split a tensor of all experts, [E, in, out] with the columns gate, up, gate, up, ..., into the tensors of each
+    expert.
+    """
     block, matrix = name.removesuffix("_bias").rsplit(".", 1)
     kind, found = "bias" if name.endswith("_bias") else "weight", {}
     for expert, columns in enumerate(tensor):
@@ -175,7 +179,7 @@ def of_gpt_oss(name: str, tensor: torch.Tensor) -> dict:
 
 
 class Float64Torch:
-    """torch, whose float32 is float64."""
+    """The module torch, but with float64 in place of float32."""
 
     float = float32 = torch.float64
 
@@ -184,8 +188,10 @@ class Float64Torch:
 
 
 def recur_in_float64(monkeypatch) -> None:
-    """transformers computes the gated delta rule and norms in float32, whatever the model's type; a recurrence adds up the rounding.
-    From here on they are computed in float64."""
+    """Make transformers compute the gated delta rule and norms in float64.
+
+    It computes them in float32 whatever the model's dtype, and a recurrence accumulates the rounding errors.
+    """
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     monkeypatch.setattr(modeling_qwen3_5, "torch", Float64Torch())
@@ -193,9 +199,12 @@ def recur_in_float64(monkeypatch) -> None:
 
 
 def compute_in_float64(model, monkeypatch) -> None:
-    """transformers computes norms, softmax and the cosines of its rotations in float32, whatever the model's type, and the last bits of
-    these differ from processor to processor. From here on `model`, one of float64 with rotations of the default kind, has norms and softmax of
-    float64, and frequencies, angles and cosines that are each rounded to float32 once, as ours are."""
+    """Make transformers compute the norms, softmax and RoPE cosines of a float64 `model` as our core computes them.
+
+    transformers computes them in float32 whatever the model's dtype, and their last bits differ between processors.
+    From here on, norms and softmax are in float64, and RoPE's frequencies, angles and cosines are each rounded to
+    float32 once, as in our core. RoPE must be of the default type.
+    """
     for module in {type(part).__module__ for part in model.modules()}:
         if module.startswith("transformers.models."):
             monkeypatch.setattr(sys.modules[module], "torch", Float64Torch())

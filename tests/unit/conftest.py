@@ -1,11 +1,11 @@
-"""Shared by tests of tokenizers, data sets and message logs. Nothing here needs a network."""
+"""Fixtures for tests of tokenizers, data sets and message logs. They need no network."""
 
 import pytest
 
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer_folder(tmp_path_factory):
-    """SmolLM2's tokenizer as a folder, without its weights: converted from the package in about a second."""
+    """Convert SmolLM2's tokenizer from its package into a folder without weights, in about a second."""
     from nemo_rl_cpp.hub.gguf_conversion import open_gguf, write_tokenizer
     from nemo_rl_cpp.hub.sources import smollm2_gguf
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels compiled for the CPU: once for the whole session, and again only when a source has changed."""
+"""The CUDA kernels compiled for the CPU, once per session, and again only after a source has changed."""
 
 from pathlib import Path
 

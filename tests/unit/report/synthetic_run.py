@@ -1,4 +1,4 @@
-"""Writes the log folder of a run that never happened, as a real one would: for tests and for looking at the report."""
+"""Writes the log folder of a synthetic run in the format of a real one, for tests and to look at the report."""
 
 import math
 import random
@@ -18,7 +18,7 @@ CONFIG = {
 
 
 def write_run(log_dir, steps=60, seed=0, tensorboard=False):
-    """Logs `steps` steps into `log_dir`."""
+    """Log `steps` steps into `log_dir`."""
     rng = random.Random(seed)
     logger = Logger({"log_dir": str(log_dir), "tensorboard_enabled": tensorboard})
     logger.log_hyperparams(CONFIG)
@@ -34,7 +34,7 @@ def write_run(log_dir, steps=60, seed=0, tensorboard=False):
 
 
 def log_step(logger, step, rng):
-    """One step's rows and rollouts."""
+    """Log the metrics and rollouts of one step."""
     reward = 0.15 + 0.5 * (1 - math.exp(-step / 25)) + rng.gauss(0, 0.03)
     equal = 30 + 45 * (1 - math.exp(-step / 40)) + rng.gauss(0, 4)
     times = {
@@ -100,12 +100,12 @@ def messages(prompt, answer):
 
 
 def token_bytes(token):
-    """The bytes of a token of this run: it is a byte."""
+    """Return the bytes of a token. Each token of this run is one byte."""
     return bytes([token])
 
 
 def _answer(numbers, index, chance, rng):
-    """A row of the rollout file: the answer's characters are its tokens."""
+    """Return a row of the rollout file, in which each character of the response is a token."""
     right = rng.random() < chance
     answer = f" {sum(numbers) if right else sum(numbers) + rng.choice((-10, -1, 1, 10))}"
     if index == 5:

@@ -1,4 +1,4 @@
-"""Training on 16k tokens and decode steps of 256 sequences on a GPU, with random bfloat16 weights like Qwen3-0.6B's.
+"""Training steps and decode steps on a GPU, with random bfloat16 weights of Qwen3-0.6B's shape.
 
     uv run python tests/benchmarks/bench_gpu_step.py [--only training decode] [--samples 16] [--length 1024]
         [--sequences 256]

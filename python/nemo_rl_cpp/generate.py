@@ -23,7 +23,7 @@ from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder
-from nemo_rl_cpp.models.weight_files import RawTensor, fill_parameters, raw_tensors, weight_files
+from nemo_rl_cpp.models.weight_files import RawTensor, fill_parameters, raw_tensors, weight_files, without_blocks
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TextGenerator:
     """A model and its tokenizer, with the engine of training runs, for one text at a time.
 
     Args:
-        model: a Hugging Face folder, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints.
+        model: a Hugging Face folder, a GGUF file, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints.
         precision: "bfloat16" or "float32"; weights of another dtype are converted.
         num_threads: the number of CPU threads; by default all cores.
 
@@ -75,6 +75,7 @@ class TextGenerator:
 
     def _fill(self, opened: ModelFolder) -> None:
         def put(name: str, tensor: RawTensor) -> None:
+            tensor = without_blocks(tensor)
             self._model.put(name, tensor.dtype, tensor.data)
 
         if opened.path is None:

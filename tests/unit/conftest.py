@@ -6,11 +6,12 @@ import pytest
 @pytest.fixture(scope="session")
 def smollm2_tokenizer_folder(tmp_path_factory):
     """Convert SmolLM2's tokenizer from its package into a folder without weights, in about a second."""
-    from nemo_rl_cpp.hub.gguf_conversion import open_gguf, write_tokenizer
+    from gguf import GGUFReader
+    from nemo_rl_cpp.hub.gguf_conversion import write_tokenizer
     from nemo_rl_cpp.hub.sources import smollm2_gguf
 
     folder = tmp_path_factory.mktemp("smollm2-tokenizer")
-    write_tokenizer(open_gguf(smollm2_gguf()), folder)
+    write_tokenizer(GGUFReader(smollm2_gguf()), folder)
     return folder
 
 

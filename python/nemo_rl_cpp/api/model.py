@@ -176,8 +176,8 @@ class LoadedModel(TextWriter):
 
 
 def load(model: str | Path, *, precision: str | None = None, max_length: int | None = None) -> LoadedModel:
-    """Load a Hugging Face folder, a packaged model, a name on the Hub, a checkpoint (`step_N`), or the newest
-    checkpoint in a run's folder.
+    """Load a Hugging Face folder, a GGUF file, a packaged model, a name on the Hub, a checkpoint (`step_N`), or the
+    newest checkpoint in a run's folder.
 
     `precision` is "float32" or "bfloat16"; None: float32 if the files are float32, otherwise bfloat16. `max_length` is
     the maximum number of tokens of prompt and response together; None: 2048, or the model's positions if fewer. Raise

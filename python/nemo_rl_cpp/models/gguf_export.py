@@ -21,47 +21,17 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.hub.gguf_conversion import unpermute
+from nemo_rl_cpp.hub.gguf_conversion import SPLITS
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
 from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.gguf_weights import FAMILIES, from_gguf, tensor_names, to_gguf
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 """Formats of the matrices. Vectors are always float32. In q4_0, embedding and LM head have 8 bits: this costs little
 and avoids most of the error that 4 bits would cause there."""
-
-
-class Family(NamedTuple):
-    """The properties of a model_type in llama.cpp.
-
-    Attributes:
-        architecture: its name in the file.
-        interleaved: llama.cpp's RoPE pairs adjacent rows of a head; Hugging Face's pairs the two halves.
-        has_windows: llama.cpp computes sliding windows. If not, it attends to all tokens, so the file limits the
-            context
-            to the window.
-        scalings: supported types of RoPE scaling."""
-
-    architecture: str
-    interleaved: bool = False
-    has_windows: bool = False
-    scalings: tuple[str, ...] = ("linear", "yarn")
-
-
-FAMILIES = {
-    "llama": Family("llama", interleaved=True, scalings=("linear", "yarn", "llama3")),
-    "mistral": Family("llama", interleaved=True),
-    "smollm3": Family("smollm3", interleaved=True),
-    "granite": Family("granite", interleaved=True),
-    "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3"),
-    "olmo2": Family("olmo2"),
-    "phi3": Family("phi3", scalings=("longrope",)),
-    "gemma2": Family("gemma2", has_windows=True, scalings=()),
-    "gemma3_text": Family("gemma3", has_windows=True, scalings=("linear",)),
-}
 
 
 def export_gguf(folder: Path, file: Path, kind: str) -> int:
@@ -222,15 +192,6 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
                 getattr(writer, f"add_rope_scaling_yarn_{key}")(float(scaling[key]))
 
 
-def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
-    """Return the name of each parameter in the model folder -> its name in llama.cpp."""
-    architecture = FAMILIES[config["model_type"]].architecture
-    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    shapes = parameter_shapes(hf_config.native_config(config))
-    return {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in shapes}
-
-
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
     """Return the format of one tensor in a file whose matrices have the format `kind`."""
     if len(shape) < 2:
@@ -240,42 +201,6 @@ def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
     if kind.startswith("q") and shape[-1] % 32:  # a block holds 32 elements of a row
         kind = "f16"
     return gguf.GGMLQuantizationType[kind.upper()]
-
-
-def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
-    """Return a parameter in llama.cpp's layout. Gemma's norms get 1 added. If llama.cpp's RoPE pairs adjacent rows, the
-    rows of query and key projections are interleaved: row i of a head's first half becomes 2i, of its second half 2i +
-    1."""
-    heads = _paired_heads(config, name)
-    if heads:
-        halves = values.reshape(heads, 2, -1, *values.shape[1:])
-        values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-    return values + np.float32(1) if _is_offset(config, name) else values
-
-
-def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
-    """Return a parameter in Hugging Face's layout: the inverse of `to_gguf`."""
-    heads = _paired_heads(config, name)
-    if heads:
-        values = unpermute(values, heads)
-    return values - np.float32(1) if _is_offset(config, name) else values
-
-
-def _paired_heads(config: Mapping[str, Plain], name: str) -> int:
-    """Return the number of heads of a query or key projection whose rows are interleaved; 0 for any other parameter."""
-    if not FAMILIES[config["model_type"]].interleaved:
-        return 0
-    return (
-        config["num_attention_heads"]
-        if ".q_proj." in name
-        else config["num_key_value_heads"]
-        if ".k_proj." in name
-        else 0
-    )
-
-
-def _is_offset(config: Mapping[str, Plain], name: str) -> bool:
-    return SUPPORTED_ARCHITECTURES[config["model_type"]].norm_offset != 0 and name.endswith("norm.weight")
 
 
 def _rope_factors(config: Mapping[str, Plain]) -> dict[str, np.ndarray]:
@@ -334,10 +259,6 @@ def compare_with_folder(file: Path, folder: Path) -> Gap:
 # ---- the tokenizer. llama.cpp supports two kinds. For a byte-level BPE the file names the rule that splits text into
 # words. For a SentencePiece BPE, which tokenizer.json stores as merges, a token's score is the rank of its merge.
 
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _REST: "qwen2"}
-"""Regular expression by which a pre-tokenizer splits text into words -> its name in llama.cpp."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 

@@ -1,4 +1,4 @@
-"""Reads the safetensors files of a Hugging Face folder and compares them with a model's parameters. Needs no torch."""
+"""Reads the weights of a Hugging Face folder and compares them with a model's parameters. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+GGUF_FILE = "model.gguf"
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
           "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}  # fmt: skip
-_READ = ("F64", "F32", "F16", "BF16")
+_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+"""Quantised formats of ggml."""
+_READ = ("F64", "F32", "F16", "BF16", *_BLOCKS)
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 class RawTensor(NamedTuple):
-    """A tensor as it is stored in its file. `dtype` is its name in safetensors ("F32", "BF16"); `data` is memory-mapped
-    and only valid until the next tensor is requested."""
+    """A tensor as it is stored in its file. `dtype` is its name in safetensors ("F32", "BF16"), or in ggml for a
+    block format ("Q4_0"); `data` is memory-mapped and only valid until the next tensor is requested."""
 
     dtype: str
     shape: list[int]
@@ -51,7 +54,7 @@ class TensorEntry(NamedTuple):
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder. As in transformers, this is model.safetensors if it exists, otherwise
-    the files of the index.
+    the files of the index. For a folder of `hub.sources.gguf_folder`, return the GGUF file.
 
     Raises ModelFolderError if there are none, the index is damaged, or a file is missing or lies outside the folder."""
     folder = Path(folder)
@@ -59,6 +62,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if not index.is_file():
+        if is_linked_gguf(folder):
+            return [folder / GGUF_FILE]
         raise ModelFolderError(
             f"{folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} (other formats are not read){_other_weights(folder)}"
         )
@@ -78,6 +83,11 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def is_linked_gguf(folder: Path) -> bool:
+    """Return whether a folder is one of `hub.sources.gguf_folder`: its weights are in a GGUF file."""
+    return (folder / f"{GGUF_FILE}.json").is_file()
+
+
 def _other_weights(folder: Path) -> str:
     """Return the end of an error message for a folder without usable safetensors: the other weights in it, and the
     remedy."""
@@ -85,6 +95,8 @@ def _other_weights(folder: Path) -> str:
         return f"; it holds {found[0]}, which counts only where {INDEX_FILE} names it: copy or download the index, too"
     others = (file.name for pattern in ("*.bin", "*.gguf", "consolidated*", "*.pt*") for file in folder.glob(pattern))
     if found := next(others, None):
+        if found.endswith(".gguf"):
+            return f"; it holds {found}: name that file as the model"
         return f"; it holds {found}: load the model with transformers and write it with save_pretrained"
     return ""
 
@@ -97,6 +109,10 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
     bytes and the header in JSON; the tensors follow without gaps.
 
     Raises ModelFolderError if the file is truncated or does not match its header."""
+    if file.name == GGUF_FILE:
+        from nemo_rl_cpp.models.gguf_weights import LinkedTensors
+
+        return {name: TensorEntry(*place) for name, place in LinkedTensors(file.parent).places.items()}
     # The library's safe_open imports numpy: 0.1 to 0.3 s per command; this function takes under a millisecond.
     try:
         with file.open("rb") as handle:
@@ -160,6 +176,11 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
     for file, name, entry in all_entries(files):
         by_file.setdefault(file, []).append((name, entry))
     for file, entries in by_file.items():
+        linked = None
+        if file.name == GGUF_FILE:
+            from nemo_rl_cpp.models.gguf_weights import LinkedTensors
+
+            linked = LinkedTensors(file.parent)
         try:
             with (
                 file.open("rb") as handle,
@@ -168,7 +189,7 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
             ):
                 for name, (dtype, shape, begin, end) in entries:
                     with data[begin:end] as tensor:
-                        yield name, RawTensor(dtype, shape, tensor)
+                        yield name, RawTensor(dtype, shape, linked.restored(name, tensor) if linked else tensor)
                     if hasattr(
                         mmap, "MADV_DONTNEED"
                     ):  # otherwise the pages of tensors already read would count as this process's memory
@@ -278,13 +299,24 @@ def head_differs(folder: Path) -> bool:
 
 
 def decoded(dtype: str, raw: bytes | memoryview) -> np.ndarray:
-    """Return a tensor's bytes as a float32 array, or as a float64 array if its dtype is F64."""
+    """Return a tensor's bytes as a flat float32 array, or as a float64 array if its dtype is F64."""
     import numpy as np
 
+    if dtype in _BLOCKS:
+        import gguf
+
+        return gguf.quants.dequantize(np.frombuffer(raw, np.uint8), gguf.GGMLQuantizationType[dtype])
     if dtype == "BF16":
         return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
     numbers = np.frombuffer(raw, {"F64": np.float64, "F32": np.float32, "F16": np.float16}[dtype])
     return numbers.astype(np.float32) if dtype == "F16" else numbers
+
+
+def without_blocks(tensor: RawTensor) -> RawTensor:
+    """Return a tensor in a dtype of safetensors: float32 for one in blocks, else the tensor unchanged."""
+    if tensor.dtype not in _BLOCKS:
+        return tensor
+    return RawTensor("F32", tensor.shape, memoryview(decoded(tensor.dtype, tensor.data)).cast("B"))
 
 
 def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:

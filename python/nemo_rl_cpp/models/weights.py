@@ -27,6 +27,7 @@ from nemo_rl_cpp.models.weight_files import (
     fill_parameters,
     raw_tensors,
     weight_files,
+    without_blocks,
 )
 from nemo_rl_cpp.stages import work
 
@@ -109,11 +110,11 @@ def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) ->
 
 
 def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
-    """Fill a native `DecoderModel`, or its tensor-parallel slice, from the folder's safetensors files.
+    """Fill a native `DecoderModel`, or its tensor-parallel slice, from the weights of a folder.
 
     A critic can be loaded from a causal language model: the LM head is skipped, and the scalar head starts at zero, so
     that the first values are 0. Weights in a different dtype are converted. The matrices of a quantised model are
-    quantised one by one, from the dtype of the file.
+    quantised one by one, from the dtype of the file; blocks of the model's format are copied.
 
     Raises:
         ModelFolderError: no weights, a damaged file, or a missing, unexpected or misshapen tensor; all are named.
@@ -131,7 +132,11 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
 
         def put(name: str, raw: RawTensor) -> None:
             if name in blocks:
-                pack_blocks(model, blocks[name], tensor_of(raw))
+                own = model.blocks_of(blocks[name])
+                if raw.dtype in ("Q8_0", "Q4_0") and raw.data.nbytes == own.nbytes:  # the model's format
+                    own.view(-1).copy_(torch.frombuffer(raw.data, dtype=torch.uint8))
+                else:
+                    pack_blocks(model, blocks[name], tensor_of(raw))
             else:
                 target[name].copy_(own_part(specs[name], tensor_of(raw)))
             advance(raw.data.nbytes)
@@ -147,7 +152,8 @@ def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor) -> No
 
 
 def tensor_of(raw: RawTensor) -> torch.Tensor:
-    """Return the tensor as a view of its memory-mapped bytes."""
+    """Return the tensor as a view of its memory-mapped bytes. One in blocks becomes float32."""
+    raw = without_blocks(raw)
     return torch.frombuffer(raw.data, dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
 
 

@@ -1,0 +1,158 @@
+"""Models read from GGUF files: equal to the folders from which `nemo-rl-cpp export` wrote the files."""
+
+import json
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+import tokenizer_folders
+import torch
+from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.data.tokenizer import Tokenizer
+from nemo_rl_cpp.generate import TextGenerator
+from nemo_rl_cpp.hub.sources import SourceError, resolve_model
+from nemo_rl_cpp.models.gguf_export import export_gguf
+from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
+from nemo_rl_cpp.models.weight_files import decoded, raw_tensors, weight_files
+from nemo_rl_cpp.models.weights import initialize_weights, save_weights
+from test_gguf_export import TEXTS, WRITTEN, make, write_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path / "cache"))
+
+
+def weights_of(path):
+    return {name: torch.tensor(decoded(raw.dtype, raw.data)) for name, raw in raw_tensors(weight_files(path))}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_gguf_file_gives_the_configuration_and_weights_of_the_exported_folder(name, tmp_path, monkeypatch):
+    """A file without sliding windows has positions for one window only, so that windows make no difference."""
+    folder, _ = make(name, tmp_path, monkeypatch)
+    export_gguf(folder, tmp_path / "model.gguf", "f32")
+    expected, found = read_model_folder(folder), read_model_folder(resolve_model(tmp_path / "model.gguf"))
+    found.check_weights()
+    before, after = expected.native(), found.native()
+    if before["layers"] != after["layers"]:
+        assert after["layers"] == [(0, rotary) for _, rotary in before["layers"]]
+        assert found.config["max_position_embeddings"] <= expected.config["sliding_window"]
+    assert {**before, "layers": None} == {**after, "layers": None}
+    before, after = weights_of(folder), weights_of(found.path)
+    assert before.keys() == after.keys()
+    offset = 1e-6 if name.startswith("gemma") else 0  # norms are 1 + w in the file
+    assert all((before[key] - after[key]).abs().max() <= offset for key in before)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen", "llama3", "llama2"])
+def test_gguf_tokenizer_gives_the_ids_and_texts_of_the_exported_folder(name, tmp_path):
+    folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
+    export_gguf(folder, tmp_path / "model.gguf", "f16")
+    expected, found = (Tokenizer.from_pretrained(path) for path in (folder, resolve_model(tmp_path / "model.gguf")))
+    for text in TEXTS:
+        ids = expected(text)["input_ids"]
+        assert found(text)["input_ids"] == ids
+        assert found.decode(ids) == expected.decode(ids)
+    assert (found.bos_token, found.eos_token) == (expected.bos_token, expected.eos_token)
+    assert found.chat_template == expected.chat_template
+
+
+SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)  # fmt: skip
+
+
+def folder_of_blocks(folder):
+    """A tiny model whose rows blocks of 32 weights divide."""
+    described = tiny_random(SIZES)
+    model = C.DecoderModel(described.native(), torch.float32, False)
+    initialize_weights(model, 0, std=0.1)
+    save_weights(model, folder, described.config)
+    write_tokenizer(folder)
+    return folder
+
+
+def quantised(path, kind):
+    opened = replace(read_model_folder(resolve_model(path)), quantization=kind)
+    opened.check_weights()
+    model = C.DecoderModel(opened.native(), torch.bfloat16, False)
+    opened.fill(model)
+    return {spec.name: model.blocks_of(spec) for spec in model.blocks}
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_quantised_base_has_the_blocks_of_the_gguf_file(kind, tmp_path):
+    """A block of 32 equal numbers 1 is d = 1/127 or -1/8 where it is quantised. A file may hold other blocks for them."""
+    folder, file = folder_of_blocks(tmp_path / "folder"), tmp_path / "model.gguf"
+    export_gguf(folder, file, kind)
+    expected, found = quantised(folder, kind), quantised(file, kind)
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+
+    tensor = next(each for each in gguf.GGUFReader(file).tensors if each.name == "blk.1.ffn_up.weight")
+    block = np.float16(0.5).tobytes() + {"q8_0": b"\x02" * 32, "q4_0": b"\xaa" * 16}[kind]
+    with file.open("r+b") as handle:
+        handle.seek(tensor.data_offset)
+        handle.write(block)
+    blocks = quantised(file, kind)["model.layers.1.mlp.up_proj.weight"]
+    assert bytes(blocks[0, : len(block)].tolist()) == block
+
+
+def test_gguf_blocks_of_a_format_without_kernels_are_dequantised(tmp_path):
+    folder, file = folder_of_blocks(tmp_path / "folder"), tmp_path / "model.gguf"
+    export_gguf(folder, file, "q5_1")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    found = weights_of(resolve_model(file))["model.layers.0.mlp.down_proj.weight"]
+    tensor = tensors["blk.0.ffn_down.weight"]
+    assert tensor.tensor_type.name == "Q5_1"
+    assert found.tolist() == gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(-1).tolist()
+
+
+def test_lora_over_a_gguf_file_is_exact_and_its_checkpoint_names_the_file(tmp_path):
+    file = tmp_path / "base.gguf"
+    export_gguf(folder_of_blocks(tmp_path / "folder"), file, "q8_0")
+    more = (f"policy.model_name={file}", "policy.hf_config_overrides=null", f"policy.tokenizer.name={file}")
+    lora = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.quantization=q8_0", "grpo.max_num_steps=2")
+    with tiny.make(tmp_path, *tiny.SMALL, *more, *lora) as run:
+        run.train()
+        assert all(row["token_mult_prob_error"] == 1 for row in run.history if "token_mult_prob_error" in row)
+        run.policy.save_checkpoint(tmp_path / "weights")
+    assert json.loads((tmp_path / "weights/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        file
+    )
+    assert read_model_folder(tmp_path / "weights").path == resolve_model(file)
+
+
+def test_text_of_a_gguf_file_equals_the_text_of_the_folder(tmp_path):
+    folder, file = folder_of_blocks(tmp_path / "folder"), tmp_path / "model.gguf"
+    export_gguf(folder, file, "f32")
+    texts = [
+        TextGenerator(path, precision="float32").generate("ab", max_new_tokens=12, seed=3) for path in (folder, file)
+    ]
+    assert texts[0].token_ids == texts[1].token_ids and len(texts[0].token_ids) > 3
+
+
+@pytest.mark.parametrize("keys, engine", [
+    (["policy.backend=hf"], "policy.backend"),
+    (["policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:9"], "policy.generation.backend"),
+])  # fmt: skip
+def test_engines_other_than_native_reject_a_gguf_file(keys, engine):
+    with pytest.raises(
+        ConfigError, match=f"policy.model_name is a GGUF file, which only native reads: set {engine} to native"
+    ):
+        load_grpo_config("grpo_tiny.yaml", ["policy.model_name=model.gguf", "policy.hf_config_overrides={}", *keys])
+
+
+def test_damaged_and_unknown_gguf_files_are_rejected_and_leave_no_folder(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF" + bytes(20))
+    with pytest.raises(SourceError, match="is not a whole GGUF file"):
+        resolve_model(file)
+    writer = gguf.GGUFWriter(file, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(SourceError, match="of the architecture 'mamba', which is not read; llama, qwen2"):
+        resolve_model(file)
+    assert not list((tmp_path / "cache/models").iterdir())

@@ -18,11 +18,14 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.stages import work
 
 TENSOR_TABLE, WEIGHTS = "model.gguf.json", "model.gguf"
 """Files of a converted folder: the place of each tensor in the GGUF file, and a link to that file."""
+
+
+class UnsupportedGgufError(ValueError):
+    """Raised if a GGUF file holds a model or a tokenizer that is not converted."""
 
 
 class _Kind(NamedTuple):
@@ -78,10 +81,10 @@ def _short(value: float) -> float:
 
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:
-    """Return the model's config.json. Raise ModelFolderError for an architecture that is not converted."""
+    """Return the model's config.json. Raise UnsupportedGgufError for an architecture that is not converted."""
     architecture = str(value_of(reader, "general.architecture"))
     if architecture not in _KINDS:
-        raise ModelFolderError(
+        raise UnsupportedGgufError(
             f"the GGUF file holds a model of the architecture {architecture!r}, which is not read; {', '.join(_KINDS)} are"
         )
     kind, tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
@@ -160,7 +163,7 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
                     scaling[name] = _short(number)
         config["rope_scaling"] = scaling
     elif kind != "none":
-        raise ModelFolderError(f"the GGUF file scales RoPE by {kind!r}, which is not read; linear and yarn are")
+        raise UnsupportedGgufError(f"the GGUF file scales RoPE by {kind!r}, which is not read; linear and yarn are")
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
@@ -168,16 +171,16 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
 
     With low_freq_factor 1 and high_freq_factor 4, as in all Llama 3, a frequency of wavelength w is divided by 1 if w <
     original / 4, by `factor` if w > original, and else by 1 / ((1 - s) / factor + s) with s = (original / w - 1) / 3.
-    Raise ModelFolderError if no integer `original` gives the factors."""
+    Raise UnsupportedGgufError if no integer `original` gives the factors."""
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     factor = float(factors.max())
     between = (factors > 1 + 1e-6) & (factors < factor - 1e-6)
     if not between.any():
-        raise ModelFolderError("the GGUF file's rope_freqs do not determine the scaling of RoPE")
+        raise UnsupportedGgufError("the GGUF file's rope_freqs do not determine the scaling of RoPE")
     smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
     originals = wavelengths[between] * (3 * smooth + 1)
     if originals.max() - originals.min() > 1e-3 * originals.max():
-        raise ModelFolderError(
+        raise UnsupportedGgufError(
             "the GGUF file's rope_freqs are not those of Llama 3, whose scaling of RoPE alone is read"
         )
     return {
@@ -201,7 +204,7 @@ SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _
 
 
 def _words(pre: str) -> pre_tokenizers.PreTokenizer:
-    """Return the pre-tokenizer with the name `pre` in llama.cpp. Raise ModelFolderError for an unknown name."""
+    """Return the pre-tokenizer with the name `pre` in llama.cpp. Raise UnsupportedGgufError for an unknown name."""
     if pre == "smollm":
         # each digit is a separate token, so that the model does not learn "42" as one symbol
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -213,7 +216,9 @@ def _words(pre: str) -> pre_tokenizers.PreTokenizer:
             split = pre_tokenizers.Split(Regex(pattern), "isolated")
             return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     known = ", ".join(("smollm", "gpt-2", *SPLITS.values()))
-    raise ModelFolderError(f"the GGUF file's tokenizer splits text by the rule {pre!r}, which is not read; {known} are")
+    raise UnsupportedGgufError(
+        f"the GGUF file's tokenizer splits text by the rule {pre!r}, which is not read; {known} are"
+    )
 
 
 def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
@@ -250,10 +255,10 @@ def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
-    """Return the tokenizer and the texts of its control tokens. Raise ModelFolderError for a kind that is not read."""
+    """Return the tokenizer and the texts of its control tokens. Raise UnsupportedGgufError for a kind that is not read."""
     kind = value_of(reader, "tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise ModelFolderError(
+        raise UnsupportedGgufError(
             f"the GGUF file's tokenizer is of the kind {kind!r}, which is not read; gpt2 and llama are"
         )
     tokens, kinds = value_of(reader, "tokenizer.ggml.tokens"), value_of(reader, "tokenizer.ggml.token_type")

@@ -309,7 +309,7 @@ def gguf_folder(file: Path) -> Path:
     folder = cache_root() / "models" / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
-    from nemo_rl_cpp.hub.gguf_conversion import link_folder
+    from nemo_rl_cpp.hub.gguf_conversion import UnsupportedGgufError, link_folder
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -317,7 +317,7 @@ def gguf_folder(file: Path) -> Path:
         link_folder(file, made)
         made.chmod(0o755)
         made.rename(folder)
-    except SourceError as error:
+    except UnsupportedGgufError as error:
         raise SourceError(f"{file}: {error}") from None
     except OSError:
         if not folder.is_dir():  # another process has made it

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
     command line or configuration; 130 after Ctrl-C.
 
     `command` names the subcommand, which is otherwise the first argument. `options` are passed to the subcommand's
-    function, as scripts in examples/ do."""
+    function; scripts in examples/ use them."""
     if argv is None:
         signal(SIGINT, _leave)
     from importlib import import_module

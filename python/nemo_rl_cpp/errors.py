@@ -23,7 +23,7 @@ ERROR_FILE = "error.txt"
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-# if this package raises these types, their messages say what to do
+# exceptions of these types, if raised by this package, say what to do
 _SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)
 _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # redundant with the line number
 _LONGEST = 600  # maximum length of a message that this package did not write

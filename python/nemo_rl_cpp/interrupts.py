@@ -80,9 +80,9 @@ def nobody_reads() -> bool:
     """Return whether standard output is a pipe whose reader has closed it, as `head` does."""
     try:
         out = select.poll()
-        out.register(sys.stdout.fileno(), 0)  # errors are always reported
+        out.register(sys.stdout.fileno(), 0)  # poll always reports errors
         return any(event & select.POLLERR for _, event in out.poll(0))
-    except (AttributeError, OSError, ValueError):  # none, closed, or no file
+    except (AttributeError, OSError, ValueError):  # stdout is missing, closed, or no file
         return False
 
 

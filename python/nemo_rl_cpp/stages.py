@@ -31,7 +31,7 @@ def stage(text: str) -> None:
 
 @contextmanager
 def work(text: str, total: float, always: bool = False) -> Iterator[Callable[[float], None]]:
-    """Yield `advance(amount)`, which adds `amount` to the finished part of `total`. If the work takes more than some
+    """Yield `advance(amount)`, which adds `amount` to the finished part of `total`. If the work takes more than a few
     seconds, show its progress on stderr, if it runs inside `stages_shown` or `always` is set."""
     begin = last = time.monotonic()
     done, drawn = 0.0, False

@@ -14,7 +14,7 @@ has no core, and the spinning thread occupies a core that it could use."""
 
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Set GOMP_SPINCOUNT for this process and its children, if neither it nor OMP_WAIT_POLICY is set. Return whether it
-    takes effect: libgomp reads the variable when `import torch` loads it."""
+    takes effect: libgomp reads the variable when `import torch` loads libgomp."""
     if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
         return False
     environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
@@ -22,8 +22,8 @@ def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def cores() -> int:
-    """Return the number of physical cores that this process may use. It is torch's thread count, because two logical
-    processors may share the arithmetic units of a core."""
+    """Return the number of physical cores that this process may use. torch uses as many threads by default, because two
+    logical processors may share the arithmetic units of a core."""
     found = set()
     for number in os.sched_getaffinity(0):
         try:

@@ -91,7 +91,7 @@ class _Caller:
             return self._loop.run_until_complete(_result_of(result)) if inspect.isawaitable(result) else result
 
     def ask(self, call: Callable[[], object]) -> object:
-        """Make a call in the caller's thread, on behalf of the current thread, and return its result."""
+        """Make a call in the thread of this `_Caller`, on behalf of the current thread, and return its result."""
         grad = _grad_mode()
         future = Future()
         with self._lock:
@@ -111,11 +111,11 @@ class _Caller:
         def run() -> None:
             try:
                 done.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
                 done.set_exception(error)
             self._wake()
 
-        # a thread sees the caller's context variables, as a direct call would
+        # the new thread sees the caller's context variables, as a direct call would
         thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="run", daemon=True)
         state = _ProcessState()
         with self._lock:

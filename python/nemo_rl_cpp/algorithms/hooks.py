@@ -96,7 +96,7 @@ class Ending:
         result.reached_target = reached_target(validation.metrics if validation else None, self.loop)
         if result.interrupted:
             state.stop(self.stop.reason)
-        elif result.timed_out and not state.finished:  # a finished run has reached another limit
+        elif result.timed_out and not state.finished:  # a finished run has reached a different limit
             state.stop(OUT_OF_TIME)
         elif result.reached_target:
             state.stop(f"{self.loop.stop_at_validation_metric} reached {self.loop.stop_at_validation_threshold}")

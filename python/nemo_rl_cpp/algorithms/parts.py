@@ -101,8 +101,8 @@ def make_dataloader(
     data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
     """Return the training loader, which yields `num_prompts` prompts at a time. For a dictionary of data sets, return a
-    wrapper of one loader per data set. Raise ValueError, with keys of `section`, if a data set has fewer rows than a
-    batch.
+    wrapper of one loader per data set. Raise ValueError, which names keys of `section`, if a data set has fewer rows
+    than a batch.
     """
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
@@ -139,8 +139,8 @@ def set_seed(seed: int) -> None:
 
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
     """Return the planned number of steps of the whole run: max_num_steps, or the number of batches in max_num_epochs if
-    that is less. With dynamic sampling a step may need several batches, so there may be fewer steps. Several loaders
-    restart without end, so only max_num_steps limits them.
+    that is less. With dynamic sampling a step may need several batches, so there may be fewer steps. If there are
+    several loaders, they restart without end, so only max_num_steps limits the run.
     """
     if isinstance(loader, MultipleDataloaderWrapper):
         return loop.max_num_steps

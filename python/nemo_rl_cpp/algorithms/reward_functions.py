@@ -18,7 +18,7 @@ from nemo_rl_cpp.environments.single_turn import assistant_text
 BatchT = TypeVar("BatchT", bound=MutableMapping)
 _OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
 _TOLERANCE = 1e-6
-_SMALLEST_RELATIVE_MAD = 0.015  # median absolute deviation / median; below it there are no outliers
+_SMALLEST_RELATIVE_MAD = 0.015  # smallest (median absolute deviation / median) with outliers
 Lengths = dict[str, list[int]]
 
 THINKING_TAGS = ("<think>", "</think>")
@@ -30,7 +30,7 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
 
     The stop-properly penalty multiplies the reward by `stop_properly_penalty_coef` if `truncated` is set. The overlong
     penalty (DAPO, arXiv:2503.14476) gives reward + min(-(L - (max - buffer)) / buffer * penalty, 0), where L is the
-    length of the first assistant message (or `response_token_lengths`). It continues to grow beyond
+    length of the first assistant message (or `response_token_lengths`). This penalty continues to grow beyond
     max_response_length. If the stop-properly penalty is set, the overlong penalty applies only with `compose`.
     """
     cfg = as_model(cfg, RewardShapingConfig)

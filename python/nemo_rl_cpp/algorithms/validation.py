@@ -88,8 +88,8 @@ class Validator:
         """Validate the current weights, write val_data_step<step>.jsonl, and return the metrics:
 
             accuracy: the mean raw reward.
-            accuracy_ci95_low, accuracy_ci95_high: its Wilson interval with one trial per prompt; only for rewards in
-                [0, 1].
+            accuracy_ci95_low, accuracy_ci95_high: the 95 % Wilson interval of accuracy, with one trial per prompt; only
+                for rewards in [0, 1].
             avg_length: the mean number of tokens per response.
             num_samples: the number of prompts.
             right_or_wrong: 1 if every reward was 0 or 1; otherwise reports write "reward" instead of "accuracy".

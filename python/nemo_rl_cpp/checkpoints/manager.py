@@ -223,7 +223,7 @@ class CheckpointManager:
             return component / "weights", None
         return component / "weights", optimizer
 
-    # ---------------------------------------------------------------- keeping order
+    # ---------------------------------------------------------------- cleaning up
 
     def recover(self) -> list[str]:
         """Finish or remove what a crash during a save has left, and return a description of each action.

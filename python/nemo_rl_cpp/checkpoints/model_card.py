@@ -50,7 +50,7 @@ def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> Non
 
 
 def card_text(config: TrainMasterConfig, facts: CardFacts) -> str:
-    """Return the text of README.md. Of the path of a local folder, it shows only the last part."""
+    """Return the text of README.md. It shows only the last part of a local folder's path."""
     base = _PACKAGED.get(config.policy.model_name.lower(), config.policy.model_name)
     sets = [
         (each.dataset_name, getattr(each, "data_path", None))

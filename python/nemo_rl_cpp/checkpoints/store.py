@@ -187,8 +187,8 @@ class CheckpointStore:
         return None if isinstance(info, dict) else f"{TRAINING_INFO} holds no mapping"
 
     def unusable(self) -> list[str]:
-        """Return the names of folders from which a run cannot resume: damaged ones, `corrupt_` ones, and other
-        programs'.
+        """Return the names of folders from which a run cannot resume: damaged folders, `corrupt_` folders, and folders
+        of other programs.
         """
         found = [
             path.name

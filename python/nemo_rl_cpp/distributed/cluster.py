@@ -144,13 +144,13 @@ class WorkerGroup:
     ) -> None:
         self.cluster = cluster
         self.tensor_size = tensor_size
-        self.dp_size = cluster.world_size() // tensor_size  # data-parallel workers, or groups of workers
+        self.dp_size = cluster.world_size() // tensor_size  # number of data-parallel workers or groups
         self._target = next(_TARGETS)
         self.call_all("__create__", remote_worker_builder)
 
     def first_of_groups(self, values: list) -> list:
-        """Return one value per tensor-parallel group, that of its first worker: all workers of a group return the
-        same."""
+        """Return the value of the first worker of each tensor-parallel group, because all workers of a group return the
+        same value."""
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from nemo_rl_cpp.errors import as_user_error
 
-_SLICE = 0.5  # seconds per wait: between waits Python handles signals, even if they woke another thread
+_SLICE = 0.5  # seconds per wait: between waits Python handles signals, even those that another thread received
 
 
 class Answer(NamedTuple):

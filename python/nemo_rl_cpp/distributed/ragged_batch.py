@@ -117,8 +117,8 @@ class RaggedBatch:
 
     @cached_property
     def _inside(self) -> Tensor:
-        """The positions that hold tokens, bool [B, S]. In row-major order they are in the order of the ragged
-        tokens."""
+        """bool [B, S], whether each position holds a token. In row-major order, the True positions are in the order of
+        the ragged tokens."""
         return torch.arange(self.width)[None] < self.lengths[:, None]
 
     def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:

@@ -150,7 +150,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
 
 
 def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
-    """Return the configuration of the text model of a vision-language model. Its vision tower and its
+    """Return the configuration of the text model of a vision-language model. The vision tower and the
     multi-token-prediction heads are ignored. Return any other configuration unchanged."""
     known, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")
     if known is None:

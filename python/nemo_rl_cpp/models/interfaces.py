@@ -70,7 +70,7 @@ class PolicyInterface(TrainedModelInterface, Protocol):
     """A language model in training.
 
     Its weight version counts the `train` calls of the run. The loop passes a `TrainBatch` of B samples with T tokens in
-    total. Its attributes are ragged tensors: `input_ids` int64 [T], `offsets` int64 [B + 1], `token_mask` [T],
+    total, whose attributes are ragged tensors: `input_ids` int64 [T], `offsets` int64 [B + 1], `token_mask` [T],
     `sample_mask` [B]. Read as a mapping, it has padded tensors: `input_ids` int64 [B, S], `input_lengths` [B]. Results
     may be ragged or padded."""
 
@@ -84,8 +84,8 @@ class PolicyInterface(TrainedModelInterface, Protocol):
 
     def get_logprobs(self, data: Mapping[str, object]) -> Mapping[str, object]:
         """Return {"logprobs": float32 [T] or [B, S]}: each token's log-probability given the preceding tokens, under
-        the current weights with generation's temperature, top-k and top-p; 0 at untrained tokens and at first
-        tokens."""
+        the current weights with generation's temperature, top-k and top-p; 0 at untrained tokens and at the first token
+        of each sample."""
 
     def get_reference_policy_logprobs(self, data: Mapping[str, object]) -> Mapping[str, object]:
         """Return {"reference_logprobs": float32 [T] or [B, S]}, computed like `get_logprobs`, but under the frozen

@@ -15,9 +15,10 @@ class Value(TrainedModel, ValueInterface):
     """A critic in training: values, optimizer steps, checkpoints.
 
     The value of the state before token t is score · norm(h), where h is the hidden state after token t - 1.
-    `config.model_name` is any checkpoint of a supported architecture. Its `score.weight` [1, D] is used if it has one,
-    as a checkpoint of this class or a transformers `...ForSequenceClassification` with one label does. Otherwise the
-    head starts at zero, so that the first values are exactly 0 for any seed. (NeMo RL initialises the head at random.)
+    `config.model_name` is any checkpoint of a supported architecture. Its `score.weight` [1, D] becomes the head if it
+    has one, like a checkpoint of this class or of transformers' `...ForSequenceClassification` with one label.
+    Otherwise the head starts at zero, so that the first values are exactly 0 for any seed. (NeMo RL initialises the
+    head at random.)
 
     The arguments are those of `TrainedModel`; `config` is the section `value`.
     """
@@ -29,8 +30,8 @@ class Value(TrainedModel, ValueInterface):
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """Return {"values": [T], or [B, S] for padded `data`}: the value of the state before each token. It is 0 if
-        `token_mask` or `sample_mask` is 0, at first tokens and on padding. Without masks in `data`, all tokens but the
-        first have values."""
+        `token_mask` or `sample_mask` is 0, at the first token of each sample and on padding. Without masks in `data`,
+        all tokens but the first have values."""
         batch = RaggedBatch.of(data)
         return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size)))
 

@@ -1,8 +1,8 @@
 """LoRA adapters of a native model: selection of matrices, initialisation, and saving in PEFT's format.
 
 The model computes with W' = W + s · B · A, rounded to its precision, where s = alpha / dim, or alpha / sqrt(dim) with
-use_rslora. With `merge` false it adds the adapters' output to that of W instead (csrc/model/adapters.h). W are the
-frozen weights of `model_name`. A [dim, in] and B [out, dim] are trained in float32.
+use_rslora. With `merge` false it adds the adapters' output to the output of W instead (csrc/model/adapters.h). W is a
+frozen weight matrix of `model_name`. A [dim, in] and B [out, dim] are trained in float32.
 """
 
 import json

@@ -251,7 +251,7 @@ def _resting(
         if model.lora.merge:
             masters = ((f"{name} frozen weights", float(kept * width)), (f"{name} adapters", trained * (4.0 + width)))
         else:
-            masters = ((f"{name} adapters", trained * 12.0),)  # csrc/model/adapters.h
+            masters = ((f"{name} adapters", trained * 12.0),)  # see csrc/model/adapters.h
     elif model.precision == "bfloat16":
         masters = ((f"{name} master weights", parameters * 4.0),)
     moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes
@@ -345,8 +345,7 @@ def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, floa
 
 
 def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory of the weights that each process gathers with the transformers backend: `parameters` of
-    them."""
+    """Return the memory of the `parameters` weights that each process gathers with the transformers backend."""
     return (("gathered", float(parameters * _width(policy))),) if policy.backend == "hf" and processes > 1 else ()
 
 

@@ -38,7 +38,7 @@ def respell(
     checked.
 
     Precedence is as in transformers 5: `rope_scaling` before `rope_parameters`; keys in the section before top-level
-    keys, except that a top-level `original_max_position_embeddings` comes first. Its default is
+    keys, except that a top-level `original_max_position_embeddings` comes first. The default of that key is
     max_position_embeddings, or `default_positions` if that is missing too."""
     section = config.get(section_name(config)) or {}
     form = {name: value for name, value in config.items() if name not in _SPELLINGS}

@@ -77,7 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
         path = PurePath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
             raise ModelFolderError(f"{index} names the file {name!r}: a file inside the folder was expected")
-    # isfile is false for a name that is too long, for which pathlib raises
+    # isfile returns False for a name that is too long, for which pathlib raises an error
     if absent := [name for name in names if not isfile(folder / name)]:
         raise ModelFolderError(f"{index} names files that are not there: {', '.join(absent)}")
     return [folder / name for name in names]

@@ -284,7 +284,7 @@ def clipped_pg_loss(
 
     A is the advantage, W the importance weight, K the KL estimate with beta = kl_penalty, and NLL the negative
     log-likelihood of samples with a positive reward, with mu = positive_nll_weight. This C is for ratio_mode ppo.
-    `reduce` averages over valid tokens, or first over each row (token_level_loss).
+    `reduce` averages over valid tokens with token_level_loss, otherwise first over each row.
 
     curr_logprobs: [B, S-1], float32 or float64; column t is the log-probability of token t+1.
 

@@ -78,8 +78,8 @@ class TrainBatch(RaggedBatch):
 
     Attributes are ragged: [T] for tokens, [B] for samples. Reading one that no stage has set raises MissingField. A
     padded tensor [B, S] is converted to ragged when it is assigned. Losses and estimators may also read the batch as a
-    padded mapping (`RaggedBatch`) with the same names, and reward components as `reward/<name>`. `values` holds the
-    critic's values; it is not the method of a mapping.
+    padded mapping (`RaggedBatch`) with the same names, and reward components as `reward/<name>`. `values` are the
+    critic's values, not the method of a mapping.
     """
 
     lacks_generation_logprobs: bool = False

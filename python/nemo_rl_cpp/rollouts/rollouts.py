@@ -269,8 +269,8 @@ class Turn(NamedTuple):
 
 
 class Conversations:
-    """The conversations of a batch between turns. A turn is `begin`, generation, `respond`, the environments' calls,
-    `observe`.
+    """The conversations of a batch between turns. A turn consists of `begin`, generation, `respond`, the environments'
+    calls and `observe`.
     """
 
     def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:

@@ -175,7 +175,7 @@ class BaseEngine(GenerationInterface):
 
     def sampling(self, greedy: bool, stream: str) -> Sampling:
         """Return the sampling settings of a stream. For greedy decoding they have temperature 1 and no top-k or top-p,
-        by which log-probabilities are computed."""
+        because log-probabilities are computed with them."""
 
         def setting(name: str, default: float) -> float:
             validation = getattr(self.config, f"val_{name}") if stream == "val" else None

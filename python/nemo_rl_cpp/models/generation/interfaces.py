@@ -67,8 +67,8 @@ class Responses:
         logprobs: float32 [N] log-probability of every sampled token under the distribution it was sampled from; None if
             not available.
         truncated: bool [B] whether a response ended at a length limit; None if the engine does not report it.
-        weight_version: version of the weights that generated the responses, set by `sync_weights` for an engine that
-            holds its own weights; otherwise None.
+        weight_version: version of the weights that generated the responses, set by `sync_weights` for an engine with a
+            separate copy of the weights; otherwise None.
         token_versions: int64 [N] version of the weights that sampled each token, if the weights could change within a
             response (`WeightChange`); otherwise None."""
 
@@ -171,7 +171,7 @@ class GenerationInterface(Protocol):
     def generate(self, data: Prompts, greedy: bool = False, **beside: OnFinished) -> Answer:
         """Return a response per prompt, under the weights of the last `sync_weights`. `greedy`: temperature 0, top_k 1.
 
-        The loop passes a RaggedBatch, which as a mapping is a `GenerationDatumSpec`. The engine may return `Responses`
+        The loop passes a RaggedBatch, which can be read as a `GenerationDatumSpec`. The engine may return `Responses`
         or a padded batch. `beside` holds `on_finished` if the engine sets `reports_finished`; otherwise it is empty."""
 
     def finish_generation(self) -> bool:

@@ -25,8 +25,8 @@ def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str,
     """Return the object through which the engine runs a `C.DecoderModel`. It reads the model's weights in place.
 
     On a CUDA device, decode steps run as CUDA graphs unless `config.vllm_cfg.enforce_eager`. On the CPU, depending on
-    `config.packed_weights`, decode steps of small batches read bfloat16 weights in 12 bits each. The results are the
-    same."""
+    `config.packed_weights`, decode steps of small batches read bfloat16 weights in 12 bits each. Neither changes the
+    results."""
     config = as_model(config, GenerationConfig, "policy.generation")
     eager = bool(config.vllm_cfg.enforce_eager)
     return C.NativeModelRunner(model, enforce_eager=eager, packed_weights=config.packed_weights)

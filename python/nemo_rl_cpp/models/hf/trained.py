@@ -148,8 +148,8 @@ class HfTrainedModel(TrainedModel):
         return FlatModel(module, dtype, trainable, self.device)
 
     def _with_router(self, module: nn.Module) -> None:
-        """Print a note, once, if megatron_cfg requests a frozen router as NeMo RL's files do, because it is trained
-        here."""
+        """Print a note, once, that the router is trained although megatron_cfg requests a frozen router, as NeMo RL's
+        files do."""
         megatron = self.config.megatron_cfg
         if not (megatron.enabled and megatron.freeze_moe_router):
             return

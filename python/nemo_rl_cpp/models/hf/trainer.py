@@ -22,7 +22,7 @@ _BLOCK = 1 << 22
 
 
 class OptimizerStep(NamedTuple):
-    """The gradient norm before clipping, and whether it was finite. If it was not, nothing was changed."""
+    """The gradient norm before clipping, and whether it was finite. If not, the step changed nothing."""
 
     grad_norm: float
     finite: bool
@@ -38,7 +38,7 @@ class HfTrainer:
 
     Args:
         model: the trained model, or a frozen one, for which `forward` only works with keep=False.
-        packed: put the samples of a micro-batch in one row, which the architecture must keep separate.
+        packed: put the samples of a micro-batch in one row; the architecture must keep them separate.
         chunk: number of tokens whose float32 logits exist at a time (`policy.logprob_chunk_size`).
         moments: dtypes of AdamW's two moments; None: float32.
     """
@@ -59,7 +59,7 @@ class HfTrainer:
         if model.trainable:
             model.gradients_into(lambda: self.grads)
 
-    # ---- what a micro-batch needs
+    # ---- the passes of a micro-batch
 
     def forward(
         self, batch: RowBatch, rows: list[int], temperature: float, share_prefix: bool, keep: bool, checkpoint: bool, out: Tensor, **more: object
@@ -120,7 +120,7 @@ class HfTrainer:
             layer.gradient_checkpointing = layer.training = wanted
 
     def takes_token_loss(self, temperature: float, top_p: float, top_k: int) -> bool:
-        """Return False: a loss cannot be fused into the LM head; it computes its gradient for whole micro-batches."""
+        """Return False: losses are not fused into the LM head; they compute gradients for whole micro-batches."""
         return False
 
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None, d_entropy: None = None) -> None:

@@ -93,7 +93,8 @@ class Policy(TrainedModel, PolicyInterface):
     ) -> BatchedDataDict:
         """Return {"logprobs": [T], or [B, S] for padded `data`}: the log-probability of each token given the preceding
         ones, with generation's temperature, top_p and top_k, as generation reports it. It is 0 if `token_mask` or
-        `sample_mask` is 0, at first tokens, on padding, and for a token that top-k or top-p removes."""
+        `sample_mask` is 0, at the first token of each sample, on padding, and for a token that top-k or top-p
+        removes."""
         batch = RaggedBatch.of(data)
         return BatchedDataDict(
             logprobs=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size, self.scoring))

@@ -115,7 +115,7 @@ class GlobalCounts:
     def of(data: RaggedBatch, begin: int = 0, end: int | None = None) -> GlobalCounts:
         """Return the counts over the samples [begin, end)."""
         sample_mask, token_mask = data.samples["sample_mask"].float(), data.tokens["token_mask"].float()
-        token_mask = token_mask.index_fill(0, data.starts, 0)  # a first token has no log-probability
+        token_mask = token_mask.index_fill(0, data.starts, 0)  # a sample's first token has no log-probability
         per_row = (data.by_sample(token_mask) * sample_mask)[begin:end]
         rewards = data.samples.get("rewards")
         positive = None if rewards is None else (per_row * (torch.as_tensor(rewards)[begin:end] > 0)).sum()
@@ -129,8 +129,8 @@ class MicroBatchRunner:
     With top-k or top-p, a loss with a KL term also receives `curr_logprobs_unfiltered` [b, S-1], log-probabilities
     without top-k and top-p, and their gradient is propagated too.
 
-    A micro-batch whose loss has zero gradient gets no backward pass. Samples that the loss announces as such
-    (`zero_gradient_rows`) are therefore placed in separate micro-batches.
+    A micro-batch whose loss has zero gradient gets no backward pass. Samples whose gradient will be zero according to
+    the loss (`zero_gradient_rows`) are therefore placed in separate micro-batches.
 
     Attributes:
         trainer: the native trainer.

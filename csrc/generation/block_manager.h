@@ -1,5 +1,5 @@
-// Keeps track of who holds which cache block. Blocks have reference counts, so that the generations of one prompt read
-// the same blocks. No tensor is touched here.
+// Tracks which sequences and prompts hold each KV-cache block. Blocks are reference-counted, so that the generations of
+// one prompt can share them. No tensor is touched here.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace nemo_rl::generation {
 
-/// Cache blocks of positions [i * block_size, (i + 1) * block_size), in order.
+/// The KV-cache blocks of a sequence: entry i holds the positions [i * block_size, (i + 1) * block_size).
 using BlockTable = std::vector<std::int32_t>;
 
 class BlockManager {
@@ -21,17 +21,17 @@ class BlockManager {
   std::int64_t block_size() const { return block_size_; }
   std::int64_t references(std::int32_t block) const;
 
-  /// Blocks that `tokens` positions fill.
+  /// The number of blocks that `tokens` positions need.
   std::int64_t blocks_for(std::int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
 
-  /// Extends `table` until it covers `tokens` positions. False, and nothing changed, when too few blocks are free.
+  /// Extends `table` until it covers `tokens` positions. If too few blocks are free, returns false and changes nothing.
   bool extend(BlockTable& table, std::int64_t tokens);
 
-  /// A table of its own over the first `tokens` positions of `from`: full blocks are shared, a last partial one is
-  /// copied, which appends to `copies`. Needs one free block where there is a partial one.
+  /// Returns a new table of the first `tokens` positions of `from`. Full blocks are shared. A partial last block is
+  /// copied: the copy is appended to `copies`, and needs a free block.
   BlockTable fork(const BlockTable& from, std::int64_t tokens, std::vector<BlockCopy>& copies);
 
-  /// Gives up the table's references and empties it.
+  /// Drops the table's references to its blocks and empties it.
   void release(BlockTable& table);
 
  private:

@@ -1,4 +1,4 @@
-// The generation engine: continuous batching of requests over a ModelRunner, for batches that are known from the start.
+// The generation engine: continuous batching over a ModelRunner. The requests of a batch are all known from the start.
 //
 // The result of a request depends only on its prompt, its parameters and its random key. It never depends on other
 // requests, the batch size, chunk sizes, preemptions or the number of threads.
@@ -15,7 +15,7 @@ namespace nemo_rl::generation {
 
 struct EngineConfig {
   SchedulerConfig scheduler;
-  std::int64_t max_model_len = 0;  ///< limit of prompt and generation together; none if 0
+  std::int64_t max_model_len = 0;  ///< maximum tokens of prompt and generation together; 0: no limit
   std::int64_t max_cache_bytes = std::int64_t{4} << 30;
   bool with_entropy = false;
 };
@@ -28,25 +28,25 @@ struct Request {
 };
 
 struct Generation {
-  std::vector<std::int64_t> token_ids;  ///< with the token that ended it
-  std::vector<float> logprobs;          ///< of every token, under the distribution it was drawn from
+  std::vector<std::int64_t> token_ids;  ///< including the token that ended it
+  std::vector<float> logprobs;          ///< of every token, under the distribution it was sampled from
   std::vector<float> entropies;         ///< of those distributions; zeros unless EngineConfig::with_entropy
   FinishReason finish_reason = FinishReason::none;
 };
 
-/// Where generate() stops in the middle of its generations, so that the model's weights can change.
+/// The point at which generate() stops in the middle of its generations, so that the model's weights can change.
 struct Pause {
-  std::int64_t after_tokens = 0;  ///< each generation stops after so many tokens, at least 2; 0: never
-  bool keep_cache = false;        ///< keys and values of the weights so far are read on, not computed again
+  std::int64_t after_tokens = 0;  ///< tokens after which each generation stops, at least 2; 0: never
+  bool keep_cache = false;        ///< continue with the KV cache of the old weights; otherwise recompute it
 };
 
-/// Thrown when the interrupt callback returned true. All requests were given up.
+/// Thrown if the interrupt callback returned true. All requests are dropped.
 class GenerationInterrupted : public std::runtime_error {
  public:
   GenerationInterrupted() : std::runtime_error("generation was interrupted") {}
 };
 
-/// Requests (by index) that have ended, and the tokens of each.
+/// A callback that receives the indices of requests that have ended, and the tokens of each.
 using Finished = std::function<void(const std::vector<std::int64_t>& requests,
                                     const std::vector<const std::vector<std::int64_t>*>& token_ids)>;
 
@@ -55,32 +55,32 @@ class Engine {
   Engine(std::shared_ptr<ModelRunner> runner, EngineConfig config, std::shared_ptr<const TokenBytes> token_bytes);
   ~Engine();
 
-  /// One Generation for every request, in order. Requests of one prompt share its prefill. A prompt that fills
-  /// max_model_len yields an empty generation that ended by length.
+  /// Returns one Generation per request, in order. Requests for the same prompt share its prefill. A prompt that fills
+  /// max_model_len gives an empty generation with finish reason `length`.
   ///
-  /// `interrupted` (may be null) is asked once a step. `finished` (may be null) is told after a step which requests
-  /// have just ended, with their tokens, unless none is left. `drawn` (may be null) is told every token.
+  /// All callbacks may be null. `interrupted` is called before each step. `finished` is called after a step with the
+  /// requests that have just ended and their tokens, except after the last step. `drawn` is called for every token.
   ///
-  /// Returns none, and paused() is true, when generations have reached `pause` and all others have ended. Which tokens
-  /// are generated before it depends on `pause` alone, since it counts the tokens of each generation.
+  /// If generations have reached `pause` and all others have ended, it returns an empty vector, and paused() is true.
+  /// The tokens generated before the pause depend on `pause` alone, because it counts the tokens of each generation.
   ///
   /// Throws ValueError for an empty prompt, a token id outside the vocabulary, max_new_tokens < 1, bad sampling
   /// parameters, stop strings without token bytes, or a sequence that cannot fit the cache; RuntimeError for logits
-  /// that are not finite; ValueError where the cache cannot keep all generations over a pause. Whatever is thrown, the
-  /// engine is empty and usable afterwards. A paused call that nobody resumed is given up.
+  /// that are not finite; ValueError if the cache cannot keep all generations over a pause. After any exception the
+  /// engine is empty and usable. A paused call that was not resumed is dropped.
   std::vector<Generation> generate(const std::vector<std::vector<std::int64_t>>& prompts,
                                    const std::vector<Request>& requests, const std::function<bool()>& interrupted,
                                    const Finished& finished = {}, const Drawn& drawn = {}, const Pause& pause = {});
-  /// Goes on from a pause to the end of every generation; callbacks as for generate(), whose `drawn` holds on.
+  /// Continues all generations from a pause to their end. Callbacks as in generate(), whose `drawn` stays in use.
   std::vector<Generation> resume(const std::function<bool()>& interrupted, const Finished& finished = {});
   bool paused() const { return paused_; }
 
-  /// Frees the cache; the next generate() allocates it again. A paused call is given up.
+  /// Frees the cache; the next generate() allocates it again. A paused call is dropped.
   void release_cache();
   std::int64_t cache_blocks() const { return cache_blocks_; }
-  /// For the next generate(); a cache that is larger already is kept.
+  /// Sets the limit for the next generate(). A cache that is already larger is kept.
   void set_max_cache_bytes(std::int64_t bytes);
-  /// The table may come late: it is read only where a request has stop strings.
+  /// Sets the token bytes. They are read only if a request has stop strings, so they may be set late.
   void set_token_bytes(std::shared_ptr<const TokenBytes> token_bytes);
 
   const EngineMetrics& metrics() const { return metrics_; }

@@ -1,4 +1,4 @@
-// Chooses the rows of the engine's steps that are kept for training (model/kept_activations.h).
+// Chooses the rows of the engine's steps whose activations are kept for training (model/kept_activations.h).
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -8,16 +8,17 @@
 
 namespace nemo_rl::generation {
 
-/// Follows the tokens in the cache. A step's new token is kept after the token whose keys and values lie before its
-/// own. If memory runs out, the last sequence of the step is given up, so that the sequences before it are kept whole.
+/// Tracks the kept node of every token in the KV cache. A new token's node becomes a child of the node of the token
+/// before it. If memory runs out, the last sequence of the step is dropped, so that the sequences before it are kept
+/// completely.
 class KeptRows {
  public:
   using Node = model::KeptActivations::Node;
   explicit KeptRows(std::int64_t block_size) : block_size_(block_size) {}
 
-  /// Begins with a cache of so many blocks, and forgets all earlier tokens.
+  /// Starts with a cache of `num_blocks` blocks, and forgets all earlier tokens.
   void begin(std::int64_t num_blocks);
-  /// For every row of the step, the node for its activations. kNone: they are kept already, or cannot be kept.
+  /// Returns the node for the activations of every row of the step; kNone if they are already kept, or cannot be kept.
   const std::vector<Node>& plan(const ForwardBatch& batch, model::KeptActivations& kept);
 
  private:

@@ -14,8 +14,8 @@ class DecoderModel;
 
 namespace nemo_rl::generation {
 
-/// The new tokens of one sequence in this step. Its keys and values of earlier positions lie in the cache blocks of
-/// `block_table`; those of the new tokens are written there by the forward pass.
+/// The new tokens of one sequence in this step. The keys and values of its earlier positions are in the cache blocks of
+/// `block_table`; the forward pass writes those of the new tokens there.
 struct SequenceSlice {
   std::int64_t query_start = 0;           ///< first row in ForwardBatch::token_ids
   std::int64_t query_length = 0;          ///< new tokens: many in prefill, one in decode
@@ -43,29 +43,30 @@ struct ForwardBatch {
   std::vector<std::int64_t> token_ids;  ///< [T] of all slices, in order
   std::vector<SequenceSlice> slices;
   std::vector<BlockCopy> copies;          ///< done before the forward pass, in order
-  std::vector<StateCopy> state_copies;    ///< the same of states
-  std::vector<std::int64_t> logits_rows;  ///< rows of token_ids whose next-token logits are wanted (R of them)
+  std::vector<StateCopy> state_copies;    ///< the same for states
+  std::vector<std::int64_t> logits_rows;  ///< the R rows of token_ids whose next-token logits are requested
 };
 
-/// The model behind an engine. The result for a row depends only on the tokens of its own sequence, never on the batch.
+/// The model that an engine runs. The result for a row depends only on the tokens of its sequence, never on the batch.
 class ModelRunner {
  public:
   virtual ~ModelRunner() = default;
   virtual std::int64_t vocab_size() const = 0;
-  /// Entries of the vocabulary that the log-softmax sums together (kernels/sampling.h).
+  /// The number of vocabulary entries that the log-softmax sums as one block (kernels/sampling.h).
   virtual std::int64_t vocab_block() const { return kernels::kVocabBlock; }
   virtual std::int64_t block_size() const = 0;       ///< positions in one cache block
-  virtual std::int64_t bytes_per_block() const = 0;  ///< all layers, keys and values
+  virtual std::int64_t bytes_per_block() const = 0;  ///< of all layers, keys and values
   /// (Re)allocates cache storage for `num_blocks` blocks; contents are undefined afterwards.
   virtual void allocate_cache(std::int64_t num_blocks) = 0;
-  /// Whether sequences have states, of which allocate_states() makes as many as may be in use at a time.
+  /// Whether the model has recurrent states. allocate_states() allocates the number that may be in use at once.
   virtual bool has_states() const { return false; }
   virtual void allocate_states(std::int64_t) {}
-  /// Frees storage of cache and states (between generation phases).
+  /// Frees the storage of cache and states (between generation phases).
   virtual void release_cache() = 0;
-  /// Whether what later forwards compute may be kept for training, by a runner that can (model/kept_activations.h).
+  /// Sets whether activations of later forward passes may be kept for training, if the runner supports it
+  /// (model/kept_activations.h).
   virtual void keep_activations(bool) {}
-  /// Throws ValueError for a model whose adapters this runner cannot compute with, see SequenceSlice::adapted.
+  /// Throws ValueError if this runner does not support the adapters of a model, see SequenceSlice::adapted.
   virtual void check_adapted(const model::DecoderModel* adapted) const {
     NRL_CHECK_ARG(adapted == nullptr, "this model runner computes with no adapters but its own");
   }

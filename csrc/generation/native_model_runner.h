@@ -1,4 +1,4 @@
-// The engine's model runner on our own decoder: the trainer's weights, read in place.
+// The engine's model runner on the native decoder. It reads the trainer's weights in place.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -17,13 +17,13 @@ namespace nemo_rl::generation {
 
 class NativeModelRunner : public ModelRunner {
  public:
-  /// Steps of few rows after which a copy of the weights that such steps read faster has paid for itself.
+  /// The number of steps with few rows after which packing the weights pays off: such steps read a packed copy faster.
   static constexpr std::int64_t kPackAfter = kernels::kPackAfter;
   static constexpr std::int64_t kNeverPack = INT64_MAX;
 
-  /// `recorder`: decode steps are recorded and launched as a whole (RecordedSteps); none: all steps run as they are.
-  /// `pack_after`: so many steps of few rows, since the weights changed, read the weights where they lie; later ones a
-  /// packed copy (ops/packed_weights.h).
+  /// `recorder`: captures decode steps as CUDA graphs (RecordedSteps); none: all steps are launched kernel by kernel.
+  /// `pack_after`: the number of steps with few rows, since the weights changed, that read the weights in place; later
+  /// ones read a packed copy (ops/packed_weights.h).
   explicit NativeModelRunner(std::shared_ptr<model::DecoderModel> model, RecordedSteps::Recorder recorder = {},
                              std::int64_t pack_after = kPackAfter);
   std::int64_t vocab_size() const override;

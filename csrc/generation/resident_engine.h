@@ -1,7 +1,7 @@
-// An engine whose batch never ends: requests join it and leave it between two steps. It serves callers that come at any
-// time; Engine answers batches that are known from the start.
+// An engine with an open batch: requests join and leave it between two steps. It serves requests that arrive at any
+// time, whereas Engine serves batches that are known from the start.
 //
-// As there, the result of a request depends only on its prompt, its parameters and its random key.
+// As in Engine, the result of a request depends only on its prompt, its parameters and its random key.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -14,43 +14,44 @@ namespace nemo_rl::generation {
 
 struct ResidentConfig {
   SchedulerConfig scheduler;
-  std::int64_t max_model_len = 0;  ///< limit of prompt and generation together
+  std::int64_t max_model_len = 0;  ///< maximum tokens of prompt and generation together
   std::int64_t max_cache_bytes = std::int64_t{4} << 30;
 };
 
-/// A token that a sequence has drawn, and whether it ended with it.
+/// A token that a sequence has sampled, and whether the sequence ended with it.
 struct DrawnToken {
   std::int64_t sequence = 0;
   std::int64_t token_id = 0;
-  float logprob = 0;  ///< under the distribution it was drawn from
+  float logprob = 0;  ///< under the distribution it was sampled from
   FinishReason finish_reason = FinishReason::none;
-  std::vector<kernels::SampledToken> likeliest;  ///< as many as its request asked for
+  std::vector<kernels::SampledToken> likeliest;  ///< as many as the request asks for
 };
 
 /// Not thread-safe: one thread submits, cancels and steps.
 class ResidentEngine {
  public:
-  /// The cache takes what the scheduler's slots can fill, within max_cache_bytes; it is allocated by the first step.
+  /// The cache has the size that the scheduler's slots can fill, at most max_cache_bytes. The first step allocates it.
   ResidentEngine(std::shared_ptr<ModelRunner> runner, ResidentConfig config,
                  std::shared_ptr<const TokenBytes> token_bytes);
 
   /// Adds one generation of `prompt` for every key; they share its prefill. Returns the number of the first; the others
-  /// follow. Numbers are never used twice. A generation ends at max_model_len at the latest. `adapted`: as
-  /// PromptGroup::adapted.
+  /// have the next numbers. Numbers are never reused. A generation ends at max_model_len at the latest. `adapted`: as
+  /// in PromptGroup.
   ///
-  /// Throws ValueError for an empty prompt, a token id outside of the vocabulary, a prompt that leaves no room, bad
+  /// Throws ValueError for an empty prompt, a token id outside the vocabulary, a prompt that leaves no room, invalid
   /// sampling parameters, stop strings without token bytes, or a sequence that cannot fit the cache.
   std::int64_t submit(std::vector<std::int64_t> prompt, const SamplingParams& params,
                       const std::vector<RandomKey>& keys, std::shared_ptr<const model::DecoderModel> adapted = nullptr);
 
-  /// Takes a sequence out and frees its blocks. False if it is not there (any more).
+  /// Removes a sequence and frees its blocks. Returns false if there is no such sequence (any more).
   bool cancel(std::int64_t sequence);
 
   bool has_work() const { return !sequences_.empty(); }
-  /// The tokens of one step; none without work. Whatever is thrown, the engine is empty and usable afterwards.
+  /// Runs one step and returns its tokens; none if there is no work. After any exception the engine is empty and
+  /// usable.
   std::vector<DrawnToken> step();
 
-  /// Gives the cache back until the next step. Throws RuntimeError while there is work.
+  /// Frees the cache; the next step allocates it again. Throws RuntimeError while there is work.
   void release_cache();
 
   std::int64_t num_blocks() const { return num_blocks_; }

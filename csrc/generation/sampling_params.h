@@ -1,4 +1,4 @@
-// How one request is sampled and where it stops.
+// The sampling settings and the stop conditions of one request.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -14,7 +14,7 @@ struct SamplingParams {
   std::int64_t max_new_tokens = 16;
   std::vector<std::int64_t> stop_token_ids;
   std::shared_ptr<const StopStrings> stop_strings;  ///< none if null
-  std::int64_t num_likeliest = 0;                   ///< tokens that are told beside each drawn one, see ops/likeliest.h
+  std::int64_t num_likeliest = 0;                   ///< most likely tokens to report per token, see ops/likeliest.h
 };
 
 }  // namespace nemo_rl::generation

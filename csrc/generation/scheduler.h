@@ -1,11 +1,11 @@
-// Which tokens go through the model in a step. Policy only: it moves sequences and cache blocks about and touches no
-// tensor.
+// The scheduler: decides which tokens the model computes in a step. It only assigns sequences and cache blocks, and
+// touches no tensor.
 //
-// A prompt is prefilled once, by its group; the first token of all its generations comes from that pass. Each
-// generation then takes a slot and a fork of the prompt's blocks. Slots are refilled as sequences finish. Running
-// sequences go first: when blocks run out, prompts that only wait are dropped, then the sequence that was admitted last
-// goes back to its group, to be computed again later (its tokens stay). The sequence that runs longest is never
-// dropped, so every step makes progress and nothing can block for ever.
+// A prompt is prefilled once for its group; that pass yields the first token of all its generations. Each generation
+// then takes a slot and a fork of the prompt's blocks. Slots are refilled as sequences finish. Running sequences have
+// priority. If blocks run out, the blocks of waiting prompts are freed first. Then the sequence that was admitted last
+// is preempted: it keeps its tokens, returns to its group, and is recomputed later. The sequence that has run longest
+// is never preempted, so every step makes progress and there is no deadlock.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -16,8 +16,8 @@
 namespace nemo_rl::generation {
 
 struct SchedulerConfig {
-  std::int64_t max_batch_size = 64;         ///< slots: sequences that run at the same time
-  std::int64_t prefill_chunk_tokens = 512;  ///< at most so many tokens of prefill in a step
+  std::int64_t max_batch_size = 64;         ///< slots: the number of sequences that run at the same time
+  std::int64_t prefill_chunk_tokens = 512;  ///< maximum number of prefill tokens in a step
 };
 
 /// Part of a step: new tokens of one running sequence, or of one prompt.
@@ -25,7 +25,7 @@ struct PlannedSlice {
   Sequence* sequence = nullptr;
   PromptGroup* group = nullptr;
   std::int64_t length = 0;
-  std::int64_t logits_row = -1;  ///< row of the step's logits, where these tokens are the last known ones
+  std::int64_t logits_row = -1;  ///< row of the step's logits, if these are the last known tokens; otherwise -1
 };
 
 struct StepPlan {
@@ -37,28 +37,28 @@ struct StepPlan {
 
 class Scheduler {
  public:
-  /// `num_states`: 0 for a model without states, else at least 2.
+  /// `num_states`: 0 for a model without recurrent states, otherwise at least 2.
   Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size, std::int64_t num_states = 0);
 
-  /// The group's pending sequences are to be generated. Throws ValueError if one could not fit the cache alone.
+  /// Adds the group's pending sequences. Throws ValueError if a sequence cannot fit in the cache even alone.
   void add(PromptGroup* group);
-  /// Whether a step has something to do; paused sequences do not count.
+  /// Whether a step has anything to compute; paused sequences are ignored.
   bool has_unfinished() const { return !running_.empty() || !queue_.empty() || !resumed_.empty(); }
 
-  /// Each sequence pauses when it has generated `tokens` tokens (at least 2): it leaves its slot and is not computed
-  /// until resume(). With `keep_cache` it keeps its blocks; otherwise it gives them back, and its keys and values are
-  /// computed again after resume(), as after a preemption.
+  /// Pauses each sequence when it has generated `tokens` tokens (at least 2): it leaves its slot and is not computed
+  /// until resume(). With `keep_cache` it keeps its blocks; otherwise it frees them, and its keys and values are
+  /// recomputed after resume(), as after a preemption.
   void pause_after(std::int64_t tokens, bool keep_cache);
-  /// Lets paused sequences go on to their ends.
+  /// Lets paused sequences continue until they end.
   void resume();
   std::int64_t num_paused() const { return static_cast<std::int64_t>(paused_.size()); }
 
   StepPlan schedule();
-  /// Books what the model has computed: to be called after the plan's forward pass.
+  /// Records what the model has computed. Must be called after the plan's forward pass.
   void computed(const StepPlan& plan);
-  /// Takes sequences that finished or pause out of slots and groups, after their tokens were appended.
+  /// Removes sequences that have finished or pause from slots and groups. Called after their tokens were appended.
   void retire_finished();
-  /// Takes out one sequence that has not finished, wherever it is, and frees its blocks; not between schedule() and
+  /// Removes one unfinished sequence in any state, and frees its blocks. Must not be called between schedule() and
   /// computed().
   void remove(Sequence* sequence);
   /// Forgets all sequences and frees all blocks.
@@ -66,11 +66,12 @@ class Scheduler {
 
   const BlockManager& blocks() const { return blocks_; }
   const StateSlots& states() const { return states_; }
-  /// States that a full batch uses: of running sequences, and of prompts whose sequences are about to run.
+  /// The number of states that a full batch uses: for running sequences, and for prompts whose sequences are about to
+  /// run.
   static std::int64_t states_needed(const SchedulerConfig& config) { return 2 * config.max_batch_size; }
   std::int64_t num_running() const { return static_cast<std::int64_t>(running_.size()); }
   std::int64_t preemptions() const { return preemptions_; }
-  /// Blocks that a lone sequence needs at most.
+  /// The maximum number of blocks that a sequence needs if it runs alone.
   static std::int64_t blocks_needed(std::int64_t prompt_length, std::int64_t max_length, std::int64_t block_size);
 
  private:
@@ -97,7 +98,7 @@ class Scheduler {
   std::int64_t pause_after_ = 0;  // 0: never
   bool pause_keeps_cache_ = false;
   std::vector<Sequence*> paused_;
-  std::deque<Sequence*> resumed_;  // with their cache, waiting for a slot
+  std::deque<Sequence*> resumed_;  // they have kept their cache and wait for a slot
 };
 
 }  // namespace nemo_rl::generation

@@ -1,4 +1,4 @@
-// One generation and the prompt it continues.
+// A generation and the prompt that it continues.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -25,49 +25,49 @@ struct PromptGroup;
 
 /// One of the generations of a prompt. Its tokens are the group's prompt and `generated`.
 struct Sequence {
-  std::int64_t id = 0;  ///< index of its request
+  std::int64_t id = 0;  ///< the index of its request
   PromptGroup* group = nullptr;
   SamplingParams params;
-  RandomKey key;                ///< position is filled in by random_key()
-  std::int64_t max_length = 0;  ///< prompt and generation
+  RandomKey key;                ///< random_key() sets its position
+  std::int64_t max_length = 0;  ///< tokens of prompt and generation together
 
   std::vector<std::int64_t> generated;
   std::vector<float> logprobs;
   std::vector<float> entropies;
-  std::vector<kernels::SampledToken> likeliest;  ///< where the last token was drawn; params.num_likeliest of them
+  std::vector<kernels::SampledToken> likeliest;  ///< the params.num_likeliest most likely choices for the last token
   FinishReason finish_reason = FinishReason::none;
 
-  BlockTable blocks;                       ///< held while it runs
-  std::int64_t cached = 0;                 ///< positions whose keys and values lie in `blocks`
-  std::int64_t state = StateSlots::kNone;  ///< slot of its states behind these positions, held while it runs
+  BlockTable blocks;                       ///< held while the sequence runs
+  std::int64_t cached = 0;                 ///< number of positions whose keys and values are in `blocks`
+  std::int64_t state = StateSlots::kNone;  ///< slot of the recurrent states after them, held while the sequence runs
   std::string text_tail;                   ///< see StopStrings::append
 
   bool finished() const { return finish_reason != FinishReason::none; }
   std::int64_t prompt_length() const;
   std::int64_t length() const { return prompt_length() + static_cast<std::int64_t>(generated.size()); }
   std::int64_t token(std::int64_t position) const;
-  /// The key of the next token's draw: of this sample and position alone.
+  /// The random key of the next token. It depends only on the sample and the position.
   RandomKey random_key() const;
-  /// Adds a sampled token and decides whether the sequence ends with it: a stop token, else a stop string, else the
-  /// limit. The token that ends it stays part of it.
+  /// Appends a sampled token and decides whether the sequence ends with it: by a stop token, otherwise by a stop
+  /// string, otherwise by the length limit. The token that ends a sequence stays part of it.
   void append(const kernels::SampledToken& sampled, const TokenBytes& token_bytes);
 };
 
-/// A prompt and those of its generations that wait for a slot: because they have not begun, or were preempted.
+/// A prompt and those of its generations that wait for a slot, because they have not begun or were preempted.
 struct PromptGroup {
   std::vector<std::int64_t> tokens;
-  /// The model whose adapters compute these tokens, over the base that the
-  /// runner's model shares with it; nullptr: the runner's model as it is.
+  /// The model whose adapters are used for these tokens; it shares its base weights with the runner's model. nullptr:
+  /// the runner's model itself.
   std::shared_ptr<const model::DecoderModel> adapted;
   std::int64_t priority = 0;               ///< order of arrival
-  std::deque<Sequence*> pending;           ///< next to admit first
+  std::deque<Sequence*> pending;           ///< in the order of admission
   BlockTable blocks;                       ///< the prompt's cache, held while generations wait for it
-  std::int64_t cached = 0;                 ///< prompt positions in `blocks`
-  std::int64_t state = StateSlots::kNone;  ///< slot of the prompt's states, held as `blocks` are
+  std::int64_t cached = 0;                 ///< number of prompt positions in `blocks`
+  std::int64_t state = StateSlots::kNone;  ///< slot of the prompt's recurrent states, held as long as `blocks`
 
   std::int64_t length() const { return static_cast<std::int64_t>(tokens.size()); }
   bool ready() const { return cached == length(); }
-  /// Whether the prompt's last logits are still wanted: some generation has no token yet.
+  /// Whether the prompt's last logits are still needed, because a generation has no token yet.
   bool awaits_first_token() const;
 };
 

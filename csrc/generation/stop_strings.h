@@ -1,4 +1,5 @@
-// Stop strings, matched on the bytes of the generated tokens: a string may begin in one token and end in another.
+// Stop strings. They are matched on the bytes of the generated tokens, so a string may begin in one token and end in
+// another.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -7,16 +8,16 @@
 
 namespace nemo_rl::generation {
 
-/// Bytes of every token id; ids beyond the table, and special tokens, have none.
+/// The bytes of every token id. Special tokens and ids beyond the table have none.
 using TokenBytes = std::vector<std::string>;
 
 class StopStrings {
  public:
-  /// Throws ValueError on an empty string, which every text would contain.
+  /// Throws ValueError for an empty string, which every text contains.
   explicit StopStrings(std::vector<std::string> strings);
 
-  /// Appends a token's bytes to the text of which `tail` is the end, and says whether a stop string ends within them.
-  /// `tail` starts empty at the first generated token, and keeps only what a later match may need.
+  /// Appends a token's bytes to `tail`, the end of the text, and returns whether a stop string ends within these bytes.
+  /// `tail` is empty before the first generated token, and keeps only the bytes that a later match may need.
   bool append(std::string& tail, std::string_view bytes) const;
 
  private:

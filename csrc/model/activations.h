@@ -1,5 +1,5 @@
-// Where a forward leaves what its layers compute, and where a backward finds it: nowhere (scoring and generation), in
-// buffers of each layer (training), or in rows that generation keeps for training.
+// Where a forward pass stores the activations of its layers, and where a backward pass finds them: nowhere (scoring and
+// generation), in buffers of each layer (training), or in rows that generation keeps for training.
 #pragma once
 #include <span>
 #include <vector>
@@ -9,21 +9,21 @@
 
 namespace nemo_rl::model {
 
-/// Takes what a forward computes, one layer after the other.
+/// Receives the activations of a forward pass, layer by layer.
 class ActivationSink {
  public:
   virtual ~ActivationSink() = default;
-  /// Whether a backward will read all rows of all layers.
+  /// Whether a backward pass will read all rows of all layers.
   virtual bool keeps() const = 0;
-  /// [T, D] A: where the residual stream before layer `l` is written (num_layers: behind the last).
+  /// [T, D] A: the buffer for the residual stream before layer `l` (num_layers: after the last layer).
   virtual at::Tensor stream(std::int64_t l) = 0;
-  /// The buffers of layer `l`, all but h_in.
+  /// The buffers of layer `l`, except h_in.
   virtual LayerActivations layer(std::int64_t l) = 0;
-  /// They are filled. Behind the last layer, `l` = num_layers, there is h_in alone.
+  /// Called when the buffers of layer `l` are filled. After the last layer, `l` = num_layers, there is only h_in.
   virtual void put(std::int64_t, const LayerActivations&) {}
 };
 
-/// Gives a backward what a forward left.
+/// Gives a backward pass the activations of its forward pass.
 class ActivationSource {
  public:
   ActivationSource(at::Tensor token_ids, at::Tensor positions)
@@ -31,16 +31,16 @@ class ActivationSource {
   virtual ~ActivationSource() = default;
   const at::Tensor& token_ids() const { return token_ids_; }
   const at::Tensor& positions() const { return positions_; }
-  /// Layer `l` as its forward left it; valid until the next call.
+  /// The activations of layer `l`; valid until the next call.
   virtual LayerActivations layer(std::int64_t l) = 0;
-  /// Whether only h_in is there: the layer is to be computed again, into the other buffers.
+  /// Whether only h_in is stored, so that the layer must be recomputed into the other buffers.
   virtual bool holds_input_alone(std::int64_t) const { return false; }
 
  private:
   at::Tensor token_ids_, positions_;
 };
 
-/// Keeps nothing: layers of one kind share their buffers, and the residual stream is one tensor.
+/// Keeps nothing: layers of the same kind share buffers, and the residual stream is a single tensor.
 class NothingKept : public ActivationSink {
  public:
   NothingKept(const Decoder& decoder, std::int64_t T, Workspace& workspace);
@@ -55,7 +55,7 @@ class NothingKept : public ActivationSink {
   LayerActivations shared_[4];  ///< of each kind of layer
 };
 
-/// Keeps all layers until their backward; of each only its input when `checkpoint`.
+/// Keeps the activations of all layers until their backward pass; with `checkpoint` only the input of each layer.
 class SavedActivations : public ActivationSink, public ActivationSource {
  public:
   SavedActivations(const Decoder& decoder, const at::Tensor& token_ids, const at::Tensor& positions, bool checkpoint,
@@ -64,7 +64,7 @@ class SavedActivations : public ActivationSink, public ActivationSource {
   bool keeps() const override { return true; }
   at::Tensor stream(std::int64_t l) override;
   LayerActivations layer(std::int64_t l) override;
-  /// The last layer's buffers still hold its own.
+  /// False for the last layer, whose activations are still in the buffers.
   bool holds_input_alone(std::int64_t l) const override {
     return checkpoint_ && l + 1 < decoder_.config().num_layers();
   }
@@ -75,7 +75,7 @@ class SavedActivations : public ActivationSink, public ActivationSource {
   bool checkpoint_;
 };
 
-/// Of generation: puts every token's activations into `kept`, row t into that of nodes[t].
+/// A sink for generation. It copies the activations of row t into the row of `kept` for nodes[t].
 class KeptSink : public ActivationSink {
  public:
   KeptSink(const Decoder& decoder, KeptActivations& kept, std::span<const KeptActivations::Node> nodes,
@@ -94,12 +94,13 @@ class KeptSink : public ActivationSink {
   LayerActivations shared_[4];  ///< of each kind of layer
 };
 
-/// From there, without a forward. `kept` must hold these rows until the backward, which takes a layer's at a time.
+/// A source of activations that a KeptSink has stored, without a forward pass. `kept` must hold these rows until the
+/// backward pass, which reads one layer at a time.
 class KeptSource : public ActivationSource {
  public:
   KeptSource(const Decoder& decoder, const KeptActivations& kept, std::vector<KeptActivations::Node> nodes,
              const at::Tensor& token_ids, const at::Tensor& positions, Workspace& workspace);
-  /// [T, D] A: the residual stream behind the last layer.
+  /// [T, D] A: the residual stream after the last layer.
   at::Tensor stream_behind() const;
   LayerActivations layer(std::int64_t l) override;
 
@@ -110,7 +111,7 @@ class KeptSource : public ActivationSource {
   Workspace& workspace_;
 };
 
-/// KeptActivations made for this decoder's rows.
+/// Returns an empty KeptActivations for rows of this decoder.
 KeptActivations kept_activations_of(const Decoder& decoder);
 
 }  // namespace nemo_rl::model

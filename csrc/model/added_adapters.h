@@ -1,7 +1,6 @@
-// Low-rank adapters that products add to a frozen matrix: y = x · Wᵀ + (x · Aᵀ)
-// · (s B)ᵀ with s = alpha / dim. Letters and types as in decoder.h. A and B are
-// multiplied in type A, float32 for a bfloat16 model: there no update is
-// rounded away.
+// Low-rank adapters that matrix products add to a frozen matrix: y = x · Wᵀ + (x · Aᵀ) · (s B)ᵀ with s = alpha / dim.
+// Letters and types as in decoder.h. A and B are multiplied in type A, float32 for a bfloat16 model, so that small
+// updates are not lost by rounding.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -11,14 +10,13 @@
 
 namespace nemo_rl::model {
 
-/// The adapters of one matrix of a layer, in which several of the checkpoint
-/// lie side by side (q, k, v; gate, up).
+/// The adapters of one matrix of a layer, which may join several matrices of the checkpoint (q, k, v; gate, up).
 struct AddedToMatrix {
   /// Rows [begin, begin + b.size(0)) of the matrix are adapted.
   struct Part {
     std::int64_t begin = 0;
     at::Tensor b;                ///< [rows, dim] A: s B
-    at::Tensor b_for_gradients;  ///< [dim, rows] S: the same, rounded
+    at::Tensor b_for_gradients;  ///< [dim, rows] S: the same, transposed and rounded
   };
   at::Tensor a;                ///< [parts · dim, in] A: one after the other
   at::Tensor a_for_gradients;  ///< the same in S, rounded
@@ -26,8 +24,7 @@ struct AddedToMatrix {
   std::int64_t dim() const { return a.size(0) / static_cast<std::int64_t>(parts.size()); }
 };
 
-/// Those of a layer, with the matrix that each is added to; matrices without
-/// are left out.
+/// The adapters of a layer, each with the matrix that it is added to; matrices without adapters are omitted.
 struct AddedToLayer {
   struct OfMatrix {
     at::Tensor LayerParameters::* matrix;
@@ -50,8 +47,7 @@ struct AdapterRows {
   std::int64_t count = 0;
   const AddedAdapters* adapters = nullptr;
 };
-/// All rows of a batch, in order. Empty: all have the model's own adapters, or
-/// none.
+/// All rows of a batch, in order. Empty: all rows have the model's adapters, or none.
 using RowAdapters = std::span<const AdapterRows>;
 
 }  // namespace nemo_rl::model

@@ -1,5 +1,5 @@
-// Attention as the mixer of a layer: norms of queries and keys, rotary embeddings, and in Qwen3-Next and Qwen3.5 a gate
-// of the result, which the query's matrix gives as well.
+// Attention as the mixer of a layer: norms of queries and keys, RoPE, attention, and in Qwen3-Next and Qwen3.5 a gate
+// of the result, which the query projection computes too.
 #pragma once
 #include "model/mixer.h"
 
@@ -19,9 +19,10 @@ class AttentionMixer : public Mixer {
 
  private:
   std::int64_t key_size() const { return c_.num_kv_heads * c_.head_dim; }
-  /// Columns of the product: those of qkv, and of a gate.
+  /// Columns of the input projection: those of qkv, and of the gate if there is one.
   std::int64_t raw_size() const { return c_.qkv_size() + (c_.output_gate ? c_.query_size() : 0); }
-  /// Of a row of the product with gates, [q | gate] of each head first: the queries (0) or the gates (1) [T, N, H].
+  /// From the rows of an input projection with gates, which begin with [q | gate] of each head: the queries (`which` 0)
+  /// or the gates (1), [T, N, H].
   at::Tensor query_part(const at::Tensor& raw, std::int64_t which) const;
   at::Tensor raw_queries(const LayerActivations& a, Workspace& workspace) const;
   void normalise(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y, const at::Tensor& rstd) const;

@@ -1,7 +1,7 @@
-// The decoder on packed tokens: T tokens of many sequences, without padding. One forward serves training, scoring and
-// generation. Only two things differ: the History says where keys, values and states come from, and the
-// ActivationSink says what is kept of the layers. ModelConfig (norms, biases, activation) and LayerParameters describe
-// a layer.
+// The decoder on packed tokens: T tokens of many sequences, without padding. Training, scoring and generation use the
+// same forward pass. They differ only in the History, which provides earlier keys, values and states, and in the
+// ActivationSink, which stores activations. ModelConfig (norms, biases, activation) and LayerParameters describe a
+// layer.
 //
 // Letters: T packed tokens, D hidden, I intermediate, N heads, K key/value heads, H head size. Types: S is the compute
 // type (float32, bfloat16, float64), A its accumulation type (float32, float32, float64). The residual stream is A.
@@ -29,8 +29,8 @@ using LayerDone = std::function<void(std::int64_t layer)>;
 
 class Decoder {
  public:
-  /// `peers`: the processes that hold the other slices of the layers and of the vocabulary; nullptr: none. Every one of
-  /// them makes the same calls with the same tokens. The residual stream is the same bits on all of them.
+  /// `peers`: the processes that hold the other tensor-parallel slices of the model; nullptr: none. All of them must
+  /// make the same calls with the same tokens. The residual stream is bit-identical on all of them.
   Decoder(ModelConfig config, DecoderParameters parameters, distributed::Peers* peers = nullptr);
 
   const ModelConfig& config() const { return config_; }
@@ -39,60 +39,62 @@ class Decoder {
   const Mixer& mixer(std::int64_t l) const { return *mixers_[static_cast<std::size_t>(l)]; }
   const Mlp& mlp(std::int64_t l) const { return *mlps_[static_cast<std::size_t>(l)]; }
   distributed::Peers* peers() const { return peers_; }
-  /// The matrices of layer `l`, for its products.
+  /// The weights of layer `l` for its matrix products.
   LayerWeights weights(std::int64_t l, const ProductContext& context) const {
     return {config_, l, layer(l), added_, context};
   }
-  /// Adapters that all products add, unless a forward is given others; they outlive the decoder.
+  /// Sets the adapters that all matrix products add, unless a call of forward() passes others. They must outlive the
+  /// decoder.
   void add_adapters(const AddedAdapters* added) { added_ = added; }
   at::Device device() const { return parameters_.flat.device(); }
   at::ScalarType compute_dtype() const { return parameters_.flat.scalar_type(); }
   at::ScalarType accumulate_dtype() const { return compute_dtype() == at::kDouble ? at::kDouble : at::kFloat; }
 
-  /// Reserves angles for positions up to `count`, which a forward will get on the device.
+  /// Extends the RoPE tables to `count` positions, for forward passes whose positions are on the device.
   void reserve_positions(std::int64_t count) {
     for (auto& rope : ropes_) rope.reserve(count);
   }
-  /// Address of the angles of positions. It changes when more are reserved.
+  /// The address of the first RoPE table. It changes when the table grows.
   const void* rope_place() const {
     return !ropes_.empty() && ropes_.front().cos().defined() ? ropes_.front().cos().const_data_ptr() : nullptr;
   }
 
-  /// Residual stream [R, D] after the last layer, for the R rows that are wanted. token_ids and positions are int64 [T]
-  /// on the CPU, for parameters on any device. They may lie on the parameters' device if the ids are checked and the
-  /// positions reserved already. If `sink` keeps nothing, the other rows stop once the last layer has their keys and
-  /// values. `packed`: as of ops::linear_forward. `adapters`: of the T rows.
+  /// Returns the residual stream [R, D] after the last layer, for the R requested `rows`. token_ids and positions are
+  /// int64 [T] on the CPU. They may also be on the parameters' device if the ids have been checked and the positions
+  /// reserved. If `sink` keeps nothing, the last layer computes only keys and values for the other rows. `packed`: as
+  /// in ops::linear_forward. `adapters`: the adapters of the T rows.
   at::Tensor forward(const at::Tensor& token_ids, const at::Tensor& positions, const History& history,
                      std::span<const std::int64_t> rows, ActivationSink& sink, Workspace& workspace,
                      const ops::PackedWeights* packed = nullptr, RowAdapters adapters = {});
 
-  /// Adds the gradients of what is trained, but the head's and the final norm's, to `grads`; dh [T, D] is the gradient
-  /// of the forward's result and is overwritten. `source`: what that forward left. `layer_done`: hears the number of
-  /// each layer, the last one first, when its gradients are complete; may be empty.
+  /// Adds the gradients of the trained parameters, except those of the head and the final norm, to `grads`. dh [T, D]
+  /// is the gradient of the forward pass's result and is overwritten. `source`: the activations of that forward pass.
+  /// `layer_done`: called with the index of each layer, the last one first, when its gradients are complete; may be
+  /// empty.
   void backward(ActivationSource& source, const at::Tensor& dh, const History& history, const GradientViews& grads,
                 Workspace& workspace, const LayerDone& layer_done = {});
 
-  /// y [R, D] S = what the head multiplies: the final norm of h [R, D], times logit_multiplier; rstd [R, 1] may be
+  /// y [R, D] S = the input of the head: the final norm of h [R, D], times logit_multiplier. rstd [R, 1] may be
   /// undefined.
   void final_norm(const at::Tensor& h, const at::Tensor& y, const at::Tensor& rstd) const;
-  /// dh = gradient of h and d_norm += that of the norm's weight, from dy, which is overwritten.
+  /// From dy, which is overwritten: dh = the gradient of h, and d_norm += the gradient of the norm's weight.
   void final_norm_backward(const at::Tensor& dy, const at::Tensor& h, const at::Tensor& rstd, const at::Tensor& dh,
                            const at::Tensor& d_norm) const;
 
  private:
-  /// What all layers of a forward share: buffers that each writes and nobody reads later.
+  /// Buffers that the layers of a forward pass share, because no later layer reads them.
   struct Scratch {
-    at::Tensor normed;      ///< [T, D] S: what a branch reads
-    at::Tensor branch_out;  ///< [T, D] A, where a norm, a sum over peers or a factor stands behind a branch
-    at::Tensor branch;      ///< [T, D] S, the same normalised
+    at::Tensor normed;      ///< [T, D] S: the input of a branch
+    at::Tensor branch_out;  ///< [T, D] A: a branch's output, if a norm, a sum over peers or a factor follows
+    at::Tensor branch;      ///< [T, D] S: the same, normalised
     MlpScratch mlp;
     ProductContext context;
   };
   Scratch scratch(std::int64_t T, const ProductContext& context) const;
   const LayerParameters& layer(std::int64_t l) const { return parameters_.layers[static_cast<std::size_t>(l)]; }
-  /// Of T tokens those whose rows of the vocabulary are here.
+  /// Those of T tokens whose rows of the embedding this process holds.
   struct OwnTokens {
-    at::Tensor index;  ///< [n] which
+    at::Tensor index;  ///< [n] indices of the tokens
     at::Tensor ids;    ///< [n] their rows of the embedding
   };
   OwnTokens own_tokens(const at::Tensor& token_ids) const;

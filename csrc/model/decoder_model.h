@@ -1,5 +1,5 @@
-// The weights of one model and what reads them. Trainer and engine hold the same DecoderModel, so that a weight is
-// stored once and an update is seen by both at once.
+// The weights of a model and the decoder that reads them. Trainer and engine hold the same DecoderModel, so weights are
+// stored once, and both see an update at once.
 #pragma once
 #include <memory>
 
@@ -13,30 +13,28 @@ namespace nemo_rl::model {
 
 class DecoderModel {
  public:
-  /// `dtype`: float32, bfloat16 or float64. A bfloat16 model that is trained keeps float32 master weights beside the
-  /// rounded copy it computes with; a frozen one only the copy. A quantised one is frozen, on the CPU, in float32 or
-  /// bfloat16.
-  /// Weights, workspace and what is computed with them lie on `device`: the CPU or a CUDA device (float32 and
-  /// bfloat16).
-  /// `peers`: the processes that hold this model in slices, each a part of the heads, of the MLP and of the vocabulary
-  /// (tensor parallelism, on the CPU); nullptr: all of it is here. `config` is the whole model's.
+  /// `dtype`: float32, bfloat16 or float64. A trained bfloat16 model has float32 master weights and a rounded copy,
+  /// with which it computes; a frozen one has only the copy. A quantised model is frozen, on the CPU, in float32 or
+  /// bfloat16. Weights, workspace and results are on `device`: the CPU or a CUDA device (float32 and bfloat16).
+  /// `peers`: the processes that hold slices of this model, each with a part of the heads, the MLP and the vocabulary
+  /// (tensor parallelism, on the CPU); nullptr: this process holds the whole model. `config` describes the whole model.
   DecoderModel(ModelConfig config, at::ScalarType dtype, bool trainable, at::Device device = at::kCPU,
                std::shared_ptr<distributed::Communicator> peers = nullptr);
 
-  /// Trains low-rank adapters of a model that was built as a frozen one and has its weights, in place of the weights.
-  /// They are zero: the caller draws A in masters() and says masters_changed().
+  /// Adds low-rank adapters to a frozen model with loaded weights, and trains them in place of the weights. They are
+  /// zero: the caller must initialise A in masters() and call masters_changed().
   void adapt(const LoraConfig& lora);
-  /// The model without its adapters: a frozen one on the same memory, with a separate workspace. Several models with
-  /// adapters apart share one base: each is base() of a frozen model, adapted.
+  /// Returns the model without its adapters: a frozen model on the same memory, with a separate workspace. Several
+  /// models with unmerged adapters can share one base: each is base() of a frozen model, to which adapt() was applied.
   std::shared_ptr<DecoderModel> base() const;
-  /// The weights with the adapters in them, [layout().total]: compute(), or a copy where adapters are apart.
+  /// The weights with merged adapters, [layout().total]: compute(), or a copy if adapters are apart.
   at::Tensor merged() const;
-  /// Adapters that products add; nullptr: there are none, or they are merged.
+  /// The adapters that matrix products add; nullptr: there are none, or they are merged.
   const AddedAdapters* adds_adapters() const { return adapters_ ? adapters_->added() : nullptr; }
   /// nullptr: all weights are trained, or none.
   const Adapters* adapters() const { return adapters_.get(); }
 
-  /// Of this process's slice.
+  /// The configuration of this process's slice.
   const ModelConfig& config() const { return decoder_.config(); }
   const ParameterLayout& layout() const { return layout_; }
   Decoder& decoder() { return decoder_; }
@@ -45,43 +43,43 @@ class DecoderModel {
   Workspace& workspace() { return workspace_; }
   at::Device device() const { return decoder_.device(); }
   bool trainable() const { return trainable_; }
-  /// What the optimizer updates: float32 (float64) masters; the compute weights themselves unless dtype is bfloat16; of
-  /// an adapted model its adapters.
+  /// The weights that the optimizer updates: float32 master weights if dtype is bfloat16, otherwise the compute weights
+  /// themselves; in an adapted model the adapters.
   const at::Tensor& masters() const { return adapters_ ? adapters_->masters() : masters_; }
-  /// How masters(), gradients and optimizer state lie in memory.
+  /// The memory layout of masters(), gradients and optimizer state.
   const ParameterLayout& trained_layout() const { return adapters_ ? adapters_->layout() : layout_; }
-  /// What a backward adds to, for a flat buffer in that layout.
+  /// The gradients that a backward pass adds to, as views of `flat`, a buffer in that layout.
   GradientViews gradient_views(const at::Tensor& flat) const {
     return adapters_ ? adapters_->gradient_views(flat) : GradientViews(config(), layout_, flat);
   }
-  /// What other processes of a run need of an update: in the layout of masters().
+  /// The weights that the other processes of a run need after an update, in the layout of masters().
   const at::Tensor& updated() const { return adapters_ ? adapters_->masters() : compute(); }
-  /// Keeps the masters of the elements [begin, end) alone, where other processes keep the others'. Nothing to do where
-  /// the masters are the compute weights.
+  /// Keeps only the master weights [begin, end), because other processes keep the others. Does nothing if the master
+  /// weights are the compute weights.
   void keep_master_shard(std::int64_t begin, std::int64_t end);
-  /// Where masters() begins in compute(): 0 unless a shard is kept.
+  /// The offset of masters() in compute(): 0 unless only a shard is kept.
   std::int64_t masters_begin() const { return masters_begin_; }
-  /// The matrix in blocks, or the part of it, that `spec` of layout().blocks names: uint8 [rows, bytes of a row].
+  /// The quantised matrix, or the part of one, that `spec` of layout().blocks names: uint8 [rows, bytes of a row].
   at::Tensor blocks(const BlockSpec& spec) const;
-  /// What products read, but for matrices in blocks.
+  /// The weights that matrix products read, except quantised matrices.
   const at::Tensor& compute() const { return decoder_.parameters().flat; }
   bool has_separate_masters() const { return !adapters_ && masters_.defined() && !masters_.is_same(compute()); }
-  /// What generation computed with these very weights, for the first update after it (on the CPU; nothing until it is
-  /// given memory).
+  /// Generation's activations under the current weights, for the first update after it. Only on the CPU; empty until it
+  /// is given memory.
   KeptActivations& kept() { return kept_; }
-  /// For a step of so many rows: the weights packed (ops/packed_weights.h), which happens once `after` steps of few
-  /// rows have run since they changed; nullptr: as they are, because the rows are many, or so few such steps do not pay
-  /// for it.
+  /// Returns the packed weights (ops/packed_weights.h) for a step of `rows` rows, or nullptr if the step must read the
+  /// weights in place. Weights are packed once `after` steps with few rows have run since the weights changed; steps
+  /// with many rows never use packed weights.
   const ops::PackedWeights* packed_for(std::int64_t rows, std::int64_t after);
   std::int64_t packed_bytes() const { return packed_.bytes(); }
-  /// After the compute weights were written: drops what was made of the old ones.
+  /// Drops all data derived from the old weights. Must be called after the compute weights were written.
   void weights_changed();
-  /// After masters were written: rounds them into the compute copy (nothing to do when they are one), or makes the
-  /// effective weights of adapters.
+  /// Rounds the master weights into the compute copy if there is one, or updates the weights for the adapters. Must be
+  /// called after masters() were written.
   void masters_changed();
 
-  /// FNV-1a over the bytes of the compute weights (and of matrices in blocks and of adapters apart), in blocks that are
-  /// combined in order: equal digests, equal weights. With peers of all slices, by all of them at once.
+  /// Returns a digest of the compute weights, quantised matrices and unmerged adapters: FNV-1a over blocks of their
+  /// bytes, combined in order. With peers it covers all slices, and all peers must call it together.
   std::uint64_t digest() const;
 
  private:

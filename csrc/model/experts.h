@@ -1,7 +1,7 @@
-// A mixture of experts as the MLP of a layer (ExpertsConfig). The tokens of an expert are multiplied together, but a
-// row of a product depends on its own row alone, and a token adds up its experts in the order of its router's logits.
-// So a token's bits do not depend on who else chose its experts. The backward computes the router's choice again from
-// the same bits.
+// A mixture of experts as the MLP of a layer (ExpertsConfig). The tokens of an expert are computed in one matrix
+// product, but each result row depends only on its own input row, and a token's experts are summed in the order of
+// their router logits. So the result of a token is bit-identical whichever other tokens chose its experts. The backward
+// pass recomputes the router's choice bit for bit.
 #pragma once
 #include "model/mlp.h"
 #include "ops/experts.h"
@@ -40,7 +40,7 @@ class Experts : public Mlp {
                        const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
   void backward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& dy, const LayerActivations& a,
                        const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
-  /// Expert `e`'s matrices.
+  /// The matrices of expert `e`.
   MatrixRows gate_up(std::int64_t e) const;
   MatrixRows down(std::int64_t e) const;
 

@@ -1,5 +1,5 @@
-// Log-probabilities of tokens under what top-k and top-p leave of a row of logits, and their gradient. The sampler
-// reports the same bits (kernels/sampling.h).
+// Log-probabilities of tokens over the logits that top-k and top-p keep in a row, and their gradient. They are
+// bit-identical to those of the sampler (kernels/sampling.h).
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -9,7 +9,8 @@
 
 namespace nemo_rl::model {
 
-/// How tokens are scored: the sampler's settings. logprob = log_softmax(logits / temperature over the kept tokens).
+/// The sampler's settings, under which tokens are scored. logprob = log_softmax(logits / temperature over the kept
+/// tokens).
 struct TokenScoring {
   double temperature = 1;  ///< > 0
   float top_p = 1;         ///< in (0, 1]; 1: off
@@ -28,25 +29,25 @@ inline double token_logprob(double logit, double temperature, const LogSumExpOf<
   return kernels::token_logprob_f64(logit, temperature, lse);
 }
 
-/// What a filter leaves of one row, in vocabulary order. The arrays are scratch of the calling thread: valid until it
-/// filters its next row.
+/// The entries of one row that top-k and top-p keep, in vocabulary order. The arrays belong to the calling thread and
+/// are valid until it filters its next row.
 template <class A>
 struct FilteredRow {
   const A* logits = nullptr;
   const std::int32_t* ids = nullptr;
-  std::int64_t count = 0;  ///< 0: the row holds a NaN or +inf, or is -inf throughout
+  std::int64_t count = 0;  ///< 0: the row has a NaN or +inf, or all its entries are -inf
   A temperature = 1;
   LogSumExpOf<A> lse;
 
   bool keeps(std::int64_t token) const;
-  /// -inf where the filter removed the token, NaN where the row is not finite. `logit` is the token's own.
+  /// Returns -inf if the token was removed, NaN if the row is not finite. `logit` is the token's logit.
   A logprob(std::int64_t token, A logit) const;
-  /// out[v] += sum_i g[i] d logprob(targets[i]) / d logits[v]. Removed targets count for nothing, removed entries get
-  /// nothing.
+  /// out[v] += sum_i g[i] d logprob(targets[i]) / d logits[v]. Removed targets contribute nothing, and removed entries
+  /// get no gradient.
   void add_gradient(const std::int64_t* targets, const A* g, std::int64_t n, A* out) const;
 };
 
-/// float: the sampler's own filter. double: the same definition by sorting, for gradient checks.
+/// float: the sampler's implementation. double: the same rule, implemented by sorting, for gradient checks.
 template <class A>
 FilteredRow<A> filtered_row(const A* logits, std::int64_t V, const TokenScoring& scoring);
 template <>

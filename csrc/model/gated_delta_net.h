@@ -1,5 +1,5 @@
 // A gated delta net (Yang et al., 2024): a short convolution over queries, keys and values, the gated delta rule, and a
-// gated norm. Qwen3-Next and Qwen3.5 have it in three of four layers.
+// gated norm. Qwen3-Next and Qwen3.5 use it in three of four layers.
 #pragma once
 #include "model/mixer.h"
 

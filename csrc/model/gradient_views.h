@@ -1,13 +1,13 @@
-// Where a backward adds the gradients of what is trained: all parameters, or low-rank adapters of some matrices, whose
-// other parameters are frozen.
+// Where a backward pass adds the gradients of the trained parameters: all parameters, or only low-rank adapters of some
+// matrices.
 #pragma once
 #include "model/parameters.h"
 #include "model/workspace.h"
 
 namespace nemo_rl::model {
 
-/// The adapters of one matrix of a layer, in which several of the checkpoint lie side by side (q, k, v; gate, up): A
-/// and B themselves, or their gradients.
+/// The adapters of one matrix of a layer, which may join several matrices of the checkpoint (q, k, v; gate, up): A and
+/// B, or their gradients.
 struct MatrixAdapters {
   /// Rows [begin, begin + b.size(1)) of the matrix are adapted.
   struct Part {
@@ -18,7 +18,7 @@ struct MatrixAdapters {
   std::vector<Part> parts;
 };
 
-/// Those of a layer, with the matrix that each is of; matrices without are left out.
+/// The adapters of a layer, each with its matrix; matrices without adapters are omitted.
 struct LayerAdapters {
   struct OfMatrix {
     at::Tensor LayerParameters::* matrix;
@@ -29,21 +29,21 @@ struct LayerAdapters {
   const MatrixAdapters* find(at::Tensor LayerParameters::* matrix) const;
 };
 
-/// A flat buffer in the layout of adapters (ParameterLayout) seen as those of all layers.
+/// Returns the adapters of all layers as views of `flat`, a buffer in the layout of the adapters.
 std::vector<LayerAdapters> adapter_views(const ModelConfig& config, const ParameterLayout& layout,
                                          const at::Tensor& flat);
 
-/// What the gradient products of one layer are added to.
+/// The gradients of one layer, to which a backward pass adds.
 class LayerGradients {
  public:
   LayerGradients(const LayerParameters& dense, const LayerAdapters* adapters, const LayerAdapters* factors)
       : dense_(dense), adapters_(adapters), factors_(factors) {}
-  /// A tensor is undefined where the parameter is frozen, or adapted.
+  /// The gradients of whole parameters; undefined for frozen and for adapted parameters.
   const LayerParameters& dense() const { return dense_; }
-  /// Whether `add` has something to do for this matrix.
+  /// Whether `add` has an effect for this matrix.
   bool wants(at::Tensor LayerParameters::* matrix) const;
-  /// From dy [T, out] and x [T, in] of y = x · Wᵀ. The whole matrix: dW += dyᵀ · x. An adapter, with s = alpha / dim:
-  /// dB += s · dyᵀ · (x · Aᵀ) and dA += s · (dy · B)ᵀ · x, which never forms dW.
+  /// Adds the gradients from dy [T, out] and x [T, in] of y = x · Wᵀ. For a whole matrix: dW += dyᵀ · x. For an
+  /// adapter, with s = alpha / dim: dB += s · dyᵀ · (x · Aᵀ) and dA += s · (dy · B)ᵀ · x; dW is never formed.
   void add(at::Tensor LayerParameters::* matrix, const at::Tensor& dy, const at::Tensor& x, Workspace& workspace) const;
 
  private:
@@ -53,19 +53,19 @@ class LayerGradients {
 
 class GradientViews {
  public:
-  /// Of all parameters: `flat` is a buffer in the model's layout.
+  /// The gradients of all parameters: `flat` is a buffer in the model's layout.
   GradientViews(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat);
-  /// Of adapters: `flat` is one in theirs. `factors`: A and B times alpha / dim, in the compute type, which products
-  /// read.
+  /// The gradients of adapters: `flat` is a buffer in the layout `adapters`. `factors`: A and B times alpha / dim, in
+  /// the compute type, which matrix products read.
   GradientViews(const ModelConfig& config, const ParameterLayout& adapters, const at::Tensor& flat,
                 const std::vector<LayerAdapters>& factors);
 
-  /// Those that are added to as they are; undefined where parameters are frozen.
+  /// The gradients of whole parameters; undefined for frozen parameters.
   const DecoderParameters& dense() const { return dense_; }
   LayerGradients layer(std::int64_t l) const;
-  /// The first layer with something to train; those before it need no backward.
+  /// The first layer with trained parameters; the layers before it need no backward pass.
   std::int64_t first_layer() const { return first_layer_; }
-  /// Whether something before layer `l` is trained.
+  /// Whether any parameter before layer `l` is trained.
   bool goes_below(std::int64_t l) const { return l > first_layer_ || dense_.embedding.defined(); }
 
  private:

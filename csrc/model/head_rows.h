@@ -1,11 +1,11 @@
-// The rows of the hidden states that a head reads, after the final norm, and the way back from their gradient.
+// The rows of the hidden states that a head reads, after the final norm, and the backward pass from their gradient.
 #pragma once
 #include "model/decoder.h"
 
 namespace nemo_rl::model {
 
-/// What is wanted of a head: pair i asks for its output about token targets[i] at hidden row rows[pair_row[i]], the row
-/// of the token before it. A row that several tokens follow (the last token of a shared prompt) is there once;
+/// The outputs requested of a head. Pair i requests the output for token targets[i] from hidden row rows[pair_row[i]],
+/// the row of the token before it. A row that several tokens follow (the last token of a shared prompt) is listed once;
 /// pair_row is non-decreasing.
 struct TokenQuery {
   std::vector<std::int64_t> rows;      ///< [U] rows of the hidden states, each once
@@ -15,13 +15,14 @@ struct TokenQuery {
 
 class HeadRows {
  public:
-  /// Copies the wanted rows of h [T, D] together and normalises them.
+  /// Gathers the requested rows of h [T, D] and normalises them.
   void gather(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, Workspace& workspace);
 
-  /// d_normed [U, D] in A, to be filled before `backward`.
+  /// Returns the buffer d_normed [U, D] in A, which the caller must fill before `backward`.
   at::Tensor d_normed(Workspace& workspace) const;
 
-  /// From d_normed: adds the final norm's gradient to `grads` and returns dh [T, D], zero in rows nobody asked for.
+  /// Adds the final norm's gradient, from d_normed, to `grads`. Returns dh [T, D], zero in all rows that were not
+  /// requested.
   at::Tensor backward(const Decoder& decoder, const at::Tensor& h, const TokenQuery& query, const at::Tensor& d_normed,
                       const DecoderParameters& grads, Workspace& workspace) const;
 

@@ -1,9 +1,9 @@
 // Keeps generation's activations for training. While the weights have not changed, the engine's forward pass equals the
-// trainer's bit for bit. So the first update after a rollout needs no forward pass, only the backward.
+// trainer's bit for bit. So the first update after a rollout needs no forward pass, only a backward pass.
 //
-// A row is found by its token and all tokens before it. The tokens form a tree whose nodes are the kept rows. A row may
-// be missing, because memory was short or because the token never went through the model. Then its micro-batch makes a
-// forward pass, which gives the same bits.
+// A row is identified by its token and all tokens before it. The tokens form a tree whose nodes are the kept rows. A
+// row may be missing, because memory was short or because the model never computed the token. Then its micro-batch runs
+// a forward pass, whose results are bit-identical.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -20,10 +20,11 @@ class KeptActivations {
   static constexpr Node kNone = -1;  ///< not kept
   static constexpr Node kRoot = -2;  ///< before a sequence's first token
 
-  /// `bytes`: of one token's LayerActivations of each layer, and of its residual stream after the last one.
+  /// `bytes`: for one token, the bytes of its LayerActivations in each layer, and of its residual stream after the last
+  /// layer.
   explicit KeptActivations(std::span<const std::int64_t> bytes);
 
-  /// Keeps up to so many bytes of rows from this call on. 0 (the value at first) keeps none and returns all memory.
+  /// From now on keeps at most `bytes` bytes of rows. 0, the initial value, keeps none and frees all memory.
   void set_max_bytes(std::int64_t bytes);
   std::int64_t max_bytes() const { return max_rows_ * row_bytes_; }
   std::int64_t bytes_per_token() const { return row_bytes_; }
@@ -31,10 +32,10 @@ class KeptActivations {
   std::int64_t tokens() const { return static_cast<std::int64_t>(rows_.size() - free_.size()); }
   bool enabled() const { return max_rows_ > 0; }
   bool empty() const { return tokens() == 0; }
-  /// Forgets all tokens. Call it when the weights have changed. The memory stays for the next tokens.
+  /// Forgets all tokens. Must be called when the weights have changed. The memory is kept for the next tokens.
   void clear();
 
-  /// The node of `token` after `parent`; kNone if there is no such node, or no parent.
+  /// Returns the node of `token` after `parent`; kNone if there is none, or no parent.
   Node find(Node parent, std::int64_t token) const;
   struct Added {
     Node node = kNone;    ///< kNone: no room, or no parent
@@ -42,15 +43,15 @@ class KeptActivations {
   };
   Added add(Node parent, std::int64_t token);
   bool full() const { return free_.empty() && static_cast<std::int64_t>(rows_.size()) >= max_rows_; }
-  /// Forgets `leaf` and the nodes that lead only to it. Returns whether that made room.
+  /// Forgets `leaf` and the nodes that lead only to it. Returns whether this freed any row.
   bool drop(Node leaf);
 
   /// Stores row t of a layer's activations for nodes[t], and skips rows of kNone. After the last layer
   /// (`layer` = num_layers) there is only h_in.
   void put(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes);
-  /// Reads the same rows back into `a`. Every node must be a kept one.
+  /// Reads these rows back into `a`. All nodes must be kept.
   void get(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes) const;
-  /// All that is kept of one token: `bytes_per_token()` bytes.
+  /// The activations kept for one token: `bytes_per_token()` bytes.
   std::byte* row(Node node) const { return place(node, 0); }
 
  private:
@@ -59,8 +60,8 @@ class KeptActivations {
     Node parent = kNone;
     std::int64_t token = 0;
     std::int64_t children = 0;
-    std::uint32_t use =
-        0;  ///< number of the row's present use; 0: none. A node contains it, so nodes of earlier uses are recognised
+    std::uint32_t use = 0;  ///< number of the row's current use; 0: unused. A node contains it, so that nodes of
+                            ///< earlier uses are detected
   };
   struct Edge {
     Node parent;
@@ -81,7 +82,7 @@ class KeptActivations {
   template <class F>
   void for_each_row(std::int64_t layer, const LayerActivations& a, std::span<const Node> nodes, const F& f) const;
 
-  std::vector<std::int64_t> begin_;  ///< where each layer begins in a row; behind the last entry ends the row
+  std::vector<std::int64_t> begin_;  ///< offset of each layer in a row, and the end of the row
   std::int64_t row_bytes_;
   std::int64_t max_rows_ = 0;
   std::vector<Row> rows_;

@@ -1,4 +1,4 @@
-// What one decoder layer computes for T packed tokens and its backward reads again.
+// The activations of one decoder layer for T packed tokens, which its backward pass reads.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -6,30 +6,30 @@
 
 namespace nemo_rl::model {
 
-/// What attention or the MLP adds to the residual stream, where a norm comes between; undefined where none does.
+/// The output of attention or the MLP before its norm; undefined if no norm follows.
 struct Branch {
   at::Tensor out;   ///< [T, D] A
   at::Tensor rstd;  ///< [T, 1] A
 };
 
-/// Letters and types as in decoder.h. Normalised inputs and the gated activation are missing: they are cheap to
-/// recompute.
+/// Letters and types as in decoder.h. Normalised inputs and the gated activation are not stored, because they are cheap
+/// to recompute.
 struct LayerActivations {
   at::Tensor h_in;     ///< [T, D] A: the residual stream before the layer
-  at::Tensor rstd_in;  ///< [T, 1] A (where a norm stands before attention)
+  at::Tensor rstd_in;  ///< [T, 1] A (if there is a norm before attention)
   at::Tensor qkv_raw;  ///< [T, (N+2K)H] S before qk-norm (only with qk-norm), or the projection of a recurrent layer
   at::Tensor q_rstd, k_rstd;
-  at::Tensor qkv;       ///< [T, (N+2K)H] S after bias, qk-norm and RoPE, or after the short convolution
-  at::Tensor attn;      ///< [T, N·H] S: the result of attention, or of the gated delta rule, before a gate
-  at::Tensor lse;       ///< [T, N] A
-  Branch attn_branch;   ///< what attention adds, before its norm
-  at::Tensor h_mid;     ///< [T, D] A: after attention. Undefined: the MLP goes on in h_in, which nobody reads later
-  at::Tensor rstd_mid;  ///< [T, 1] A (where a norm stands before the MLP)
-  at::Tensor gate_up;   ///< [T, 2I] S; of a mixture of experts [T, chosen · 2I], of the highest logit first
+  at::Tensor qkv;             ///< [T, (N+2K)H] S after bias, qk-norm and RoPE, or after the short convolution
+  at::Tensor attn;            ///< [T, N·H] S: the result of attention, or of the gated delta rule, before a gate
+  at::Tensor lse;             ///< [T, N] A
+  Branch attn_branch;         ///< output of attention, before its norm
+  at::Tensor h_mid;           ///< [T, D] A: the residual stream after attention. Undefined: h_in is updated in place
+  at::Tensor rstd_mid;        ///< [T, 1] A (if there is a norm before the MLP)
+  at::Tensor gate_up;         ///< [T, 2I] S; with experts [T, chosen · 2I], the expert with the highest logit first
   at::Tensor shared_gate_up;  ///< [T, 2I] S of the shared expert
-  Branch mlp_branch;          ///< what the MLP adds, before its norm
+  Branch mlp_branch;          ///< output of the MLP, before its norm
 
-  /// All of them, some undefined; each is contiguous with one row a token.
+  /// All tensors, some undefined; each is contiguous, with one row per token.
   std::array<at::Tensor, 16> all() const {
     return {h_in,
             rstd_in,

@@ -1,5 +1,6 @@
-// The seam of all products of a layer with a weight matrix: forward, gated product, gradient of the input, and the
-// packed copy. Decoder and Mlp name a matrix by its field of LayerParameters and never see how it is stored.
+// The interface for all matrix products of a layer with its weights: forward product, gated product, gradient of the
+// input, and the packed copy. Decoder and Mlp name a matrix by its field of LayerParameters; how it is stored is hidden
+// here.
 //
 // Letters and types as in decoder.h.
 #pragma once
@@ -27,40 +28,41 @@ struct MatrixRows {
   static constexpr std::int64_t kAll = -1;
 };
 
-/// What a product of a layer needs but its tensors.
+/// What a matrix product of a layer needs besides its tensors.
 struct ProductContext {
   Workspace& workspace;
-  const ops::PackedWeights* packed = nullptr;  ///< copies that products of few rows read; nullptr: none
-  RowAdapters rows = {};                       ///< the adapters of each row, where rows have different ones
+  const ops::PackedWeights* packed = nullptr;  ///< packed copies for products with few rows; nullptr: none
+  RowAdapters rows = {};                       ///< the adapters of each row, if rows have different ones
 };
 
-/// The weights of one layer as its products read them, for one forward or backward. In all of them W [out, in] is the
-/// matrix that `m` names; what stands in W's place (quantised blocks) or is added to it (adapters) is looked up here,
-/// and nowhere else. Each row of a result depends on its row of x alone, bit for bit.
+/// The weights of one layer for its matrix products in one forward or backward pass. In every product W [out, in] is
+/// the matrix that `m` names. Only this class knows whether W is quantised, and which adapters are added to it. Each
+/// row of a result depends only on its row of x, bit for bit.
 class LayerWeights {
  public:
-  /// `added`: adapters of all rows unless context.rows gives them; nullptr: none. All outlive this.
+  /// `added`: adapters for all rows unless context.rows has adapters; nullptr: none. All arguments must outlive this
+  /// object.
   LayerWeights(const ModelConfig& config, std::int64_t layer, const LayerParameters& tensors,
                const AddedAdapters* added, const ProductContext& context)
       : config_(config), layer_(layer), tensors_(tensors), added_(added), context_(context) {}
 
-  /// Norms and biases, which no product multiplies.
+  /// The layer's tensors, for norms and biases.
   const LayerParameters& tensors() const { return tensors_; }
 
-  /// y [T, out] (+)= x · Wᵀ + bias; `bias` may be undefined. x S, y S or A. With adapters of W the sums are
-  /// (y +) (x · Wᵀ + bias), then + (x · Aᵀ) · (s B)ᵀ, all in A; where y is S it is rounded once, at the end.
+  /// y [T, out] (+)= x · Wᵀ + bias; `bias` may be undefined. x S, y S or A. If W has adapters, y is (y +) (x · Wᵀ +
+  /// bias), then + (x · Aᵀ) · (s B)ᵀ, all summed in A; if y is S, it is rounded once, at the end.
   void forward(MatrixRows m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& y,
                bool accumulate = false) const;
-  /// act [T, I] = f(gate) · up of [gate, up] = x · Wᵀ + bias, f by ModelConfig::activation; W and bias hold gates, then
-  /// ups. gate_up [T, 2I] is filled where it is defined.
+  /// act [T, I] = f(gate) · up with [gate, up] = x · Wᵀ + bias and f from ModelConfig::activation. W and bias hold
+  /// gates, then ups. gate_up [T, 2I] is filled if it is defined.
   void gated_product(MatrixRows m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& gate_up,
                      const at::Tensor& act) const;
   /// dx [T, in] (+)= dy · W.
   void backward_input(MatrixRows m, const at::Tensor& dy, const at::Tensor& dx, bool accumulate = false) const;
 
-  /// Asks for the weights of the next product; `gated`: of gated_product.
+  /// Prefetches the weights of the next matrix product; `gated`: of a gated_product.
   void ask_ahead(MatrixRows m, bool gated = false) const;
-  /// Adds the matrix to a packed copy; `gated`: for gated_product.
+  /// Adds the matrix to a packed copy; `gated`: for a gated_product.
   void pack(MatrixRows m, ops::PackedWeights& packed, bool gated = false) const;
 
  private:

@@ -1,5 +1,6 @@
-// The MLP of a layer. It reads the normalised residual stream and gives what the layer adds to it; norms, sums over
-// slices and the addition are the decoder's. A kind of MLP is one class: its tensors, its forward and its backward.
+// The MLP of a layer. It reads the normalised residual stream and returns what the layer adds to the stream. The
+// decoder computes norms, sums over slices and the addition. Each kind of MLP is a class, which defines its tensors and
+// its forward and backward pass.
 //
 // Letters and types as in decoder.h.
 #pragma once
@@ -12,7 +13,7 @@
 
 namespace nemo_rl::model {
 
-/// Buffers of a forward.
+/// Buffers of a forward pass.
 struct MlpScratch {
   at::Tensor act;  ///< [T, I] S; undefined: no layer has a dense MLP
   Workspace* workspace = nullptr;
@@ -21,29 +22,29 @@ struct MlpScratch {
 class Mlp {
  public:
   virtual ~Mlp() = default;
-  /// Its tensors, in the order in which they lie in memory.
+  /// The MLP's tensors, in the order of their memory.
   virtual std::vector<LayerTensor> tensors() const = 0;
-  /// What a backward reads of a token, in S.
+  /// The activations of a token that a backward pass reads, in S.
   struct Kept {
     std::int64_t gate_up = 0;         ///< columns of LayerActivations::gate_up
     std::int64_t shared_gate_up = 0;  ///< of LayerActivations::shared_gate_up
   };
   virtual Kept kept() const = 0;
   virtual void pack(const LayerWeights& w, ops::PackedWeights& packed) const = 0;
-  /// Asks for the weights that `forward` reads first.
+  /// Prefetches the weights that `forward` reads first.
   virtual void ask_ahead(const LayerWeights& w) const = 0;
-  /// y [T, D] A = mlp(x), or y += mlp(x) with `accumulate`; x [T, D] S. Fills a.gate_up and a.shared_gate_up where they
-  /// are defined. Each row of y depends on its row of x alone, bit for bit.
+  /// y [T, D] A = mlp(x), or y += mlp(x) with `accumulate`; x [T, D] S. Fills a.gate_up and a.shared_gate_up if they
+  /// are defined. Each row of y depends only on its row of x, bit for bit.
   virtual void forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
                        const LayerActivations& a, const MlpScratch& s) const = 0;
-  /// d_x [T, D] A = the gradient of x, from that of y, dy [T, D] S; adds the gradients of the tensors to `grads`. x()
-  /// is what the forward read.
+  /// d_x [T, D] A = the gradient of x, from dy [T, D] S. Adds the gradients of the tensors to `grads`. x() returns the
+  /// input of the forward pass.
   virtual void backward(const LayerWeights& w, const std::function<at::Tensor()>& x, const at::Tensor& dy,
                         const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
                         Workspace& workspace) const = 0;
 };
 
-/// That of layer `l`.
+/// Returns the MLP of layer `l`.
 std::unique_ptr<Mlp> mlp_of(const ModelConfig& config, std::int64_t l);
 
 }  // namespace nemo_rl::model

@@ -1,6 +1,6 @@
-// All parameters of a decoder in one flat buffer: optimizer, gradient norm and weight digest run over it at once, and
-// tensors that are multiplied together (q, k, v; gate, up) lie side by side. One name table serves the loader, the
-// checkpoint writer, refit and the tests.
+// All parameters of a decoder in one flat buffer, which optimizer, gradient norm and weight digest process as a whole.
+// Tensors that are multiplied together (q, k, v; gate, up) are adjacent. The loader, the checkpoint writer, refit and
+// the tests share one table of names.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -18,13 +18,13 @@ struct ParameterSpec {
   std::vector<std::int64_t> shape;
   std::int64_t offset = 0;  ///< in elements of the flat buffer
   std::int64_t numel = 0;
-  int split = kWhole;               ///< the dimension along which processes share it
-  std::int64_t begin = 0;           ///< where this process's slice begins there
+  int split = kWhole;               ///< the dimension that is split over tensor-parallel processes
+  std::int64_t begin = 0;           ///< first index of this process's slice in that dimension
   std::vector<std::int64_t> whole;  ///< its shape in the checkpoint
   static constexpr int kWhole = -1;
 };
 
-/// The tensors of one layer as views of a flat buffer, or matrices in blocks (ops/weight_blocks.h); undefined where the
+/// The tensors of one layer, as views of a flat buffer or as quantised matrices (ops/weight_blocks.h); undefined if the
 /// model has none.
 struct LayerParameters {
   at::Tensor norm_before_attention;  ///< [D]
@@ -55,11 +55,10 @@ struct LayerParameters {
   at::Tensor norm_after_mlp;         ///< [D]
 };
 
-/// One tensor of a layer: which field of LayerParameters it is, and the tensors of the checkpoint that lie in it side
-/// by side.
+/// One tensor of a layer: its field in LayerParameters, and the tensors of the checkpoint that it joins.
 struct LayerTensor {
   struct Part {
-    std::string name;  ///< behind "model.layers.N."
+    std::string name;  ///< without the prefix "model.layers.N."
     std::int64_t rows;
   };
   at::Tensor LayerParameters::* field;
@@ -67,12 +66,12 @@ struct LayerTensor {
   std::int64_t columns = 0;           ///< 0: a vector
   int split = ParameterSpec::kWhole;  ///< as in ParameterSpec
   bool takes_adapters = true;
-  bool is_depthwise = false;  ///< in the checkpoint [rows, 1, columns]: a convolution of each channel
+  bool is_depthwise = false;  ///< [rows, 1, columns] in the checkpoint: a depthwise convolution
 };
-/// Whether the matrix lies in blocks (ModelConfig::quantization), outside the flat buffer.
+/// Whether the matrix is quantised (ModelConfig::quantization) and so outside the flat buffer.
 bool lies_in_blocks(const ModelConfig& config, const LayerTensor& tensor);
-/// All tensors of layer `l`, in the order in which they lie in memory. Names are written here, those of the MLP in its
-/// class, and nowhere else.
+/// Returns all tensors of layer `l`, in the order of their memory. Names are defined only here and in the classes of
+/// mixers and MLPs.
 std::vector<LayerTensor> layer_tensors(const ModelConfig& config, std::int64_t l);
 
 /// One adapter: it changes rows [begin, begin + rows) of a matrix of a layer.
@@ -80,10 +79,10 @@ struct AdapterSpec {
   std::int64_t layer = 0;
   at::Tensor LayerParameters::* matrix = nullptr;
   std::int64_t begin = 0, rows = 0, columns = 0;
-  std::size_t a = 0, b = 0;  ///< which of ParameterLayout::specs
+  std::size_t a = 0, b = 0;  ///< indices in ParameterLayout::specs
 };
 
-/// One matrix of the checkpoint that lies in blocks: rows [begin, begin + shape[0]) of a matrix of a layer.
+/// One quantised matrix of the checkpoint: rows [begin, begin + shape[0]) of a matrix of a layer.
 struct BlockSpec {
   std::string name;
   std::vector<std::int64_t> shape;  ///< [rows, columns]
@@ -93,19 +92,20 @@ struct BlockSpec {
   std::size_t before = 0;  ///< which of ParameterLayout::specs it would come before
 };
 
-/// Names, shapes and offsets; parameters that are not fused start at multiples of 64 elements.
+/// Names, shapes and offsets. Parameters start at multiples of 64 elements, except within fused tensors.
 struct ParameterLayout {
   explicit ParameterLayout(const ModelConfig& config);
-  /// Of what is trained with adapters: A and B of every target, and a value head. B lies transposed, [dim, out], so
-  /// that all products have a few rows instead of a few columns; the A of matrices that lie side by side do so too.
-  /// Throws ArgumentError for a target that the model does not have, and for none at all.
+  /// The layout of the parameters that are trained with adapters: A and B of every target, and the value head if there
+  /// is one. B is stored transposed, [dim, out], so that all matrix products have a few rows instead of a few columns.
+  /// The A of adjacent matrices are adjacent, too. Throws ArgumentError for a target that the model does not have, and
+  /// if there is no target.
   ParameterLayout(const ModelConfig& config, const LoraConfig& lora);
   std::vector<ParameterSpec> specs;
-  std::vector<BlockSpec> blocks;      ///< what lies outside the flat buffer, in the order of layers and matrices
+  std::vector<BlockSpec> blocks;      ///< quantised matrices, outside the flat buffer, by layer and matrix
   std::vector<AdapterSpec> adapters;  ///< in the order of layers and matrices
   std::int64_t total = 0;             ///< length of the flat buffer, gaps included (they stay zero)
   const ParameterSpec& find(const std::string& name) const;
-  /// That of a critic; nullptr: there is none.
+  /// The scalar head of a critic; nullptr: there is none.
   const ParameterSpec* value_head() const;
 
  private:
@@ -113,18 +113,18 @@ struct ParameterLayout {
   std::unordered_map<std::string, std::size_t> by_name_;
 };
 
-/// A flat buffer seen as a decoder's parameters (weights, a rounded copy of them, or their gradients).
+/// A decoder's parameters as views of a flat buffer (weights, a rounded copy of them, or their gradients).
 struct DecoderParameters {
   DecoderParameters() = default;
-  /// Matrices in blocks are undefined.
+  /// Quantised matrices are left undefined.
   DecoderParameters(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat);
-  /// Gives the matrices of layout.blocks memory, zero.
+  /// Allocates the matrices of layout.blocks, filled with zeros.
   void add_blocks(const ModelConfig& config);
   at::Tensor flat;       ///< [layout.total]
   at::Tensor embedding;  ///< [V, D]
   std::vector<LayerParameters> layers;
   at::Tensor final_norm;  ///< [D]
-  at::Tensor lm_head;     ///< [V, D] (the embedding when tied), or [1, D] of a value head
+  at::Tensor lm_head;     ///< [V, D] (the embedding if tied), or the value head [1, D]
 };
 
 }  // namespace nemo_rl::model

@@ -1,4 +1,4 @@
-// cos and sin of rotary position embeddings (Su et al., 2021), as far as positions have come.
+// The RoPE table: cos and sin of rotary position embeddings (Su et al., 2021) for the positions used so far.
 #pragma once
 #include <vector>
 
@@ -6,7 +6,7 @@
 
 namespace nemo_rl::model {
 
-/// cos and sin of every position [P, R/2] float32, grown as positions come.
+/// cos and sin of every position, [P, R/2] float32. `reserve` extends them.
 class RopeTable {
  public:
   RopeTable(RopeConfig config, at::Device device) : config_(std::move(config)), device_(device) {}

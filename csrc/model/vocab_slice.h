@@ -1,5 +1,5 @@
-// The part of the vocabulary whose logits a process computes, and how all of them become whole rows of logits or their
-// sums. Every process ends with the same bits.
+// The part of the vocabulary whose logits a process computes, and how the parts of all processes are combined into
+// whole rows of logits or their sums. The results are bit-identical on all processes.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -12,11 +12,11 @@
 
 namespace nemo_rl::model {
 
-/// Sums and target logits of U rows, over the whole vocabulary.
+/// The sums and target logits of U rows, over the whole vocabulary.
 struct WholeSums {
   std::vector<kernels::VocabBlockSum> blocks;  ///< [U, count]
   std::int64_t count = 0;
-  std::vector<float> target_logits;  ///< one a pair
+  std::vector<float> target_logits;  ///< one per pair
 };
 
 /// row[v] = c * tanh(row[v] / c); a softcap c of 0 changes nothing.
@@ -26,14 +26,14 @@ void cap_row(A* row, std::int64_t n, double softcap) {
   const A c = static_cast<A>(softcap);
   for (std::int64_t v = 0; v < n; ++v) row[v] = c * std::tanh(row[v] / c);
 }
-/// The gradient of a logit before its cap is the capped one's times this.
+/// Returns the derivative of a capped logit with respect to the logit before the cap.
 template <class A>
 A cap_slope(A capped, double softcap) {
   const A t = softcap == 0 ? A(0) : capped / static_cast<A>(softcap);
   return A(1) - t * t;
 }
 
-/// By default all of the vocabulary is here.
+/// A process's slice of the vocabulary; by default all of it.
 class VocabSlice {
  public:
   VocabSlice() = default;
@@ -41,20 +41,21 @@ class VocabSlice {
   VocabSlice(const ModelConfig& config, distributed::Peers* peers);
 
   bool is_whole() const { return peers_ == nullptr; }
-  /// The first entry that is here.
+  /// The first vocabulary entry of this process.
   std::int64_t begin() const { return is_whole() ? 0 : rows_[static_cast<std::size_t>(peers_->rank())].begin; }
-  /// V, where `own` entries are here.
+  /// The size V of the whole vocabulary, given the number `own` of this process's entries.
   std::int64_t vocab_size(std::int64_t own) const { return is_whole() ? own : rows_.back().end; }
-  /// Entries that the log-softmax sums together.
+  /// The number of entries that the log-softmax sums as one block.
   std::int64_t block() const { return block_; }
-  /// As in ModelConfig.
+  /// ModelConfig::logit_softcap.
   double softcap() const { return softcap_; }
-  /// The logits of the head's product, [R, n] float32 or float64 with any stride of rows, become those of the model.
+  /// Applies the softcap in place to the head's logits, [R, n] float32 or float64 with any row stride.
   void cap(const at::Tensor& logits) const;
 
-  /// whole [R, V] from `own` [R, entries that are here] of every process.
+  /// Fills `whole` [R, V] from `own` [R, entries of this process] of every process.
   void gather_rows(const at::Tensor& own, const at::Tensor& whole) const;
-  /// From the block sums [U, blocks that are here] and the logits of those pairs whose target is here.
+  /// Combines the block sums [U, blocks of this process] of all processes, and the logits of all targets, each from the
+  /// process that holds it.
   WholeSums gather_sums(std::int64_t U, const std::vector<kernels::VocabBlockSum>& own,
                         const std::vector<float>& own_targets, const std::int64_t* targets, std::int64_t pairs) const;
   /// x becomes the sum over all slices.

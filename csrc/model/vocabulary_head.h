@@ -1,5 +1,5 @@
-// Rows of (normed) hidden states to log-probabilities of tokens, and back. Logits exist for a tile of the vocabulary at
-// a time: [tokens, vocabulary] never does.
+// Log-probabilities of tokens from rows of (normed) hidden states, and the backward pass. Logits exist only for one
+// tile of the vocabulary at a time, never as [tokens, vocabulary].
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -12,57 +12,58 @@
 
 namespace nemo_rl::model {
 
-/// Which log-probabilities are wanted. A row that several tokens follow (the last token of a shared prompt) is computed
-/// once: pair i asks for token targets[i] after row r for first[r] <= i < first[r + 1].
+/// The requested log-probabilities. Pair i requests token targets[i] after row r, where first[r] <= i < first[r + 1].
+/// So a row that several tokens follow (the last token of a shared prompt) is computed once.
 struct RowTargets {
   const std::int64_t* first;    ///< [U + 1]
   const std::int64_t* targets;  ///< indexed by pair
 };
 
-/// One value for each pair. `unfiltered` ignores top-k and top-p; undefined where it is not wanted.
+/// One value per pair. `unfiltered` ignores top-k and top-p; undefined if it is not requested.
 struct PairValues {
   at::Tensor logprobs, unfiltered;
 };
 
-/// Log-sum-exp of each row without a filter, and its entropy where the forward was asked for it: what a forward leaves
-/// for the backward.
+/// The log-sum-exp of a row without top-k and top-p, and its entropy if requested. A forward pass stores them for the
+/// backward pass.
 struct RowSums {
   double max = 0, log_sum = 0, entropy = 0;
 };
 
-/// A loss whose gradient at a pair needs that pair's log-probability only: writes d_logprobs of pairs [begin, end),
-/// given theirs; both arrays start at pair `begin`.
+/// A loss whose gradient at a pair depends only on that pair's log-probability. It writes d_logprobs of the pairs
+/// [begin, end) from their logprobs; both arrays start at pair `begin`.
 using PairLoss = std::function<void(std::int64_t begin, std::int64_t end, const float* logprobs, float* d_logprobs)>;
 
-/// On a CUDA device the tensors lie there, targets on the CPU, and nothing is kept in `sums`: a backward computes them
-/// again.
+/// On a CUDA device the tensors are on the device and the targets on the CPU. `sums` is not used then: the backward
+/// pass recomputes the sums.
 class VocabularyHead {
  public:
-  /// `slice`: w holds these entries of the vocabulary alone, and other processes, which make the same calls, the rest.
-  /// Targets are of the whole vocabulary; d_x is the sum over all slices.
+  /// `slice`: w holds only these vocabulary entries. Other processes, which must make the same calls, hold the rest.
+  /// Targets are ids of the whole vocabulary; d_x is the sum over all slices.
   explicit VocabularyHead(VocabSlice slice = {}) : slice_(std::move(slice)) {}
 
-  /// Log-probabilities of the targets after the rows x [U, D], as the sampler reports them under `scoring`: -inf where
-  /// its filter removes the token, NaN where a row of logits is not finite. w [V, D]. `values` are [R] in A, defined
-  /// where wanted; without a filter `unfiltered` must not be. sums [U] and entropy ([U], nats, of the distribution at
-  /// this temperature; may be undefined) are filled for the unfiltered distribution, where that is computed.
+  /// Computes the log-probabilities of the targets after the rows x [U, D], as the sampler reports them under
+  /// `scoring`: -inf if top-k or top-p removes the token, NaN if a row of logits is not finite. w [V, D]. `values` are
+  /// [R] in A, defined if requested; without top-k and top-p `unfiltered` must be undefined. sums [U] and entropy ([U],
+  /// in nats, at this temperature; may be undefined) are those of the distribution without top-k and top-p, and are
+  /// filled if it is computed.
   void forward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                const PairValues& values, RowSums* sums, const at::Tensor& entropy);
 
-  /// From the gradient of those values, and of the entropy (d_entropy [U] in A, or undefined): d_x [U, D] in A is
-  /// overwritten, d_w [V, D] added to (undefined: the head is frozen). Logits are computed again.
+  /// From the gradient of those values, and of the entropy (d_entropy [U] in A, or undefined): overwrites d_x [U, D] in
+  /// A and adds to d_w [V, D] (undefined: the head is frozen). Logits are recomputed.
   void backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                 const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w,
                 const at::Tensor& d_entropy = {});
 
-  /// The likeliest tokens of each row without a filter, likeliest first and equal ones by id: ids [U, k] int64 and
-  /// their log-probabilities [U, k] in A, on the CPU.
+  /// Finds the most likely tokens of each row without top-k and top-p, most likely first and ties by id: ids [U, k]
+  /// int64 and their log-probabilities [U, k] in A, on the CPU.
   void likeliest(const at::Tensor& x, const at::Tensor& w, double temperature, const at::Tensor& ids,
                  const at::Tensor& logprobs);
 
-  /// Both at once, without a filter, in float32 or bfloat16: the log-probabilities of `forward`, bit for bit, and the
-  /// gradients from what `loss` makes of them. The logits of some rows are kept until their loss is known, so that
-  /// three products are enough instead of four.
+  /// Computes forward and backward pass at once, without top-k and top-p, in float32 or bfloat16: the log-probabilities
+  /// of `forward`, bit for bit, and the gradients that `loss` derives from them. The logits of some rows are kept until
+  /// their loss is known, so three matrix products are needed instead of four.
   void forward_backward(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                         const at::Tensor& logprobs, const PairLoss& loss, const at::Tensor& d_x, const at::Tensor& d_w);
 
@@ -70,8 +71,8 @@ class VocabularyHead {
   struct RowRange {
     std::int64_t start, count;
   };
-  // Whole rows of logits, where a filter or the float64 build needs them; else tiles of the vocabulary. `kept` [tiles,
-  // count, kVocabBlock] takes the logits of the range to its backward; null: they are computed again there.
+  // *_rows use whole rows of logits, for top-k, top-p and float64; *_tiles use tiles of the vocabulary. `kept` [tiles,
+  // count, kVocabBlock] keeps the logits of the range for its backward pass; null: they are recomputed there.
   at::Tensor scratch(at::Tensor& buffer, at::IntArrayRef shape, at::ScalarType dtype);
   void score_tiles(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, float temperature,
                    RowRange range, float* kept, float* logprobs, RowSums* sums, const at::Tensor& entropy);
@@ -83,7 +84,7 @@ class VocabularyHead {
   void backward_rows(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted, const TokenScoring& scoring,
                      const PairValues& d_values, const RowSums* sums, const at::Tensor& d_x, const at::Tensor& d_w,
                      const at::Tensor& d_entropy);
-  // On a CUDA device: chunks of whole rows of logits, whatever the scoring (vocabulary_head_device.cpp).
+  // On a CUDA device: chunks of whole rows of logits for any scoring (vocabulary_head_device.cpp).
   struct DevicePairs {
     at::Tensor first, targets;
     kernels::SamplingRule rule;

@@ -1,5 +1,5 @@
-// Buffers that are used again: glibc gives large blocks back to the system, so a fresh tensor a step would cost a page
-// fault for every 4 KiB of it.
+// Buffers that are reused, because glibc returns large blocks to the system: a new tensor in each step would cost a
+// page fault per 4 KiB.
 #pragma once
 #include <array>
 #include <vector>
@@ -9,59 +9,58 @@
 
 namespace nemo_rl::model {
 
-/// Every buffer of a forward and a backward, by what lies in it. Forward, recomputation and backward share what they
-/// name alike. Letters as in decoder.h; U: rows that a head is asked for.
+/// The buffers of a forward and a backward pass, by content. Forward pass, recomputation and backward pass share a
+/// buffer of the same name. Letters as in decoder.h; U: rows requested of a head.
 enum class Slot {
-  h,           ///< [T, D] residual stream of a forward that keeps nothing
-  h_next,      ///< [T, D] the other one of two that take turns
-  recomputed,  ///< [T, D] the stream behind a layer that is computed again for its backward
-  normed,      ///< [T, D] a layer's or the MLP's normalised input
-  gate_up,  ///< [T, 2I] gates and ups of a forward that keeps nothing, where the product does not end in the activation
-  act,      ///< [T, I] gated activation
-  branch_out,             ///< [T, D] what attention or the MLP adds to the stream, where a norm comes between
-  branch,                 ///< [T, D] the same normalised
-  rows_attn,              ///< [R, N·H] what the last layer's output product reads of the wanted rows
-  rows_h,                 ///< [R, D] their residual stream
-  rows_normed,            ///< [R, D] their final norm
-  logits,                 ///< [R, V]
-  own_logits,             ///< [R, rows of the vocabulary that are here], where it is split
-  dh,                     ///< [T, D] gradient of the residual stream
-  dy,                     ///< [T, D] the same in the compute type
-  d_act,                  ///< [T, I]
-  d_gate_up,              ///< [T, 2I]
-  d_normed,               ///< [T, D]
-  d_branch,               ///< [T, D] gradient behind the norm of `branch`
-  mixed,                  ///< [T, N·H] what a layer's output product reads, where a gate comes behind its mixer
-  d_attn,                 ///< [T, N·H] its gradient
-  d_qkv,                  ///< [T, (N+2K)H]
-  d_mixer_raw,            ///< gradient of a layer's first product, where it is not d_qkv
-  expert_logits,          ///< [T, E] of a router
-  expert_d_logits,        ///< [T, E] their gradient in the compute type
-  expert_x,               ///< [T · chosen, D] a layer's tokens by their experts
-  expert_dy,              ///< [T · chosen, D] the gradients of their results
-  expert_gate_up,         ///< [T · chosen, 2I]
-  expert_act,             ///< [T · chosen, I]
-  expert_d_act,           ///< [T · chosen, I]
-  expert_y,               ///< [T · chosen, D] their results, or the gradients of expert_x
-  shared_y,               ///< [T, D] what the shared expert gives, or the gradient of its input
-  adapter_x,              ///< [T, parts · dim] a matrix's input times the A of its adapters
-  adapter_input,          ///< [T, in] a matrix's input in the accumulation type
-  adapter_inner,          ///< [T, parts · dim] the same times A
-  adapted,                ///< [n, out] a matrix's results before they are rounded, of some
-                          ///< rows
-  adapter_y,              ///< [T, parts · dim] its output's gradient times their B
-  head_hidden,            ///< [U, D] rows that the head reads
-  head_normed,            ///< [U, D]
-  head_rstd,              ///< [U, 1]
-  head_d_normed,          ///< [U, D]
-  head_d_hidden,          ///< [U, D]
-  head_values,            ///< [U, 1]
-  head_d_values,          ///< [U, 1] sums of a row's pairs
+  h,                ///< [T, D] residual stream of a forward pass that keeps nothing
+  h_next,           ///< [T, D] the second of two alternating buffers
+  recomputed,       ///< [T, D] the stream after a layer that is recomputed for its backward pass
+  normed,           ///< [T, D] a layer's or the MLP's normalised input
+  gate_up,          ///< [T, 2I] gates and ups of a forward pass that keeps nothing, if the activation is not fused
+  act,              ///< [T, I] gated activation
+  branch_out,       ///< [T, D] output of attention or the MLP, if a norm follows
+  branch,           ///< [T, D] the same, normalised
+  rows_attn,        ///< [R, N·H] input of the last layer's output projection, for the requested rows
+  rows_h,           ///< [R, D] their residual stream
+  rows_normed,      ///< [R, D] their final norm
+  logits,           ///< [R, V]
+  own_logits,       ///< [R, vocabulary entries of this process], if the vocabulary is split
+  dh,               ///< [T, D] gradient of the residual stream
+  dy,               ///< [T, D] the same in the compute type
+  d_act,            ///< [T, I]
+  d_gate_up,        ///< [T, 2I]
+  d_normed,         ///< [T, D]
+  d_branch,         ///< [T, D] gradient after the norm of `branch`
+  mixed,            ///< [T, N·H] input of a layer's output projection, if its mixer has a gate
+  d_attn,           ///< [T, N·H] its gradient
+  d_qkv,            ///< [T, (N+2K)H]
+  d_mixer_raw,      ///< gradient of a layer's input projection, if it is not d_qkv
+  expert_logits,    ///< [T, E] logits of a router
+  expert_d_logits,  ///< [T, E] their gradient in the compute type
+  expert_x,         ///< [T · chosen, D] a layer's tokens, sorted by expert
+  expert_dy,        ///< [T · chosen, D] the gradients of their results
+  expert_gate_up,   ///< [T · chosen, 2I]
+  expert_act,       ///< [T · chosen, I]
+  expert_d_act,     ///< [T · chosen, I]
+  expert_y,         ///< [T · chosen, D] their results, or the gradients of expert_x
+  shared_y,         ///< [T, D] output of the shared expert, or the gradient of its input
+  adapter_x,        ///< [T, parts · dim] a matrix's input times the A of its adapters
+  adapter_input,    ///< [T, in] a matrix's input in the accumulation type
+  adapter_inner,    ///< [T, parts · dim] the same times A
+  adapted,          ///< [n, out] a matrix's results before rounding, of some rows
+  adapter_y,        ///< [T, parts · dim] its output's gradient times their B
+  head_hidden,      ///< [U, D] rows that the head reads
+  head_normed,      ///< [U, D]
+  head_rstd,        ///< [U, 1]
+  head_d_normed,    ///< [U, D]
+  head_d_hidden,    ///< [U, D]
+  head_values,      ///< [U, 1]
+  head_d_values,    ///< [U, 1] sums over a row's pairs
   head_d_values_rounded,  ///< [U, 1] the same in the compute type
   count_,
 };
 
-/// Every activation of one layer that a backward reads; see layer_activations.h.
+/// The activations of one layer that a backward pass reads; see layer_activations.h.
 enum class LayerSlot {
   h_in,
   rstd_in,
@@ -92,12 +91,12 @@ class Workspace {
   explicit Workspace(at::Device device = at::kCPU) : device_(device) {}
   at::Device device() const { return device_; }
 
-  /// A tensor of this shape and dtype in `slot`; contents are undefined. A second call for the slot may return the same
-  /// memory, whatever the shape.
+  /// Returns a tensor of this shape and dtype in `slot`; its contents are undefined. A second call for the slot may
+  /// return the same memory, whatever the shape.
   at::Tensor take(Slot slot, at::IntArrayRef shape, at::ScalarType dtype) {
     return take(buffers_[slot_index(slot)], shape, dtype);
   }
-  /// The same of one layer.
+  /// The same for one layer.
   at::Tensor take(std::int64_t layer, LayerSlot slot, at::IntArrayRef shape, at::ScalarType dtype) {
     if (layers_.size() <= static_cast<std::size_t>(layer)) layers_.resize(static_cast<std::size_t>(layer) + 1);
     return take(layers_[static_cast<std::size_t>(layer)][slot_index(slot)], shape, dtype);
@@ -107,7 +106,7 @@ class Workspace {
     buffers_ = {};
     layers_.clear();
   }
-  /// Where the buffers lie.
+  /// The addresses of the buffers.
   std::vector<const void*> places() const {
     std::vector<const void*> all;
     for_each([&](const at::Tensor& buffer) { all.push_back(buffer.const_data_ptr()); });

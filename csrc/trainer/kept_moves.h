@@ -1,4 +1,4 @@
-// Kept activations on their way from the rank that generated some rows to the rank that trains them.
+// Moves kept activations from the rank that generated some rows to the rank that trains on them.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -10,14 +10,14 @@
 namespace nemo_rl::trainer {
 
 struct KeptMove {
-  std::vector<std::int64_t> rows;  ///< of the batch
+  std::vector<std::int64_t> rows;  ///< rows of the batch
   int from, to;                    ///< ranks
 };
 
-/// Rank `to` of each move copies what rank `from` has kept of the rows, as far as it has room. All ranks call it with
-/// the same moves. Nothing is copied of a move whose rows were not kept as a whole, nor where ranks cannot read each
-/// other's memory: a forward pass then gives the same bits. What was copied must stay as it is until the ranks have met
-/// again.
+/// In each move, rank `to` copies the activations that rank `from` has kept for the rows, as far as it has room. All
+/// ranks must call this with the same moves. A move is skipped if any of its rows was not kept completely, or if ranks
+/// cannot read each other's memory; a forward pass then gives bit-identical results. The copied memory must not change
+/// until the ranks have synchronised again.
 void move_kept(distributed::Shards& ranks, model::KeptActivations& kept, const RowBatch& batch,
                const std::vector<KeptMove>& moves);
 

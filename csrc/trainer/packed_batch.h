@@ -1,6 +1,6 @@
-// Rows of a batch as packed tokens: the prompt that a group's samples share once, and of every row what stands before
-// its last wanted token: a token's log-probability is read at the token before it, so neither that one nor what follows
-// is computed.
+// Rows of a batch as packed tokens. A prompt that the samples of a group share is packed once. A token's
+// log-probability is computed at the token before it, so every row is packed only up to the token before its last token
+// to score.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -12,23 +12,23 @@
 
 namespace nemo_rl::trainer {
 
-/// B rows of tokens in one array of T: without padding a row begins where the one before it ends, and padded rows
-/// [B, S] begin at b * S. Tensors are on the CPU and contiguous.
+/// B rows of tokens in one array of T tokens. Without padding, each row begins where the previous one ends; padded rows
+/// [B, S] begin at b * S. Tensors are contiguous and on the CPU.
 struct RowBatch {
   at::Tensor token_ids;   ///< int64, T elements
-  at::Tensor starts;      ///< [B] int64: where each row begins
+  at::Tensor starts;      ///< [B] int64: offset of each row
   at::Tensor lengths;     ///< [B] int64
-  at::Tensor token_mask;  ///< bool, shaped like token_ids: tokens whose log-probabilities (or values) are wanted; a
-                          ///< row's first token never is
+  at::Tensor token_mask;  ///< bool, shaped like token_ids: the tokens to score (log-probabilities or values); never
+                          ///< a row's first token
   at::Tensor group_ids;   ///< [B] int64: rows with the same id >= 0 may share their prompt
-  at::Tensor targets;     ///< [T, K] int64, or undefined: the tokens that are scored at each wanted token's place, with
-                          ///< results [T, K]; by default that token alone, with results shaped like token_ids
+  at::Tensor targets;     ///< [T, K] int64, or undefined: the tokens that are scored in place of each token to score,
+                          ///< with results [T, K]; by default that token alone, with results shaped like token_ids
 };
 
-/// Of one row; both 0 without a wanted token.
+/// Token counts of one row; both 0 if it has no token to score.
 struct RowTokens {
-  std::int64_t prompt = 0;  ///< tokens before the first wanted one: what the row may share with its group
-  std::int64_t read = 0;    ///< tokens before the last wanted one: those that are computed
+  std::int64_t prompt = 0;  ///< tokens before the first token to score, which the row may share with its group
+  std::int64_t read = 0;    ///< tokens before the last token to score, which are computed
 };
 std::vector<RowTokens> row_tokens(const RowBatch& batch);
 
@@ -38,25 +38,25 @@ struct PackedBatch {
   std::vector<ops::AttentionSequence> sequences;
   model::TokenQuery query;
   std::int64_t rows() const { return static_cast<std::int64_t>(query.rows.size()); }
-  std::vector<std::int64_t> places;   ///< [R] pair i belongs at this element of the results
-  std::vector<std::int64_t> samples;  ///< [R] the row that pair i belongs to
+  std::vector<std::int64_t> places;   ///< [R] index of pair i in the results
+  std::vector<std::int64_t> samples;  ///< [R] the row of pair i
 };
 
-/// Packs rows `samples` in this order. Consecutive rows of one group whose prompts are equal share it when
-/// `share_prefix`. At least one of them has a wanted token.
+/// Packs the rows `samples` in this order. With `share_prefix`, consecutive rows of a group with equal prompts share
+/// the prompt. At least one row must have a token to score.
 PackedBatch pack_batch(const RowBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix);
 
-/// How many tokens `pack_batch` of these rows computes. At least one of them has a wanted token.
+/// Returns the number of tokens that `pack_batch` packs for these rows. At least one row must have a token to score.
 std::int64_t packed_tokens(const RowBatch& batch, const std::vector<std::int64_t>& samples, bool share_prefix);
 
-/// Rows that are better computed together, because they share a prompt.
+/// Units of rows that should be computed together, because they share a prompt.
 struct PromptUnits {
   std::vector<std::vector<std::int64_t>> rows;
-  std::vector<std::int64_t> tokens;  ///< of each unit: those that are computed, its prompt once
+  std::vector<std::int64_t> tokens;  ///< tokens computed for each unit, with its prompt counted once
 };
 
-/// Cuts `samples`, ascending rows, into units: runs of one prompt, cut again where `max_tokens` is reached. One row may
-/// be longer: it is a unit of its own.
+/// Splits `samples`, ascending rows, into units: runs of rows with one prompt, split again at `max_tokens` tokens. A
+/// single row that is longer forms a separate unit.
 PromptUnits prompt_units(const RowBatch& batch, const std::vector<std::int64_t>& samples, std::int64_t max_tokens,
                          bool share_prefix);
 

@@ -1,4 +1,5 @@
-// The clipped policy-gradient loss asked token by token, for the head to turn into gradients while it holds the logits.
+// The clipped policy-gradient loss evaluated token by token, so that the LM head computes gradients while it holds the
+// logits.
 #pragma once
 #include "model/vocabulary_head.h"
 #include "ops/clipped_pg_loss.h"
@@ -11,11 +12,12 @@ struct TokenLoss {
                                 ///< computed
   ops::ClippedPGConfig config;
 
-  /// Whether the gradient at a token needs that token's log-probability only: a token-level loss that looks at no whole
-  /// row.
+  /// Whether the gradient at a token depends only on that token's log-probability: true for token-level losses without
+  /// terms of whole rows.
   static bool separable(const ops::ClippedPGConfig& config);
 
-  /// For pairs that belong at `places` and to the rows `samples` (PackedBatch); all three outlive the result.
+  /// Returns the loss of the pairs with these `places` and `samples` (see PackedBatch). Both vectors and this object
+  /// must outlive the result.
   model::PairLoss at(const std::vector<std::int64_t>& places, const std::vector<std::int64_t>& samples) const;
 };
 

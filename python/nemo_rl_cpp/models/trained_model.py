@@ -68,7 +68,7 @@ class TrainedModel(NoOffload):
         total_steps: length of the run, for schedules that decay until its end.
         ranks: the processes that train the model together. Each holds all weights or a tensor-parallel slice, a shard
             of master weights and moments, and its samples of a batch. All ranks make the same calls with the same
-                batch."""
+            batch."""
 
     section: str
     """name of the configuration section, "policy" or "value", for error messages"""

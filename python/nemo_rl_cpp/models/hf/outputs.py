@@ -71,8 +71,7 @@ class ModelRows:
 
     Attributes:
         input_ids, position_ids: int64 [1, T'] if packed, with positions that restart in each sample; or [b, S'], padded
-            on
-            the right.
+            on the right.
         row, column: int64 [W] position in `input_ids` of the token before each token to score.
         targets: int64 [W] ids of the tokens to score.
         places: int64 [W] indices of the tokens to score among the tokens of the batch."""

@@ -3,7 +3,7 @@ torch."""
 
 
 class Rows:
-    """Stands in for the data set in grpo_notebook.yaml and ppo_notebook.yaml; a call passes its rows."""
+    """A placeholder for the data set in grpo_notebook.yaml and ppo_notebook.yaml; a call passes its rows instead."""
 
     def __init__(self, **kwargs: object) -> None:
         raise ValueError(

@@ -117,7 +117,7 @@ def lora_keys(given: object, algorithm: str) -> Keys:
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
     """Return an environment that computes reward functions. `as_parts` keeps the rewards separate, for gdpo, which
-    weights at least two of them."""
+    weights the rewards itself and needs at least two."""
     if functions is None:
         raise ValueError(
             "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
@@ -149,7 +149,7 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
 
 def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[RewardFunctionEnvironment, Keys]:
     """Return the environment of the reward functions, and the configuration keys that their weights set: with gdpo the
-    estimator weights the rewards. `keys` are set by the other arguments. Raise ValueError if weights are given
+    estimator weights the rewards. `keys` are those that the other arguments set. Raise ValueError if weights are given
     twice."""
     is_gdpo = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo"
     environment = reward_environment(functions, weights, is_gdpo)

@@ -25,9 +25,8 @@ class Evaluation:
     """The result of `evaluate`. It prints as one line, and displays as a table in a notebook.
 
     Attributes:
-        score: pass@k, the fraction of prompts solved by at least one of k responses; a response is correct if its
-            reward
-            is 1.
+        score: pass@k, the fraction of prompts solved by at least one of k responses. A response is correct if its
+            reward is 1.
         interval: the 95 % confidence interval of the score, for prompts drawn from the same source.
         mean_reward: the mean reward over all responses.
         metrics: metrics of rollouts and rewards: `truncation_rate`, `rewards/<function>`, ...

@@ -52,8 +52,8 @@ class TextWriter:
         seed: int | None = None,
         **options: object,
     ) -> list[str] | list[list[str]]:
-        """Respond to texts, which are continued, or to conversations, through the chat template. Return one text per
-        prompt, or with `n` > 1 a list of `n` texts per prompt.
+        """Generate text: continue prompts that are texts, and answer conversations through the chat template. Return
+        one text per prompt, or with `n` > 1 a list of `n` texts per prompt.
 
         `options` are max_new_tokens, temperature, top_p, top_k and stop_strings; None means the default of the model or
         the training. Decoding is greedy unless `greedy` is False or a sampling option is given. The same seed gives the

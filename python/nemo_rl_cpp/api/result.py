@@ -21,9 +21,8 @@ class TrainResult(TextWriter):
     notebook.
 
     Attributes:
-        history: one dictionary per step: `step`, `reward`, `loss`, `rewards/<function>` if there are several rewards,
-            all
-            other metrics, and `seconds`.
+        history: one dictionary per step: `step`, `reward`, `loss`, `seconds`, all other metrics, and
+            `rewards/<function>` if there are several rewards.
         validations: one dictionary per validation: `step`, `accuracy` and more; empty without validation prompts.
         policy, tokenizer, config: the trained `Policy`, its tokenizer and the run's configuration.
         log_dir: the folder with metrics.jsonl, rollouts and report.html."""

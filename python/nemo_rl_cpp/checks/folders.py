@@ -100,7 +100,7 @@ def _resume(config: WholeConfig, folder: Path) -> Iterator[Finding]:
         return
     saved = read_saved(newest)
     for key, why in dict.fromkeys(refusals(saved, config)):
-        why = why.removeprefix(f"{key.rpartition('.')[2]} ")  # the finding's key contains it
+        why = why.removeprefix(f"{key.rpartition('.')[2]} ")  # the message begins with the key anyway
         yield Finding("error", key, f"{why}, so this is another run than that of {short(saved.path)}: {WHAT_TO_DO}")
 
 

@@ -114,7 +114,7 @@ def environment_keys(config: WholeConfig) -> list[str]:
     return sorted(key for key, value in flatten_dict(written(config)).items() if "${oc.env:" in str(value))
 
 
-# ---- changes that are refused
+# ---- changes with which a run cannot resume
 
 
 def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str]]:

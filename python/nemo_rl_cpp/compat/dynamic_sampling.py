@@ -56,8 +56,7 @@ def dynamic_sampling(
         batch_cache: what earlier rounds kept.
         unit: "group" keeps groups whose raw rewards differ, and raises once the configured number of batches has been
             generated. "sample" is NeMo RL's rule: it keeps rows with std != 0, and allows one more batch. It is also
-                used
-            for a batch with neither `group_id` nor `idx`, whose groups are unknown.
+            used for a batch with neither `group_id` nor `idx`, whose groups are unknown.
 
     With dynamic sampling off, return the batch, True, None and {}. Otherwise the batch's `filtered_reward` holds the
     rewards of the rows that were kept. Its `total_reward` holds those of all rows of all rounds, so it is longer than

@@ -110,9 +110,9 @@ def redact(value: Plain) -> Plain:
 
 
 def plain(value: object) -> object:
-    """Return a Python value as a configuration value: tuples and arrays become lists, paths strings, enums their
-    values, and NumPy and torch scalars numbers. Raise ConfigError if a mapping has a key that is not a string.
-    """
+    """Return a Python value as a configuration value: tuples and arrays become lists, paths become strings, enums are
+    replaced by their values, and NumPy and torch scalars become numbers. Raise ConfigError if a mapping has a key that
+    is not a string."""
     if isinstance(value, Enum):
         return plain(value.value)
     if isinstance(value, str):

@@ -86,17 +86,18 @@ class ClusterConfig(Section):
     environment_restarts: Count = key(
         3,
         "With executor ray: how often each Ray actor of an environment may be restarted after it was lost. "
-        "The call is then repeated. Only classes with can_be_asked_again are restarted; the loss of another "
-        "one ends the run.",
+        "The call is then repeated. Only environments whose class sets can_be_asked_again are restarted; the "
+        "loss of any other ends the run.",
     )
     communication_timeout_s: Annotated[float, Field(gt=0)] = key(
         1800.0,
         "Timeout in seconds of a message between workers, including the wait for a slower one. With executor "
-        "ray also the timeout of a call of an environment.",
+        "ray also the timeout of a call to an environment.",
     )
 
     def note_beside_training(self) -> None:
-        """Record that rollouts overlap with training. The executor `auto` then means a process for each of the two."""
+        """Record that rollouts overlap with training, so the executor `auto` means two processes: one trains, one
+        generates."""
         self._beside_training = True
 
     @property
@@ -144,8 +145,7 @@ class ClusterConfig(Section):
 
     @property
     def has_written_size(self) -> bool:
-        """Whether the run has `num_nodes * gpus_per_node` workers, so that these sizes are not folded onto one
-        device."""
+        """Whether the run has `num_nodes * gpus_per_node` workers, as its configuration says."""
         return self.has_workers and self.processes == self.num_nodes * self.gpus_per_node
 
 

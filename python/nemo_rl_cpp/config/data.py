@@ -86,7 +86,7 @@ def is_class_name(dataset_name: str) -> bool:
 
 
 def takes(dataset_name: str, key: str) -> bool:
-    """Return whether a dataset accepts `key`, which is not a key of `DatasetConfig`. A user's class accepts any key."""
+    """Return whether a dataset accepts a key that `DatasetConfig` does not have. A user's class accepts any key."""
     return is_class_name(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
 
 

@@ -59,8 +59,8 @@ class Report:
         self.problems: list[Problem] = []
 
     def where(self, dotted: str) -> str:
-        """Return the place where a key, otherwise the closest section that contains it, is set. If neither is, return
-        the first line of the file."""
+        """Return the place where a key is set, or else the place of the closest section that contains it, or else the
+        first line of the file."""
         while dotted:
             if dotted in self._positions:
                 return self._positions[dotted]
@@ -88,8 +88,8 @@ class Report:
     def add(self, dotted: str, message: str, *related: str) -> None:
         """Report a mistake for the key `dotted`, unless one is already reported for it or for a `related` key.
 
-        Its place is that of the first of these keys that an override sets, otherwise of the first that a file sets.
-        """
+        The reported place is where an override sets one of these keys (the first that has an override), otherwise where
+        a file sets one."""
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
             return
@@ -233,7 +233,8 @@ _EXPECTED = {
 
 
 def explained(message: str) -> str:
-    """Return a message of the YAML reader unchanged, or a message about the tab if its line contains one."""
+    """Return a message of the YAML reader unchanged; if the line that it names contains a tab, return a message about
+    the tab."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

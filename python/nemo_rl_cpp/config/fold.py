@@ -92,8 +92,9 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Return dotted key -> size of every size above 1 that is folded: machines, devices, and parallel sizes of enabled
-    backends. Tensor-parallel sizes that divide the number of worker processes are not folded."""
+    """Return dotted key -> size for every size above 1 that this run cannot use as written ("folds"): machines,
+    devices, and parallel sizes of enabled backends. Tensor-parallel sizes that divide the number of worker processes
+    are used."""
     ours = config.cluster.has_written_size  # the sizes are used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
@@ -140,8 +141,9 @@ def is_apart(config: WholeConfig) -> bool:
 
 
 def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
-    """Return the line about folding that a run, `check` and `--dry-run` print; None if nothing is folded. `forecast`:
-    a short text about the memory that the run needs, which is appended."""
+    """Return the line that says for which devices and engine the file was written and which this run uses; None if they
+    are the same. A run, `check` and `--dry-run` print it. `forecast`: a short text about the memory that the run needs,
+    which is appended."""
     devices, engine, apart = devices_of(config), engine_of(config), is_apart(config)
     written = []
     if devices > 1:
@@ -176,26 +178,26 @@ def _own_engine(config: WholeConfig) -> str:
     return "transformers" if policy is not None and policy.backend == "hf" else "the native engine"
 
 
-_SAID: set[str] = set()  # lines that were printed, without their memory forecast
+_SAID: set[str] = set()  # lines that have been printed, without their memory forecast
 
 
 def note_as_said(text: str) -> str:
-    """Record that the caller prints `text`, a line of `fold_text`, so that `say_fold` does not print it again. Return
+    """Mark `text`, a line from `fold_text`, as already printed, so that `say_fold` does not repeat it. Return
     `text`."""
     _SAID.add(text.partition("; memory forecast")[0])
     return text
 
 
 def say_fold(config: WholeConfig, forecast: str | None) -> None:
-    """Print `fold_text` to stderr, once per process."""
+    """Print the line of `fold_text` to stderr as a warning, once per process."""
     text = fold_text(config, forecast)
     if text is not None and text.partition("; memory forecast")[0] not in _SAID:
         print(f"warning: {note_as_said(text)}", file=sys.stderr, flush=True)
 
 
 def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
-    """Return section -> keys that a file or the command line sets to a value other than the default, without effect.
-    These keys configure kernels, communication or engines of other implementations."""
+    """Return section -> ignored keys that a file or the command line sets to a value other than the default. These keys
+    configure kernels, communication or engines of other implementations."""
     found: dict[str, list[str]] = {}
     for section, name in _ineffective(config, "", config.positions):
         found.setdefault(section, []).append(name)

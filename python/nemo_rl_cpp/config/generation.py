@@ -113,7 +113,7 @@ class ColocatedConfig(Section):
         "true: generation shares the devices and the weights of training. false: some workers (see "
         "resources) only generate, with their own copy of the weights, which is updated at each step. This "
         "needs cluster.executor processes or ray, or auto with rollouts that overlap with training. With "
-        "auto otherwise, generation stays colocated, see cluster.strict_sizes.",
+        "auto and without such rollouts, generation stays colocated; see cluster.strict_sizes.",
     )
     resources: ResourcesConfig = section(ResourcesConfig, "workers when not colocated")
 

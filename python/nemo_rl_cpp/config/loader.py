@@ -141,7 +141,8 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
-        """Return the name of a value in messages if `where` is one of `overrides`; return other places unchanged."""
+        """Return the name that messages use for a value if `where` is its override; return any other place
+        unchanged."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
@@ -163,7 +164,7 @@ class GivenValues:
             parent, name = walk(data, key)
             if parent is not None:
                 parent[name] = value
-            if isinstance(value, (dict, list)):  # forget the places of parts that the file had set
+            if isinstance(value, (dict, list)):  # the value replaces the keys inside it that the file set
                 for inner in [known for known in positions if known.startswith(f"{key}.")]:
                     del positions[inner]
             positions[key] = self._places[key]

@@ -327,7 +327,7 @@ class AdvEstimatorConfig(Section):
     use_leave_one_out_baseline: bool = key(
         True,
         "grpo, gdpo: the baseline of a sample is the mean reward of the other samples of its group. false: "
-        "of the whole group.",
+        "the mean reward of the whole group.",
     )
     reward_weights: list[Real] | None = key(
         None, "gdpo: weight of each reward component, in the order of the components' names. null: 1 each."
@@ -364,13 +364,13 @@ class GRPOConfig(LoopConfig):
     advantage_clip_high: Real | None = key(None, "Upper bound of the advantages. null: none.")
     masked_reward_policy: Literal["include", "exclude"] = key(
         "include",
-        "Samples that are not trained on (by overlong_filtering, by the environment, or because the prompt "
-        "is too long): include: they count in the baseline and standard deviation of their group, and in the "
-        "decision of dynamic sampling to keep the group. exclude: they do not.",
+        "How samples count that are not trained on (because of overlong_filtering, the environment, or a "
+        "prompt that is too long). include: they count in the baseline and standard deviation of their "
+        "group, and when dynamic sampling decides whether to keep the group. exclude: they do not count.",
     )
     length_penalty: LengthPenaltyConfig | None = key(
         None,
-        "Rewards and penalties for length within each group, applied before reward_scaling and "
+        "Bonuses and penalties for length within each group, applied before reward_scaling and "
         "reward_shaping. null: none.",
     )
     adv_estimator: AdvEstimatorConfig = section(AdvEstimatorConfig, "how rewards become advantages")

@@ -194,7 +194,8 @@ class ClippedPGLossConfig(Section):
         gt=0,
     )
     ppo_kl_coef: NonNegative = key(
-        1.0, "kl_cov: weight of the penalty, the absolute difference from the old log-probability."
+        1.0,
+        "kl_cov: weight of the penalty, which is the absolute difference between the new and the old log-probability.",
     )
     # set by fill_correction
     _correction_left_open: bool = PrivateAttr(False)
@@ -243,7 +244,7 @@ class ClippedPGLossConfig(Section):
 
     @property
     def correction_left_open(self) -> bool:
-        """Whether `use_importance_sampling_correction` was null, so that `fill_correction` has set it."""
+        """Whether `use_importance_sampling_correction` was null and has been set by `fill_correction`."""
         return self._correction_left_open
 
     def fill_correction(self, wanted: bool) -> None:

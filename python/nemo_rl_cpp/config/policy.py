@@ -193,9 +193,9 @@ class TrainedModelConfig(Section):
     gradient_blocks: Positive | None = key(
         None,
         "Number of blocks of a global batch, a power of two. The gradients of the blocks are summed in a "
-        "fixed tree, so every number of processes that divides it trains bit-identical weights. Each "
-        "doubling needs memory for one more gradient in a process that has all blocks. null: one block per "
-        "process; for the critic: policy.gradient_blocks.",
+        "fixed tree, so the trained weights are bit-identical for every number of processes that divides it. "
+        "Each doubling needs memory for one more gradient in a process that has all blocks. null: one block "
+        "per process; for the critic: policy.gradient_blocks.",
     )
     data_parallel_sharding_strategy: Literal["optim", "optim_grads"] | None = key(
         None,
@@ -350,9 +350,9 @@ class PolicyConfig(TrainedModelConfig):
     )
     kept_activations_gb: NonNegative | None = key(
         None,
-        "CPU only: memory in GB for the activations of generation, from which the first update trains "
-        "without its own forward pass. null: a quarter of the free memory, if the activations of a step fit "
-        "in it. 0: keep none.",
+        "CPU only: memory in GB for keeping the activations of generation, with which the first update needs "
+        "no forward pass. null: a quarter of the free memory, if the activations of a step fit in it. 0: "
+        "keep none.",
     )
     kept_activations_check_period: Count = key(
         20,

@@ -84,7 +84,7 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
         return
     name, loss = f"{config.algorithm}.async_{config.algorithm}.enabled", config.loss_fn
     colocated = "policy.generation.colocated.enabled"
-    if engines_of(config) == 0:  # overlapping rollouts need an engine, so this is an error and not folded
+    if engines_of(config) == 0:  # overlapping rollouts need an engine, so this is an error
         text = (
             f"needs engines with weights of their own: set {colocated}=false, and cluster.executor to auto (two processes), or "
             "to processes or ray, with resources"
@@ -193,7 +193,7 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 def _not_read(report: Report, key: str, beside: str) -> None:
     """Report that `key` has no effect together with the setting `beside`, if the run's own file or an override sets
-    `key`. It may be set in a parent file."""
+    `key`. A parent file may set it."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 

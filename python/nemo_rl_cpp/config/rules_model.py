@@ -90,7 +90,8 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
-    """Report every folded size, and generation devices that are not used, if `cluster.strict_sizes` is true."""
+    """If `cluster.strict_sizes` is true, report every size that the run cannot use as written, and generation devices
+    that it does not use."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -154,7 +155,9 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
     if cluster.executor == "in_process":
         text = "is false, but cluster.executor is in_process: set it to processes or ray, or this to true"
         report.add(apart, text, "cluster.executor")
-    if not cluster.has_workers or cluster.executor == "auto":  # folded with a message
+    if (
+        not cluster.has_workers or cluster.executor == "auto"
+    ):  # generation then shares the trainer's devices, and a message says so
         return
     _check_shares(config, report)
     if (slices := config.policy.tensor_parallel(max(trainers_of(config), 1))) > 1:
@@ -272,7 +275,7 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> None:
-    """Report settings that need bit-identical generation and training; `engine` names what makes them differ."""
+    """Report settings that need bit-identical generation and training. `engine` names what makes the two differ."""
     if policy.reuse_generation_logprobs == "always":
         text = (
             f"cannot be always with {engine}: its log-probabilities are not those of training to the bit; set it to "

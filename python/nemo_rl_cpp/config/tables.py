@@ -93,7 +93,8 @@ class OneOf:
 
 
 def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> None:
-    """Add those of the keys that are missing to a section and its subclasses, so that configurations accept them."""
+    """Add `keys` to a section and its subclasses, except those they have already, so that configurations accept
+    them."""
     for each in _below(section):
         each.model_fields.update({name: info for name, info in keys.items() if name not in each.model_fields})
     rebuild(section)

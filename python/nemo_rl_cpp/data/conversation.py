@@ -20,7 +20,7 @@ def plain(value: object) -> object:
     """Convert a value recursively: arrays, Series and tuples to lists, mappings to dictionaries, numpy scalars to
     Python's. Other values stay unchanged.
 
-    Mappings inside an array of objects lose keys with null, which pandas adds to Arrow's structs.
+    Keys with null, which pandas adds to Arrow's structs, are removed from mappings inside an array of objects.
     """
     names = ("tolist", "to_list", "as_py")  # numpy, torch and pandas; polars; scalars of pyarrow
     convert = next((getattr(value, name) for name in names if hasattr(value, name)), None)
@@ -54,7 +54,7 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Remove keys with null from the mappings inside columns. A column that is null stays.
+    """Remove keys with null from the mappings inside columns. A column that is itself null stays.
 
     All structs of an Arrow column have the same keys, so a struct has null for keys that only other structs set.
     """

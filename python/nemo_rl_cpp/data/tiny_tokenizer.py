@@ -1,4 +1,4 @@
-"""A tokenizer of characters with 16 tokens, for models that are trained from random weights in seconds."""
+"""A character-level tokenizer with 16 tokens, for tiny models that are trained from random weights in seconds."""
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend

@@ -86,8 +86,8 @@ class AgentResult:
 
 
 class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
-    """The base class of agent environments. A rollout that fails or times out gets reward 0, is not trained on, and is
-    counted.
+    """The base class of agent environments. A rollout that fails or times out is counted, gets reward 0 and is not
+    trained on.
 
     Metrics: `agent_errors` and `agent_timeouts`, numbers of rollouts, and the means of the agents' metrics.
     """
@@ -176,7 +176,7 @@ class AgentFunctionEnvironment(AgentEnvironment):
                 given = call_user(self._function, task) if alone else await _in_thread(self._function, task)
                 if inspect.isawaitable(given):
                     given = await given
-        except Exception:  # not the rollout's time limit, which is no error of user code
+        except Exception:  # a rollout at its time limit is cancelled instead, which is no Exception
             with user_code(f"the agent {getattr(self._function, '__name__', 'function')}"):
                 raise
         return given if isinstance(given, AgentResult) else AgentResult(given)

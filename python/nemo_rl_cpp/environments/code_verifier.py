@@ -58,7 +58,7 @@ os.write(results, json.dumps(found).encode())
 
 
 class Check(TypedDict, total=False):
-    """A test in `HARNESS`: a call with its arguments, an expression, or a statement."""
+    """A test that `HARNESS` runs: a call with its arguments, an expression, or a statement."""
 
     call: str
     arguments: list[object]
@@ -67,9 +67,8 @@ class Check(TypedDict, total=False):
 
 
 class CheckResult(TypedDict, total=False):
-    """The result of a test in `HARNESS`: the value as a string, the token of a statement that passed, or
-    the exception.
-    """
+    """The result of one test of `HARNESS`: its value as a string, the run's token if a statement passed, or an
+    exception."""
 
     value: str
     passed: str

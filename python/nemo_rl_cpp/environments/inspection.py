@@ -106,9 +106,9 @@ def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, r
 
 # -- truths -----------------------------------------------------------------------------------------------------------
 
-# math-verify parses such ground truths as values
+# ground truths that math-verify parses as values
 _CERTAIN = re.compile(r"[-+\w\s.,/^*()\\{}=$%<>|!:;'\[\]]*[\w)}%]", re.ASCII)
-# it parses three or more words as a product of letters, which equals only the same text
+# math-verify parses three or more words as a product of letters, which equals only the same text
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
 _COMPARING = ("math", "math_default", "math_multi_reward", "arithmetic", "reverse_digits", "code")
 """The environments of this package that compare responses with a row's ground truth."""

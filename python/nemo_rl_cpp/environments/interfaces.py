@@ -39,8 +39,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
             True`, the conversation is not trained on, for instance because its verifier failed; the value of the last
             step counts.
         next_stop_strings: [B] stop strings of the next turn; None for those of the generation configuration.
-        rewards: [B] reward of this turn, or a dictionary of components [B]. Turns are summed, and so are components,
-            with `WeightedParts` by their weights.
+        rewards: [B] reward of this turn, or a dictionary of components [B]. The total is the sum over turns and
+            components, which `WeightedParts` weights.
         terminateds: [B] whether the conversation has ended.
         answers: [B] the answers extracted from the responses, or None if they were not requested.
     """

@@ -60,8 +60,8 @@ class ActorSettings:
 
 
 class EnvironmentActor:
-    """The class of the actors. An actor has one environment, which it makes at the first call, so that errors of the
-    constructor reach the caller.
+    """The Ray actor of one environment. It makes the environment at the first call, so that errors of the constructor
+    reach the caller.
     """
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:

@@ -69,10 +69,10 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
 class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
     """The base class of environments that score responses with a `VerifierPool`. It counts the pool's failures.
 
-    Metrics: `verifier_timeouts` is the number of responses that got score 0 because the verifier failed on them (it
-    missed its deadline or ended, or the response was longer than `max_answer_chars`). Two parts of it are given if they
-    are not 0: `verifier_crashes` and `verifier_oversized`. `verifier_unmatchable_truths` is given if it is not 0: the
-    number of responses that got score 0 because no response could match their ground truth.
+    Metrics: `verifier_timeouts` is the number of responses that got score 0 because the verifier failed on them: it
+    missed its deadline (or ended: `verifier_crashes`), or the response was longer than `max_answer_chars`
+    (`verifier_oversized`). `verifier_unmatchable_truths` is the number of responses that got score 0 because no
+    response could match their ground truth. All but the first are logged only if they are not 0.
     """
 
     can_be_asked_again = True

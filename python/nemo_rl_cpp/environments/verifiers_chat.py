@@ -1,4 +1,4 @@
-"""An in-process agent for the package verifiers. It chats and uses the task's tools: `env.verifiers.harness: {id:
+"""An in-process agent for the package `verifiers`, which chats and uses the task's tools: `env.verifiers.harness: {id:
 nemo_rl_cpp_chat}`.
 
 Verifiers' harness `null` starts a program for each response in a conversation with a user, which takes a second of

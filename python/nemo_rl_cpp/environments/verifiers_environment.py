@@ -1,5 +1,5 @@
-"""Rollouts of the package verifiers: its task sets, environments, agents, tools and scores, unchanged, with this run's
-policy as their model.
+"""Rollouts with the package `verifiers`. Its task sets, environments, agents, tools and scores are used unchanged; the
+model is this run's policy.
 
 Verifiers' training client does its own tokenization and calls the policy with token ids (`/inference/v1/generate`). The
 policy's server samples the tokens on which the policy is trained.
@@ -30,7 +30,7 @@ _NO_KEY = "NEMO_RL_CPP_NO_KEY"  # this variable is not set, because a header con
 
 class VerifiersEnvironment(AgentEnvironment):
     """An environment that runs one episode of verifiers per rollout, as `env.verifiers` configures it. The reward is
-    the trace's: the weighted sum of the task's rewards.
+    the one in the episode's trace: the weighted sum of the task's rewards.
 
     Metrics: those of verifiers (each reward and metric of the task by its name), and `agent_errors` and
     `agent_timeouts`.

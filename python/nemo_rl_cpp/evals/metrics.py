@@ -50,7 +50,7 @@ def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> in
     """Return in how many ways `remaining` votes can go to answers that lose against `votes` votes, the first of which
     is response `first`.
     """
-    ways = [1] + [0] * remaining  # ways[m]: with m votes, over the answers so far
+    ways = [1] + [0] * remaining  # ways[m]: the number of ways in which m votes go to the answers so far
     for place in others:
         after = sum(i > first for i in place)
         each = [math.comb(len(place), w) for w in range(votes)] + [math.comb(after, votes)]

@@ -205,10 +205,10 @@ def is_evaluation(folder: Path | str) -> bool:
 
 
 def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
-    """Compare evaluations of the same prompts with the first of them: rewards, keys that differ, prompts that changed.
+    """Compare evaluations with the first of them, on the same prompts: rewards, differing keys, prompts whose reward
+    changed.
 
-    Raise ValueError if a folder cannot be read, is given twice, or has different prompts.
-    """
+    Raise ValueError if a folder cannot be read, is given twice, or has different prompts."""
     names = different_folders(folders)
     configs, prompts = zip(*(_read(Path(folder)) for folder in folders))
     for folder, other in zip(folders, prompts):

@@ -252,8 +252,8 @@ def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> H
 
 
 def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
-    """Return the folder of a model on the Hub, which is downloaded. If the Hub is unreachable, or `ask_hub` is False
-    and the local cache has the model, return the folder in the local cache. Raise SourceError if neither has it."""
+    """Download a model from the Hub and return its folder. If the Hub is unreachable, or `ask_hub` is False and the
+    local cache has the model, return the folder in the local cache. Raise SourceError if neither has it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
@@ -426,9 +426,9 @@ def find_policy_weights(name: str) -> str:
     """Return the folder of the policy's weights if `name` is a checkpoint (`step_N`) or a folder of checkpoints;
     otherwise return `name`.
 
-    Of several checkpoints, use the newest whose weights have the sizes of its manifest, and warn about newer ones: a
-    copy may be unfinished. If none has, use the newest, so that reading it names what is missing.
-    """
+    Of several checkpoints, use the newest whose weights have the sizes in its manifest. Warn about newer ones, which
+    may be unfinished copies. If no checkpoint has such weights, use the newest, so that reading it reports what is
+    missing."""
     folder = _expanded(name)
     steps = [step for step in folder.glob("step_*") if step.name[5:].isdigit()] if os.path.isdir(folder) else []
     if steps and not (folder / "config.json").exists():

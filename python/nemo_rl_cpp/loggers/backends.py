@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from mlflow import ActiveRun
 
 _LONGEST_NAME = 250
-_LONGEST_STEM = 220  # of a name that gets a suffix
-_LONGEST_CUT = 500  # MLflow may truncate longer values of parameters
+_LONGEST_STEM = 220  # the maximum length of a name to which a suffix is appended
+_LONGEST_CUT = 500  # MLflow may truncate parameter values that are longer
 
 
 def import_tracker(package: str) -> ModuleType:
@@ -83,13 +83,13 @@ class TrackerLogger(LoggerInterface):
 
     @abstractmethod
     def restart(self, step: int) -> None:
-        """Start a new run of the tracker, because the current one has steps after `step`, which no tracker removes. The
-        new run names the current one where the tracker has a place for it.
+        """Start a new run of the tracker, because the current one has steps after `step`, which no tracker can remove.
+        The new run records the name of the current one if the tracker can store it.
         """
 
     def accepted(self, name: str) -> str:
-        """Return the name with `_` in place of each character that the tracker does not allow, truncated to the longest
-        name.
+        """Return the name with `_` in place of each character that the tracker does not allow, truncated to the maximum
+        length.
         """
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 

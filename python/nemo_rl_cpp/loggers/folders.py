@@ -81,9 +81,9 @@ def get_experiment_dir(
     training_info) if it exists and belongs to the run, otherwise a new folder.
 
     Only the name of the folder is taken from the checkpoint, because a checkpoint may have been copied or moved. The
-    folder belongs to the run if its ledger has the same run number as the manifest of `checkpoint` (a folder step_N),
-    and if the ledger's owner is the folder that contains the checkpoint, or no longer exists. Print a line if a new
-    folder replaces the one that the checkpoint names.
+    folder belongs to the run if its ledger file records the run number of the manifest of `checkpoint` (a folder
+    step_N). The checkpoint folder that the ledger names must also contain `checkpoint`, or no longer exist. Print a
+    line if a new folder replaces the one that the checkpoint names.
     """
     recorded = (training_info or {}).get("log_dir")
     candidate = _recorded(base_log_dir, training_info)

@@ -24,7 +24,7 @@ class ChromeTrace:
     def __init__(self, path: str | Path, title: str = "nemo_rl_cpp") -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._epoch = time.time() - time.perf_counter()  # monotonic clock + this = time of day
+        self._epoch = time.time() - time.perf_counter()  # time of day minus the monotonic clock
         self._lock = threading.Lock()
         self._running: dict[tuple[int, str], tuple[float, float]] = {}
         name = {"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": title}}

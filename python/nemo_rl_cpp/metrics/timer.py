@@ -20,7 +20,7 @@ class Timer:
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
-        self._accounted = 0.0  # seconds of the outermost stages of a step
+        self._accounted = 0.0  # total seconds of the step's outermost stages
         self._lock = threading.Lock()
         self._local = threading.local()
         self._observers: list[object] = []

@@ -245,8 +245,8 @@ def _last_validation(history: MetricHistory) -> str:
 
 
 def _compare_validations(names: Sequence[str], histories: Sequence[MetricHistory]) -> str:
-    """Say which of the first two runs validates better at the last step that both validated, or that it may be
-    chance."""
+    """Return a sentence on which of the first two runs has the better validation at the last step that both validated,
+    or that the difference may be chance. Return "" if there is no such step."""
     first, second = (_validations(history) for history in histories[:2])
     step = max(first.keys() & second.keys(), default=None)
     if step is None:

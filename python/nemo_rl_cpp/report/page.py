@@ -297,7 +297,7 @@ def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]
 
 
 def curves_section(panels: Panels, histories: Sequence[MetricHistory]) -> str:
-    """Return the charts as HTML. Charts of constant lines are folded under a line with their names and values."""
+    """Return the charts as HTML. Charts of constant lines are collapsed under a line with their names and values."""
 
     def last(panel: Panel, of: Sequence[MetricHistory]) -> list[str]:
         curves = [history.curve(panel.lines[0].metric).values for history in of]

@@ -150,7 +150,7 @@ class Progress:
 
     def _values(self) -> str:
         shown = {label: format_number(self._metrics[name]) for name, label in _SHOWN.items() if name in self._metrics}
-        if shown.get("acc") == shown.get("reward"):  # the environment logs the same mean under this name
+        if shown.get("acc") == shown.get("reward"):  # the environment logs the mean reward as accuracy
             shown.pop("acc", None)
         return "  ".join(f"{label} {number}" for label, number in shown.items())
 

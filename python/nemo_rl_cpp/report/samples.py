@@ -302,7 +302,7 @@ def writable(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text for a terminal, with control characters and lone surrogates escaped, as in `\x1b`. Zero-width
+    """Return the text for a terminal, with control characters and lone surrogates escaped, as in `\\x1b`. Zero-width
     joiners are kept, because emoji and some scripts need them."""
     return "".join(
         each if each.isprintable() or each in "\u200c\u200d" else each.encode("unicode_escape").decode()

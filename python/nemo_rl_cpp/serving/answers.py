@@ -117,9 +117,10 @@ def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tup
     """Return `logprobs` of /v1/completions for tokens whose text starts at character `at` of the response, and the
     character at which their text ends.
 
-    `tokens` joined are the text, so a token that adds no text (a special token, the first part of a character) is "".
-    `top_logprobs` includes the sampled token, under its text in `tokens`, even if it is not among the most likely, as
-    OpenAI does. Another token with the same text has its id as key, as in vLLM: `token_id:5`."""
+    The entries of `tokens`, joined, are the response's text. So a token that adds no text (a special token, the first
+    part of a character) has the entry "". As in OpenAI's API, `top_logprobs` includes the sampled token, under its text
+    in `tokens`, even if it is not among the most likely. Another token with the same text has its id as key, as in
+    vLLM: `token_id:5`."""
     sample, texts = spelled
     offsets = []
     for text in texts:
@@ -160,8 +161,8 @@ def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
 
 
 def generate_logprobs(sample: Sample, count: int) -> Json:
-    """Return `logprobs` of vLLM's route. Each sampled token lists the first `count` (at least one) of itself and the
-    most likely tokens.
+    """Return `logprobs` of vLLM's route. `top_logprobs` of a sampled token lists that token, then the most likely ones:
+    `count` entries in total, at least one.
 
     `rank` is 1 for the most likely token, and null for a token that is not among the most likely, or if none were
     requested. Older clients read the token id from `token`."""
@@ -391,7 +392,7 @@ def _delta(k: int, delta: Json, reason: str | None = None, logprobs: Json | None
 
 
 class GenerateAnswer:
-    """A response of vLLM's route: token ids, no text."""
+    """A response of vLLM's route /inference/v1/generate: token ids, no text."""
 
     def __init__(self, model: ServedModel, body: GenerateBody, rollout: Rollout | None, request_id: str) -> None:
         params = body.sampling_params

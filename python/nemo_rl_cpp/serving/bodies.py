@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 Text = Annotated[str, StringConstraints(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
-Likeliest = Annotated[int, Field(strict=True, ge=0, le=20)]  # csrc/ops/likeliest.h
+Likeliest = Annotated[int, Field(strict=True, ge=0, le=20)]  # the limit of csrc/ops/likeliest.h
 TokenIds = list[Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]]
 NewTokens = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -121,7 +121,7 @@ class CompletionBody(TextBody):
         Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     )
     logprobs: Likeliest | None = None
-    prompt_logprobs: Literal[0] | None = None  # the prompt's own tokens, without further likeliest ones
+    prompt_logprobs: Literal[0] | None = None  # 0: log-probabilities of the prompt's own tokens only
     best_of: Whole | None = None
 
     @property
@@ -230,7 +230,7 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 
 def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
-    """Return the fields that may change a response. Raise RequestError if a field with one supported value has
+    """Return the fields that may change a response. Raise RequestError if a field that accepts only one value has
     another."""
     changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in changing.keys() & _NEUTRAL.keys() - kept:

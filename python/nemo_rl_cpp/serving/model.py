@@ -56,9 +56,8 @@ class ServedModel:
         names: the model names that requests may use; the server lists the first.
         default: sampling parameters for requests without any.
         digest: the digest of the weights; "" if unknown.
-        prompt_logprobs: returns the log-probability of each token of a prompt given the tokens before it, at
-            temperature 1,
-            and 0 for the first token; None if the server does not score prompts."""
+        prompt_logprobs: a function that returns the log-probability of each token of a prompt given the tokens before
+            it, at temperature 1, and 0 for the first token; None if the server does not score prompts."""
 
     names: tuple[str, ...]
     tokenizer: TokenizerType

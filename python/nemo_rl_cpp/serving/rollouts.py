@@ -60,7 +60,7 @@ class Rollout:
         stream: the random stream (csrc/common/random.h).
         sampling: the distribution to sample from; None: each request sets it.
         turns: the rollout's chat conversations, each with its token ids.
-        drawn: for each prompt, the numbers of its responses, finished or in flight.
+        drawn: for each prompt, the indices of its responses, finished or in flight.
     """
 
     key: str
@@ -123,8 +123,8 @@ class Rollouts:
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
         """Return the seed for the rollout's next response to this prompt.
 
-        It depends on the run's seed, the rollout, the prompt, and the smallest number not yet used for this prompt. So
-        a repeated rollout gets the same samples, in whatever order concurrent requests arrive.
+        It depends on the run's seed, the rollout, the prompt, and the smallest response index that is not yet used for
+        this prompt. So a repeated rollout gets the same samples, in whatever order concurrent requests arrive.
         """
         prompt = _digest_of(rollout, prompt_ids)
         with self._lock:
@@ -135,7 +135,7 @@ class Rollouts:
         return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id, number)
 
     def gave_up(self, rollout: Rollout, prompt_ids: list[int], draw: Draw) -> None:
-        """Release the number of a failed or cancelled response, so that a retry gets the same samples."""
+        """Release the index of a failed or cancelled response, so that a retry gets the same samples."""
         with self._lock:
             rollout.drawn[_digest_of(rollout, prompt_ids)].discard(draw.number)
 

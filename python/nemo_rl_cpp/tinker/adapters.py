@@ -98,7 +98,8 @@ class Base:
         return self._newest
 
     def any_adapted(self) -> AdaptedModel:
-        """Return any native model, for sampling from the base model; make one if there is none."""
+        """Return any `AdaptedModel`, or make one if there is none. It samples from the base model, with adapters of
+        zero."""
         return self._newest or self.adapted(Shape(1))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
@@ -121,11 +122,11 @@ class TrainingState:
     """A model in training: its adapters (A and B), their gradient, and AdamW's moments.
 
     Attributes:
-        adapter: no step changes this tensor: it replaces the tensor, so that samplers can share it.
-        moments: a file that holds the moments while no trainer does. In memory they would be most of an idle model.
+        adapter: a step replaces this tensor instead of changing it, so that samplers can share it.
+        moments: a file with the moments, except while a trainer has them. In memory they would take most of the space
+            of an idle model.
         grads: None if it is zero, and while the trainer of the AdaptedModel holds it (see `AdaptedModel.put_down`).
-        optimizer_steps: the moments are zero before the first step.
-    """
+        optimizer_steps: the number of steps so far. Before the first, the moments are zero."""
 
     adapter: Tensor
     moments: BinaryIO
@@ -187,7 +188,7 @@ class AdaptedModel:
         self._idle_engines: list[C.ResidentEngine] = []
         self._shown: Tensor | None = None  # the adapters with which the native model computes
         self._owner: TrainingState | None = None  # the state whose gradient and moments the trainer holds
-        self._read_steps = 0  # the number of optimizer steps of the moments that were read for it
+        self._read_steps = 0  # optimizer_steps of that state when its moments were read
 
     @cached_property
     def nothing(self) -> Tensor:
@@ -222,7 +223,7 @@ class AdaptedModel:
         self._owner = state
 
     def put_down(self) -> None:
-        """Move the gradient and the moments in the trainer to the model that they belong to."""
+        """Move the gradient and the moments from the trainer to the `TrainingState` that they belong to."""
         state = self._owner
         if state is None:
             return
@@ -239,8 +240,8 @@ class AdaptedModel:
     ) -> tuple[float, list[Tensor]]:  # fmt: skip
         """Compute a loss. If `backward`, accumulate its gradient for the next optimizer step.
 
-        `factor` names an input without which a target has no gradient. The prompt of consecutive rows, where this
-        input is 0, is then computed once (see `prompt_groups`).
+        `factor` names an input that multiplies the gradient of each target. A prompt that consecutive rows share, and
+        on which this input is 0, is computed once (see `prompt_groups`).
 
         Return the loss, and the log-probabilities of each row's targets, float32 [N, K] per row.
 
@@ -438,8 +439,8 @@ def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:
 
 
 def _inputs_of(rows: Sequence[Row], config: dict[str, float]) -> dict[str, Tensor]:
-    """Return the inputs of a loss for all targets in order, and as `row` the index of each target's row. A row without
-    an input gets the number in `config`."""
+    """Return the inputs of a loss for all targets in order, and the index of each target's row as the input `row`. If a
+    row lacks an input, `config` gives its value."""
     sizes = [row.targets.numel() for row in rows]
     names = {name for row in rows for name in row.inputs} | set(config)
     found = {

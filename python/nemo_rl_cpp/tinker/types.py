@@ -55,8 +55,8 @@ class SamplingParams:
     Attributes:
         max_tokens: the most tokens of a response; None: as many as the model allows.
         seed: None: sampling is seeded by the number of the request.
-        stop: strings or tokens that end a response, in addition to the model's stop tokens; []: neither these nor
-            those.
+        stop: strings or tokens that end a response, in addition to the model's stop tokens; []: nothing ends it but
+            its length.
         top_k: -1 for no limit."""
 
     max_tokens: int | None = None

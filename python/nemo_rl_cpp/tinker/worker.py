@@ -19,7 +19,7 @@ from nemo_rl_cpp.tinker.adapters import AdaptedModel
 from nemo_rl_cpp.tinker.errors import UserError
 
 _TURN_STEPS = 32  # a sampler's turn while others wait; an interrupted sampler keeps its KV cache
-_TURN_OVER_SWITCH = 10  # a turn lasts at least this many times the switch to its weights
+_TURN_OVER_SWITCH = 10  # a turn lasts at least this many times as long as loading the sampler's weights
 _GAP_SECONDS = 60.0  # how long a request waits for a missing earlier one
 _MOST_RETRIEVED = 256  # retrieved results that are kept for repeated requests
 
@@ -319,8 +319,8 @@ class Worker:
                 future.set_exception(RuntimeError("the thread of the models has ended"))
 
     def _give_up_gaps(self) -> None:
-        """Fail requests that have waited too long for an earlier request: the client lost it, or the server was
-        restarted."""
+        """Fail requests that have waited too long for an earlier request that never arrived: the client lost it, or the
+        server was restarted."""
         for model in list(self._out_of_turn):
             if model.waiting and time.monotonic() - min(j.since for j in model.waiting.values()) > self.gap_seconds:
                 for seq, job in model.waiting.items():

@@ -147,7 +147,7 @@ def interpreter() -> str:
 
 
 def _visible_paths() -> list[str]:
-    """Return the paths that are bound into the sandbox at the same place: interpreter, standard library, system
+    """Return the paths that are mounted in the sandbox at the same place: interpreter, standard library, system
     libraries.
     """
     standard_library = os.path.dirname(os.__file__)
@@ -187,7 +187,7 @@ def _enter_new_root(folder_mb: int) -> None:
 
 
 def _bind(source: int, target: str) -> None:
-    """Bind the file or folder with the descriptor `source` to the path `target`."""
+    """Bind-mount the file or folder with the descriptor `source` at the path `target`."""
     original = os.readlink(f"/proc/self/fd/{source}")
     if os.path.isdir(f"/proc/self/fd/{source}"):
         os.makedirs(target, exist_ok=True)

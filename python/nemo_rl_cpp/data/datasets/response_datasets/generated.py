@@ -110,7 +110,7 @@ class ArithmeticDataset(GeneratedDataset):
 
 
 class ReverseDigitsDataset(GeneratedDataset):
-    """Strings of `num_digits` digits and "=", to which the response is the digits in reverse order. A model learns this
+    """Prompts of `num_digits` digits and "="; the correct response is the digits in reverse order. A model learns this
     from random weights in seconds.
 
     The data set is made for the 16-token character tokenizer. A response ends with the end token, so there is no stop

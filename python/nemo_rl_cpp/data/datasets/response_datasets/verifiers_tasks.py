@@ -1,5 +1,5 @@
-"""Tasks of the package verifiers as rows of a data set. A row names a task of a task set, which
-`env.verifiers` runs.
+"""Tasks of the package `verifiers` as rows of a data set. A row names a task of a task set, which `env.verifiers`
+runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
 
 
 class VerifiersDataset(RawDataset):
-    """The first `num_samples` tasks of a task set of verifiers. `taskset` is its id, or a mapping with `id` and
+    """The first `num_samples` tasks of a task set of `verifiers`. `taskset` is its id, or a mapping with `id` and
     settings.
 
     `split_validation_size`, a count or a fraction, holds out the last tasks for validation.

@@ -13,6 +13,7 @@ import asyncio
 import contextvars
 import ctypes
 import inspect
+import locale
 import os
 import sys
 import threading
@@ -278,12 +279,14 @@ def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
 class _ProcessState:
     """The process state that user code may change, recorded at construction and restored on exit.
 
-    It covers the working directory, the handlers of the signals that end a run, and torch's default dtype and device,
-    gradient mode, thread count, deterministic mode and precision of float32 matrix products. Random generators are not
-    restored, because all sampling in a run uses separate generators."""
+    It covers the working directory, the locale, the handlers of the signals that end a run, and torch's default dtype
+    and device, gradient mode, thread count, deterministic mode and precision of float32 matrix products. Random
+    generators are not restored, because all sampling in a run uses separate generators. Neither are environment
+    variables, which user code sets once for its later calls, and which the package reads when a run starts."""
 
     def __init__(self) -> None:
         self._folder, self._torch = _folder(), _torch_state()
+        self._locale = locale.setlocale(locale.LC_ALL)
 
     def __enter__(self) -> None:
         pass
@@ -292,6 +295,8 @@ class _ProcessState:
         if self._folder is not None and _folder() != self._folder:
             with suppress(OSError):  # the folder was deleted
                 os.chdir(self._folder)
+        if locale.setlocale(locale.LC_ALL) != self._locale:  # chat templates print dates with names of months
+            locale.setlocale(locale.LC_ALL, self._locale)
         now = _torch_state()
         for names, value in self._torch.items():
             if now.get(names) != value:

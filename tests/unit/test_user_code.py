@@ -1,6 +1,7 @@
 """Calls of the user's code: which thread makes them, on which event loop, and what is put back afterwards."""
 
 import asyncio
+import locale
 import os
 import signal
 import threading
@@ -120,9 +121,11 @@ def test_process_state_is_restored_after_each_user_call(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
+    language = "C.UTF-8" if locale.setlocale(locale.LC_TIME) == "C" else "C"
 
     def changes():
         os.chdir("/")
+        locale.setlocale(locale.LC_TIME, language)
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
         torch.set_num_threads(threads + 1)
@@ -135,7 +138,8 @@ def test_process_state_is_restored_after_each_user_call(tmp_path, monkeypatch):
 
     def state():
         modes = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-        return os.getcwd(), *modes, torch.get_float32_matmul_precision(), call_user(torch.is_grad_enabled)
+        settings = os.getcwd(), locale.setlocale(locale.LC_ALL)
+        return *settings, *modes, torch.get_float32_matmul_precision(), call_user(torch.is_grad_enabled)
 
     before = state()
     for function in (changes, changes_later):

@@ -38,6 +38,21 @@ def test_sampled_rows_begin_with_their_prompts_of_different_lengths():
         assert mask.tolist() == [0.0] * len(prompt) + [1.0] * (len(ids) - len(prompt))
 
 
+def test_trainer_with_the_engines_top_p_and_top_k_scores_what_was_sampled():
+    rule = {"temperature": 1.3, "top_p": 0.7, "top_k": 6}
+    model = nemo_rl_cpp.Model("tiny-random", initializer_range=0.5)
+    engine, trainer = nemo_rl_cpp.Engine(model, max_new_tokens=6, **rule), nemo_rl_cpp.Trainer(model, **rule)
+    batch = engine.sample([[4, 5, 15]], n=16)
+    sampled = batch.tokens["generation_logprobs"]
+    _, logprobs = trainer.forward_backward(batch, lambda logprobs: -logprobs.sum())
+    assert torch.equal(logprobs, sampled) and sampled.min() < -0.5
+    trainer.step(0.3)
+    batch.tokens["input_ids"][-1] = (batch.tokens["input_ids"][-1] + 1) % 14
+    _, logprobs = trainer.forward_backward(batch, lambda logprobs: -logprobs.exp().sum())
+    removed = (logprobs == 0) & (sampled < 0)
+    assert removed.any() and torch.isfinite(logprobs).all() and trainer.step(0.0) > 0
+
+
 def test_backward_passes_accumulate_gradients_and_an_optimizer_step_resets_them():
     norms = []
     for passes in (1, 2):

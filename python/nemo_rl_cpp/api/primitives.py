@@ -17,6 +17,7 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
+from nemo_rl_cpp.models.policy.train_step import Scoring, without_removed_tokens
 from nemo_rl_cpp.models.trained_model import DTYPES
 from nemo_rl_cpp.models.weights import save_weights
 
@@ -100,18 +101,19 @@ class Trainer:
     """A trainer that updates a model's weights with AdamW.
 
     Args:
-        temperature: the engine's temperature, at which log-probabilities are computed. They are bit-identical to the
-            engine's if the engine samples without `top_p` and `top_k`.
+        temperature, top_p, top_k: the engine's settings. Log-probabilities are computed with them, so that they are
+            bit-identical to the engine's.
     """
 
-    def __init__(self, model: Model, *, temperature: float = 1.0) -> None:
-        self._native, self.temperature = C.Trainer(model.native), temperature
+    def __init__(self, model: Model, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> None:
+        self._native, self._scoring = C.Trainer(model.native), Scoring(temperature, top_p, top_k)
 
     def forward_backward(self, batch: RaggedBatch, loss_fn: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
         """Compute a loss, and accumulate its gradient for the next `step`.
 
         `loss_fn` computes a scalar with torch operations from log-probabilities, which are [T] in the order of
-        `batch.tokens`, and 0 if `token_mask` is 0. A prompt shared by several responses is computed once.
+        `batch.tokens`, and 0 if `token_mask` is 0, or if `top_p` or `top_k` now removes the token, which then has no
+        gradient. A prompt shared by several responses is computed once.
 
         Return the loss and the log-probabilities. Raise ValueError if the loss is not a scalar, or is infinite or NaN.
         """
@@ -119,7 +121,12 @@ class Trainer:
         rows = (batch.by_sample(wanted.int()) > 0).nonzero().flatten().tolist()
         logprobs = torch.zeros(batch.num_tokens, dtype=self._native.out_dtype)
         if rows:
-            self._native.forward(RowBatch(batch, wanted), rows, self.temperature, True, True, False, logprobs)
+            scoring = self._scoring
+            self._native.forward(
+                RowBatch(batch, wanted), rows, scoring.temperature, True, True, False, logprobs,
+                top_p=scoring.top_p, top_k=scoring.top_k,
+            )  # fmt: skip
+            logprobs, _ = without_removed_tokens(logprobs)
         loss = loss_fn(logprobs.requires_grad_())
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)

@@ -335,7 +335,7 @@ def check_server(uri: str, what: str) -> None:
 
 
 class SwanlabLogger(TrackerLogger):
-    """A backend that logs to SwanLab."""
+    """A backend that logs to SwanLab. A run that resumes in the same folder continues the same SwanLab run."""
 
     section = SwanlabConfig
     variables = {
@@ -349,18 +349,24 @@ class SwanlabLogger(TrackerLogger):
         """Start the SwanLab run. `cfg` is the section `logger.swanlab`, whose keys are arguments of `swanlab.init`
         (project, name, ...).
         """
-        self._swanlab, self._options = self.package("swanlab"), self.given(cfg) | {"logdir": log_dir}
-        self.run = self._swanlab.init(**self._options)
+        self._swanlab, self._file = self.package("swanlab"), _RunFile(log_dir)
+        self._options = self.given(cfg) | {"logdir": log_dir}
+        known = self._file.read()
+        self._start({"id": known, "resume": "allow"} if known and not os.getenv("SWANLAB_RUN_ID") else {})
+
+    def _start(self, more: dict[str, Plain]) -> None:
+        self.run = self._swanlab.init(**self._options | more)
+        self._file.write(self.run.id)
 
     def restart(self, step: int) -> None:
         self._swanlab.finish()
-        self.run = self._swanlab.init(**self._options)
+        self._start({})
 
     def send(self, row: dict[str, float], step: int) -> None:
         self.run.log(row, step=step)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        self.run.config.update(to_plain(params), allow_val_change=True)
+        self.run.config.update(to_plain(params))
 
     def finish(self) -> None:
         self._swanlab.finish()

@@ -130,12 +130,14 @@ def test_swanlab_and_trackio_receive_metrics_and_hyperparameters(tmp_path, fake)
         assert logger.swanlab_logger is not None
         logger.log_metrics({"loss": 0.5, "text": "x"}, 2, prefix="train")
         logger.log_hyperparams({"a": 1})
-    assert swanlab.of("init") == [((), {"project": "p", "name": "n", "logdir": str(tmp_path / "swanlab")})]
+    given = {"project": "p", "name": "n", "logdir": str(tmp_path / "swanlab")}
+    assert swanlab.of("init") == [((), given)]
     assert swanlab.of("run.log") == [(({"train/loss": 0.5},), {"step": 2})]
     assert trackio.of("init") == [((), {"project": "q", "name": "n"})]
     assert trackio.of("log") == [(({"train/loss": 0.5},), {"step": 2})]
     assert swanlab.of("finish") and trackio.of("finish")
-    Logger(cfg | {"swanlab_enabled": False}).finish()
+    Logger(cfg).finish()
+    assert swanlab.of("init")[-1] == ((), given | {"id": "run-1", "resume": "allow"})
     assert trackio.of("init")[-1] == ((), {"project": "q", "name": "n-1", "resume": "allow"})
 
 
@@ -251,7 +253,7 @@ def test_run_resumed_from_an_older_checkpoint_has_one_value_per_step_in_trackers
     assert new.curves["train/lens/mean"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert new.tags == {"resumed_from": "0, step 3"}
     assert trackio.of("init")[-1][1]["name"] == "n-1-from-step-3"
-    assert len(swanlab.of("init")) == 3  # the first run, its continuation, and the new run
+    assert ["id" in given for _, given in swanlab.of("init")] == [False, True, False]  # first, continued, new run
     for calls in (trackio.of("log"), swanlab.of("run.log")):
         assert [kwargs["step"] for _, kwargs in calls] == [1, 2, 3, 4, 5, 1, 2, 3, 4]
     with Logger(cfg) as logger:

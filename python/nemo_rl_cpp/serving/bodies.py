@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 Text = Annotated[str, StringConstraints(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 Likeliest = Annotated[int, Field(strict=True, ge=0, le=20)]  # the limit of csrc/ops/likeliest.h
 TokenIds = list[Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]]
 NewTokens = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+StopTexts = Annotated[
+    list[Annotated[Text, Field(min_length=1, max_length=1024)]],
+    Field(max_length=16),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 Key = Annotated[str, Field(min_length=1, max_length=256)]
 
 _NEUTRAL: dict[str, object] = {
@@ -79,7 +83,7 @@ class SamplingFields(_Body):
     n: Whole | None = Field(None, ge=1, le=128)
     seed: Whole | None = Field(None, ge=0, le=2**63 - 1)
     max_tokens: NewTokens | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: StopTexts | None = None  # one text or several
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -87,7 +91,7 @@ class SamplingFields(_Body):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([self.stop] if isinstance(self.stop, str) else self.stop or ()))
+        return tuple(dict.fromkeys(self.stop or ()))
 
     @property
     def num_likeliest(self) -> int:

@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 
 import httpx
 import pytest
+from nemo_rl_cpp.serving.bodies import CompletionBody, RequestError, read_body
 from nemo_rl_cpp.serving.engine import Progress, ServingError
 from served import make_folder, serving
 
@@ -80,6 +82,16 @@ def test_invalid_completion_fields_are_rejected_by_name(http, field):
         assert answer.status_code == (404 if (field, value) == ("model", "other") else 400), (value, answer.text)
         error = answer.json()["error"]
         assert error["message"] and field in f"{error['message']} {error['param']}", error
+
+
+@pytest.mark.parametrize("stop, said", [
+    ("", "stop.0: String should have at least 1 character, not ''"), (["x", ""], "stop.1: String should have at least 1 character"),
+    ([1], "stop.0: Input should be a valid string, not 1"), (["x"] * 17, "stop: List should have at most 16 items"),
+    ({"a": 1}, "stop: Input should be a valid list"),
+])  # fmt: skip
+def test_error_of_a_stop_string_names_the_string_and_its_fault(stop, said):
+    with pytest.raises(RequestError, match=re.escape(said)):
+        read_body(CompletionBody, GOOD | {"stop": stop})
 
 
 def test_unsupported_chat_fields_that_would_change_the_response_are_rejected(http):

@@ -71,6 +71,26 @@ def test_metrics_report_exact_agreement_of_generation_and_training(tmp_path):
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
+WITH_A_CRITIC = (
+    "ppo.policy_training_start_step=0", "policy.sequence_packing.enabled=false", "value.sequence_packing.enabled=false",
+    "value.train_micro_batch_size=${policy.train_micro_batch_size}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("section, more", [("grpo", ()), ("ppo", WITH_A_CRITIC)], ids=["grpo", "ppo"])
+def test_counts_of_a_batch_do_not_depend_on_the_size_of_micro_batches(tmp_path, section, more):
+    small = (*tiny.SMALL, "grpo.max_num_steps=1", "grpo.overlong_filtering=true", "policy.generation.max_new_tokens=4")
+    found = []
+    for size in (16, 4, 1):
+        overrides = (*(text.replace("grpo.", f"{section}.") for text in small), *more)
+        size_key = f"policy.train_micro_batch_size={size}"
+        run = tiny.train(tmp_path / str(size), *overrides, size_key, config=f"{section}_tiny.yaml")
+        found.append({name: run.history[0][name] for name in ("global_valid_toks", "num_valid_samples", "lr", "wd")})
+        if section == "ppo":
+            found[-1]["critic"] = run.history[0]["critic/global_valid_toks"]
+    assert found == found[:1] * 3 and 0 < found[0]["num_valid_samples"] < 32
+
+
 def test_chrome_trace_contains_each_step_with_its_stages(tmp_path):
     """The stages of every step lie within it, and the file lies beside the other logs."""
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "logger.chrome_trace=true")

@@ -1,4 +1,4 @@
-"""What makes wheels: a requirement is replaced, and the build backend serves a machine that has nothing yet."""
+"""What makes wheels: their requirements, and the build backend, which serves a machine that has nothing yet."""
 
 import base64
 import hashlib
@@ -85,3 +85,18 @@ def test_torch_version_is_the_same_in_build_package_and_containers():
     files = [path.read_text() for path in sorted((ROOT / "examples/docker").glob("Dockerfile.*"))]
     found += re.findall(r"torch==[\w.]+", "\n".join(files))
     assert len(found) >= 4 and len(set(found)) == 1
+
+
+def test_every_dependency_is_imported_by_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    named = {re.match(r"[\w.-]+", line)[0] for lines in (project["dependencies"], *extras) for line in lines}
+    text = "\n".join(path.read_text() for path in (ROOT / "python").rglob("*.py"))
+
+    def is_imported(name):
+        module = name.replace("-", "_")
+        return re.search(rf'^ *(import|from) {module}\b|(import_module|find_spec|package)\("{module}"\)', text, re.M)
+
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not is_imported(name)] == ["cmeel-yaml-cpp"]  # the core links it
+    assert "cmeel-yaml-cpp" in (ROOT / "cmake/deps.cmake").read_text()

@@ -113,9 +113,9 @@ def _from_columns(given: Mapping[str, object], name: str) -> list[object]:
 
 
 def _row(item: object, where: str) -> Row:
-    if hasattr(item, "_asdict"):  # of DataFrame.itertuples
+    if hasattr(item, "_asdict"):  # a row of DataFrame.itertuples
         item = item._asdict()
-    elif hasattr(item, "iloc") and all(isinstance(key, str) for key in item.index):  # of DataFrame.iterrows
+    elif hasattr(item, "iloc") and all(isinstance(key, str) for key in item.index):  # a row of DataFrame.iterrows
         item = item.to_dict()
     row = plain(item)
     if isinstance(row, str) or is_conversation(row):

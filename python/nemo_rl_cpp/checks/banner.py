@@ -26,7 +26,7 @@ from nemo_rl_cpp.threads import cores, threads_at_start
 from .data import data_sections, made_up_quickly
 
 _MOST_BYTES = 64 * 2**20
-"""Of a file whose lines are counted for the banner: a fraction of a second."""
+"""The largest file whose lines are counted for the banner, which takes a fraction of a second."""
 
 
 def banner_lines(config: WholeConfig) -> Iterator[str]:

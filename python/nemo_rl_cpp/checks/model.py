@@ -59,7 +59,7 @@ class _Use(NamedTuple):
 
 def check(config: WholeConfig) -> Iterator[Finding]:
     """Yield problems with the files of the run's models and tokenizers."""
-    said = set()  # the critic usually uses the policy's model
+    said = set()  # each message once: the critic usually uses the policy's model
     for use in _uses(config):
         folder = yield from _new((_check_hf if use.backend == "hf" else _check_model)(use), said)
         if not use.value_head:  # a critic's tokenizer is never used

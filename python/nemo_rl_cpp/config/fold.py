@@ -50,7 +50,7 @@ EXACTNESS: dict[tuple[str, str], Exactness] = {
     ("native", "vllm"): _VLLM,
     ("hf", "vllm"): _VLLM,
 }
-"""(policy.backend, engine that generates) -> how closely they agree."""
+"""(policy.backend, engine that generates) -> how closely their log-probabilities agree."""
 
 
 def engine_name(policy: PolicyConfig) -> str:

@@ -212,7 +212,7 @@ class MultipleDataloaderWrapper:
             count += part.size
             parts.append(part)
         batch = BatchedDataDict.from_batches(parts)
-        # Each part has its own maximum, and the batch has one.
+        # the maximum over the batch, not over each part
         batch["batch_max_length"] = batch["length"].new_full((batch.size,), int(batch["length"].max()))
         return batch
 

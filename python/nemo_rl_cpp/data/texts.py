@@ -121,7 +121,7 @@ def token_bytes_table(
 
 
 _UNFINISHED = "\ufffd"
-_LONGEST_CHARACTER = 4  # in bytes of UTF-8, so also in tokens
+_LONGEST_CHARACTER = 4  # bytes of UTF-8; a character has at most as many tokens
 
 
 def text_of(

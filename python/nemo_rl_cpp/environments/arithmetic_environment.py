@@ -46,7 +46,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
     can_be_asked_again = True
 
     def __init__(self, cfg: PlainEnvConfig | None = None) -> None:
-        as_model(cfg or {}, PlainEnvConfig, "env.arithmetic")  # which has no keys
+        as_model(cfg or {}, PlainEnvConfig, "env.arithmetic")  # any key is an error
         self._responses = self._well_formed = self._right = 0
 
     def step(
@@ -92,7 +92,7 @@ class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
     can_be_asked_again = True
 
     def __init__(self, cfg: PlainEnvConfig | None = None) -> None:
-        as_model(cfg or {}, PlainEnvConfig, "env.reverse_digits")  # which has no keys
+        as_model(cfg or {}, PlainEnvConfig, "env.reverse_digits")  # any key is an error
         self._responses = self._exact = 0
 
     def step(

@@ -234,7 +234,7 @@ def _assert(statement: str) -> tuple[Check, object]:
 
 
 _FILE_ERROR = re.compile(r"^\w+Error: \[Errno (1|2|13|30)\] [^:\n]*: '([^'\n]*)'")
-_READ_ONLY = "30"  # read-only file system: all folders except the program's
+_READ_ONLY = "30"  # EROFS: all folders except the program's are read-only
 _NO_PROCESS = re.compile(r"^(?:BlockingIOError: \[Errno 11\]|RuntimeError: can't start new thread)", re.MULTILINE)
 
 

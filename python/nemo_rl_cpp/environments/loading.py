@@ -125,7 +125,7 @@ class Environments:
         for environment in different.values():
             end = partial(shut_down, environment, patience)
             try:
-                # if there is time, in the thread of the run's calls: a client belongs to the event loop that used it
+                # without a time limit, call it in the run's thread, because a client belongs to the event loop that used it
                 serve(end) if patience is None else end()
             except TimeoutError:
                 print("an environment hangs and is left behind", file=sys.stderr)

@@ -98,7 +98,7 @@ def main(target: str, options_json: str) -> None:
         except (EOFError, OSError):
             os._exit(0)
         lifeline.hold()
-        # If no process is left to kill this one, the kernel ends it long after its deadline.
+        # If the parent cannot kill this process, a timer of the kernel ends it some time after its deadline.
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, 2 * options["deadline_s"] + 1)
         before = getattr(verifier, "unmatchable", 0)

@@ -73,7 +73,9 @@ def evaluate_policy(
     try:
         loader = make_loader(config, make_dataset(config, tokenizer))
         engine = config.generation.vllm_cfg
-        engine.__dict__["max_model_len"] = min(engine.max_model_len or longest, longest)  # key not marked as given
+        engine.__dict__["max_model_len"] = min(
+            engine.max_model_len or longest, longest
+        )  # does not mark the key as set by the user
         generation = policy.create_generation(config.generation, seed=config.eval.seed)
         try:
             return run_env_eval(generation, loader, environment, config)
@@ -118,7 +120,9 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
     )
     if given is None:
         length = max_positions(folder.config)
-        engine.__dict__["max_model_len"] = min(engine.max_model_len or length, length)  # key not marked as given
+        engine.__dict__["max_model_len"] = min(
+            engine.max_model_len or length, length
+        )  # does not mark the key as set by the user
     dtype = getattr(torch, config.generation.vllm_cfg.precision)
     folder = replace(folder, max_length=engine.max_model_len)
     folder.check_weights()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 Plain = Mapping[str, "Plain"] | Sequence["Plain"] | str | int | float | bool | None
-"""What JSON and YAML can say: mappings by texts, lists, texts, numbers, true, false and null."""
+"""The values of JSON and YAML: mappings with string keys, lists, strings, numbers, booleans and null."""
 
 _PLAIN_STRING = re.compile(r"[A-Za-z_][A-Za-z0-9_./\-]*")
 _RESERVED = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "none"}

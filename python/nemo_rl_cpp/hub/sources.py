@@ -292,7 +292,7 @@ def _cached_folder(repo: str, files: list[str]) -> Path | None:
 
 # -- GGUF files -----------------------------------------------------------------------------------------------------
 
-_GGUF_VERSION = 1  # of the conversion: another version converts anew
+_GGUF_VERSION = 1  # of the conversion; folders of other versions are not used
 
 
 def is_gguf(path: Path) -> bool:

@@ -201,7 +201,7 @@ class WandbLogger(TrackerLogger):
 class MLflowLogger(TrackerLogger):
     """A backend that logs to MLflow, which takes only scalars: a list is logged as its mean, p50, p90 and max."""
 
-    refused = r"[^/\w.\- :]"  # mlflow.utils.validation
+    refused = r"[^/\w.\- :]"  # as in mlflow.utils.validation
     section = MLflowConfig
     variables = {
         "experiment_name": "MLFLOW_EXPERIMENT_NAME",

@@ -28,7 +28,7 @@ class Finding(NamedTuple):
 
 
 Found = tuple[str, str, str] | tuple[str, str, str, str] | None
-"""Level, title and advice of a finding, and its metric where the rule names none."""
+"""Level, title and advice of a finding, and its metric if the rule names none."""
 RULES: list[Callable[[MetricHistory], Finding | None]] = []
 
 

@@ -111,9 +111,9 @@ _STAGES = (
     "data_processing",
     "advantage_calculation",
 )
-"""Stages that have the same colour in every run: its number is their place here."""
+"""Stages that have the same colour in every run: the colour with the stage's index."""
 _OTHER, _MORE = 9, (10, 11)
-"""The colour of the rest, and those of large stages that are not in `_STAGES`, chosen by their names."""
+"""The colour of all small stages together, and the colours for large stages that are not in `_STAGES`."""
 _SMALL, _LARGE = 0.005, 0.03
 
 

@@ -25,14 +25,14 @@ _SHOWN = {
     "mean_gen_tokens_per_sample": "len",
     "tokens_per_sec": "tok/s",
 }
-"""Metrics of a line, in this order, with their labels."""
+"""Metrics that a line shows, in this order -> their labels."""
 _FIRST = {
     "validation": "validating",
     "generation": "generating the first responses",
     "value_training": "training the critic",
     "policy_training": "training on the first responses",
 }
-"""Phases that are printed as they begin before the first step is done, where there is no live line."""
+"""Phase -> the text that is printed when it begins in the first step, if there is no live line."""
 
 
 class Progress:

@@ -22,7 +22,7 @@ MAX_CHARS = 2000
 MAX_ANSWERS = 16
 MAX_TOKENS = 256
 BUDGET = 60_000
-"""The number of tokens (a character counts a quarter) that a page shows; beyond it, steps in mid-run are omitted."""
+"""The most tokens on a page (a character counts as a quarter). Steps in the middle of the run are omitted to fit."""
 
 TokenBytes = Callable[[int], bytes]
 Item = TypeVar("Item")

@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_rl_cpp.tinker.errors import UserError
 
 Inputs = Mapping[str, Tensor]
-"""Tensors [targets] by name: `loss_fn_inputs`, the configuration of a loss, and `row`, the number of each target's datum."""
+"""Tensors [targets] by name: `loss_fn_inputs`, the configuration of a loss, and `row`, the index of each target's datum."""
 Loss = Callable[[Tensor, Inputs], Tensor]
 
 
@@ -63,9 +63,9 @@ LOSSES: dict[str, tuple[Loss, tuple[str, ...], dict[str, float]]] = {
     "gspo": (_gspo, (*_OF_SAMPLES, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "dro": (_dro, _OF_SAMPLES, {"beta": 0.05}),
 }
-"""name: (function, required inputs of a datum, keys of `loss_fn_config` with defaults, which a datum may set, too)."""
+"""Name -> (function, required inputs of a datum, keys of `loss_fn_config` with defaults; a datum may also set these)."""
 FACTORS = {"cross_entropy": "weights"} | dict.fromkeys(("importance_sampling", "ppo", "cispo", "gspo"), "advantages")
-"""name: the input of which each target's gradient is a multiple, so that it is 0 where the input is 0. `dro` has none."""
+"""Name -> the input that multiplies each target's gradient, which is 0 where the input is 0. `dro` has none."""
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[str, ...], dict[str, float]]:

@@ -144,7 +144,7 @@ class Models:
         tensors = {name: torch.empty_like(state.adapter) for name in ("exp_avg", "exp_avg_sq")}
         state.read_moments(*tensors.values())
         if state.grads is not None:
-            tensors["grads"] = state.grads  # between a backward pass and its step
+            tensors["grads"] = state.grads  # gradients that no optimizer step has used yet
 
         def write(folder: Path) -> None:
             model.adapted.save(folder, state.adapter)

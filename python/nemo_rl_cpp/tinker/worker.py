@@ -181,7 +181,7 @@ class Worker:
         self._changed = threading.Condition()
         self._ready: deque[Job] = deque()
         self._busy: deque[Sampler] = deque()
-        self._turn: Turn | None = None  # of the first busy sampler
+        self._turn: Turn | None = None  # the turn of the first busy sampler
         self._out_of_turn: set[Turns] = set()
         self._ends = False
         self._thread = threading.Thread(target=self._work, name="models", daemon=True)

@@ -114,7 +114,7 @@ class _Run:
     limits: Limits
     outcome: Outcome = field(default_factory=Outcome)
     keeper: int = 0
-    first: int = 0  # the outside pid of the first process inside
+    first: int = 0  # the first process inside, by its pid outside
     streams: dict[int, bytearray] = field(default_factory=dict)
     failure: str = ""
     started: bool = False
@@ -151,7 +151,7 @@ class _Run:
             if self.outcome.stopped is None and not self.finished:
                 self._enforce()
             if self.outcome.stopped is not None or self.finished or self.failure:
-                self.deadline = time.monotonic() + 1  # the run is ending
+                self.deadline = time.monotonic() + 1  # time for the run to end
         self.outcome.seconds = time.monotonic() - self.began
 
     def _enforce(self) -> None:

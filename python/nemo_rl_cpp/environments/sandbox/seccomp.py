@@ -37,7 +37,7 @@ FORBIDDEN: dict[str, tuple[int, int | None]] = {
     "sethostname": (170, 161), "setdomainname": (171, 162), "syslog": (103, 116),
 }  # fmt: skip
 
-# These fail with "no such call", and libraries then copy: pages in a pipe belong to no process and no file.
+# These fail with "no such call", so libraries copy instead. They would put pages into pipes, where no limit counts them.
 _MISSING = {"sendfile": (40, 71), "splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75), "clone3": (435, 435)}
 # clone3 passes its flags in memory, which a filter cannot read; libraries then use clone.
 
@@ -88,7 +88,7 @@ _BY_ARGUMENT = {
     # locks matter only to other processes, so they appear to succeed and use no kernel memory
     "fcntl": ((72, 25), [_argument(1), *_any(_EQUAL, (_SET_PIPE_SIZE,)), *_any(_EQUAL, _LOCKS, _DONE)]),
     "socketpair": ((53, 199), [_argument(0), *_any(_AT_LEAST, (2,))]),  # AF_UNIX is 1
-    # any page of anonymous shared memory that is still mapped holds all of that memory
+    # a single page of anonymous shared memory that is still mapped keeps all of that memory
     "mmap": ((9, 222), [_argument(3), _instruction(_ANY_BIT, _ANONYMOUS, 0, 2), *_any(_ANY_BIT, (_SHARED,), _NOT_SUPPORTED)]),
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Compares a configuration with the run of its checkpoint. A resumed run reports some differences; others are errors.
 
-It needs neither torch nor weights. `checks` compares before the start, `algorithms/checkpointing.py` at the start.
-"""
+It needs neither torch nor weights. The package `checks` compares before the run starts,
+`algorithms/checkpointing.py` when it resumes."""
 
 import re
 import time

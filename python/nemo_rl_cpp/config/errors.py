@@ -50,7 +50,7 @@ def _line(where: str) -> int:
 
 
 class Report:
-    """A collector of mistakes. `positions` gives the place of each key that is set; `file` is the place of other
+    """A collector of mistakes. `positions` maps each key that is set to its place; `file` is the place of all other
     keys."""
 
     def __init__(self, positions: dict[str, str], file: str = ""):

@@ -55,7 +55,7 @@ EXACTNESS: dict[tuple[str, str], Exactness] = {
 
 def engine_name(policy: PolicyConfig) -> str:
     """Return the engine that generates: "vllm" if vLLM itself is configured, otherwise "native" or "hf". The trainer's
-    own engine replaces the other engines of NeMo RL."""
+    own engine also stands in for NeMo RL's other engines."""
     backend = policy.generation.backend
     if policy.generation.runs_vllm:
         return "vllm"
@@ -134,7 +134,8 @@ def engine_of(config: WholeConfig) -> str | None:
 
 
 def is_apart(config: WholeConfig) -> bool:
-    """Return whether the configuration gives generation its own devices, but in this run it shares the trainer's."""
+    """Return whether the configuration gives generation separate devices, but generation shares the trainer's in this
+    run."""
     cluster = config.cluster
     shared = not cluster.has_workers or (cluster.executor == "auto" and not cluster.is_split)
     return not config.sampling[1].colocated.enabled and shared

@@ -57,8 +57,8 @@ class VllmConfig(Section):
     )
     kv_cache_dtype: str = key(
         "auto",
-        "Accepted for NeMo RL's files. The dtype of the KV cache is policy.precision; fp8 and other "
-        "quantised types are errors.",
+        "Accepted without effect, because NeMo RL's files contain it. The dtype of the KV cache is "
+        "policy.precision; fp8 and other quantised types are errors.",
     )
     tensor_parallel_size: Positive = key(1, _FOLDED)
     pipeline_parallel_size: Positive = key(1, _FOLDED)

@@ -205,7 +205,7 @@ def load_ppo_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> PPOMasterConfig:
-    """Load and check the configuration of a PPO run. Arguments and errors are those of `load_grpo_config`."""
+    """Load and check the configuration of a PPO run. See `load_grpo_config` for arguments and errors."""
     return _load(path, overrides, PPOMasterConfig, values, places)
 
 
@@ -215,7 +215,7 @@ def load_distillation_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> DistillationMasterConfig:
-    """Load and check the configuration of a distillation run. Arguments and errors are those of `load_grpo_config`."""
+    """Load and check the configuration of a distillation run. See `load_grpo_config` for arguments and errors."""
     return _load(path, overrides, DistillationMasterConfig, values, places)
 
 
@@ -225,8 +225,7 @@ def load_sft_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> SFTMasterConfig:
-    """Load and check the configuration of supervised fine-tuning. Arguments and errors are those of
-    `load_grpo_config`."""
+    """Load and check the configuration of supervised fine-tuning. See `load_grpo_config` for arguments and errors."""
     return _load(path, overrides, SFTMasterConfig, values, places)
 
 
@@ -236,7 +235,7 @@ def load_eval_config(
     values: Mapping[str, object] | None = None,
     places: Mapping[str, str] | None = None,
 ) -> EvalMasterConfig:
-    """Load and check the configuration of an evaluation. Arguments and errors are those of `load_grpo_config`."""
+    """Load and check the configuration of an evaluation. See `load_grpo_config` for arguments and errors."""
     return _load(path, overrides, EvalMasterConfig, values, places)
 
 

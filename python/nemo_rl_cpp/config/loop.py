@@ -121,8 +121,8 @@ class AsyncConfig(Section):
     enabled: bool = key(False, "Generate the rollouts of later steps while the current step trains.")
     max_trajectory_age_steps: Positive = key(
         1,
-        "How many steps ahead rollouts are generated. With A, the batch that step k trains on is generated "
-        "by the weights of step k - A.",
+        "How many steps ahead rollouts are generated. With the value A, step k trains on a batch that the "
+        "weights of step k - A have generated.",
     )
     in_flight_weight_updates: bool = key(
         False,

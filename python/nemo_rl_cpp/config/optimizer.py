@@ -548,8 +548,8 @@ class MegatronConfig(Section):
     fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")
     freeze_moe_router: bool = key(
         True,
-        "Accepted for NeMo RL's files. The router of a mixture-of-experts model is always trained; a notice "
-        "reports this.",
+        "Accepted without effect, because NeMo RL's files contain it. The router of a mixture-of-experts "
+        "model is always trained; a notice reports this.",
     )
 
 

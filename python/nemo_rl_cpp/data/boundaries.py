@@ -46,8 +46,8 @@ def prompt_ids(
 
 
 def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None) -> list[int]:
-    """Return the tokens at which a model's responses end: those of generation_config.json in `folder` or of `config`
-    (its config.json), otherwise the tokenizer's. Warn if the tokenizer's end token is not among the model's.
+    """Return the tokens at which a model's responses end, from generation_config.json in `folder`, otherwise from
+    `config` (config.json), otherwise from the tokenizer. Warn if the tokenizer's end token is not one of the model's.
     """
     ends, own = named_ends(folder, config), getattr(tokenizer, "eos_token_id", None)
     if not ends:
@@ -63,8 +63,8 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
-    """Return a tokenizer's end tokens: those of the model in its folder if it knows them, otherwise its own; [] for
-    None.
+    """Return a tokenizer's end tokens: those that the model in its folder names, if any, otherwise its own. Return []
+    for None.
     """
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))

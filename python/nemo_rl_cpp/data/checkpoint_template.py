@@ -53,8 +53,8 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
-    """Return how prompts rendered with the `tokenizer` section of an evaluation differ from those of the checkpoint's
-    run, one sentence each.
+    """Return how an evaluation's section `tokenizer` renders prompts differently from the checkpoint's run, one
+    sentence per difference.
     """
     run = run_section(folder) or {}
     remarks = []

@@ -186,8 +186,8 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Read rows {"messages"} for agents, which call the policy themselves. The environment gets the system prompt and
-    the messages up to the last question as `messages`. The tokens are those of the contents; only their number is used.
-    """
+    the messages up to the last question as `messages`. The tokens are the tokenized contents; only their number is
+    used."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)

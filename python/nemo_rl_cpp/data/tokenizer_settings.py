@@ -64,9 +64,8 @@ def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
 def write_settings(
     folder: Path, settings: Mapping[str, object], named: Mapping[str, str], additional: list[str]
 ) -> None:
-    """Write tokenizer_config.json and special_tokens_map.json into an existing folder. The former has `settings`,
-    including the chat template. The latter has the special tokens by role (`named`), and those without a role
-    (`additional`).
+    """Write two files into an existing folder: tokenizer_config.json with `settings` (including the chat template), and
+    special_tokens_map.json with the special tokens by role (`named`) and those without a role (`additional`).
     """
     special: dict[str, str | list[str]] = dict(named)
     if additional:
@@ -188,8 +187,8 @@ class SpecialTokens:
                 )
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Mark the named and the additional special tokens as special. They keep the flags of `added_tokens_decoder`;
-        tokens that tokenizer.json lacks have those of `named`."""
+        """Mark the named and the additional special tokens as special. They keep their flags in `added_tokens_decoder`;
+        tokens that tokenizer.json lacks get their flags in `named`."""
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}

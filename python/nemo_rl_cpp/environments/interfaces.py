@@ -83,9 +83,9 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
 class Environment(Protocol):
     """The interface of environments. A run uses only the five names below.
 
-    A method may have `.remote(...)`, as those of `EnvironmentInterface.remote(...)` do. The run then starts the call,
-    continues, and waits for the result later. Calls of one environment never overlap. An exception in a method ends the
-    run, with a message that names the environment.
+    A method may have `.remote(...)`, like the methods of the handle that `EnvironmentInterface.remote(...)` returns.
+    The run then starts the call, continues, and waits for the result later. Calls of one environment never overlap. An
+    exception in a method ends the run, with a message that names the environment.
     """
 
     scores_rows_alone: bool

@@ -1,4 +1,4 @@
-"""Environments for mathematics: one gives reward 1 or 0, the other three reward components for GDPO."""
+"""Environments for mathematics: one gives reward 1 or 0, the other gives three reward components for GDPO."""
 
 import re
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
-        """Score the responses and end the conversations. Observations are those of `MathEnvironment`."""
+        """Score the responses and end the conversations. Observations are as in `MathEnvironment`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [extract_answer(response) for response in responses]
         scores = [

@@ -1,4 +1,4 @@
-"""`Class.remote(...)`: it makes an object whose methods can also be called as `method.remote(...)`.
+"""`Class.remote(...)`, which makes an object whose methods can also be called as `method.remote(...)`.
 
 If this program has started or joined Ray, the object is in a Ray actor (`RayEnvironment`), and `ray.get` waits for a
 result. Otherwise it is in this process, and the calls of one object run one after another, as in an actor. Calls of a

@@ -103,8 +103,8 @@ def make_dataset(config: MasterConfig, tokenizer: TokenizerType) -> AllTaskProce
 
 
 def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:
-    """Return the engine, native or of transformers (`generation.backend: hf`), with its own copy of the weights. If the
-    configuration gives no maximum length, the model's number of positions limits it.
+    """Return the generation engine, native or transformers (`generation.backend: hf`), with its own copy of the
+    weights. If the configuration gives no maximum length, the model's number of positions limits it.
     """
     say_fold(config, None)
     use_threads(config.cluster)

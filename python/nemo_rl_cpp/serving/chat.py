@@ -132,8 +132,8 @@ def chat_prompt(
 ) -> list[int]:
     """Return the token ids of a conversation.
 
-    A conversation that continues one of `earlier` with the same tools reuses its token ids and appends those of the new
-    text. Otherwise the rendered chat template is tokenized. Raise ChatTemplateError if the template rejects the
+    A conversation that continues one of `earlier` with the same tools reuses its token ids and appends the ids of the
+    new text. Otherwise the rendered chat template is tokenized. Raise ChatTemplateError if the template rejects the
     conversation."""
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)

@@ -25,7 +25,7 @@ class ServingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request is sampled, and when its response ends. Temperature 0 is greedy.
+    """The sampling parameters of a request, and the conditions that end its response. Temperature 0 is greedy.
 
     `num_likeliest` is the number of most likely tokens to return for each sampled token.
     """

@@ -34,7 +34,7 @@ _PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where agents reach the policy.
+    """The address at which agents reach the policy.
 
     Attributes:
         base_url: the URL for an OpenAI client; ends in /v1.

@@ -55,8 +55,8 @@ class Model:
 
 @dataclass
 class SaveOptions:
-    """How to save a checkpoint. If `name` is None, a name is chosen. `next_seq` is the number of the model's next
-    request."""
+    """The options of saving a checkpoint. If `name` is None, a name is chosen. `next_seq` is the number of the model's
+    next request."""
 
     name: str
     overwrite: bool = False

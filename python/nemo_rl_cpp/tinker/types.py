@@ -1,5 +1,5 @@
-"""The arguments and results of clients. Names and fields are those of the SDK's `tinker.types`, whose objects also
-work."""
+"""The arguments and results of clients. Names and fields are those of the SDK's `tinker.types`, whose objects are
+accepted, too."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AdamParams:
 
 @dataclass
 class SamplingParams:
-    """How to sample a response.
+    """The parameters of sampling a response.
 
     Attributes:
         max_tokens: the most tokens of a response; None: as many as the model allows.

@@ -121,7 +121,7 @@ def _is_quick(section: dict[str, object]) -> bool:
 
 
 def _check_prompt_file(section: dict[str, object]) -> None:
-    """Raise ValueError if a data set's prompt file is invalid, for data sets that were not read."""
+    """Check the prompt file of a data set that was not read. Raise ValueError if it is invalid."""
     from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
     from nemo_rl_cpp.data.datasets.response_datasets import DATASET_REGISTRY
     from nemo_rl_cpp.data.processors import PROCESSOR_REGISTRY

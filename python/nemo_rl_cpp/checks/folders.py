@@ -37,7 +37,7 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:
-    """Return the problems that `question` finds, or one for its OSError (name too long, no permission)."""
+    """Return the problems that `question` finds, or one problem if it raises OSError (name too long, no permission)."""
     try:
         return list(question(Path(folder)))
     except OSError as error:

@@ -263,8 +263,8 @@ class LoopConfig(OnePassLoop):
 
     @property
     def prompts_per_round(self) -> int:
-        """The number of prompts generated at a time: num_prompts_per_step, and with dynamic sampling times
-        batch_multiplier."""
+        """The number of prompts generated at a time: num_prompts_per_step, times batch_multiplier with dynamic
+        sampling."""
         factor = self.batch_multiplier if self.use_dynamic_sampling else 1
         return int(self.num_prompts_per_step * factor)
 

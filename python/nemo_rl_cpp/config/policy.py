@@ -260,22 +260,22 @@ class TrainedModelConfig(Section):
         return self.dtensor_cfg.lora_cfg if is_read and self.dtensor_cfg.lora_cfg.enabled else None
 
     def effective_optimizer(self) -> OptimizerSettings:
-        """Return the settings of AdamW: of megatron_cfg.optimizer if megatron_cfg is enabled, otherwise of
+        """Return the settings of AdamW, from megatron_cfg.optimizer if megatron_cfg is enabled, otherwise from
         `optimizer`."""
         if self.megatron_cfg.enabled:
             return megatron_optimizer(self.megatron_cfg.optimizer)
         return torch_optimizer(self.optimizer or OptimizerConfig())
 
     def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
-        """Return the schedule: of megatron_cfg if it is enabled, otherwise of `scheduler`. None: a constant learning
-        rate."""
+        """Return the schedule, from megatron_cfg if it is enabled, otherwise from `scheduler`. None: a constant
+        learning rate."""
         if self.megatron_cfg.enabled:
             return megatron_schedule(self.megatron_cfg.optimizer, self.megatron_cfg.scheduler)
         return torch_schedule(self.scheduler)
 
     def tensor_parallel(self, processes: int) -> int:
-        """Return the tensor-parallel size for a number of processes: that of the enabled backend's section, or 1 if it
-        does not divide `processes` or backend is hf."""
+        """Return the tensor-parallel size of the enabled backend's section, or 1 if it does not divide the number of
+        `processes` or if backend is hf."""
         if self.backend == "hf":  # models of transformers are not split
             return 1
         wanted = self.megatron_cfg.tensor_model_parallel_size if self.megatron_cfg.enabled else 1

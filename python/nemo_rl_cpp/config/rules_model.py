@@ -123,7 +123,8 @@ def check_offload(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_quantized_run(config: TrainMasterConfig, report: Report) -> None:
-    """Report `quantization` with a GPU, with tensor parallelism, or with engines that have their own weights."""
+    """Report `quantization` if it is combined with a GPU, tensor parallelism, or engines that have their own
+    weights."""
     policy = config.policy
     for name, model in config.trained_models().items():
         if model.quantization is None:

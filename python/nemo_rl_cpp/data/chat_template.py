@@ -74,7 +74,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _guarded(what: str, action: Callable[[], T]) -> T:
-    """Return `action()`. Raise ChatTemplateError with the prefix `what` for any error."""
+    """Call `action` and return its result. Raise ChatTemplateError, which begins with `what`, for any error."""
     try:
         return action()
     except ChatTemplateError:

@@ -86,7 +86,7 @@ ChatMessage = dict[str, object]
 
 def look_up(row: Mapping[str, object], key: str) -> object:
     """Return the value of a column, or with a dotted key (`reward_model.ground_truth`) a value inside a column. If it
-    does not exist, raise ValueError with the keys that do.
+    does not exist, raise ValueError, which lists the existing keys.
     """
     if key in row:
         return row[key]

@@ -51,10 +51,10 @@ class StatefulDataLoader:
     """A loader that yields batches of `batch_size` rows. The order of an epoch depends only on (seed, epoch).
 
     The position is two numbers, so it can be saved after every step. A resumed loader continues with exactly the rows
-    that would have come next, whatever the batch size. `iter()` begins an epoch: the unfinished epoch of a loaded
-    state, or otherwise the next one. `drop_last` skips an incomplete last batch. With `num_workers` > 0, that many
-    threads tokenize the next batch while the current one is in use. With several threads, the result of a processor
-    must not depend on its earlier calls.
+    that would have come next, whatever the batch size. `iter()` continues the unfinished epoch of a loaded state, or
+    begins the next epoch. `drop_last` skips an incomplete last batch. With `num_workers` > 0, that many threads
+    tokenize the next batch while the current one is in use. With several threads, the result of a processor must not
+    depend on its earlier calls.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
     """The base class of agent environments. A rollout that fails or times out is counted, gets reward 0 and is not
     trained on.
 
-    Metrics: `agent_errors` and `agent_timeouts`, numbers of rollouts, and the means of the agents' metrics.
+    Metrics: `agent_errors` and `agent_timeouts` count rollouts; the agents' metrics are averaged.
     """
 
     runs_rollouts = True

@@ -44,7 +44,7 @@ def environment_class(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_
 
 
 def check_environment_class(found: object, name: str) -> None:
-    """Raise LoadingError for a class without `remote`, or without a method of the interface."""
+    """Raise LoadingError for a class that lacks `remote` or a method of the interface."""
     if not callable(getattr(found, "remote", None)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
         raise LoadingError(

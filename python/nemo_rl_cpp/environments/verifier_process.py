@@ -44,7 +44,7 @@ class _Lifeline:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
 
     def hold(self) -> None:
-        """From now on let the signal end the process. Call this when no request is expected."""
+        """Let the signal end the process from now on. Call this when no request is expected."""
         signal.signal(signal.SIGIO, signal.SIG_DFL)
         closed = select.poll()
         closed.register(self._descriptor, 0)

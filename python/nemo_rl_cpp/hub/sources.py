@@ -1,4 +1,4 @@
-"""Finds models: a folder, a model inside a Python package, or a model on the Hugging Face Hub.
+"""Finds models: a folder, a GGUF file, a model inside a Python package, or a model on the Hugging Face Hub.
 
 The result is always a Hugging Face folder on this machine.
 """

@@ -63,7 +63,8 @@ class Turns:
 
 @dataclass(eq=False)
 class Answers:
-    """A request for samples in flight. `finish` converts (tokens, logprobs, reason, likeliest) to its result."""
+    """An in-flight request for samples. `finish` converts (tokens, logprobs, reason, likeliest) of its samples to the
+    result."""
 
     future: Future
     finish: Callable[[list[Sampled]], object]

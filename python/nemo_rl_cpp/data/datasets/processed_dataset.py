@@ -98,7 +98,7 @@ class AllTaskProcessedDataset:
             processed.
         max_seq_length: the length in tokens at which the processor truncates and masks a prompt; None: no limit.
 
-    The first row that is read of each task raises AssertionError if it begins with two BOS tokens.
+    Reading the first row of each task raises AssertionError if the row begins with two BOS tokens.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class DistillationEstimatorConfig(AdvEstimatorConfig):
 
 
 class DistillationConfig(LoopConfig):
-    """The training loop of a distillation run. Keys that `grpo` also has mean the same."""
+    """The training loop of a distillation run. Keys that `grpo` has, too, have the same meaning."""
 
     section_name = "distillation"
     num_prompts_per_step: Positive = other_default("num_prompts_per_step", 128)

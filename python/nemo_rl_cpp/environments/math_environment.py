@@ -75,7 +75,7 @@ _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
 
 
 class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata]):
-    """An environment for responses of the form `<think>...</think>`, a line feed, `<answer>...</answer>`. It gives
+    """An environment for responses of the form `<think>...</think>`, a newline, `<answer>...</answer>`. It gives
     three reward components, each 1 or 0:
 
     - `reward/correctness`: the text between the answer tags equals the ground truth exactly.

@@ -176,7 +176,7 @@ _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 def disk_trouble(error: BaseException | None) -> str | None:
     """Return a text such as "No space left on device" if lack of space, a quota or a failing disk caused the exception,
-    otherwise None. Libraries not written in Python give the error number only in their text."""
+    otherwise None. Libraries not written in Python give the error number only in the message."""
     while error is not None:
         found = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None

@@ -1,9 +1,10 @@
 # AddressSanitizer and UndefinedBehaviorSanitizer with gcc, and fuzz targets with clang (libFuzzer; with gcc a program that replays the
 # corpus). Nothing here is installed; `.ci/checks` runs it.
-#   sanitized_tests      all C++ tests on a core whose common, batching, configuration, generation and kernels of every CPU capability are
-#                        sanitized; what is bound to torch (runtime, ops, distributed, refit, model, trainer) is taken from an ordinary build (NEMO_RL_ORDINARY_BUILD)
+#   sanitized_tests      all C++ tests on a core whose common, batching, configuration, generation and CPU kernels are sanitized. The
+#                        tests and what uses torch (runtime, ops, distributed, refit, model, trainer) come from an ordinary build
+#                        (NEMO_RL_ORDINARY_BUILD), in which nemo_core_tests is compiled
 #   fuzz_<target>        tests/fuzz/fuzz_<target>.cpp
-set(NEMO_RL_ORDINARY_BUILD "" CACHE PATH "build folder whose objects of runtime, ops, distributed, refit, model and trainer are taken")
+set(NEMO_RL_ORDINARY_BUILD "" CACHE PATH "build folder whose objects of the tests, runtime, ops, distributed, refit, model and trainer are taken")
 set(NEMO_KERNELS_ELSEWHERE "" CACHE STRING "variants of the kernels that this machine cannot run: taken from there, too")
 set(NEMO_KERNEL_OPTIMIZATION -O1 CACHE STRING "of the CPU kernels")     # NRL_SANITIZED keeps that to seconds a file
 set(_sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
@@ -20,7 +21,8 @@ target_link_libraries(checked_config PUBLIC nemo::yaml_cpp)
 find_package(GTest QUIET)
 if(GTest_FOUND AND NEMO_RL_ORDINARY_BUILD)
   include(cmake/kernels.cmake)
-  file(GLOB_RECURSE _tests CONFIGURE_DEPENDS tests/cpp/*.cpp)
+  file(GLOB_RECURSE _tests "${NEMO_RL_ORDINARY_BUILD}/CMakeFiles/nemo_core_tests.dir/tests/*.o"
+       "${NEMO_RL_ORDINARY_BUILD}/CMakeFiles/nemo_rl_nccl_emulation.dir/*.o")
   file(GLOB _core_sources CONFIGURE_DEPENDS csrc/common/*.cpp csrc/kernels/*.cpp csrc/batching/*.cpp csrc/generation/*.cpp)
   set(_objects "")
   foreach(_folder runtime ops distributed refit model trainer)
@@ -28,11 +30,11 @@ if(GTest_FOUND AND NEMO_RL_ORDINARY_BUILD)
          "${NEMO_RL_ORDINARY_BUILD}/CMakeFiles/nemo_rl_core.dir/Unity/unity_${_folder}_*.o")
     list(APPEND _objects ${_found})
   endforeach()
-  include(cmake/nccl_emulation.cmake)
-  add_executable(sanitized_tests ${_tests} ${_core_sources} ${_objects} ${NEMO_KERNEL_OBJECTS} $<TARGET_OBJECTS:nemo_rl_nccl_emulation>)
-  target_include_directories(sanitized_tests PRIVATE csrc tests/cpp tests tests/nccl_emulation)
+  # sanitized objects first: the linker keeps the first copy of an inline function
+  add_executable(sanitized_tests ${_core_sources} ${NEMO_KERNEL_OBJECTS} ${_objects} ${_tests})
+  target_include_directories(sanitized_tests PRIVATE csrc)
   set_target_properties(sanitized_tests PROPERTIES BUILD_RPATH "${T}/lib")
-  nemo_precompile(sanitized_tests <gtest/gtest.h> <ATen/ATen.h>)
+  nemo_precompile(sanitized_tests <ATen/ATen.h>)
   target_link_libraries(sanitized_tests PRIVATE checked_config nemo::torch "${T}/lib/libgomp.so.1" GTest::gtest_main)
 endif()
 

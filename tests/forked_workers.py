@@ -25,7 +25,7 @@ IMPORTED = (
     "nemo_rl_cpp.models.policy.lm_policy", "nemo_rl_cpp.models.generation.native",
 )  # fmt: skip
 OF_TRANSFORMERS = (
-    "transformers.modeling_utils", "torch.distributed.fsdp", "nemo_rl_cpp.models.hf.trained", "nemo_rl_cpp.models.hf.trained",
+    "transformers.modeling_utils", "torch.distributed.fsdp", "nemo_rl_cpp.models.hf.trained",
 )  # fmt: skip
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned descendants become children of this process
 

@@ -87,7 +87,8 @@ def test_generation_and_training_logprobs_are_bit_identical(tmp_path, overrides)
 
 
 def test_ppo_checkpoint_resumes_with_any_tensor_parallel_size_of_the_critic(tmp_path):
-    """Two steps in two slices, one with the whole models, one whose critic is whole in two processes: as four with whole models."""
+    """Two steps with policy and critic in two slices, one with whole models, and one with the policy in two slices equal four
+    steps with whole models."""
     config = "ppo_tiny.yaml"
     _, straight = trained(tmp_path / "straight", 4, *BLOCKS, *PPO, config=config)
     for steps, more in ((2, (*workers(2), *CRITIC)), (3, ()), (4, workers(2))):

@@ -12,7 +12,7 @@ FOREIGN_ENGINES = ("vllm", "sglang", "megatron", "trtllm", "dynamo")
 """Engines of NeMo RL in policy.generation.backend. The trainer's own engine replaces them, because results do not
 depend on the engine."""
 
-_FOLDED = "how the engine is cut, not what it computes: folded onto one device, see cluster.strict_sizes"
+_FOLDED = "Parallelism of the engine. A run uses one device instead, with the same results (cluster.strict_sizes)."
 
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}

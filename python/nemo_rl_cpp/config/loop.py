@@ -374,7 +374,7 @@ class GRPOConfig(LoopConfig):
         "reward_shaping. null: none.",
     )
     adv_estimator: AdvEstimatorConfig = section(AdvEstimatorConfig, "how rewards become advantages")
-    async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig, "rollouts beside training; null: not")
+    async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig, "rollouts that overlap training; null: none")
 
     @property
     def beside_training(self) -> AsyncConfig:
@@ -446,7 +446,7 @@ class PPOConfig(LoopConfig):
         "from it, with a new optimizer and schedule. null: none.",
     )
     adv_estimator: GAEConfig = section(GAEConfig, "how rewards become advantages")
-    async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "rollouts beside training")
+    async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "rollouts that overlap training")
 
     @property
     def beside_training(self) -> AsyncConfig:

@@ -474,8 +474,11 @@ def _fault(pattern: str, key: str) -> str | None:
     return f"names {pattern}, which no matrix is called{near and f'; {near}'} (there are {', '.join(MATRICES)}; * stands for any text)"
 
 
-_FOLDED = "how the model is cut, not what is computed: folded onto one device, see cluster.strict_sizes"
-_TENSOR = "slices of each layer's heads, of its MLP and of the vocabulary, one a process of cluster.executor processes or ray, whose number it must divide; else folded, see cluster.strict_sizes"
+_FOLDED = "Parallelism of the model. A run uses one device instead, with the same results (cluster.strict_sizes)."
+_TENSOR = (
+    "Number of tensor-parallel slices of each layer and of the vocabulary, with cluster.executor processes or ray; it must "
+    "divide their number of processes. Otherwise a run uses one device, with the same results (cluster.strict_sizes)."
+)
 
 
 class DTensorConfig(Section):

@@ -279,14 +279,16 @@ def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
 class _ProcessState:
     """The process state that user code may change, recorded at construction and restored on exit.
 
-    It covers the working directory, the locale, the handlers of the signals that end a run, and torch's default dtype
-    and device, gradient mode, thread count, deterministic mode and precision of float32 matrix products. Random
-    generators are not restored, because all sampling in a run uses separate generators. Neither are environment
-    variables, which user code sets once for its later calls, and which the package reads when a run starts."""
+    It covers the working directory, the locale, closed output streams, the handlers of the signals that end a run, and
+    torch's default dtype and device, gradient mode, thread count, deterministic mode and precision of float32 matrix
+    products. Random generators are not restored, because all sampling in a run uses separate generators. Neither are
+    environment variables, which user code sets once for its later calls, and which the package reads when a run starts.
+    """
 
     def __init__(self) -> None:
         self._folder, self._torch = _folder(), _torch_state()
         self._locale = locale.setlocale(locale.LC_ALL)
+        self._streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
 
     def __enter__(self) -> None:
         pass
@@ -297,6 +299,9 @@ class _ProcessState:
                 os.chdir(self._folder)
         if locale.setlocale(locale.LC_ALL) != self._locale:  # chat templates print dates with names of months
             locale.setlocale(locale.LC_ALL, self._locale)
+        for name, stream in self._streams.items():  # user code had replaced it, and raised before it put it back
+            if (now := getattr(sys, name)) is None or getattr(now, "closed", False):
+                setattr(sys, name, stream)
         now = _torch_state()
         for names, value in self._torch.items():
             if now.get(names) != value:

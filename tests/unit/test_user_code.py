@@ -4,6 +4,7 @@ import asyncio
 import locale
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -146,6 +147,22 @@ def test_process_state_is_restored_after_each_user_call(tmp_path, monkeypatch):
         assert serve(lambda: (call_user(function), state())[1]) == before
         call_user(function)
         assert state() == before
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_an_output_stream_that_user_code_closed_is_restored(name):
+    before = getattr(sys, name)
+
+    def silences():
+        with open(os.devnull, "w") as nothing:
+            setattr(sys, name, nothing)
+            raise ZeroDivisionError  # so that the stream is not put back
+
+    with pytest.raises(ZeroDivisionError):
+        call_user(silences)
+    assert getattr(sys, name) is before
+    serve(lambda: call_user(setattr, sys, name, None))
+    assert getattr(sys, name) is before
 
 
 def test_custom_loss_runs_with_the_gradient_mode_of_the_trainer():

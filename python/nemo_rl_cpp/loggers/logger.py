@@ -45,6 +45,7 @@ class Logger(LoggerInterface):
         self.wandb_logger: WandbLogger | None = None
         self.swanlab_logger: LoggerBackend | None = None
         self._failed: set[str] = set()
+        self._is_finished = False
         self._files: list[LoggerBackend] = []
         self._ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
@@ -184,7 +185,9 @@ class Logger(LoggerInterface):
         if self.gpu_monitor is not None:
             self.gpu_monitor.stop()
             self.gpu_monitor = None
-        self._each(lambda logger: logger.finish())
+        if not self._is_finished:  # trackers reject a second call
+            self._is_finished = True
+            self._each(lambda logger: logger.finish())
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -74,7 +74,7 @@ def test_group_baseline_matches_hand_computed_values():
 
 
 def test_equal_rewards_have_zero_std_and_advantages_whatever_their_value():
-    for value in (0.1, 0.7, 1 / 3, 1e6 + 0.1):
+    for value in (0.1, 0.35, 0.7, 1 / 3, 1e6 + 0.1):
         for loo in (True, False):
             stats = ops.group_baseline(torch.full((7,), value), torch.zeros(7), leave_one_out=loo)
             assert not stats.std.any()

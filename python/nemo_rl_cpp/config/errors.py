@@ -110,8 +110,6 @@ _DEAD = {
     "scale_loss_by_dp_cp_size": "none: gradients are sums over the tokens of the batch",
     "zero_variance_prompt_filtering": "grpo.use_dynamic_sampling",
     "num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
-    "activation_checkpointing_enabled": "policy.dtensor_cfg.activation_checkpointing, or "
-    "policy.megatron_cfg.activation_checkpointing where that backend is enabled",
     "enforce_monotonicity": "none: sampling has no such setting",
     "steps_per_epoch": "ppo.ppo_epochs",
     "value_loss": "value_loss_fn",

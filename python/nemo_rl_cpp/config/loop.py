@@ -272,16 +272,25 @@ class LoopConfig(OnePassLoop):
 class RolloutSamplerConfig(Section):
     """The choice of rollouts that a step of NeMo RL's SingleController trains on."""
 
-    name: Literal["in_order"] = key(
+    name: Literal["in_order", "windowed"] = key(
         "in_order",
-        "Order in which batches are trained. in_order, the order of their prompts, is the only one, because "
-        "the other samplers of NeMo RL depend on timing.",
+        "Order in which batches are trained. It is the order of their prompts, so that a run repeats. in_order: "
+        "max_lookahead_versions limits their age. windowed: max_staleness_versions does; NeMo RL's order then depends "
+        "on timing.",
     )
     max_lookahead_versions: Count = key(
         1,
-        "Sets async_grpo.max_trajectory_age_steps (in a PPO run, async_ppo's). 0: each step generates its "
-        "own rollouts.",
+        "With in_order. Sets async_grpo.max_trajectory_age_steps (in a PPO run, async_ppo's). 0: each step generates "
+        "its own rollouts.",
     )
+    max_staleness_versions: Count = key(
+        1, "With windowed, the same: the number of steps by which the weights of a rollout may be older."
+    )
+
+    @property
+    def max_age(self) -> int:
+        """The number of steps that rollouts are ahead of training."""
+        return self.max_staleness_versions if self.name == "windowed" else self.max_lookahead_versions
 
 
 class AsyncRLConfig(Section):
@@ -294,7 +303,7 @@ class AsyncRLConfig(Section):
     @property
     def beside_training(self) -> dict[str, bool | int]:
         """The keys of `async_grpo` or `async_ppo` that have the same effect."""
-        age = self.sampler.max_lookahead_versions
+        age = self.sampler.max_age
         return {"enabled": age > 0, "max_trajectory_age_steps": max(age, 1)}
 
 

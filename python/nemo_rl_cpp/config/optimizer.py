@@ -45,6 +45,10 @@ def _float32(value: object) -> str:
     raise ValueError(f"cannot be {in_a_line(value)}: it is float32 here; set it to float32 or leave it out")
 
 
+def _adamw(value: object) -> object:
+    return "torch.optim.AdamW" if value == "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam" else value
+
+
 _SHORT = {"float32": "float32", "fp32": "float32", "float": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 MomentDtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_moment_dtype)]
 Float32 = Annotated[Literal["float32"], BeforeValidator(_float32)]
@@ -70,7 +74,11 @@ class OptimizerKwargs(Section):
 class OptimizerConfig(Section):
     """The optimizer and its arguments."""
 
-    name: Literal["torch.optim.AdamW"] = key("torch.optim.AdamW", "Optimizer. AdamW is the only one.")
+    name: Annotated[Literal["torch.optim.AdamW"], BeforeValidator(_adamw)] = key(
+        "torch.optim.AdamW",
+        "Optimizer. AdamW is the only one. The name of Transformer Engine's FusedAdam is read as AdamW: it has the same "
+        "formula.",
+    )
     kwargs: OptimizerKwargs = key(None, "Arguments of the optimizer.", validate_default=True)
 
     @model_validator(mode="before")

@@ -256,6 +256,14 @@ def changes(kind):
             ("async_rl={sampler:{max_lookahead_versions:1}}", "policy.generation.colocated.enabled=false",
              "loss_fn.use_importance_sampling_correction=true"), "2",
         ),
+        "async_rl.sampler.name": (
+            ("async_rl={sampler:{name:in_order,max_staleness_versions:2}}", "policy.generation.colocated.enabled=false",
+             "loss_fn.use_importance_sampling_correction=true"), "windowed",
+        ),
+        "async_rl.sampler.max_staleness_versions": (
+            ("async_rl={sampler:{name:windowed}}", "policy.generation.colocated.enabled=false",
+             "loss_fn.use_importance_sampling_correction=true"), "2",
+        ),
         "cluster.max_restarts": (("checkpointing.enabled=false",), "1"),
         f"{kind}.skip_reference_policy_logprobs_calculation": (("loss_fn.reference_policy_kl_penalty=0.1", f"{kind}.skip_reference_policy_logprobs_calculation=false"), "true"),
         "data.use_multiple_dataloader": (("data.num_prompts_per_dataloader=32",), "true"),

@@ -165,7 +165,7 @@ def pass_at_k(groups, rewards, valid, k):
 
 
 def opd(teacher, student, mask, kl_type="reverse", weight=0.5, cap=10.0, alpha=1.0, centre=False, outcome=None):
-    """Return the advantages [B, S] of a distillation, token by token. `outcome` [B] is added unchanged."""
+    """Return the advantages [B, S] of a distillation, token by token. `outcome` [B, S] is added unchanged."""
     out, valid = np.zeros(mask.shape), [(b, t) for b, t in np.argwhere(mask != 0) if math.isfinite(student[b, t])]
     for b, t in valid:
         p, q = math.exp(student[b, t]), math.exp(teacher[b, t])
@@ -183,5 +183,5 @@ def opd(teacher, student, mask, kl_type="reverse", weight=0.5, cap=10.0, alpha=1
             out[place] -= mean
     if outcome is not None:
         for b, t in valid:
-            out[b, t] += outcome[b]
+            out[b, t] += outcome[b, t]
     return out

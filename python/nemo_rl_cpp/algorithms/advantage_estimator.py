@@ -1,5 +1,5 @@
-"""Advantage estimators, computed with the native ops, and the stages of a training step that call them. To add an
-estimator, write a class and a line in `config/loop.py`, or call `register_estimator`.
+"""Advantage estimators, computed with the native ops. `algorithms/advantages.py` calls them in a training step. To add
+an estimator, write a class and a line in `config/loop.py`, or call `register_estimator`.
 
 compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) returns advantages [B, S]; PPO's estimators return
 (advantages, returns). If `offsets` [B + 1] is given, per-token values have the shape [T], without padding; training
@@ -8,7 +8,6 @@ given. Estimators that whiten set `advantage/degenerate_whitening` in `last_metr
 to whiten.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -19,18 +18,10 @@ from torch import Tensor
 from nemo_rl_cpp import ops
 from nemo_rl_cpp.algorithms.custom_components import AdvantageEstimator, OwnEstimator
 from nemo_rl_cpp.config.base import Section, Settings, as_model
-from nemo_rl_cpp.config.distillation import DistillationConfig, DistillationLossConfig
-from nemo_rl_cpp.config.loop import (
-    ADVANTAGE_ESTIMATORS,
-    AdvEstimatorConfig,
-    EstimatorEntry,
-    GAEConfig,
-    GRPOConfig,
-    checked_name,
-)
+from nemo_rl_cpp.config.distillation import DistillationLossConfig
+from nemo_rl_cpp.config.loop import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig, EstimatorEntry, GAEConfig, checked_name
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted
-from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 T = TypeVar("T")
 
@@ -424,18 +415,22 @@ class OPDAdvantageEstimator(_Estimator):
 
     and for `mixed` the weighted sum of the first two. In every case E_p[advantage d(log p)] = -dD (subtracting a
     constant does not change it). MOPD (arXiv:2601.02780) is the reverse KL plus `outcome_advantage_weight` times the
-    group advantage of the rewards. TROPD replaces q with alpha q + (1 - alpha) p, so the reverse KL's advantage is at
-    least log(1 - alpha).
+    advantage of the rewards: GRPO's, or with the settings of PPO (`GAEConfig`) GAE's, whitened if
+    normalize_advantages. The critic learns from the rewards alone. TROPD replaces q with alpha q + (1 - alpha) p, so
+    the reverse KL's advantage is at least log(1 - alpha).
     """
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
+        self._in_ppo = isinstance(estimator_config, GAEConfig)
+        self.section = GAEConfig if self._in_ppo else AdvEstimatorConfig
         super().__init__(estimator_config, loss_config)
         self.divergence, self.mixed_kl_weight, self.max_ratio = "reverse", 0.0, 0.0
         if isinstance(loss_config, DistillationLossConfig):
             self.divergence, self.mixed_kl_weight = loss_config.kl_type, loss_config.mixed_kl_weight
             self.max_ratio = loss_config.max_teacher_ratio
+        of_rewards = GeneralizedAdvantageEstimator if self._in_ppo else GRPOAdvantageEstimator
         weight = self.config.outcome_advantage_weight
-        self._outcome = GRPOAdvantageEstimator(self.config, loss_config) if weight > 0 else None
+        self._outcome = of_rewards(self.config, loss_config) if weight > 0 else None
 
     def _of_divergence(self, gap: Tensor) -> Tensor:
         alpha = self.config.proximal_teacher_alpha
@@ -451,11 +446,11 @@ class OPDAdvantageEstimator(_Estimator):
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor | None = None,
-        prev_logprobs: Tensor | None = None, valid_mask: Tensor | None = None, group_id: Tensor | None = None,
-        offsets: Tensor | None = None, **kwargs: object,
-    ) -> Tensor:  # fmt: skip
-        """Return advantages; a token that the student's top-k or top-p filter removes (log-probability -inf) gets 0.
-        Raise ValueError if either kind of log-probabilities is missing.
+        prev_logprobs: Tensor | None = None, offsets: Tensor | None = None, **of_rewards: object,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return advantages, in a PPO run (advantages, returns); returns are None without a critic. A token that the
+        student's top-k or top-p filter removes (log-probability -inf) gets 0. `of_rewards` are the inputs of the
+        rewards' estimator. Raise ValueError if either kind of log-probabilities is missing.
         """
         if teacher_logprobs is None or prev_logprobs is None:
             missing = "teacher_logprobs" if teacher_logprobs is None else "prev_logprobs"
@@ -465,17 +460,20 @@ class OPDAdvantageEstimator(_Estimator):
         advantages = self._of_divergence(gap)
         if self.config.subtract_global_baseline and valid.any():
             advantages = advantages - advantages[valid].mean()
+        returns, metrics = None, {}
         if self._outcome is not None:
-            of_rewards = self._outcome.compute_advantage(prompt_ids, rewards, mask, valid_mask, group_id, offsets)
-            advantages = advantages + self.config.outcome_advantage_weight * of_rewards
+            outcome = self._outcome.compute_advantage(prompt_ids, rewards, mask, offsets=offsets, **of_rewards)
+            outcome, returns = outcome if self._in_ppo else (outcome, None)
+            advantages = advantages + self.config.outcome_advantage_weight * outcome
+            metrics = self._outcome.last_metrics
         advantages = torch.where(valid, advantages, 0.0)
         gaps, kept = gap[valid], advantages[valid]
-        self.last_metrics = {
+        self.last_metrics = metrics | {
             "on_policy_distillation/teacher_student_logprob_gap_mean": gaps.mean().item() if gaps.numel() else 0.0,
             "on_policy_distillation/adv_mean": kept.mean().item() if kept.numel() else 0.0,
             "on_policy_distillation/adv_std": kept.std().item() if kept.numel() > 1 else 0.0,
         }
-        return advantages
+        return (advantages, returns) if self._in_ppo else advantages
 
 
 def make_estimator(
@@ -503,92 +501,5 @@ def register_estimator(
     """
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
     ADVANTAGE_ESTIMATORS.add(
-        name, EstimatorEntry(cls, algorithm), section, keys.model_fields if keys is not None else {}
+        name, EstimatorEntry(cls, (algorithm,)), section, keys.model_fields if keys is not None else {}
     )
-
-
-# ---- the stage of a step
-
-
-def _takes_ragged(estimator: AdvantageEstimator) -> bool:
-    """Return whether compute_advantage has a parameter `offsets`. If so, per-token inputs are passed as [T], without
-    padding.
-    """
-    return "offsets" in inspect.signature(estimator.compute_advantage).parameters
-
-
-def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the arguments that all estimators take, together with the per-token tensors `of_tokens` (each [T] or
-    None). Per-token tensors are padded to [B, S] unless `ragged`.
-    """
-    of_tokens["mask"] = batch.valid_mask
-    if ragged:
-        return {**of_tokens, "prompt_ids": batch.input_ids, "rewards": batch.rewards, "offsets": batch.offsets}
-    padded = {name: None if value is None else batch.padded(value) for name, value in of_tokens.items()}
-    return {**padded, "prompt_ids": batch["input_ids"], "rewards": batch.rewards}
-
-
-class GroupAdvantages:
-    """GRPO's stage of a step, which compares each sample with the others of its group. `group_id` defines the groups,
-    so two equal prompts of a batch are two groups.
-
-    If `masked_reward_policy` is exclude, a group's statistics exclude samples that receive no gradient. Advantages are
-    clipped to [advantage_clip_low, advantage_clip_high]; None means no bound.
-    """
-
-    def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig | DistillationConfig) -> None:
-        self.estimator, self._ragged = estimator, _takes_ragged(estimator)
-        self._voting = grpo.masked_rewards_are_out
-        self._low, self._high = grpo.advantage_clip_low, grpo.advantage_clip_high
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return dict(self.estimator.last_metrics)
-
-    @staticmethod
-    def _of_some_runs(batch: TrainBatch) -> dict[str, Tensor]:
-        """Return the inputs that only some estimators need, if earlier stages have added them to the batch."""
-        found = {"sum_pi_squared": batch.sum_pi_squared} if "sum_pi_squared" in batch else {}
-        if "teacher_logprobs" in batch:
-            found |= {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}
-        return found
-
-    def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` to the batch."""
-        advantages = self.estimator.compute_advantage(
-            group_id=batch.group_id,
-            valid_mask=(batch.sample_mask != 0).float() if self._voting else None,
-            repeated_batch=batch,
-            **_inputs(
-                batch, self._ragged, logprobs_policy=batch.old_logprobs,
-                logprobs_reference=batch.tokens.get("reference_policy_logprobs"), **self._of_some_runs(batch),
-            ),
-        )  # fmt: skip
-        if self._low is not None or self._high is not None:
-            advantages = advantages.clamp(min=self._low, max=self._high)
-        batch.advantages = advantages
-
-
-class TokenAdvantages:
-    """PPO's stage of a step. It computes advantages from the critic's values, or from the raw rewards; with a critic it
-    also computes the returns, the critic's targets.
-    """
-
-    def __init__(self, estimator: AdvantageEstimator) -> None:
-        self.estimator, self._ragged = estimator, _takes_ragged(estimator)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return dict(self.estimator.last_metrics)
-
-    def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` and, with a critic, `returns` to the batch."""
-        advantages, returns = self.estimator.compute_advantage(
-            **_inputs(
-                batch, self._ragged, values=batch.tokens.get("values"), logprobs=batch.old_logprobs,
-                reference_logprobs=batch.tokens.get("reference_policy_logprobs"),
-            )
-        )  # fmt: skip
-        batch.advantages = advantages
-        if returns is not None:
-            batch.returns = returns

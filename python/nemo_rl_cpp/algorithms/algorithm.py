@@ -6,13 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemo_rl_cpp.algorithms.advantage_estimator import (
-    AdvantageEstimator,
-    GDPOAdvantageEstimator,
-    GroupAdvantages,
-    TokenAdvantages,
-    make_estimator,
-)
+from nemo_rl_cpp.algorithms.advantage_estimator import AdvantageEstimator, GDPOAdvantageEstimator, make_estimator
+from nemo_rl_cpp.algorithms.advantages import GroupAdvantages, TokenAdvantages
 from nemo_rl_cpp.algorithms.answers import EqualAdvantages
 from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig

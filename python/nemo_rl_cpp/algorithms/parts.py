@@ -30,7 +30,13 @@ from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.config.distillation import absolute_folder
 from nemo_rl_cpp.config.fold import exactness_text, say_fold
 from nemo_rl_cpp.config.loop import LoopConfig
-from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, SFTMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.config.master import (
+    DistillationMasterConfig,
+    GRPOMasterConfig,
+    SFTMasterConfig,
+    TaughtMasterConfig,
+    TrainMasterConfig,
+)
 from nemo_rl_cpp.config.penalties import LengthPenaltyConfig, RewardPenaltyConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.chat_template import choose_template
@@ -233,7 +239,7 @@ def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer:
         return NoTeacher()
     for key, name in config.teachers.items():
         check_vocabulary(tokenizer, name, key)
-    if isinstance(config, GRPOMasterConfig):
+    if isinstance(config, TaughtMasterConfig):
         section = config.on_policy_distillation
         return Teachers(policy, section.models(), section.default_teacher)
     options = policy, config.teachers, "teacher.model_name"

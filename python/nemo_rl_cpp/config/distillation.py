@@ -15,7 +15,7 @@ from .loop import AdvEstimatorConfig, GRPOEstimator, LoopConfig, other_default
 from .loss import ClippedPGLossConfig
 
 if TYPE_CHECKING:
-    from .master import DistillationMasterConfig, GRPOMasterConfig
+    from .master import DistillationMasterConfig, TaughtMasterConfig
 
 
 def absolute_folder(model_name: str) -> str:
@@ -38,7 +38,7 @@ class NonColocatedTeachersConfig(Section):
 
 
 class OnPolicyDistillationConfig(Section):
-    """Teachers that score the policy's samples, for `grpo.adv_estimator.name: opd`."""
+    """Teachers that score the policy's samples, for `adv_estimator.name: opd` of a GRPO or PPO run."""
 
     is_switched = True
     enabled: bool = key(False, "Load the teachers and score the responses with them.")
@@ -163,7 +163,7 @@ class DistillationConfig(LoopConfig):
     )
 
 
-def check_teachers(config: GRPOMasterConfig | DistillationMasterConfig, report: Report) -> None:
+def check_teachers(config: TaughtMasterConfig | DistillationMasterConfig, report: Report) -> None:
     """Report settings of teachers, advantage estimator and policy that do not fit together."""
     estimator, key = config.loop.adv_estimator, f"{config.algorithm}.adv_estimator"
     taught = estimator.name == "opd"
@@ -174,7 +174,7 @@ def check_teachers(config: GRPOMasterConfig | DistillationMasterConfig, report: 
                 f"is read by adv_estimator.name opd only, not {estimator.name}: leave it out",
                 f"{key}.name",
             )
-    if config.algorithm == "grpo":
+    if config.algorithm != "distillation":
         _check_on_policy_distillation(config, taught, report)
     else:
         if not taught and not is_user_defined(estimator.name):
@@ -222,12 +222,13 @@ def _check_topk(config: DistillationMasterConfig, report: Report) -> None:
             report.add(f"loss_fn.{term}", f"is for the sampled token, not for {name}: set it to {off}", name)
 
 
-def _check_on_policy_distillation(config: GRPOMasterConfig, taught: bool, report: Report) -> None:
+def _check_on_policy_distillation(config: TaughtMasterConfig, taught: bool, report: Report) -> None:
     teaching, own = config.on_policy_distillation, "on_policy_distillation"
+    chosen, estimator = f"{config.algorithm}.adv_estimator.name", config.loop.adv_estimator.name
     if not config.teachers:
         if taught:
             report.add(
-                "grpo.adv_estimator.name",
+                chosen,
                 "is opd, which needs a teacher: set on_policy_distillation.enabled=true and name its model in "
                 "on_policy_distillation.teacher_model_by_agent_name",
                 f"{own}.enabled",
@@ -235,12 +236,11 @@ def _check_on_policy_distillation(config: GRPOMasterConfig, taught: bool, report
         elif teaching is not None and teaching.enabled:
             report.add(f"{own}.teacher_model_by_agent_name", "names no teacher: give one, or set enabled to false")
         return
-    if not taught and not is_user_defined(config.grpo.adv_estimator.name):
+    if not taught and not is_user_defined(estimator):
         report.add(
             f"{own}.enabled",
-            f"loads teachers that adv_estimator.name {config.grpo.adv_estimator.name} does not ask: set grpo.adv_estimator.name to opd, or "
-            "this to false",
-            "grpo.adv_estimator.name",
+            f"loads teachers that adv_estimator.name {estimator} does not ask: set {chosen} to opd, or this to false",
+            chosen,
         )
     alias = teaching.default_teacher_alias
     if alias is not None and alias not in teaching.teacher_model_by_agent_name:

@@ -18,13 +18,13 @@ from .tables import Entry, OneOf, Table
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):
-    """The definition of an advantage estimator: its class, and the algorithm that may use it ("grpo" or "ppo")."""
+    """The definition of an advantage estimator: its class, and the algorithms that may use it ("grpo", "ppo")."""
 
-    algorithm: str
+    algorithms: tuple[str, ...]
 
 
-def _estimator(name: str, algorithm: str) -> EstimatorEntry:
-    return EstimatorEntry(f"nemo_rl_cpp.algorithms.advantage_estimator:{name}", algorithm)
+def _estimator(name: str, *algorithms: str) -> EstimatorEntry:
+    return EstimatorEntry(f"nemo_rl_cpp.algorithms.advantage_estimator:{name}", algorithms)
 
 
 ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
@@ -41,7 +41,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "max_rl": _estimator("MaxRLAdvantageEstimator", "grpo"),
         "remax": _estimator("ReMaxAdvantageEstimator", "grpo"),
         "optimal_token_baseline": _estimator("OptimalTokenBaselineAdvantageEstimator", "grpo"),
-        "opd": _estimator("OPDAdvantageEstimator", "grpo"),
+        "opd": _estimator("OPDAdvantageEstimator", "grpo", "ppo"),
     },
 )
 """The table of advantage estimators: name -> class."""
@@ -49,7 +49,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
 
 def estimators_of(algorithm: str) -> list[str]:
     """Return the names of the advantage estimators that `algorithm` ("grpo" or "ppo") may use."""
-    return [name for name, entry in ADVANTAGE_ESTIMATORS.entries.items() if entry.algorithm == algorithm]
+    return [name for name, entry in ADVANTAGE_ESTIMATORS.entries.items() if algorithm in entry.algorithms]
 
 
 GRPOEstimator = Annotated[str, OneOf(lambda: estimators_of("grpo"), dotted=True)]
@@ -353,7 +353,8 @@ class AdvEstimatorConfig(Section):
     subtract_global_baseline: bool = key(False, "opd: subtract the mean advantage over the step's trained tokens.")
     outcome_advantage_weight: NonNegative = key(
         0.0,
-        "opd: weight of GRPO's advantage (from the rewards), which is added to the teacher's. 0: the teacher's alone.",
+        "opd: weight of the advantage that the rewards give (in a GRPO run GRPO's, in a PPO run GAE's), which is "
+        "added to the teacher's. 0: the teacher's alone, without a critic.",
     )
 
 
@@ -409,13 +410,14 @@ class AsyncPPOConfig(AsyncConfig):
 
 
 class GAEConfig(Section):
-    """The advantage estimator of PPO: generalised advantage estimation, raw rewards, or your own."""
+    """The advantage estimator of PPO: generalised advantage estimation, raw rewards, teachers, or your own."""
 
     name: PPOEstimator = key(
         "gae",
         "Advantage estimator. gae: generalised advantage estimation, with a critic. raw_reward: the reward "
-        "is the advantage, without a critic. Your own class or function is given by its dotted name, for "
-        "example my_module.MyEstimator.",
+        "is the advantage, without a critic. opd: per-token advantages from the teachers of "
+        "on_policy_distillation, plus outcome_advantage_weight times gae's. Your own class or function is given by "
+        "its dotted name, for example my_module.MyEstimator.",
     )
     kwargs: dict[str, object] = key({}, "Keyword arguments of your own estimator.")
     uses_critic: bool = key(True, "Train a critic and pass its values to your own estimator.")
@@ -429,6 +431,14 @@ class GAEConfig(Section):
     length_adaptive_alpha: NonNegative = key(
         0.0, "VAPO: alpha in the length-adaptive lambda of the advantages, 1 - 1 / (alpha * response length). 0: off."
     )
+    proximal_teacher_alpha: Real = copy(AdvEstimatorConfig.model_fields["proximal_teacher_alpha"])
+    subtract_global_baseline: bool = copy(AdvEstimatorConfig.model_fields["subtract_global_baseline"])
+    outcome_advantage_weight: NonNegative = copy(AdvEstimatorConfig.model_fields["outcome_advantage_weight"])
+
+    @property
+    def computes_gae(self) -> bool:
+        """Whether the advantages are, or contain, those of generalised advantage estimation."""
+        return self.name == "gae" or (self.name == "opd" and self.outcome_advantage_weight > 0)
 
 
 class PPOConfig(LoopConfig):

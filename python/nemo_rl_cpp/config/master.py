@@ -194,20 +194,12 @@ class TrainMasterConfig(MasterConfig):
         self.loss_fn.fill_scale_factor(self.policy.generation.max_new_tokens)
 
 
-class GRPOMasterConfig(TrainMasterConfig):
-    """The configuration of a GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
+class TaughtMasterConfig(TrainMasterConfig):
+    """The base of the configurations of runs whose rewards may be mixed with the scores of teachers."""
 
-    grpo: GRPOConfig = section(GRPOConfig, "training loop")
     on_policy_distillation: OnPolicyDistillationConfig | None = section(
-        OnPolicyDistillationConfig, "teachers, for grpo.adv_estimator.name opd; null: none"
+        OnPolicyDistillationConfig, "teachers, for adv_estimator.name opd; null: none"
     )
-
-    def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
-        self.grpo.async_grpo = (self.grpo.async_grpo or AsyncGRPOConfig()).model_copy(update=async_rl.beside_training)
-
-    @property
-    def algorithm(self) -> str:
-        return "grpo"
 
     @property
     def teachers(self) -> dict[str, str]:
@@ -215,6 +207,19 @@ class GRPOMasterConfig(TrainMasterConfig):
         if teaching is None:
             return {}
         return {f"{key}.{name}": model for name, model in teaching.models().items()}
+
+
+class GRPOMasterConfig(TaughtMasterConfig):
+    """The configuration of a GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
+
+    grpo: GRPOConfig = section(GRPOConfig, "training loop")
+
+    def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
+        self.grpo.async_grpo = (self.grpo.async_grpo or AsyncGRPOConfig()).model_copy(update=async_rl.beside_training)
+
+    @property
+    def algorithm(self) -> str:
+        return "grpo"
 
 
 class DistillationMasterConfig(TrainMasterConfig):
@@ -238,7 +243,7 @@ class DistillationMasterConfig(TrainMasterConfig):
         return self.distillation.topk_logits_k
 
 
-class PPOMasterConfig(TrainMasterConfig):
+class PPOMasterConfig(TaughtMasterConfig):
     """The configuration of a PPO run (`run_ppo`)."""
 
     ppo: PPOConfig = section(PPOConfig, "training loop")
@@ -252,7 +257,7 @@ class PPOMasterConfig(TrainMasterConfig):
     @property
     def has_critic(self) -> bool:
         estimator = self.ppo.adv_estimator
-        return estimator.name == "gae" or (is_user_defined(estimator.name) and estimator.uses_critic)
+        return estimator.computes_gae or (is_user_defined(estimator.name) and estimator.uses_critic)
 
     def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
         self.ppo.async_ppo = self.ppo.async_ppo.model_copy(update=async_rl.beside_training)

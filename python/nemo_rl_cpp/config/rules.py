@@ -67,7 +67,7 @@ def check_training(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -
     _check_distributions(config, report)
     if name == "grpo":
         _check_advantages(config, report)
-    if name in ("grpo", "distillation"):
+    if name != "sft":
         check_teachers(config, report)
     rules_model.check_policy(config.policy, report)
     _check_batches(config, "policy", report)
@@ -201,12 +201,14 @@ def _not_read(report: Report, key: str, beside: str) -> None:
 def _check_critic(config: PPOMasterConfig, report: Report) -> None:
     loop, estimator, chosen = config.ppo, config.ppo.adv_estimator, "ppo.adv_estimator.name"
     named = f"adv_estimator.name {estimator.name}"
+    if estimator.name == "opd" and not config.has_critic:
+        named += " and outcome_advantage_weight 0"
     if not config.has_critic and loop.critic_ppo_epochs is not None:
         _not_read(report, "ppo.critic_ppo_epochs", f"{named}, which has no critic")
     alpha = estimator.length_adaptive_alpha
     for name in ("gae_lambda", "gae_gamma", "gae_lambda_value", "gae_lambda_policy", "length_adaptive_alpha"):
         changed = getattr(estimator, name) != type(estimator).model_fields[name].default
-        if changed and estimator.name != "gae":
+        if changed and not estimator.computes_gae:
             _not_read(report, f"ppo.adv_estimator.{name}", named)
         elif changed and name == "gae_lambda_policy" and alpha > 0:
             _not_read(report, f"ppo.adv_estimator.{name}", f"length_adaptive_alpha {alpha:g}")
@@ -229,9 +231,9 @@ def _check_critic(config: PPOMasterConfig, report: Report) -> None:
             text = f"is {given}, but the policy makes sequences of up to {longest}; set it to ${{policy.{key}}}"
             report.add(f"value.{key}", text, f"policy.{key}")
     elif loop.warm_start_value_checkpoint is not None:
-        report.add(warm_start, "must be null with adv_estimator raw_reward, which has no critic", chosen)
+        report.add(warm_start, f"must be null with {named}, which has no critic", chosen)
     elif loop.policy_training_start_step > 0:
-        text = "must be 0 with adv_estimator raw_reward: there is no critic to warm up"
+        text = f"must be 0 with {named}: there is no critic to warm up"
         report.add("ppo.policy_training_start_step", text, chosen)
 
 

@@ -5,13 +5,14 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import OPDAdvantageEstimator
+from nemo_rl_cpp.algorithms.advantages import TokenAdvantages
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.teachers import Teachers, check_vocabulary
-from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.config import ConfigError, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.distillation import DistillationLossConfig
 from nemo_rl_cpp.config.loader import load_distillation_config
-from nemo_rl_cpp.config.loop import AdvEstimatorConfig
+from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GAEConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
@@ -20,6 +21,7 @@ from nemo_rl_cpp.rollouts.batches import TrainBatch
 from reference import advantages as slow
 
 KINDS = ("reverse", "forward", "mixed", "jensen")
+GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 
 
 def estimator(kind="reverse", weight=0.5, cap=10.0, **settings):
@@ -46,7 +48,7 @@ def test_opd_advantages_match_the_reference_for_any_values_at_masked_tokens(kind
             group_id=torch.tensor(groups),
         )  # fmt: skip
         base, std = slow.group_baseline(groups, rewards, np.ones(rows), leave_one_out=True)
-        outcome = weight * slow.grpo(rewards, base, std, normalize=True) if weight else None
+        outcome = np.repeat(weight * slow.grpo(rewards, base, std, normalize=True)[:, None], columns, 1)
         expected = slow.opd(
             teacher, student, mask, kind, 0.25, cap, alpha, settings["subtract_global_baseline"], outcome
         )
@@ -58,6 +60,66 @@ def test_opd_advantages_match_the_reference_for_any_values_at_masked_tokens(kind
         )  # fmt: skip
         torch.testing.assert_close(ragged, padded.ravel(), rtol=0, atol=0)
         assert all(np.isfinite(value) for value in made.last_metrics.values())
+
+
+def of_ppo(**settings):
+    return OPDAdvantageEstimator(GAEConfig(name="opd", **settings), ClippedPGLossConfig())
+
+
+@pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
+def test_random_cases_with_a_critic_match_the_reference(cases):
+    rng = np.random.default_rng(7)
+    for _ in range(cases):
+        rows, columns = rng.integers(1, 5), rng.integers(1, 6)
+        student, teacher = -rng.exponential(2.0, (2, rows, columns))
+        mask, values = (rng.random((rows, columns)) < 0.7).astype(float), rng.normal(0, 1, (rows, columns))
+        student[(mask != 0) & (rng.random((rows, columns)) < 0.05)] = -np.inf  # removed by top-k or top-p
+        rewards, normalize, centre = rng.normal(0, 1, rows), bool(rng.random() < 0.5), bool(rng.random() < 0.5)
+        alpha, weight = float(rng.choice([1.0, 0.3])), float(rng.choice([0.0, 0.4]))
+        given = {"gae_lambda": 0.8, "gae_gamma": 0.9, "normalize_advantages": normalize}
+        made = of_ppo(
+            **given, proximal_teacher_alpha=alpha, outcome_advantage_weight=weight, subtract_global_baseline=centre
+        )
+        of_tokens = {"mask": mask, "teacher_logprobs": teacher, "prev_logprobs": student, "values": values}
+        tensors = {name: torch.tensor(each) for name, each in of_tokens.items()}
+        advantages, returns = made.compute_advantage(None, torch.tensor(rewards), **tensors)
+        outcome, targets, _ = slow.gae(rewards, values, mask, 0.9, 0.8, normalize=normalize)
+        expected = slow.opd(teacher, student, mask, alpha=alpha, centre=centre, outcome=weight * outcome)
+        np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-6, atol=1e-6)
+        if weight:
+            np.testing.assert_allclose(returns.numpy()[mask != 0], targets[mask != 0], rtol=1e-6, atol=1e-6)
+        else:
+            assert returns is None  # there is no critic
+        ragged = made.compute_advantage(
+            None, torch.tensor(rewards), offsets=offsets_of(torch.full((rows,), columns)),
+            **{name: each.ravel() for name, each in tensors.items()},
+        )  # fmt: skip
+        torch.testing.assert_close(ragged[0], advantages.ravel(), rtol=0, atol=0)
+
+
+def test_advantages_and_loss_of_ppo_with_a_teacher_by_hand():
+    """Rewards: the errors are 0.25 - 0.5 and 1 - 0.25, so GAE with lambda 0.5 gives (0.125, 0.75), and the critic's targets are
+    (0.625, 1). The teacher's gaps are (0.5, -0.25). With the weight 2 the advantages are (0.75, 1.25), and the loss at a ratio of 1
+    is their mean, negated."""
+    student, teacher = torch.tensor([-9.0, -1.0, -2.0, -9.0]), torch.tensor([0.0, -0.5, -2.25, 0.0])
+    of_tokens = {
+        "input_ids": torch.arange(4), "token_mask": torch.tensor([0.0, 1.0, 1.0, 0.0]), "generation_logprobs": student,
+        "teacher_logprobs": teacher, "values": torch.tensor([7.0, 0.5, 0.25, 7.0]),
+    }  # fmt: skip
+    batch = TrainBatch(
+        offsets_of(torch.tensor([4])), of_tokens, {"sample_mask": torch.ones(1), "rewards": torch.ones(1)}
+    )
+    settings = {"gae_lambda": 0.5, "normalize_advantages": False, "outcome_advantage_weight": 2.0}
+    stage = TokenAdvantages(of_ppo(**settings))
+    stage.add(batch)
+    assert batch.advantages.tolist() == pytest.approx([0.0, 0.75, 1.25, 0.0])
+    assert batch.returns[1:3].tolist() == pytest.approx([0.625, 1.0])
+    assert stage.metrics[GAP] == pytest.approx(0.125)
+    data = {name: batch[name] for name in ("advantages", "token_mask", "sample_mask", "generation_logprobs")}
+    loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+    result = loss.native(student[None, 1:], data | {"prev_logprobs": student[None]}, 1.0, 2.0)
+    assert float(result.loss) == pytest.approx(-1.0)
+    assert result.grad_logprobs[0].tolist() == pytest.approx([-0.375, -0.625, 0.0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,9 +196,9 @@ def teacher(tmp_path_factory):
     return folder
 
 
-def opd_keys(folder, *overrides):
+def opd_keys(folder, *overrides, section="grpo"):
     return [
-        "grpo.adv_estimator.name=opd", "on_policy_distillation.enabled=true",
+        f"{section}.adv_estimator.name=opd", "on_policy_distillation.enabled=true",
         f"++on_policy_distillation.teacher_model_by_agent_name.reverse_digits={folder}", *overrides,
     ]  # fmt: skip
 
@@ -164,6 +226,25 @@ def test_invalid_teacher_configurations_are_rejected_with_the_reason():
     file = "distillation_arithmetic_smollm2.yaml"
     said = refused("distillation.adv_estimator.name=grpo", load=load_distillation_config, file=file)
     assert "must be opd, which reads the teacher's scores" in said
+
+
+def test_ppo_reads_the_keys_of_teachers_as_grpo_does():
+    keys = opd_keys("x", section="ppo")
+    alone, mixed = (load_ppo_config("ppo_tiny.yaml", [*keys, *more]) for more in (
+        ["ppo.policy_training_start_step=0"], ["ppo.adv_estimator.outcome_advantage_weight=0.5"],
+    ))  # fmt: skip
+    assert alone.teachers == mixed.teachers and list(alone.teachers.values()) == ["x"]
+    assert list(alone.trained_models()) == ["policy"] and list(mixed.trained_models()) == ["policy", "value"]
+
+    def wrong(*overrides):
+        return refused(*overrides, load=load_ppo_config, file="ppo_tiny.yaml")
+
+    assert "ppo.adv_estimator.name is opd, which needs a teacher" in wrong(keys[0])
+    assert "name gae does not ask: set ppo.adv_estimator.name to opd" in wrong(*keys[1:])
+    assert "gae_lambda has no effect with adv_estimator.name opd and outcome_advantage_weight 0" in wrong(
+        *keys, "ppo.adv_estimator.gae_lambda=0.5"
+    )
+    assert "must be 0 with adv_estimator.name opd and outcome_advantage_weight 0: there is no critic" in wrong(*keys)
 
 
 def test_distillation_accepts_one_response_per_prompt():
@@ -212,9 +293,6 @@ def run_config(folder, teacher, steps, topk=(), **loss):
     }  # fmt: skip
 
 
-GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
-
-
 def is_near(history):
     """Whether the gap of the last five steps is below half of that of the first two."""
     gaps = [-row[GAP] for row in history]
@@ -238,3 +316,27 @@ def test_grpo_with_a_teacher_reduces_the_logprob_gap_to_the_teacher(teacher, tmp
         run.train()
     gaps = [-row[GAP] for row in run.history]
     assert np.mean(gaps[-5:]) < np.mean(gaps[:5]), gaps
+
+
+@pytest.mark.slow
+def test_ppo_with_a_teacher_learns_from_both_repeats_and_resumes_to_the_bit(teacher, tmp_path):
+    keys = (
+        *opd_keys(teacher, section="ppo"), "ppo.adv_estimator.outcome_advantage_weight=0.1", "ppo.num_prompts_per_step=8",
+        "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "value.train_global_batch_size=32",
+        "ppo.policy_training_start_step=2", "checkpointing.enabled=true", "checkpointing.save_period=12",
+        "checkpointing.metric_name=null",
+    )  # fmt: skip
+
+    def trained(folder, steps):
+        with tiny.make(tmp_path / folder, *keys, f"ppo.max_num_steps={steps}", config="ppo_tiny.yaml") as run:
+            run.train()
+        return run, [{key: row[key] for key in (GAP, "reward", "critic/loss", "weights/digest")} for row in run.history]
+
+    whole, history = trained("whole", 24)
+    _, first = trained("parts", 12)
+    rest, second = trained("parts", 24)
+    assert first + second == history
+    for ours, expected in zip(rest.models.values(), whole.models.values(), strict=True):
+        assert ours.weight_digest() == expected.weight_digest()
+    gaps = [-row[GAP] for row in history]
+    assert np.mean(gaps[-5:]) < 0.5 * np.mean(gaps[:3]), gaps

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.advantage_estimator import GroupAdvantages, GRPOAdvantageEstimator
+from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator
+from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GRPOConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict

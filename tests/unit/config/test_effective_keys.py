@@ -76,6 +76,8 @@ ONLY_PPO = [
      "++value.dtensor_cfg.lora_cfg.enabled=true", "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true",
      "policy.optimizer={{kwargs:{{lr:1e-3}}}}", "++policy.dtensor_cfg.lora_cfg.enabled=true"),
     ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false"),
+    ("ppo.adv_estimator.name=opd", "ppo.adv_estimator.outcome_advantage_weight=0.5",
+     "on_policy_distillation={{enabled:true,teacher_model_by_agent_name:{{x:tiny-random}},default_teacher_alias:x}}"),
 ]  # fmt: skip
 WITH_VLLM = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.python={python}")
 OF_A_SERVER = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:9",

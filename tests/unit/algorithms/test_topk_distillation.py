@@ -12,6 +12,7 @@ from nemo_rl_cpp.config.distillation import DistillationLossConfig
 from nemo_rl_cpp.config.loader import load_distillation_config
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
@@ -74,10 +75,10 @@ def taught_batch(k=5):
     return batch, rows, before
 
 
-def train(settings, batching, model=None):
+def train(settings, batching, model=None, **shared):
     model = model or model_of(3)
     trainer, batch = C.Trainer(model), taught_batch()[0]
-    way = MicroBatchRunner(trainer, TopKDistillationLossFn(settings), batching, Scoring(0.9))
+    way = MicroBatchRunner(trainer, TopKDistillationLossFn(settings), batching, Scoring(0.9), **shared)
     return way.forward_backward(batch, 0, batch.size), trainer.grads.clone()
 
 
@@ -127,6 +128,15 @@ def test_topk_distillation_gradient_does_not_depend_on_micro_batches(batching):
     parts, grads = train(settings, batching)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-12)
     assert (grads - expected).norm() <= 1e-12 * expected.norm()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_gradient_is_the_sum_of_two_ranks_gradients(settings):
+    whole, expected = train(settings, WHOLE)
+    (first, ours), (second, theirs) = (train(settings, WHOLE, ranks=Ranks(rank, 2), blocks=2) for rank in (0, 1))
+    assert min(ours.norm(), theirs.norm()) > 0.1 * expected.norm()
+    assert first.loss + second.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert (ours + theirs - expected).norm() <= 1e-12 * expected.norm()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.policy import ValueConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner, NonFiniteError, evaluate_value_loss
 from nemo_rl_cpp.models.weights import named_views
@@ -89,6 +90,21 @@ def test_critic_gradients_do_not_depend_on_micro_batches_or_packing():
     assert torch.equal(gradients["recomputed"], reference)
     for name, grads in gradients.items():
         assert (grads - reference).norm() <= 1e-6 * reference.norm(), name
+
+
+def test_gradient_is_the_sum_of_two_ranks_gradients():
+    def gradient(**shared):
+        value = with_a_head(Value(None, make_value().config.model_copy(update={"precision": "float64"}), None, seed=1))
+        batch = RaggedBatch.of(data | {"values": data["values"] + 0.15})  # both branches of the clip
+        way = MicroBatchRunner(value.trainer, LOSS, value._batching("train"), evaluate=evaluate_value_loss, **shared)
+        return way.forward_backward(batch, 0, 12).loss, value.trainer.grads.clone()
+
+    data = {k: v.double() if v.is_floating_point() else v for k, v in make_data(with_a_head(make_value())).items()}
+    whole, expected = gradient()
+    (first, ours), (second, theirs) = (gradient(ranks=Ranks(rank, 2), blocks=2) for rank in (0, 1))
+    assert min(ours.norm(), theirs.norm()) > 0.1 * expected.norm()
+    assert first + second == pytest.approx(whole, rel=1e-12)
+    assert (ours + theirs - expected).norm() <= 1e-12 * expected.norm()
 
 
 def test_critic_gradients_match_finite_differences():

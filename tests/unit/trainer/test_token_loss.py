@@ -4,7 +4,9 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
+from nemo_rl_cpp.config.loss import LOSSES
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import (
@@ -76,9 +78,9 @@ class AskedAfterwards(ClippedPGLossFn):
         return None
 
 
-def train(loss_fn, data, dtype=torch.float32, batching=MicroBatching(max_samples=100), on_policy=False):
+def train(loss_fn, data, dtype=torch.float32, batching=MicroBatching(max_samples=100), on_policy=False, **shared):
     trainer = trainer_of(dtype)
-    way = MicroBatchRunner(trainer, loss_fn, batching, Scoring(0.9))
+    way = MicroBatchRunner(trainer, loss_fn, batching, Scoring(0.9), **shared)
     result = way.forward_backward(RaggedBatch.of(data), 0, len(data["input_ids"]), on_policy=on_policy)
     return result, trainer.grads.clone()
 
@@ -115,6 +117,23 @@ def test_fused_token_loss_gradients_do_not_depend_on_micro_batches(batching):
     parts, grads = train(ClippedPGLossFn({}), data, batching=batching)
     assert torch.equal(whole.outputs, parts.outputs)
     assert (grads - expected).norm() <= 1e-5 * expected.norm()
+
+
+ROWS = {f"clipped_pg {name}": ROW_LOSSES[name] for name in ("sequence-level", "seq-tis", "geo-icepop", "seq-mask-tis")}
+
+
+@pytest.mark.parametrize("settings", [*({"name": name} for name in LOSSES), *ROWS.values()], ids=[*LOSSES, *ROWS])
+def test_gradient_of_every_loss_is_the_sum_of_two_ranks_gradients(settings):
+    """Each rank trains its half of the samples, which have different numbers of tokens, and divides by the counts of the whole batch."""
+    scale = {"loss_scale_factor": 8.0} if settings.get("name") == "dr_grpo" else {}
+    loss_fn = ClippedPGLossFn({"positive_example_nll_weight": 0.1} | scale | settings)
+    data, double = training_data(), torch.float64
+    whole, expected = train(loss_fn, data, double)
+    (first, ours), (second, theirs) = (train(loss_fn, data, double, ranks=Ranks(rank, 2), blocks=2) for rank in (0, 1))
+    assert min(ours.norm(), theirs.norm()) > 0.1 * expected.norm()
+    assert first.metrics[0]["num_valid_samples"] != second.metrics[0]["num_valid_samples"]  # one sample is masked
+    assert first.loss + second.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert (ours + theirs - expected).norm() <= 1e-12 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ROW_LOSSES)

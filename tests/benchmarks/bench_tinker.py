@@ -28,7 +28,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from harness import peak_mb
+from harness import peak_mb, spread
 
 GROUP, NEW_TOKENS, RANK = 8, 6, 8
 
@@ -123,12 +123,6 @@ def alternated(sides: dict[str, Callable[[int], None]], rounds: range, until: fl
             if number:
                 seconds[name].append(taken)
     return seconds
-
-
-def spread(ratios: list[float]) -> list[float]:
-    """Return median and quartiles."""
-    low, median, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return [round(ratio, 3) for ratio in (median, low, high)]
 
 
 def tenants(connection: Connection, arguments: argparse.Namespace, count: int) -> None:

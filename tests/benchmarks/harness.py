@@ -33,6 +33,12 @@ class Times:
         return f"{self.median * 1e3:10.3f} ms  [{self.low * 1e3:.3f}, {self.high * 1e3:.3f}]"
 
 
+def spread(ratios: list[float]) -> list[float]:
+    """Return median and quartiles."""
+    low, median, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return [round(ratio, 3) for ratio in (median, low, high)]
+
+
 def peak_mb() -> float:
     """Return this process's peak memory in MB (ru_maxrss would include the parent's)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()

@@ -42,6 +42,8 @@ RUNS = {
     "ranks": "ranks",
     "busy_machine": "busy_machine --rounds 5",
     "tinker": "tinker --rounds 5",
+    "weights_in_flight": "weights_in_flight",
+    "weights_in_flight_long": "weights_in_flight --new 64",
 }
 
 

@@ -206,14 +206,26 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
 
 void DecoderParameters::add_blocks(const ModelConfig& c) {
   if (!c.quantization) return;
-  for (std::int64_t l = 0; l < c.num_layers(); ++l)
-    for (const auto& tensor : layer_tensors(c, l)) {
-      if (!lies_in_blocks(c, tensor)) continue;
-      std::int64_t rows = 0;
-      for (const auto& part : tensor.parts) rows += part.rows;
-      layers[static_cast<std::size_t>(l)].*tensor.field = runtime::zeros_large(
-          {rows, kernels::block_row_bytes(*c.quantization, tensor.columns)}, at::TensorOptions().dtype(at::kByte));
-    }
+  constexpr std::int64_t kLine = 64;
+  const auto for_matrices = [&](const auto& f) {  // f(matrix, rows, bytes of a row, offset), returns where all end
+    std::int64_t end = 0;
+    for (std::int64_t l = 0; l < c.num_layers(); ++l)
+      for (const auto& tensor : layer_tensors(c, l)) {
+        if (!lies_in_blocks(c, tensor)) continue;
+        std::int64_t rows = 0;
+        for (const auto& part : tensor.parts) rows += part.rows;
+        const std::int64_t bytes = kernels::block_row_bytes(*c.quantization, tensor.columns);
+        f(layers[static_cast<std::size_t>(l)].*tensor.field, rows, bytes, end);
+        end += (rows * bytes + kLine - 1) / kLine * kLine;
+      }
+    return end;
+  };
+  const std::int64_t total = for_matrices([](const auto&...) {});
+  // one buffer: a matrix alone may be smaller than a huge page
+  const auto all = runtime::zeros_large({total}, at::TensorOptions().dtype(at::kByte));
+  for_matrices([&](at::Tensor& matrix, std::int64_t rows, std::int64_t bytes, std::int64_t offset) {
+    matrix = all.narrow(0, offset, rows * bytes).view({rows, bytes});
+  });
 }
 
 }  // namespace nemo_rl::model

@@ -8,7 +8,7 @@ namespace nemo_rl::kernels::NRL_CAPABILITY {
 namespace {
 
 constexpr std::int64_t kHalfBlock = kBlockTerms / 2;
-constexpr int kBlocksAhead = 1024;  ///< bytes asked for ahead
+constexpr int kBlocksAhead = 4096;  ///< bytes asked for ahead: about as long as memory takes
 
 std::uint16_t half_bits_of(float value) {
   const auto bits = __builtin_bit_cast(std::uint32_t, value), magnitude = bits & 0x7fffffffu;
@@ -88,10 +88,13 @@ template <class T>
   put(_mm512_permutexvar_ps(places, table), _mm512_permutexvar_ps(_mm512_srli_epi32(places, 4), table), out);
 }
 
-/// Places of the weights of a block in a table of sixteen, in four bits of sixteen.
+/// Places of the weights of a block in a table of sixteen, in four bits of sixteen. Above them there may be other bits.
 [[gnu::always_inline]] inline __m512i places_of(const std::byte* block) {
-  const __m256i low = _mm256_cvtepu8_epi16(sixteen_bytes(block + 2));
-  return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(low, 4), 1);
+  const __m512i bytes_of_words = _mm512_cvtepu8_epi16(_mm256_setr_epi8(
+      0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+  const __m512i words = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen_bytes(block + 2)), bytes_of_words);
+  return _mm512_srlv_epi16(words, shifts);
 }
 [[gnu::always_inline]] inline void unpack_q4_0(const std::byte* block, bfloat16* out) {
   const __m512 table = table_of(block);

@@ -10,6 +10,7 @@ import tiny
 import tokenizer_folders
 import torch
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.checks.model import check
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.generate import TextGenerator
@@ -149,6 +150,9 @@ def test_damaged_and_unknown_gguf_files_are_rejected_and_leave_no_folder(tmp_pat
     file.write_bytes(b"GGUF" + bytes(20))
     with pytest.raises(SourceError, match="is not a whole GGUF file"):
         resolve_model(file)
+    config = load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={file}", f"policy.tokenizer.name={file}"])
+    [problem] = check(config)
+    assert problem.level == "error" and "is not a whole GGUF file" in problem.message
     writer = gguf.GGUFWriter(file, "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -3,6 +3,7 @@
 The result is always a Hugging Face folder on this machine.
 """
 
+import contextlib
 import difflib
 import hashlib
 import importlib.util
@@ -120,7 +121,9 @@ def check_is_no_file(name: str, key: str) -> None:
     """Raise SourceError if `name`, which is not a folder, is a file or has the form of a path, so that it cannot be a
     name on the Hub. The message names the configuration key `key`."""
     path = _expanded(name)
-    if os.path.exists(path):
+    if is_gguf(path):
+        gguf_folder(path)
+    elif os.path.exists(path):
         raise SourceError(
             f"{key} is the file {name!r}, but a model is a folder with config.json, *.safetensors and tokenizer.json, or a .gguf file"
         )
@@ -135,7 +138,8 @@ def local_folder(name: str) -> Path | None:
     if os.path.isdir(path):
         return path
     if is_gguf(path):
-        return gguf_folder(path)
+        with contextlib.suppress(SourceError):  # `check_is_no_file` raises it
+            return gguf_folder(path)
     packaged = cache_root() / "models" / SMOLLM2
     if os.path.isdir(hub_cache(name)):  # checked first, because importing huggingface_hub takes half a second
         if (cached := _cached_folder(name, _MODEL_FILES + _TOKENIZER_FILES)) is not None:

@@ -1,4 +1,4 @@
-"""Checks that find, before a model is loaded, what would end the run later: in model files, data, folders and
+"""Checks that find, before a model is loaded, what would make the run fail later: in model files, data, folders and
 environments.
 
 `nemo-rl-cpp check`, `--dry-run`, the run scripts and `train_grpo` all call `preflight(config)`. Each module of this

@@ -30,7 +30,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 def banner_lines(config: WholeConfig) -> Iterator[str]:
-    """Yield the lines, the slowest to compute last. Unknown values are omitted."""
+    """Yield the first lines of a run, the slowest to compute last. Unknown values are omitted."""
     training = isinstance(config, TrainMasterConfig)
     yield config.title if training else f"Evaluation of {config.generation.model_name}"
     for name, text in _training(config) if training else _evaluation(config):

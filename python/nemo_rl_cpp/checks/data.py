@@ -102,7 +102,7 @@ def _check_section(
 
 
 def made_up_quickly(section: Mapping[str, object]) -> bool:
-    """Return whether the data set is a generated one that takes only milliseconds."""
+    """Return whether the data set is a generated one that takes only milliseconds to generate."""
     return section.get("dataset_name") in _QUICK
 
 
@@ -169,7 +169,8 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
-    """Import the reward functions. With gdpo, check that each reward is a component and weighted only once."""
+    """Import the reward functions. With the gdpo estimator, check that each reward is a component and is weighted only
+    once."""
     if not {"functions"} <= set(section) <= {"functions", "weights", "names", "as_parts"}:
         raise LoadingError(
             f"it takes functions, weights, names and as_parts, but has {', '.join(sorted(section)) or 'nothing'}"

@@ -46,8 +46,7 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
 
 
 def _writable(folder: Path, key: str) -> Iterator[Finding]:
-    """Yield a problem if no file can be created in the folder or its closest existing parent. Nothing is left
-    behind."""
+    """Yield a problem if no file can be created in the folder or its closest existing parent. No file remains."""
     place = folder.absolute()
     while not place.exists() and not place.is_symlink() and place != place.parent:
         place = place.parent

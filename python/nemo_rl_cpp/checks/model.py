@@ -38,8 +38,8 @@ _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent 
 
 
 class _Use(NamedTuple):
-    """A model that a run uses. `key` is its configuration key; `length` is its longest sequence, set by
-    `length_key`."""
+    """A model that a run uses. `key` is the configuration key with its name. `length` is its longest sequence, set by
+    the key `length_key`."""
 
     key: str
     name: str
@@ -120,8 +120,8 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
-    """Yield problems with a native model, and return the model, or None if it is not on this machine or cannot be
-    used."""
+    """Yield problems with a model of the native backend. Return the model, or None if it is not on this machine or
+    cannot be used."""
     fields = {"value_head": use.value_head, "max_length": use.length}
     try:
         if use.name == TINY_RANDOM:
@@ -150,7 +150,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
 
 
 def _check_hf(use: _Use) -> Iterator[Finding]:
-    """Yield problems with the files of a transformers model: damage, and sequences that are too long."""
+    """Yield problems with the files of a transformers model: damaged files, and sequences longer than it supports."""
     path = None if use.name == TINY_RANDOM else (yield from _whole_folder(use))
     if path is None:
         return
@@ -167,7 +167,7 @@ def _check_hf(use: _Use) -> Iterator[Finding]:
 
 
 def _whole_folder(use: _Use) -> Iterator[Finding]:
-    """Return the model's folder, or None if files must be downloaded first. Yield problems with the model's name."""
+    """Yield problems with the model's name. Return the model's folder, or None if files must be downloaded first."""
     path = local_folder(use.name)
     if path is None:
         yield from _check_name(use)
@@ -195,7 +195,7 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 
 
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Check that the model has the layers that `lora_cfg` names, and that PEFT will find the adapter's base."""
+    """Check that the model has the layers listed in `lora_cfg`, and that PEFT will find the adapter's base model."""
     key = f"{section}.dtensor_cfg.lora_cfg"
     if model.lora is not None and model.model_name == TINY_RANDOM:
         yield Finding(
@@ -260,7 +260,7 @@ def _vocabulary(folder: Path) -> tuple[int, int]:
 
 
 def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
-    """Warn if `max_new_tokens` exceeds the longest sequence."""
+    """Warn if `max_new_tokens` exceeds the longest sequence that the configuration allows."""
     training = isinstance(config, TrainMasterConfig)
     generation, key = (config.policy.generation, "policy.generation") if training else (config.generation, "generation")
     limit, limit_key = generation.vllm_cfg.max_model_len, f"{key}.vllm_cfg.max_model_len"

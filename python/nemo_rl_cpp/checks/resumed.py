@@ -1,4 +1,5 @@
-"""Compares a configuration with the run of its checkpoint. A resumed run reports some differences; others are errors.
+"""Compares a configuration with that of the checkpoint from which a run resumes. Some differences are only reported;
+others are errors.
 
 It needs neither torch nor weights. The package `checks` compares before the run starts,
 `algorithms/checkpointing.py` when it resumes."""
@@ -193,8 +194,8 @@ def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> I
 def architecture_refusals(
     saved: Saved, section: str, config: TrainedModelConfig, model_config: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) if the native decoder would compute something else than in the checkpoint's run.
-    `model_config` is the model's config.json with the overrides applied."""
+    """Yield (key, reason) for each setting that would make the native decoder compute something else than in the
+    checkpoint's run. `model_config` is the model's config.json with the overrides applied."""
     value_head = section == "value"
     try:
         saved_config = read_config(saved.path / section / "weights")
@@ -211,7 +212,8 @@ def architecture_refusals(
 
 
 def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) if the overrides give a transformers model that differs from the checkpoint's config.json."""
+    """Yield (key, reason) for each override that makes a transformers model differ from the checkpoint's
+    config.json."""
     try:
         saved_config = read_config_file(saved.path / section / "weights")
     except (OSError, ValueError):
@@ -225,7 +227,7 @@ def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelCon
 
 
 def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
-    """Return one sentence with all reasons why the checkpoint cannot be resumed, and what to do."""
+    """Return one sentence with all reasons (`refused`) why the checkpoint cannot be resumed, and what to do."""
     listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
     return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 

@@ -37,7 +37,7 @@ _MOST_TURNS = 32  # the number of conversations kept per rollout
 
 @dataclass(frozen=True)
 class Header:
-    """The fields that every body or chunk of a response repeats.
+    """The fields that every response body, or every chunk of a streamed response, repeats.
 
     Attributes:
         id: the id of the request.
@@ -92,8 +92,8 @@ class Spelled(NamedTuple):
 
 
 class Speller:
-    """A converter from a stream of tokens to tokens with text. It holds a token back until the token's text is
-    final."""
+    """A converter from a stream of tokens to tokens with text. It holds a token back until later tokens can no longer
+    change its text."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream, self._waiting = stream, Sample()
@@ -114,13 +114,13 @@ def _spelling(bytes_of: BytesOf, token: int) -> str:
 
 
 def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tuple[Json, int]:
-    """Return `logprobs` of /v1/completions for tokens whose text starts at character `at` of the response, and the
-    character at which their text ends.
+    """Return (`logprobs` of /v1/completions, end) for tokens whose text starts at character `at` of the response and
+    ends at character `end`.
 
     The entries of `tokens`, joined, are the response's text. So a token that adds no text (a special token, the first
-    part of a character) has the entry "". As in OpenAI's API, `top_logprobs` includes the sampled token, under its text
-    in `tokens`, even if it is not among the most likely. Another token with the same text has its id as key, as in
-    vLLM: `token_id:5`."""
+    bytes of a multi-byte character) has the entry "". As in OpenAI's API, `top_logprobs` always includes the sampled
+    token; its key is its entry in `tokens`. If another token has the same text, its key is its id, as in vLLM:
+    `token_id:5`."""
     sample, texts = spelled
     offsets = []
     for text in texts:
@@ -147,7 +147,7 @@ def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
     """Return `logprobs` of /v1/chat/completions.
 
     The `token` entries joined, or the `bytes` joined, are the response's text. A partial character has its bytes in
-    `bytes`. `top_logprobs` names every token by its text alone, including special tokens.
+    `bytes`. `top_logprobs` gives the text of each token, also of special tokens.
     """
     content = []
     for token, text, logprob, likeliest in zip_longest(
@@ -164,8 +164,8 @@ def generate_logprobs(sample: Sample, count: int) -> Json:
     """Return `logprobs` of vLLM's route. `top_logprobs` of a sampled token lists that token, then the most likely ones:
     `count` entries in total, at least one.
 
-    `rank` is 1 for the most likely token, and null for a token that is not among the most likely, or if none were
-    requested. Older clients read the token id from `token`."""
+    `rank` is 1 for the most likely token. It is null for a sampled token that is not among the most likely tokens, or
+    if these were not requested. Older clients read the token id from `token`."""
 
     def entry(token: int, logprob: float, rank: int | None) -> Json:
         return {"token_id": token, "logprob": logprob, "rank": rank, "token": f"token_id:{token}", "bytes": None}
@@ -226,7 +226,8 @@ class TextAnswer:
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
 
     def _finished(self, samples: list[Sample]) -> Json:
-        """Return the last fields of the body of a response that is not streamed."""
+        """Return the last fields of the body of a non-streamed response: the token usage, and the prompt's token ids if
+        requested."""
         tells_prompt = self.body.return_token_ids and len(self.prompts) == 1
         return {"usage": usage(self.prompts, samples)} | ({"prompt_token_ids": self.prompts[0]} if tells_prompt else {})
 
@@ -265,7 +266,8 @@ class CompletionAnswer(TextAnswer):
         self._offsets: dict[int, int] = {}  # the number of characters sent so far, by choice
 
     def _of_prompt(self, ids: list[int]) -> list[Json | None]:
-        """Return vLLM's `prompt_logprobs` of a prompt at temperature 1: an entry for each token, None for the first."""
+        """Return vLLM's `prompt_logprobs` of a prompt: an entry for each token, None for the first. The temperature is
+        1."""
         scored = self.served.prompt_logprobs(ids)
         spelled = [_spelling(self.served.bytes_of_token, token) for token in ids]
         entries = zip(ids[1:], scored[1:], spelled[1:], strict=True)

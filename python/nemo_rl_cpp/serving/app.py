@@ -40,7 +40,7 @@ _GONE = 499  # the status if the client has disconnected; nobody reads it
 
 
 class Conversation:
-    """A client's request while it is answered: one engine request per prompt, and the samples so far."""
+    """A client's request that is being answered: one engine request per prompt, and the tokens sampled so far."""
 
     def __init__(self, service: Service, answer: Answer, rollout: Rollout | None) -> None:
         self.service, self.answer, self.rollout = service, answer, rollout
@@ -62,7 +62,7 @@ class Conversation:
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Submit the engine requests on entry, and cancel those still incomplete on exit.
+        """Return a context manager that submits the engine requests on entry and cancels the incomplete ones on exit.
 
         Raise RequestError (503) if the server's queue is full."""
         service, n, most = self.service, len(self.samples), self.service.model.limits.max_queue
@@ -94,7 +94,7 @@ class Conversation:
         return Header(self.answer.id, self.answer.model, self.pending[0].version or 0)
 
     async def next(self) -> Progress:
-        """Wait for the next tokens and return them. Raise the error of a failed request."""
+        """Wait for the engine's next tokens and return them. Raise the error of a failed request."""
         progress = await self._news.get()
         if progress.error is not None:
             raise progress.error
@@ -107,7 +107,7 @@ class Conversation:
             await self.next()
 
     def keep(self) -> None:
-        """Record the requests and responses in the rollout, if there is one."""
+        """Record the engine's requests and responses in the rollout, if the client's request belongs to one."""
         self._kept = True
         if self.rollout is not None:
             for choice, sample in enumerate(self.samples):
@@ -137,8 +137,8 @@ class Conversation:
 
 
 class EventStream(StreamingResponse):
-    """A streaming response that ends when it is complete, at the deadline, or when the client disconnects. Then it
-    closes `stack`."""
+    """A streaming response. It ends when it is complete, at the deadline, or when the client disconnects. It then
+    closes the exit stack `stack`."""
 
     def __init__(
         self, events: AsyncIterator[bytes], headers: dict[str, str], stack: contextlib.AsyncExitStack, deadline: float
@@ -234,7 +234,7 @@ class Service:
         return JSONResponse(await asyncio.to_thread(answer.whole, header, conversation.samples), headers=headers)
 
     def draw(self, prompt: list[int], seed: int | None, rollout: Rollout | None) -> Draw:
-        """Return the seed for the responses to a prompt."""
+        """Return the sampling seed (`Draw`) for the responses to a prompt."""
         if rollout is not None:
             return self.model.rollouts.draw(rollout, prompt, seed)
         seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed

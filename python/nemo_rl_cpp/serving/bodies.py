@@ -234,8 +234,8 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 
 def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
-    """Return the fields that may change a response. Raise RequestError if a field that accepts only one value has
-    another."""
+    """Return the fields that may change a response, without nulls and the fields `ignored`. Raise RequestError if a
+    field that accepts only values without effect has another."""
     changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in changing.keys() & _NEUTRAL.keys() - kept:
         value = changing.pop(name)
@@ -246,5 +246,5 @@ def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = f
 
 
 def _is_a_kind(part: object) -> bool:
-    """Return whether an element of pydantic's error path names a type of a union, not a field."""
+    """Return whether an element of pydantic's error path is the type of a union's member, not the name of a field."""
     return isinstance(part, str) and any(sign in part for sign in "[(") or part in ("str", "constrained-str")

@@ -41,7 +41,7 @@ class ParsedToolCalls:
 
 
 def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
-    """Extract the tool calls outside the reasoning block. Return them and the remaining text.
+    """Extract the tool calls outside the reasoning block. Return (calls, text without them).
 
     `thinks` says that the prompt already opened the reasoning block. A block without an end tag reaches to the end of
     the text. A call that is not a JSON object with a name stays in the text.
@@ -69,7 +69,7 @@ def _end_of_thinking(text: str, begin: int) -> int:
 
 
 def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
-    """Parse the tool call whose JSON starts at `begin`. Return the call and where it ends, or None if it is invalid."""
+    """Parse the tool call whose JSON starts at `begin`. Return (call, index of its end), or None if it is invalid."""
     try:
         content, at = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):
@@ -150,8 +150,8 @@ def chat_prompt(
 def _text_behind(
     tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
 ) -> str | None:
-    """Return the text that the template writes after message `answer`, or None if the template changes that message's
-    text."""
+    """Return the text that the chat template writes after message number `answer`. Return None if the template changes
+    that message's own text."""
     marked = [*messages]
     marked[answer] = {"role": "assistant", "content": _PLACE}
     text = render_prompt(tokenizer, marked, tools=tools)

@@ -196,7 +196,8 @@ class EngineThread:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Run no step during the block, because another engine computes with the same model."""
+        """Return a context manager during which the thread runs no step, because another engine computes with the same
+        model."""
         with self._weights:
             yield
 

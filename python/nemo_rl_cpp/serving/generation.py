@@ -39,8 +39,8 @@ class ServerAddress:
     Attributes:
         base_url: the URL for an OpenAI client; ends in /v1.
         model: the model's name.
-        header: the HTTP header in which a request names its rollout.
-        tokenizer: a folder with the tokenizer's files, for clients that do their own tokenization.
+        header: the HTTP header in which a request sends its rollout key.
+        tokenizer: a folder with the tokenizer's files, for clients that tokenize themselves.
         max_model_len: the longest sequence in tokens.
     """
 
@@ -61,7 +61,7 @@ class ServedGeneration(GenerationInterface):
     Args:
         inner: the training loop's engine.
         version: a function that returns the step of the current weights.
-        sampling: the sampling distributions of the streams "train" and "val".
+        sampling: the sampling parameters of training ("train") and validation ("val").
     """
 
     owns_process = True  # `shutdown` ends the server's threads
@@ -84,7 +84,7 @@ class ServedGeneration(GenerationInterface):
     # ---- as an engine
 
     def prepare_for_generation(self) -> bool:
-        """Prepare the engine and open the server."""
+        """Prepare the training loop's engine and open the server."""
         done = self.inner.prepare_for_generation()
         self.model.engine.open(self._version())
         return done
@@ -136,7 +136,8 @@ class ServedGeneration(GenerationInterface):
         )
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """Return the key that a rollout's requests must send; they are sampled with the settings of `stream`.
+        """Return the key that a rollout's requests must send. They are sampled with the sampling parameters of
+        `stream`, "train" or "val".
 
         Sampling is seeded by `name`, which is the same in every validation. The key starts with the step, and no key is
         used twice."""
@@ -149,7 +150,8 @@ class ServedGeneration(GenerationInterface):
 
 
 def trained_sampling(config: GenerationConfig, validation: bool = False) -> TrainedSampling:
-    """Return the sampling distribution that `policy.generation` sets for training, or for validation."""
+    """Return the sampling parameters that `policy.generation` sets for training, or with `validation` those for
+    validation."""
 
     def setting(name: str) -> float | None:
         value = getattr(config, f"val_{name}") if validation else None
@@ -173,7 +175,8 @@ def serve_policy(
     seed: int,
     listener: socket.socket,
 ) -> ServedGeneration:
-    """Start an HTTP server for the policy in training. It answers from the next `prepare_for_generation` on.
+    """Start an HTTP server for the policy in training. It answers requests once `prepare_for_generation` has been
+    called.
 
     Args:
         inner: the training loop's engine.
@@ -181,8 +184,7 @@ def serve_policy(
         seed: the run's seed, which seeds all sampling.
         listener: a socket from `listener_of`; closed if the server cannot start.
 
-    Raise ValueError if the KV cache cannot hold a sequence of full length.
-    """
+    Raise ValueError if the KV cache cannot hold a sequence of full length."""
     from nemo_rl_cpp.serving.app import make_app  # needs the extra `serve`
     from nemo_rl_cpp.serving.http_server import HttpServer
 

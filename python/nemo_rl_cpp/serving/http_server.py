@@ -19,8 +19,8 @@ _LONGEST_HEAD = 64 << 10
 
 
 def listen(host: str, port: int, where: str = "--host and --port") -> socket.socket:
-    """Return a listening socket; port 0 picks a free port. If it cannot listen, raise ValueError naming the options
-    `where`."""
+    """Return a listening socket; port 0 picks a free port. If it cannot listen, raise ValueError whose message names
+    the options `where`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)

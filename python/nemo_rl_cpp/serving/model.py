@@ -106,10 +106,10 @@ class ServedModel:
         """Return the sampling parameters of a request whose prompt has `prompt` tokens.
 
         If the body sets no limit, a response has at most `longest` tokens, or as many as fit if `longest` is None. In a
-        rollout that is trained on, a response has at most `default.max_new_tokens` tokens, as everywhere in the run.
+        training rollout, a response has at most `default.max_new_tokens` tokens.
 
-        Raise RequestError if a request of such a rollout asks for another distribution, or for several responses.
-        """
+        Raise RequestError if a request of a training rollout sets sampling parameters that differ from the run's, or
+        asks for several responses."""
         trained = None if rollout is None else rollout.sampling
         limit = body.max_tokens or getattr(body, "max_completion_tokens", None)
         if trained is None:
@@ -142,7 +142,7 @@ class ServedModel:
         )
 
     def rollout_of(self, body: TextBody | GenerateBody, header: str | None) -> Rollout | None:
-        """Return the rollout that a request names in its header or its body, or None if it names none."""
+        """Return the rollout whose key is in a request's header or body, or None if the request has no key."""
         if header is not None and body.rollout_key is not None and header != body.rollout_key:
             raise RequestError("the header X-Rollout-Key and rollout_key name two rollouts", param="rollout_key")
         key = header or body.rollout_key
@@ -255,7 +255,8 @@ def load_model(
 
 
 class PromptScorer:
-    """A scorer of prompts, which runs the forward pass of training between two steps of the engine."""
+    """A function that returns the log-probabilities of a prompt. It runs the training forward pass between two steps of
+    the engine."""
 
     def __init__(self, model: C.DecoderModel, engine: EngineThread) -> None:
         self._model, self._engine = model, engine
@@ -279,7 +280,7 @@ class PromptScorer:
 def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:
     """Return how many tokens of one sequence fit in the cache, at most `longest`; warn if fewer than `longest` fit.
 
-    Raise ValueError if the user gave `longest` and it does not fit, or if no sequence fits.
+    Raise ValueError if `longest` was given by the user (`is_given`) and does not fit, or if no sequence fits.
     """
     fits = longest_in_cache(runner, cache_bytes)
     if longest <= fits:

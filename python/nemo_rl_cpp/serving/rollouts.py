@@ -24,8 +24,8 @@ HEADER = "x-rollout-key"
 
 @dataclass(frozen=True)
 class TrainedSampling:
-    """The distribution from which a rollout must be sampled if it is trained on: training computes log-probabilities
-    under it."""
+    """The sampling parameters that all requests of a training rollout must have, because training computes
+    log-probabilities under them."""
 
     temperature: float
     top_p: float
@@ -56,7 +56,7 @@ class Rollout:
     """The requests of one rollout, all with the same rollout key.
 
     Attributes:
-        name: seeds the sampling; None: the rollout's key does.
+        name: seeds the sampling; if None, the rollout's key seeds it.
         stream: the random stream (csrc/common/random.h).
         sampling: the distribution to sample from; None: each request sets it.
         turns: the rollout's chat conversations, each with its token ids.
@@ -74,8 +74,8 @@ class Rollout:
 
 
 class Rollouts:
-    """All rollouts, by key. A run registers the rollouts that it will train on and takes each when it ends. Of other
-    rollouts, the server keeps the latest few thousand, only to continue their conversations.
+    """All rollouts, by key. A run registers the rollouts that it will train on, and takes each out when it ends. Of
+    other rollouts, the server keeps the latest few thousand, only to continue their conversations.
 
     Args:
         seed: seeds all sampling.
@@ -89,8 +89,8 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: TrainedSampling, name: str | None = None) -> str:
-        """Add a rollout to take later, whose sampling is seeded by `name`. Return `key`, or a new key if `key` was
-        used."""
+        """Add a rollout that `take` returns later, whose sampling is seeded by `name`. Return `key`, or a new key if
+        `key` was used."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:
@@ -99,7 +99,7 @@ class Rollouts:
             return own
 
     def take(self, key: str) -> Rollout:
-        """Remove and return a rollout that has ended. Later requests that name it are rejected."""
+        """Remove and return a rollout that has ended. Later requests with its key are rejected."""
         with self._lock:
             rollout = self._registered.pop(key)
             self._ended[key] = None
@@ -108,7 +108,7 @@ class Rollouts:
             return replace(rollout, calls=[*rollout.calls])  # a copy: later responses are ignored
 
     def find(self, key: str) -> Rollout:
-        """Return the rollout that a request names. Raise RequestError (410) if `take` has already returned it."""
+        """Return the rollout with this key. Raise RequestError (410) if `take` has already returned it."""
         with self._lock:
             if key in self._ended:
                 raise RequestError(f"the rollout {key} has ended: its samples are trained already", 410, "rollout_key")
@@ -121,7 +121,7 @@ class Rollouts:
             return found
 
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
-        """Return the seed for the rollout's next response to this prompt.
+        """Return the sampling seed (`Draw`) for the rollout's next response to this prompt.
 
         It depends on the run's seed, the rollout, the prompt, and the smallest response index that is not yet used for
         this prompt. So a repeated rollout gets the same samples, in whatever order concurrent requests arrive.
@@ -158,8 +158,7 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def longest_chain(calls: list[Call]) -> list[Call]:
-    """Return the calls of the longest growing conversation: each prompt starts with the previous call's prompt and
-    response.
+    """Return the calls of the longest conversation: each prompt starts with the previous call's prompt and response.
 
     Retries, sub-agents and shortened conversations are dropped. The longest conversation has the most calls, then the
     most tokens, so the order in which calls arrived does not matter."""

@@ -223,8 +223,12 @@ def read_body(kind: type[Body], data: object) -> Body:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        path = ".".join(str(part) for part in first["loc"] if not _is_a_kind(part))
+        errors = error.errors(include_url=False, include_context=False)
+        paths = [[part for part in each["loc"] if not _is_a_kind(part)] for each in errors]
+        # a field that accepts several types has an error for each: the deepest is of the type that was meant
+        of_field = [i for i, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]
+        deepest = max(of_field, key=lambda i: len(paths[i]))
+        first, path = errors[deepest], ".".join(map(str, paths[deepest]))
         if first["type"] == "extra_forbidden":
             text = f"{path} is not known here: leave it out, or see docs/serving.md for what there is instead"
         else:

@@ -8,7 +8,7 @@ import threading
 
 import httpx
 import pytest
-from nemo_rl_cpp.serving.bodies import CompletionBody, RequestError, read_body
+from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, RequestError, read_body
 from nemo_rl_cpp.serving.engine import Progress, ServingError
 from served import make_folder, serving
 
@@ -92,6 +92,17 @@ def test_invalid_completion_fields_are_rejected_by_name(http, field):
 def test_error_of_a_stop_string_names_the_string_and_its_fault(stop, said):
     with pytest.raises(RequestError, match=re.escape(said)):
         read_body(CompletionBody, GOOD | {"stop": stop})
+
+
+@pytest.mark.parametrize("kind, field, said", [
+    (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
+     "messages.0.content.1.type: Input should be 'text', not 'image_url'"),
+    (ChatBody, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, not 5"),
+    (CompletionBody, {"prompt": [3, -1]}, "prompt.1: Input should be greater than or equal to 0, not -1"),
+])  # fmt: skip
+def test_error_of_a_field_of_several_types_names_the_faulty_part(kind, field, said):
+    with pytest.raises(RequestError, match=re.escape(said)):
+        read_body(kind, field)
 
 
 def test_unsupported_chat_fields_that_would_change_the_response_are_rejected(http):

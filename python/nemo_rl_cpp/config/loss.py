@@ -281,6 +281,11 @@ def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
             "needs loss_fn.token_level_loss: false",
             "loss_fn.token_level_loss",
         )
+    if loss.seq_logprob_error_in_loss and not loss.force_on_policy_ratio:
+        report.add(
+            "loss_fn.seq_logprob_error_in_loss",
+            "needs loss_fn.force_on_policy_ratio: true, because the error is measured before the first update of a batch",
+        )
     _check_cispo(loss, report)
     _check_truncation(loss, report)
 

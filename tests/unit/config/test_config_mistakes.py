@@ -43,6 +43,12 @@ BAD_FILES = {
     "float16": ("policy:\n  model_name: m\n  precision: float16", "policy.precision", 3, ["float16", "use bfloat16 or float32"]),
     "unknown precision": ("policy:\n  model_name: m\n  precision: bfloat", "policy.precision", 3, ["must be one of", "did you mean bfloat16"]),
     "dual clip too small": ("loss_fn:\n  ratio_clip_c: 1", "loss_fn.ratio_clip_c", 2, ["greater than 1", "usually 3"]),
+    "error in the loss": ("loss_fn:\n  seq_logprob_error_in_loss: true", "loss_fn.seq_logprob_error_in_loss", 2, ["force_on_policy_ratio: true"]),
+    "activation checkpointing": (
+        "policy:\n  model_name: m\n  activation_checkpointing_enabled: true", "policy.activation_checkpointing_enabled", 3,
+        ["activation_checkpointing of dtensor_cfg"]),
+    "critic further ahead": (
+        "async_rl: {sampler: {max_lookahead_versions: 0, warmup_lookahead_versions: 4}}", "async_rl.sampler.warmup_lookahead_versions", 1, ["max_lookahead_versions ahead"]),
     "KL type": ("loss_fn:\n  reference_policy_kl_type: k4", "loss_fn.reference_policy_kl_type", 2, ["one of k1, k2, k3"]),
     "truncation without correction": (
         "loss_fn:\n  truncated_importance_sampling_type: tis\n  truncated_importance_sampling_ratio: 2",

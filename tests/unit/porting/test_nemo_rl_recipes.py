@@ -180,3 +180,15 @@ def test_asynchronous_recipes_train_and_generate_in_two_processes(walk):
         assert section.enabled, name
         assert section.in_flight_weight_updates or config.async_rl is not None or "ppo" in name, name
         assert (trainers_of(config), engines_of(config)) == (1, 1), name
+
+
+def test_the_adam_of_transformer_engine_is_read_as_adamw_with_its_moments(walk):
+    config = walk["recipes/llm/grpo-glm47-flash-4n8g-automodel.yaml"].policy.optimizer
+    assert (config.name, config.kwargs.lr, config.kwargs.weight_decay) == ("torch.optim.AdamW", 1e-6, 0.1)
+    assert (config.kwargs.exp_avg_dtype, config.kwargs.exp_avg_sq_dtype) == ("bfloat16", "bfloat16")
+
+
+def test_a_windowed_sampler_limits_the_age_of_rollouts(walk):
+    name = "recipes/llm/grpo-llama3.1-8b-instruct-2n8g-async-1off-single-controller-streaming2.yaml"
+    assert walk[name].async_rl.sampler.name == "windowed"
+    assert walk[name].grpo.async_grpo.enabled and walk[name].grpo.async_grpo.max_trajectory_age_steps == 1

@@ -22,10 +22,10 @@ Keys = dict[str, tuple[str, object]]
 
 
 def dotted_keys(overrides: Mapping[str, object], algorithm: str, arguments: Collection[str]) -> Keys:
-    """Return the dotted configuration keys for keywords of `train_<algorithm>`. A keyword is `section__key`, or a key
-    of the algorithm's section.
+    """Return the dotted configuration keys for keyword arguments of `train_<algorithm>`. A keyword has the form
+    `section__key`, or is a key of the algorithm's section.
 
-    Raise a one-line ValueError that names every unknown keyword, with the most similar argument or key."""
+    Raise a one-line ValueError that lists every unknown keyword, with the most similar argument or key."""
     section = _SECTIONS[algorithm]
     keys = {*section.model_fields, *(spelling for spelling, _ in section.aliases() if "." not in spelling)}
     found, unknown = {}, []
@@ -60,8 +60,8 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
 
 @dataclass(frozen=True)
 class Given:
-    """The argument `loss_fn` or `adv_estimator`: the configuration keys that it sets, and the user's component, if
-    any."""
+    """The argument `loss_fn` or `adv_estimator`, converted: the configuration keys that it sets, and the user's
+    component, if any."""
 
     what: str
     keys: Keys = field(default_factory=dict)
@@ -95,7 +95,7 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
 
 
 def lora_keys(given: object, algorithm: str) -> Keys:
-    """Return the keys of `lora_cfg` that the argument `lora` sets, for the policy and the critic."""
+    """Return the configuration keys under `lora_cfg` that the argument `lora` sets, for the policy and the critic."""
     if given is None or given is False:
         return {}
     if isinstance(given, int):
@@ -116,8 +116,8 @@ def lora_keys(given: object, algorithm: str) -> Keys:
 
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
-    """Return an environment that computes reward functions. `as_parts` keeps the rewards separate, for gdpo, which
-    weights the rewards itself and needs at least two."""
+    """Return an environment that computes reward functions. `as_parts` keeps their rewards separate for the estimator
+    gdpo, which weights the rewards itself and needs at least two."""
     if functions is None:
         raise ValueError(
             "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
@@ -148,9 +148,9 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
 
 
 def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[RewardFunctionEnvironment, Keys]:
-    """Return the environment of the reward functions, and the configuration keys that their weights set: with gdpo the
-    estimator weights the rewards. `keys` are those that the other arguments set. Raise ValueError if weights are given
-    twice."""
+    """Return (environment of the reward functions, configuration keys set by their weights). The keys are empty unless
+    the estimator is gdpo, which weights the rewards itself. `keys` are set by the other arguments. Raise ValueError if
+    weights are given twice."""
     is_gdpo = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo"
     environment = reward_environment(functions, weights, is_gdpo)
     if not is_gdpo or weights is None:

@@ -74,8 +74,8 @@ def evaluate(
 ) -> Evaluation:
     """Generate `n` responses to each prompt, and score them with reward functions.
 
-    `model` is what `load` takes, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs` and
-    `reward_weights` are as in `train_grpo`. pass@k is an unbiased estimate from n >= k responses. `options` are
+    `model` is any model that `load` accepts, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs`
+    and `reward_weights` are as in `train_grpo`. pass@k is an unbiased estimate from n >= k responses. `options` are
     temperature (0: greedy, only for n=1), top_p, top_k, max_new_tokens (256), stop_strings and precision. For the
     result of a training, max_new_tokens and stop_strings default to the training's values.
 

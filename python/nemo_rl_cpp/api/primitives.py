@@ -101,9 +101,9 @@ class Trainer:
     """A trainer that updates a model's weights with AdamW.
 
     Args:
-        temperature, top_p, top_k: the engine's settings. Log-probabilities are computed with them, so that they are
-            bit-identical to the engine's.
-    """
+        temperature, top_p, top_k: the values given to the engine. Log-probabilities are computed with them, so that
+            they
+            are bit-identical to the engine's."""
 
     def __init__(self, model: Model, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> None:
         self._native, self._scoring = C.Trainer(model.native), Scoring(temperature, top_p, top_k)
@@ -111,11 +111,11 @@ class Trainer:
     def forward_backward(self, batch: RaggedBatch, loss_fn: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
         """Compute a loss, and accumulate its gradient for the next `step`.
 
-        `loss_fn` computes a scalar with torch operations from log-probabilities, which are [T] in the order of
-        `batch.tokens`, and 0 if `token_mask` is 0, or if `top_p` or `top_k` now removes the token, which then has no
-        gradient. A prompt shared by several responses is computed once.
+        `loss_fn` computes a scalar with torch operations from log-probabilities, [T] in the order of `batch.tokens`. A
+        token whose `token_mask` is 0, or that `top_p` or `top_k` now removes, has log-probability 0 and no gradient. A
+        prompt shared by several responses is computed once.
 
-        Return the loss and the log-probabilities. Raise ValueError if the loss is not a scalar, or is infinite or NaN.
+        Return (loss, log-probabilities). Raise ValueError if the loss is not a scalar, or is infinite or NaN.
         """
         wanted = wanted_tokens(batch)
         rows = (batch.by_sample(wanted.int()) > 0).nonzero().flatten().tolist()

@@ -71,8 +71,8 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
 
 
 def _is_path(text: str, name: str) -> bool:
-    """Return whether a string is the path of an existing file or folder. Raise ValueError if it names a data file that
-    does not exist."""
+    """Return whether a string is the path of an existing file or folder. Raise ValueError if it looks like the path of
+    a data file that does not exist."""
     try:
         path = Path(text).expanduser()
         exists = bool(text.strip()) and path.exists()
@@ -143,7 +143,7 @@ def _row(item: object, where: str) -> Row:
 def dataset_of(
     rows: list[Row], tokenizer: TokenizerType, limit: int, name: str = "prompt", limit_name: str = "max_length"
 ) -> AllTaskProcessedDataset:
-    """Return the rows as a data set. Raise ValueError naming the first prompt that the chat template rejects, or that
+    """Return the rows as a data set. Raise ValueError for the first prompt that the chat template rejects, or that
     leaves no room for a response within `limit` tokens."""
     for i, row in enumerate(rows):
         prompt = prompt_of(row["prompt"], f"{name} {i}")

@@ -195,7 +195,7 @@ def _folders(arguments: Mapping[str, Any]) -> Keys:
 
 
 def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainMasterConfig:
-    """Build the configuration for the arguments of a call. Error messages name the arguments."""
+    """Build the configuration for the arguments of a call. Error messages use the arguments' names instead of keys."""
     values: dict[str, object] = {f"{section}.val_at_start": validates, f"{section}.val_at_end": validates}
     name, prompts = given[f"{section}.num_prompts_per_step"]
     try:

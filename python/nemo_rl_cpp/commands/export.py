@@ -13,7 +13,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the GGUF file, and print how much its logits differ from the model's."""
+    """Write the GGUF file, and print how much its logits differ from those of the original model."""
     parser = command_parser("export", "Write a model as a GGUF file, for llama.cpp, Ollama and LM Studio.", _EXAMPLES)
     add_model_option(parser)
     parser.add_argument("--gguf", choices=FORMATS, required=True, help="format of the matrices")

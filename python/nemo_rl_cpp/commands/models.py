@@ -100,7 +100,7 @@ def _base(critic: bool) -> GRPOMasterConfig | PPOMasterConfig:
 
 
 def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> TrainMasterConfig:
-    """Return a task's configuration: the shipped one, with the sizes of the model and the batch of the table."""
+    """Return a task's configuration: the shipped one, with the model's sizes and the table's batch size."""
     config = _base(task.critic).model_copy(deep=True)
     loop = config.ppo if task.critic else config.grpo
     loop.__dict__ |= {"num_prompts_per_step": responses, "num_generations_per_prompt": 1}

@@ -26,7 +26,7 @@ from nemo_rl_cpp.stages import stage, stages_shown
 
 
 class Kind(NamedTuple):
-    """A kind of configuration, with the default of --config and the description in the help."""
+    """A kind of run (grpo, ppo, ...): the default of its --config option, and its description in the help text."""
 
     default_config: str
     description: str
@@ -50,8 +50,8 @@ _CONFIGS_EXAMPLES = """examples:
 
 
 def train(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Load and check a configuration, then train. `kind` is a key of `KINDS`; by default the configuration decides
-    it."""
+    """Load and check a configuration, then train. `kind` is a key of `KINDS`; if None, it is derived from the
+    configuration."""
     return _run(arguments, kind or "grpo", kind, train_to_the_end)
 
 
@@ -96,7 +96,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Print every error in a configuration, or that it has none."""
+    """Print every error in a configuration, or that there is none."""
     parser = command_parser(
         "check", "Check a configuration with its overrides, without loading anything else.", _CHECK_EXAMPLES
     )
@@ -155,9 +155,9 @@ def descriptions() -> dict[str, str]:
 
 
 def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[WholeConfig], None]) -> int:
-    """Call `work` with the configuration that the command-line arguments give, and return the exit status.
+    """Load the configuration given on the command line, call `work` with it, and return the exit status.
 
-    `default` is the kind whose help is shown, and whose configuration is used without --config.
+    `default` is the kind of run whose help is shown, and whose configuration is used without --config.
     """
     parser = OneLineParser(
         description=KINDS[default].description,
@@ -204,8 +204,8 @@ def _help(kind: str) -> str:
 
 
 def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfig | None:
-    """Load a configuration. If it has errors, print them and return None. In a rank higher than 0 that a launcher
-    started, this call does not return: the process becomes a worker."""
+    """Load a configuration. If it has errors, print them and return None. In a process that a launcher started with a
+    rank above 0, this call does not return: the process becomes a worker."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
         found = kind or kind_of(file)
@@ -228,7 +228,8 @@ def _dry_run(config: WholeConfig) -> int:
 
 @contextmanager
 def _started() -> Iterator[None]:
-    """Show the stages before the first step during this block. If the output is a closed pipe, say so."""
+    """Return a context manager that shows the phases before the first step. If the output is a closed pipe, it prints a
+    message."""
     try:
         with stages_shown():
             yield

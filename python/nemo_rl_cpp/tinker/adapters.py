@@ -98,13 +98,12 @@ class Base:
         return self._newest
 
     def any_adapted(self) -> AdaptedModel:
-        """Return any `AdaptedModel`, or make one if there is none. It samples from the base model, with adapters of
-        zero."""
+        """Return any existing `AdaptedModel`, or make one. With all adapters zero, it samples from the base model."""
         return self._newest or self.adapted(Shape(1))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
-        """Raise UserError if `tokens` is empty, is too long with `room` more tokens, or has a token outside the
-        vocabulary."""
+        """Raise UserError if `tokens` is empty, has a token outside the vocabulary, or leaves no room for `room` more
+        tokens within the maximum length. `what` describes the tokens in the message."""
         if not tokens:
             raise UserError(f"{what} has no token")
         self.check_vocabulary(min(tokens), max(tokens), what)
@@ -112,7 +111,7 @@ class Base:
             raise UserError(f"{what} has {len(tokens)} tokens, this model's sequences at most {self.max_length - room}")
 
     def check_vocabulary(self, least: int, most: int, what: str) -> None:
-        """Raise UserError unless all tokens from `least` to `most` are in the vocabulary."""
+        """Raise UserError unless the token ids from `least` to `most` are in the vocabulary."""
         if not 0 <= least <= most < self.vocab_size:
             raise UserError(f"{what} holds a token that is not in the vocabulary of {self.vocab_size}")
 
@@ -122,9 +121,9 @@ class TrainingState:
     """A model in training: its adapters (A and B), their gradient, and AdamW's moments.
 
     Attributes:
-        adapter: a step replaces this tensor instead of changing it, so that samplers can share it.
-        moments: a file with the moments, except while a trainer has them. In memory they would take most of the space
-            of an idle model.
+        adapter: an optimizer step replaces this tensor instead of changing it, so that samplers can share it.
+        moments: a file with the moments; out of date while a trainer holds them. In memory they would take most of the
+            space of an idle model.
         grads: None if it is zero, and while the trainer of the AdaptedModel holds it (see `AdaptedModel.put_down`).
         optimizer_steps: the number of steps so far. Before the first, the moments are zero."""
 
@@ -134,13 +133,13 @@ class TrainingState:
     optimizer_steps: int = 0
 
     def write_moments(self, *moments: Tensor) -> None:
-        """Write exp_avg and exp_avg_sq to the file."""
+        """Write the moments exp_avg and exp_avg_sq to the file."""
         self.moments.seek(0)
         for moment in moments:
             self.moments.write(moment.numpy())
 
     def read_moments(self, *moments: Tensor) -> None:
-        """Read exp_avg and exp_avg_sq from the file into these tensors."""
+        """Read exp_avg and exp_avg_sq from the file into the given tensors."""
         self.moments.seek(0)
         for moment in moments:
             if self.optimizer_steps == 0:
@@ -151,7 +150,7 @@ class TrainingState:
 
 @dataclass
 class Row:
-    """A checked datum.
+    """A datum of a request, checked.
 
     Attributes:
         tokens: the N input tokens.
@@ -167,8 +166,8 @@ class Row:
 
 
 class AdaptedModel:
-    """The base model with adapters of one shape. Several models (`TrainingState`) share it by swapping their adapters
-    in."""
+    """The base model with adapters of one shape. Several models (`TrainingState`) share it: each loads its adapters
+    when it computes."""
 
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
@@ -192,7 +191,7 @@ class AdaptedModel:
 
     @cached_property
     def nothing(self) -> Tensor:
-        """The adapters of the base model: all zero."""
+        """Adapters that are all zero, with which the model equals the base model."""
         return torch.zeros_like(self.native.masters)
 
     def new_adapter(self, seed: int) -> Tensor:
@@ -202,7 +201,7 @@ class AdaptedModel:
         return self.native.masters.clone()
 
     def show(self, adapter: Tensor) -> None:
-        """Load these adapters into the native model, unless it has them already."""
+        """Load these adapters into the native model, unless they are loaded already."""
         if self._shown is adapter:
             return
         if not torch.equal(self.native.masters, adapter):
@@ -223,7 +222,7 @@ class AdaptedModel:
         self._owner = state
 
     def put_down(self) -> None:
-        """Move the gradient and the moments from the trainer to the `TrainingState` that they belong to."""
+        """Move the gradient and the moments from the trainer to the `TrainingState` to which they belong."""
         state = self._owner
         if state is None:
             return
@@ -240,10 +239,10 @@ class AdaptedModel:
     ) -> tuple[float, list[Tensor]]:  # fmt: skip
         """Compute a loss. If `backward`, accumulate its gradient for the next optimizer step.
 
-        `factor` names an input that multiplies the gradient of each target. A prompt that consecutive rows share, and
-        on which this input is 0, is computed once (see `prompt_groups`).
+        `factor` is the name of an input that multiplies the gradient of each target. If consecutive rows share a prompt
+        on which this input is 0, the prompt is computed once (see `prompt_groups`).
 
-        Return the loss, and the log-probabilities of each row's targets, float32 [N, K] per row.
+        Return (the loss, the log-probabilities of each row's targets, float32 [N, K] per row).
 
         Raise UserError if the loss is not finite; in that case no gradient is accumulated.
         """
@@ -281,7 +280,7 @@ class AdaptedModel:
         return total, [row.float() for row in _of_rows(rows, scored[wanted])]
 
     def _score_prompts(self, rows: Sequence[Row], groups: Sequence[PromptGroup], width: int) -> list[Tensor]:
-        """Return the log-probabilities of the targets of each group's prompt, [length, width] per group."""
+        """Return the log-probabilities of the targets in each group's prompt, [length, width] per group."""
         prompts = [
             Row(rows[group.begin].tokens[: group.length], rows[group.begin].targets[: group.length], torch.Size(), {})
             for group in groups
@@ -321,7 +320,8 @@ class AdaptedModel:
         self.lora.save(folder, self.native.trained_layout, adapter)
 
     def load(self, folder: Path) -> Tensor:
-        """Load and return adapters written by `save`. Raise ValueError if the base model or the shape differs."""
+        """Load and return adapters written by `save`. Raise ValueError if they belong to another base model or
+        shape."""
         self._shown = None
         self.lora.load(folder, self.native)
         return self.native.masters.clone()
@@ -339,16 +339,16 @@ class AdaptedModel:
         return found
 
     def likeliest_of_prompt(self, adapter: Tensor, prompt: list[int], k: int) -> tuple[Tensor, Tensor]:
-        """Return the `k` most likely tokens at each position of a prompt except the first, [P - 1, k], and their
-        log-probabilities."""
+        """Return (tokens, log-probabilities), both [P - 1, k]: the `k` most likely tokens at each position of a prompt
+        of P tokens except the first."""
         self.show(adapter)
         logits = self.trainer.logits(torch.tensor(prompt))[:-1].float()
         values, tokens = logits.log_softmax(-1).topk(min(k, logits.shape[-1]))
         return tokens, values
 
     def engine(self) -> C.ResidentEngine:
-        """Return an idle engine for the requests of one sampler. Each engine has its own KV cache: a sampler may be
-        interrupted by another one between two tokens."""
+        """Return an idle engine for the requests of one sampler. Each engine has its own KV cache, because another
+        sampler may interrupt this one between two tokens."""
         if self._idle_engines:
             return self._idle_engines.pop()
         base, runner = self.base, native_runner(self.native, {})
@@ -366,8 +366,8 @@ class AdaptedModel:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Consecutive rows [begin, end) with a common prompt: their first `length` targets have no gradient and are equal,
-    as are the `length` + 1 tokens up to the first target that may have one."""
+    """Consecutive rows [begin, end) with a common prompt. Their first `length` targets have no gradient and are equal.
+    So are the `length` + 1 tokens up to the first target that may have a gradient."""
 
     begin: int
     end: int
@@ -375,7 +375,7 @@ class PromptGroup:
 
 
 def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
-    """Return the groups of at least two rows, in order. `factor` names the input that is 0 where there is no
+    """Return the groups of at least two rows, in order. `factor` is the name of the input that is 0 for targets without
     gradient."""
     if factor is None:
         return []
@@ -404,8 +404,8 @@ def _has_prompt(row: Row, other: Row, length: int) -> bool:
 
 
 def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of consecutive rows that form a micro-batch, whose number of tokens is limited. A row shares
-    `shared` tokens with the row before it, if that is in the same micro-batch."""
+    """Yield the (begin, end) of each micro-batch of consecutive rows. Its number of tokens is limited. Row i shares
+    `shared[i]` tokens with the row before it, if both are in the same micro-batch."""
     begin, tokens = 0, 0
     for row, length in enumerate(lengths):
         more = length - shared[row]
@@ -417,8 +417,7 @@ def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int,
 
 
 def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> tuple[RaggedBatch, Tensor]:
-    """Pack rows into a batch, each with a dummy last token. Return the batch and the targets of each token, [T,
-    width]."""
+    """Pack rows into a batch, each with a dummy last token. Return (batch, targets of each token, [T, width])."""
     group_of_row = torch.full((len(rows),), -1)
     for number, group in enumerate(groups):
         group_of_row[group.begin : group.end] = number
@@ -433,14 +432,14 @@ def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> t
 
 
 def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:
-    """Split the log-probabilities of consecutive rows, [sum of N, width], into one tensor [N, K] per row."""
+    """Split `scored`, the log-probabilities of consecutive rows, [sum of N, width], into one tensor [N, K] per row."""
     parts = scored.split([len(row.tokens) for row in rows])
     return [part[:, : row.targets.shape[1]] for part, row in zip(parts, rows)]
 
 
 def _inputs_of(rows: Sequence[Row], config: dict[str, float]) -> dict[str, Tensor]:
-    """Return the inputs of a loss for all targets in order, and the index of each target's row as the input `row`. If a
-    row lacks an input, `config` gives its value."""
+    """Return the loss inputs by name, each with the values of all targets in order. The input `row` holds the index of
+    each target's row. If a row lacks an input, its value in `config` is used."""
     sizes = [row.targets.numel() for row in rows]
     names = {name for row in rows for name in row.inputs} | set(config)
     found = {

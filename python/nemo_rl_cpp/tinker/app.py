@@ -84,7 +84,7 @@ class Routes:
     # ---- futures
 
     async def retrieve_future(self, request: Request) -> Response:
-        """Wait for a result and return it, or `try_again` if it takes long."""
+        """Wait for the result of a request and return it, or `try_again` if it takes long."""
         request_id = (await self._body(request, types.FutureRetrieveRequest)).request_id
         future = self.service.worker.futures.get(request_id)
         if future is None:
@@ -117,7 +117,8 @@ class Routes:
     # ---- models
 
     def in_turn(self, kind: type[M], ask: Callable[[M], str]) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler that parses the body, passes it to `ask`, and responds with the request's id."""
+        """Return a handler that parses the body, passes it to `ask`, and responds with the request id that `ask`
+        returns."""
 
         async def handle(request: Request) -> Response:
             body = await self._body(request, kind)
@@ -275,7 +276,7 @@ class Routes:
     def told(
         self, handler: Callable[[Request], Awaitable[Response]], needs_key: bool = True
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler that checks the API key and turns exceptions into error responses."""
+        """Return a handler that checks the API key, calls `handler`, and turns its exceptions into error responses."""
 
         async def handle(request: Request) -> Response:
             given = request.headers.get("x-api-key", "")
@@ -316,7 +317,7 @@ def _error(status: int, text: str) -> JSONResponse:
 
 
 def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
-    """Return the part of a list that the query's limit and offset select, with the SDK's cursor."""
+    """Return the part of `found` that the query's limit and offset select, and the SDK's cursor."""
     query = request.query_params
     try:
         limit, offset = int(query.get("limit", 1000)), int(query.get("offset", 0))

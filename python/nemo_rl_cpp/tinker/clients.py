@@ -1,7 +1,7 @@
-"""Tinker's clients in this process. They have the calls of the SDK and the models of the server, without HTTP.
+"""Tinker's clients in this process. They have the SDK's methods and train the same models as the server, without HTTP.
 
-Every call returns an `APIFuture` at once; `.result()` or `await` gives the result. Calls run in the order in which they
-are made, in one thread. Their types are in `nemo_rl_cpp.tinker.types`, or in the SDK's `tinker.types`.
+Every method returns an `APIFuture` at once; `.result()` or `await` gives the result. Calls run in the order in which
+they are made, in one thread. Their argument types are in `nemo_rl_cpp.tinker.types`, or in the SDK's `tinker.types`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ P, S, T = ParamSpec("P"), TypeVar("S"), TypeVar("T")
 
 
 def _async(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Awaitable[T]]:
-    """Return the SDK's `..._async` variant of a call: it is awaited, and returns what the call returns."""
+    """Return the SDK's `..._async` variant of a method: a coroutine function that returns what the method returns."""
 
     @functools.wraps(call)
     async def call_async(self: S, *args: P.args, **options: P.kwargs) -> T:
@@ -140,14 +140,14 @@ class TrainingClient:
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Compute a built-in loss, and accumulate its gradient for the next optimizer step."""
+        """Compute a built-in loss, summed over tokens, and accumulate its gradient for the next optimizer step."""
         return self._do(lambda core, model: core.forward(model, data, loss_fn, loss_fn_config, backward=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
         """Compute your own loss, and accumulate its gradient for the next optimizer step.
 
-        `loss_fn(data, logprobs)` returns a scalar tensor and metrics, given the log-probabilities of the targets of
-        each datum. It runs in the thread of the models, so it must not wait for a call to a client.
+        `loss_fn(data, logprobs)` returns a scalar tensor and metrics; `logprobs` are the log-probabilities of the
+        targets of each datum. It runs in the thread that owns the models, so it must not wait for a call to a client.
         """
         return self._do(lambda core, model: core.forward_backward_custom(model, data, loss_fn))
 

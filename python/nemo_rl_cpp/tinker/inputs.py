@@ -26,7 +26,7 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
         needed: the inputs that each datum must have in addition to target_tokens.
         known: the inputs that a datum may have.
 
-    Raise UserError naming the datum and its fault.
+    Raise UserError with the index of the invalid datum and its fault.
     """
     if not data:
         raise UserError("the request has no datum")
@@ -62,7 +62,7 @@ def _row(
 
 
 def _whole(given: object, what: str, length: int) -> Tensor:
-    """Return an input as a dense tensor, [N] or [N, K]. Elements missing from a sparse tensor are 0."""
+    """Return a loss input as a dense tensor, [N] or [N, K]. Elements missing from a sparse tensor are 0."""
     tensor = tensor_of(given, what)
     shape = tuple(tensor.shape)
     if len(shape) not in (1, 2) or shape[0] != length or not 1 <= shape[-1] <= max(length, _WIDEST):

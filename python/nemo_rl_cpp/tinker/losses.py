@@ -41,8 +41,8 @@ def _dro(logprobs: Tensor, given: Inputs) -> Tensor:
 
 
 def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
-    """GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071). A token's ratio has the value of the
-    sequence's ratio, the geometric mean over the tokens marked by `sequence_ratio_mask`, and the gradient of the
+    """Compute GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071). A token's ratio has the value of the
+    sequence's ratio, the geometric mean over the tokens marked by `sequence_ratio_mask`. Its gradient is that of the
     token's own ratio."""
     row, mask = given["row"], (given["sequence_ratio_mask"] != 0).to(logprobs.dtype)
     sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(
@@ -69,7 +69,7 @@ FACTORS = {"cross_entropy": "weights"} | dict.fromkeys(("importance_sampling", "
 
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> tuple[Loss, tuple[str, ...], dict[str, float]]:
-    """Return a loss, the names of its inputs, and its configuration with defaults. Raise UserError for an unknown loss
+    """Return (loss function, names of its inputs, its configuration with defaults). Raise UserError for an unknown loss
     or key."""
     if name not in LOSSES:
         raise UserError(f"the loss {name!r} is not here: take one of {', '.join(LOSSES)}, or forward_backward_custom")

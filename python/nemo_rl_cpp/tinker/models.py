@@ -55,8 +55,8 @@ class Model:
 
 @dataclass
 class SaveOptions:
-    """The options of saving a checkpoint. If `name` is None, a name is chosen. `next_seq` is the number of the model's
-    next request."""
+    """The options of saving a checkpoint. If `name` is None, a name is generated. `next_seq` is the number of the
+    model's next request."""
 
     name: str
     overwrite: bool = False
@@ -75,11 +75,11 @@ class Models:
     worker: Worker = field(default_factory=Worker)
 
     def facts(self, shape: Shape) -> Facts:
-        """Return the metadata of a new model."""
+        """Return the metadata of a new model with adapters of this shape."""
         return Facts(self.base.names[0], shape)
 
     def create(self, model: Model, seed: int) -> None:
-        """Initialize a model, whose outputs then equal the base model's. Raise UserError for an invalid rank or
+        """Initialize a model with zero B, so its outputs equal the base model's. Raise UserError for an invalid rank or
         seed."""
         rank = model.facts.shape.rank
         if not 1 <= rank <= 4096:
@@ -106,7 +106,8 @@ class Models:
     def forward_backward_custom(
         self, model: Model, data: Sequence[Datum], loss_fn: CustomLoss
     ) -> ForwardBackwardOutput:
-        """Compute a client's loss and accumulate its gradient. It needs one forward pass more than a built-in loss."""
+        """Compute a client's loss and accumulate its gradient. This needs one more forward pass than a built-in
+        loss."""
         state = model.trained
         targets = [
             Datum(each.model_input, {name: value for name, value in each.loss_fn_inputs.items() if name == TARGETS})
@@ -181,8 +182,8 @@ class Models:
         return place.path
 
     def load(self, model: Model, place: Place, *, optimizer: bool, gradient: bool = False) -> None:
-        """Load a checkpoint into a model of the same shape: with `optimizer` also the optimizer state, and with
-        `gradient` also the gradient accumulated for the next step."""
+        """Load a checkpoint into a model of the same shape. With `optimizer` load the optimizer state too, and with
+        `gradient` the gradient accumulated for the next step."""
         facts, folder = self.store.facts(place), self.store.folder(place)
         if facts.shape != model.facts.shape:
             raise UserError(f"{place.path} has adapters {facts.shape}, this model {model.facts.shape}")
@@ -229,7 +230,7 @@ class Models:
         """Submit a request for samples. `future` later receives its SampleResponse.
 
         Args:
-            draws: seeds the sampling of a request without a seed.
+            draws: a text that seeds the sampling of a request without a seed.
         """
         prompt, params = request.prompt, request.params
         self.base.check_tokens(prompt, "the prompt", room=1)
@@ -284,6 +285,7 @@ def stops_of(stop: str | Sequence[str] | Sequence[int] | None) -> tuple[list[int
 
 
 def _draw(seed: int | None, draws: str) -> dict[str, int]:
-    """Return the engine's sampling seed of a request, from its seed, or from `draws` if it has none."""
+    """Return the engine's sampling seed for a request. It is derived from the request's seed, or from the text `draws`
+    if it has none."""
     number = int.from_bytes(hashlib.sha256(draws.encode()).digest()[:8], "little") if seed is None else seed
     return {"seed": number & 0xFFFFFFFF, "stream": 2, "draw_id": (number >> 32) & 0xFFFFFFFF, "first_sample": 0}

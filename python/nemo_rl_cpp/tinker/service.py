@@ -1,4 +1,5 @@
-"""The service behind the routes: sessions, models and samplers by name, and requests that run once and in order."""
+"""The service behind the routes. It finds sessions, models and samplers by name, and runs each request once and in
+order."""
 
 from __future__ import annotations
 
@@ -187,8 +188,8 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> str:
-        """Save a model's adapters for sampling: on disk if a name is given, otherwise in memory for a new sampling
-        session."""
+        """Save a model's adapters for sampling: on disk if the request has a name, otherwise in memory for a new
+        sampling session. Return the id of the request."""
 
         def run(model: TrainedModel) -> dict:
             if request.kind != "snapshot":
@@ -238,7 +239,7 @@ class Service:
     # ---- sampling
 
     def create_sampling_session(self, request: types.CreateSamplingSessionRequest) -> Future:
-        """Create a sampler of the base model or of a checkpoint. Return a future of the sampler's name."""
+        """Create a sampler of the base model or of a checkpoint. Return a future whose result is the sampler's name."""
         name = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
 
         def run() -> str:
@@ -258,7 +259,7 @@ class Service:
         return self.samplers[name]
 
     def sample(self, request: types.SampleRequest) -> tuple[str, list[str]]:
-        """Submit a request for samples. Return the id of the request and an id for each sample."""
+        """Submit a request for samples. Return (id of the request, an id for each sample)."""
         name = request.sampling_session_id
         if name is None or request.seq_id is None:
             raise UserError("a request for samples needs sampling_session_id and seq_id")

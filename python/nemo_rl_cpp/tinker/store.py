@@ -76,8 +76,8 @@ class Store:
     """All checkpoints of a server in one folder."""
 
     def __init__(self, root: Path, key: str = "folder") -> None:
-        """Lock the folder, and complete or remove what a killed process left. `key` names the folder's option in
-        errors."""
+        """Lock the folder, and complete or remove partial checkpoints of a killed process. `key` is the folder's option
+        in error messages."""
         self.root = root
         make_folder(root, key)
         self._lock = FolderLock(root, key)

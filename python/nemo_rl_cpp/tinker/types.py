@@ -1,5 +1,5 @@
-"""The arguments and results of clients. Names and fields are those of the SDK's `tinker.types`, whose objects are
-accepted, too."""
+"""The arguments and results of the clients. Names and fields are those of the SDK's `tinker.types`. Objects of the SDK
+are accepted, too."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class SamplingParams:
 
     Attributes:
         max_tokens: the most tokens of a response; None: as many as the model allows.
-        seed: None: sampling is seeded by the number of the request.
-        stop: strings or tokens that end a response, in addition to the model's stop tokens; []: nothing ends it but
-            its length.
+        seed: the seed of sampling; None: the number of the request is used.
+        stop: strings or tokens that end a response, in addition to the model's stop tokens; []: only the length limit
+            ends it.
         top_k: -1 for no limit."""
 
     max_tokens: int | None = None
@@ -113,7 +113,7 @@ class SampleResponse:
     """The responses to a prompt.
 
     Attributes:
-        prompt_logprobs: the log-probability of each prompt token; None if a token has none, such as the first.
+        prompt_logprobs: the log-probability of each prompt token; None for the first and for tokens not requested.
         topk_prompt_logprobs: (token, log-probability) of the most likely tokens at each position of the prompt.
     """
 

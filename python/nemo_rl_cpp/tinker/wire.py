@@ -18,7 +18,7 @@ _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
 
 
 def sample_request_of(request: types.SampleRequest) -> SampleRequest:
-    """Convert the SDK's request for samples. Raise UserError naming an option that is not supported."""
+    """Convert the SDK's request for samples. Raise UserError for an option that is not supported."""
     for unknown in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
         if getattr(request, unknown):
             raise UserError(f"{unknown} is not here: leave it out")
@@ -73,14 +73,14 @@ def _numbers(data: bytes, dtype: type[np.generic], what: str) -> np.ndarray:
 
 
 def config_of(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    """Return the settings of the loss in a request, from either version of `loss_fn_config`."""
+    """Return the loss settings of a request, which are in the field `loss_fn_config_v2` or `loss_fn_config`."""
     if not request.loss_fn_config_v2:
         return dict(request.loss_fn_config)
     return {k: getattr(v, v.WhichOneof("value") or "number") for k, v in request.loss_fn_config_v2.items()}
 
 
 def encoded(result: object) -> bytes | dict:
-    """Return a result in the form that the SDK reads: a serialized message, or JSON."""
+    """Return a result in the form that the SDK reads: a serialized protobuf message, or JSON."""
     if isinstance(result, ForwardBackwardOutput):
         return _forward_output(result)
     return _sample_response(result) if isinstance(result, SampleResponse) else result
@@ -96,7 +96,7 @@ def _forward_output(output: ForwardBackwardOutput) -> bytes:
 
 
 def _record(rows: list[Tensor], trailing: torch.Size) -> pb.ArrayRecord:
-    """Pack the log-probabilities of consecutive data, [N, *trailing] each, into one message."""
+    """Pack the log-probabilities of consecutive data, [N, *trailing] each, into one protobuf message."""
     offsets = np.cumsum([0] + [4 * row.numel() for row in rows]).astype(np.int64)
     data = torch.cat([row.flatten() for row in rows]).numpy().astype(np.float32).tobytes()
     field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=trailing)

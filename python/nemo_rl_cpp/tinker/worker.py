@@ -1,4 +1,5 @@
-"""The thread that owns all models. It runs the requests of each model in order, and between them steps the samplers."""
+"""The thread that owns all models. It runs the requests of each model in order. Between requests it steps the
+samplers."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ class Job:
 
 @dataclass(eq=False)
 class Turns:
-    """The order of a model's requests. `next_seq` is the number of the next request; those in `waiting` arrived
-    early."""
+    """The order of a model's requests. `next_seq` is the number of the next request to run. `waiting` holds requests
+    with higher numbers."""
 
     id: str
     next_seq: int = 0
@@ -63,7 +64,7 @@ class Turns:
 
 @dataclass(eq=False)
 class Answers:
-    """An in-flight request for samples. `finish` converts (tokens, logprobs, reason, likeliest) of its samples to the
+    """An in-flight request for samples. `finish` converts its samples (tokens, logprobs, reason, likeliest) to the
     result."""
 
     future: Future
@@ -80,7 +81,7 @@ class Answers:
 
 @dataclass
 class Sampled:
-    """One sample so far."""
+    """The tokens of one sample so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -89,7 +90,7 @@ class Sampled:
 
 
 class Sampler:
-    """Weights to sample from, with the requests in flight.
+    """A model's weights to sample from, with the requests in flight.
 
     Args:
         path: the path of the checkpoint; None for the base model and for snapshots.
@@ -161,7 +162,7 @@ class Sampler:
 
 @dataclass
 class Turn:
-    """The turn of a sampler: it ends after `_TURN_STEPS` steps, but not before `until`."""
+    """The time in which one sampler is stepped: it ends after `_TURN_STEPS` steps, but not before `until`."""
 
     until: float
     steps: int = 0
@@ -191,7 +192,7 @@ class Worker:
     # ---- from any thread
 
     def submit(self, request_id: str, run: Callable[..., object], *, is_short: bool = False) -> Future:
-        """Run a job once. Its future is stored under `request_id`; a repeated request gets the same future."""
+        """Run `run` once as a job. Its future is stored under `request_id`; a repeated request gets the same future."""
         with self._changed:
             known = self.futures.get(request_id)
             return known or self._enqueue(Job(run, self._future(request_id), is_short))
@@ -215,7 +216,7 @@ class Worker:
         return request_id
 
     def do(self, run: Callable[..., object], *, is_short: bool = False) -> APIFuture:
-        """Run a job whose future is not stored."""
+        """Run `run` as a job whose future is returned but not stored."""
         with self._changed:
             return self._enqueue(Job(run, APIFuture(), is_short))
 
@@ -293,8 +294,8 @@ class Worker:
             job.future.set_result(result)
 
     def _let_sample(self) -> None:
-        """Step the sampler whose turn it is, until it has no request left, its turn ends, or another request can join
-        it."""
+        """Step the sampler whose turn it is, until it has no request left, its turn ends, or a new request for samples
+        waits."""
         if not self._busy:
             return
         sampler, begin = self._busy[0], time.monotonic()

@@ -97,7 +97,7 @@ class Experts(NamedTuple):
             are.
         shared: key of the intermediate size of the shared expert, which processes all tokens; None: no shared expert.
         has_biases: router and experts have biases.
-        block, router, gate, up, down: names in the checkpoint of a layer's expert block, its router, and an expert's
+        block, router, gate, up, down: checkpoint names of a layer's expert block, of its router, and of an expert's
             matrices."""
 
     count: str = "num_experts"
@@ -135,7 +135,8 @@ class Architecture(NamedTuple):
         title: prefix of the class names in transformers, such as Llama.
         norms: name of each norm of a layer, by place: before or after attention and MLP (csrc/model/config.h).
         qk_norm: norm of queries and keys: "none", "head" (each head separately) or "whole" (all heads together).
-        biases: which biases may exist: "qkv" always, "attention" if attention_bias, "mlp" if mlp_bias.
+        biases: which biases the architecture has: "qkv" (always), "attention" (if attention_bias is set), "mlp" (if
+            mlp_bias is set).
         layer_types: returns the kind of each layer; a SLIDING layer attends to sliding_window tokens, unless that is
             null.
         lists_layers: the canonical config.json always has layer_types.

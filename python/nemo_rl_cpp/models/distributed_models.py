@@ -29,18 +29,18 @@ from nemo_rl_cpp.models.trained_model import NoOffload, in_layout_of
 
 
 class PolicyWorker(Policy, EngineHost):  # Policy is first, so that its create_generation is used
-    """The policy in a worker process, with the engines that read its weights and the sender of weights to other
-    workers' engines."""
+    """The policy in a worker process, with the engines that read its weights in place and a sender that transfers them
+    to engines in other workers."""
 
     _publisher: C.RefitPublisher | None = None
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Join the rendezvous with the engines, as rank 0."""
+        """Join the refit rendezvous with the dedicated engines, as rank 0."""
         ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
 
     def broadcast_weights_for_collective(self, version: int) -> RefitResult:
-        """Send the current weights to the engines of other workers, as `version`."""
+        """Send the current weights, labelled with the version `version`, to the dedicated engines."""
         done = self._publisher.publish(list(self.state_dict().items()), version)
         return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
@@ -48,12 +48,11 @@ class PolicyWorker(Policy, EngineHost):  # Policy is first, so that its create_g
 def _built(
     model: type[Policy] | type[Value], options: dict[str, object], tensor_size: int, ranks: Ranks
 ) -> Policy | Value:
-    """Build the model of a worker."""
     return model(None, **options, ranks=ranks.split(tensor_size))
 
 
 def _policy_worker(config: PolicyConfig) -> type[Policy]:
-    """Return the class of the policy in a worker. The transformers backend is imported only if it is configured."""
+    """Return the policy class for a worker process. The transformers backend is imported only if it is configured."""
     if config.backend != "hf":
         return PolicyWorker
     from nemo_rl_cpp.models.hf.trained import HfPolicyWorker
@@ -62,7 +61,8 @@ def _policy_worker(config: PolicyConfig) -> type[Policy]:
 
 
 def value_class(config: ValueConfig) -> type[Value]:
-    """Return the class of a critic in one process. The transformers backend is imported only if it is configured."""
+    """Return the class of a critic in a single process. The transformers backend is imported only if it is
+    configured."""
     if config.backend != "hf":
         return Value
     from nemo_rl_cpp.models.hf.trained import HfValue
@@ -113,8 +113,8 @@ class DistributedModel(NoOffload):
     def _gather(
         self, method: str, name: str, data: Batch, micro_batch_size: int | None, **options: object
     ) -> BatchedDataDict:
-        """Call `method` in all workers, each for its share of the batch; return {name: [T] or [B, S]} for the whole
-        batch."""
+        """Call `method` in all workers, each for its share of the batch. Return {name: tensor [T] or [B, S]} for the
+        whole batch."""
         batch = plain_batch(data)
         of_tokens = self.group.call_all(method, batch, micro_batch_size=micro_batch_size, **options)[0][name]
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
@@ -205,8 +205,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start the rendezvous of rank 0 with the dedicated engines, which must call their own `init_collective`.
-        Return the pending call."""
+        """Let trainer rank 0 join the refit rendezvous with the dedicated engines, which must call their own
+        `init_collective`. Return the pending call."""
         return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
 
     def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:
@@ -215,7 +215,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         return [self.group.run_single_worker_single_data("broadcast_weights_for_collective", 0, version)]
 
     def performance(self) -> dict[str, float]:
-        """Return the metrics of `Policy.performance`; the shares are over all ranks."""
+        """Return the metrics of `Policy.performance`, computed over all ranks."""
         shares = {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
         return shares if self.config.backend != "hf" else {"zero_gradient_share": self.zero_gradient_share}
 
@@ -261,6 +261,6 @@ def plain_batch(data: Batch) -> RaggedBatch:
 
 
 def absolute(path: object) -> object:
-    """Return an absolute path, so that it is valid in workers with a different working directory; return anything but a
-    path unchanged."""
+    """Return a path as an absolute one, which is valid in workers with a different working directory. Return anything
+    but a path unchanged."""
     return Path(path).expanduser().absolute() if isinstance(path, (str, Path)) else path

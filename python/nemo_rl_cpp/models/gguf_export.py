@@ -223,7 +223,7 @@ TEXT = (
 
 
 class Gap(NamedTuple):
-    """The difference between the models of the file and of the folder, on the tokens of `TEXT`."""
+    """The difference between the model in the GGUF file and the model in the folder, on the tokens of `TEXT`."""
 
     tokens: int
     mean_kl: float
@@ -319,7 +319,8 @@ def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
 
 
 def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) -> list[float]:
-    """Return a score per token. llama.cpp first merges to the tokens with the highest scores."""
+    """Return a score per token. Of all possible merges, llama.cpp applies the one whose resulting token has the highest
+    score."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", "", 1), rank)

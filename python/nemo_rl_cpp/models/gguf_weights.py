@@ -22,9 +22,8 @@ class Family(NamedTuple):
     Attributes:
         architecture: its name in the file.
         interleaved: llama.cpp's RoPE pairs adjacent rows of a head; Hugging Face's pairs the two halves.
-        has_windows: llama.cpp computes sliding windows. If not, it attends to all tokens, so the file limits the
-            context
-            to the window.
+        has_windows: llama.cpp supports sliding-window attention. If not, it attends to all tokens, so the file limits
+            the context to the window.
         scalings: supported types of RoPE scaling."""
 
     architecture: str
@@ -48,7 +47,7 @@ FAMILIES = {
 
 
 def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
-    """Return the name of each parameter in the model folder -> its name in llama.cpp."""
+    """Return {name of a parameter in the model folder: its name in llama.cpp}."""
     architecture = FAMILIES[config["model_type"]].architecture
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
@@ -57,10 +56,10 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
 
 
 class LinkedTensors:
-    """The tensors of a GGUF file in a folder of `hub.sources.gguf_folder`.
+    """The tensors of a GGUF file that a folder made by `hub.sources.gguf_folder` links to.
 
-    `places`: name in a Hugging Face folder -> (dtype, shape, first byte, end). A dtype is that of safetensors, or the name
-    of a block format of ggml, such as Q4_K."""
+    `places` maps a tensor's Hugging Face name to (dtype, shape, first byte, end). A dtype is that of safetensors, or
+    the name of a block format of ggml, such as Q4_K."""
 
     def __init__(self, folder: Path) -> None:
         self._config = hf_config.read_config(folder)
@@ -70,7 +69,7 @@ class LinkedTensors:
         self.places = {names.get(name, name): place for name, place in table.items() if not name.startswith("rope_f")}
 
     def restored(self, name: str, data: memoryview) -> memoryview:
-        """Return the bytes of a tensor in Hugging Face's layout. Only a tensor with another layout is copied."""
+        """Return the bytes of a tensor in Hugging Face's layout. They are copied only if llama.cpp's layout differs."""
         dtype, shape = self.places[name][:2]
         if not (_paired_heads(self._config, name) or _is_offset(self._config, name)):
             return data

@@ -69,7 +69,7 @@ def read_config_file(folder: str | Path) -> dict[str, Plain]:
 
 
 def read_json(path: Path) -> dict[str, Plain]:
-    """Return the mapping in a JSON file. For anything else raise ModelFolderError, which names the file."""
+    """Return the mapping in a JSON file. For anything else raise ModelFolderError with the file's path."""
     try:
         raw = path.read_bytes()
         if raw.startswith(b"\xef\xbb\xbf"):
@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Plain]:
 
 def read_config(folder: str | Path, overrides: Mapping[str, Plain] | None = None) -> dict[str, Plain]:
     """Return the folder's config.json in canonical form, after applying `policy.hf_config_overrides` (which may add
-    keys, as in transformers). Raise ModelFolderError, which names the file and the key."""
+    keys, as in transformers). Raise ModelFolderError with the file and the key."""
     raw = read_config_file(folder)
     try:
         return canonical_config(raw, overrides)
@@ -104,7 +104,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     transformers 4 and 5 read the result identically. Keys that affect the computation are checked. Idempotent.
 
     Raises:
-        ModelFolderError: an unsupported architecture or option, or an invalid value; the key is named.
+        ModelFolderError: an unsupported architecture or option, or an invalid value; the message contains the key.
     """
     overrides = overrides or {}
     config = text_section(config)

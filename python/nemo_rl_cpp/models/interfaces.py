@@ -111,7 +111,8 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         `distillation.topk_logits_k`."""
 
     def train(self, data: Mapping[str, object], loss_fn: Loss, *, timer: Timer | None = None) -> TrainingResult:
-        """Train on the batch once, with one optimizer step per global batch. Afterwards the engine's weights are stale.
+        """Train on the batch once, with one optimizer step per global batch. Afterwards the generation engine's weights
+        are stale.
 
         Return {"loss", "grad_norm": one value per global batch, "all_mb_metrics": metric -> one value per micro-batch,
         "prev_logprobs": float32 [T] or [B, S] under the weights before the first update}.

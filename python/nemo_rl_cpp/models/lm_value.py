@@ -62,7 +62,7 @@ class Value(TrainedModel, ValueInterface):
         return self._pass_over(data, gbs, way, eval_mode)
 
     def saved_config(self) -> dict[str, Plain]:
-        """Return a config.json that names transformers' sequence classifier with one label, which loads the checkpoint
+        """Return a config.json for transformers' sequence classifier with one label, which can load the checkpoint
         unchanged."""
         title = SUPPORTED_ARCHITECTURES[self.folder.config["model_type"]].title
         one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}, "tie_word_embeddings": False}

@@ -32,8 +32,8 @@ _STREAM = (
 
 
 def remove_adapter(weights: Path) -> None:
-    """Remove an adapter that `Lora.save` wrote from the folder `weights`, which now receives weights without
-    adapters."""
+    """Remove an adapter that `Lora.save` wrote from the folder `weights`, before weights without adapters are saved
+    there."""
     folder = weights / ADAPTER
     if (folder / BASE_FILE).is_file():  # otherwise a different program wrote it
         for name in (CONFIG_FILE, WEIGHTS_FILE, BASE_FILE):

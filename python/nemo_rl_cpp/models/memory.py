@@ -50,7 +50,8 @@ _CHUNK = 2**24
 
 def chunk_bytes(tokens: int, vocab_size: int, chunk: int | None) -> float:
     """Return the bytes of the float32 logits of `chunk` tokens (`policy.logprob_chunk_size`) and of three arrays of the
-    same size for the backward pass (models/hf/outputs.py). `tokens`: tokens of the micro-batch, an upper limit."""
+    same size for the backward pass (models/hf/outputs.py). `tokens`: number of tokens of the micro-batch, which limits
+    the chunk."""
     return 16.0 * min(tokens * vocab_size, _CHUNK if chunk is None else chunk * vocab_size)
 
 
@@ -270,7 +271,7 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
 
 
 def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory of recurrent states, of the concurrent sequences and of their prompts
+    """Return the bytes of the recurrent states of the concurrent sequences and of their prompts
     (csrc/generation/engine.cpp)."""
     if not sizes.recurrent_layers:
         return ()

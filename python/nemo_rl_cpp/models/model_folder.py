@@ -230,7 +230,7 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
 
     If config.json ties the weights but the LM head in the files differs from the embedding, both are used untied, as in
     vLLM (transformers 5 keeps both, too). This does not apply to a critic. If the folder is a checkpoint with only an
-    adapter of a quantised base model, the weights are read from the base model that it names.
+    adapter of a quantised base model, the weights are read from the base model that the adapter's files specify.
     """
     config = hf_config.read_config(path, overrides)
     if (adapter := saved_adapter(path)) is not None:

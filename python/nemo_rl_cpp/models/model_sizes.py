@@ -82,7 +82,7 @@ class ModelSizes:
 
     @property
     def recurrent_values(self) -> int:
-        """Return the number of columns that a recurrent layer's output projection reads."""
+        """Return the input size of a recurrent layer's output projection."""
         return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property

@@ -19,8 +19,8 @@ _ROWS, _REQUESTS = 8, 8  # rows per request, and concurrent requests
 
 
 class ServerTeacher:
-    """A teacher on a server with vLLM's `/v1/completions`, which it asks for `prompt_logprobs`. Such servers are `vllm
-    serve` and `nemo-rl-cpp serve`.
+    """A teacher on a server that returns `prompt_logprobs` from `/v1/completions`, such as `vllm serve` or `nemo-rl-cpp
+    serve`.
 
     Args:
         base_url: ends with `/v1`.

@@ -170,8 +170,8 @@ def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]
 
 
 def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
-    """Yield (name, tensor) for every tensor of the files, without copying. (The safetensors library needs torch for
-    bfloat16.)"""
+    """Yield (name, tensor) for every tensor of the files, without copying. The safetensors library is not used, because
+    it needs torch for bfloat16."""
     by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
     for file, name, entry in all_entries(files):
         by_file.setdefault(file, []).append((name, entry))

@@ -229,7 +229,8 @@ def joined_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, t
 
 
 def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm_offset: float = 0.0) -> None:
-    """Initialise a random model: normal matrices, norms that scale by 1, zero biases. Equal seeds give equal weights.
+    """Initialise a random model: normally distributed matrices, norms that scale by 1, zero biases. Equal seeds give
+    equal weights.
 
     An untied LM head gets a tenth of the other matrices' standard deviation, so that the first policy is nearly
     uniform: reinforcement learning from scratch needs exploration. The matrices of a quantised model are drawn as in

@@ -40,7 +40,8 @@ class GenerationRequest(NamedTuple):
         greedy: take the most likely token each time.
         stream: "train", "val" or "eval", for all rows.
         max_new_tokens: int64 [B] maximum number of tokens of each response.
-        draws, samples: int64 [B] draw id and sample index of each row, by which its sampling is seeded.
+        draws, samples: int64 [B] `draw_ids` and `sample_index` of each row (see `GenerationDatumSpec`), which seed its
+            sampling.
         stops: the distinct stop strings of each row.
     """
 
@@ -56,17 +57,17 @@ class GenerationRequest(NamedTuple):
 class BaseEngine(GenerationInterface):
     """The base of engines; subclasses implement `_respond`. By default an engine holds no memory between two calls.
 
-    The response of a row depends only on its prompt, its sampling settings and the seed of its sampling: (seed, stream,
-    draw id, sample). The token or string that ends a response stays part of it, so that training sees exactly the
-    sampled tokens.
+    The response of a row depends only on its prompt, its sampling settings and the seed of its sampling, which is made
+    of `seed` and the row's stream, draw id and sample index (see `GenerationDatumSpec`). The token or string that ends
+    a response stays part of it, so that training sees exactly the sampled tokens.
 
     Args:
         config: section `policy.generation`, as a model or a mapping.
-        tokenizer: provides the pad token, and the bytes in which stop strings are matched.
+        tokenizer: provides the pad token, and the bytes of each token, in which stop strings are matched.
         end_token_ids: tokens that end a response if `stop_token_ids` is null (`data.boundaries`); None: the tokenizer's
             end tokens.
         max_model_len: longest sequence, prompt plus response; None: `vllm_cfg.max_model_len`, or no limit.
-        seed: sampling is seeded by it.
+        seed: seed of the sampling.
         digest: returns a digest of the engine's weights.
         memory_share: share of this machine's free memory that this engine may use.
 
@@ -119,7 +120,8 @@ class BaseEngine(GenerationInterface):
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _asked(self, batch: RaggedBatch, of_rows: Prompts, greedy: bool) -> GenerationRequest:
-        """Return the request for a batch. `of_rows` holds the other keys of `GenerationDatumSpec`."""
+        """Return the `GenerationRequest` for a batch of prompts. `of_rows` holds the other keys of
+        `GenerationDatumSpec`, such as `stop_strings`."""
         size = batch.size
         return GenerationRequest(
             batch=batch,
@@ -192,7 +194,7 @@ class BaseEngine(GenerationInterface):
         )
 
     def sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
-        """Return the settings of `sampling` for the native sampler."""
+        """Return the result of `sampling` as the settings of the native sampler."""
         return C.SamplingRule(**self.sampling(greedy, stream)._asdict())
 
     def _max_new_tokens(self, lengths: Tensor) -> Tensor:
@@ -208,7 +210,7 @@ class BaseEngine(GenerationInterface):
         return torch.full_like(lengths, limit)
 
     def _draw_ids(self, draw_ids: Tensor | Sequence[int] | None, rows: int) -> Tensor:
-        """Return the caller's draw ids, or by default the next unused numbers, int64 [B]."""
+        """Return `draw_ids` as int64 [B]; if None, the next unused numbers."""
         if draw_ids is not None:
             return _row_integers("draw_ids", draw_ids, rows)
         first = self._next_draw_id
@@ -236,8 +238,8 @@ class BaseEngine(GenerationInterface):
 
 
 class ResponseBuffer:
-    """A collection of responses. If none was stored for a row, its prompt left no room: the response is empty and
-    marked as truncated.
+    """The responses of a batch, stored as each one ends. A row without a stored response is one whose prompt left no
+    room: its response is empty and marked as truncated.
 
     Args:
         count: number of rows of the batch.
@@ -259,7 +261,7 @@ class ResponseBuffer:
             self.on_finished(rows, [list(self.tokens[row]) for row in rows])
 
     def responses(self, version: int | None = None) -> Responses:
-        """Return all responses, with the version of the weights."""
+        """Return all responses, with `version` as the version of the weights that generated them."""
         return Responses(
             torch.tensor(list(chain.from_iterable(self.tokens)), dtype=torch.int64),
             offsets_of(torch.tensor([len(row) for row in self.tokens])),
@@ -268,14 +270,15 @@ class ResponseBuffer:
 
 
 def _strings_of(value: str | Sequence[str] | None) -> list[str]:
-    """Return a list of strings for one string, several strings, or None."""
+    """Return `value`, which is one string, several strings or None, as a list of strings."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)
 
 
 def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tensor:
-    """Return `values` as int64 [rows]. Raise ValueError, which names the argument `name`, if their number differs."""
+    """Return `values` as int64 [rows]. Raise ValueError with the argument's name `name` if there are not `rows`
+    values."""
     result = torch.as_tensor(values).to("cpu", torch.int64)
     if result.shape != (rows,):
         raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
@@ -298,7 +301,8 @@ def _ragged_prompts(data: Mapping[str, Tensor]) -> RaggedBatch:
 
 
 def _the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:
-    """Return the common stream of all rows. Raise ValueError for several streams or an unknown stream."""
+    """Return the stream that all rows share: "train", "val" or "eval". Raise ValueError for several streams or an
+    unknown stream."""
     per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
     streams = sorted({row or "train" for row in per_row})
     if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:

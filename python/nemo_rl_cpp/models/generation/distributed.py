@@ -46,7 +46,7 @@ class EngineHost:
     _engines: dict[int, NativeGeneration]
 
     def create_engine(self, config: GenerationConfig | None, options: dict[str, object]) -> int:
-        """Create an engine and return its number, by which the other methods name it."""
+        """Create an engine and return its number, which identifies it in the other methods."""
         if not hasattr(self, "_engines"):
             self._engines = {}
         number = max(self._engines, default=-1) + 1
@@ -92,7 +92,7 @@ class EngineHost:
 
 
 class DistributedGeneration(GenerationInterface):
-    """The counterpart of `NativeGeneration` in the worker processes of a policy.
+    """Generation in a policy's worker processes, with the interface of `NativeGeneration`.
 
     Args:
         group: the policy's workers, whose weights the engines read.
@@ -303,14 +303,15 @@ class EngineWorker(EngineHost):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Join the rendezvous with trainer rank 0 and the other engines."""
+        """Join the refit rendezvous with trainer rank 0 and the other engines."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         weights = named_views(self.model.layout, self.model.compute)
         self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
 
     def update_weights_from_collective(self, version: int) -> RefitResult:
-        """Receive the weights from trainer rank 0. On a mismatch keep the old weights and raise C.RefitRefused."""
+        """Receive the weights from trainer rank 0. If a tensor is missing, unknown, damaged, or of another shape or
+        dtype, or if the version is not `version`, keep the old weights and raise C.RefitRefused."""
         done = self._receiver.receive(version)
         self.model.masters_changed()  # discard data derived from the old weights
         self.weight_version = version
@@ -318,9 +319,9 @@ class EngineWorker(EngineHost):
 
 
 class DedicatedGeneration(DistributedGeneration):
-    """The counterpart of `NativeGeneration` in a cluster whose workers only generate. It never waits for the trainers:
-    `generate` can run in one thread while the policy trains in another. A worker executes its calls in order, so a
-    refit happens between two calls of `generate`.
+    """Generation on a cluster whose workers only generate, with the interface of `NativeGeneration`. It never waits for
+    the trainers: `generate` can run in one thread while the policy trains in another. A worker executes its calls in
+    order, so a refit happens between two calls of `generate`.
 
     Each engine gets about the same number of expected tokens: the prompt's tokens, counted once per group, plus for
     each response the mean response length of the last call.
@@ -381,7 +382,7 @@ class DedicatedGeneration(DistributedGeneration):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start the rendezvous of all engines with trainer rank 0. Return the pending calls."""
+        """Let all engines join the refit rendezvous with trainer rank 0. Return the pending calls."""
         return self.group.run_all_workers_single_data("init_collective", meeting)
 
     def update_weights_from_collective(self, version: int) -> list[WorkerCall]:

@@ -21,9 +21,9 @@ _SHRINK = 4  # a batch is compacted once a quarter of its rows has ended
 class HfGeneration(BaseEngine):
     """NeMo RL's generation interface on the trainer's own transformers module.
 
-    The native sampler seeds each token by (seed, stream, draw id, sample, position), as in the native engine. The other
-    rows of a batch change a row only through rounding: they change the shapes of the matrix products, and so the last
-    bits of the logits.
+    The native sampler seeds each token by (seed, stream, draw id, sample index, position), as in the native engine. A
+    row's tokens depend on the other rows of its batch only through rounding: the size of the batch sets the shapes of
+    the matrix products, and so changes the last bits of the logits.
 
     Args:
         module: the trainer's module, read in place.
@@ -91,7 +91,7 @@ class HfGeneration(BaseEngine):
         return self.cache_bytes(next(self.module.parameters()).device) / self._bytes_per_token
 
     def _answer(self, work: _Work, rows: list[int]) -> None:
-        """Generate the responses of `rows` concurrently, into `work`."""
+        """Generate the responses of `rows` concurrently, and append their tokens to `work`."""
         distinct: dict[tuple[int, ...], int] = {}
         index = [distinct.setdefault(tuple(work.prompts[row].tolist()), len(distinct)) for row in rows]
         # a cache with other states (such as Mamba's) would include padding, so such models recompute whole sequences

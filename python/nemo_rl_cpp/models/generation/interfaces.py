@@ -169,7 +169,8 @@ class GenerationInterface(Protocol):
         """Allocate what generation needs. Called before `generate`."""
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: OnFinished) -> Answer:
-        """Return a response per prompt, under the weights of the last `sync_weights`. `greedy`: temperature 0, top_k 1.
+        """Return a response per prompt, under the weights of the last `sync_weights`. `greedy` means temperature 0 and
+        top_k 1.
 
         The loop passes a RaggedBatch, which can be read as a `GenerationDatumSpec`. The engine may return `Responses`
         or a padded batch. `beside` holds `on_finished` if the engine sets `reports_finished`; otherwise it is empty."""
@@ -198,8 +199,9 @@ def generating(generation: GenerationInterface) -> Iterator[None]:
 def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
     """Return a context that calls `finish_generation` only after an error or Ctrl-C. On success the caller calls it.
 
-    An error of `finish_generation` is added as a note to the first error. After Ctrl-C the program may end within
-    seconds, so `finish_generation` then runs in a separate thread, for which the context waits one second.
+    An error that `finish_generation` raises is added as a note to the error that ended the context. After Ctrl-C the
+    program may end within seconds, so `finish_generation` then runs in a separate thread, for which the context waits
+    one second.
     """
     try:
         yield
@@ -232,7 +234,8 @@ DEFAULT_BUCKET_BYTES = 8_000_000
 
 
 class RefitRendezvous(NamedTuple):
-    """The settings for the rendezvous of trainer rank 0 (as rank 0) and the engines (as ranks 1, 2, ...).
+    """The settings of the refit rendezvous, in which trainer rank 0 (as rank 0) and the engines (as ranks 1, 2, ...)
+    connect.
 
     Attributes:
         host, port: address of the TCP store, which the run's main process holds.

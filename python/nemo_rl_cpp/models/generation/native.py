@@ -25,8 +25,8 @@ def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str,
     """Return the object through which the engine runs a `C.DecoderModel`. It reads the model's weights in place.
 
     On a CUDA device, decode steps run as CUDA graphs unless `config.vllm_cfg.enforce_eager`. On the CPU, depending on
-    `config.packed_weights`, decode steps of small batches read bfloat16 weights in 12 bits each. Neither changes the
-    results."""
+    `config.packed_weights`, decode steps of small batches read a copy of the bfloat16 weights that is packed losslessly
+    into 12 bits per weight. Neither changes the results."""
     config = as_model(config, GenerationConfig, "policy.generation")
     eager = bool(config.vllm_cfg.enforce_eager)
     return C.NativeModelRunner(model, enforce_eager=eager, packed_weights=config.packed_weights)
@@ -176,7 +176,7 @@ def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
 
 
 def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict[str, object]) -> dict[str, object]:
-    """Return `options` with `max_model_len`: by default the longest sequence of the policy, or a lower limit that
+    """Return `options` with `max_model_len`: by default the policy's maximum sequence length, or a lower limit that
     `config` sets."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     return {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The position in a flat buffer of a parameter, or of the rows of it that one rank holds.
+    """The position of a parameter in a flat buffer, or the position of the rows of it that one rank holds.
 
     Attributes:
         split: the dimension that is sharded; -1: the parameter is not sharded.
@@ -80,7 +80,7 @@ class FlatModel:
     """A transformers module with the interface that `TrainedModel` needs, in one process.
 
     Attributes:
-        module: in `dtype`; its parameters are views of `compute`.
+        module: the module, in `dtype`; its parameters are views of `compute`.
         layout: (name, shape, offset) of each parameter, in the module's order; tied parameters once.
         compute: [n] the weights that matrix products read.
         masters: [n] float32 master weights; `compute` itself if that is float32; None for a frozen model.

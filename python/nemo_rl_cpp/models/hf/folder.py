@@ -187,8 +187,8 @@ def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
-    """Return transformers' configuration object for the config.json `raw`. Raise ModelFolderError, which names the
-    configuration key `key`, if transformers cannot read it."""
+    """Return transformers' configuration object for the config.json `raw`. Raise ModelFolderError with the
+    configuration key `key` if transformers cannot read it."""
     library, kind = transformers(), raw.get("model_type")
     try:
         with quietly():

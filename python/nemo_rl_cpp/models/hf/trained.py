@@ -149,7 +149,7 @@ class HfTrainedModel(TrainedModel):
 
     def _with_router(self, module: nn.Module) -> None:
         """Print a note, once, that the router is trained although megatron_cfg requests a frozen router, as NeMo RL's
-        files do."""
+        configuration files do."""
         megatron = self.config.megatron_cfg
         if not (megatron.enabled and megatron.freeze_moe_router):
             return

@@ -28,7 +28,8 @@ class TorchLearningRate:
     """A schedule of torch.optim.lr_scheduler classes. They set the rate of a stand-in optimizer, so their values are
     torch's.
 
-    Several stages follow each other at `milestones` (SequentialLR). Without a stage the rate is constant."""
+    Several scheduler classes follow each other at the steps `milestones` (SequentialLR). Without any class the rate is
+    constant."""
 
     def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
         self._optimizer = _StandInOptimizer(lr)

@@ -254,7 +254,8 @@ class _RankGuard:
         self.failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Plan a batch, and if no rank has failed, exchange the kept activations of samples that move between ranks."""
+        """Return the planned `_GlobalBatch`. If no rank has failed, exchange the kept activations of samples that move
+        between ranks."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)
@@ -269,7 +270,7 @@ class _RankGuard:
         return batch
 
     def left(self, micro_batches: list[list[int]]) -> list[list[int]]:
-        """Return the micro-batches that remain to run: all of them, or none after a failure."""
+        """Return the micro-batches to run: all of them, or an empty list if this rank has failed."""
         return micro_batches if self.failed is None else []
 
     @property
@@ -353,8 +354,9 @@ class _GlobalBatch:
         return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.backward)
 
     def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of the loss with respect to `scored`, to the log-probabilities without top-k and top-p,
-        and to the entropies (None if not computed), each in the shape of the tensor that it belongs to."""
+        """Return three gradients of the loss: with respect to `scored`, to the log-probabilities without top-k and
+        top-p, and to the entropies. The last two are None if not computed. Each gradient has the shape of its
+        tensor."""
         if self.way.sums.beside and self.is_apart(micro.rows):
             raise ValueError(
                 f"zero_gradient_rows of the loss names sample {micro.rows[0]}, whose micro-batch has a gradient, when the sum over "
@@ -400,9 +402,9 @@ def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class LossResult:
-    """The loss of one micro-batch, its metrics and its gradients: `grad` [b, width - first_column] with respect to the
+    """The loss of one micro-batch, its metrics and its gradients. `grad` [b, width - first_column] belongs to the
     log-probabilities or values, `grad_unfiltered` to the log-probabilities without top-k and top-p, `grad_entropy` to
-    the entropies, and `grad_candidates` [b, width - 1, k] to the candidates' log-probabilities."""
+    the entropies, and `grad_candidates` [b, width - 1, k] to the log-probabilities of the candidate tokens."""
 
     value: float
     metrics: dict[str, float]
@@ -485,7 +487,7 @@ def evaluate_value_loss(
 
 
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
-    """If the loss or its gradient is not finite, raise NonFiniteError, which names the first such sample and token."""
+    """If the loss or its gradient is not finite, raise NonFiniteError with the first such sample and token."""
     for grad in (loss.grad, loss.grad_unfiltered, loss.grad_entropy, loss.grad_candidates):
         bad = None if grad is None else ~torch.isfinite(grad)
         if bad is not None and bad.any():

@@ -33,7 +33,7 @@ class ServerClient:
         url: http://host:port, optionally with a path prefix of the routes.
         key: sent as `Authorization: Bearer`; None: no key.
         timeout: seconds without received data after which a call fails.
-        why: returns a text on why a server no longer responds, which is appended to the error.
+        why: function that returns a text on why the server no longer responds, which is appended to the error message.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float, why: Callable[[], str] = lambda: "") -> None:

@@ -121,7 +121,7 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
 def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int) -> dict[str, object]:
     """Return the options of the server that the run starts, on the CPU, with random weights and without a tokenizer.
 
-    `vllm_kwargs` override the others; `config/rules_model.py` rejects conflicting keys. `config` is the model's
+    `vllm_kwargs` override these options; `config/rules_model.py` rejects conflicting keys. `config` is the model's
     config.json."""
     generation = policy.generation
     vllm, options = generation.vllm_cfg, _options(policy, model, port, "cpu")
@@ -149,8 +149,8 @@ def _cache_bytes(gigabytes: float | None, config: Mapping[str, Plain], blocks: i
 
 
 def server_environment(given: Mapping[str, object] | None) -> dict[str, str]:
-    """Return the server's environment: the variables of this process, overridden by this package's, and then by `given`
-    (`env_vars`), where null removes a variable.
+    """Return the environment variables of the server process: those of this process, overridden by this package's, and
+    then by `given` (`env_vars`), where null removes a variable.
 
     This package's variables open the routes for weights, exclude the user's site-packages, set the thread count, and
     disable telemetry."""
@@ -209,8 +209,8 @@ class StartedServer:
                 raise WorkerLostError(f"vLLM did not start within {seconds:g} s ({key}){self.what_happened(wait=0.0)}")
 
     def what_happened(self, wait: float = GRACE_SECONDS) -> str:
-        """Return the end of an error message: how the server ended, if it ends within `wait` seconds, and the last
-        lines of its output."""
+        """Return the last part of an error message: how the server ended, if it ends within `wait` seconds, and the
+        last lines of its output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=wait)
         code, how = self._process.returncode, ""
@@ -332,8 +332,8 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """Raise the error from `refuse` if the token-id route is closed or needs a key. An open route answers a request
-    without a prompt with status 400 or 422."""
+    """Raise the error that `refuse` makes if the server's route for token ids is closed or needs an API key. An open
+    route answers a request without a prompt with status 400 or 422."""
     try:
         client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:

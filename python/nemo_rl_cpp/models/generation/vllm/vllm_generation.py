@@ -40,7 +40,7 @@ class Response:
 
     Args:
         row: row of the batch.
-        room: maximum number of tokens.
+        room: maximum number of tokens of the response.
     """
 
     def __init__(

@@ -63,15 +63,15 @@ def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
 
 
 def _on_tokens(advantages: Tensor, mask: Tensor, offsets: Tensor | None) -> Tensor:
-    """Repeat the values [B] for each token: return [B, S], an expanded view, or with `offsets` [T]."""
+    """Repeat each sample's value for all its tokens. Return an expanded view [B, S], or [T] if `offsets` is given."""
     if offsets is None:
         return advantages.unsqueeze(-1).expand(mask.shape)
     return advantages.repeat_interleave(offsets.diff())
 
 
 class _Estimator(AdvantageEstimator):
-    """The base class of the estimators below. It takes configuration sections, or mappings with their keys, and raises
-    ConfigError for an unknown key.
+    """The base class of the estimators below. The constructor takes configuration sections, or mappings with the same
+    keys, and raises ConfigError for an unknown key.
     """
 
     section: type[AdvEstimatorConfig | GAEConfig] = AdvEstimatorConfig
@@ -91,7 +91,7 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return both log-probabilities if the reward has a KL penalty and both are given, otherwise (None, None)."""
+        """Return (policy, reference) if the reward has a KL penalty and both are given, otherwise (None, None)."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
@@ -160,7 +160,9 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
 
 
 def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (float64 [number of groups], each group's sum of `values` [B]; int64 [B], the group of each sample)."""
+    """Return (sums, index): the sum of `values` [B] over each group, float64 [number of groups], and the group of each
+    sample, int64 [B].
+    """
     _, group = torch.unique(groups, return_inverse=True)
     sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.to(torch.float64))
     return sums, group
@@ -415,9 +417,9 @@ class OPDAdvantageEstimator(_Estimator):
 
     and for `mixed` the weighted sum of the first two. In every case E_p[advantage d(log p)] = -dD (subtracting a
     constant does not change it). MOPD (arXiv:2601.02780) is the reverse KL plus `outcome_advantage_weight` times the
-    advantage of the rewards: GRPO's, or with the settings of PPO (`GAEConfig`) GAE's, whitened if
-    normalize_advantages. The critic learns from the rewards alone. TROPD replaces q with alpha q + (1 - alpha) p, so
-    the reverse KL's advantage is at least log(1 - alpha).
+    advantage computed from the rewards: by GRPO, or in a PPO run by GAE, whitened if normalize_advantages. The critic
+    learns from the rewards alone. TROPD replaces q with alpha q + (1 - alpha) p, so the reverse KL's advantage is at
+    least log(1 - alpha).
     """
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
@@ -448,9 +450,10 @@ class OPDAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor | None = None,
         prev_logprobs: Tensor | None = None, offsets: Tensor | None = None, **of_rewards: object,
     ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return advantages, in a PPO run (advantages, returns); returns are None without a critic. A token that the
-        student's top-k or top-p filter removes (log-probability -inf) gets 0. `of_rewards` are the inputs of the
-        rewards' estimator. Raise ValueError if either kind of log-probabilities is missing.
+        """Return advantages, or in a PPO run (advantages, returns), where returns are None without a critic. A token
+        that the student's top-k or top-p filter removes (log-probability -inf) gets 0. `of_rewards` holds the inputs of
+        the estimator that computes advantages from rewards. Raise ValueError if `teacher_logprobs` or `prev_logprobs`
+        is None.
         """
         if teacher_logprobs is None or prev_logprobs is None:
             missing = "teacher_logprobs" if teacher_logprobs is None else "prev_logprobs"
@@ -496,8 +499,8 @@ def register_estimator(
 ) -> None:
     """Register a custom estimator, so that configurations can select it with `<algorithm>.adv_estimator.name`.
 
-    The fields of `keys` become keys of the section `adv_estimator`, unless it already has them. Raise ValueError if the
-    name is taken.
+    The fields of `keys`, a pydantic model, become keys of the section `adv_estimator`, unless it already has them.
+    Raise ValueError if the name is taken.
     """
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
     ADVANTAGE_ESTIMATORS.add(

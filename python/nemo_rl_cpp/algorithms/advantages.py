@@ -11,15 +11,16 @@ from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 
 def _takes_ragged(estimator: AdvantageEstimator) -> bool:
-    """Return whether compute_advantage has a parameter `offsets`. If so, per-token inputs are passed as [T], without
-    padding.
+    """Return whether the estimator's compute_advantage has a parameter `offsets`. If so, per-token inputs are passed as
+    [T], without padding.
     """
     return "offsets" in inspect.signature(estimator.compute_advantage).parameters
 
 
 def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the arguments that all estimators take, together with the per-token tensors `of_tokens` (each [T] or
-    None), and those that the teachers have added to the batch. Per-token tensors are padded to [B, S] unless `ragged`.
+    """Return the keyword arguments of `compute_advantage`: those that all estimators take, the per-token tensors
+    `of_tokens` (each [T] or None), and the log-probabilities of a teacher, if the batch has them. Per-token tensors are
+    padded to [B, S] unless `ragged`.
     """
     of_tokens["mask"] = batch.valid_mask
     if "teacher_logprobs" in batch:
@@ -31,8 +32,8 @@ def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict
 
 
 class GroupAdvantages:
-    """GRPO's stage of a step, which compares each sample with the others of its group. `group_id` defines the groups,
-    so two equal prompts of a batch are two groups.
+    """The computation of advantages in GRPO, which compares each sample with the others of its group. `group_id`
+    defines the groups, so two equal prompts of a batch are two groups.
 
     If `masked_reward_policy` is exclude, a group's statistics exclude samples that receive no gradient. Advantages are
     clipped to [advantage_clip_low, advantage_clip_high]; None means no bound.
@@ -65,8 +66,8 @@ class GroupAdvantages:
 
 
 class TokenAdvantages:
-    """PPO's stage of a step. It computes advantages from the critic's values, or from the raw rewards; with a critic it
-    also computes the returns, the critic's targets.
+    """The computation of advantages in PPO, from the critic's values or from the raw rewards. With a critic it also
+    computes the returns, the critic's targets.
     """
 
     def __init__(self, estimator: AdvantageEstimator) -> None:

@@ -17,7 +17,7 @@ from nemo_rl_cpp.rollouts.batches import TrainBatch, sampled_by_policy, spoken_b
 
 
 class Advantages(Protocol):
-    """The stage of a step that turns rewards into advantages."""
+    """The stage of a training step that computes advantages from rewards."""
 
     metrics: dict[str, float]
     estimator: AdvantageEstimator
@@ -31,11 +31,12 @@ class Algorithm:
     """The properties of an algorithm that its configuration sections do not describe.
 
     Attributes:
-        make_advantages: makes the stage `Advantages` for a configuration.
+        make_advantages: makes the computation of advantages (`Advantages`) that a configuration selects.
         is_trained: returns whether the policy is trained on a message of a conversation.
-        needs_tokens: whether a step without any token to train on ends the run. PPO would otherwise continue and shrink
-            both models by weight decay. A GRPO step is a single update, and the report shows that nothing was learned.
-        has_rewards: whether samples have rewards. If not, a step has no metrics of rewards.
+        needs_tokens: whether a step without any token to train on ends the run with an error. PPO would otherwise
+            continue and shrink both models by weight decay. A GRPO step is a single update, and the report shows that
+            nothing was learned.
+        has_rewards: whether samples have rewards. If not, metrics of rewards are omitted.
     """
 
     make_advantages: Callable[[TrainMasterConfig], Advantages]
@@ -45,7 +46,9 @@ class Algorithm:
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
-    """Return the stage that `grpo.adv_estimator.name` selects. Raise ValueError if GRPO has no such estimator."""
+    """Return the computation of advantages that `grpo.adv_estimator.name` selects. Raise ValueError if GRPO has no such
+    estimator.
+    """
     estimator = make_estimator("grpo", config.grpo.adv_estimator, config.loss_fn)
     if isinstance(estimator, GDPOAdvantageEstimator):
         estimator.part_weights = _part_weights(config)
@@ -53,9 +56,9 @@ def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 
 
 def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
-    """Return the weights of the reward functions by name, if their rewards are the components of GDPO. Return {} if no
-    training data set uses reward functions, or if they have no weights. Raise ValueError if
-    `grpo.adv_estimator.reward_weights` is set, too.
+    """Return GDPO's weights of reward components: the weights of the reward functions, keyed by function name. Return
+    {} if no training data set uses reward functions, if their rewards are not components (`as_parts`), or if they have
+    no weights. Raise ValueError if `grpo.adv_estimator.reward_weights` is set, too.
     """
     section = config.env.get("reward_functions")
     if not isinstance(section, Mapping) or not section.get("as_parts") or section.get("weights") is None:
@@ -70,8 +73,8 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
 
 
 def distillation_advantages(config: DistillationMasterConfig) -> Advantages:
-    """Return the stage that `distillation.adv_estimator.name` selects. If the loss compares distributions over several
-    tokens, return the stage whose advantages are all 1.
+    """Return the computation of advantages that `distillation.adv_estimator.name` selects. If the loss compares
+    distributions over the top-k tokens of each position, return one that sets all advantages to 1.
     """
     if config.candidates is not None:
         return EqualAdvantages(keeps_logprobs=True)
@@ -81,7 +84,9 @@ def distillation_advantages(config: DistillationMasterConfig) -> Advantages:
 
 
 def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
-    """Return the stage that `ppo.adv_estimator.name` selects. Raise ValueError if PPO has no such estimator."""
+    """Return the computation of advantages that `ppo.adv_estimator.name` selects. Raise ValueError if PPO has no such
+    estimator.
+    """
     return TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn))
 
 

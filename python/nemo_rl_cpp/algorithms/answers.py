@@ -54,10 +54,10 @@ def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
 
 @dataclass
 class EqualAdvantages:
-    """A stage that gives every token the advantage 1.
+    """A computation of advantages that gives every token the advantage 1.
 
     Attributes:
-        keeps_logprobs: whether the policy generated the responses, so that their log-probabilities are kept.
+        keeps_logprobs: whether the policy generated the responses, so that `generation_logprobs` are kept.
     """
 
     keeps_logprobs: bool = False
@@ -94,8 +94,9 @@ class AnswerValidator(Validator):
         return ["val_loss", "num_samples", "num_tokens"]
 
     def run(self, step: int) -> ValidationResult:
-        """Return `val_loss`, the mean over the tokens of all batches, with `num_samples` and `num_tokens`. A last batch
-        that is not full is ignored, unless it is the only one. Raise ValueError if no answer has a token.
+        """Return the metrics `val_loss` (the mean over the tokens of all batches), `num_samples` and `num_tokens`. A
+        last batch that is not full is ignored, unless it is the only one. Raise ValueError if the answers have no
+        tokens.
         """
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0

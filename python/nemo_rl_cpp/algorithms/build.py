@@ -126,7 +126,7 @@ class TrainingRun:
 
     @property
     def generation(self) -> GenerationInterface:
-        """The engine."""
+        """The generation engine."""
         return self.collector.generation
 
     @property
@@ -193,7 +193,8 @@ class TrainingRun:
 
     def _status(self) -> str:
         """Return how a run that has not failed ended: "interrupted", "stopped in time" (by `checkpoint_must_save_by`)
-        or "finished". Only a finished run is uploaded, because the others are expected to be resumed.
+        or "finished". Only the model of a finished run is uploaded to the Hub, because other runs are expected to be
+        resumed.
         """
         if self.stop.requested:
             return "interrupted"

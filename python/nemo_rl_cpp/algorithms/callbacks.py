@@ -62,7 +62,7 @@ class Callback:
     """
 
     def on_step(self, event: RunEvent) -> None:
-        """Called after each step: its metrics are already logged, its validation and checkpoint follow."""
+        """Called after each step, when its metrics have been logged, and before its validation and checkpoint."""
 
     def on_validation(self, event: RunEvent) -> None:
         """Called after each validation, including one before the first step."""
@@ -132,7 +132,7 @@ def _tell(callback: Callback, method: str, event: RunEvent) -> None:
 
 
 def checked_callbacks(given: object) -> Callbacks:
-    """Return `Callbacks` from None, one callback, or several. Raise ValueError for anything else."""
+    """Return `Callbacks` made from None, one callback, or several callbacks. Raise ValueError for anything else."""
     several = [] if given is None else [given] if _methods(given) else given
     if isinstance(several, (str, bytes, Mapping)) or not is_iterable(several):
         raise ValueError(

@@ -170,7 +170,7 @@ class Saver:
         disk that has space again.
 
         If the disk is full, warn once and continue; at the end of the run raise NotSavedError instead. Weights that are
-        not finite are never saved: raise NonFiniteError, which names the first bad parameters.
+        not finite are never saved: raise NonFiniteError, whose message lists the first such parameters.
         """
         self.check_metric_name(result)
         manager, state = self.manager, result.state
@@ -247,8 +247,8 @@ class Saver:
         manager.metric_seen = True
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
-        """Return {name: value} of the metric that ranks a checkpoint. If this step has no validation, or lacks a metric
-        that earlier steps had, return {} and warn once per run (not if the run was interrupted).
+        """Return {name: value} of the metric by which checkpoints are ranked. If this step has no validation, or lacks
+        a metric that earlier steps had, return {} and warn once per run (not if the run was interrupted).
         """
         manager = self.manager
         kind, _, name = (manager.metric_name or "").partition(":")
@@ -298,8 +298,8 @@ class Saver:
         return sum(model.checkpoint_bytes(self.manager.save_optimizer) for model in self.models.values())
 
     def _check_weights(self, state: TrainState) -> None:
-        """Raise NonFiniteError, which names the first bad parameters, if a trained model has parameters that are not
-        finite.
+        """Raise NonFiniteError if a trained model has parameters that are not finite. The message lists the first such
+        parameters.
         """
         for name, model in self.models.items():
             if bad := model.non_finite_parameters():
@@ -358,7 +358,7 @@ def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environme
 
 
 def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, str]:
-    """Upload a checkpoint if `checkpointing.push_to_hub` names a repository, and return a row for the summary table. A
+    """Upload a checkpoint to the Hub if `checkpointing.push_to_hub` is set, and return a row for the summary table. A
     failed or interrupted upload is reported in that row and raises nothing.
     """
     repository, private = config.push_to_hub, config.hub_private
@@ -380,9 +380,9 @@ def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, s
 def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) -> Resume:
     """Lock the checkpoint folder and return where to resume. The caller unlocks it (`CheckpointManager.shutdown`).
 
-    If the run resumes, print the checkpoint, its time and each changed key. Raise ResumeError (a ValueError) if the
-    checkpoint belongs to a different run (`checks/resumed.py`), and FolderError if a different run has locked the
-    folder.
+    If the run resumes, print the checkpoint, its time and each changed configuration key. Raise ResumeError (a
+    ValueError) if the checkpoint belongs to a different run (`checks/resumed.py`), and FolderError if a different run
+    has locked the folder.
     """
     checkpoints.claim()
     resume = find_resume(checkpoints)
@@ -392,8 +392,8 @@ def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) 
 
 
 def announce(resume: Resume, config: TrainMasterConfig) -> None:
-    """Print from which checkpoint the run resumes and which keys changed. Raise ResumeError if it belongs to a
-    different run.
+    """Print from which checkpoint the run resumes and which configuration keys changed. Raise ResumeError if the
+    checkpoint belongs to a different run.
     """
     saved = resumed.read_saved(resume.path)
     if refused := list(resumed.refusals(saved, config)):

@@ -131,8 +131,8 @@ class RolloutCollector(ABC):
         """Generate rounds of rollouts until there are enough for a step: one round, or more with dynamic sampling.
 
         Add to the rollouts `raw_reward` float32 [B], the reward that the environments returned, and `weight_version`
-        int64 [B], the version of the weights: the argument, or with in-flight weight updates the oldest version that
-        sampled a token of the row.
+        int64 [B]: the argument `weight_version`, or with in-flight weight updates the oldest version of the weights
+        that sampled any token of the row.
         """
         while not self.sampler.full:
             prompts = self.prompts.next()
@@ -164,8 +164,8 @@ class RolloutCollector(ABC):
         return {}
 
     def _count_failure(self, error: Exception) -> None:
-        """Count a failed round. Raise `error` if no more rounds may fail, or if a retry would fail, too, because a
-        worker is lost or the run ends.
+        """Count a failed round of generation or scoring. Raise `error` if no more rounds may fail, or if a retry would
+        also fail, because a worker is lost or the run ends.
         """
         if isinstance(error, (WorkerLostError, GenerationEndedError)) or self.failures_left == 0:
             raise error
@@ -211,7 +211,7 @@ class SyncCollector(RolloutCollector):
         return collected
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Drop the batches, which a run with asynchronous rollouts generated ahead, and print a note."""
+        """Drop the checkpoint's batches, which a run with asynchronous rollouts generated ahead, and print a note."""
         if state:
             self.leave_out(state, "rollouts are made in their own step now")
 
@@ -234,7 +234,7 @@ class Meeting:
         self.given.result()
 
     def pass_by(self) -> None:
-        """Record that the batch has ended, with or without having waited here."""
+        """Record that the batch has ended, whether or not it waited at this point."""
         if not self.reached.done():
             self.reached.set_result(False)
 
@@ -259,8 +259,8 @@ class AsyncCollector(RolloutCollector):
 
     Attributes:
         age: A, at least 1 (`max_trajectory_age_steps`).
-        keeps: whether checkpoints are written. If so, the first batch is tested, so that a column that no checkpoint
-            can contain raises an error in step 1.
+        keeps: whether checkpoints are written. If so, the first batch is checked: a column that cannot be saved in a
+            checkpoint raises an error in step 1.
         groups: (prompts per step, responses per prompt), which a checkpoint's batches must match; None: any.
         submit: starts a job and returns its future; None: jobs run in a thread. Jobs run one after the other.
         pause: for in-flight weight updates: batch k >= A pauses here with version k - A while step k - A trains, and

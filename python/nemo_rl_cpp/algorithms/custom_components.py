@@ -1,7 +1,7 @@
 """Custom losses and advantage estimators, given by dotted name in a configuration or as objects from Python.
 
-A wrapper around each passes the inputs that the component takes, reports a wrong return value in one sentence, and
-distinguishes exceptions of user code from those of this package.
+A wrapper passes to each component the inputs that it has parameters for, reports a wrong return value in one sentence,
+and distinguishes exceptions of user code from those of this package.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def make_component(
 ) -> Made:
     """Make a component from a class, an object with `method`, or a function.
 
-    A class is constructed with `kwargs` and with those `sections` that its __init__ takes. A function gets `kwargs` in
-    each call. Raise LoadingError, which names `what` and `base`, if the method is missing.
+    A class is constructed with `kwargs` and with each entry of `sections` (name -> configuration section) for which its
+    __init__ has a parameter. A function gets `kwargs` in each call. Raise LoadingError if `method` is missing; the
+    message contains `what`, which describes the component, and `base`, the class to derive from.
     """
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
@@ -220,8 +221,8 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
 
 
 def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> LossFunction:
-    """Return the loss that the section `loss_fn` selects. With `candidates`, the default is distillation on that many
-    tokens per position. Raise LoadingError (a ValueError) if a dotted name cannot be loaded.
+    """Return the loss that the section `loss_fn` selects. If `candidates` is given, the default is the distillation
+    loss over that many tokens per position. Raise LoadingError (a ValueError) if a dotted name cannot be loaded.
     """
     if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
@@ -231,8 +232,8 @@ def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> Lo
 
 
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
-    """Return a loss for an object that was passed from Python. Raise LoadingError (a ValueError) if it cannot be a
-    loss.
+    """Return a loss for an object that was passed from Python. Raise LoadingError (a ValueError) if the object cannot
+    be used as a loss.
     """
     if type(given) is ClippedPGLossFn:
         return given

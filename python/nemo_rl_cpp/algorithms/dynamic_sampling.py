@@ -150,8 +150,8 @@ class GroupSampler:
         """Add one batch of rollouts with `group_id`, `total_reward` and, if rewards are shaped,
         `unshaped_total_reward`.
 
-        If the batch has no `weight_version` int64 [B], fill it with the argument, the version of the policy that
-        sampled the batch.
+        If the batch has no column `weight_version` int64 [B], fill it with the argument of this name, the version of
+        the policy that sampled the batch.
 
         Raise ValueError for a reward that is not finite. Raise DynamicSamplingExhausted if this was the last allowed
         batch and groups are still missing.

@@ -107,8 +107,8 @@ def make_dataloader(
     data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
     """Return the training loader, which yields `num_prompts` prompts at a time. For a dictionary of data sets, return a
-    wrapper of one loader per data set. Raise ValueError, which names keys of `section`, if a data set has fewer rows
-    than a batch.
+    wrapper of one loader per data set. Raise ValueError if a data set has fewer rows than a batch; the message suggests
+    keys of the configuration section `section` to change.
     """
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
@@ -434,7 +434,7 @@ def make_answer_validation(
 
 
 def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: PolicyInterface) -> StepLog:
-    """Return the log of steps. Its rates count trainers as engines, too, unless engines are separate processes."""
+    """Return the log of steps. Its rates per device count trainers as engines, too, if there are no separate engines."""
     trainers, engines = trainers_of(config), engines_of(config)
     devices = Devices(trainers + engines, trainers, engines or trainers)
     return StepLog(logger, timer, PhaseMemory(), devices, policy.performance)

@@ -47,8 +47,8 @@ def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> 
 
 
 def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[str, float]:
-    """Mask sequences whose error exceeds `seq_logprob_error_threshold`, and return the metrics. Without `prev_logprobs`
-    in the batch do nothing.
+    """Mask sequences whose log-probability error (see `compute_and_apply_seq_logprob_error_masking`) exceeds
+    `threshold`, and return the metrics. Without `prev_logprobs` in the batch do nothing.
     """
     if "prev_logprobs" not in batch:
         return {}
@@ -87,7 +87,9 @@ def step_result(
     leave_one_out: bool,
     has_rewards: bool = True,
 ) -> StepResult:
-    """Return everything that is logged for a step, except its times. If not `has_rewards`, omit the metrics of rewards."""
+    """Return everything that is logged for a step, except its times. Without `has_rewards`, omit the metrics of
+    rewards.
+    """
     samples, rollout_metrics = collected.samples, collected.rollout_metrics
     rewards, groups = batch.rewards, batch.group_id[:, None]
     baseline, _ = calculate_baseline_and_std_per_prompt(

@@ -59,8 +59,8 @@ class Teachers:
         batch.teacher_logprobs = scored
 
     def _chosen(self, batch: TrainBatch, samples: Rollouts) -> list[tuple[str, TrainBatch]]:
-        """Return (model, a copy of the batch in which the samples of all other teachers are masked) for
-        each teacher.
+        """Return, for each teacher, (its model, a copy of the batch in which the samples of all other teachers are
+        masked).
         """
         chosen = [self._model_of(task) for task in samples.get("task_name") or [None] * batch.size]
         parts = []
@@ -103,8 +103,8 @@ class OutsideTeacher:
 
 @dataclass
 class TopKTeachers(Teachers):
-    """Teachers that score `k` candidates at the position of each sampled token: the k most likely tokens of the
-    teacher, or of the student.
+    """Teachers that score `k` candidate tokens at the position of each sampled token: the k most likely tokens of the
+    student if `of_student`, otherwise those of the teacher.
     """
 
     k: int = 1

@@ -1,4 +1,4 @@
-"""The stage of a step that selects the tokens that learn from their advantages."""
+"""The stage of a training step that selects the tokens on which the policy trains."""
 
 from __future__ import annotations
 

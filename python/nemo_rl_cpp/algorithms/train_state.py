@@ -58,7 +58,7 @@ class TrainState:
         self.current_step = 0
 
     def draw(self, num_prompts: int) -> int:
-        """Reserve the next `num_prompts` draw ids and return the first of them."""
+        """Reserve draw ids, the numbers of drawn prompts, for the next `num_prompts` prompts. Return the first."""
         first = self.draw_counter
         self.draw_counter += num_prompts
         return first

@@ -49,8 +49,8 @@ OWN_METRICS = (
 class Validator:
     """A validator, which runs validations and decides when they are due.
 
-    Sampling is seeded with the stream `val` and, as draw id, the index of the prompt in the data set. Two validations
-    of the same weights therefore give the same responses, also in a resumed run.
+    Sampling is seeded with the name `val` and the index of the prompt in the data set. Two validations of the same
+    weights therefore give the same responses, also in a resumed run.
 
     Attributes:
         task_to_env: the environment that scores the responses, by task.
@@ -67,8 +67,8 @@ class Validator:
     num_samples_to_print: int = 0
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
-        """Return the names of a validation's metrics, derived from `rollout_names` of a training step. Return None if
-        validation has environments other than `task_to_env` of training.
+        """Return the names of a validation's metrics, derived from `rollout_names`, those of a training step's
+        rollouts. Return None if validation does not have the environments of training, `task_to_env`.
         """
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None

@@ -211,8 +211,8 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor | float | None,
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> ops.ClippedPGResult:
-        """Return loss, gradient with respect to `curr_logprobs` [B, S-1], metrics, and the first (sample, token) whose
-        loss is not finite.
+        """Return the loss, its gradient with respect to `curr_logprobs` [B, S-1], metrics, and the first (sample,
+        token) whose loss is not finite.
 
         `global_valid_positive_toks` is the number of valid tokens in samples with positive reward, over the global
         batch. If neither it nor the key of this name in `data` is given, the NLL term is divided by this batch's
@@ -323,9 +323,9 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | None,
     ) -> C.TokenLoss | None:
-        """Return the gradient of `native` in per-token form (ops.token_loss), or None if the settings do not allow it;
-        the trainer then calls `native`. `data` is the global batch. Without `prev_logprobs` in it, the current
-        log-probabilities are used.
+        """Return the loss of `native` as a per-token loss (ops.token_loss), or None if the settings do not allow it;
+        the trainer then calls `native`. `data` is the global batch. If it has no `prev_logprobs`, the current
+        log-probabilities replace them.
         """
         if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
@@ -337,8 +337,8 @@ class ClippedPGLossFn:
         )
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
-        """Return bool [B]: whether a sample has zero gradient because its advantages are 0 (in GRPO, if its group has
-        equal rewards). Return None if a term without advantages contributes to the gradient.
+        """Return bool [B]: whether a sample's gradient is zero because its advantages are 0 (in GRPO, if all rewards of
+        its group are equal). Return None if a token with advantage 0 may have a gradient, as with a KL term.
         """
         config, advantages = self.op_config(), data.tokens.get("advantages")
         if config.kl_penalty != 0 or config.positive_nll_weight > 0 or config.ratio_mode == "dro" or advantages is None:
@@ -395,8 +395,8 @@ class MseValueLossFn:
         global_valid_seqs: Tensor | float | None,
         global_valid_toks: Tensor | float | None,
     ) -> ops.ValueLossResult:
-        """Return loss, gradient with respect to `values` [B, S], metrics, and the first (sample, token) whose loss is
-        not finite.
+        """Return the loss, its gradient with respect to `values` [B, S], metrics, and the first (sample, token) whose
+        loss is not finite.
         """
         clipping = bool(self.cliprange and self.cliprange > 0)
         result = ops.mse_value_loss(

@@ -17,8 +17,9 @@ LOG_OF_ZERO = -100.0
 
 
 class DistillationResult(NamedTuple):
-    """Loss (scalar), metrics, and the gradients with respect to the student's log-probabilities of the sampled tokens
-    [b, S-1] (always zero) and of the candidates [b, S-1, k], and to the entropies [b, S-1] (None if they are not used).
+    """The scalar loss, its metrics, and its gradients with respect to three inputs: the student's log-probabilities of
+    the sampled tokens [b, S-1] (always zero), those of the k candidate tokens [b, S-1, k], and the entropies [b, S-1]
+    (None if unused).
     """
 
     loss: Tensor

@@ -1,5 +1,5 @@
-"""NeMo RL's names for the environments, data processors, data sets, estimators and losses that its guides show, at the
-paths that the guides use: replace `nemo_rl` by `nemo_rl_cpp.compat` in code that imports them.
+"""NeMo RL's names for the environments, data processors, data sets, estimators and losses that its guides use. They
+have the guides' import paths: in code that imports them, replace `nemo_rl` by `nemo_rl_cpp.compat`.
 docs/porting-from-nemo-rl.md explains how to port the rest. No other part of the package imports this one.
 
 NeMo RL's modules are entries of `_MODULES`. Importing this package registers them in `sys.modules`; each of their names

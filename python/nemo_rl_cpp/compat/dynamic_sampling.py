@@ -27,7 +27,8 @@ def mixed_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class SamplingRound(NamedTuple):
-    """The result of a round: the batch, whether it is complete, the cache for the next round, and metrics."""
+    """The result of one round of dynamic sampling: the batch, whether it is complete, the batch cache for the next
+    round, and metrics."""
 
     batch: BatchedDataDict[DatumSpec]
     is_complete: bool
@@ -53,14 +54,15 @@ def dynamic_sampling(
         std, baseline: the values of each row's group, [B].
         dynamic_sampling_num_gen_batches: number of batches generated for this step, including this one.
         master_config: a configuration (or dictionary) with section `grpo` or `ppo`.
-        batch_cache: what earlier rounds kept.
+        batch_cache: the rows kept in earlier rounds.
         unit: "group" keeps groups whose raw rewards differ, and raises once the configured number of batches has been
             generated. "sample" is NeMo RL's rule: it keeps rows with std != 0, and allows one more batch. It is also
             used for a batch with neither `group_id` nor `idx`, whose groups are unknown.
 
-    With dynamic sampling off, return the batch, True, None and {}. Otherwise the batch's `filtered_reward` holds the
-    rewards of the rows that were kept. Its `total_reward` holds those of all rows of all rounds, so it is longer than
-    the other entries until the batch is complete and cut to size.
+    Return (batch, is_complete, cache, metrics). With dynamic sampling off these are (repeated_batch, True, None, {}).
+    Otherwise `filtered_reward` of the batch has the rewards of the kept rows, and `total_reward` those of all rows of
+    all rounds. So `total_reward` is longer than the other entries until the batch is complete and truncated to the
+    configured size.
 
     Raise DynamicSamplingExhausted (a ValueError) if the allowed number of batches is used up."""
     if unit not in ("group", "sample"):

@@ -1,4 +1,4 @@
-"""Crash-safe files: fsync, atomic replacement, and manifests that tell complete folders from partial ones.
+"""Crash-safe files: fsync, atomic replacement, and manifests that distinguish complete folders from partial ones.
 
 Every rename uses `rename` or `write_atomic`, which sync the parent folder. After they return, neither a killed process
 nor a power failure can undo the rename.
@@ -39,8 +39,8 @@ def rename(source: Path, target: Path) -> None:
 def publish_folder(fresh: Path, target: Path, old: Path) -> None:
     """Rename the sealed folder `fresh` to `target`.
 
-    An existing target is first renamed to `old`, which the caller then removes; on failure it gets its name back. A
-    crash in between leaves `old` without a target, and the next start renames it back.
+    An existing target is first renamed to `old`, which the caller then removes. If the rename of `fresh` fails, `old`
+    is renamed back to `target`. A crash in between leaves `old` without a target, and the next start renames it back.
     """
     if not target.exists():
         rename(fresh, target)
@@ -55,8 +55,8 @@ def publish_folder(fresh: Path, target: Path, old: Path) -> None:
 
 
 def write_durable(path: Path, text: str) -> None:
-    """Write `text` to a file and sync it. This is not atomic: use it for a file in a folder that is not published
-    yet."""
+    """Write `text` to a file and sync it to disk. This is not atomic: use it for a file in a folder that is not
+    published yet."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -84,10 +84,10 @@ def write_atomic(path: Path, text: str, durable: bool = True) -> None:
 
 
 def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
-    """Sync every file and folder under `root`, then write and return its manifest: sizes and SHA-256 of all files.
+    """Sync every file and folder under `root` to disk, then write and return its manifest: sizes and SHA-256 of all
+    files.
 
-    The manifest is written last, so a valid manifest means that the folder is complete. It also stores `facts`.
-    """
+    The manifest is written last, so a valid manifest means that the folder is complete. It also stores `facts`."""
     paths = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
     paths = [path for path in paths if path != root / MANIFEST]
     with ThreadPoolExecutor(max_workers=1) as disk:  # syncs while this thread computes hashes
@@ -107,8 +107,8 @@ def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
 
 
 def folder_problem(root: Path, contents: bool, verify: Collection[str] = (), within: str = "") -> str | None:
-    """Return what is wrong with a sealed folder in a few words, or None if it is complete. Only files whose names in
-    the manifest begin with `within` are examined.
+    """Describe in a few words why a sealed folder is not complete and valid, or return None if it is. Only files whose
+    names in the manifest begin with `within` are examined.
 
     If `contents`, every SHA-256 is checked; otherwise only the manifest, the sizes, and the SHA-256 of the (small)
     files in `verify`. Files that the manifest does not list are allowed, unless they are in `verify`.
@@ -137,7 +137,7 @@ def folder_problem(root: Path, contents: bool, verify: Collection[str] = (), wit
 
 def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
     """Return name -> (size, SHA-256) from the manifest. Raise ValueError unless it is well-formed, matches its own
-    digest and names only files inside its folder."""
+    digest, and lists only files inside its folder."""
     manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     files = manifest["files"]
     if manifest["digest"] != _digest(files):
@@ -175,8 +175,8 @@ _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def disk_trouble(error: BaseException | None) -> str | None:
-    """Return a text such as "No space left on device" if lack of space, a quota or a failing disk caused the exception,
-    otherwise None. Libraries not written in Python give the error number only in the message."""
+    """Return a text such as "No space left on device" if the exception was caused by lack of space, a quota or a
+    failing disk, otherwise None. Exceptions of non-Python libraries have the error number only in the message."""
     while error is not None:
         found = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None

@@ -1,4 +1,5 @@
-"""A lock on a folder, whose file names the holder. The system releases it when the process ends, even in a crash."""
+"""A lock on a folder. The lock file contains the holder. The system releases the lock when the process ends, even in a
+crash."""
 
 import contextlib
 import errno
@@ -18,7 +19,7 @@ _PATIENCE = 0.1  # seconds, because a check may hold the lock briefly
 
 
 class FolderError(ValueError):
-    """Raised if a run cannot use the given folder. The message names the configuration key to change."""
+    """Raised if a run cannot use the given folder. The message contains the configuration key to change."""
 
 
 class FolderInUseError(FolderError, RuntimeError):
@@ -29,8 +30,8 @@ class FolderLock:
     """A lock that is held from construction to `close`, or until the process ends. Forked children do not inherit it.
 
     Raise FolderInUseError with process, host and time if another run holds the lock, and FolderError if the folder
-    cannot be locked. `key` names the setting to change. If the file system has no locks, print a warning.
-    """
+    cannot be locked. `key` is the configuration key in error messages. If the file system has no locks, print a
+    warning."""
 
     def __init__(self, folder: Path, key: str) -> None:
         from filelock import FileLock, Timeout  # importing takes 20 ms, which a run without checkpoints saves
@@ -87,7 +88,7 @@ def _read(path: Path) -> dict[str, Plain]:
 
 
 def held_by(holder: dict[str, Plain]) -> str:
-    """Return text about the holder, such as "is in use by process 12 on host, since ..."."""
+    """Return a text about the holder of a lock, such as "is in use by process 12 on host, since ..."."""
     if "pid" not in holder:
         return "is in use by another process"
     if holder["pid"] == os.getpid() and holder.get("host") == socket.gethostname():
@@ -96,7 +97,8 @@ def held_by(holder: dict[str, Plain]) -> str:
 
 
 def make_folder(folder: Path, key: str) -> bool:
-    """Create a folder and its parents, and return whether it is new. If that fails, raise FolderError naming `key`."""
+    """Create a folder and its parents, and return whether it is new. If that fails, raise FolderError with `key` in the
+    message."""
     try:
         folder.mkdir(parents=True, exist_ok=False)
         return True
@@ -109,7 +111,8 @@ def make_folder(folder: Path, key: str) -> bool:
 
 
 def folder_error(folder: Path, key: str, error: OSError) -> OSError | FolderError:
-    """Return a FolderError naming key and folder if the user can fix the error; otherwise return the error itself."""
+    """Return a FolderError with key and folder in its message if the user can fix the error; otherwise return `error`
+    itself."""
     if error.errno not in _MISTAKES:
         return error
     reason = "a file of that name is there" if error.errno == errno.EEXIST else (error.strerror or str(error))

@@ -41,8 +41,9 @@ def read_state(path: Path) -> object:
 
 
 def check_state(value: object, name: str = "") -> None:
-    """Raise ValueError naming an entry and its type if `value` cannot be written. Allowed are None, booleans, numbers,
-    strings, bytes, paths, lists, tuples, sets, dictionaries, tensors and NumPy arrays, in any nesting."""
+    """Raise ValueError with the name and type of the first entry of `value` that cannot be written. Allowed are None,
+    booleans, numbers, strings, bytes, paths, lists, tuples, sets, dictionaries, tensors and NumPy arrays, in any
+    nesting."""
     _encode(value, name, {})
 
 

@@ -6,12 +6,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class MissingFileError(FileNotFoundError, ValueError):
-    """Raised if a file named in a configuration does not exist. It is both a FileNotFoundError and a ValueError."""
+    """Raised if a file given in a configuration does not exist. It is both a FileNotFoundError and a ValueError."""
 
 
 def _places(path: str | Path) -> list[Path]:
-    """Return the paths at which a file may be: as given, in the source tree, and in the installed package. The package
-    contains the prompts of `examples/prompts/`, which are found by that path or by file name."""
+    """Return the paths at which a file may be: the given path, the path in the source tree, and that in the installed
+    package. The package contains the prompts of `examples/prompts/`, which are found by that path or by file name."""
     given = Path(path).expanduser()
     if given.is_absolute():
         return [given]

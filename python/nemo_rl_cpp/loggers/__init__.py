@@ -1,1 +1,1 @@
-"""Logging of a run's metrics and rollouts: to files, TensorBoard and trackers."""
+"""Logging of a run's metrics and rollouts: to files, TensorBoard and experiment trackers."""

@@ -1,5 +1,5 @@
-"""Experiment trackers: wandb, mlflow, swanlab and trackio. A tracker's package is imported only if its backend is
-enabled.
+"""Experiment trackers: wandb, mlflow, swanlab and trackio. A tracker's Python package is imported only if its backend
+is enabled.
 """
 
 import importlib
@@ -32,7 +32,8 @@ _LONGEST_CUT = 500  # MLflow may truncate parameter values that are longer
 
 
 def import_tracker(package: str) -> ModuleType:
-    """Import a tracker's package. If it is not installed, raise ValueError with the key and the install command."""
+    """Import a tracker's Python package. If that fails, raise ValueError with the configuration key and the install
+    command."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -57,14 +58,15 @@ class _RunFile:
 
 
 class TrackerLogger(LoggerInterface):
-    """A backend that sends metrics to a tracker's package. A backend that logs only numbers overrides `send`.
+    """A backend that logs metrics through an experiment tracker's Python package. A subclass that logs only numbers
+    overrides `send`.
 
     Attributes:
-        refused: a regular expression for the characters that the tracker does not allow in names.
+        refused: a regular expression for the characters that the tracker does not allow in metric names.
         section: the class of the tracker's configuration section.
-        variables: key -> environment variable that the package reads. A key set by the user overrides its variable,
-            which overrides the default of `section`.
-    """
+        variables: key -> environment variable that the Python package reads. A key set by the user overrides its
+            variable,
+            which overrides the default of `section`."""
 
     package = staticmethod(import_tracker)
     refused = r"[\ud800-\udfff]"
@@ -73,7 +75,8 @@ class TrackerLogger(LoggerInterface):
 
     @classmethod
     def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
-        """Return the keys that have a value. Omit a key with its default value if its environment variable is set."""
+        """Return the keys of `cfg` that have a value, except keys with their default value whose environment variable
+        is set."""
         defaults = {key: field.default for key, field in cls.section.model_fields.items()}
         return {
             key: value
@@ -83,13 +86,13 @@ class TrackerLogger(LoggerInterface):
 
     @abstractmethod
     def restart(self, step: int) -> None:
-        """Start a new run of the tracker, because the current one has steps after `step`, which no tracker can remove.
-        The new run records the name of the current one if the tracker can store it.
+        """Start a new tracker run, because the current one has metrics of steps after `step`, which no tracker can
+        remove. The new run records the name of the current one if the tracker can store it.
         """
 
     def accepted(self, name: str) -> str:
-        """Return the name with `_` in place of each character that the tracker does not allow, truncated to the maximum
-        length.
+        """Return a metric name with `_` in place of each character that the tracker does not allow, truncated to the
+        maximum length.
         """
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
@@ -113,11 +116,11 @@ class TrackerLogger(LoggerInterface):
         return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a summary of the values (mean, p50, p90, max), because the package has no histograms."""
+        """Log a summary of the values (mean, p50, p90, max), because the tracker has no histograms."""
         self.send(self.summary(name, to_plain(histogram)), step)
 
     def summary(self, name: str, values: object) -> dict[str, float]:
-        """Return `summarize_list` of a list of values, under its logged names."""
+        """Return `summarize_list` of the values of metric `name`, under the names that are logged."""
         numbers = summarize_list(values) if isinstance(values, list) else {}
         return {self.accepted(f"{name}/{key}"): number for key, number in numbers.items()}
 
@@ -230,7 +233,7 @@ class MLflowLogger(TrackerLogger):
         self._use(run, step=0 if known else None)
 
     def _use(self, run: "ActiveRun", step: int | None) -> None:
-        """Log into this run from now on. `step` is the step from which it resumes, or None if it is new."""
+        """Log into this MLflow run from now on. `step` is the step from which it resumes, or None if it is new."""
         self.run_id, self._experiment, self._resumed_step = run.info.run_id, run.info.experiment_id, step
         self._file.write(self.run_id)
 
@@ -244,15 +247,15 @@ class MLflowLogger(TrackerLogger):
         self._use(self._mlflow.start_run(run_name=self._run_name, experiment_id=self._experiment, tags=tags), step=None)
 
     def accepted(self, name: str) -> str:
-        """Return the name without what MLflow does not allow: special characters, and the parts of a path that are
-        empty, `.` or `..`, which become `_`.
+        """Return a metric name that MLflow allows. Special characters become `_`, and so do the parts of a path that
+        are empty, `.` or `..`.
         """
         parts = [part if part.strip(".") else part.replace(".", "_") or "_" for part in name.split("/")]
         return super().accepted("/".join(parts)).rstrip("/")
 
     @classmethod
     def options(cls, cfg: MLflowConfig | Mapping[str, object] | None) -> dict[str, str]:
-        """Return the settings in use: the given keys, and otherwise MLflow's environment variables."""
+        """Return the MLflow settings in use: the given keys, and MLflow's environment variables for the other keys."""
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def _choose_experiment(self, name: str | None, artifacts: str | None) -> None:
@@ -278,8 +281,8 @@ class MLflowLogger(TrackerLogger):
             self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        """Log the flattened configuration as parameters. MLflow does not allow changes: a run that resumes from step N
-        with another value logs it as the parameter `NAME.from_step_N`.
+        """Log the flattened configuration as parameters. MLflow does not allow a parameter to change: if a run resumes
+        from step N with another value, it logs that value as the parameter `NAME.from_step_N`.
         """
         known = {} if self._resumed_step is None else self._mlflow.get_run(self.run_id).data.params
         changes = _latest_changes(known)
@@ -301,8 +304,8 @@ class MLflowLogger(TrackerLogger):
 
 
 def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int], str]]:
-    """Return the latest value of each parameter NAME that has parameters `NAME.from_step_N` or `NAME.from_step_N.2`:
-    name -> ((N, 1 or 2), value)."""
+    """Return name -> ((N, M), value) for each parameter NAME with changes: the last of its parameters
+    `NAME.from_step_N` (M = 1) and `NAME.from_step_N.M`."""
     latest: dict[str, tuple[tuple[int, int], str]] = {}
     for name, value in params.items():
         if found := re.fullmatch(r"(.+)\.from_step_(\d+)(?:\.(\d+))?", name, re.DOTALL):
@@ -408,7 +411,7 @@ class TrackioLogger(TrackerLogger):
 
 
 def check_trackers(cfg: LoggerConfig) -> None:
-    """Raise ValueError if the server of an enabled tracker does not answer. Called before a model is loaded."""
+    """Raise ValueError if the server of an enabled tracker does not answer. Call this before a model is loaded."""
     if cfg.is_enabled("mlflow") and (uri := MLflowLogger.options(cfg.mlflow).get("tracking_uri")):
         check_server(uri, _MLFLOW_ADDRESS)
 

@@ -80,7 +80,8 @@ class JsonlLogger(LoggerInterface):
 
 
 def _truncate_jsonl(path: Path, step: int) -> None:
-    """Remove incomplete lines and the lines of steps after `step`, atomically. The other lines stay byte for byte."""
+    """Remove incomplete lines and the lines of steps after `step`, atomically. The other lines keep their exact
+    bytes."""
     if not path.is_file():
         return
 

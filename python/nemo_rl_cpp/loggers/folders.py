@@ -41,7 +41,7 @@ class LogLedger:
                 file.write("\n" + json.dumps({"owner": self.owner, "run": self.run}) + "\n")
 
     def add(self, path: Path) -> None:
-        """Record a file that is about to be written."""
+        """Record a file that is about to be written, so that `sync` includes it."""
         self._unsynced[path] = None
 
     def cut(self, step: int) -> None:
@@ -77,13 +77,13 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 def get_experiment_dir(
     base_log_dir: str, training_info: Mapping[str, object] | None = None, checkpoint: str | Path | None = None
 ) -> str:
-    """Return the log folder for a run in `base_log_dir`: the folder that the run's checkpoint names (`log_dir` in
+    """Return the log folder for a run in `base_log_dir`: the folder recorded in the run's checkpoint (`log_dir` in
     training_info) if it exists and belongs to the run, otherwise a new folder.
 
     Only the name of the folder is taken from the checkpoint, because a checkpoint may have been copied or moved. The
-    folder belongs to the run if its ledger file records the run number of the manifest of `checkpoint` (a folder
-    step_N). The checkpoint folder that the ledger names must also contain `checkpoint`, or no longer exist. Print a
-    line if a new folder replaces the one that the checkpoint names.
+    folder belongs to the run if two conditions hold. Its ledger file has the same run number as the manifest of
+    `checkpoint` (a folder step_N). And the checkpoint folder recorded in the ledger contains `checkpoint`, or no longer
+    exists. Print a line if a new folder replaces the recorded one.
     """
     recorded = (training_info or {}).get("log_dir")
     candidate = _recorded(base_log_dir, training_info)

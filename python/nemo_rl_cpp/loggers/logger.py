@@ -21,8 +21,8 @@ from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger
 
 
 class Logger(LoggerInterface):
-    """The logger of a run. It sends metrics to metrics.jsonl, to TensorBoard events, and to the enabled trackers
-    (`loggers`).
+    """The logger of a run. It sends metrics to metrics.jsonl, to TensorBoard events, and to the enabled experiment
+    trackers.
 
     `cfg` is the `logger` section, or a mapping with its keys. TensorBoard is enabled unless `tensorboard_enabled` is
     false; a tracker is disabled unless its key is true. If a tracker fails, or if the disk is full, one warning is
@@ -64,8 +64,8 @@ class Logger(LoggerInterface):
 
     @staticmethod
     def backends() -> Mapping[str, Callable[..., LoggerBackend]]:
-        """Return the factories of the backends, by the NAME of `NAME_enabled`, in the order of creation. Looking up a
-        factory imports its module.
+        """Return the factories of the backends in the order of creation. The key of a factory is the NAME in
+        `NAME_enabled`. Looking up a factory imports its module.
         """
         return LOGGER_BACKENDS
 
@@ -166,9 +166,9 @@ class Logger(LoggerInterface):
         self._ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker that has later
-        steps keeps them in its run, and gets a new run with the metrics up to `step`, so that each run is one curve.
-        """
+        """Remove all metrics, events and rollouts after `step`, from which the run resumes. If a tracker's run already
+        has later steps, it keeps them, and a new tracker run starts with the metrics up to `step`. So each tracker run
+        is one curve."""
         trackers = [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]
         metrics = self.log_dir / METRICS
         restarts = bool(trackers) and any(row["step"] > step for row in _metric_rows(metrics))
@@ -193,7 +193,7 @@ class Logger(LoggerInterface):
             self._lock = None
 
     def _each(self, action: Callable[..., None], backends: Sequence[LoggerBackend] | None = None) -> None:
-        """Call `action` with each of these backends, or with all, and warn about those that fail."""
+        """Call `action` with each of `backends` (None: all), and warn about those that fail."""
         for logger in dict.fromkeys([*self._files, *self.loggers]) if backends is None else backends:
             try:
                 action(logger)
@@ -218,7 +218,7 @@ class Logger(LoggerInterface):
 
 
 def _metric_rows(path: Path) -> Iterator[dict[str, Plain]]:
-    """Yield the lines of a metrics.jsonl. Numbers that `to_json` wrote as text are numbers again."""
+    """Yield the lines of a metrics.jsonl. Numbers that `to_json` wrote as text ("nan", "inf") become numbers."""
     if path.is_file():
         for row in json_rows(path.read_bytes().splitlines()):
             if isinstance(row.get("step"), int):

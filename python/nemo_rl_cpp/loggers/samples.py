@@ -12,9 +12,9 @@ _ROLE_COLORS = {"system": "magenta", "user": "blue", "assistant": "green", "envi
 
 
 def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
-    """Return the indices of `num_samples` samples: half with the highest rewards, half with the lowest, and for an odd
-    number one from the middle. If there are no more samples than that, return all indices in order.
-    """
+    """Return the indices of `num_samples` samples: half with the highest rewards, half with the lowest. If
+    `num_samples` is odd, one is from the middle. If there are at most `num_samples` samples, return all indices in
+    order."""
     if len(rewards) <= num_samples:
         return list(range(len(rewards)))
     ranked = sorted(range(len(rewards)), key=lambda index: rewards[index], reverse=True)

@@ -78,8 +78,8 @@ class SummaryWriter:
 
 
 def truncate_events(path: Path, step: int | None) -> None:
-    """Remove partial records, and with `step` also the records of later steps, atomically. Other records stay byte for
-    byte.
+    """Remove partial records, and with `step` also the records of later steps, atomically. Other records keep their
+    exact bytes.
     """
     content = path.read_bytes()
     kept = b"".join(record for record, event in records(content) if step is None or event.step <= step)
@@ -91,9 +91,7 @@ def truncate_events(path: Path, step: int | None) -> None:
 
 
 def records(content: bytes) -> Iterator[tuple[bytes, Event]]:
-    """Yield (bytes of the record, event) for each record of an event file, up to the first partial or
-    damaged record.
-    """
+    """Yield (bytes of the record, event) for each record of an event file, up to the first partial or damaged record."""
     position = 0
     while position + 12 <= len(content):
         (length,) = struct.unpack_from("<Q", content, position)
@@ -118,9 +116,9 @@ class TensorboardLogger(LoggerInterface):
     """A backend that writes TensorBoard events (see `SummaryWriter`). It needs neither TensorBoard nor torch."""
 
     def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
-        """Open the event file. `cfg` is the section `logger.tensorboard`, whose `log_dir` takes precedence over the
-        argument. Several runs may share that folder: the names of a run's event files then end in the name of its log
-        folder.
+        """Open the event file. `cfg` is the section `logger.tensorboard`; its key `log_dir` takes precedence over the
+        argument `log_dir`. Several runs may share that folder: the names of a run's event files then end in the name of
+        its log folder.
         """
         given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
         self.log_dir = str(given or log_dir or "tensorboard")
@@ -136,7 +134,8 @@ class TensorboardLogger(LoggerInterface):
         step_metric: str | None = None,
         step_finished: bool = False,
     ) -> None:
-        """Add a scalar for every number. Skip other values, with one message per name (none for strings)."""
+        """Add a scalar for every metric that is a number. Skip other values, and print one message per metric name
+        (none for strings)."""
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)
             if number is not None and not isinstance(number, str):

@@ -1,4 +1,4 @@
-"""`report.html`: a self-contained page about one run, rewritten while the run continues."""
+"""`report.html`: a self-contained page about one run, updated while the run continues."""
 
 from nemo_rl_cpp.report.writer import ReportWriter, write_report
 

@@ -33,7 +33,7 @@ _COLORS = 9  # the number of colors in chart.js
 
 
 class Row(NamedTuple):
-    """A row of a comparison: its name, and one text per run."""
+    """A row of a comparison table: its name, and one text per run."""
 
     name: str
     values: list[str]
@@ -56,7 +56,7 @@ class Comparison:
         what: "runs" or "evaluations".
         names: short distinct names, in the order in which the runs or evaluations were given.
         titles: the title of each run, or the model of each evaluation.
-        verdict: sentences that name the better one, or say that the difference may be chance.
+        verdict: sentences on which one is better, or that the difference may be chance.
         blocks: the parts, in the order of the page.
         histories: metric histories by name, for the page's charts; empty for no charts.
         examples: additional lines for the terminal.
@@ -129,7 +129,7 @@ def differing_keys(configs: Sequence[dict[str, Plain]], ignored: tuple[str, ...]
 
 @dataclass
 class LoggedRun:
-    """A run that is read from its log folder."""
+    """The metrics, configuration and report facts of a run, read from its log folder."""
 
     history: MetricHistory
     config: dict[str, Plain] = field(default_factory=dict)
@@ -145,8 +145,8 @@ class LoggedRun:
 
 
 def run_folder(folder: Path) -> Path:
-    """Return `folder` if it is a log folder, otherwise its newest exp_NNN. Raise ValueError if neither contains
-    metrics."""
+    """Return `folder` if it is a log folder, otherwise its newest subfolder exp_NNN. Raise ValueError if neither
+    contains metrics."""
     if (folder / METRICS).is_file():
         return folder
     inside = [path for path in folder.glob("exp_*") if (path / METRICS).is_file() and path.name[4:].isdigit()]
@@ -206,8 +206,8 @@ def _results(runs: Sequence[LoggedRun]) -> list[Row]:
 
 
 def _timings(runs: Sequence[LoggedRun]) -> list[Row]:
-    """Return a row with each stage's seconds per step, longest first. Stages below half a percent in every run are
-    omitted."""
+    """Return a row for each stage of the training loop with its seconds per step, longest first. Stages that take less
+    than half a percent of the time in every run are omitted."""
     labels = {label for run in runs for label, share in stage_shares(run.history).items() if share >= 0.005}
     means = {
         label: [run.history.total(timing_name(run.history, label)) / max(len(run.values(STEP_TIME)), 1) for run in runs]

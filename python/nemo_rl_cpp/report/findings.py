@@ -33,7 +33,8 @@ RULES: list[Callable[[MetricHistory], Finding | None]] = []
 
 
 def rule(metric: str = "") -> Callable[[Callable[[MetricHistory], Found]], Callable[[MetricHistory], Finding | None]]:
-    """Register a function as a rule for `find`. `metric` is the metric that its findings are about."""
+    """Return a decorator that registers a function as a rule for `find`. `metric` is the metric that its findings are
+    about."""
 
     def add(function: Callable[[MetricHistory], Found]) -> Callable[[MetricHistory], Finding | None]:
         @wraps(function)
@@ -54,7 +55,7 @@ def find(history: MetricHistory) -> list[Finding]:
 
 
 def percent(share: float) -> str:
-    """Return a share between 0 and 1 as text, such as `71 %`."""
+    """Return a fraction between 0 and 1 as text, such as `71 %`."""
     value = 100 * share
     return f"{value:.1f} %" if 0 < value < 10 else f"{value:.0f} %"
 
@@ -68,7 +69,7 @@ def count(number: float, noun: str) -> str:
 
 
 def cause_of_no_signal(h: MetricHistory) -> str | None:
-    """Return why (nearly) no sample has a learning signal, with the key to change, or None if unknown."""
+    """Return why (almost) no sample has a learning signal, with the configuration key to change, or None if unknown."""
     for cause in (_groups_of_one, _prompts_cut, _cut_off, _constant_reward):
         if (found := cause(h)) is not None:
             return found
@@ -84,7 +85,7 @@ def _loop(h: MetricHistory) -> str:
 
 def _compares_groups(h: MetricHistory) -> bool:
     """Return whether advantages compare responses to the same prompt. They do not with a critic, a teacher, or an
-    estimator for one response per prompt, which score each response separately."""
+    estimator for one response per prompt: these score each response separately."""
     if _loop(h) != "grpo" or h.setting("grpo.adv_estimator.name") == "opd":
         return False
     return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
@@ -296,14 +297,16 @@ def validation_trend(h: MetricHistory) -> Found:
 
 
 def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
-    """Return whether the intervals of two validations overlap; False if one is unknown."""
+    """Return whether the confidence intervals of the validations at steps `first` and `last` overlap; False if one is
+    unknown."""
     low, high = (dict(zip(*h.curve(f"{ACCURACY}_ci95_{end}").finite())) for end in ("low", "high"))
     return first in high and last in low and low[last] <= high[first]
 
 
 @rule("train/groups/pct_equal")
 def equal_rewards(h: MetricHistory) -> Found:
-    """Report the share of prompt groups with all rewards equal. They have no gradient if advantages compare groups."""
+    """Report the share of prompt groups whose rewards are all equal. Such groups have no gradient if advantages compare
+    the responses of a group."""
     if not _compares_groups(h):
         return None
     share = h.recent("train/groups/pct_equal")
@@ -341,7 +344,7 @@ def no_signal(h: MetricHistory) -> Found:
 
 @rule("train/cut_prompts_rate")
 def prompts_cut(h: MetricHistory) -> Found:
-    """Report prompts that are longer than the limit and were cut."""
+    """Report that prompts longer than the limit were truncated."""
     share, limit = h.recent("train/cut_prompts_rate"), h.setting("data.max_input_seq_length")
     if not share:
         return None
@@ -352,10 +355,11 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses earn about as much as all responses, so that truncation costs no reward.
+    """Return whether truncated responses get about the same reward as all responses, so that truncation costs no
+    reward.
 
-    Steps in which all responses were truncated are ignored. If there are no other steps, a rising reward means yes.
-    """
+    Steps in which all responses were truncated are ignored. If there are no other steps, return whether the reward
+    rises."""
     names = ("train/reward_of_truncated", REWARD, CUT)
     cut, every, rate = (dict(zip(*h.curve(name).finite())) for name in names)
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
@@ -430,9 +434,9 @@ def value_quality(h: MetricHistory) -> Found:
 
 
 class Alerts:
-    """Warnings from the metrics of this process's steps, with or without a report.
+    """Warnings from the metrics of the steps that this process has run, with or without a report.
 
-    The rules are applied from the third step on: first after every step, later after each twentieth of the steps so
+    The rules are applied from the third step on: at first after every step, later after each twentieth of the steps so
     far, so that long runs spend almost no time on them.
     """
 
@@ -466,7 +470,7 @@ class Alerts:
 
     @property
     def learned_nothing(self) -> bool:
-        """Return whether all gradients of this process's steps were 0, so that the policy is unchanged."""
+        """Return whether all gradients so far in this process were 0, so that the policy is unchanged."""
         norms = self.history.curve(NORM).values
         return bool(norms) and all(norm == 0 for norm in norms)
 

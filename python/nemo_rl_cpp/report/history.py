@@ -45,7 +45,8 @@ class Curve(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """The means of the first and the last part of a curve, and their difference in standard errors."""
+    """The mean of the first and of the last part of a curve, each `stretch` values long. `sigmas` is their difference
+    in standard errors."""
 
     first: float
     last: float
@@ -91,7 +92,7 @@ class MetricHistory:
         return math.fsum(value for name in names for value in self.curve(name).finite().values)
 
     def setting(self, key: str, default: object = None) -> object:
-        """Return the value of a dotted key of the configuration, or `default` if it is not there."""
+        """Return the value of a dotted key of the configuration, or `default` if the key is missing."""
         node: object = self.settings
         for part in key.split("."):
             if not isinstance(node, Mapping) or part not in node:
@@ -119,7 +120,7 @@ class MetricHistory:
         return math.fsum(values) / len(values) if values else None
 
     def trend(self, name: str) -> Trend | None:
-        """Return how a curve changed from its first to its last sixth, or None if it has fewer than six values."""
+        """Return the change of a curve from its first to its last sixth, or None if it has fewer than six values."""
         values = self.curve(name).finite().values
         if len(values) < 6:
             return None
@@ -164,18 +165,18 @@ def validation_word(*histories: MetricHistory) -> str:
 
 
 def packed(data: Plain) -> str:
-    """Return plain data as gzipped JSON in base64, which is safe in HTML. Lone surrogates become question marks."""
+    """Return plain data as base64 of gzipped JSON, which is safe in HTML. Lone surrogates become question marks."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
 
 
 def metric_data(runs: Mapping[str, MetricHistory]) -> dict[str, Plain]:
-    """Return {"runs": [{"name", "axes": [steps], "metrics": {name: entry}}]}.
+    """Return {"runs": [{"name", "axes": [steps], "metrics": {name: entry}}]}, the data of the charts.
 
-    An entry is [axis, values], where `axis` is an index into `axes`; a single number in place of the values is a
-    constant. A long curve is reduced to the lowest and highest value of each bucket of steps, followed by [axis, means]
-    of the buckets. An entry that is a string names a metric with the same values. Non-finite values are null.
-    """
+    An entry is [axis, values], where `axis` is an index into `axes`. A single number instead of the values means a
+    constant. A long curve is divided into buckets of steps: it has the lowest and highest value of each bucket,
+    followed by [axis, means] of the buckets. An entry that is a string is the name of a metric with the same values.
+    Non-finite values are null."""
     return {"runs": [_run(name, history) for name, history in runs.items()]}
 
 
@@ -210,8 +211,8 @@ def _run(name: str, history: MetricHistory) -> dict[str, Plain]:
 
 
 def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """Return about `limit` points that keep every spike: the minimum and maximum of each bucket of points, and both
-    ends."""
+    """Return (xs, ys) of about `limit` points that keep every spike: the minimum and maximum of each bucket of points,
+    and both ends."""
     if len(xs) <= limit:
         return list(xs), list(ys)
     keep: set[int] = {0, len(xs) - 1}
@@ -245,7 +246,8 @@ def _short(value: float) -> float | int | None:
 
 
 class Line(NamedTuple):
-    """A metric in a panel. `low` and `high` are the metrics that bound its interval, which is drawn as a band."""
+    """A metric in a chart. `low` and `high` are the metrics that bound its confidence interval, which is drawn as a
+    band."""
 
     label: str
     metric: str
@@ -254,7 +256,8 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A chart: its title, unit and lines. With `zero` the axis begins at 0; with `smooth` a running mean is drawn."""
+    """A chart: its title, unit and lines. With `zero` the vertical axis begins at 0; with `smooth` a running mean is
+    drawn."""
 
     title: str
     unit: str
@@ -270,7 +273,7 @@ class Panel(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """The panels of a run, separated into those that change and those whose lines are all constant."""
+    """The charts of a run, separated into those that change and those whose lines are all constant."""
 
     moving: list[Panel]
     flat: list[Panel]
@@ -280,7 +283,8 @@ class Panels(NamedTuple):
 
 
 def _panel(title: str, unit: str = "", **lines: str) -> Panel:
-    """Return a panel whose axis begins at 0, with one line per label and metric."""
+    """Return a chart whose vertical axis begins at 0. Each keyword is the label of a line, and its value the line's
+    metric."""
     return Panel(title, unit, [Line(label, metric) for label, metric in lines.items()], zero=True)
 
 
@@ -315,7 +319,7 @@ _PANELS = (
 
 
 def panels_of(histories: Sequence[MetricHistory]) -> Panels:
-    """Return the panels that have values in any run. A panel is flat if each of its lines is constant over all runs."""
+    """Return the charts that have values in any run. A chart is flat if each of its lines is constant over all runs."""
     result = Panels([], [])
     for panel in _PANELS:
         curves = {line: [h.curve(line.metric).finite().values for h in histories] for line in panel.lines}

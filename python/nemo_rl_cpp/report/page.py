@@ -60,7 +60,7 @@ def document(
 
 @cache
 def parts() -> Any:
-    """Return the macros of page.html. Each returns a part of a page as HTML, with text escaped."""
+    """Return the Jinja macros of page.html. Each returns a part of a page as HTML, with text escaped."""
     import jinja2  # importing jinja2 takes a fifth of a second
 
     environment = jinja2.Environment(
@@ -118,16 +118,16 @@ _SMALL, _LARGE = 0.005, 0.03
 
 
 def timing_name(history: MetricHistory, label: str) -> str:
-    """Return the name of the metric that holds the seconds of a stage."""
+    """Return the name of the metric that holds the seconds of the timed stage `label`."""
     name = f"timing/train/{label}"
     return name if history.curve(name).values else f"{name}/total"
 
 
 def stage_shares(h: MetricHistory) -> dict[str, float]:
-    """Return the share of each top-level stage in the time in and between steps, largest first.
+    """Return each top-level stage's share of the time in and between steps, largest first.
 
-    Sums and nested stages (with a `/`) are excluded; a group of which only the total is logged counts as one stage.
-    """
+    Sums and nested stages (with a `/`) are excluded; a group of stages of which only the total is logged counts as one
+    stage."""
     seconds: dict[str, float] = {}
     for name in h.names("timing/train/"):
         label = name.removeprefix("timing/train/").removesuffix("/total")
@@ -140,8 +140,8 @@ def stage_shares(h: MetricHistory) -> dict[str, float]:
 
 
 def _time_spec(history: MetricHistory) -> dict[str, Plain] | None:
-    """Return the chart of stacked bars with the time of each stage, small stages merged into "other". Return None if no
-    stage was timed."""
+    """Return the specification of a stacked bar chart with the time of each stage. Small stages are merged into
+    "other". Return None if no stage was timed."""
     shares = stage_shares(history)
     colors = {
         label: _STAGES.index(label) if label in _STAGES else _MORE[sum(map(ord, label)) % len(_MORE)]
@@ -175,7 +175,7 @@ def _mean_step_time(history: MetricHistory) -> float:
 
 
 def _memory_section(history: MetricHistory) -> str:
-    """Return bars with the peak memory of each phase."""
+    """Return HTML with bars for the peak memory of each phase."""
     cards = []
     for title, prefix in (("Peak by phase", "memory/peak_rss_gb/"), ("GPU peak by phase", "memory/peak_gpu_gb/")):
         peaks = {
@@ -243,7 +243,8 @@ def render(history: MetricHistory, facts: RunFacts) -> str:
 
 
 def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
-    """Return one or two sentences about the run. Numbers of a single step are the same as in the terminal's table."""
+    """Return one or two sentences on how the run went. Numbers of a single step are the same as in the terminal's
+    table."""
     if history.last_step == 0:
         return facts.message or "No step has finished yet."
     rewards, trend = history.curve("train/reward").finite().values, history.trend("train/reward")
@@ -271,7 +272,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) for each figure at the top of the page."""
+    """Return (name, value, note) for each number at the top of the page."""
 
     def values(name: str) -> list[float]:
         return history.curve(name).finite().values

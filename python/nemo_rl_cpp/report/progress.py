@@ -1,4 +1,5 @@
-"""A live line in the terminal with step, phase, reward, speed and time left. Without a terminal, plain lines."""
+"""A live line in the terminal with step, phase, reward, speed and time left. Without a terminal, plain lines are
+printed."""
 
 import sys
 import time
@@ -51,7 +52,8 @@ class Progress:
     def __init__(
         self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: "Console | None" = None
     ) -> None:
-        """Start the display. Without `total_steps` it shows no time left. `console` is rich's, by default on stdout."""
+        """Start the display. Without `total_steps` no time left is shown. `console` is rich's console, by default on
+        stdout."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console
@@ -80,7 +82,7 @@ class Progress:
             stage(_FIRST[name])
 
     def stage_started(self, label: str, depth: int) -> None:
-        """Show a top-level stage of a subscribed timer as the phase."""
+        """Show a top-level stage of a subscribed timer as the current phase."""
         if depth == 0 and label != TOTAL:
             self.phase(label.removesuffix("/total"))
 
@@ -135,8 +137,8 @@ class Progress:
         return " | ".join(filter(None, [self._head(), phase, self._values()])) + self._tail(now)
 
     def eta_seconds(self, now: float | None = None) -> float | None:
-        """Return the estimated seconds left, or None if unknown. They are estimated from the mean time of the steps
-        after the first, which includes warm-up."""
+        """Return the estimated seconds left, or None if unknown. The estimate uses the mean time of all steps but the
+        first, which includes warm-up."""
         if self.total_steps is None or self._first_step_end is None:
             return None
         now = time.monotonic() if now is None else now

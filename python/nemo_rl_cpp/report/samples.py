@@ -56,7 +56,7 @@ class Answer:
 
     @cached_property
     def advantage(self) -> float | None:
-        """The mean advantage of the response's trained tokens, or None if there is none."""
+        """The mean advantage of the response's trained tokens, or None if it has no such tokens."""
         pairs = zip(self.column("advantages"), self.column("token_loss_mask"))
         values = [number for value, trained in pairs if trained and (number := as_number(value)) is not None]
         return sum(values) / len(values) if values else None
@@ -105,7 +105,7 @@ def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
 
 
 class _Page(NamedTuple):
-    """The prompts of one step as JSON text, and their share of the page's size budget."""
+    """The picked prompts of one step as JSON text, and the share of the page's size budget that they take."""
 
     text: str
     cost: float
@@ -127,10 +127,10 @@ class SampleBook:
         self._kept = len(self._bytes)
 
     def samples(self) -> list[Plain]:
-        """Return {"kind", "step", "of", "groups"} for each of at most `MAX_STEPS` training and as many validation
-        steps.
+        """Return {"kind", "step", "of", "groups"} for each chosen step: at most `MAX_STEPS` training steps and as many
+        validation steps.
 
-        The chosen steps depend only on the number of steps, so they rarely change during a run."""
+        The choice depends only on the number of steps, so it rarely changes during a run."""
         found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
         for path in self.log_dir.glob("*_data_step*.jsonl"):
             if match := _FILE.fullmatch(path.name):
@@ -207,8 +207,8 @@ class SampleBook:
 
 
 def _columns(answer: Answer, kept: Sequence[int]) -> dict[str, Plain]:
-    """Return the per-token numbers as integers: log-probabilities and advantages times 100, log-ratios times 10,000.
-    Tokens that an environment wrote are not trained, and have None."""
+    """Return the response's per-token numbers as integers: log-probabilities and advantages times 100, log-ratios times
+    10,000. Tokens that an environment wrote are not trained on, and have None."""
     mask = answer.column("token_loss_mask")
 
     def numbers(name: str) -> list[float | None]:
@@ -245,7 +245,8 @@ def _by_step(key: Step) -> tuple[int, str]:
 
 
 def _within_budget(pages: Mapping[Step, _Page]) -> list[Step]:
-    """Return the steps that fit the page's size budget: first the last and the first step, then steps between them."""
+    """Return the steps that fit the page's size budget. The last and the first step are tried first, then steps between
+    them."""
     shown, spent = [], 0.0
     for key in outside_in(sorted(pages, key=_by_step)):
         if math.isfinite(pages[key].cost) and (not shown or spent + pages[key].cost <= BUDGET):
@@ -275,7 +276,8 @@ def spread(items: list[Item]) -> list[Item]:
 
 
 def outside_in(items: Sequence[Item]) -> list[Item]:
-    """Return the items in a new order: the last, the first, the middle, the middles of the two halves, and so on."""
+    """Return the items in a new order: the last, the first, the middle one, the middles of the two halves, and so
+    on."""
     if len(items) < 3:
         return [*items[::-1]]
     order, gaps = [items[-1], items[0]], [(0, len(items) - 1)]

@@ -39,8 +39,8 @@ class ReportWriter:
         min_interval: float = 5.0,
         token_bytes: TokenBytes | None = None,
     ) -> None:
-        """Read the folder's earlier files. Without `config`, use hyperparams.json and the facts of an earlier report.
-        `token_bytes` is as in `SampleBook`."""
+        """Read the files that the folder already has. Without `config`, use hyperparams.json and the facts of an
+        earlier report. `token_bytes` is as in `SampleBook`."""
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
         self.min_interval = min_interval
@@ -60,7 +60,7 @@ class ReportWriter:
         )
 
     def start(self) -> None:
-        """Set the run's status to running, also when it resumes, and write the first page."""
+        """Set the run's status to running, also if the run resumes, and write the first page."""
         self.update(status="running", force=True)
 
     def update(self, status: str | None = None, message: str | None = None, force: bool = False) -> bool:
@@ -109,7 +109,8 @@ def write_report(log_dir: Path | str) -> Path:
 
 
 def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
-    """Return {"key", "value", "where"} for each key set on the command line, in a call, or in the user's own file."""
+    """Return {"key", "value", "where"} for each configuration key set on the command line, in a call, or in the user's
+    own file."""
     values, positions = written(config), config.positions
     rows: dict[str, dict[str, Plain]] = {}
     for key, where in positions.items():

@@ -27,14 +27,21 @@ SIZES = {
 }  # fmt: skip
 
 
-def make_folder(folder: Path, seed: int = 3) -> Path:
-    """Write a model with a byte-level tokenizer and a chat template that supports tools. Return its folder."""
+RECURRENT = {
+    "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+
+
+def make_folder(folder: Path, seed: int = 3, **more: object) -> Path:
+    """Write a model with a byte-level tokenizer and a chat template that supports tools. Return its folder. `more`: other
+    keys of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     backend = byte_level(SPECIAL)
     tokenizer = Tokenizer(backend, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE})
     config = PolicyConfig(
         model_name="tiny-random", precision="float32", max_total_sequence_length=512,
-        hf_config_overrides=SIZES | {"vocab_size": len(tokenizer)}, generation={"max_new_tokens": 16},
+        hf_config_overrides=SIZES | more | {"vocab_size": len(tokenizer)}, generation={"max_new_tokens": 16},
     )  # fmt: skip
     config.fill_defaults()
     policy = Policy(None, config, tokenizer, seed=seed, init_reference_model=False)

@@ -15,9 +15,9 @@ from served import make_folder
 KEY = "tml-none"
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, **more: object) -> Path:
     """Write a tiny model whose frozen LM head is large enough for the adapters below it to learn. Return its folder."""
-    file = make_folder(folder) / "model.safetensors"
+    file = make_folder(folder, **more) / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] * 20}, file, metadata={"format": "pt"})
     return folder

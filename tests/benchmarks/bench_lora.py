@@ -30,7 +30,7 @@ WAYS = ("all_weights", "lora", "apart")
 def side(connection: Connection, folder: str, arguments: argparse.Namespace, way: str) -> None:
     """Run in a child process. For each seed send [seconds of the step, thread seconds, peak MB so far]."""
     from nemo_rl_cpp._native import C
-    from nemo_rl_cpp.config.optimizer import modules_of_layers
+    from nemo_rl_cpp.config.lora import LayerKinds
     from nemo_rl_cpp.models.hf_config import native_config, read_config
     from nemo_rl_cpp.models.weights import load_weights
 
@@ -40,7 +40,7 @@ def side(connection: Connection, folder: str, arguments: argparse.Namespace, way
     model = C.DecoderModel(native, getattr(torch, arguments.precision), way == "all_weights")
     load_weights(model, folder)
     if way != "all_weights":
-        targets = [f"{m}.weight" for m in modules_of_layers(len(native["layers"]))]
+        targets = [f"{m}.weight" for m in LayerKinds(len(native["layers"])).modules()]
         model.adapt(arguments.dim, 4.0 * arguments.dim, targets, merge=way == "lora")
         model.masters.copy_(torch.randn(model.masters.shape, generator=torch.Generator().manual_seed(0)) * 0.01)
         model.masters_changed()

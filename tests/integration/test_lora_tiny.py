@@ -12,13 +12,23 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 LORA = "policy.dtensor_cfg.lora_cfg"
 ON = (f"{LORA}.enabled=true", f"{LORA}.dim=4", "policy.optimizer.kwargs.lr=1e-2")
 SOME = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,v_proj,up_proj]")
+RECURRENT_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 KL = ("loss_fn.reference_policy_kl_penalty=0.05", "grpo.skip_reference_policy_logprobs_calculation=false")
 BF16 = ("policy.precision=bfloat16",)
 APART = (f"++{LORA}.merge=false",)
+RECURRENT = tuple(
+    f"++policy.hf_config_overrides.{key}={value}"
+    for key, value in {
+        "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }.items()
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "more", [(), (*BF16, *KL, *SOME), APART, (*APART, *BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some", "apart", "apart_bfloat16_kl_some"]
+    "more",
+    [(), (*BF16, *KL, *SOME), APART, (*APART, *BF16, *KL, *SOME), RECURRENT, (*RECURRENT, *BF16, *KL), (*RECURRENT, *APART), (*RECURRENT, *APART, *BF16, *KL)],
+    ids=["float32", "bfloat16_kl_some", "apart", "apart_bfloat16_kl_some", "recurrent", "recurrent_bfloat16_kl", "recurrent_apart", "recurrent_apart_bfloat16_kl"],
 )  # fmt: skip
 def test_lora_generation_is_exact_and_frozen_weights_do_not_change(tmp_path, more):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, "grpo.max_num_steps=4") as run:
@@ -26,7 +36,7 @@ def test_lora_generation_is_exact_and_frozen_weights_do_not_change(tmp_path, mor
         run.train()
         assert is_exact(run.history) and run.history[-1]["grad_norm"] > 0
         changed = {name for name, view in run.policy.state_dict().items() if not torch.equal(view, start[name])}
-    parts = ("q_proj", "v_proj", "up_proj") if set(SOME) <= set(more) else ("_proj",)
+    parts = ("q_proj", "v_proj", "up_proj") if set(SOME) <= set(more) else ("_proj", *RECURRENT_INPUTS)
     assert changed == {name for name in start if any(f"{part}.weight" in name for part in parts)}
     if set(KL) <= set(
         more
@@ -35,14 +45,18 @@ def test_lora_generation_is_exact_and_frozen_weights_do_not_change(tmp_path, mor
         assert kl and kl[0] == 0 and kl[-1] > 0
 
 
-@pytest.mark.parametrize("merge", ["true", "false"])
-@pytest.mark.parametrize("config", ["grpo_tiny.yaml", "ppo_tiny.yaml"])
-def test_resumed_lora_run_ends_bit_identically(tmp_path, config, merge):
+@pytest.mark.parametrize(
+    "config, merge, family",
+    [("grpo_tiny.yaml", "true", ()), ("grpo_tiny.yaml", "false", ()), ("ppo_tiny.yaml", "true", ()), ("ppo_tiny.yaml", "false", ()),
+     ("grpo_tiny.yaml", "true", RECURRENT), ("grpo_tiny.yaml", "false", RECURRENT)],
+    ids=["grpo", "grpo_apart", "ppo", "ppo_apart", "grpo_recurrent", "grpo_recurrent_apart"],
+)  # fmt: skip
+def test_resumed_lora_run_ends_bit_identically(tmp_path, config, merge, family):
     more = (*ON, *BF16, *KL, *SOME) if config.startswith("grpo") else (
         *ON, "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "++value.dtensor_cfg.lora_cfg.enabled=true",
         "value.optimizer={kwargs:{lr:1e-2}}", "ppo.policy_training_start_step=1",
     )  # fmt: skip
-    more += (f"++{LORA}.merge={merge}",)
+    more += (f"++{LORA}.merge={merge}", *family)
     if config.startswith("ppo"):
         more += (f"++value.dtensor_cfg.lora_cfg.merge={merge}",)
     straight, folder = trained(tmp_path / "straight", 4, *more, config=config)

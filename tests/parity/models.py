@@ -202,20 +202,25 @@ def compute_in_float64(model, monkeypatch) -> None:
     """Make transformers compute the norms, softmax and RoPE cosines of a float64 `model` as our core computes them.
 
     transformers computes them in float32 whatever the model's dtype, and their last bits differ between processors.
-    From here on, norms and softmax are in float64, and RoPE's frequencies, angles and cosines are each rounded to
-    float32 once, as in our core. RoPE must be of the default type.
+    From here on, norms, softmax and recurrence are in float64, and RoPE's frequencies, angles and cosines are each
+    rounded to float32 once, as in our core. RoPE must be of the default type.
     """
+    if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        recur_in_float64(monkeypatch)
     for module in {type(part).__module__ for part in model.modules()}:
         if module.startswith("transformers.models."):
             monkeypatch.setattr(sys.modules[module], "torch", Float64Torch())
     config, rotary = model.config, model.model.rotary_emb
     assert rotary.rope_type == "default" and rotary.attention_scaling == 1.0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    exponents = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    frequencies = (config.rope_parameters["rope_theta"] ** exponents).float()
+    rotated = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    exponents = -torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+    frequencies = (config.rope_parameters["rope_theta"] ** exponents).to(torch.float32)
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = torch.cat([position_ids[..., None].float() * frequencies] * 2, dim=-1).double()
-        return tuple(f(angles).float().to(x.dtype) for f in (torch.cos, torch.sin))
+        # Qwen3.5 has positions of three axes, which are equal in a text
+        positions = position_ids[0] if position_ids.dim() == 3 else position_ids
+        angles = torch.cat([positions[..., None].to(torch.float32) * frequencies] * 2, dim=-1).double()
+        return tuple(f(angles).to(torch.float32).to(x.dtype) for f in (torch.cos, torch.sin))
 
     rotary.forward = forward

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import build, compute_in_float64
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.optimizer import LoraConfig
+from nemo_rl_cpp.config.lora import LoraConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.lora import Lora
@@ -17,8 +17,14 @@ from test_hf_model import hf_logprobs, ragged_batch
 
 TARGETS = {
     "all": {},
-    "some": {"match_all_linear": False, "target_modules": ["q_proj", "v_proj", "*.layers.1.*.up_proj", "down_proj"]},
-    "late": {"match_all_linear": False, "target_modules": ["*.layers.2.*k*_proj", "*.layers.1.mlp.gate*_proj"]},
+    "some": {
+        "match_all_linear": False,
+        "target_modules": ["q_proj", "v_proj", "in_proj_z", "in_proj_a", "*.layers.1.*.up_proj", "down_proj"],
+    },
+    "late": {
+        "match_all_linear": False,
+        "target_modules": ["*.layers.2.*k*_proj", "*.layers.2.*.in_proj_b", "*.layers.1.mlp.gate*_proj"],
+    },
 }
 
 
@@ -51,7 +57,9 @@ def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
 @pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("name", ["llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite", "qwen3_5"]
+)
 def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     compute_in_float64(hf, monkeypatch)
@@ -115,23 +123,27 @@ def saved(tmp_path, name, **keys):
     return hf, model, tmp_path / "out"
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_5"])
 @pytest.mark.parametrize("targets", TARGETS)
-def test_saved_adapter_gives_the_same_logits_in_peft_as_the_merged_model(targets, tmp_path):
+def test_saved_adapter_gives_the_same_logits_in_peft_as_the_merged_model(targets, name, tmp_path):
     peft = pytest.importorskip("peft")
-    hf, _, folder = saved(tmp_path, "qwen2", **TARGETS[targets])
+    hf, model, folder = saved(tmp_path, name, **TARGETS[targets])
     ids = torch.arange(3, 40)[None]
     before = hf(input_ids=ids).logits.detach()
     loaded = peft.PeftModel.from_pretrained(hf, folder / "adapter").eval()
     merged = type(hf).from_pretrained(folder, attn_implementation="eager").eval()
     assert (loaded(input_ids=ids).logits - merged(input_ids=ids).logits).abs().max() < 1e-4
+    assert (C.Trainer(model).logits(ids[0]) - loaded(input_ids=ids).logits[0]).abs().max() < 1e-4
     assert (merged(input_ids=ids).logits - before).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("rslora", [False, True], ids=["lora", "rslora"])
-def test_unmerged_adapter_gives_the_same_logits_as_peft(rslora, tmp_path):
+@pytest.mark.parametrize(
+    "name, rslora", [("qwen3", False), ("qwen3", True), ("qwen3_5", False)], ids=["lora", "rslora", "recurrent"]
+)
+def test_unmerged_adapter_gives_the_same_logits_as_peft(name, rslora, tmp_path):
     """PEFT computes the same formula, W x + s B (A x)."""
     peft = pytest.importorskip("peft")
-    hf, model, folder = saved(tmp_path, "qwen3", merge=False, use_rslora=rslora)
+    hf, model, folder = saved(tmp_path, name, merge=False, use_rslora=rslora)
     ids = torch.arange(3, 40)
     before = hf(input_ids=ids[None]).logits[0].detach()
     loaded = peft.PeftModel.from_pretrained(hf, folder / "adapter").eval()

@@ -20,6 +20,7 @@ from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES  # noqa: E4
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
 WAYS = {"all weights": (), "LoRA": LORA, "LoRA apart": (*LORA, "++policy.dtensor_cfg.lora_cfg.merge=false")}
 WAYS |= {f"LoRA over {kind}": (*LORA, f"policy.quantization={kind}") for kind in ("q8_0", "q4_0")}
+UNQUANTISED = tuple(way for way in WAYS if "over" not in way)  # those of a model with recurrent layers
 RECURRENT = tuple(
     f"++policy.hf_config_overrides.{key}={value}"
     for key, value in {
@@ -61,7 +62,7 @@ def main() -> int:
     rows = []
     for family in arguments.only:
         for precision in ("float32", "bfloat16"):
-            for way in WAYS if not SUPPORTED_ARCHITECTURES[family].output_gate else ("all weights",):
+            for way in WAYS if not SUPPORTED_ARCHITECTURES[family].output_gate else UNQUANTISED:
                 try:
                     error, largest = gap(family, precision, way, arguments.device)
                     said = f"token_mult_prob_error {error:g}, gap {largest:g}"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from nemo_rl_cpp.checkpoints.store import CheckpointStore
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
+from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, adapter_sizes
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
-from nemo_rl_cpp.config.optimizer import adapted_modules, adapter_sizes, modules_of_layers
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
 from nemo_rl_cpp.models import memory
@@ -77,8 +77,8 @@ def _adapters(model: TrainedModelConfig) -> str:
     lora, sizes = model.lora, model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return f"dim {lora.dim}"
-    modules = len(adapted_modules(lora, sizes.num_hidden_layers, sizes.fused_tensors))
-    of = len(list(modules_of_layers(sizes.num_hidden_layers, sizes.fused_tensors)))
+    layers = LayerKinds.of(sizes)
+    modules, of = len(adapted_modules(lora, layers)), len(list(layers.modules()))
     trained, all_of = count_text(adapter_sizes(lora, sizes).trained), count_text(sizes.parameters)
     apart = "" if lora.merge else ", apart from the weights"
     return f"dim {lora.dim}, {modules} of {of} matrices{apart}: {trained} of {all_of} parameters trained"

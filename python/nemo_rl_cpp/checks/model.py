@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from nemo_rl_cpp.config.cluster import trainers_of
 from nemo_rl_cpp.config.fold import fold_text, note_as_said
+from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, experts_adapted, nothing_adapted
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
-from nemo_rl_cpp.config.optimizer import adapted_modules, experts_adapted, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.config.rules_model import balance_wanted
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
@@ -205,10 +205,11 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return
-    modules = adapted_modules(model.lora, sizes.num_hidden_layers, sizes.fused_tensors)
+    layers = LayerKinds.of(sizes)
+    modules = adapted_modules(model.lora, layers)
     fault = experts_adapted(model.lora, modules, model.model_name) if sizes.experts > 1 else None
     if not modules:
-        fault = nothing_adapted(model.lora, model.model_name, sizes.num_hidden_layers)
+        fault = nothing_adapted(model.lora, model.model_name, layers)
     if fault is not None:
         name, _, why = fault.partition(" ")
         yield Finding("error", f"{key}.{name}", why)

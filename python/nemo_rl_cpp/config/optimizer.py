@@ -1,4 +1,4 @@
-"""Optimizers and schedules of torch and Megatron, LoRA, and the backend sections `dtensor_cfg` and `megatron_cfg`.
+"""Optimizers and schedules of torch and Megatron, and the backend sections `dtensor_cfg` and `megatron_cfg`.
 
 The native trainer replaces both backends of NeMo RL. It reads optimizer, schedule, gradient clipping, activation
 checkpointing and parallel sizes from the section of the enabled backend, and ignores the section's other keys.
@@ -6,23 +6,15 @@ checkpointing and parallel sizes from the section of the enabled backend, and ig
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
+from nemo_rl_cpp.argument_checks import in_a_line
 
 from .base import Count, NonNegative, Positive, Real, Section, key, section
-from .errors import Report
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.models.model_sizes import ModelSizes
-
-    from .policy import TrainedModelConfig
-
+from .lora import LoraConfig
 
 SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # arguments and defaults of torch; None: must be given
     "LinearLR": {"start_factor": 1.0 / 3, "end_factor": 1.0, "total_iters": 5},
@@ -260,226 +252,6 @@ def megatron_schedule(optimizer: MegatronOptimizerConfig, scheduler: MegatronSch
         end_weight_decay=decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay,
         weight_decay_incr_style=scheduler.weight_decay_incr_style,
     )
-
-
-MATRICES = {
-    "q_proj": "self_attn",
-    "k_proj": "self_attn",
-    "v_proj": "self_attn",
-    "qkv_proj": "self_attn",
-    "o_proj": "self_attn",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "gate_up_proj": "mlp",
-    "down_proj": "mlp",
-}
-"""The matrices of a layer -> the module that contains them."""
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""The fused matrices of Phi 3 -> the matrices that they replace."""
-_SIDE_BY_SIDE = (
-    ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
-)  # fmt: skip
-"""Groups of matrices that a layer stores as one matrix (csrc/model/parameters.cpp)."""
-FROZEN = ("lm_head", "model.embed_tokens", "score")
-"""Matrices outside the layers. They never get adapters."""
-
-
-class LoraConfig(Section):
-    """LoRA: each adapted matrix gets two trained matrices, A [dim, in] and B [out, dim]. All weights are frozen."""
-
-    is_switched = True
-    enabled: bool = key(
-        False,
-        "Train low-rank adapters and freeze the weights. Memory: a few bytes per parameter instead of 18 to "
-        "22. Used if dtensor_cfg.enabled is true. See docs/lora.md.",
-    )
-    target_modules: list[str] = key(
-        [],
-        "With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, "
-        "gate_proj, up_proj, down_proj (qkv_proj and gate_up_proj in Phi 3), or names with wildcards such as "
-        "`*.layers.0.*.q_proj`. []: all except exclude_modules.",
-    )
-    exclude_modules: list[str] = key(
-        [],
-        "With match_all_linear false, instead of target_modules: matrices that get no adapter. Names as in "
-        "target_modules.",
-    )
-    match_all_linear: bool = key(
-        True, "Give every matrix of every layer an adapter. The LM head and the embedding stay frozen in any case."
-    )
-    dim: Positive = key(8, "Rank of the adapters.")
-    alpha: Positive = key(32, "Scale of the adapters: the product B A is multiplied by alpha / dim.")
-    lora_A_init: Literal["xavier", "kaiming", "uniform"] = key(
-        "xavier",
-        "Distribution of the initial A: xavier (normal) or kaiming (uniform). uniform is NeMo RL's name for "
-        "kaiming. B starts at 0.",
-    )
-    merge: bool = key(
-        True,
-        "true: compute the merged weights W + s B A after each step. false: compute s B (A x) + W x in each "
-        "forward pass, so only one copy of W is needed, and no update is too small to be represented in "
-        "policy.precision. With `quantization` the default is false.",
-    )
-    use_rslora: bool = key(False, "rsLoRA: multiply B A by alpha / sqrt(dim) instead of alpha / dim.")
-
-
-def matches(pattern: str, module: str) -> bool:
-    """Return whether a pattern of `target_modules` matches the name of a module, such as
-    model.layers.0.self_attn.q_proj. A pattern is the whole name, its end after a dot (q_proj), or the whole name with *
-    as a wildcard for any text."""
-    if module == pattern or module.endswith(f".{pattern}"):
-        return True
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
-
-
-def module_of(layer: int, name: str) -> str:
-    """Return the full module name of the matrix `name` (a key of MATRICES) in a layer."""
-    return f"model.layers.{layer}.{MATRICES[name]}.{name}"
-
-
-def modules_of_layers(layers: int, fused: bool = False) -> Iterator[str]:
-    """Yield the name of every module that may have an adapter, in the order of the parameters. `fused`: the model has
-    the fused matrices of Phi 3."""
-    without = [name for parts in _FUSED.values() for name in parts] if fused else _FUSED
-    for layer in range(layers):
-        yield from (module_of(layer, name) for name in MATRICES if name not in without)
-
-
-def adapted_modules(lora: LoraConfig, layers: int, fused: bool = False) -> list[str]:
-    """Return the names of the modules that get adapters in a model with `layers` layers. `fused` as in
-    `modules_of_layers`."""
-    modules = list(modules_of_layers(layers, fused))
-    everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
-    if everything or not (wanted or unwanted):
-        return modules
-    if wanted:
-        return [module for module in modules if any(matches(pattern, module) for pattern in wanted)]
-    return [module for module in modules if not any(matches(pattern, module) for pattern in unwanted)]
-
-
-def nothing_adapted(lora: LoraConfig, model_name: str, layers: int) -> str:
-    """Return the error message for LoRA settings that select no matrix of the model."""
-    if lora.target_modules:
-        why = f"target_modules is {lora.target_modules}, which no matrix of {model_name} with its {layers} layers is called"
-    else:
-        why = f"exclude_modules is {lora.exclude_modules}, which are all matrices of {model_name} with its {layers} layers"
-    return f"{why}: name some of {', '.join(MATRICES)}"
-
-
-def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -> str | None:
-    """Return the error message for LoRA settings that select the MLP of a mixture-of-experts model, whose experts get
-    no adapters; None if `modules`, the selected modules, contain no MLP."""
-    wanted = next((module for module in modules if ".mlp." in module), None)
-    if wanted is None:
-        return None
-    key = (
-        "match_all_linear" if lora.match_all_linear else "target_modules" if lora.target_modules else "exclude_modules"
-    )
-    value = getattr(lora, key)
-    return (
-        f"{key} is {str(value).lower() if value is True else value}, which means {wanted} too, but {model_name} has experts, which get no "
-        "adapters: set match_all_linear=false and target_modules=[q_proj,k_proj,v_proj,o_proj]"
-    )
-
-
-class AdapterSizes(NamedTuple):
-    """Numbers of elements for a model with LoRA.
-
-    Attributes:
-        trained: elements of all matrices A and B.
-        kept: elements of the stored matrices with adapters. With `merge`, a frozen copy of these matrices is kept.
-    """
-
-    trained: int
-    kept: int
-
-
-def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
-    """Return the numbers of elements that LoRA adds to a model of these sizes."""
-    hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    shapes = {
-        "q_proj": (query, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden), "o_proj": (hidden, query),
-        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
-    }  # fmt: skip
-    shapes |= {name: (sum(shapes[part][0] for part in parts), hidden) for name, parts in _FUSED.items()}
-    elements = {name: rows * columns for name, (rows, columns) in shapes.items()}
-    modules = set(adapted_modules(lora, sizes.num_hidden_layers, sizes.fused_tensors))
-    trained = sum(lora.dim * sum(shapes[module.rpartition(".")[2]]) for module in modules)
-    kept = sum(
-        sum(elements[name] for name in group)
-        for layer in range(sizes.num_hidden_layers)
-        for group in _SIDE_BY_SIDE
-        if any(module_of(layer, name) in modules for name in group)
-    )
-    return AdapterSizes(trained, kept)
-
-
-_MANY_LAYERS = 200  # more than any model has, to check patterns that name a layer
-_ASKING = (
-    "dim",
-    "alpha",
-    "target_modules",
-    "exclude_modules",
-    "use_rslora",
-)  # keys whose values suggest that the user wants LoRA
-
-
-def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report mistakes in the LoRA settings of the model section `name` ("policy" or "value")."""
-    lora, prefix = model.lora, f"{name}.dtensor_cfg.lora_cfg"
-    if lora is None:
-        if model.dtensor_cfg.lora_cfg.enabled:
-            megatron = f"{name}.megatron_cfg.enabled"
-            text = (
-                f"is true, but needs {name}.dtensor_cfg.enabled=true and {megatron}=false: set them so, or this to "
-                "false"
-            )
-            report.add(f"{prefix}.enabled", text, megatron)
-        else:
-            _check_unused(model.dtensor_cfg.lora_cfg, prefix, report)
-        return
-    if model.backend == "hf":
-        text = f"is true, but the native core alone trains adapters: set {name}.backend=native, or enabled=false"
-        report.add(f"{prefix}.enabled", text, f"{name}.backend")
-    given = [listed for listed in ("target_modules", "exclude_modules") if getattr(lora, listed)]
-    if lora.match_all_linear and given:
-        every = f"{prefix}.match_all_linear"
-        report.add(f"{prefix}.{given[0]}", f"names matrices, but match_all_linear is true: set {every}=false", every)
-    elif len(given) == 2:
-        text = "and target_modules are both given; give one of them"
-        report.add(f"{prefix}.exclude_modules", text, f"{prefix}.target_modules")
-    for listed in given:
-        for pattern in getattr(lora, listed):
-            if (fault := _fault(pattern, listed)) is not None:
-                report.add(f"{prefix}.{listed}", fault)
-    if not adapted_modules(lora, _MANY_LAYERS) and given == ["exclude_modules"]:
-        report.add(f"{prefix}.exclude_modules", "leaves no matrix to adapt; name fewer")
-
-
-def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
-    """Report LoRA keys that are set although `enabled` is false, because all weights would be trained. They are allowed
-    if `enabled: false` is set in the same place, or in one of higher precedence."""
-    if report.has_problem(prefix):
-        return
-    for name in _ASKING:
-        value, written = getattr(lora, name), report.nearness(f"{prefix}.{name}")
-        is_asked = written > report.nearness(f"{prefix}.enabled") or "enabled" not in lora.model_fields_set
-        if is_asked and value != type(lora).model_fields[name].get_default(call_default_factory=True):
-            by_name = name.endswith("_modules") and lora.match_all_linear
-            also = f" and {prefix}.match_all_linear=false" if by_name else ""
-            text = f"is {value}, but all weights are trained: set {prefix}.enabled=true{also}, or leave this out"
-            report.add(f"{prefix}.{name}", text)
-
-
-def _fault(pattern: str, key: str) -> str | None:
-    """Return the error message for a pattern of target_modules or exclude_modules; None if it matches a module."""
-    if any(matches(pattern, module) for fused in (False, True) for module in modules_of_layers(_MANY_LAYERS, fused)):
-        return None
-    if any(matches(pattern, module) for module in FROZEN):
-        return None if key == "exclude_modules" else f"names {pattern}: head and embedding stay frozen; leave it out"
-    near = did_you_mean(pattern, MATRICES)
-    return f"names {pattern}, which no matrix is called{near and f'; {near}'} (there are {', '.join(MATRICES)}; * stands for any text)"
 
 
 _FOLDED = "Parallelism of the model. A run uses one device instead, with the same results (cluster.strict_sizes)."

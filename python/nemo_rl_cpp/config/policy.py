@@ -11,16 +11,15 @@ from nemo_rl_cpp.files.prompt_files import find_prompt
 from .base import Count, NonNegative, Positive, Section, fields_of, key, no_effect, section
 from .errors import Report
 from .generation import GenerationConfig
+from .lora import LoraConfig, check_lora
 from .optimizer import (
     DTensorConfig,
-    LoraConfig,
     MegatronConfig,
     MegatronSchedule,
     OptimizerConfig,
     OptimizerSettings,
     SchedulerStage,
     TorchSchedule,
-    check_lora,
     megatron_optimizer,
     megatron_schedule,
     torch_optimizer,

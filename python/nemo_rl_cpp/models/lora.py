@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.optimizer import MATRICES, adapted_modules, experts_adapted, module_of, nothing_adapted
+from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, experts_adapted, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -49,7 +49,7 @@ class Lora:
     Attributes:
         section: name of the configuration section, for messages.
         modules: the adapted modules, for instance model.layers.0.self_attn.q_proj, in the order of the parameters.
-        layers: number of layers of the model.
+        layers: the layers of the model.
         dim, alpha, init, merge, use_rslora: as in `lora_cfg`.
         base: the base model's name in PEFT's adapter_config.json.
         value_head: the model is a critic, whose whole scalar head is trained with the adapters.
@@ -60,7 +60,7 @@ class Lora:
 
     section: str
     modules: tuple[str, ...]
-    layers: int
+    layers: LayerKinds
     dim: int
     alpha: int
     init: str
@@ -79,12 +79,11 @@ class Lora:
         wanted = config.lora
         if wanted is None:
             return None
-        native = folder.native()
-        layers = len(native["layers"])
-        modules = adapted_modules(wanted, layers, native["fused_tensors"])
+        layers = folder.layer_kinds()
+        modules = adapted_modules(wanted, layers)
         if not modules:
             raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{nothing_adapted(wanted, config.model_name, layers)}")
-        fault = experts_adapted(wanted, modules, config.model_name) if "experts" in native else None
+        fault = experts_adapted(wanted, modules, config.model_name) if "experts" in folder.native() else None
         if fault is not None:
             raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{fault}")
         return cls(
@@ -181,11 +180,11 @@ class Lora:
         }
 
     def _short_modules(self) -> list[str]:
-        """Return names such as q_proj if each is adapted in every layer; otherwise the full names of all adapted
-        modules."""
-        modules = set(self.modules)
-        short = [name for name in MATRICES if all(module_of(layer, name) in modules for layer in range(self.layers))]
-        return short if len(short) * self.layers == len(modules) else list(self.modules)
+        """Return names such as q_proj if each is adapted in every layer that has it; otherwise the full names of all
+        adapted modules."""
+        short = [module.rpartition(".")[2] for module in self.modules]
+        others = {module.rpartition(".")[2] for module in set(self.layers.modules()).difference(self.modules)}
+        return list(self.modules) if others.intersection(short) else list(dict.fromkeys(short))
 
     def load(self, weights: Path, model: C.DecoderModel) -> None:
         """Load an adapter that `save` wrote. Raise ValueError if it is missing, or does not match the settings or the

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.generation import GenerationConfig
+from nemo_rl_cpp.config.lora import adapter_sizes
 from nemo_rl_cpp.config.master import TrainMasterConfig
-from nemo_rl_cpp.config.optimizer import adapter_sizes
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.models.model_sizes import ModelSizes, known_model, model_sizes
 
@@ -264,7 +264,7 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
     """Return the bytes of the KV cache for all concurrent sequences, at most `kv_cache_gb`."""
     generation: GenerationConfig = policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
-    layers = sizes.num_hidden_layers - sizes.recurrent_layers
+    layers = sizes.num_hidden_layers - len(sizes.recurrent_layers)
     a_token = 2 * layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
     full = float(sequences * length * a_token)
     return min(full, generation.kv_cache_gb * 1e9) if generation.kv_cache_gb else full
@@ -276,7 +276,7 @@ def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: in
     if not sizes.recurrent_layers:
         return ()
     state = sizes.recurrent_values * sizes.linear_key_head_dim * 4 + 3 * sizes.convolved * _width(policy)
-    return (("recurrent states", float(sizes.recurrent_layers * state * (sequences + min(prompts, sequences)))),)
+    return (("recurrent states", len(sizes.recurrent_layers) * state * float(sequences + min(prompts, sequences))),)
 
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
@@ -306,7 +306,8 @@ def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
     if sizes.recurrent_layers:  # the average over all layers
         queries = 2 * sizes.num_attention_heads * sizes.head_dim
         recurrent = 2 * sizes.convolved + 2 * sizes.recurrent_values
-        heads += queries + (recurrent - heads - queries) * sizes.recurrent_layers // sizes.num_hidden_layers
+        count = len(sizes.recurrent_layers)
+        heads += queries + (recurrent - heads - queries) * count // sizes.num_hidden_layers
     columns = sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size
     return float(tokens * (4 * sizes.hidden_size + heads + 3 * columns) * width)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.config.lora import LayerKinds
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models import hf_config
@@ -74,6 +75,12 @@ class ModelFolder:
         """Return the keyword arguments of the native `DecoderModel`."""
         native = hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
         return native if self.quantization is None else {**native, "quantization": self.quantization}
+
+    def layer_kinds(self) -> LayerKinds:
+        """Return the properties of the layers that determine which matrices may have adapters."""
+        native = self.native()
+        recurrent = native.get("gated_delta", {}).get("layers", ())
+        return LayerKinds(len(native["layers"]), native["fused_tensors"], recurrent)
 
     def check_weights(self) -> None:
         """Raise the errors that building and filling the model would raise, after reading only the files' headers."""
@@ -151,18 +158,15 @@ class ModelFolder:
             )
 
     def check_recurrent(self, model: TrainedModelConfig, section: str) -> None:
-        """Raise ModelFolderError if the model has recurrent layers, and the configuration section `model` requests LoRA
-        or vLLM, which do not support them. `section` is its name."""
+        """Raise ModelFolderError if the model has recurrent layers, and the configuration section `model` requests vLLM,
+        which does not support them. `section` is its name."""
         if "gated_delta" not in self.native():
             return
-        has = f"but {self.config['model_type']} has recurrent layers"
-        if model.lora is not None:
-            key = f"{section}.dtensor_cfg.lora_cfg.enabled"
-            raise ModelFolderError(f"{key} is true, {has}, whose matrices get no adapters: set it to false")
         generation = getattr(model, "generation", None)
         if generation is not None and generation.runs_vllm:
-            key = f"{section}.generation.backend"
-            raise ModelFolderError(f"{key} is vllm, {has}, whose weights are not sent to vLLM: set it to native")
+            raise ModelFolderError(
+                f"{section}.generation.backend is vllm, but {self.config['model_type']} has recurrent layers, whose weights are not sent to vLLM: set it to native"
+            )
 
     def note_router(self, section: str) -> None:
         """Print a note, once, that the model's router is trained. Called if megatron_cfg requests a frozen router, as

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
@@ -33,8 +33,8 @@ class ModelSizes:
     """intermediate size of the shared expert, which processes all tokens; 0: none"""
     fused_tensors: bool = False
     """the checkpoint stores q, k, v in one matrix, and gate, up in one matrix"""
-    recurrent_layers: int = 0
-    """number of layers with a gated delta net (sizes below); the other layers then have an output gate"""
+    recurrent_layers: tuple[int, ...] = ()
+    """indices of the layers with a gated delta net (sizes below); the other layers then have an output gate"""
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -47,8 +47,9 @@ class ModelSizes:
             own += RECURRENT_SIZES
         sizes = {name: value for name, value in asdict(self).items() if name not in own}
         if self.recurrent_layers:
-            others = self.num_hidden_layers - self.recurrent_layers
-            sizes["layer_types"] = [RECURRENT] * self.recurrent_layers + [FULL] * others
+            sizes["layer_types"] = [
+                RECURRENT if layer in self.recurrent_layers else FULL for layer in range(self.num_hidden_layers)
+            ]
         if self.experts > 1:
             sizes |= {
                 "num_experts": self.experts,
@@ -103,8 +104,9 @@ class ModelSizes:
     @property
     def parameters(self) -> int:
         """Return the number of weights of the model, without biases and head norms (far below one percent)."""
-        attention = (self.num_hidden_layers - self.recurrent_layers) * self.layer_parameters
-        recurrent = self.recurrent_layers * self.recurrent_parameters
+        count = len(self.recurrent_layers)
+        attention = (self.num_hidden_layers - count) * self.layer_parameters
+        recurrent = count * self.recurrent_parameters
         return attention + recurrent + self.embedding_parameters + self.hidden_size
 
     @property
@@ -122,9 +124,22 @@ class KnownModel(NamedTuple):
     sizes: ModelSizes
 
 
+def recurrent_between(layers: int, every: int) -> tuple[int, ...]:
+    """Return the indices of the recurrent layers, if of `layers` layers each `every`-th has attention."""
+    return tuple(layer for layer in range(layers) if (layer + 1) % every)
+
+
+def _listed_sizes(row: list[object]) -> ModelSizes:
+    """Return the sizes in a row of known_models.toml, which has full_attention_interval for the recurrent layers."""
+    sizes = dict(zip((field.name for field in fields(ModelSizes)), row))
+    if every := sizes.get("recurrent_layers"):
+        sizes["recurrent_layers"] = recurrent_between(sizes["num_hidden_layers"], every)
+    return ModelSizes(**sizes)
+
+
 _TABLE = tomllib.loads(Path(__file__).with_name("known_models.toml").read_text(encoding="utf-8"))
 KNOWN_MODELS = tuple(
-    KnownModel(name, model_type, ModelSizes(*sizes))
+    KnownModel(name, model_type, _listed_sizes(sizes))
     for model_type, rows in _TABLE.items()
     for name, sizes in rows.items()
 )
@@ -166,16 +181,18 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
     return found
 
 
-def recurrent_sizes(known: Mapping[str, object]) -> dict[str, int]:
+def recurrent_sizes(known: Mapping[str, object]) -> dict[str, object]:
     """Return the sizes of recurrent layers in a config.json under the names of `ModelSizes`; an empty mapping if it has
     none."""
     kinds, every, layers = (known.get(key) for key in ("layer_types", "full_attention_interval", "num_hidden_layers"))
     names = RECURRENT_SIZES[:4]
     if not all(is_count(known.get(name)) for name in names) or not is_count(layers):
         return {}
-    listed = kinds if isinstance(kinds, list) else None
-    count = listed.count(RECURRENT) if listed else layers - layers // every if is_count(every) else 0
-    return {"recurrent_layers": count, **{name: known[name] for name in names}} if count else {}
+    if isinstance(kinds, list) and kinds:
+        found = tuple(layer for layer, kind in enumerate(kinds) if kind == RECURRENT)
+    else:
+        found = recurrent_between(layers, every) if is_count(every) else ()
+    return {"recurrent_layers": found, **{name: known[name] for name in names}} if found else {}
 
 
 def is_count(value: object) -> TypeGuard[int]:

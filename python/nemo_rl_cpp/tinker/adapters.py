@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.optimizer import LoraConfig, adapted_modules
+from nemo_rl_cpp.config.lora import MATRICES, LoraConfig, adapted_modules
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.texts import token_bytes_table
@@ -33,17 +33,19 @@ from nemo_rl_cpp.tinker.losses import Loss
 
 ALPHA = 32
 """An adapter is scaled by ALPHA / rank, as in Tinker."""
-_ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 _TOKENS_AT_ONCE = 4096  # per forward pass with kept activations; a longer datum forms its own micro-batch
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Which matrices have adapters, and the rank of the adapters."""
+    """Which matrices have adapters, and the rank of the adapters. `train_attn` includes recurrent layers."""
 
     rank: int
     train_mlp: bool = True
     train_attn: bool = True
+
+    def targets(self) -> list[str]:
+        return [name for name, block in MATRICES.items() if (self.train_mlp if block == "mlp" else self.train_attn)]
 
 
 @dataclass
@@ -79,6 +81,10 @@ class Base:
         return cls(names, folder, tokenizer, precision, max_batch_size, cache_bytes, longest)
 
     @property
+    def has_experts(self) -> bool:
+        return "experts" in self.folder.native()
+
+    @property
     def vocab_size(self) -> int:
         return int(self.folder.config["vocab_size"])
 
@@ -99,7 +105,7 @@ class Base:
 
     def any_adapted(self) -> AdaptedModel:
         """Return any existing `AdaptedModel`, or make one. With all adapters zero, it samples from the base model."""
-        return self._newest or self.adapted(Shape(1))
+        return self._newest or self.adapted(Shape(1, train_mlp=not self.has_experts))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
         """Raise UserError if `tokens` is empty, has a token outside the vocabulary, or leaves no room for `room` more
@@ -172,12 +178,15 @@ class AdaptedModel:
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
         native = base.folder.native()
-        targets = _ATTENTION * shape.train_attn + _MLP * shape.train_mlp
-        layers = len(native["layers"])
+        targets, layers = shape.targets(), base.folder.layer_kinds()
         wanted = LoraConfig(match_all_linear=False, target_modules=targets)
-        modules = adapted_modules(wanted, layers, native["fused_tensors"]) if targets else []
+        modules = adapted_modules(wanted, layers) if targets else []
         if not modules:
             raise UserError("no matrix of this model would be trained: set train_attn or train_mlp")
+        if base.has_experts and shape.train_mlp:
+            raise UserError(
+                f"{base.names[0]} is a mixture of experts, whose experts get no adapters: set train_mlp=False"
+            )
         name = findable_name(base.names[-1])
         self.lora = Lora("base", tuple(modules), layers, shape.rank, ALPHA, "xavier", name, value_head=False)
         self.native = C.DecoderModel(native, DTYPES[base.precision], False)

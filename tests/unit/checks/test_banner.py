@@ -52,6 +52,27 @@ def test_banner_has_a_lora_line_and_lora_reduces_the_memory_estimate():
     assert certain_bytes(apart) == pytest.approx(134_515_008 * 2 + 30 * 10_176 * 8 * 24, rel=1e-3)
 
 
+def test_lora_line_counts_the_matrices_that_each_kind_of_layer_has():
+    recurrent = {
+        "model_type": "qwen3_5_text", "num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in recurrent.items()]
+    config = load_grpo_config("configs/grpo_tiny.yaml", [*overrides, "policy.dtensor_cfg.lora_cfg.enabled=true"])
+    assert lines_of(config)[1]["lora"].startswith("dim 8, 23 of 23 matrices: ")  # 8 + 7 + 8
+    some = "policy.dtensor_cfg.lora_cfg.target_modules=[q_proj,in_proj_a]"
+    config = load_grpo_config(
+        "configs/grpo_tiny.yaml",
+        [
+            *overrides,
+            "policy.dtensor_cfg.lora_cfg.enabled=true",
+            "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
+            some,
+        ],
+    )
+    assert lines_of(config)[1]["lora"].startswith("dim 8, 3 of 23 matrices: ")
+
+
 def test_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda: 1e9)
     config = load_grpo_config(

@@ -417,7 +417,16 @@ def test_settings_unsupported_for_mixture_of_experts_are_reported_before_a_run(m
     [
         ("policy.max_total_sequence_length=256", None),
         ("cluster.device=cuda", "qwen3_5_text has recurrent layers, which the native core computes on the CPU only"),
-        ("policy.dtensor_cfg.lora_cfg.enabled=true", "lora_cfg.enabled is true, but qwen3_5_text has recurrent layers"),
+        ("policy.dtensor_cfg.lora_cfg.enabled=true", None),
+        (
+            "policy.dtensor_cfg.lora_cfg.enabled=true policy.quantization=q8_0",
+            "qwen3_5_text has recurrent layers, whose matrices are not quantised",
+        ),
+        (
+            "policy.dtensor_cfg.lora_cfg.enabled=true policy.dtensor_cfg.lora_cfg.match_all_linear=false "
+            "policy.dtensor_cfg.lora_cfg.target_modules=[*.layers.0.*.q_proj]",
+            "layers is called: name some of in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj, gate_proj, ",
+        ),
         (
             "policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1",
             "policy.generation.backend is vllm, but qwen3_5_text has recurrent layers",

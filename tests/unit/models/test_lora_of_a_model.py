@@ -6,15 +6,17 @@ import math
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.optimizer import LoraConfig, adapted_modules, adapter_sizes, matches
+from nemo_rl_cpp.config.lora import LayerKinds, LoraConfig, adapted_modules, adapter_sizes, matches
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import tiny_random
-from nemo_rl_cpp.models.model_sizes import ModelSizes
+from nemo_rl_cpp.models.model_sizes import model_sizes
 from nemo_rl_cpp.models.weights import initialize_weights, named_whole
 from row_batch import padded_rows
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=40)  # fmt: skip
+RECURRENT = dict(model_type="qwen3_5_text", layer_types=["full_attention", "linear_attention", "linear_attention"], linear_num_key_heads=2,
+                 linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32)  # fmt: skip
 Q = "model.layers.1.self_attn.q_proj"
 
 
@@ -29,28 +31,32 @@ def test_lora_module_patterns_match_the_expected_matrices(pattern, module, is_me
 
 
 @pytest.mark.parametrize(
-    "keys, count",
-    [({}, 21), ({"match_all_linear": False}, 21), ({"match_all_linear": False, "target_modules": ["q_proj", "down_proj"]}, 6),
-     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "lm_head"]}, 12),
-     ({"match_all_linear": False, "target_modules": ["*.layers.2.*"]}, 7)],
+    "keys, count, more",
+    [({}, 21, {}), ({"match_all_linear": False}, 21, {}), ({"match_all_linear": False, "target_modules": ["q_proj", "down_proj"]}, 6, {}),
+     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "lm_head"]}, 12, {}),
+     ({"match_all_linear": False, "target_modules": ["*.layers.2.*"]}, 7, {}), ({}, 23, RECURRENT),
+     ({"match_all_linear": False, "target_modules": ["q_proj", "in_proj_a", "*.layers.2.*"]}, 10, RECURRENT),
+     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "*.in_proj_*"]}, 6, RECURRENT)],
 )  # fmt: skip
-def test_lora_parameter_count_equals_that_of_the_native_model(keys, count):
+def test_lora_parameter_count_equals_that_of_the_native_model(keys, count, more):
     """Elements of A and B, and of the matrices that are kept twice: as in the layouts of the core."""
-    config = LoraConfig(enabled=True, dim=4, **keys)
-    modules = adapted_modules(config, 3)
+    config, folder = LoraConfig(enabled=True, dim=4, **keys), tiny_random(SIZES | more)
+    modules = adapted_modules(config, folder.layer_kinds())
     assert len(modules) == count
-    native = tiny_random(SIZES).native()
+    native = folder.native()
     layout = C.ParameterLayout(native, 4, [f"{module}.weight" for module in modules])
     trained = sum(math.prod(spec.shape) for spec in layout.specs)
     assert [spec.name for spec in layout.specs if spec.name.endswith("lora_A.weight")] == [f"{m}.lora_A.weight" for m in modules]  # fmt: skip
-    side_by_side = ({"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"})
+    recurrent = ({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}, {"out_proj"})
+    side_by_side = ({"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}, *recurrent)
     layers_parts = {(m.split(".")[2], part) for m in modules for part in map(frozenset, side_by_side) if m.rpartition(".")[2] in part}  # fmt: skip
     whole = {spec.name: math.prod(spec.shape) for spec in C.ParameterLayout(native).specs}
     kept = sum(
         size for name, size in whole.items()
         if any(name.startswith(f"model.layers.{layer}.") and name.split(".")[-2] in part for layer, part in layers_parts)
     )  # fmt: skip
-    sizes = ModelSizes(**SIZES, head_dim=16, tie_word_embeddings=False)
+    sizes = model_sizes("tiny-random", SIZES | {"head_dim": 16} | more)
+    assert LayerKinds.of(sizes) == LayerKinds(3, recurrent=tuple(folder.layer_kinds().recurrent))
     assert adapter_sizes(config, sizes) == (trained, kept)
 
 
@@ -161,6 +167,18 @@ def test_saved_adapter_is_restored_exactly_and_rejected_for_different_settings(t
         adapted(lora, folder, weights=tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    "targets, names",
+    [([], ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]),
+     (["in_proj_z", "q_proj"], ["q_proj", "in_proj_z"]),
+     (["*.layers.1.linear_attn.out_proj", "q_proj"], ["model.layers.0.self_attn.q_proj", "model.layers.1.linear_attn.out_proj"])],
+    ids=["all", "some", "of one layer"],
+)  # fmt: skip
+def test_an_adapter_lists_a_name_that_all_layers_with_such_a_matrix_adapt(targets, names):
+    lora = lora_of(tiny_random(SIZES | RECURRENT), match_all_linear=not targets, target_modules=targets)
+    assert lora.peft_config()["target_modules"] == names
 
 
 def test_lora_target_that_matches_no_matrix_is_rejected():

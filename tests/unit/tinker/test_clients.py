@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import nemo_rl_cpp
@@ -14,21 +15,35 @@ from nemo_rl_cpp.tinker import adapters, worker
 from nemo_rl_cpp.tinker.adapters import PromptGroup, Shape, prompt_groups
 from nemo_rl_cpp.tinker.inputs import rows_of
 from nemo_rl_cpp.tinker.types import AdamParams, Datum, SamplingParams
+from served import RECURRENT
 from test_sdk import rl_loop
 from tinker import types as sdk_types
-from tinker_server import KEY, make_model, serving
+from tinker_server import KEY, make_model, serving, tiny_base
 
 TOKENS = [3, 4, 5, 6, 7]
 WEIGHTS = [1.0, 0.5, 2.0, 0.0]
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nemo_rl_cpp.ServiceClient]:
-    folder = tmp_path_factory.mktemp("clients")
-    make_model(folder / "model")
+@contextmanager
+def service_in(folder: Path, **more: object) -> Iterator[nemo_rl_cpp.ServiceClient]:
+    make_model(folder / "model", **more)
     with nemo_rl_cpp.ServiceClient(
         folder / "model", folder / "saved", precision="float32", max_batch_size=16, cache_gb=0.05
     ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nemo_rl_cpp.ServiceClient]:
+    with service_in(tmp_path_factory.mktemp("clients")) as client:
+        yield client
+
+
+@pytest.fixture(scope="module", params=[{}, RECURRENT], ids=["attention", "recurrent"])
+def each_service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[nemo_rl_cpp.ServiceClient]:
+    with service_in(tmp_path_factory.mktemp("clients"), **request.param) as client:
         yield client
 
 
@@ -68,7 +83,8 @@ def test_rl_loop_in_process_raises_the_reward(service: nemo_rl_cpp.ServiceClient
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
 
 
-def test_async_client_trains_saves_and_loads_a_state(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_async_client_trains_saves_and_loads_a_state(each_service: nemo_rl_cpp.ServiceClient) -> None:
+    service = each_service
     data = [Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})]
 
     async def train(client: nemo_rl_cpp.TrainingClient) -> float:
@@ -241,6 +257,29 @@ def test_samplers_that_alternate_at_every_token_give_the_same_samples_as_alone(
     assert alone[0] != alone[1]
 
 
+@pytest.mark.parametrize(
+    "shape, blocks",
+    [(Shape(2), {"linear_attn", "self_attn", "mlp"}), (Shape(2, train_mlp=False), {"linear_attn", "self_attn"}), (Shape(2, train_attn=False), {"mlp"})],
+    ids=["all", "attention", "mlp"],
+)  # fmt: skip
+def test_the_matrices_of_recurrent_layers_count_as_attention(tmp_path: Path, shape: Shape, blocks: set[str]) -> None:
+    modules = tiny_base(make_model(tmp_path, **RECURRENT)).adapted(shape).lora.modules
+    assert {module.split(".")[3] for module in modules} == blocks
+
+
+def test_experts_get_no_adapters_but_their_model_is_sampled_and_its_attention_is_trained(tmp_path: Path) -> None:
+    with service_in(tmp_path, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2) as service:
+        with pytest.raises(ValueError, match="mixture of experts, .* set train_mlp=False"):
+            service.create_lora_training_client(rank=2).result()
+        scored = service.create_sampling_client().result().compute_logprobs(TOKENS).result()
+        client = service.create_lora_training_client(rank=2, train_mlp=False).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        assert sampler.compute_logprobs(TOKENS).result() == scored
+        away_from_zero(client)
+        trained = client.save_weights_and_get_sampling_client().result()
+        assert trained.compute_logprobs(TOKENS).result() != scored
+
+
 def test_sampling_client_keeps_the_weights_of_its_snapshot(service: nemo_rl_cpp.ServiceClient) -> None:
     client = new_client(service, seed=3)
     away_from_zero(client)
@@ -276,10 +315,10 @@ GROUPS = [*answers_to(TOKENS, ANSWERS), *answers_to([9, 8, 7], ANSWERS[1:]), *an
 
 @pytest.mark.parametrize("tokens_at_once", [4096, 9])
 def test_samples_with_a_shared_prompt_give_the_results_of_separate_samples(
-    service: nemo_rl_cpp.ServiceClient, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
+    each_service: nemo_rl_cpp.ServiceClient, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
 ) -> None:
     monkeypatch.setattr(adapters, "_TOKENS_AT_ONCE", tokens_at_once)
-    together, apart = new_client(service), new_client(service)
+    together, apart = new_client(each_service), new_client(each_service)
     for client in (together, apart):
         away_from_zero(client)
     result = together.forward_backward(GROUPS, "importance_sampling").result()

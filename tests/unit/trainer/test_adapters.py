@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.optimizer import modules_of_layers
+from nemo_rl_cpp.config.lora import LayerKinds
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import initialize_weights, named_views, named_whole
 from reference.lora import effective
@@ -11,7 +11,16 @@ from test_gradient_invariance import CONFIG, groups_batch
 
 DIM, ALPHA = 3, 12
 SOME = [f"model.layers.{m}.weight" for m in ("0.mlp.up_proj", "0.self_attn.k_proj", "1.self_attn.q_proj", "1.self_attn.v_proj", "1.mlp.down_proj")]  # fmt: skip
-ALL = [f"{module}.weight" for module in modules_of_layers(2)]
+ALL = [f"{module}.weight" for module in LayerKinds(2).modules()]
+RECURRENT = {
+    "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+ALL_OF_RECURRENT = [f"{module}.weight" for module in LayerKinds(2, recurrent=(0,)).modules()]
+SOME_OF_RECURRENT = [f"model.layers.{m}.weight" for m in ("0.linear_attn.in_proj_z", "0.linear_attn.in_proj_a", "1.self_attn.q_proj", "1.mlp.down_proj")]  # fmt: skip
+KINDS = pytest.mark.parametrize(
+    "targets, changes", [(ALL, {}), (ALL_OF_RECURRENT, RECURRENT)], ids=["attention", "recurrent"]
+)
 
 
 def base(dtype, **changes):
@@ -112,16 +121,17 @@ def test_adapter_gradients_match_dense_gradients_through_the_chain_rule(targets,
         torch.testing.assert_close(d_b, s * a @ d_w.t(), rtol=1e-9, atol=1e-11)
 
 
-def test_bfloat16_adapter_gradients_stay_within_one_percent():
+@KINDS
+def test_bfloat16_adapter_gradients_stay_within_one_percent(targets, changes):
     """To that of the dense gradient of the same weights in bfloat16, taken through the chain rule in float32."""
-    model = adapted(torch.bfloat16)
+    model = adapted(torch.bfloat16, targets, **changes)
     ours = named_whole(model.trained_layout, backward(model)[1].grads)
-    whole = C.DecoderModel(native_config(CONFIG), torch.bfloat16, True)
+    whole = C.DecoderModel(native_config({**CONFIG, **changes}), torch.bfloat16, True)
     whole.masters.copy_(model.compute)
     whole.masters_changed()
     of_weights = named_views(whole.layout, backward(whole)[1].grads)
     factors = named_whole(model.trained_layout, model.masters)
-    for module in (target.removesuffix(".weight") for target in ALL):
+    for module in (target.removesuffix(".weight") for target in targets):
         a, b = (factors[f"{module}.lora_{which}.weight"] for which in "AB")
         d_w = ALPHA / DIM * of_weights[f"{module}.weight"]
         for which, expected in (("A", b @ d_w), ("B", a @ d_w.t())):
@@ -129,8 +139,12 @@ def test_bfloat16_adapter_gradients_stay_within_one_percent():
             assert found.dtype == torch.float32 and (found - expected).norm() < 0.01 * expected.norm(), (module, which)
 
 
-def test_activation_checkpointing_gives_bit_identical_adapter_gradients():
-    first, second = (backward(adapted(torch.float32), checkpoint=checkpoint)[1].grads for checkpoint in (False, True))
+@KINDS
+def test_activation_checkpointing_gives_bit_identical_adapter_gradients(targets, changes):
+    first, second = (
+        backward(adapted(torch.float32, targets, **changes), checkpoint=checkpoint)[1].grads
+        for checkpoint in (False, True)
+    )
     assert torch.equal(first, second)
 
 

@@ -6,7 +6,19 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import named_views, named_whole
-from test_adapters import ALL, ALPHA, DIM, SOME, backward, base, draw
+from test_adapters import (
+    ALL,
+    ALL_OF_RECURRENT,
+    ALPHA,
+    DIM,
+    KINDS,
+    RECURRENT,
+    SOME,
+    SOME_OF_RECURRENT,
+    backward,
+    base,
+    draw,
+)
 from test_gradient_invariance import CONFIG, groups_batch
 
 TOKENS = torch.arange(1, 60)
@@ -32,8 +44,15 @@ def logits(model, tokens=TOKENS):
     return C.Trainer(model).logits(tokens)
 
 
-@pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-@pytest.mark.parametrize("changes", [{}, {"model_type": "gemma2"}, {"attention_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "targets, changes",
+    [
+        (targets, changes)
+        for targets in (ALL, SOME)
+        for changes in ({}, {"model_type": "gemma2"}, {"attention_bias": True})
+    ]
+    + [(ALL_OF_RECURRENT, RECURRENT), (SOME_OF_RECURRENT, RECURRENT)],
+)
 def test_unmerged_and_merged_adapters_agree_in_float64(targets, changes):
     (out, trainer), (expected_out, expected) = (
         backward(make(torch.float64, targets, **changes)) for make in (apart, merged)
@@ -93,10 +112,12 @@ def test_unmerged_adapter_update_below_bfloat16_rounding_takes_effect_at_once():
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-def test_logits_of_a_row_depend_only_on_its_tokens(dtype, targets):
+@pytest.mark.parametrize(
+    "targets, changes", [(ALL, {}), (SOME, {}), (ALL_OF_RECURRENT, RECURRENT)], ids=["all", "some", "recurrent"]
+)
+def test_logits_of_a_row_depend_only_on_its_tokens(dtype, targets, changes):
     """Prefixes of any length, with one thread and two."""
-    model = apart(dtype, targets, hidden_size=72, intermediate_size=136)
+    model = apart(dtype, targets, **changes, hidden_size=72, intermediate_size=136)
     whole, before = logits(model, torch.arange(1, 61).repeat(5)), torch.get_num_threads()
     try:
         for threads in (1, 2):
@@ -111,10 +132,11 @@ def test_logits_of_a_row_depend_only_on_its_tokens(dtype, targets):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_logprobs_are_bit_identical_with_packing_shared_prompts_and_recomputation(dtype):
+@KINDS
+def test_logprobs_are_bit_identical_with_packing_shared_prompts_and_recomputation(dtype, targets, changes):
     outs, grads = [], []
     for share, checkpoint in ((False, False), (True, False), (True, True)):
-        trainer = C.Trainer(apart(dtype))
+        trainer = C.Trainer(apart(dtype, targets, **changes))
         batch, ids, mask = groups_batch()
         out = torch.zeros(ids.shape, dtype=trainer.out_dtype)
         trainer.forward(batch, list(range(len(ids))), 1.0, share, True, checkpoint, out)
@@ -176,9 +198,14 @@ def sampled(runner, requests):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("packed", ["off", "on"])
-def test_generation_with_several_adapters_in_a_batch_is_bit_identical_to_each_alone(dtype, packed):
-    shared = base(dtype, vocab_size=64, hidden_size=64, intermediate_size=96)
-    models = [apart(dtype, (ALL, SOME)[i % 2], seed=i, of=shared) for i in range(4)]
+@pytest.mark.parametrize(
+    "targets, changes",
+    [((ALL, SOME), {}), ((ALL_OF_RECURRENT, SOME_OF_RECURRENT), RECURRENT)],
+    ids=["attention", "recurrent"],
+)
+def test_generation_with_several_adapters_in_a_batch_is_bit_identical_to_each_alone(dtype, packed, targets, changes):
+    shared = base(dtype, **changes, vocab_size=64, hidden_size=64, intermediate_size=96)
+    models = [apart(dtype, targets[i % 2], seed=i, of=shared) for i in range(4)]
     assert all(model.compute.data_ptr() == shared.compute.data_ptr() for model in models)
     requests = [(list(range(1, 4 + 9 * i)), model) for i, model in enumerate([None, *models])]
     together = sampled(C.NativeModelRunner(shared, packed_weights=packed), requests)

@@ -1,5 +1,6 @@
-"""Checks of arguments. Each returns the value in its proper form or raises ValueError with one sentence. Needs no
-torch."""
+"""Checks of arguments. Each returns the value in its proper form or raises ValueError with a message of one sentence.
+Needs no torch.
+"""
 
 import difflib
 import os
@@ -59,8 +60,9 @@ def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> i
 
 
 def number(name: str, value: object, low: float, high: float, zero_is: str = "") -> float:
-    """Return `value` as a float from `low` to `high`. Also accept 0 if `zero_is` is set, the meaning of 0 for the
-    message. Reject True and strings."""
+    """Return `value` as a float from `low` to `high`. Also accept 0 if `zero_is` is set; the message then explains 0 by
+    this text. Reject True and strings.
+    """
     found = _scalar(value)
     if (
         isinstance(found, bool)
@@ -97,7 +99,7 @@ def stop_text_fault(texts: Iterable[str]) -> str:
 
 
 def model_name(model: object) -> str:
-    """Return the name or folder of a model as a string. Raise ValueError if it is neither."""
+    """Return the name or folder of a model as a string. Raise ValueError if `model` is neither."""
     if isinstance(model, os.PathLike):
         model = os.fspath(model)
     if not isinstance(model, str) or not model or "\0" in model:
@@ -107,8 +109,9 @@ def model_name(model: object) -> str:
 
 
 def folder_path(value: object, name: str) -> Path:
-    """Return `value` as a Path, which need not exist. Raise ValueError, which names the argument `name`, if it is
-    not a path."""
+    """Return `value` as a Path, which need not exist. Raise ValueError, with the argument's name `name` in the message,
+    if it is not a path.
+    """
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path and "\0" not in path:
         return Path(path)

@@ -34,7 +34,9 @@ nemo-rl-cpp COMMAND --help says more about one of them."""
 
 
 def _leave(number: int, frame: object) -> None:
-    """End the program immediately: during an import, an exception might be lost or printed with a traceback."""
+    """End the program immediately, because an exception raised during an import might be lost or printed with a
+    traceback.
+    """
     os.write(2, b"\ninterrupted: stopped at once\n")
     os._exit(130)
 
@@ -43,8 +45,9 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
     """Run one subcommand and return its exit status: 0; 1 after an error (one sentence on stderr); 2 for an invalid
     command line or configuration; 130 after Ctrl-C.
 
-    `command` names the subcommand, which is otherwise the first argument. `options` are passed to the subcommand's
-    function; scripts in examples/ use them."""
+    `command` is the subcommand; if it is None, the first argument is. `options` are passed to the subcommand's
+    function; scripts in examples/ use them.
+    """
     if argv is None:
         signal(SIGINT, _leave)
     from importlib import import_module
@@ -69,8 +72,9 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """Return the subcommand that the first argument names. If it names none, print an error (or the help without
-    arguments) and return None. For --help and --version, print the answer and exit."""
+    """Return the first argument if it is a subcommand. Otherwise print an error, or the help if there are no arguments,
+    and return None. For --help and --version, print the requested text and exit.
+    """
     from nemo_rl_cpp.argument_checks import did_you_mean
     from nemo_rl_cpp.command_line import Exit
 

@@ -26,8 +26,9 @@ def searched_folders() -> list[str]:
 
 
 def search_for_modules(*folders: str | Path) -> None:
-    """From now on, search these folders (the working directory, the configuration's folder) for user modules, after the
-    installed packages."""
+    """Search these folders (the working directory, the configuration's folder) for user modules from now on, after the
+    installed packages.
+    """
     _searched[:] = dict.fromkeys(map(str, folders))
     for folder in _searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):

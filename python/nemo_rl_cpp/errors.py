@@ -90,8 +90,9 @@ def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
 
 
 def keep_out_of_files(texts: Mapping[str, str]) -> None:
-    """Make `save_traceback` replace each secret by `texts[secret]`. Secrets below 6 characters are ignored, since they
-    occur in ordinary words."""
+    """Make `save_traceback` replace each secret, a key of `texts`, by `texts[secret]`. Secrets below 6 characters are
+    ignored, since they occur in ordinary words.
+    """
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
@@ -121,7 +122,8 @@ def _places(error: BaseException) -> list[Place]:
 
 
 def user_place(error: BaseException) -> Place | None:
-    """Return the line of user code that raised an exception inside a call of this package; None if our code raised it.
+    """Return the line of user code that raised an exception inside a call of this package; None if this package raised
+    it.
 
     Libraries are skipped: if the user's function passes a wrong argument to a library, the line in the user's function
     is returned. Code that called this package is skipped, too.
@@ -137,7 +139,9 @@ def user_place(error: BaseException) -> Place | None:
 
 
 def _called_place(error: BaseException) -> Place | None:
-    """Return the line that the innermost frame of this package called. It counts as user code even in a library."""
+    """Return the line of code that was called from this package's innermost frame. It counts as user code even in a
+    library.
+    """
     places = _places(error)
     last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
     return places[last + 1] if last + 1 < len(places) else None
@@ -156,7 +160,7 @@ def _as_type_of(error: BaseException) -> type[UserCodeError]:
 
 
 def as_user_error(error: BaseException, text: str) -> UserCodeError:
-    """Return an exception of user code with the message `text` and the cause `error`."""
+    """Return an exception that marks `error` as raised by user code, with the message `text` and `error` as its cause."""
     made = _as_type_of(error)(text)
     made.__cause__ = error
     return made
@@ -165,9 +169,10 @@ def as_user_error(error: BaseException, text: str) -> UserCodeError:
 def in_user_code(
     error: BaseException, what: str = "your code", hint: str = "", called: bool = False
 ) -> UserCodeError | None:
-    """Return the exception to raise in place of one from user code: of the same type, with one sentence as its message.
-    Return None for other exceptions, for Ctrl-C, and if the exception already has such a message. `called`: this
-    package was calling user code, so the exception belongs to the user even if it was raised in a library."""
+    """Return the exception to raise in place of an exception from user code: of the same type, with one sentence as its
+    message. Return None if `error` is not from user code, for Ctrl-C, and if it already has such a message. If
+    `called`, this package was calling user code, so the exception counts as the user's even if a library raised it.
+    """
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)
@@ -205,7 +210,7 @@ class user_code:  # noqa: N801  (reads as a function; one made from a generator 
 
 
 def _flat(text: str) -> str:
-    """Join the lines of a message, without the C++ stack trace and references to it."""
+    """Join the lines of a message into one, without the C++ stack trace and references to it."""
     text = re.split(r"\nException raised from |\nC\+\+ CapturedTraceback", text)[0]
     line = "; ".join(re.sub(r"\s+", " ", line).strip(" ;") for line in text.strip().splitlines() if line.strip())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."

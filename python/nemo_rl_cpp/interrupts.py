@@ -34,8 +34,9 @@ def say(text: str) -> None:
 
 
 def end_within(seconds: float, status: int, done: threading.Event | None = None, text: str | None = None) -> None:
-    """End the process with `status` after `seconds`, printing `text`, unless `done` is set first. It works even if
-    another thread does not end or the main thread is stuck in a call."""
+    """Print `text` and end the process with `status` after `seconds`, unless `done` is set first. This works even if
+    another thread does not end or the main thread is stuck in a call.
+    """
     done = done or threading.Event()
 
     def watch() -> None:
@@ -77,7 +78,7 @@ def startup() -> Iterator[None]:
 
 
 def nobody_reads() -> bool:
-    """Return whether standard output is a pipe whose reader has closed it, as `head` does."""
+    """Return whether standard output is a pipe that its reader, such as `head`, has closed."""
     try:
         out = select.poll()
         out.register(sys.stdout.fileno(), 0)  # poll always reports errors
@@ -123,7 +124,7 @@ class GracefulStop:
         return self.reason is not None
 
     def put_back(self) -> None:
-        """Restore handlers that code called by the run has replaced, and warn about it."""
+        """Restore signal handlers that code called by the run has replaced, and warn about it."""
         if not self._previous or self._count >= 2 or not _in_main_thread():
             return
         changed = [number for number in self._previous if signal.getsignal(number) != self._handle]

@@ -135,8 +135,9 @@ class _Caller:
         return done.result()
 
     def _make_calls(self, done: Future, state: _ProcessState) -> None:
-        """Make calls until `done`, and until no thread waits for a call already started. The event loop does not run
-        during a function call, because the function may run its own."""
+        """Make the requested calls until `done` is set and no thread waits for a call already started. The event loop
+        does not run during a function call, because the function may run its own.
+        """
         while True:
             with self._lock:
                 if not self._calls and done.done() and (self._depth > 1 or not self._tasks):
@@ -148,8 +149,9 @@ class _Caller:
                 self._wait()
 
     def _wait(self) -> None:
-        """Run the event loop until `_stop_waiting`. It wakes every second, because a signal that arrives just before the
-        selector blocks would otherwise be handled only at the next event."""
+        """Run the event loop until `_stop_waiting` is called. The loop wakes every second, because a signal that
+        arrives just before the selector blocks would otherwise be handled only at the next event.
+        """
 
         def wake() -> None:
             nonlocal beat
@@ -198,7 +200,7 @@ class _Caller:
             self._loop.stop()
 
     def _end(self, thread: threading.Thread) -> None:
-        """End the run's thread and the pending coroutines after a signal."""
+        """End the thread of the training loop and the pending coroutines after a signal."""
         with self._lock:
             self._ended = True
             self._depth -= 1
@@ -269,7 +271,7 @@ def _grad_mode() -> bool | None:
 
 
 def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
-    """Make a call under the gradient mode of the thread that requests it, because a loss needs autograd."""
+    """Make a call under torch's gradient mode of the thread that requests it, because a loss needs autograd."""
     import torch
 
     with torch.set_grad_enabled(enabled):

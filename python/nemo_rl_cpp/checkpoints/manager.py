@@ -40,7 +40,7 @@ class ResumeError(FolderError):
 
 
 class CheckpointManager:
-    """The checkpoints of a run, which are saved, kept and found as `checkpointing.*` configures.
+    """The checkpoints of a run, which are saved, kept and found as the section `checkpointing` configures.
 
     The loop saves a checkpoint as follows:
 
@@ -82,8 +82,8 @@ class CheckpointManager:
         timeout: bool = False,
         interrupted: bool = False,
     ) -> str | None:
-        """Return the reason why a checkpoint is due after `step` (counted from 1), or None if none is due or
-        checkpointing is off.
+        """Return the reason why a checkpoint is due after `step` (counted from 1), or None if none is due or if
+        checkpoints are disabled.
         """
         reasons = {
             "interrupted": interrupted,
@@ -132,8 +132,8 @@ class CheckpointManager:
             self._store.release()
 
     def _tidy_up(self, step: int, saved: Path) -> None:
-        """Write the status file and remove old checkpoints. An OSError is only a warning, because the new checkpoint is
-        safe.
+        """Write the status file and remove old checkpoints. If that raises OSError, only warn, because the new
+        checkpoint is safe.
         """
         status = json.dumps({"latest_step": step, "checkpoint": saved.name}, indent=1)
         for work in (lambda: durable.write_atomic(self.checkpoint_dir / STATUS, status), self._thin_out):
@@ -146,8 +146,8 @@ class CheckpointManager:
     def claim(self) -> None:
         """Lock the folder against other runs until `shutdown`, or until this process ends.
 
-        Raise FolderInUseError (a ValueError) if a run uses the folder; the message names its process, host and time.
-        Raise FolderError if the folder cannot be created or written. Do nothing if checkpointing is off.
+        Raise FolderInUseError (a ValueError) if another run uses the folder; the message gives its process, host and
+        time. Raise FolderError if the folder cannot be created or written. Do nothing if checkpoints are disabled.
         """
         if self.enabled:
             self._store.claim()

@@ -30,9 +30,10 @@ class CardFacts(NamedTuple):
 
     Attributes:
         step: the number of finished steps.
-        rewards: the names of the reward sources.
+        rewards: the names of the environments or reward functions.
         results: metric -> value, from the last step or validation.
-        components: names of a loss or estimator that was passed as an object, by the section that it replaces.
+        components: names of losses and estimators that were passed as objects, keyed by the configuration section that
+            each replaces.
     """
 
     step: int

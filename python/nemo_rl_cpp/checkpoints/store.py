@@ -48,8 +48,8 @@ class CheckpointStore:
         self._verified: dict[tuple[Path, int], str | None] = {}
 
     def claim(self) -> None:
-        """Create the folder and lock it until `close`. Raise FolderError if another run holds the lock, or with the
-        system's reason.
+        """Create the folder and lock it until `close`. Raise FolderError if another run holds the lock, or if the
+        folder cannot be created or locked.
         """
         if not self._claimed:
             try:
@@ -147,8 +147,8 @@ class CheckpointStore:
         return aside
 
     def _recover_one(self, prefix: str, step: int, path: Path) -> str | None:
-        """Recover one folder and return what was done, or None. `folders` lists tmp before old, so that an old_step_N
-        is renamed back only if no newer folder could be published.
+        """Recover one folder and return a description of what was done, or None. `folders` lists tmp_step_N before
+        old_step_N, so that an old_step_N is renamed back only if no newer folder could be published.
         """
         target = path.with_name(f"step_{step}")
         if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
@@ -199,8 +199,8 @@ class CheckpointStore:
         return found + sorted(aside)
 
     def problem(self, folder: Path) -> str | None:
-        """Return a description of what is wrong with a checkpoint's contents, or None. Each sealed folder is read only
-        once.
+        """Return a description of what is wrong with a checkpoint's contents, or None. A sealed folder is read only the
+        first time.
         """
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)

@@ -59,7 +59,7 @@ class Cluster:
         bundle_ct_per_node_list: number of workers on each node.
         use_gpus: whether models use a GPU.
         settings: section `cluster` of the configuration: executor, threads and timeouts.
-        role: name of a worker in messages.
+        role: the word for a worker in messages, such as "rank".
 
     Raise ValueError for GPU workers outside this process, and for several workers with the executor in_process.
     """
@@ -149,8 +149,9 @@ class WorkerGroup:
         self.call_all("__create__", remote_worker_builder)
 
     def first_of_groups(self, values: list) -> list:
-        """Return the value of the first worker of each tensor-parallel group, because all workers of a group return the
-        same value."""
+        """Return, from one value per worker, those of the first worker of each tensor-parallel group. All workers of a
+        group return the same value.
+        """
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:

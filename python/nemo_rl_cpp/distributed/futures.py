@@ -14,7 +14,8 @@ _SLICE = 0.5  # seconds per wait: between waits Python handles signals, even tho
 
 class Answer(NamedTuple):
     """The outcome of a worker's call: a value, or an error with its traceback as text. If user code raised the error,
-    `told` is a sentence about it."""
+    `told` is the sentence to show the user.
+    """
 
     value: object = None
     error: BaseException | None = None
@@ -55,7 +56,7 @@ class Future:
         return self._done.wait(seconds)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the value and return it. Raise what the call raised, or TimeoutError after `timeout` seconds."""
+        """Wait for the value and return it. Raise the call's exception, or TimeoutError after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._done.wait(_SLICE if end is None else min(_SLICE, end - time.monotonic())):
             if end is not None and time.monotonic() >= end:

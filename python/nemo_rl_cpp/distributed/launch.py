@@ -64,8 +64,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
     """Raise ConfigError if the configuration does not fit the launch: it sets a different number of workers, requests
-    restarts (which only the launcher can do), has `engines` in workers that do not train, or has an executor with which
-    every rank would start a separate run."""
+    restarts (which only the launcher can do), has `engines` in workers that do not train, or sets an executor with
+    which every rank would start a separate run.
+    """
     if cluster.executor not in ("processes", "auto"):
         text = (
             f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to auto or "
@@ -126,7 +127,9 @@ def serve(launch: Launch) -> None:
 
 
 def meet(launch: Launch) -> "Store":
-    """Wait for all ranks and return the store that they share. Raise TimeoutError if a rank does not arrive."""
+    """Wait for all ranks to connect to torch's store, and return the store. Raise TimeoutError if a rank does not
+    arrive.
+    """
     from torch.distributed import PrefixStore, rendezvous
 
     limit = timedelta(seconds=MEETING_SECONDS)

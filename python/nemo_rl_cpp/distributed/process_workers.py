@@ -57,7 +57,9 @@ class SocketPeer:
             thread.start()
 
     def lost(self) -> WorkerLostError:
-        """Return the error for a lost worker, which says what happened to the process, and during which call."""
+        """Return the WorkerLostError for this worker. Its message says what happened to the process, and during which
+        call.
+        """
         with self._lock:
             doing = next((call.what for call in self._pending.values()), "nothing")
         where = f"process {self.pid}{self._where()}"
@@ -183,7 +185,7 @@ class ProcessWorkers(Workers):
         threads: threads per worker.
         silence: seconds without a heartbeat after which a worker is reported as lost.
         deadline: timeout in seconds of a call between ranks.
-        role: name of a worker in messages.
+        role: the word for a worker in messages, such as "rank".
         backend: how the ranks are connected, "gloo" or "nccl" (see `ranks.connect`).
     """
 

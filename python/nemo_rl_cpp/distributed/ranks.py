@@ -109,7 +109,9 @@ class Ranks:
         return None if self.communicator is None or self.meet is None else self.meet(self.members, "beside")
 
     def tensor_least(self, value: int) -> int:
-        """Return the minimum of `value` over this tensor-parallel group, so that its processes use the same number."""
+        """Return the minimum of `value` over the processes of this tensor-parallel group, so that all use the same
+        number.
+        """
         if self.tensor is None:
             return value
         every = torch.empty(self.tensor_size, 1, dtype=torch.int64)
@@ -141,9 +143,10 @@ class Ranks:
         return _blocks_of(_dealt(data, begin, end, count), self.rank, self.size, in_turns)
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
-        """Return this rank's samples, and the moves of all ranks. Like `blocks` with one block per rank, except that
-        samples with a backward pass (not `idle`, bool [B]) are balanced, so some are not trained on the rank that
-        generated them."""
+        """Return (samples, moves): the samples that this rank trains, and the `Move`s of all ranks. The samples are
+        those of `blocks` with one block per rank, except that samples with a backward pass (not `idle`, bool [B]) are
+        balanced, so some are not trained on the rank that generated them.
+        """
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
         blocks = [set(rows) for rows in dealt]
@@ -166,8 +169,9 @@ class Ranks:
         return _sum(self.communicator, value)
 
     def fail_together(self, error: Exception | None) -> None:
-        """Raise `error` if it is set, and OtherRankFailedError if another rank has an error. So no rank waits for a
-        rank that has stopped. Collective call."""
+        """Raise `error` if it is not None, and OtherRankFailedError if another rank has passed an error, so that no
+        rank waits for a rank that has stopped. Collective call.
+        """
         world = self.world or self.communicator
         failed = _sum(world, 0.0 if error is None else 1.0)
         if error is not None:
@@ -235,7 +239,7 @@ def deal(
 
 
 def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int]]:
-    """Return all blocks of a global batch, for `Ranks.blocks`."""
+    """Return all blocks of the global batch [begin, end), for `Ranks.blocks`."""
     if count == 1:
         return deal(data, begin, end, 1)
     dealt = deal(data, begin, end, count, prompt_lengths(data))
@@ -244,8 +248,9 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Return, for each group, its samples with a backward pass, and their number of tokens, counting the shared prompt
-    once."""
+    """Return, for each group, (its samples with a backward pass, their token count). A shared prompt's tokens count
+    once.
+    """
     groups = data.samples.get("group_id")
     groups = [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
     lengths, prompts, units = data.lengths.tolist(), prompt_lengths(data), {}
@@ -312,7 +317,7 @@ def generated_by(
 
 
 def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
-    """Return the blocks of one rank. All ranks have the same number of blocks."""
+    """Return those of the blocks `dealt` that belong to one rank. All ranks have the same number of blocks."""
     each = len(dealt) // ranks
     return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 

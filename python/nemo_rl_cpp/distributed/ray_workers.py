@@ -1,5 +1,6 @@
 """Workers as Ray actors on one or more machines, one actor per device, in a placement group. Ray is imported only if it
-is configured, started if none is running, and shut down when its last holder releases it."""
+is configured. A Ray cluster is started if none is running, and shut down after the last `let_ray_go`.
+"""
 
 from __future__ import annotations
 
@@ -103,9 +104,11 @@ def surroundings() -> tuple[str, dict[str, str]]:
 
 
 def enter(folder: str, variables: Mapping[str, str]) -> None:
-    """Apply the run's `surroundings` in an actor. Variables that Ray's `runtime_env` sets keep their values.
+    """Apply the working directory and environment variables of the run (`surroundings`) in an actor. Variables that
+    Ray's `runtime_env` sets keep their values.
 
-    If the node lacks the folder, print a warning and keep the current working directory; relative paths then differ.
+    If the node lacks the folder, print a warning and keep the current working directory; relative paths then refer to
+    different files.
     """
     import ray
 
@@ -173,10 +176,11 @@ class RayWorkers(Workers):
         threads: threads per worker; also the number of CPUs reserved for it in the cluster.
         silence: seconds without a heartbeat after which a worker is reported as lost.
         deadline: timeout in seconds of a call between ranks.
-        role: name of a worker in messages.
+        role: the word for a worker in messages, such as "rank".
         all_workers: number of workers in all clusters of the run; a Ray cluster started here gets CPUs for all of them.
 
-    Raise ValueError if the cluster has no room for all workers."""
+    Raise ValueError if the cluster has no room for all workers.
+    """
 
     tells_events = False
 

@@ -1,4 +1,6 @@
-"""Calls that the workers of a cluster make together: which error is raised, and how the other workers stop waiting."""
+"""Calls that the workers of a cluster run together. If one fails, this module decides which error is raised, and stops
+the workers that wait for it.
+"""
 
 import threading
 import time
@@ -21,7 +23,7 @@ class WorkerLostError(RuntimeError):
 
 
 class WorkerCall(Future):
-    """A call in progress on the worker of one rank. `role` names the worker in messages."""
+    """A call in progress on the worker of one rank. `role` is the word for the worker in messages, such as "rank"."""
 
     def __init__(
         self, rank: int, size: int, what: str, on_event: Callable[..., None] | None = None, role: str = "rank"
@@ -62,7 +64,7 @@ class Workers(Protocol):
         """Start a call of `method` of object number `target` on a rank, with a pickled (args, kwargs)."""
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
-        """Return the results of calls that the ranks make together.
+        """Return the results of `calls`, which the ranks run together, in the same order.
 
         If a rank failed, raise its error, with its traceback as a note. If other ranks would wait for the failed rank,
         or a worker is lost (WorkerLostError), first kill all workers.
@@ -73,8 +75,9 @@ class Workers(Protocol):
 
 
 def _depth(error: BaseException) -> int:
-    """Return how far an error is from the cause: 0 for a lost worker, 1 for a rank's own failure, 2 for the failure of
-    another rank."""
+    """Return how far an error is from the root cause: 0 for a lost worker, 1 for a rank's own failure, 2 if the rank
+    stopped because another rank failed.
+    """
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 
@@ -101,8 +104,9 @@ class Patience:
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
-    """Return the values of calls for which waiting is over, or raise the error closest to the cause. First kill the
-    workers if they cannot continue."""
+    """Return the values of the calls once waiting for them is over, or raise the error closest to the root cause. First
+    kill the workers if they cannot continue.
+    """
     if error := min((call.error for call in calls if call.error is not None), key=_depth, default=None):
         if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
             workers.kill()
@@ -111,10 +115,10 @@ def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
 
 
 def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
-    """Return the results, for each cluster, of calls in which workers of several clusters wait for each other.
+    """Return, for each cluster, the results of its calls, in which workers of several clusters wait for each other.
 
-    Raise the error closest to the cause. If the calls of one cluster fail, those of the others have a grace period;
-    workers that still wait after it are killed.
+    Raise the error closest to the root cause. If the calls of one cluster fail, those of the others have a grace
+    period; workers that still wait after it are killed.
     """
     waits = [(Future(), workers) for workers, _ in clusters]
     for (wait, workers), (_, calls) in zip(waits, clusters):

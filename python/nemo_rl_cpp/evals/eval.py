@@ -64,9 +64,9 @@ def main(config: MasterConfig) -> EvalResult:
 def evaluate_policy(
     policy: PolicyInterface, tokenizer: TokenizerType, config: MasterConfig, longest: int
 ) -> EvalResult:
-    """Evaluate the current weights of a policy that is being trained. The section `tokenizer`, and model and precision
-    in `generation`, are ignored. Conversations have at most `longest` tokens, or `generation.vllm_cfg.max_model_len` if
-    that is less. Raise ConfigError if the configuration has mistakes.
+    """Evaluate the current weights of a policy that is being trained. In `config`, the section `tokenizer` and the
+    model and precision of `generation` are ignored. Conversations have at most `longest` tokens, or
+    `generation.vllm_cfg.max_model_len` if that is less. Raise ConfigError if the configuration has mistakes.
     """
     config = checked(config, MasterConfig)
     environment = _make_environment(config)

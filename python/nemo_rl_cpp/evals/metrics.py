@@ -47,8 +47,8 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
 
 
 def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
-    """Return in how many ways `remaining` votes can go to answers that lose against `votes` votes, the first of which
-    is response `first`.
+    """Return in how many ways `remaining` votes can go to answers that lose against an answer with `votes` votes, the
+    first of which is response `first`.
     """
     ways = [1] + [0] * remaining  # ways[m]: the number of ways in which m votes go to the answers so far
     for place in others:

@@ -1,4 +1,4 @@
-"""The results of evaluations: a table, all samples as JSON, a page, and comparisons of evaluations."""
+"""The results of evaluations: a table, all samples as JSON, an HTML page, and comparisons of evaluations."""
 
 import json
 import math
@@ -145,7 +145,7 @@ class Prompt:
 
 
 def prompts_of(samples: Sequence[Mapping[str, object]], n: int) -> list[Prompt]:
-    """Return the prompts of an evaluation's samples, of which each `n` consecutive ones belong to the same prompt."""
+    """Return the prompts of an evaluation, given its samples. Each `n` consecutive samples belong to the same prompt."""
     return [_prompt(samples[start : start + n]) for start in range(0, len(samples), n)]
 
 
@@ -163,7 +163,9 @@ def _prompt(samples: Sequence[Mapping[str, object]]) -> Prompt:
 
 
 def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prompt]) -> str:
-    """Return the HTML page, with the wrong prompts first. `facts` are the rows of the table that the terminal shows."""
+    """Return the HTML page of an evaluation, with wrongly answered prompts first. `facts` are the rows of the table
+    that the terminal shows.
+    """
     wrong = [prompt for prompt in prompts if max(prompt.rewards) <= 0]
     right = [prompt for prompt in prompts if min(prompt.rewards) >= 1]
     part = [prompt for prompt in prompts if max(prompt.rewards) > 0 and min(prompt.rewards) < 1]
@@ -205,10 +207,11 @@ def is_evaluation(folder: Path | str) -> bool:
 
 
 def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
-    """Compare evaluations with the first of them, on the same prompts: rewards, differing keys, prompts whose reward
-    changed.
+    """Compare evaluations on the same prompts with the first of them: rewards, differing configuration keys, and
+    prompts whose reward changed.
 
-    Raise ValueError if a folder cannot be read, is given twice, or has different prompts."""
+    Raise ValueError if a folder cannot be read, is given twice, or has different prompts.
+    """
     names = different_folders(folders)
     configs, prompts = zip(*(_read(Path(folder)) for folder in folders))
     for folder, other in zip(folders, prompts):

@@ -110,7 +110,7 @@ class PhaseMemory:
         return metrics
 
     def _fold(self) -> int:
-        """Return the peak in bytes since the last call, update the run's peak, and reset the measurement."""
+        """Return the peak memory in bytes since the last call, update the run's peak, and reset the measurement."""
         peak = peak_rss_bytes()
         self._run_peak = max(self._run_peak, peak)
         if self._can_reset:

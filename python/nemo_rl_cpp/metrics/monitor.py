@@ -72,8 +72,8 @@ class RayGpuMonitorLogger:
 
 
 def parse_gpu_table(text: str) -> dict[str, float]:
-    """Return the metrics of lines `index, utilization in percent, used MiB`. Values that a line does not report are
-    omitted.
+    """Return the metrics from nvidia-smi's lines `index, utilization in percent, used MiB`. Values that a line does not
+    report are omitted.
     """
     metrics = {}
     for line in text.splitlines():

@@ -26,7 +26,7 @@ def performance_metrics(
     """Return the metrics `performance/*` of a step. Names that end in `_per_gpu` are rates per device of the stage;
     other names are rates of all devices together.
 
-    A rate is a count divided by the seconds of a stage. `timing` has the seconds, under NeMo RL's labels.
+    A rate is a count divided by the seconds of a stage. `timing` has the seconds of each stage, under NeMo RL's labels.
     `total_num_tokens` counts the prompt and response tokens of the trained samples. As in NeMo RL, it is the numerator
     of every token rate except generation's, whose numerator is `num_rollout_tokens` (of all generated rollouts) if
     given. `decode_tokens_per_sec` is the rate of `num_generated_tokens` alone. Rates of stages that did not run are
@@ -68,7 +68,7 @@ def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[object]) -> l
 
 
 def is_equal(group: list[float]) -> bool:
-    """Return whether a group has two or more rewards and all are equal."""
+    """Return whether a group has two or more rewards that are all equal."""
     return len(group) > 1 and min(group) == max(group)
 
 

@@ -58,8 +58,8 @@ class Timer:
     def step(self, step: int) -> Iterator[Self]:
         """Discard the times of the previous step, measure `total_step_time`, and yield this timer.
 
-        The times can be read until the next step begins. Stages measured after the block (checkpointing, validation)
-        belong to the same step.
+        The times can be read until the next step begins. Stages measured after the block (validation, saving a
+        checkpoint) belong to the same step.
         """
         with self._lock:
             self._times, self._accounted = {}, 0.0
@@ -121,9 +121,7 @@ class TimeoutChecker:
         self._step_began: float | None = None
 
     def would_save(self, extra_s: float = 0.0) -> bool:
-        """Return what `check_save` would return, without changing anything. `extra_s` is added to the slowest step's
-        seconds.
-        """
+        """Return what `check_save` would return, but change nothing. `extra_s` is added to the slowest step's seconds."""
         elapsed = time.monotonic() - self.start_time
         if self.fit_last_save_time and self._slowest:
             elapsed += self._slowest + max(extra_s, 0.0)

@@ -28,7 +28,7 @@ _METRIC_NAMES: list[str] = C.clipped_pg_metric_names()
 
 
 class GroupBaseline(NamedTuple):
-    """The baseline and the standard deviation of each sample's group, both [B]."""
+    """The reward baseline and the rewards' standard deviation of each sample's group, both [B]."""
 
     baseline: Tensor
     std: Tensor
@@ -59,8 +59,10 @@ def group_baseline(
     """Return the mean and the unbiased standard deviation of the valid rewards in each sample's group. With
     leave_one_out they exclude the sample itself.
 
-    All arguments are [B]. `std_rewards` replaces the rewards in the standard deviation only. A group with at most one
-    valid sample gives (its reward, 0). The computation uses float64 and two passes, so equal rewards give exactly 0."""
+    All arguments are [B]. `std_rewards` replaces the rewards in the standard deviation only. For a group with at most
+    one valid sample they are (the sample's own reward, 0). The computation uses float64 and two passes, so equal
+    rewards give exactly 0.
+    """
     return GroupBaseline(*C.group_baseline(rewards, group_ids, valid_mask, leave_one_out, std_rewards))
 
 
@@ -240,8 +242,9 @@ class ClippedPGInputs:
 @dataclass(frozen=True)
 class LossCounts:
     """The counts that the loss is divided by, over the global batch: valid tokens, valid sequences, and valid tokens of
-    samples with a positive reward. With them, the losses of micro-batches add up to that of the global batch. A count
-    that is None is replaced by the micro-batch's count."""
+    samples with a positive reward. With them, the losses of micro-batches add up to that of the global batch. For a
+    count that is None, the micro-batch's count is used.
+    """
 
     valid_toks: Tensor | float | None = None
     valid_seqs: Tensor | float | None = None
@@ -288,8 +291,9 @@ def clipped_pg_loss(
 
     curr_logprobs: [B, S-1], float32 or float64; column t is the log-probability of token t+1.
 
-    Positions with token_mask or sample_mask 0 have no effect and get gradient 0. Raises ValueError for a missing input,
-    a wrong shape or a contradictory config. A term that is not finite raises no error; `nonfinite` reports it."""
+    Positions with token_mask or sample_mask 0 have no effect and get gradient 0. Raise ValueError for a missing input,
+    a wrong shape or a contradictory config. A term that is not finite raises no error; `nonfinite` reports it.
+    """
     loss, grad, grad_unfiltered, values = C.clipped_pg_loss(
         curr_logprobs, inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs,
         inputs.token_mask, inputs.sample_mask, inputs.kl_cov_penalty, inputs.curr_logprobs_unfiltered, inputs.rewards, *counts.scalars(), config.native,
@@ -309,7 +313,8 @@ def token_loss(
     (`Trainer.forward_with_loss`). Return None if a token's gradient depends on other tokens, as in sequence-level
     losses and seq-mask-tis.
 
-    `counts` must have tokens and sequences. If prev_logprobs is None, the current log-probabilities replace it.
+    `counts` must have tokens and sequences. If `inputs.prev_logprobs` is None, the current log-probabilities replace
+    it.
     """
     if not C.TokenLoss.separable(config.native):
         return None

@@ -131,7 +131,9 @@ def _attach(
 
 
 def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLogType:
-    """Return the messages of a chain of calls with the token ids that the engine used; nothing is tokenized again."""
+    """Return the conversation of an agent's consecutive calls as messages. They hold the token ids that the engine
+    used; nothing is tokenized again.
+    """
     log: LLMMessageLogType = []
     before = 0
     for call in chain:

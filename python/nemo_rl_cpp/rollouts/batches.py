@@ -265,7 +265,7 @@ class LogprobNeeds(NamedTuple):
         previous: whether the batch is always scored before training, even if generation's log-probabilities are exact,
             because sequences are masked by their error.
         corrected: whether the loss corrects stale samples by importance sampling. If so, their `prev_logprobs` are
-            those of the current policy, otherwise those of the policy that sampled them.
+            computed by the current policy, otherwise by the policy that sampled them.
         estimator: whether the advantages use log-probabilities (KL in the reward, a teacher, or a custom estimator), so
             that messages that were not generated must be scored.
         bypassed: whether the loss uses generation's log-probabilities as those of the old policy.
@@ -304,8 +304,8 @@ class LogprobNeeds(NamedTuple):
 def add_logprobs(
     policy: PolicyInterface, batch: TrainBatch, needs: LogprobNeeds, weight_version: int
 ) -> dict[str, float]:
-    """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that `needs` names. Return the metric
-    `stale_samples`.
+    """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that `needs` requests. Return the
+    metric `stale_samples`.
 
     `prev_logprobs` are added if the policy does not take them from its first training forward pass (see
     `Policy.skips_prev_logprobs`), if a sample is stale, if `needs.previous` is set, or if an estimator reads messages

@@ -62,7 +62,8 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
 
 
 def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str, float]:
-    """Return metrics of the weight versions that sampled the conversations. Each conversation began with `version`.
+    """Return metrics of the versions of the weights that sampled the conversations. Each conversation began with
+    `version`.
 
     mean_weight_versions is the mean number of versions per conversation. total_tokens_of_older_weights and
     total_tokens_of_newer_weights count the tokens sampled before and after the weights changed.
@@ -111,9 +112,9 @@ COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_call
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
     """Combine the metrics of several rounds; each entry of `rounds` is (number of samples, metrics).
 
-    Keep maxima and minima, and add totals and the counts of verifiers and agents. Average `accuracy_of_X`, weighted by
-    each round's number of samples that are X. Average all other metrics, such as rates, weighted by each round's number
-    of samples. A metric is combined over the rounds that have it.
+    Take the maximum of maxima and the minimum of minima; add totals and the counts of verifiers and agents. Average
+    `accuracy_of_X`, weighted by each round's number of samples that are X. Average all other metrics, such as rates,
+    weighted by each round's number of samples. A metric is combined over the rounds that have it.
     """
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
     combined: dict[str, float] = {}

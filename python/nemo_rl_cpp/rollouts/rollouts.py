@@ -85,8 +85,8 @@ def calculate_rewards(
     Different environments run concurrently.
 
     Environments see only `role` and `content` of the messages, and `extra_env_info`. Rewards are float32 [B], or a
-    dictionary of such tensors if the environments return components. `begun` lists (rows, future) of environment calls
-    that are already in flight (`EarlyScoring`).
+    dictionary of such tensors if the environments return reward components. `begun` lists (rows, future) of environment
+    calls that are already in flight (`EarlyScoring`).
 
     Raise ValueError for a task without an environment, or if only some environments return components.
     """
@@ -113,8 +113,8 @@ def calculate_rewards(
 
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
-    """Merge the environments' results into one, in the order of the rows. Raise ValueError if only some return
-    components.
+    """Merge the environments' results into one, in the order of the rows. Raise ValueError if only some environments
+    return reward components.
     """
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
         raise ValueError("some environments of this batch give one reward, others a dictionary of them")
@@ -195,8 +195,8 @@ def append_observation(
 
 
 class EarlyScoring:
-    """The early scoring of those rows of a turn whose responses end while others are still generated.
-    `calculate_rewards` scores the rest.
+    """The early scoring of a turn's responses that end while other responses are still generated. `calculate_rewards`
+    scores the rest.
 
     Only environments that score rows independently (`scores_rows_alone`) and run concurrently with the caller
     (`.remote`) take part, so the rewards equal those of one call at the end. Rows that end while an environment is busy
@@ -249,7 +249,7 @@ def visible(message_log: LLMMessageLogType) -> LLMMessageLogType:
 
 
 def last_ids(message_log: LLMMessageLogType) -> list[int]:
-    """Return the last token ids of a conversation, on which the decoding of the following tokens depends."""
+    """Return the last token ids of a conversation; the text of the tokens that follow depends on them."""
     return torch.cat([message["token_ids"] for message in message_log])[-_ENOUGH_IDS:].tolist()
 
 
@@ -260,7 +260,7 @@ class Turn(NamedTuple):
     """The conversations that take part in a turn.
 
     Attributes:
-        active: their rows, with the current stop strings and environment state.
+        active: their rows of the batch, with the current stop strings and environment state.
         inputs: the engine's inputs.
     """
 
@@ -310,7 +310,7 @@ class Conversations:
             self.stats[row].truncated |= truncated
 
     def observe(self, turn: Turn, answer: EnvironmentReturn) -> None:
-        """Add the environments' rewards and observations, and determine which conversations continue."""
+        """Add the environments' rewards and observations to the conversations, and determine which of them continue."""
         self._add_rewards(answer.rewards)
         terminated = answer.terminateds.bool().tolist()
         going_on = []
@@ -378,9 +378,9 @@ def repeat_prompts(
     """Repeat every prompt `num_generations` times, with copies next to each other, and add columns that distinguish the
     copies.
 
-    The added columns are, int64 [B * num_generations]: `group_id` (the index of the prompt in this batch), `draw_ids`
-    (`first_draw_id` + group_id, which counts prompts over the whole run) and `sample_index` (the index of the copy);
-    and `stream`, a list. Raise ValueError if `num_generations` is below 1.
+    Three added columns are int64 [B * num_generations]: `group_id` (the index of the prompt in this batch), `draw_ids`
+    (`first_draw_id` + group_id, which counts prompts over the whole run) and `sample_index` (the index of the copy).
+    `stream` is a list with the argument `stream` for every copy. Raise ValueError if `num_generations` is below 1.
     """
     if num_generations < 1:
         raise ValueError(f"num_generations_per_prompt is {num_generations}; it must be at least 1")
@@ -409,8 +409,8 @@ def run_multi_turn_rollout(
     whether a response or an observation was truncated. `draw_ids`, `sample_index` and `stream` are passed to the
     engine.
 
-    An environment that scores rows independently starts while other rows are still generated, if the engine reports
-    ended rows. Agents of environments with `runs_rollouts` make the rollouts instead.
+    An environment that scores rows independently starts to score while other rows are still generated, if the engine
+    reports ended rows. Agents of environments with `runs_rollouts` make the rollouts instead.
     """
     if are_made_by_agents(input_batch, task_to_env):
         return run_agent_rollouts(policy_generation, input_batch, tokenizer, task_to_env, greedy)

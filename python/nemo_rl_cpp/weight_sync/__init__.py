@@ -104,11 +104,12 @@ class SentWeights(CheckedWeights, abc.ABC):
         self._metrics: RefitMetrics = {}
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
-        """Send the weights if the engine's are stale. Return the metrics of the last refit: `refit/bytes`,
-        `refit/seconds` (digests included), `refit/gb_per_s`, `refit/version` and `weights/digest`, the digest of the
-        policy's weights.
+        """Send the weights if the engine's weights are stale. Return the metrics of the last transfer (refit):
+        `refit/bytes`, `refit/seconds` (digests included), `refit/gb_per_s`, `refit/version` and `weights/digest`, the
+        digest of the policy's weights.
 
-        Raise RuntimeError if an engine's weights differ from the policy's after the refit."""
+        Raise RuntimeError if an engine's weights differ from the policy's afterwards.
+        """
         if self._stale:
             with timer("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
                 self._refit()
@@ -144,10 +145,11 @@ class CollectiveWeights(SentWeights):
     """A synchronizer that sends weights from the policy's workers to the engines' workers. Trainer rank 0 broadcasts
     them to all engines, in C++ (`csrc/refit/`).
 
-    Trainers and engines rendezvous at the first `sync_weights`. If an engine rejects a refit or a worker is lost, an
-    error is raised and no engine uses the new weights. Between refits engines and trainers run independently.
+    Trainers and engines rendezvous at the first `sync_weights`. If an engine rejects the weights or a worker is lost,
+    an error is raised and no engine uses the new weights. Between two calls engines and trainers run independently.
     `sync_weights` needs both, so it must not run while either works in another thread. `refit/bytes` is the sum over
-    all engines."""
+    all engines.
+    """
 
     _policy: DistributedPolicy
     _generation: DedicatedGeneration
@@ -203,7 +205,8 @@ def create_weight_synchronizer(
     `DedicatedGeneration`), and `version` returns the version number of the policy's weights. A `VllmGeneration` always
     has a separate copy.
 
-    Raise ValueError if no synchronizer supports the combination."""
+    Raise ValueError if no synchronizer supports this policy with this engine.
+    """
     if isinstance(generation, VllmGeneration):
         return SharedMemoryWeights(policy, generation, version)
     if generation_backend != "native":

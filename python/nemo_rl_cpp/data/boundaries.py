@@ -63,8 +63,8 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
-    """Return a tokenizer's end tokens: those that the model in its folder names, if any, otherwise its own. Return []
-    for None.
+    """Return the ids of a tokenizer's end tokens: those that the model in the tokenizer's folder lists, if any,
+    otherwise the tokenizer's own. Return [] if `tokenizer` is None.
     """
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))

@@ -150,7 +150,8 @@ def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """Convert a value to JSON types, because methods of other objects could escape the sandbox."""
+    """Convert a value to JSON types, because a template could escape the sandbox through the methods of other
+    objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):

@@ -1,5 +1,5 @@
-"""The choice of the chat template for a conversation with a checkpoint: the model's, even if the run used a different
-one.
+"""The choice of the chat template for a conversation with a checkpoint: the model's own template, even if the training
+run used a different one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
     sentence each.
 
     The model's template is used if it has one. Otherwise, if `folder` is in a checkpoint of a run
-    (`step_N/policy/weights`, with `step_N/config.yaml`), the run's template is used. Raise ValueError if there is
-    neither.
+    (`step_N/policy/weights`, with `step_N/config.yaml`), the run's template is used. Raise ValueError if neither has a
+    template.
     """
     run, own = run_section(folder), tokenizer.chat_template
     where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"

@@ -1,7 +1,7 @@
 """Conversion of prompts and rows to conversations, with errors of one sentence.
 
 A conversation is a list of messages {"role", "content"}. Data sets, `train_grpo` and `generate` use the same rules. The
-ValueErrors do not name file and row, which the caller adds.
+messages of ValueErrors lack the file and the row, which the caller adds.
 """
 
 import json
@@ -43,8 +43,8 @@ def comes_from_arrow(rows: object) -> bool:
 
 
 def came_through_pandas(row: object) -> bool:
-    """Return whether a value of the mapping is a one-dimensional array of objects, so that its structs
-    come from Arrow.
+    """Return whether a row has come from Arrow through pandas: it is a mapping in which at least one value is a
+    one-dimensional array of objects.
     """
     return isinstance(row, Mapping) and any(_holds_objects(value) for value in row.values())
 
@@ -54,7 +54,7 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Remove keys with null from the mappings inside columns. A column that is itself null stays.
+    """Remove the keys with null from mappings inside the columns of a row. A column that is itself null stays.
 
     All structs of an Arrow column have the same keys, so a struct has null for keys that only other structs set.
     """
@@ -86,7 +86,7 @@ ChatMessage = dict[str, object]
 
 def look_up(row: Mapping[str, object], key: str) -> object:
     """Return the value of a column, or with a dotted key (`reward_model.ground_truth`) a value inside a column. If it
-    does not exist, raise ValueError, which lists the existing keys.
+    does not exist, raise ValueError with the existing keys.
     """
     if key in row:
         return row[key]
@@ -102,7 +102,7 @@ def look_up(row: Mapping[str, object], key: str) -> object:
 
 def conversation_of(value: object, key: str) -> list[ChatMessage]:
     """Return a question as messages. A string or a number becomes a user message. A list of {"role", "content"} or of
-    {"from", "value"} (ShareGPT) is a conversation. Raise ValueError, which names `key`, for anything else.
+    {"from", "value"} (ShareGPT) is a conversation. Raise ValueError, with `key` in its message, for anything else.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         value = str(value)
@@ -121,7 +121,7 @@ def conversation_of(value: object, key: str) -> list[ChatMessage]:
 
 
 def text_of(value: T) -> T | str:
-    """Convert a number to a string, for a message; return anything else unchanged."""
+    """Convert a number to a string, so that it can be the content of a message. Return anything else unchanged."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
@@ -148,7 +148,7 @@ def _message(message: object, key: str) -> ChatMessage:
 def split_conversation(messages: object, key: str = "messages") -> tuple[list[ChatMessage], object]:
     """Return (prompt, ground truth). The ground truth is the content of the last message if it is the assistant's,
     otherwise None. The prompt is the messages before it, and must end with the user or with a tool's result. Text parts
-    of a content are joined. Raise ValueError, which names `key`, for anything else.
+    of a content are joined. Raise ValueError, with `key` in its message, for anything else.
     """
     checked = conversation_of(messages, key) if is_list(messages) else None
     if checked is None:
@@ -179,7 +179,7 @@ def check_characters(text: str, where: str) -> None:
 
 
 def is_conversation(items: object) -> bool:
-    """Return whether `items` is a list of messages, in either format, rather than a list of rows."""
+    """Return whether `items` is a list of messages ({"role", "content"} or ShareGPT), rather than a list of rows."""
     return (
         isinstance(items, (list, tuple))
         and len(items) > 0
@@ -190,7 +190,7 @@ def is_conversation(items: object) -> bool:
 
 def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | list[ChatMessage]:
     """Return a prompt as a string, or as the messages of a conversation that the model can continue. Raise ValueError,
-    which begins with `where`, for anything else.
+    with a message that begins with `where`, for anything else.
     """
     if isinstance(value, str):
         if not value and not may_be_empty:

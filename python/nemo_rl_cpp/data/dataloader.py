@@ -160,10 +160,10 @@ class MultipleDataloaderWrapper:
     `data.num_prompts_per_dataloader` prompts from the loaders, round-robin, until it has `expected_num_prompts`. It
     never ends, because an exhausted loader starts over. As in NeMo RL, it has no epochs.
 
-    `data.custom_dataloader` names a function (dotted path) that replaces this choice. It is called with
-    (data_iterators, dataloaders, **records) and returns (batch, data_iterators). A user program that drives the loader
-    may pass `records` to `set_records`; `train` passes none. They are saved with the position, so they must be plain
-    data. State inside the function is not saved.
+    `data.custom_dataloader` is the dotted path of a function that replaces this way of choosing prompts. It is called
+    with (data_iterators, dataloaders, **records) and returns (batch, data_iterators). A user program that drives the
+    loader may pass `records` to `set_records`; `train` passes none. They are saved with the position, so they must be
+    plain data. State inside the function is not saved.
     """
 
     def __init__(

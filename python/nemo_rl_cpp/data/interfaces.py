@@ -19,7 +19,7 @@ Row = dict[str, object]
 
 
 class Indexed(Protocol[T_co]):
-    """A sequence of which only index and length are used: rows of a data set, or samples made from them."""
+    """A sequence of which only indexing and length are used: rows of a data set, or samples made from them."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> T_co: ...

@@ -41,7 +41,8 @@ def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
     """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response. It is truncated
-    to a few tokens, so that it costs nothing, and masked; `length` remains the original length. Errors name the row.
+    to a few tokens, so that it costs nothing, and masked; `length` remains the original length. Error messages contain
+    the row number.
     """
     import torch
 
@@ -75,7 +76,7 @@ PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """Return a processor that calls the prompt maker `make`. It has the same name and docstring."""
+    """Return a processor that calls the prompt maker `make`, and has its name and docstring."""
 
     def process(
         datum_dict: Row, task_data_spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
@@ -150,8 +151,8 @@ def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessa
 def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Read rows {"messages"}. The system prompt and the conversation up to the last question become one user entry.
 
-    A last assistant message is the ground truth. The last question is inserted into the prompt file. A row's column
-    "tools" is passed to the chat template.
+    If the last message is the assistant's, it is the ground truth. The last question is inserted into the prompt file.
+    A row's column "tools" is passed to the chat template.
     """
     messages, info = _asked(row, spec, "math_hf_data_processor")
     system = system_message(spec)
@@ -186,8 +187,8 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Read rows {"messages"} for agents, which call the policy themselves. The environment gets the system prompt and
-    the messages up to the last question as `messages`. The tokens are the tokenized contents; only their number is
-    used."""
+    the messages up to the last question as `messages`. The prompt's tokens are the tokenized contents of these
+    messages; only their number is used."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)

@@ -31,8 +31,8 @@ def fill_prompt(prompt: str, question: str) -> str:
 
 @lru_cache(maxsize=64)
 def split_prompt(prompt: str) -> tuple[str, str]:
-    """Return the text before and after the placeholder `{}`. Raise ValueError, which names the line, unless there is
-    exactly one.
+    """Return the text before and after the placeholder `{}`. Raise ValueError, with the line in its message, unless
+    there is exactly one.
 
     A file whose other braces are all doubled is parsed as by `str.format`. Otherwise other braces are literal, and a
     `{}` that is the argument of a LaTeX command is not a placeholder.

@@ -187,7 +187,8 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Determine the texts of the waiting tokens. `text` is the decoded window."""
+        """Determine the text of each waiting token. `text` is the text of the window, the tokens that are decoded
+        together."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])
@@ -243,8 +244,8 @@ def _context(
 ) -> tuple[list[int], list[int]]:
     """Return (context, unfinished): the part of the ids `before` on which the decoding of the next ids depends.
 
-    The context is ids with a complete text, or a single id if that token has a text by itself. `unfinished` is the ids
-    of an incomplete character at the end.
+    `context` holds ids whose joint text is complete, or a single id if that token alone has a complete text.
+    `unfinished` holds the ids of an incomplete character at the end.
     """
     before = list(before)
     start = next((i for i in reversed(range(len(before))) if _is_text(decode([before[i]]), spelling(before[i]))), None)

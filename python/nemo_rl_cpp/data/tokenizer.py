@@ -58,7 +58,7 @@ class Tokenizer(SpecialTokens):
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         config: the keys of tokenizer_config.json.
-        eos_token_ids: the end tokens that the folder's model names, if any (`data.boundaries`).
+        eos_token_ids: the end tokens that the model in the tokenizer's folder lists, if any (see `data.boundaries`).
     """
 
     is_fast = True
@@ -285,8 +285,8 @@ class Tokenizer(SpecialTokens):
 def get_tokenizer(
     tokenizer_config: TokenizerConfig | Mapping[str, object], *, section: str = "policy.tokenizer"
 ) -> Tokenizer:
-    """Return the tokenizer that the section `policy.tokenizer` describes. Raise ValueError, which names `section`,
-    without a name.
+    """Return the tokenizer that the section `policy.tokenizer` describes. Raise ValueError, with `section` in its
+    message, if the section has no `name`.
 
     The key `name` is a folder or model name. `chat_template` selects the template (see `choose_template`); by default
     it is the folder's. `chat_template_kwargs` are variables for every call of `apply_chat_template`.

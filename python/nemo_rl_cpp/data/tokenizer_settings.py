@@ -228,7 +228,8 @@ class SpecialTokens:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The end tokens of the folder's model (`data.boundaries`), or if it names none, the tokenizer's end token."""
+        """The end tokens that the model in the tokenizer's folder lists (see `data.boundaries`); if it lists none, the
+        tokenizer's end token."""
         own = [] if self.eos_token_id is None else [self.eos_token_id]
         return list(self._model_ends) or own
 

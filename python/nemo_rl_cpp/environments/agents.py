@@ -39,8 +39,8 @@ class AgentTask:
 
     Attributes:
         key: the key of the rollout. Every request must send it, as a header or as the field `rollout_key`.
-        messages: the prompt of the data's row, as messages {"role", "content"}.
-        info: the row's data for the environment, such as `ground_truth`.
+        messages: the prompt from the data set's row, as messages {"role", "content"}.
+        info: the data for the environment from the data set's row, such as `ground_truth`.
         address: the policy's address.
     """
 

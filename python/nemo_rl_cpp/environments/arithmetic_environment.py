@@ -1,4 +1,4 @@
-"""Environments for sums and for reversed digits, tasks for tests and first runs."""
+"""Environments for two simple tasks, sums and reversing digits, which are meant for tests and first runs."""
 
 import re
 from decimal import Decimal, InvalidOperation

@@ -18,7 +18,7 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re
 
 
 class CodeEnvMetadata(TypedDict):
-    """The part of a problem that the environment reads.
+    """The part of a sample's metadata that the environment reads.
 
     Attributes:
         ground_truth: the tests, see `code_verifier.parse_tests`.
@@ -34,9 +34,9 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
     """An environment that rewards a program by the tests it passes. Each run is sandboxed as
     `docs/guides/environments.md` describes.
 
-    The constructor raises SandboxUnavailableError if a protection is missing. Metrics: `num_<reason>`, the number of
-    programs that failed for this reason (see `CodeVerifyWorker`), and those of `VerifyingEnvironment`. `answers`
-    contains the reasons.
+    The constructor raises SandboxUnavailableError if this machine lacks a protection of the sandbox. Metrics:
+    `num_<reason>`, the number of programs that failed for this reason (see `CodeVerifyWorker`), and those of
+    `VerifyingEnvironment`. `answers` holds the result of each program, as described there.
 
     Programs run only after generation has ended, because generation would use processor time that counts against their
     time limits.

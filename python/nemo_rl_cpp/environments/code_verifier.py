@@ -67,8 +67,8 @@ class Check(TypedDict, total=False):
 
 
 class CheckResult(TypedDict, total=False):
-    """The result of one test of `HARNESS`: its value as a string, the run's token if a statement passed, or an
-    exception."""
+    """The result of one test that `HARNESS` ran: the value of a call or expression as a string, the run's random token
+    for a statement that passed, or the exception."""
 
     value: str
     passed: str
@@ -81,7 +81,8 @@ Runner = Callable[..., Outcome]
 
 @dataclass(frozen=True)
 class TestResult:
-    """How many of `count` tests a program passed. `outcome` and `detail` describe the first failure."""
+    """The result of a program's tests, of which it passed `passed` of `count`. `outcome` and `detail` describe the
+    first failure."""
 
     __test__ = False  # pytest must not collect this class
 
@@ -184,7 +185,7 @@ def parse_tests(ground_truth: object) -> CodeTests:
     - {"asserts": [statement, ...]} or just the list. For `assert EXPRESSION == LITERAL` the value is compared outside
       the program. Any other statement runs inside the program, where a malicious program could fake its success.
 
-    Raise ValueError, which names the mistake, for anything else.
+    Raise ValueError with the mistake for anything else.
     """
     truth = ground_truth
     if isinstance(truth, str):

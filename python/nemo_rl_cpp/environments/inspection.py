@@ -28,8 +28,8 @@ _MOST_CHARACTERS = 2_000_000
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of tokens that a prompt must stay below: `cut` (data.max_input_seq_length) and `context`. None means no
-    limit.
+    """The limits on a prompt's number of tokens. A prompt must stay below `cut` (data.max_input_seq_length), at which
+    it is truncated, and below `context`, the maximum sequence length. None means no limit.
     """
 
     cut: int | None = None
@@ -229,7 +229,8 @@ def note_as_said(finding: Finding) -> Finding:
 
 
 def say(findings: Iterable[Finding]) -> None:
-    """Print warnings to stderr, each once per process. Raise ValueError for the first error."""
+    """Report the findings of an inspection: print each warning to stderr, once per process, and raise ValueError for
+    the first error."""
     for finding in findings:
         if finding.level == "error":
             raise ValueError(str(finding))

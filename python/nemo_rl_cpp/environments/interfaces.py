@@ -16,8 +16,8 @@ MetadataT = TypeVar("MetadataT")
 
 
 class WeightedParts(dict[str, "Tensor"]):
-    """Unweighted components of a reward, name -> [B], with their weights in the total, `weights`. They are unweighted
-    because the estimator gdpo normalizes each component before it applies the weights.
+    """The unweighted components of a reward, name -> [B], and their weights in the total reward (`weights`). They are
+    unweighted because the estimator gdpo normalizes each component before it applies the weights.
     """
 
     def __init__(self, parts: "Mapping[str, Tensor]", weights: Mapping[str, float]) -> None:
@@ -39,8 +39,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
             True`, the conversation is not trained on, for instance because its verifier failed; the value of the last
             step counts.
         next_stop_strings: [B] stop strings of the next turn; None for those of the generation configuration.
-        rewards: [B] reward of this turn, or a dictionary of components [B]. The total is the sum over turns and
-            components, which `WeightedParts` weights.
+        rewards: [B] reward of this turn, or a dictionary of components [B]. The total reward of a rollout is the sum
+            over its turns and components. With `WeightedParts` the components have weights.
         terminateds: [B] whether the conversation has ended.
         answers: [B] the answers extracted from the responses, or None if they were not requested.
     """
@@ -54,8 +54,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 
 def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
-    """Return the result of an environment's `step` for `size` conversations as an EnvironmentReturn; a plain sequence
-    of the same six fields is accepted. Raise ValueError, which names the task, for anything else.
+    """Return the result of an environment's `step` for `size` conversations as an EnvironmentReturn. A plain sequence
+    of the same six fields is also accepted. Raise ValueError with the task's name for anything else.
     """
     fields = EnvironmentReturn._fields
     if not isinstance(answer, (tuple, list)) or len(answer) != len(fields):
@@ -81,7 +81,7 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
 
 
 class Environment(Protocol):
-    """The interface of environments. A run uses only the five names below.
+    """The interface of environments. A run uses only the five members below.
 
     A method may have `.remote(...)`, like the methods of the handle that `EnvironmentInterface.remote(...)` returns.
     The run then starts the call, continues, and waits for the result later. Calls of one environment never overlap. An
@@ -134,7 +134,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
         """
 
     def global_post_process_and_metrics(self, batch: "BatchedDataDict") -> "tuple[BatchedDataDict, dict]":
-        """Return a whole batch of rollouts after post-processing, and its metrics. NeMo RL's validation calls this
+        """Post-process a whole batch of rollouts. Return the batch and its metrics. NeMo RL's validation calls this
         method; this package does not.
         """
         return batch, {}

@@ -44,7 +44,8 @@ def environment_class(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_
 
 
 def check_environment_class(found: object, name: str) -> None:
-    """Raise LoadingError for a class that lacks `remote` or a method of the interface."""
+    """Raise LoadingError unless `found` is an environment class: it must have `remote` and every method that
+    `EnvironmentInterface` requires."""
     if not callable(getattr(found, "remote", None)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
         raise LoadingError(
@@ -55,8 +56,8 @@ def check_environment_class(found: object, name: str) -> None:
 
 
 def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
-    """Return the reward function with a dotted name; a function is returned unchanged. Raise LoadingError if the result
-    cannot be called.
+    """Return the reward function with a dotted name; a function is returned unchanged. Raise LoadingError if the name
+    belongs to something that cannot be called.
     """
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
@@ -116,7 +117,7 @@ class Environments:
 
     def close(self, patience: float | None = None) -> None:
         """End the processes of every environment, once. Abandon an environment that does not answer for `patience`
-        seconds; None waits.
+        seconds; with None, wait without limit.
         """
         if not self.owned:
             return

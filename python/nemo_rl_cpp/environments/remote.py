@@ -40,7 +40,7 @@ _END_SECONDS = 10.0  # for an environment to end its processes
 
 @dataclass(frozen=True)
 class ActorSettings:
-    """The settings of the environments' actors.
+    """The settings of the Ray actors in which environments run.
 
     Attributes:
         deadline: the maximum seconds per call.
@@ -65,7 +65,8 @@ class EnvironmentActor:
     """
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
-        """Store `make`, which is pickled because unpickling it imports the environment's modules."""
+        """Enter `folder`, set `variables`, and store `make`, the pickled function that makes the environment. It is
+        pickled so that the environment's modules are imported only afterwards, when `start` unpickles it."""
         enter(folder, variables)
         self._make, self._environment = make, None
 
@@ -87,8 +88,8 @@ class EnvironmentActor:
 
 
 def _told(call: Callable[[], Any]) -> Any:
-    """Return the result of a call of user code. If it raises, attach to the exception its traceback and the sentence
-    that locates the error in user code, which only this process knows.
+    """Return the result of a call of user code. If the call raises, attach to the exception its traceback and the
+    sentence that locates the error in user code. Both are known only in this process.
     """
     try:
         return call_user(call)

@@ -42,8 +42,8 @@ def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
-    """Return the result of a reward function as a list of finite numbers and None. Raise ValueError unless there is one
-    per completion.
+    """Return the result of a reward function as a list with a finite number or None per completion. Raise ValueError
+    for any other result.
     """
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
@@ -78,7 +78,7 @@ def _number(name: str, value: object, row: int) -> float | None:
 
 
 def finite_number(value: object, what: str) -> float:
-    """Return `value` as a float. Raise ValueError, which names `what`, unless it is a finite number."""
+    """Return `value` as a float. Raise ValueError, with `what` in its message, unless it is a finite number."""
     number = _as_number(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} is {_described(value)}; it must be a finite number")
@@ -211,12 +211,12 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
 
     @property
     def weight_of_name(self) -> dict[str, float]:
-        """Function name -> weight."""
+        """The weight of each function, by the function's name."""
         return dict(zip(self._names, self._weights))
 
     @property
     def weights_by_name(self) -> list[float]:
-        """The weights, sorted by the names of the functions."""
+        """The weights as a list, sorted by the names of the functions."""
         return [weight for _, weight in sorted(self.weight_of_name.items())]
 
     def pop_metrics(self) -> dict[str, float]:

@@ -170,7 +170,8 @@ class VerifierPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
-        """Score every response against its ground truth, and return the verdicts. `kwargs` are passed to the verifier.
+        """Score every response against its ground truth, and return the results as `Verdicts`. `kwargs` are passed to
+        the verifier.
 
         Raise RuntimeError after `shutdown`, or if workers cannot start, with their error output. Raise ValueError if
         the verifier reports a usage error.

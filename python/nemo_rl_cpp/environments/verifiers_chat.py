@@ -29,7 +29,7 @@ Json = dict[str, object]
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
-    """The configuration of `ChatHarness`, which has only verifiers' settings."""
+    """The configuration of `ChatHarness`. It has verifiers' settings and no others."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
@@ -70,7 +70,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
 
 
 class _Tools:
-    """The tools of a rollout, and the gate through which a task may require their calls to pass."""
+    """The tools of a rollout, and the gate: a URL at which the task decides on each tool call before it is made."""
 
     def __init__(
         self, client: httpx.AsyncClient, places: dict[str, tuple[str, str]], connections: dict[str, MCPConnection], gate: str | None
@@ -78,8 +78,8 @@ class _Tools:
         self._client, self._places, self._connections, self._gate = client, places, connections, gate
 
     async def result_of(self, call: Json) -> Json:
-        """Return the message with the result of a tool call. If the call is invalid, the message describes the error,
-        so that the model can retry.
+        """Make a tool call, and return the message with its result. If the call is invalid, the message describes the
+        error, so that the model can retry.
         """
         function = call["function"]
         name, text = function["name"], function["arguments"] or "{}"

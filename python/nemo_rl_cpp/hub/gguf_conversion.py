@@ -1,7 +1,7 @@
 """Converts the metadata of a GGUF file (ggml's docs/gguf.md) to a Hugging Face folder: config.json and the tokenizer.
 
-(transformers' converter takes 4 s to import and would add a dependency to the extra `smollm2`.) `models.gguf_weights`
-reads the tensors.
+transformers' converter is not used, because it takes 4 s to import and would add a dependency to the extra `smollm2`.
+`models.gguf_weights` reads the tensors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ TENSOR_TABLE, WEIGHTS = "model.gguf.json", "model.gguf"
 
 
 class UnsupportedGgufError(ValueError):
-    """Raised if a GGUF file holds a model or a tokenizer that is not converted."""
+    """Raised if a GGUF file holds a model or a tokenizer that this module cannot convert."""
 
 
 class _Kind(NamedTuple):
-    """The names of a GGUF architecture in config.json, and its depth with another attention scale (Gemma's 27B)."""
+    """The names of a GGUF architecture in config.json. For Gemma also the number of layers of the 27B model, which has
+    a different attention scale."""
 
     model_type: str
     architecture: str
@@ -81,7 +82,7 @@ def _short(value: float) -> float:
 
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:
-    """Return the model's config.json. Raise UnsupportedGgufError for an architecture that is not converted."""
+    """Return the model's config.json. Raise UnsupportedGgufError for an architecture that cannot be converted."""
     architecture = str(value_of(reader, "general.architecture"))
     if architecture not in _KINDS:
         raise UnsupportedGgufError(
@@ -137,7 +138,7 @@ def _add_windows(reader: GGUFReader, config: dict[str, Plain]) -> None:
 
 
 def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    """Set rope_scaling. The factors of the types llama3 and longrope are tensors of the file."""
+    """Set rope_scaling in `config`. The factors of the types llama3 and longrope are tensors of the file."""
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")}
     original = value_of(reader, "{arch}.rope.scaling.original_context_length")
     kind = value_of(reader, "{arch}.rope.scaling.type", "none")
@@ -204,7 +205,7 @@ SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _
 
 
 def _words(pre: str) -> pre_tokenizers.PreTokenizer:
-    """Return the pre-tokenizer with the name `pre` in llama.cpp. Raise UnsupportedGgufError for an unknown name."""
+    """Return the pre-tokenizer that llama.cpp calls `pre`. Raise UnsupportedGgufError for an unknown name."""
     if pre == "smollm":
         # each digit is a separate token, so that the model does not learn "42" as one symbol
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -233,7 +234,7 @@ def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
-    """Return a SentencePiece BPE. A token's score is the rank of the merges that make it."""
+    """Return a SentencePiece BPE tokenizer. Its merges are ranked by the score of the token that they make."""
     scores = value_of(reader, "tokenizer.ggml.scores")
     merges = []
     for token, i in vocab.items():
@@ -255,7 +256,8 @@ def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
-    """Return the tokenizer and the texts of its control tokens. Raise UnsupportedGgufError for a kind that is not read."""
+    """Return the tokenizer and the texts of its control tokens. Raise UnsupportedGgufError for an unsupported kind of
+    tokenizer."""
     kind = value_of(reader, "tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedGgufError(

@@ -74,7 +74,7 @@ def resolve_model(name_or_path: str | Path, *, key: str = "policy.model_name") -
     4. a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only safetensors, JSON and tokenizer
        files are downloaded. If the Hub does not answer, "HuggingFaceTB/SmolLM2-135M-Instruct" becomes the packaged model.
 
-    Raise SourceError (a ValueError) with one sentence, which names the configuration key `key`."""
+    Raise SourceError (a ValueError), whose message is one sentence with the configuration key `key`."""
     return _resolve(name_or_path, _MODEL_FILES + _TOKENIZER_FILES, True, key)
 
 
@@ -105,7 +105,7 @@ def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str
 
 
 def _expanded(name: str | Path) -> Path:
-    """Expand `~`. (Path.expanduser raises for unknown users, and its is_dir raises for names that are too long.)"""
+    """Expand `~`, but unlike Path.expanduser raise no error for an unknown user."""
     return Path(os.path.expanduser(name))
 
 
@@ -451,8 +451,8 @@ def find_policy_weights(name: str) -> str:
 
 
 def _problem_of_weights(step: Path) -> str | None:
-    """Return what is wrong with the policy's weights of a checkpoint, or None. Only files are counted if there is no
-    manifest, because another program has written the checkpoint."""
+    """Return what is wrong with the policy's weights in a checkpoint, or None. A checkpoint without a manifest was
+    written by another program; it only needs to have files of weights."""
     if (step / MANIFEST).exists():
         return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
     return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

@@ -83,8 +83,8 @@ class ListDataset:
         )
 
     def train_test_split(self, test_size: float | int, seed: int = 42) -> dict[str, ListDataset]:
-        """Return {"train", "test"}. `test` has `test_size` rows, or that fraction of the rows, rounded up. The seed
-        determines which. Raise ValueError if either part is empty.
+        """Return {"train": rows, "test": rows}. `test` has `test_size` rows, or that fraction of the rows, rounded up.
+        The seed determines which rows. Raise ValueError if either part is empty.
         """
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):

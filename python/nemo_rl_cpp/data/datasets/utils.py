@@ -38,7 +38,7 @@ def load_dataset_from_path(
     """Load a local file (.jsonl, .json, .csv, .txt; with pyarrow also .parquet and .arrow), a folder of such files, a
     folder written by `datasets.save_to_disk`, or a data set on the Hub.
 
-    A local file has the single split "train". Raise ValueError, which names the key; for a missing file it is a
+    A local file has the single split "train". Raise ValueError with the configuration key. For a missing file it is a
     MissingFileError.
     """
     path = Path(os.fspath(data_path)).expanduser()

@@ -52,8 +52,8 @@ _NEEDS = (
 
 
 def missing_protections() -> list[str]:
-    """Return one sentence for each missing protection, or [] if none is missing. The calling process must have only one
-    thread.
+    """Return one sentence for each protection of the sandbox that this machine lacks, or [] if it lacks none. The
+    calling process must have only one thread.
     """
     if sys.platform != "linux":
         return [f"Linux: this is {sys.platform}"]
@@ -70,7 +70,8 @@ def missing_protections() -> list[str]:
 
 
 def require_sandbox() -> None:
-    """Raise SandboxUnavailableError if a protection is missing. The check runs in a new, single-threaded process."""
+    """Raise SandboxUnavailableError if this machine lacks a protection of the sandbox. The check runs in a new,
+    single-threaded process."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "nemo_rl_cpp.environments.sandbox.check"],

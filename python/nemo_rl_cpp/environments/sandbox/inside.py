@@ -162,7 +162,7 @@ def _visible_paths() -> list[str]:
 
 def _enter_new_root(folder_mb: int) -> None:
     """Build a new root file system with `_visible_paths` and an empty `BOX`, and enter it. The caller must be the only
-    process in its mount namespace. If a mount fails, raise OSError, which names it.
+    process in its mount namespace. If a mount fails, raise OSError that says which.
     """
     staging = "/tmp"
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # nothing that follows is visible outside

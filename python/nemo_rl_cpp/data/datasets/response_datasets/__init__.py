@@ -58,8 +58,9 @@ def _accepted(cls: type) -> set[str]:
 
 
 def check_dataset_config(data_config: dict[str, object], further: frozenset[str] = frozenset()) -> type[RawDataset]:
-    """Return the class that a section names. Raise ValueError if a key is neither common nor the class's, so that no
-    misspelt key is ignored. The keys of a custom class are not checked.
+    """Return the data set class that a section selects by `dataset_name`. Raise ValueError for a key that is neither
+    common to all data sets nor a key of this class, so that no misspelt key is ignored. The keys of a custom class are
+    not checked.
     """
     if "dataset_name" not in data_config:
         raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")

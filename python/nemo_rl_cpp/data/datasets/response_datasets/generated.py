@@ -1,4 +1,5 @@
-"""Generated data sets: arithmetic, reversed digits, reasoning-gym, functions to write, and a game."""
+"""Generated data sets: arithmetic, reversing digits, reasoning-gym, coding tasks (write a function), and a
+number-guessing game."""
 
 import difflib
 from typing import Any
@@ -228,8 +229,8 @@ def _functions() -> list[tuple[str, str]]:
 
 
 class PythonFunctionsDataset(GeneratedDataset):
-    """Functions whose name describes what they do, as plain text: `num_shots` complete functions, then one up to
-    `return`.
+    """Coding tasks as plain text: `num_shots` complete functions, then one that ends after `return`, which the response
+    completes. The name of each function describes what it does.
 
     The environment `code` gets the beginning of the program (`code_prefix`), and asserts as `ground_truth`.
     """

@@ -11,7 +11,7 @@ from nemo_rl_cpp.data.interfaces import Row
 
 
 class HubMathDataset(RawDataset):
-    """The base class of data sets on the Hub. A subclass names the repository, its columns and the default split. Rows
+    """The base class of data sets on the Hub. A subclass sets the repository, its columns and the default split. Rows
     become {"messages": [user, assistant], "task_name"}.
 
     `split` overrides the default split, and `repeat` repeats the rows, because small test sets are noisy.

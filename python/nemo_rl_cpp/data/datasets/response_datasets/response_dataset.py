@@ -124,8 +124,8 @@ class ResponseDataset(RawDataset):
 
 
 def _answer(value: object, key: str) -> object:
-    """Return an answer for the environment: the content of a last assistant message, None for an empty cell, numbers as
-    strings.
+    """Return an answer as the environment gets it: of a conversation that ends with an assistant message this message's
+    content, None for an empty cell, a number as a string.
     """
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")

@@ -1,5 +1,5 @@
-"""Tasks of the package `verifiers` as rows of a data set. A row names a task of a task set, which `env.verifiers`
-runs.
+"""Tasks of the package `verifiers` as rows of a data set. A row identifies one task of a task set; the environment
+`verifiers` runs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convert configuration values to plain data (for JSON files), and Python values to configuration values."""
+"""Converts configuration values to plain data (for JSON files), and Python values to configuration values."""
 
 import math
 import os
@@ -73,7 +73,8 @@ def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
 
 
 def as_number(value: object) -> float | None:
-    """Return a number, or a string that `to_json` writes for a non-finite one, as a float; None for anything else."""
+    """Return a number as a float. A string that `to_json` writes for a non-finite number counts as that number. Return
+    None for anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
@@ -127,7 +128,7 @@ def plain(value: object) -> object:
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the mapping with `plain` applied to every value. Raise ConfigError if a key is not a string."""
+    """Return a mapping with `plain` applied to every value. Raise ConfigError if a key is not a string."""
     wrong = next((key for key in values if not isinstance(key, str)), None)
     if wrong is not None:
         text = f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})"

@@ -82,8 +82,8 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def takes_own_key(cls, dotted: str) -> bool:
-        """Return whether `dotted` may be a key that the schema does not know: in a free-form mapping, or in a section
-        that accepts any key."""
+        """Return whether the user may choose the key `dotted` freely, although the schema does not have it: it is in a
+        free-form mapping, or in a section that accepts any key."""
         name, _, rest = dotted.partition(".")
         info = dict(fields_of(cls)).get(name)
         if info is None or not rest:
@@ -93,12 +93,11 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def aliases(cls) -> tuple[tuple[str, str], ...]:
-        """Return a pair (alternative name, key) for each entry of `spellings` in this section and its nested
-        sections."""
+        """Return the (alternative name, key) pairs from `spellings` of this section and its nested sections."""
         return _aliases_of(cls)
 
     def check_all(self, report: Report) -> None:
-        """Report mistakes in a section created in Python that its types do not detect."""
+        """Report mistakes that type checks do not detect, in a section created in Python."""
         check_marks(self, "", report)
 
     def __getitem__(self, key: str) -> Any:
@@ -197,14 +196,14 @@ StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 
 def key(default: object, doc: str, **options: Any) -> Any:
-    """Declare a key with its default and its text in docs/configuration.md. No other place repeats the default."""
+    """Declare a key with its default and its description in docs/configuration.md. The default is defined only here."""
     if isinstance(default, (list, dict)):
         return Field(default_factory=lambda: type(default)(default), description=doc, **options)
     return Field(default, description=doc, **options)
 
 
 def section(model: type[Section], doc: str) -> Any:
-    """Declare a nested section. If a file omits it, all its keys have their defaults."""
+    """Declare a nested section with its description. If a file omits it, all its keys have their defaults."""
     return Field(default_factory=model, description=doc)
 
 
@@ -287,12 +286,13 @@ def forget_keys() -> None:
 
 
 def mark_of(info: FieldInfo) -> Mapping[str, object]:
-    """Return the data that `only` or `no_effect` attached to a key; empty for an ordinary key."""
+    """Return the data that `only` or `no_effect` attached to a key; empty for other keys."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
-    """Return the overrides with `++` before each `KEY=VALUE` whose key is a free-form mapping or inside one."""
+    """Return the overrides with `++` added before each `KEY=VALUE` whose key is a free-form mapping or is inside
+    one."""
     free = free_mappings(model)
 
     def added(override: str) -> str:
@@ -339,7 +339,7 @@ def _assign(section: Section, set_value: Callable[[str, object], None], name: st
 
 
 def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
-    """Return the errors in `failure` as Problems; `cls` is the section that was validated."""
+    """Return the errors in pydantic's `failure` as Problems; `cls` is the section that was validated."""
     found = []
     for error in failure.errors(include_url=False):
         key = dotted_key(error["loc"])
@@ -367,8 +367,8 @@ def check_marks(section: Section, prefix: str, report: Report) -> None:
 
 
 def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -> dict[str, object]:
-    """Rename keys with an alternative name (`Section.spellings`) to the schema's names, in place. Report keys whose two
-    names have different values."""
+    """Rename keys given by an alternative name (`Section.spellings`) to the schema's names, in place. Report a key if
+    both names are given with different values."""
     for spelling, canonical in cls.aliases():
         parent, name = walk(data, spelling)
         if parent is None or name not in parent:
@@ -387,8 +387,8 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
 
 
 def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
-    """Return (the mapping in `data` that contains or would contain the key `dotted`, the last part of the key). The
-    mapping is None if there is none. With `make_sections`, missing mappings on the way are created."""
+    """Return (mapping, last part of `dotted`): the mapping in `data` that contains, or would contain, the key `dotted`.
+    It is None if a section on the way is missing; with `make_sections`, missing sections are created."""
     *sections, name = dotted.split(".")
     node: object = data
     for part in sections:
@@ -402,7 +402,7 @@ M = TypeVar("M", bound=Section)
 
 
 def as_model(config: object, model: type[M], section: str = "") -> M:
-    """Return `config` if it is a `model`; build a `model` from a mapping. Raise ConfigError for mistakes in it.
+    """Return `config` if it is an instance of `model`; build one from a mapping. Raise ConfigError for mistakes in it.
 
     `section`: the dotted key of the mapping in a file ("env.math"), used in messages.
     """

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class LauncherVariables(NamedTuple):
-    """Names of the environment variables in which a launcher passes the rank and the number of ranks."""
+    """Names of the environment variables in which a launcher passes the rank of a process and the number of ranks."""
 
     rank: str
     size: str
 
 
 def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherVariables | None:
-    """Return the variables of torchrun if they are set, otherwise those of a Slurm step (srun). Return None if no
-    launcher started this process; the batch script of a Slurm job counts as no launcher."""
+    """Return the names of torchrun's variables if they are set, otherwise of those of a Slurm step (srun). Return None
+    if no launcher started this process; the batch script of a Slurm job counts as no launcher."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return LauncherVariables("RANK", "WORLD_SIZE")
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
@@ -96,7 +96,7 @@ class ClusterConfig(Section):
     )
 
     def note_beside_training(self) -> None:
-        """Record that rollouts overlap with training, so the executor `auto` means two processes: one trains, one
+        """Record that rollouts overlap with training. The executor `auto` then means two processes: one trains, one
         generates."""
         self._beside_training = True
 
@@ -145,15 +145,15 @@ class ClusterConfig(Section):
 
     @property
     def has_written_size(self) -> bool:
-        """Whether the run has `num_nodes * gpus_per_node` workers, as its configuration says."""
+        """Whether the run has exactly the `num_nodes * gpus_per_node` workers of its configuration."""
         return self.has_workers and self.processes == self.num_nodes * self.gpus_per_node
 
 
 def engines_of(config: TrainMasterConfig) -> int:
     """Return the number of workers that only generate; 0 if generation shares the trainers' processes and weights.
 
-    With one node it is `resources.gpus_per_node`. With several nodes, all workers of `resources.num_nodes` nodes only
-    generate. With the executor `auto` it is 1 if rollouts overlap with training.
+    With one node it is `colocated.resources.gpus_per_node`. With several nodes, all workers of `resources.num_nodes`
+    nodes only generate. With the executor `auto` it is 1 if rollouts overlap with training.
     """
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if cluster.is_split and not colocated.enabled:

@@ -86,7 +86,8 @@ def is_class_name(dataset_name: str) -> bool:
 
 
 def takes(dataset_name: str, key: str) -> bool:
-    """Return whether a dataset accepts a key that `DatasetConfig` does not have. A user's class accepts any key."""
+    """Return whether a dataset accepts `key`, a key that `DatasetConfig` does not have. A user's class accepts any
+    key."""
     return is_class_name(dataset_name) or key in dataset_keys().get(DATASET_ALIASES.get(dataset_name, dataset_name), ())
 
 
@@ -99,7 +100,7 @@ def defaults_for(section: Mapping[str, object], default: Mapping[str, object]) -
 
 
 class DatasetDefaults(Section):
-    """Keys of every dataset. A dataset that omits a key takes the value of `data.default`, which may also contain the
+    """Keys of every dataset. A dataset that omits a key gets its value in `data.default`, which may also contain the
     keys of its dataset_name."""
 
     model_config = ConfigDict(extra="allow")
@@ -219,7 +220,8 @@ class EvalDataConfig(DatasetConfig):
 
 
 def environments_of_training(data: DataConfig) -> set[str | None]:
-    """Return the names of the environments that the training datasets use; None for a dataset without one."""
+    """Return the names of the environments of the training datasets. The name is None for a dataset without
+    environment."""
     default = data.default.env_name if data.default is not None else None
     return {each.env_name or default for _, each in datasets_of(data.train, "data.train")}
 

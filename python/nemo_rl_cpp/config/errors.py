@@ -50,8 +50,8 @@ def _line(where: str) -> int:
 
 
 class Report:
-    """A collector of mistakes. `positions` maps each key that is set to its place; `file` is the place of all other
-    keys."""
+    """A collector of mistakes. `positions` maps each key that is set to its place; `file` is used as the place of all
+    other keys."""
 
     def __init__(self, positions: dict[str, str], file: str = ""):
         self._positions = positions
@@ -68,8 +68,8 @@ class Report:
         return f"{self._file}:1" if self._file else ""
 
     def nearness(self, dotted: str) -> int:
-        """Return where a key is set, as a precedence: 3 by an override or an argument, 2 in the run's own file, 1 in a
-        parent file, 0 nowhere."""
+        """Return the precedence of the place where a key is set: 3 for an override or an argument, 2 for the run's own
+        file, 1 for a parent file, 0 if it is not set."""
         if dotted not in self._positions:
             return 0
         file = self._positions[dotted].rpartition(":")[0]
@@ -162,7 +162,7 @@ def dotted_key(location: tuple[int | str, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as YAML would write it, shortened to one line."""
+    """Return a value as in YAML, shortened to one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -231,8 +231,8 @@ _EXPECTED = {
 
 
 def explained(message: str) -> str:
-    """Return a message of the YAML reader unchanged; if the line that it names contains a tab, return a message about
-    the tab."""
+    """Return the YAML reader's error message. If the line in question contains a tab, return a message about the tab
+    instead."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

@@ -1,10 +1,10 @@
-"""Folding: a run uses fewer devices, or another engine, than its file was written for, and prints a line about it.
+"""Folding: a run uses fewer devices, or another engine, than its configuration file was written for, and prints a line
+about it.
 
 The number of devices and the sharding of a model do not change the result, because gradients are sums over the tokens
 of a batch. The engine is an implementation detail. Settings that change results, such as quantisation, are never
 folded: they are errors. `EXACTNESS` lists how closely generation and training agree (docs/transformers.md,
-docs/vllm.md).
-"""
+docs/vllm.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Exactness(NamedTuple):
 
     Attributes:
         equal: whether they are bit-identical.
-        text: explanation, the end of the sentence in `exactness_text`.
+        text: the explanation, a clause that completes the sentence built by `exactness_text`.
     """
 
     equal: bool
@@ -54,8 +54,8 @@ EXACTNESS: dict[tuple[str, str], Exactness] = {
 
 
 def engine_name(policy: PolicyConfig) -> str:
-    """Return the engine that generates: "vllm" if vLLM itself is configured, otherwise "native" or "hf". The trainer's
-    own engine also stands in for NeMo RL's other engines."""
+    """Return the engine that generates: "vllm" if the run uses vLLM itself, otherwise "native" or "hf". The trainer's
+    own engine also replaces NeMo RL's other engines, and vLLM if neither its `python` nor its `server_url` is set."""
     backend = policy.generation.backend
     if policy.generation.runs_vllm:
         return "vllm"
@@ -79,8 +79,8 @@ def exactness_text(config: WholeConfig) -> str | None:
 
 
 def correction_text(config: TrainMasterConfig) -> str | None:
-    """Return a note that loss_fn.use_importance_sampling_correction was switched on; None if generation and training are
-    bit-identical or the key is set explicitly."""
+    """Return a note that loss_fn.use_importance_sampling_correction was set to true because generation and training are
+    not bit-identical. Return None if they are, or if the key is set explicitly."""
     row = exactness_of(config.policy)
     if row is None or row.equal or not config.loss_fn.correction_left_open:
         return None
@@ -92,9 +92,9 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Return dotted key -> size for every size above 1 that this run cannot use as written ("folds"): machines,
-    devices, and parallel sizes of enabled backends. Tensor-parallel sizes that divide the number of worker processes
-    are used."""
+    """Return dotted key -> size for every size above 1 that this run cannot use as configured, and so "folds":
+    machines, devices, and parallel sizes of enabled backends. Tensor-parallel sizes that divide the number of worker
+    processes are used."""
     ours = config.cluster.has_written_size  # the sizes are used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
@@ -134,17 +134,17 @@ def engine_of(config: WholeConfig) -> str | None:
 
 
 def is_apart(config: WholeConfig) -> bool:
-    """Return whether the configuration gives generation separate devices, but generation shares the trainer's in this
-    run."""
+    """Return whether the configuration gives generation separate devices, although in this run generation shares the
+    trainer's devices."""
     cluster = config.cluster
     shared = not cluster.has_workers or (cluster.executor == "auto" and not cluster.is_split)
     return not config.sampling[1].colocated.enabled and shared
 
 
 def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
-    """Return the line that says for which devices and engine the file was written and which this run uses; None if they
-    are the same. A run, `check` and `--dry-run` print it. `forecast`: a short text about the memory that the run needs,
-    which is appended."""
+    """Return the line that compares the devices and the engine that the configuration file was written for with those
+    of this run; None if they are the same. A run, `check` and `--dry-run` print it. `forecast` is a short text about
+    the memory that the run needs, which is appended."""
     devices, engine, apart = devices_of(config), engine_of(config), is_apart(config)
     written = []
     if devices > 1:
@@ -197,8 +197,8 @@ def say_fold(config: WholeConfig, forecast: str | None) -> None:
 
 
 def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
-    """Return section -> ignored keys that a file or the command line sets to a value other than the default. These keys
-    configure kernels, communication or engines of other implementations."""
+    """Return section -> ignored keys for which a file or the command line sets a value other than the default. These
+    keys configure kernels, communication or engines of other implementations."""
     found: dict[str, list[str]] = {}
     for section, name in _ineffective(config, "", config.positions):
         found.setdefault(section, []).append(name)

@@ -139,7 +139,7 @@ PACKAGES = ("starlette", "uvicorn")
 
 
 class HttpServerConfig(Section):
-    """The address and the limits of the policy's HTTP server. Used if expose_http_server is true."""
+    """The address and the limits of the HTTP server for the policy. Used if expose_http_server is true."""
 
     host: str = key(
         "127.0.0.1",
@@ -234,7 +234,7 @@ class GenerationConfig(Section):
 
     @property
     def runs_vllm(self) -> bool:
-        """Whether vLLM itself generates, and not the trainer's own engine in its place."""
+        """Whether vLLM itself generates, rather than the trainer's own engine in its place."""
         return self.backend == "vllm" and (self.vllm_cfg.python is not None or self.vllm_cfg.server_url is not None)
 
     def effective_max_model_len(self, max_total_sequence_length: int) -> int:

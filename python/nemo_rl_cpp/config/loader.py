@@ -1,4 +1,4 @@
-"""Load a configuration. C++ code reads the files, merges them and resolves interpolations. The schema then checks the
+"""Loads a configuration. C++ code reads the files, merges them and resolves interpolations. The schema then checks the
 result, and all mistakes are reported together."""
 
 import difflib
@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
 def environment_texts(file: str | os.PathLike[str], overrides: Sequence[str]) -> dict[str, str]:
     """Return value -> `${oc.env:NAME}` for each environment variable that the file, a parent file or an override reads.
 
-    Values of fewer than six characters are omitted, because they occur in other words.
+    Values of fewer than six characters are omitted, because they may occur by chance in other text.
     """
     try:
         tree = _config.load_file(os.fspath(file), folders=parent_folders())
@@ -60,12 +60,12 @@ class GivenValues:
 
     Args:
         values: dotted key -> value. A mapping for a section is split into its keys.
-        places: dotted key -> name in messages ("argument learning_rate"). The default is "value of KEY".
+        places: dotted key -> name of the value in messages ("argument learning_rate"). The default is "value of KEY".
         model: the class of the configuration.
 
     Attributes:
         problems: mistakes found without the file: unknown keys and wrong types.
-        overrides: the overrides, to be applied after the caller's own.
+        overrides: the overrides for `values`, to be applied after the caller's own overrides.
     """
 
     def __init__(self, values: Mapping[str, object], places: Mapping[str, str], model: type[Section]) -> None:
@@ -141,13 +141,12 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
-        """Return the name that messages use for a value if `where` is its override; return any other place
-        unchanged."""
+        """Return the name in messages of the value whose override is `where`. Return any other place unchanged."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
-        """Replace the placeholders in a loaded tree by the values, and set their places in `positions`, both in
-        place."""
+        """Replace the placeholders in the loaded configuration `data` by the values, and set their places in
+        `positions`, both in place."""
         values = list(self._values.values())
         pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
 
@@ -256,8 +255,8 @@ KINDS = {
 
 
 def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None:
-    """Return (section, message) if the sections of a file show that it is of a kind other than `own`, a key of KINDS;
-    otherwise None."""
+    """Return (section, message) if the sections of a file show that it is for another kind of run than `own`, a key of
+    KINDS; otherwise None."""
     there = set(sections)
     other = next((name for name in KINDS if name in there), None) if own not in there else None
     if other is None:
@@ -335,8 +334,8 @@ def _not_given(data: object, prefix: str) -> list[str]:
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
-    """Return the typed configuration. If there are mistakes, report them, and return the configuration without the
-    wrong values, so that its other rules can be checked; None if that is not possible."""
+    """Return `data` as an instance of `model`. Report mistakes, and leave out the wrong values, so that the other rules
+    can still be checked. Return None if that is not possible."""
     if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
             if isinstance(env.get(name), dict):
@@ -390,8 +389,8 @@ def _remove(node: object, location: Sequence[str]) -> None:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return the kind of a configuration file (a key of `LOADERS`), derived from its sections. Raise ConfigError if the
-    file is not found or cannot be read."""
+    """Return the kind of run of a configuration file (a key of `LOADERS`), derived from its sections. Raise ConfigError
+    if the file is not found or cannot be read."""
     file = find_config(path)
     try:
         data = _config.load_file(str(file), folders=parent_folders())
@@ -416,7 +415,7 @@ def config_folders() -> list[Path]:
 
 
 def parent_folders() -> list[str]:
-    """Return the folders to search for a parent file that `defaults:` names, such as `grpo_tiny.yaml` or
+    """Return the folders in which to search for a parent file given in `defaults:`, such as `grpo_tiny.yaml` or
     `configs/grpo_tiny.yaml`."""
     return [os.fspath(place) for folder in config_folders() for place in (folder, folder.parent)]
 

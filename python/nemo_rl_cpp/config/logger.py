@@ -105,7 +105,8 @@ class LoggerConfig(Section):
 
 @dataclass(frozen=True)
 class LoggerEntry(Entry):
-    """A logger backend: its class, its section, the text and the default of its switch, and the package it needs."""
+    """A logger backend: its class, its section, the description and the default of its switch, and the Python package
+    that it needs."""
 
     section: type[Section] = Section
     doc: str = ""
@@ -157,9 +158,9 @@ def register_logger(
         cls: a class or function, or its name as package.module:Name. `cls(section, log_dir=folder)` must return a
             `nemo_rl_cpp.loggers.interface.LoggerInterface`.
         keys: the class of the section NAME.
-        doc: text of the two keys in the documentation.
+        doc: description of the two keys in docs/configuration.md.
 
-    Raise ValueError if the name is taken.
+    Raise ValueError if `name` is taken.
     """
     entry = LoggerEntry(cls, keys, doc)
     if name in LoggerConfig.model_fields:

@@ -1,4 +1,4 @@
-"""The sections `grpo` and `ppo`: training loop, advantage estimators."""
+"""The sections `grpo` and `ppo`: training loops and advantage estimators."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"), dotted=True)]
 
 
 def checked_name(algorithm: str, name: str) -> str:
-    """Return `name` unchanged. Raise ValueError if it is neither an estimator of the algorithm nor a dotted name."""
+    """Return `name` unchanged. Raise ValueError if it is neither an advantage estimator of the algorithm nor a dotted
+    name."""
     known = estimators_of(algorithm)
     if name not in known and not is_dotted(name):
         raise ValueError(f"{algorithm}.adv_estimator.name is {name!r}; expected one of {', '.join(known)}")
@@ -65,7 +66,7 @@ def checked_name(algorithm: str, name: str) -> str:
 
 
 def other_default(name: str, default: object) -> Any:
-    """Return the key `name` of `LoopConfig` with another default. Its text and bounds stay the same."""
+    """Return the key `name` of `LoopConfig` with the default `default`. Its description and bounds stay the same."""
     info = copy(LoopConfig.model_fields[name])
     info.default = default
     return info
@@ -149,17 +150,18 @@ class AsyncConfig(Section):
 
 
 class OnePassLoop(Section):
-    """The base of the training loops. Its properties have the values of a loop in which the policy makes one pass over
-    each batch and nothing overlaps with training; the loops override them."""
+    """The base of the training loops. Its properties have the values for a loop in which the policy makes one pass over
+    each batch and nothing overlaps with training. Other loops override them."""
 
     @property
     def beside_training(self) -> AsyncConfig:
-        """The section `async_grpo` or `async_ppo`; for other loops, a section that is off."""
+        """The section `async_grpo` or `async_ppo`; for other loops, a section with `enabled` false."""
         return AsyncConfig()
 
     @property
     def trajectory_age(self) -> int:
-        """How many weight versions old a batch is when it is trained on. 0: each step generates its own rollouts."""
+        """The maximum age of a batch, in weight versions, when it is trained on. 0: each step generates its own
+        rollouts."""
         return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
 
     @property
@@ -289,7 +291,7 @@ class RolloutSamplerConfig(Section):
 
     @property
     def max_age(self) -> int:
-        """The number of steps that rollouts are ahead of training."""
+        """The maximum number of steps by which rollouts are ahead of training."""
         return self.max_staleness_versions if self.name == "windowed" else self.max_lookahead_versions
 
 
@@ -302,7 +304,7 @@ class AsyncRLConfig(Section):
 
     @property
     def beside_training(self) -> dict[str, bool | int]:
-        """The keys of `async_grpo` or `async_ppo` that have the same effect."""
+        """The keys of `async_grpo` or `async_ppo` with the same effect as this section, with their values."""
         age = self.sampler.max_age
         return {"enabled": age > 0, "max_trajectory_age_steps": max(age, 1)}
 
@@ -437,7 +439,7 @@ class GAEConfig(Section):
 
     @property
     def computes_gae(self) -> bool:
-        """Whether the advantages are, or contain, those of generalised advantage estimation."""
+        """Whether the advantages are, or include, those of generalised advantage estimation."""
         return self.name == "gae" or (self.name == "opd" and self.outcome_advantage_weight > 0)
 
 
@@ -485,7 +487,7 @@ class PPOConfig(LoopConfig):
 
 
 def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
-    """Report settings of a training loop that do not fit together. `name` is the name of its section."""
+    """Report settings of a training loop that do not fit together. `name` is the name of the loop's section."""
     sampling, group = f"{name}.use_dynamic_sampling", f"{name}.num_generations_per_prompt"
     if not loop.use_dynamic_sampling:
         if loop.batch_multiplier != 1:

@@ -202,8 +202,8 @@ class ClippedPGLossConfig(Section):
 
     @model_validator(mode="after")
     def _set_keys_of_name(self) -> Self:
-        """Set the keys that the loss `name` determines. Raise ValueError if such a key has another value, or if a key
-        cannot be combined with the loss."""
+        """Set the keys that the value of `name` determines. Raise ValueError if such a key has a contradicting value,
+        or if a key cannot be combined with this loss."""
         self.__dict__["name"] = name = _ALIASES.get(self.name, self.name)
         decided = dict(LOSSES.get(name, {}))
         if self.loss_agg_mode is not None:
@@ -244,7 +244,7 @@ class ClippedPGLossConfig(Section):
 
     @property
     def correction_left_open(self) -> bool:
-        """Whether `use_importance_sampling_correction` was null and has been set by `fill_correction`."""
+        """Whether `use_importance_sampling_correction` was null in the configuration, and `fill_correction` set it."""
         return self._correction_left_open
 
     def fill_correction(self, wanted: bool) -> None:

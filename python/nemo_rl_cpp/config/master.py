@@ -58,14 +58,14 @@ class MasterConfig(Section):
 
     @property
     def positions(self) -> dict[str, str]:
-        """Dotted key -> its place ("file.yaml:line" or "override '...'"), for keys set by a file or the command
-        line."""
+        """The place of each key that a file or the command line sets: dotted key -> "file.yaml:line" or "override
+        '...'"."""
         return self._positions
 
     @property
     def environment_texts(self) -> dict[str, str]:
-        """Value of each environment variable that was read -> `${oc.env:NAME}`, by which `config.access.written`
-        replaces it in saved configurations."""
+        """The environment variables that were read: value -> `${oc.env:NAME}`, which replaces the value in saved
+        configurations (see `config.access.written`)."""
         return self._environment
 
     @property
@@ -79,7 +79,7 @@ class MasterConfig(Section):
 
     @property
     def sampling(self) -> tuple[str, GenerationConfig]:
-        """A pair (dotted key, section) of the section that configures generation."""
+        """The pair (dotted key, section) of the section that configures generation."""
         raise NotImplementedError
 
     @classmethod
@@ -97,7 +97,7 @@ class MasterConfig(Section):
         return super().takes_own_key(dotted)
 
     def fill_defaults(self) -> None:
-        """Set keys that are null and whose default depends on other keys."""
+        """Set the keys that are null and whose default depends on other keys."""
 
     def check_rules(self, report: Report) -> None:
         """Call `fill_defaults`, then report unsupported settings and settings that do not fit together."""
@@ -166,8 +166,8 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def candidates(self) -> int | None:
-        """The number of most likely tokens on which teacher and policy are compared at each position. None: the sampled
-        token alone."""
+        """The number of most likely tokens for which teacher and policy are compared at each position. None: they are
+        compared for the sampled token alone."""
         return None
 
     @property
@@ -195,7 +195,7 @@ class TrainMasterConfig(MasterConfig):
 
 
 class TaughtMasterConfig(TrainMasterConfig):
-    """The base of the configurations of runs whose rewards may be mixed with the scores of teachers."""
+    """The base of the configurations of runs in which the scores of teachers may be mixed with the rewards."""
 
     on_policy_distillation: OnPolicyDistillationConfig | None = section(
         OnPolicyDistillationConfig, "teachers, for adv_estimator.name opd; null: none"
@@ -336,8 +336,9 @@ Master = TypeVar("Master", bound=MasterConfig)
 
 
 def checked(config: object, model: type[Master]) -> Master:
-    """Return `config`, a `model` or a mapping, as a `model` that passes all checks of the loader. A given `model` is
-    checked again, because keys may have been assigned to. Raise ConfigError (a ValueError) for mistakes."""
+    """Return `config`, an instance of `model` or a mapping, as an instance of `model` that passes all checks of the
+    loader. An instance is checked again, because keys may have been assigned to. Raise ConfigError (a ValueError) for
+    mistakes."""
     if isinstance(config, model):
         report = Report({}, "")
         try:

@@ -167,13 +167,13 @@ class OptimizerSettings:
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes per weight of the two moments together."""
+        """The number of bytes per weight of AdamW's two moments together."""
         return sum(2.0 if dtype == "bfloat16" else 4.0 for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
 
 
 @dataclass(frozen=True)
 class TorchStage:
-    """One stage of a learning-rate schedule. `name` is LinearLR, ConstantLR or CosineAnnealingLR; `kwargs` has all its
+    """One part of a learning-rate schedule. `name` is LinearLR, ConstantLR or CosineAnnealingLR; `kwargs` has all its
     arguments, including those with torch's defaults."""
 
     name: str
@@ -182,7 +182,7 @@ class TorchStage:
 
 @dataclass(frozen=True)
 class TorchSchedule:
-    """A learning-rate schedule of several stages, like torch's SequentialLR: `stages[i + 1]` begins at step
+    """A learning-rate schedule of several parts, like torch's SequentialLR: `stages[i + 1]` begins at step
     `milestones[i]`."""
 
     stages: tuple[TorchStage, ...]
@@ -192,7 +192,7 @@ class TorchSchedule:
 @dataclass(frozen=True)
 class MegatronSchedule:
     """Megatron's schedule. The learning rate rises linearly from lr_warmup_init to max_lr, then decays to min_lr. The
-    weight decay changes from start_weight_decay to end_weight_decay. `lr_decay_iters` None means the whole run.
+    weight decay changes from start_weight_decay to end_weight_decay. If `lr_decay_iters` is None, it is the whole run.
     """
 
     max_lr: float
@@ -219,7 +219,7 @@ def torch_optimizer(config: OptimizerConfig) -> OptimizerSettings:
 
 
 def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:
-    """Return the schedule that the entries of `scheduler` describe; None for a constant learning rate."""
+    """Return the learning-rate schedule for the entries of `scheduler`; None for a constant learning rate."""
     if not stages:
         return None
     named = tuple(

@@ -97,8 +97,8 @@ class LengthPenaltyParams(Section):
 
 
 class ProfileBandChannel(Section):
-    """A reward factor that depends on length: 1 up to length a, then falling linearly to f at length b, and f
-    beyond."""
+    """A reward factor that depends on a length: 1 up to length a, then falling linearly to f at length b, and f for
+    greater lengths."""
 
     a: Real = key(..., "Length up to which the factor is 1.")
     b: Real = key(..., "Length from which the factor is f. It must be above a.")
@@ -112,7 +112,8 @@ class ProfileBandChannel(Section):
 
 
 class ProfileBandDefaults(Section):
-    """The bands. A band that is set here is used, unless profile_band_NAME in `default` is false."""
+    """The reward factors by length ("bands"). A band that is set here is used, unless profile_band_NAME in `default` is
+    false."""
 
     total: ProfileBandChannel | None = key(None, "Band for the length of the whole response. null: none.")
     reasoning: ProfileBandChannel | None = key(None, "Band for the length of the reasoning. null: none.")
@@ -140,7 +141,8 @@ class LengthPenaltyConfig(Section):
     profile_band: ProfileBandConfig | None = key(None, "Reward factors by length. null: none.")
 
     def bands(self) -> dict[str, ProfileBandChannel]:
-        """Return channel -> band for the bands that are set; empty if profile_band is off."""
+        """Return kind of length ("total", "reasoning", "answer") -> band, for the bands that are set; empty if
+        profile_band is off."""
         if self.profile_band is None or not self.profile_band.enabled:
             return {}
         found = {name: getattr(self.profile_band.defaults, name) for name in CHANNELS}
@@ -182,7 +184,7 @@ class RewardPenaltyTokenIds(Section):
 
     @property
     def thinking(self) -> tuple[int, int] | None:
-        """The ids (think_open, think_close); None if they are not set."""
+        """The pair of ids (think_open, think_close); None if they are not set."""
         return None if self.think_open is None or self.think_close is None else (self.think_open, self.think_close)
 
 

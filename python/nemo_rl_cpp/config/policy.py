@@ -119,14 +119,14 @@ class DraftConfig(Section):
 
 
 class RouterReplayConfig(Section):
-    """Replay of the expert routing of a mixture-of-experts model. The native core does not need it."""
+    """Replay of the expert routing of a mixture-of-experts model in training. The native core does not need it."""
 
     is_switched = True
     model_config = ConfigDict(extra="allow")
 
 
 class HfConfig(Section):
-    """How transformers loads a model. Used if backend is hf."""
+    """How transformers loads a model. Used if the key `backend` is hf."""
 
     attn_implementation: str | None = key(
         None,
@@ -266,8 +266,8 @@ class TrainedModelConfig(Section):
         return torch_optimizer(self.optimizer or OptimizerConfig())
 
     def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
-        """Return the schedule, from megatron_cfg if it is enabled, otherwise from `scheduler`. None: a constant
-        learning rate."""
+        """Return the learning-rate schedule, from megatron_cfg if it is enabled, otherwise from `scheduler`. None: a
+        constant learning rate."""
         if self.megatron_cfg.enabled:
             return megatron_schedule(self.megatron_cfg.optimizer, self.megatron_cfg.scheduler)
         return torch_schedule(self.scheduler)
@@ -311,8 +311,8 @@ class TrainedModelConfig(Section):
 
 
 def fill(target: Section, **values: object) -> None:
-    """Give each key in `values` that is None in `target` the value in `values`, without marking it as set by the
-    user."""
+    """For each key in `values` that is None in `target`, set it to the value in `values`, without marking it as set by
+    the user."""
     for name, value in values.items():
         if getattr(target, name) is None:
             target.__dict__[name] = value
@@ -396,7 +396,7 @@ class PolicyConfig(TrainedModelConfig):
 
 
 class RewardModelConfig(Section):
-    """NeMo RL's setting for a scalar head. The section is ignored, because the critic always has a scalar head."""
+    """NeMo RL's setting that gives a model a scalar head. The section is ignored, because the critic always has one."""
 
 
 class ValuePackingConfig(SequencePackingConfig):

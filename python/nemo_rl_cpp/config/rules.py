@@ -1,4 +1,4 @@
-"""Rules between keys of several sections. If a rule is violated, it reports a key, what is wrong and what to change."""
+"""Rules between keys of several sections. A violated rule reports a key, what is wrong and what to change."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_distributions(config: TrainMasterConfig, report: Report) -> None:
-    """Report loss terms that need the distribution over the whole vocabulary if the run does not have it."""
+    """Report loss terms that need the distribution over the whole vocabulary if the run does not compute it."""
     loss, backend, generation = config.loss_fn, config.policy.backend, config.policy.generation
     for name, off in (("entropy_coef", 0), ("top_entropy_quantile", 1), ("score_centering_k", None)):
         value = getattr(loss, name)
@@ -138,7 +138,8 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
 
 
 def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
-    """Report force_on_policy_ratio if a batch has several updates, because the ratio is 1 in the first one only."""
+    """Report force_on_policy_ratio if a batch has several updates, because the true ratio is 1 only in the first
+    one."""
     loss, loop, name = config.loss_fn, config.loop, config.algorithm
     if not loss.force_on_policy_ratio:
         return
@@ -192,8 +193,8 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Report that `key` has no effect together with the setting `beside`, if the run's own file or an override sets
-    `key`. A parent file may set it."""
+    """Report that `key` has no effect with the setting described by `beside`, if the run's own file or an override sets
+    `key`. In a parent file it is allowed."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 

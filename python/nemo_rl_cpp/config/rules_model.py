@@ -1,4 +1,5 @@
-"""Rules for models, engines and processes: what transformers, vLLM and several processes require of other keys."""
+"""Rules for models, engines and processes: the values of other keys that transformers, vLLM and several processes
+need."""
 
 from __future__ import annotations
 
@@ -90,8 +91,8 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
-    """If `cluster.strict_sizes` is true, report every size that the run cannot use as written, and generation devices
-    that it does not use."""
+    """If `cluster.strict_sizes` is true, report every size that the run cannot use as configured, and generation
+    devices that it does not use."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -147,8 +148,8 @@ def check_quantized_run(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_resources(config: TrainMasterConfig, report: Report) -> None:
-    """Report mistakes if generation is not colocated: no workers for it, none left for training, or keys that need
-    shared weights."""
+    """If generation is not colocated, report that no workers are left for generation or for training, and keys that
+    need shared weights."""
     generation, cluster = config.policy.generation, config.cluster
     if generation.colocated.enabled:
         return
@@ -214,7 +215,7 @@ def check_engine(
     """Report engine settings that would change results: quantisation, and changes to the model. `name` is the dotted
     key of `generation`.
 
-    `overrides`: policy.hf_config_overrides. The same values are allowed in vllm_kwargs.hf_overrides.
+    `overrides`: policy.hf_config_overrides. Values equal to these are allowed in vllm_kwargs.hf_overrides.
     """
     found = {f"vllm_cfg.{key}": getattr(generation.vllm_cfg, key) for key in ("precision", "kv_cache_dtype")}
     found = {key: value for key, value in found.items() if value not in _PRECISIONS}
@@ -241,7 +242,8 @@ def _quantises(value: object) -> bool:
 
 
 def _leaves(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) for each value of a free-form mapping. A quantisation mapping is one value."""
+    """Yield (dotted key, value) for each value of a free-form mapping. A mapping with quantisation settings counts as
+    one value."""
     for key, value in tree.items():
         if isinstance(value, dict) and key not in _QUANTISED:
             yield from _leaves(value, f"{prefix}.{key}")
@@ -255,8 +257,8 @@ INSTALL = "transformers is not installed: pip install 'nemo_rl_cpp[hf]'"
 
 
 def _check_pair(policy: PolicyConfig, report: Report) -> None:
-    """Report an engine that cannot use the weights of policy.backend, and router replay unless trainer and engine are
-    native."""
+    """Report an engine that cannot use the weights of policy.backend. Report router replay unless both trainer and
+    engine are native."""
     if exactness_of(policy) is None:
         text = (
             f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to "
@@ -276,7 +278,8 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> None:
-    """Report settings that need bit-identical generation and training. `engine` names what makes the two differ."""
+    """Report settings that need bit-identical generation and training. `engine` is the text for the engine that makes
+    them differ."""
     if policy.reuse_generation_logprobs == "always":
         text = (
             f"cannot be always with {engine}: its log-probabilities are not those of training to the bit; set it to "
@@ -321,14 +324,15 @@ def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _refuse_gguf(model: str | None, key: str, engine: str, report: Report) -> None:
-    """Report a model in a GGUF file if the configuration key `engine` names an engine other than native."""
+    """Report a model in a GGUF file if the value of the configuration key `engine` is not native."""
     if model is not None and model.endswith(".gguf"):
         text = f"is a GGUF file, which only native reads: set {engine} to native, or name a folder with safetensors"
         report.add(key, text, engine)
 
 
 def check_evaluation(generation: GenerationConfig, report: Report) -> None:
-    """Report mistakes in the engine of an evaluation. vLLM is not supported, because no trainer sends it weights."""
+    """Report mistakes in the engine settings of an evaluation. vLLM is not supported, because no trainer sends it
+    weights."""
     _check_installed(generation.backend, "generation.backend", report)
     if generation.backend == "hf":
         _refuse_gguf(generation.model_name, "generation.model_name", "generation.backend", report)
@@ -468,8 +472,8 @@ def check_serving(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_agents(config: TrainMasterConfig, report: Report) -> None:
-    """Report mistakes if an agent environment is used: it needs the policy's server, and max_rollout_turns 1, because
-    agents decide about their turns themselves."""
+    """Report mistakes if an agent environment is used. It needs the policy's HTTP server. It also needs
+    max_rollout_turns 1, because agents decide themselves how many turns they take."""
     default = config.data.default or DatasetDefaults()
     sets = [d for split in ("train", "validation") for _, d in datasets_of(getattr(config.data, split), split)]
     agent = next((name for d in sets if (name := d.env_name or default.env_name) in _AGENTS), None)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SFTLossConfig(ClippedPGLossConfig):
-    """The loss on the answers of the dataset."""
+    """The loss on the answers in the dataset."""
 
     name: LossName = key(
         "nll",

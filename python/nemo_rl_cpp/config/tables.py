@@ -1,4 +1,4 @@
-"""Tables of names that a configuration may use, such as loggers and datasets.
+"""Tables of the names that a configuration may use, such as those of loggers and datasets.
 
 Each name is defined in one table only. The values that the schema allows, the keys that it knows and
 docs/configuration.md are derived from the tables, including entries that a program adds at run time.
@@ -20,7 +20,7 @@ from .base import Section, forget_keys, section_type
 
 @dataclass(frozen=True)
 class Entry:
-    """The definition of a name.
+    """The definition of a name in a table.
 
     Attributes:
         target: the object, or `package.module:Name`, from which `load` imports it.
@@ -36,8 +36,8 @@ E = TypeVar("E", bound=Entry)
 
 
 class Table(Mapping[str, Any], Generic[E]):
-    """A mapping name -> object, which imports the object on access. `entries` has the definitions, without imports.
-    `what` describes an entry in messages."""
+    """A mapping from names to objects, which imports an object on access. `entries` has the definitions, without
+    imports. `what` describes an entry in messages."""
 
     def __init__(self, what: str, entries: Mapping[str, E]) -> None:
         self.what = what
@@ -68,8 +68,8 @@ class Table(Mapping[str, Any], Generic[E]):
 
 
 class OneOf:
-    """The type annotation of a string that must be one of `names()`, which is called at each check. With `dotted`, any
-    dotted name is allowed too; the package `checks` verifies later that it can be imported."""
+    """The type annotation of a string that must be one of `names()`, a function that is called at each check. With
+    `dotted`, any dotted name is allowed too; the package `checks` verifies later that it can be imported."""
 
     def __init__(self, names: Callable[[], list[str]], dotted: bool = False) -> None:
         self.names = names
@@ -93,7 +93,7 @@ class OneOf:
 
 
 def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> None:
-    """Add `keys` to a section and its subclasses, except those they have already, so that configurations accept
+    """Add `keys` to a section and its subclasses, except keys that they already have, so that configurations accept
     them."""
     for each in _below(section):
         each.model_fields.update({name: info for name, info in keys.items() if name not in each.model_fields})

@@ -91,7 +91,7 @@ def truncate_events(path: Path, step: int | None) -> None:
 
 
 def records(content: bytes) -> Iterator[tuple[bytes, Event]]:
-    """Yield (bytes of the record, event) for each record of an event file, up to the first partial or damaged record."""
+    """Yield (bytes of the record, event) for each record of an event file, up to the first partial or damaged one."""
     position = 0
     while position + 12 <= len(content):
         (length,) = struct.unpack_from("<Q", content, position)

@@ -49,7 +49,8 @@ FROZEN = ("lm_head", "model.embed_tokens", "score")
 
 
 class LoraConfig(Section):
-    """LoRA: each adapted matrix gets two trained matrices, A [dim, in] and B [out, dim]. All weights are frozen."""
+    """LoRA: each adapted matrix gets two trained matrices, A [dim, in] and B [out, dim]. All weights of the base model
+    are frozen."""
 
     is_switched = True
     enabled: bool = key(
@@ -90,8 +91,8 @@ class LoraConfig(Section):
 
 def matches(pattern: str, module: str) -> bool:
     """Return whether a pattern of `target_modules` matches the name of a module, such as
-    model.layers.0.self_attn.q_proj. A pattern is the whole name, its end after a dot (q_proj), or the whole name with *
-    as a wildcard for any text."""
+    model.layers.0.self_attn.q_proj. A pattern is the whole name, the last parts of the name (q_proj), or the whole name
+    with * as a wildcard for any text."""
     if module == pattern or module.endswith(f".{pattern}"):
         return True
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
@@ -121,7 +122,8 @@ class LayerKinds:
         return cls(sizes.num_hidden_layers, sizes.fused_tensors, sizes.recurrent_layers)
 
     def matrices(self, layer: int) -> Iterator[str]:
-        """Yield the matrices of a layer (keys of MATRICES) that may have an adapter, in the order of the parameters."""
+        """Yield the names of a layer's matrices (keys of MATRICES) that may have an adapter, in the order of the
+        parameters."""
         missing = {name for parts in _FUSED.values() for name in parts} if self.fused else set(_FUSED)
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
         yield from (name for name, block in MATRICES.items() if block in (mixer, "mlp") and name not in missing)
@@ -132,7 +134,7 @@ class LayerKinds:
             yield from (module_of(layer, name) for name in self.matrices(layer))
 
     def names(self) -> list[str]:
-        """Return the names of all matrices that may have an adapter, without layers, each once."""
+        """Return the names of all matrices that may have an adapter, without layer numbers, each once."""
         return list(dict.fromkeys(name for layer in range(self.count) for name in self.matrices(layer)))
 
 
@@ -173,11 +175,11 @@ def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -
 
 
 class AdapterSizes(NamedTuple):
-    """Numbers of elements for a model with LoRA.
+    """Numbers of elements of a model with LoRA.
 
     Attributes:
         trained: elements of all matrices A and B.
-        kept: elements of the stored matrices with adapters. With `merge`, a frozen copy of these matrices is kept.
+        kept: elements of the stored base matrices that have adapters. With `merge`, a frozen copy of them is kept.
     """
 
     trained: int
@@ -200,7 +202,7 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
 
 
 def _shapes(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    """Return matrix (a key of MATRICES) -> (rows, columns)."""
+    """Return name of a matrix (a key of MATRICES) -> (rows, columns)."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     gates = query if sizes.recurrent_layers else 0
@@ -257,8 +259,8 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
-    """Report LoRA keys that are set although `enabled` is false, because all weights would be trained. They are allowed
-    if `enabled: false` is set in the same place, or in one of higher precedence."""
+    """Report LoRA keys that are set while `enabled` is false: they have no effect, since all weights are trained. They
+    are allowed if `enabled: false` is set in the same place, or in one of higher precedence."""
     if report.has_problem(prefix):
         return
     for name in _ASKING:
@@ -272,7 +274,8 @@ def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
 
 
 def _fault(pattern: str, key: str) -> str | None:
-    """Return the error message for a pattern of target_modules or exclude_modules; None if it matches a module."""
+    """Return the error message for a pattern of target_modules or exclude_modules, or None if it matches some
+    module."""
     if any(matches(pattern, module) for layers in _ANY_MODEL for module in layers.modules()):
         return None
     if any(matches(pattern, module) for module in FROZEN):

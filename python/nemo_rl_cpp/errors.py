@@ -160,7 +160,7 @@ def _as_type_of(error: BaseException) -> type[UserCodeError]:
 
 
 def as_user_error(error: BaseException, text: str) -> UserCodeError:
-    """Return an exception that marks `error` as raised by user code, with the message `text` and `error` as its cause."""
+    """Return an exception that marks `error` as raised by user code. Its message is `text`, and its cause `error`."""
     made = _as_type_of(error)(text)
     made.__cause__ = error
     return made

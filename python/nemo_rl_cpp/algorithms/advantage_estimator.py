@@ -121,8 +121,8 @@ class GRPOAdvantageEstimator(_Estimator):
 
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
-    """GDPO (arXiv:2601.05242): GRPO on each reward component `reward/<name>`; the weighted sum is whitened over the
-    samples.
+    """GDPO (arXiv:2601.05242): GRPO on each reward component `reward/<name>`. The weighted sum of the components'
+    advantages is whitened over the samples.
 
     `reward_weights` has one weight per component, in the order of the sorted names. If it is None, `part_weights` maps
     names to weights, and a component without an entry has weight 1.
@@ -241,7 +241,7 @@ class PassAtKAdvantageEstimator(_Estimator):
         return _on_tokens(of_groups[group, (~is_right).long()], mask, offsets)
 
     def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
-        """Return (advantage of a correct response, advantage of a wrong response)."""
+        """Return the advantages of (a correct response, a wrong response) in a group with `wrong` of `total` wrong."""
         k = min(self.config.pass_k, total)
         if k == 0:
             return 0.0, 0.0
@@ -351,8 +351,8 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
 
 
 class RawRewardAdvantageEstimator(_Estimator):
-    """The reward itself as the advantage of every token, whitened over the valid tokens if normalize_advantages.
-    Returns are None.
+    """The reward itself as the advantage of every token, whitened over the valid tokens if normalize_advantages. The
+    returns, a critic's targets, are None.
     """
 
     section = GAEConfig

@@ -75,7 +75,7 @@ class Callback:
 
 
 class Callbacks:
-    """The callbacks of a run, called in order."""
+    """The callbacks of a run, which are called in the given order."""
 
     run: TrainingRun
 

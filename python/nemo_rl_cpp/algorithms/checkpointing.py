@@ -88,8 +88,8 @@ class Resume(NamedTuple):
             load_dataloader_state(loader, self.path)
 
     def load_sampler(self, sampler: GroupSampler) -> None:
-        """Load the prompt groups that the checkpoint kept for the next step. If the sampler no longer keeps groups, or
-        now makes groups of a different size, drop them and print a note.
+        """Load into the sampler of dynamic sampling the prompt groups that the checkpoint kept for the next step. If
+        the sampler no longer keeps groups, or now makes groups of a different size, drop them and print a note.
         """
         if self.path is None or (kept := _kept_groups(self.path)) is None:
             return
@@ -101,7 +101,7 @@ class Resume(NamedTuple):
             sampler.load_state_dict(kept)
 
     def load_ready_batches(self, collection: RolloutCollector) -> None:
-        """Load the rollouts that were generated ahead for later steps."""
+        """Load into the collector the rollouts that the checkpoint holds for later steps."""
         if self.path is not None and (self.path / READY_BATCHES).with_suffix(".json").is_file():
             collection.load_state_dict(read_state(self.path / READY_BATCHES))
 
@@ -294,7 +294,7 @@ class Saver:
         return shutil.disk_usage(self.manager.checkpoint_dir).free
 
     def _size(self) -> int:
-        """Return the size of a checkpoint's tensors in bytes."""
+        """Return the total size in bytes of the tensors that a checkpoint of this run contains."""
         return sum(model.checkpoint_bytes(self.manager.save_optimizer) for model in self.models.values())
 
     def _check_weights(self, state: TrainState) -> None:
@@ -330,7 +330,9 @@ def facts_of_run(
 
 
 def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metrics | None) -> CardFacts:
-    """Return the facts of the model card after a step, with the step's metrics and those of its validation, if any."""
+    """Return the facts of the model card after a step: `card`, with the step's metrics and those of its validation, if
+    any.
+    """
     results = {"reward, last step": metrics["reward"]} if "reward" in metrics else {}
     if validation is not None:
         word, value = headline(validation)
@@ -339,8 +341,8 @@ def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metr
 
 
 def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environment]) -> list[str]:
-    """Return the names of the environments. For the environment of reward functions, return the functions' names with
-    weights instead.
+    """Return the names of the environments. An environment of reward functions is replaced by its functions' names with
+    their weights.
     """
     found: list[str] = []
     used = environments_of_training(config.data)

@@ -160,7 +160,9 @@ class RolloutCollector(ABC):
         return Collected(samples, self._rounds.pop(), self.sampler.metrics, epochs, weight_version)
 
     def _version_metrics(self, rollouts: Rollouts, weight_version: int) -> dict[str, float]:
-        """Return metrics of the weight versions that sampled the rollouts, if a response may have several versions."""
+        """Return metrics of the versions of the weights that sampled the rollouts, if one response may have several
+        versions.
+        """
         return {}
 
     def _count_failure(self, error: Exception) -> None:
@@ -262,7 +264,8 @@ class AsyncCollector(RolloutCollector):
         keeps: whether checkpoints are written. If so, the first batch is checked: a column that cannot be saved in a
             checkpoint raises an error in step 1.
         groups: (prompts per step, responses per prompt), which a checkpoint's batches must match; None: any.
-        submit: starts a job and returns its future; None: jobs run in a thread. Jobs run one after the other.
+        submit: starts a job, which generates one batch, and returns its future; None: jobs run in a thread. Jobs run
+            one after the other.
         pause: for in-flight weight updates: batch k >= A pauses here with version k - A while step k - A trains, and
             continues with version k - A + 1. None: one version generates the whole batch.
         make_meeting: makes the `Meeting` of a batch.
@@ -286,7 +289,7 @@ class AsyncCollector(RolloutCollector):
 
     def collect(self, timer: Timer) -> Collected:
         """Wait for the rollouts of this step and return them; start the generation of a later step's rollouts. The
-        timer's `exposed_generation` is the time that training waits.
+        timer's label `exposed_generation` has the time that training waits.
         """
         with timer("exposed_generation"):
             paused = self._until_weights_may_change()
@@ -359,8 +362,8 @@ class AsyncCollector(RolloutCollector):
         return None
 
     def settle(self) -> None:
-        """Wait for all batches and end generation. A batch that waits for new weights gets the current weights: the
-        step that has just trained is the one whose weights it waits for.
+        """Wait for all batches and end generation. A batch that waits for new weights gets the current weights, because
+        it waits for those of the step that has just trained.
         """
         if (paused := self._until_weights_may_change()) is not None:
             self.refresh(Timer())

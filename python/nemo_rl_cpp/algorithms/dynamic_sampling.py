@@ -20,7 +20,7 @@ class DynamicSamplingExhausted(ValueError):
 
 
 def raw_rewards(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the rewards [B] before shaping, because shaping must not make the rewards of a uniform group differ."""
+    """Return the rewards [B] before shaping, since shaping can make the equal rewards of a group differ."""
     return batch["unshaped_total_reward"] if "unshaped_total_reward" in batch else batch["total_reward"]
 
 
@@ -87,8 +87,9 @@ class GroupCounts:
 class GroupSampler:
     """A buffer that gathers rollouts until a step has enough prompt groups to train on.
 
-    If disabled, it passes each batch on unchanged. If enabled, it keeps the groups whose raw rewards differ, needs
-    further batches while `full` is False, and then returns exactly `num_groups` groups. A group is never split.
+    If disabled, the buffer passes each batch on unchanged. If enabled, it keeps the groups whose raw rewards are not
+    all equal, needs further batches while `full` is False, and then returns exactly `num_groups` groups. A group is
+    never split.
 
     Args:
         num_groups: prompts per training step.

@@ -76,9 +76,7 @@ Hook = Callable[[StepResult], None]
 
 @dataclass
 class Ending:
-    """The hook that decides whether the run ends: by Ctrl-C or a signal, by the time limit, or because a validation
-    reached its target.
-    """
+    """The hook that ends the run after Ctrl-C or a signal, at the time limit, or if a validation reached its target."""
 
     stop: GracefulStop
     timeout: TimeoutChecker
@@ -136,7 +134,7 @@ class StepLog:
     Attributes:
         history: one dictionary per step that this process ran: `step`, its metrics, `seconds` and rates.
         validations: one dictionary per validation that this process ran: `step` and its metrics.
-        model_performance: returns the rates that the policy measures.
+        model_performance: a function that returns the rates that the policy measures.
     """
 
     logger: Logger
@@ -163,7 +161,9 @@ class StepLog:
         self.logger.log_metrics(result.validation.timings, result.step, prefix="timing/validation")
 
     def times(self, result: StepResult) -> None:
-        """Log seconds per stage, rates and memory. Unlike the other metrics, they differ between two identical runs."""
+        """Log the seconds per stage, rates and memory use, which, unlike other metrics, differ between identical
+        runs.
+        """
         timing = self.timer.step_timing_metrics()
         result.performance = performance_metrics(
             timing,

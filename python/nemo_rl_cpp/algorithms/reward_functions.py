@@ -31,7 +31,7 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
     The stop-properly penalty multiplies the reward by `stop_properly_penalty_coef` if `truncated` is set. The overlong
     penalty (DAPO, arXiv:2503.14476) gives reward + min(-(L - (max - buffer)) / buffer * penalty, 0), where L is the
     length of the first assistant message (or `response_token_lengths`). This penalty continues to grow beyond
-    max_response_length. If the stop-properly penalty is set, the overlong penalty applies only with `compose`.
+    max_response_length. If the stop-properly penalty is configured, the overlong penalty applies only with `compose`.
     """
     cfg = as_model(cfg, RewardShapingConfig)
     if not cfg.enabled:
@@ -152,8 +152,8 @@ def penalized(
     rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams,
     bands: Mapping[str, ProfileBandChannel] | None = None, too_long: float | None = None,
 ) -> list[float]:  # fmt: skip
-    """Return the rewards [G] of one group after bonuses, penalties and bands. Each reward is 0 or 1; rewards of 0 do
-    not change.
+    """Return the rewards [G] of one group after length bonuses, penalties and bands. Each reward is 0 or 1; rewards of
+    0 do not change.
 
         reward = max(0, reward + additions) x factor of each band
 

@@ -32,7 +32,7 @@ def apply_reward_penalties(
 
 
 def defects_of(config: RewardPenaltyConfig, tokenizer: TokenizerType) -> dict[str, Defect]:
-    """Return metric name -> function, for the defects that the configuration penalises. The function returns whether a
+    """Return {metric name: function} for the defects that the configuration penalises. Each function returns whether a
     conversation has the defect.
     """
     defects: dict[str, Defect] = {}

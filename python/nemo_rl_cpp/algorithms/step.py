@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def shape_rewards(rollouts: Rollouts, loop: LoopConfig) -> Rollouts:
-    """Apply `reward_scaling`, then `reward_shaping`."""
+    """Change the rewards by `reward_scaling`, then by `reward_shaping` of the configuration section `loop`."""
     return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping)
 
 

@@ -58,8 +58,8 @@ def aggregate_microbatch_metrics(
 
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
-    """Return the sum of the global batches' means: `sums` has one sum over tokens per global batch, `tokens` the number
-    of these tokens. The sums of global batches with equal numbers of tokens are added before the division.
+    """Return the sum over global batches of each batch's mean over tokens, given their `sums` and numbers of `tokens`.
+    The sums of global batches with equal numbers of tokens are added before the division.
     """
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
@@ -84,9 +84,10 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
 
 
 def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of several epochs on one batch, one list of epochs per model. Return means over the epochs, the
-    minimum for `_min` and the maximum for `_max`. If a model trains for several epochs, add the metrics of each model's
-    last epoch under `last_epoch/`. A metric that only some epochs have is computed from those epochs.
+    """Merge the metrics of several training epochs on one batch; each argument lists one model's epochs. Return means
+    over the epochs, the minimum for `_min` and the maximum for `_max`. If a model trains for several epochs, add the
+    metrics of each model's last epoch under `last_epoch/`. A metric that only some epochs have is computed from those
+    epochs.
     """
     result, trained = {}, [epochs for epochs in models if any(epochs)]
     for epochs in trained:

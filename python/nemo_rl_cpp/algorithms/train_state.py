@@ -90,8 +90,8 @@ class TrainState:
 
     @classmethod
     def from_training_info(cls, info: dict[str, object] | None) -> Self:
-        """Return the saved state, or a fresh state for None. Unknown names are ignored, and missing names keep their
-        defaults. `stop_reason` is not restored, because the configuration may now allow more steps.
+        """Return the state saved in `info`, or a fresh state if it is None. Unknown names are ignored, and missing
+        names keep their defaults. `stop_reason` is not restored, because the configuration may now allow more steps.
         """
         known = {f.name for f in fields(cls) if f.metadata.get("saved", True)} - {"stop_reason"}
         values = {name: value for name, value in (info or {}).items() if name in known}

@@ -90,10 +90,9 @@ class Validator:
             accuracy: the mean raw reward.
             accuracy_ci95_low, accuracy_ci95_high: the 95 % Wilson interval of accuracy, with one trial per prompt; only
                 for rewards in [0, 1].
-            avg_length: the mean number of tokens per response.
-            num_samples: the number of prompts.
-            right_or_wrong: 1 if every reward was 0 or 1; otherwise reports write "reward" instead of "accuracy".
-            pass_k: with several generations per prompt, the share of prompts with a positive reward.
+            avg_length: the mean number of tokens per response. num_samples: the number of prompts. right_or_wrong: 1 if
+            every reward was 0 or 1, otherwise 0; reports then write "reward" instead of "accuracy". pass_k: with
+            several generations per prompt, the share of prompts with a positive reward.
 
         and the metrics of rollouts and environments. Raise ValueError if there are no prompts.
         """

@@ -145,7 +145,7 @@ class Prompt:
 
 
 def prompts_of(samples: Sequence[Mapping[str, object]], n: int) -> list[Prompt]:
-    """Return the prompts of an evaluation, given its samples. Each `n` consecutive samples belong to the same prompt."""
+    """Return the prompts of an evaluation, given its samples. Every `n` consecutive samples belong to one prompt."""
     return [_prompt(samples[start : start + n]) for start in range(0, len(samples), n)]
 
 

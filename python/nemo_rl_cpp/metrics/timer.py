@@ -121,7 +121,7 @@ class TimeoutChecker:
         self._step_began: float | None = None
 
     def would_save(self, extra_s: float = 0.0) -> bool:
-        """Return what `check_save` would return, but change nothing. `extra_s` is added to the slowest step's seconds."""
+        """Return what `check_save` would return, but change nothing. `extra_s` is added to the slowest step's time."""
         elapsed = time.monotonic() - self.start_time
         if self.fit_last_save_time and self._slowest:
             elapsed += self._slowest + max(extra_s, 0.0)

@@ -199,7 +199,7 @@ def test_names_of_custom_loss_and_estimator_objects_are_written_to_the_checkpoin
     assert "own_estimator (given from Python)" in (result.log_dir / "report.html").read_text()
 
 
-def test_checkpointing_can_be_enabled_by_its_configuration_keys(tmp_path, monkeypatch):
+def test_saving_checkpoints_can_be_enabled_by_configuration_keys(tmp_path, monkeypatch):
     options = {"checkpointing__enabled": True, "checkpointing__checkpoint_dir": "b", "checkpointing__save_period": 5}
     checkpointing = captured(monkeypatch, nemo_rl_cpp.train_grpo, **options)[0].checkpointing
     assert (checkpointing.enabled, checkpointing.checkpoint_dir, checkpointing.save_period) == (True, "b", 5)

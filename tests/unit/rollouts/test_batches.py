@@ -26,7 +26,7 @@ def test_missing_batch_field_error_names_the_stage_that_adds_it():
     assert "advantages" in made and torch.equal(made["advantages"], torch.tensor([[1.0, 1, 1], [1, 1, 0]]))
 
 
-def test_batch_attributes_are_ragged_and_batch_items_are_padded():
+def test_batch_gives_ragged_tensors_by_attribute_and_padded_tensors_by_key():
     made = batch()
     assert made.input_ids.tolist() == [1, 2, 3, 4, 5] and made["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
     assert made.offsets.tolist() == [0, 3, 5] and made.input_lengths.tolist() == [3, 2] and made.size == 2

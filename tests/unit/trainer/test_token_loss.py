@@ -144,7 +144,7 @@ def test_sequence_level_loss_is_not_fused(name):
     assert train(loss_fn, data)[0].outputs.any()
 
 
-def test_token_loss_is_not_fused_with_top_p_float64_or_a_custom_loss():
+def test_token_loss_is_unfused_if_top_p_float64_or_a_custom_loss_is_used():
     data = RaggedBatch.of(training_data())
     counts = GlobalCounts.of(data)
 

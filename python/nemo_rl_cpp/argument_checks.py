@@ -27,10 +27,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: f
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
-    """Return the known name that is most similar to `name`, or None if difflib's ratio is below `cutoff` for all.
+    """Return the known name that is most similar to `name`, or None if all have a difflib ratio below `cutoff`.
 
     If two names share whole words (`use_`), their remaining words must be similar, too: `use_rslora` does not suggest
-    `use_triton`."""
+    `use_triton`.
+    """
     for near in difflib.get_close_matches(name, list(known), 3, cutoff):
         words, others = _WORDS.findall(name), _WORDS.findall(near)
         own, its = ("".join(w for w in some if w not in rest) for some, rest in ((words, others), (others, words)))
@@ -125,14 +126,14 @@ def is_iterable(value: object) -> bool:
 
 
 def names_of(keys: Iterable[object]) -> list[str]:
-    """Return the first 20 keys in sorted order, as texts for messages."""
+    """Return the first 20 of the sorted keys as texts for messages."""
     return sorted(
         key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
     )[:20]
 
 
 def described(value: object) -> str:
-    """Return a text for messages: a number or string itself, or the type of another value, as in "a function"."""
+    """Return a text for messages: a number or string itself, or for any other value its type, as in "a function"."""
     kind = type(value).__name__
     if isinstance(value, (bool, int, float, str)):
         return in_a_line(value)

@@ -60,14 +60,15 @@ class PythonObjectRef(str):
 
 
 def is_user_defined(name: object) -> bool:
-    """Return whether the value of a key refers to a custom component: a dotted name, or a Python object."""
+    """Return whether a configuration value refers to a custom component: by a dotted name, or as a Python object."""
     return isinstance(name, PythonObjectRef) or is_dotted(name)
 
 
 def import_object(name: str, what: str) -> Any:
     """Import and return the object with a dotted name (`module.name`, also `package.module.Class.method`).
 
-    If that fails, raise LoadingError; its sentence starts with `what`, such as "reward function"."""
+    If that fails, raise LoadingError. Its message starts with `what`, such as "reward function".
+    """
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise LoadingError(f"{what} {in_a_line(name)} is no dotted name: write module.name, as in my_module.my_name")

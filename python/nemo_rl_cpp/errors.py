@@ -104,8 +104,9 @@ def _is_ours(file: str) -> bool:
 
 
 def _real(file: str) -> str:
-    """Return the real path of a source file, and a name such as `<string>` unchanged. The working directory may not
-    exist."""
+    """Return the real path of a source file, and a name such as `<string>` unchanged. This also works if the working
+    directory no longer exists.
+    """
     return os.path.realpath(file) if os.path.isabs(file) else file
 
 
@@ -224,7 +225,7 @@ def _type_and_text(error: BaseException) -> str:
 
 
 def _says_it_all(error: BaseException) -> bool:
-    """Return whether the exception's message was written by this package for its users."""
+    """Return whether this package wrote the exception's message, so that users understand it without its type."""
     if isinstance(error, UserCodeError) or type(error).__module__.partition(".")[0] == "nemo_rl_cpp":
         return True
     places = _places(error)

@@ -30,7 +30,8 @@ _CANCEL_SECONDS = 1.0  # time for coroutines of an interrupted run to end
 
 
 def call_user(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
-    """Call the user's `function` in the thread of user code, await the result if it is awaitable, and return it.
+    """Call the user's `function` in the thread that started the run. Await the result if it is awaitable, and return
+    it.
 
     Raise what the function raises. Outside a run (see `serve`) the current thread makes the call.
     """
@@ -55,7 +56,7 @@ def is_users(thing: object) -> bool:
 
 
 def runs_here() -> bool:
-    """Return whether the current thread is the one that makes the calls of user code."""
+    """Return whether the current thread is the one that calls user code."""
     return bool(_serving) and _serving[-1].is_here
 
 
@@ -69,7 +70,7 @@ def serve(work: Callable[[], object]) -> Any:
 
 
 class _Caller:
-    """A thread that makes calls of user code, with its event loop."""
+    """A thread that calls user code, with its event loop."""
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()

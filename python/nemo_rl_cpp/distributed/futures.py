@@ -76,7 +76,9 @@ def is_done(result: object) -> bool:
 
 def as_raised(error: BaseException) -> BaseException:
     """Return the exception that a Ray actor raised, without Ray's wrapper and with its traceback as a note. If user
-    code raised it, its message is the sentence `told`. Any other exception is returned unchanged."""
+    code raised it, its message is the actor's sentence for the user. Return an exception that is not from an actor
+    unchanged.
+    """
     ray = sys.modules.get("ray")
     if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
         return error
@@ -90,7 +92,9 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def get(result: object, timeout: float | None = None) -> Any:
-    """Return the value of a Future or a Ray ObjectRef, the values of a list of them, and any other object unchanged."""
+    """Wait for a Future, a Ray ObjectRef, or a list of them, and return the values. Return any other object
+    unchanged.
+    """
     if isinstance(result, Future):
         return result.result(timeout)
     if isinstance(result, list):

@@ -111,7 +111,7 @@ class SocketPeer:
         self._notify()
 
     def _wait_for_end(self) -> None:
-        """Wait until more is known about why the socket was closed."""
+        """Wait, for at most a few seconds, until it is known why the worker's socket was closed."""
 
     def _take(self, kind: str, number: int, value: object) -> None:
         self.last_beat = time.monotonic()

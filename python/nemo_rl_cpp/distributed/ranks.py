@@ -119,15 +119,17 @@ class Ranks:
         return int(every.min())
 
     def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
-        """Return this rank's share of the samples [begin, end), for work that does not depend on their order."""
+        """Return this rank's share of the samples [begin, end), for work whose result does not depend on their
+        order.
+        """
         return deal(data, begin, end, self.size)[self.rank]
 
     def blocks(
         self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False
     ) -> list[list[int]]:
         """Return this rank's blocks of a global batch, the samples [begin, end), which is divided into `count` blocks,
-        or into one per rank if `count` is None. Neither the blocks nor the sums along their tree
-        (csrc/distributed/gradient_sums.h) depend on the number of ranks. With `in_turns` blocks are assigned to ranks
+        or into one per rank if `count` is None. Neither the blocks nor the order in which their gradients are summed
+        (csrc/distributed/gradient_sums.h) depends on the number of ranks. With `in_turns` blocks are assigned to ranks
         round-robin; otherwise each rank gets consecutive blocks.
 
         A sample is trained where it was generated (`generated_by`), because its activations may be kept there, unless
@@ -156,8 +158,9 @@ class Ranks:
         return sorted(blocks[self.rank]), moves
 
     def whole(self, of_tokens: Tensor) -> Tensor:
-        """Return the sum of a tensor [T] over all ranks, on every rank. Each rank passes 0 for the samples of other
-        ranks."""
+        """Return on every rank the sum of a tensor [T] over all ranks, which puts it together: each rank passes 0 for
+        the samples of other ranks.
+        """
         if self.communicator is None:
             return of_tokens
         parts = of_tokens.new_empty(self.size, *of_tokens.shape)

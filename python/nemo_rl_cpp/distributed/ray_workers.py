@@ -300,7 +300,7 @@ class RayWorkers(Workers):
 
 
 class _Beats:
-    """A clock of how long each rank has been silent, from the heartbeats counted in `store`."""
+    """A clock that measures how long each rank has been silent, from the heartbeats counted in `store`."""
 
     def __init__(self, store: TCPStore, ranks: list[int]) -> None:
         self._store, self._counts, self._looked = store, {}, time.monotonic()

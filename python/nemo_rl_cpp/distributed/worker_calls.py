@@ -34,7 +34,7 @@ class WorkerCall(Future):
         self.events: list[tuple] = []
 
     def tell_events(self) -> None:
-        """Deliver the events that the call has reported so far, in the caller's thread."""
+        """Pass the events that the call has reported so far to `on_event`, in the current thread."""
         while self.events:
             self.on_event(*self.events.pop(0))
 
@@ -87,15 +87,16 @@ def _depth(error: BaseException) -> int:
 
 
 class Patience:
-    """A time limit for the other calls once one call has failed. They have `GRACE_SECONDS` to report the cause; then
-    those that still wait for the failed rank are abandoned. If a worker is lost, waiting ends at once."""
+    """A time limit for the workers' other calls once one call has failed. They have `GRACE_SECONDS` to report the
+    cause; then those that still wait for the failed rank are abandoned. If a worker is lost, waiting ends at once.
+    """
 
     def __init__(self, calls: Sequence[WorkerCall]) -> None:
         self._calls = calls
         self._failed_at: float | None = None
 
     def is_over(self) -> bool:
-        """Return whether to stop waiting. Must be called repeatedly while the calls run."""
+        """Return whether to stop waiting for the calls. Must be called repeatedly while they run."""
         errors = [call.error for call in self._calls if call.error is not None]
         if errors and self._failed_at is None:
             self._failed_at = time.monotonic()

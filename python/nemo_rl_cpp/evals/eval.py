@@ -199,7 +199,9 @@ def measure(
 def _answer(
     batch: BatchedDataDict, generation: BaseEngine, env: Environment, config: MasterConfig
 ) -> tuple[list[dict[str, object]], dict[str, float]]:
-    """Return (one sample per row of the batch, metrics of the rollouts and the environment)."""
+    """Roll out and score a batch of prompts. Return (one sample per row, metrics of the rollouts and the
+    environment).
+    """
     prompts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
     conversations = Conversations(batch, generation.tokenizer, config.generation.vllm_cfg.max_model_len)
     answers: list[str | None] = [None] * batch.size

@@ -54,7 +54,7 @@ def interval_of_mean(scores: list[float]) -> Interval:
 
 
 def metric_name(wanted: EvalConfig) -> str:
-    """Return the metric's name with k filled in, such as "pass@4"."""
+    """Return the name of the configured metric with its k, such as "pass@4"."""
     return wanted.metric.replace("@k", f"@{wanted.k_value}")
 
 
@@ -129,8 +129,8 @@ def save_evaluation_data(
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with its responses. `rewards`, `responses` and `cut` have one entry per response; `truth` is the ground
-    truth or None.
+    """A prompt with its responses. `rewards`, `responses` and `cut` (whether it was truncated) have one entry per
+    response; `truth` is the ground truth or None.
     """
 
     text: str
@@ -188,9 +188,7 @@ def _answers(prompt: Prompt) -> list[Answer]:
 
 
 def _cards(found: Sequence[tuple[Prompt, Sequence[Answer]]]) -> str:
-    """Return the first prompts with their responses as HTML, and the number of omitted prompts; "" if there are no
-    prompts.
-    """
+    """Return as HTML the first prompts with their responses, and the number of omitted prompts; "" without prompts."""
     cards = [
         (clip(prompt.text), clip(prompt.truth or ""), [(reward, note, clip(text)) for reward, note, text in answers])
         for prompt, answers in found[:_MOST]
@@ -244,7 +242,7 @@ def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
 
 
 def difference(first: Sequence[Prompt], second: Sequence[Prompt]) -> str:
-    """Return the change of the mean reward as text, with its 95 % interval, mean +- 1.96 s / sqrt(P) over P prompts."""
+    """Return the change of the mean reward as text, with its 95 % interval: mean +- 1.96 s / sqrt(P) over P prompts."""
     gaps = [b.mean - a.mean for a, b in zip(first, second, strict=True)]
     text = f"mean reward {_mean(first):.4f} -> {_mean(second):.4f}, difference {statistics.fmean(gaps):+.4f}"
     if len(gaps) < 2:

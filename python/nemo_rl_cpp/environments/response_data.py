@@ -104,8 +104,8 @@ def load_response_data(
     max_total_sequence_length: int | None = None,
     actors: ActorSettings | None = None,
 ) -> ResponseData:
-    """Load the data sets of a run. With `env_configs`, also make each environment that a section names; with `actors`,
-    make them in Ray actors.
+    """Load the data sets of a run. With `env_configs`, also make each environment that a section refers to; with
+    `actors`, make them in Ray actors.
 
     Warn of prompts that will be truncated (`data.max_input_seq_length`) or that reach `max_total_sequence_length`, and
     of ground truths that no response can match. Raise ValueError if this is true of all rows of a section.

@@ -112,8 +112,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
 
     A function is called with keyword arguments: `prompts` and `completions` (lists of B strings), and every column of
     the samples' `extra_env_info` as a list, such as `ground_truth`. It returns B numbers. A function without `**kwargs`
-    gets only the columns that it names. A function that returns None for a sample does not count for that sample. An
-    async function is awaited.
+    gets only the columns for which it has a parameter. A function that returns None for a sample does not count for
+    that sample. An async function is awaited.
 
     Args:
         reward_funcs: a function, several, their dotted names, or the environment's section of a configuration:

@@ -107,7 +107,7 @@ class DistributedModel(NoOffload):
         return self.group.call_all("first_state_dict")[0]
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights. Raise RuntimeError if a rank's digest differs."""
+        """Return the digest of the weights. Raise RuntimeError if the ranks' digests differ."""
         return self.group.call_for_one_value("weight_digest")
 
     def _gather(
@@ -198,8 +198,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def create_generation(
         self, generation_config: GenerationConfig | None = None, **options: object
     ) -> DistributedGeneration:
-        """Create an engine in every worker. It reads the worker's weights in place, so it needs neither a copy nor a
-        refit."""
+        """Create an engine in every worker. Each engine reads its worker's weights in place, so that it needs neither a
+        copy nor a refit."""
         blocks = self.config.gradient_blocks, self.config.train_global_batch_size, self.config.shards_gradients
         config = generation_config or self.config.generation
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)

@@ -123,8 +123,8 @@ def _pairs() -> np.ndarray:
 def _parts(
     expert: str, matrix: str, kind: str, tensor: RawTensor | TensorEntry, shape: list[int], rows: np.ndarray | None
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield an expert's down_proj, or its gate_proj and up_proj, whose rows alternate in `rows` ([out, in], or
-    [out])."""
+    """Yield an expert's down_proj, or its gate_proj and up_proj, whose rows alternate in `rows`. `rows` is a matrix
+    [out, in] or a bias [out]."""
     import numpy as np
 
     if matrix == "down_proj":

@@ -519,8 +519,8 @@ def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
 def _layers(
     form: Mapping[str, Plain], made: Architecture, longest: int
 ) -> tuple[list[tuple[int, int | None]], list[tuple[list[float], float]]]:
-    """Return (window or 0, index of the RoPE table or None) per layer, and the tables as (inverse frequencies,
-    factor)."""
+    """Return two lists: for each layer (sliding window or 0, index of its RoPE table or None), and the RoPE tables as
+    (inverse frequencies, factor)."""
     ropes = [rope.rope_frequencies(rope.of_kind(form, kind), longest) for kind in form.get("rope_parameters", (FULL,))]
     layers = []
     for kind, rotary in zip(made.layer_types(form), made.rotary(form), strict=True):

@@ -107,8 +107,8 @@ class Lora:
         return [f"{module}.weight" for module in self.modules]
 
     def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
-        """Return the layouts of the adapters of the model `native`: one for each tensor-parallel rank, and one for the
-        whole model."""
+        """Return the layouts of the adapters' flat buffers: one for each tensor-parallel rank, and one for the whole
+        model. `native` describes the model, see `ModelFolder.native`."""
         count = ranks.tensor_size
         layouts = [C.ParameterLayout(native, self.dim, self.targets, rank, count) for rank in range(count)]
         return Slices(ranks, layouts, C.ParameterLayout(native, self.dim, self.targets))

@@ -313,7 +313,8 @@ def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
 
 
 def _expert_rows(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
-    """Return the bytes of a layer's tokens sorted by expert: inputs, outputs, gradients (csrc/model/experts.cpp)."""
+    """Return the bytes of a mixture-of-experts layer's buffers of tokens sorted by expert: inputs, outputs and
+    gradients (csrc/model/experts.cpp)."""
     if sizes.experts == 1 or model.backend == "hf":
         return 0.0
     a_token = sizes.experts_per_token * (4 * sizes.hidden_size + 4 * sizes.intermediate_size)

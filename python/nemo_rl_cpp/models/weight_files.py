@@ -89,8 +89,8 @@ def is_linked_gguf(folder: Path) -> bool:
 
 
 def _other_weights(folder: Path) -> str:
-    """Return the end of an error message for a folder without usable safetensors: the other weights in it, and the
-    remedy."""
+    """Return the end of an error message for a folder without usable safetensors: the other files of weights that it
+    holds, and the remedy."""
     if found := sorted(file.name for file in folder.glob("*.safetensors")):
         return f"; it holds {found[0]}, which counts only where {INDEX_FILE} names it: copy or download the index, too"
     others = (file.name for pattern in ("*.bin", "*.gguf", "consolidated*", "*.pt*") for file in folder.glob(pattern))
@@ -207,13 +207,15 @@ def fill_parameters(
     tensors: Iterable[tuple[str, RawTensor | TensorEntry]],
     put: Callable[[str, RawTensor | TensorEntry], None],
 ) -> None:
-    """Call put(name, tensor) for every parameter of `shapes` that `tensors` contains. `folder` is named in errors.
+    """Call put(name, tensor) for every parameter of `shapes` that `tensors` contains. `folder` is the source of
+    `tensors`, for error messages.
 
     A critic can be filled from a causal language model: the LM head is skipped, and score.weight may be missing. With
     tied weights, the LM head may replace a missing embedding.
 
     Raises:
-        ModelFolderError: a tensor is missing, unexpected, duplicate, or of the wrong shape or dtype; all are named.
+        ModelFolderError: a tensor is missing, unexpected, duplicate, or of the wrong shape or dtype; the message lists
+            up to eight tensors of each kind.
     """
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
@@ -313,7 +315,8 @@ def decoded(dtype: str, raw: bytes | memoryview) -> np.ndarray:
 
 
 def without_blocks(tensor: RawTensor) -> RawTensor:
-    """Return a tensor in a dtype of safetensors: float32 for one in blocks, else the tensor unchanged."""
+    """Return a tensor in a dtype of safetensors. A tensor in a block format becomes float32; any other is returned
+    unchanged."""
     if tensor.dtype not in _BLOCKS:
         return tensor
     return RawTensor("F32", tensor.shape, memoryview(decoded(tensor.dtype, tensor.data)).cast("B"))

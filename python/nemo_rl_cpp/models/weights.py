@@ -117,7 +117,8 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     quantised one by one, from the dtype of the file; blocks of the model's format are copied.
 
     Raises:
-        ModelFolderError: no weights, a damaged file, or a missing, unexpected or misshapen tensor; all are named.
+        ModelFolderError: no weights, a damaged file, or missing, unexpected or misshapen tensors; the message lists up
+            to eight tensors of each kind.
     """
     folder = Path(folder)
     target = named_views(model.layout, model.compute if model.masters is None else model.masters)
@@ -152,7 +153,7 @@ def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor) -> No
 
 
 def tensor_of(raw: RawTensor) -> torch.Tensor:
-    """Return the tensor as a view of its memory-mapped bytes. One in blocks becomes float32."""
+    """Return the tensor as a view of its memory-mapped bytes. A tensor in a block format becomes float32."""
     raw = without_blocks(raw)
     return torch.frombuffer(raw.data, dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
 

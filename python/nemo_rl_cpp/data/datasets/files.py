@@ -52,8 +52,8 @@ class ListDataset:
     @overload
     def __getitem__(self, key: str) -> list[object]: ...
     def __getitem__(self, key: int | str) -> Row | list[object]:
-        """Return the row with an index, or the list of values of the column with a name. Raise KeyError for an unknown
-        column.
+        """Return the row whose index is `key`, or the list of values of the column whose name is `key`. Raise KeyError
+        for an unknown column.
         """
         if isinstance(key, str):
             if key not in self.column_names:

@@ -141,8 +141,8 @@ class DistributedGeneration(GenerationInterface):
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[Callable[..., None] | None]) -> list:
-        """Call `method` of each engine and return its result. All tensor-parallel ranks of an engine make the same
-        call."""
+        """Call `method` of every engine and return one result per engine. All tensor-parallel ranks of an engine make
+        the same call."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]
         by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]

@@ -169,8 +169,8 @@ class GenerationInterface(Protocol):
         """Allocate what generation needs. Called before `generate`."""
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: OnFinished) -> Answer:
-        """Return a response per prompt, under the weights of the last `sync_weights`. `greedy` means temperature 0 and
-        top_k 1.
+        """Return a response per prompt, generated with the weights of the last `sync_weights`. `greedy` means
+        temperature 0 and top_k 1.
 
         The loop passes a RaggedBatch, which can be read as a `GenerationDatumSpec`. The engine may return `Responses`
         or a padded batch. `beside` holds `on_finished` if the engine sets `reports_finished`; otherwise it is empty."""

@@ -40,8 +40,8 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The positions of all parameters in a flat buffer of `total` elements. It has the interface of a native layout
-    that `models/weights.py` needs."""
+    """The positions of all parameters in a flat buffer of `total` elements. It has those members of a native layout
+    that `models/weights.py` uses."""
 
     specs: list[FlatSpec]
     total: int

@@ -148,7 +148,7 @@ class HfTrainer:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Return the range of the flat buffers that this process holds: all of it."""
+        """Return the range of the flat buffers that this process holds: the whole range."""
         return 0, self.model.compute.numel()
 
     @property
@@ -206,8 +206,8 @@ class HfTrainer:
 
 
 class NextCollective(IntEnum):
-    """The pass that a rank wants to run next. If the ranks' passes differ, all ranks first run the one with the largest
-    value."""
+    """The pass that a rank wants to run next. If the ranks' passes differ, all ranks first run the pass with the
+    largest value in this enum."""
 
     END = 0
     SCORE = 1
@@ -291,7 +291,7 @@ class ShardedTrainer(HfTrainer):
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Return the range of this rank's flat buffers that it holds: all of it."""
+        """Return the range of this rank's flat buffers that this process holds: the whole range."""
         return 0, self.model.flat_layout.total
 
     @property

@@ -20,7 +20,7 @@ class Updates:
     """The results of the global batches of one `train` call.
 
     Attributes:
-        in_turns: gradient blocks were assigned to ranks round-robin.
+        in_turns: whether gradient blocks were assigned to ranks round-robin.
         blocks: for each global batch, the number of micro-batches of each gradient block."""
 
     num_global_batches: int
@@ -83,7 +83,7 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
     """Return metric name -> list of values over all micro-batches of all global batches. Micro-batches without a valid
     sample are skipped.
 
-    A metric that is a share has one value per micro-batch, divided by the number of global batches as in NeMo RL;
+    A metric that is a fraction has one value per micro-batch, divided by the number of global batches as in NeMo RL;
     minima and maxima are not divided. Metrics of a global batch (`lr`, `wd`, the counts of valid samples and tokens,
     and `token_mult_prob_error_sum`, which is summed) have one value per global batch, so that their mean does not
     depend on the size of micro-batches.

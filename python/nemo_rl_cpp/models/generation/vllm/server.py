@@ -247,7 +247,8 @@ def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
 
 
 def client_of(policy: PolicyConfig) -> ServerClient:
-    """Return a client of the user's server. Raise ValueError if the environment variable of its key is not set."""
+    """Return a client of the user's server. Raise ValueError if the environment variable that should hold its API key
+    is not set."""
     vllm = policy.generation.vllm_cfg
     name, key = vllm.http_refit_api_key_env_var, None
     if name is not None:

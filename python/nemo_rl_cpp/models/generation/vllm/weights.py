@@ -170,7 +170,8 @@ class NcclTransport:
 
 
 def connect(store: dist.Store, size: int, device: torch.device, seconds: float) -> C.Communicator:
-    """Return the communicator of rank 0 of `size` ranks, once all other ranks have joined and greeted."""
+    """Return the communicator of rank 0, once the other `size - 1` ranks have joined it and the greeting (an all-reduce
+    of one number) has succeeded."""
     communicator = C.nccl_communicator(store, 0, size, device, seconds)
     C.nccl_greeting(communicator, "greeting vLLM's workers")
     return communicator

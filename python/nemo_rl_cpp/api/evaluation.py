@@ -27,7 +27,7 @@ class Evaluation:
     Attributes:
         score: pass@k, the fraction of prompts solved by at least one of k responses. A response is correct if its
             reward is 1.
-        interval: the 95 % confidence interval of the score, for prompts drawn from the same source.
+        interval: the 95 % confidence interval of the score, if the prompts are a random sample.
         mean_reward: the mean reward over all responses.
         metrics: metrics of rollouts and rewards: `truncation_rate`, `rewards/<function>`, ...
         samples: one dictionary per response: `prompt`, `response`, `reward`, `truncated`, and the row's other columns

@@ -72,7 +72,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
-    """Yield the problems whose message is not in `said` and add it there. Return the return value of the iterator."""
+    """Yield the problems from `findings` whose message is not in `said`, and add these messages to it. Return the
+    return value of the iterator `findings`."""
     while True:
         try:
             finding = next(findings)
@@ -84,7 +85,8 @@ def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
 
 
 def _uses(config: WholeConfig) -> Iterator[_Use]:
-    """Yield the models that the run reads. The reference model is the policy's, so it is not listed."""
+    """Yield the models that the run reads. The reference model is not listed, because it has the policy's initial
+    weights."""
     if not isinstance(config, TrainMasterConfig):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = find_policy_weights(given)

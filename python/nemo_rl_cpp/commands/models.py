@@ -26,7 +26,7 @@ The forecast for your own run: nemo-rl-cpp train --config my.yaml --dry-run"""
 
 
 class Task(NamedTuple):
-    """A column of the table: its heading, whether a critic is trained, the KL weight, and the precision."""
+    """A column of the memory table: its heading, whether a critic is trained, the KL weight, and the precision."""
 
     heading: str
     critic: bool = False

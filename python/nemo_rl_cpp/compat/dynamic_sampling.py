@@ -20,7 +20,7 @@ from nemo_rl_cpp.metrics.timer import Timer
 
 
 def mixed_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return which rows belong to a group whose raw rewards are not all exactly equal, bool [B]."""
+    """Return a mask of the rows, bool [B]: true if the raw rewards of the row's group are not all exactly equal."""
     groups, rewards = group_numbers(batch), raw_rewards(batch)
     lowest, highest = extremes(groups, rewards)
     return (lowest != highest)[groups]

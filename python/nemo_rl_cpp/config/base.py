@@ -21,7 +21,7 @@ from .errors import ConfigError, Problem, Report, dotted_key, sentence, shown, u
 class _Made(type(BaseModel)):  # type: ignore[misc]
     """The metaclass of `Section`. It makes `Section(key=value)` raise one ConfigError that lists all mistakes: types,
     unknown keys, unsupported values and, for a whole configuration, keys that do not fit together. The loader does not
-    call it."""
+    use it."""
 
     def __call__(cls, *given: object, **values: object) -> Any:
         name = cls.__name__

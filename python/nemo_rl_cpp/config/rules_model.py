@@ -419,8 +419,8 @@ def _is_address(url: str) -> bool:
 
 
 def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
-    """Report mistakes if vLLM generates: it needs a single training process, on the CPU if the run starts the
-    server."""
+    """If vLLM generates, report settings that it does not support. It needs a single training process, on the CPU if
+    the run starts the vLLM server."""
     generation, cluster = config.policy.generation, config.cluster
     if not generation.runs_vllm:
         return
@@ -449,8 +449,8 @@ def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_serving(config: TrainMasterConfig, report: Report) -> None:
-    """Report mistakes if the policy is served: this needs the native engine in this process on the CPU, because the
-    server reads the trainer's weights in place."""
+    """If the policy is served over HTTP, report settings that this does not support. It needs the native engine in this
+    process on the CPU, because the server reads the trainer's weights in place."""
     generation, cluster = config.policy.generation, config.cluster
     _check_agents(config, report)
     if not generation.expose_http_server:

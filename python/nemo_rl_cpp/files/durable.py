@@ -149,7 +149,7 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def manifest_facts(root: Path) -> dict[str, Plain]:
-    """Return the `facts` with which a folder was sealed, or an empty mapping if the manifest cannot be read."""
+    """Return the `facts` that `seal_folder` stored for a folder, or an empty mapping if the manifest cannot be read."""
     try:
         manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

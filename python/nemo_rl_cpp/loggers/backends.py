@@ -110,7 +110,7 @@ class TrackerLogger(LoggerInterface):
         self.send(self.numbers(metrics, prefix, step_metric), step)
 
     def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
-        """Return the metrics that are numbers, under their logged names."""
+        """Return the metrics that are numbers, by the names under which they are logged."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         scalars = {self.accepted(name): scalar_of(value) for name, value in flat.items()}
         return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
@@ -266,7 +266,8 @@ class MLflowLogger(TrackerLogger):
         self._mlflow.set_experiment(name)
 
     def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
-        """Return the metrics that are numbers, and a summary of each list of numbers, under their logged names."""
+        """Return the metrics that are numbers, and a summary of each list of numbers, by the names under which they are
+        logged."""
         row: dict[str, float] = {}
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)

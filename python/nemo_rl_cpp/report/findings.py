@@ -170,7 +170,8 @@ def _constant_reward(h: MetricHistory) -> str | None:
 
 @rule(ERROR)
 def exactness(h: MetricHistory) -> Found:
-    """Compare the trainer's probabilities with the generator's, in steps whose samples are not stale."""
+    """Report how much the probabilities of trainer and generation engine differ, in steps whose samples are not
+    stale."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in zip(*h.curve(ERROR).finite()) if not stale.get(step)]
     if not values:

@@ -266,8 +266,8 @@ def _extremes(answers: Sequence[Answer]) -> list[Answer]:
 
 
 def spread(items: list[Item]) -> list[Item]:
-    """Return every 2^k-th item and the last, at most `MAX_STEPS` + 1 in total. The choice is stable as the list
-    grows."""
+    """Return the last item and every 2^k-th item, with the smallest k that gives at most `MAX_STEPS` + 1 in total. So
+    the choice rarely changes as the list grows."""
     stride = 1
     while len(items) / stride > MAX_STEPS:
         stride *= 2

@@ -214,7 +214,7 @@ Body = CompletionBody | ChatBody | GenerateBody
 
 
 def read_body(kind: type[Body], data: object) -> Body:
-    """Return the validated body. Raise RequestError naming the first invalid field."""
+    """Return the validated body. Raise RequestError for the first invalid field."""
     if not isinstance(data, dict):
         raise RequestError(f"the body is a JSON {type(data).__name__}: expected an object")
     data = _without_neutral(data, _IGNORED, kept={"prompt_logprobs"} if kind is CompletionBody else set())

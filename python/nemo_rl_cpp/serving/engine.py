@@ -54,7 +54,8 @@ class Draw:
 
 @dataclass
 class Sample:
-    """Tokens of one response: all tokens so far, or only the new ones. `reason` is 0 until the response is complete."""
+    """Tokens of one response: all tokens so far, or only the new ones. `reason` is 0 while the response is
+    incomplete."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -43,8 +43,8 @@ class APIFuture(Future, Generic[T]):
 class Job:
     """A call to make in the worker's thread, with the future for its result.
 
-    `is_short` marks a request for samples: it interrupts another sampler's turn, and its call receives the future,
-    whose result the sampler sets later."""
+    If `is_short`, the call submits a request for samples, so it interrupts another sampler's turn. It receives the
+    future, whose result the sampler sets later."""
 
     run: Callable[..., object]
     future: Future

@@ -1,8 +1,9 @@
 """Reports exceptions in one sentence, and writes their tracebacks to a file.
 
-A command line prints the sentence and the name of the file with the traceback; `--debug` also prints the traceback.
-In Python, exceptions are raised as usual. An exception in user code keeps its type, and its message names the
-function, file and line."""
+A command line prints the sentence and the name of the file with the traceback; `--debug` also prints the traceback. In
+Python, exceptions are raised as usual. An exception in user code keeps its type, and its message says in which
+function, file and line it was raised.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ _secrets: dict[str, str] = {}  # secret -> its replacement in files
 
 class UserCodeError(Exception):
     """Raised if user code failed: a reward function, an environment, a data set, a loss. The message is one sentence
-    that names the function, file and line. `__cause__` is the original exception, and the error is also an instance of
-    its type (see `in_user_code`)."""
+    with the function, file and line. `__cause__` is the original exception, and the error is also an instance of its
+    type (see `in_user_code`).
+    """
 
     def __init__(self, sentence: str) -> None:
         Exception.__init__(self, sentence)

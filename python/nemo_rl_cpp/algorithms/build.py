@@ -84,7 +84,7 @@ class TrainingRun:
         config: the validated configuration; `config.loop` is the section of its algorithm, such as `grpo` or `ppo`.
         state: the counters from which a resumed run continues.
         critic: computes values for the advantages and is trained (`Critic`), or does nothing (`NoCritic`).
-        teachers: score the sampled tokens (`Teachers`), or do nothing (`NoTeacher`).
+        teachers: compute log-probabilities of the sampled tokens (`Teachers`), or do nothing (`NoTeacher`).
         collector: makes the rollouts of a step, during that step or while earlier steps train.
         environments: score the responses, in training and in validation.
         stop: reports between steps whether the user has requested the end of the run.
@@ -154,7 +154,7 @@ class TrainingRun:
         summary.
 
         An exception is recorded in the report and raised again. If it comes from user code (a reward function, an
-        environment, a loss), the exception names the function, file and line (`errors.in_user_code`).
+        environment, a loss), its message says in which function, file and line (`errors.in_user_code`).
         """
         began, first = time.monotonic(), self.state.step
         status, message, published = "failed", "", {}

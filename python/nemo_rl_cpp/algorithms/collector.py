@@ -46,7 +46,7 @@ class Collected:
         finished_epochs: how many epochs of the data ended while the prompts were drawn.
         weight_version: the version of the weights that generated the rollouts.
         metrics: metrics of the weight sync, and of the wait for asynchronous rollouts.
-        seconds: durations of the stages that ran outside the step.
+        seconds: durations of those stages of the collection that ran outside the step.
     """
 
     samples: Rollouts
@@ -203,7 +203,7 @@ class SyncCollector(RolloutCollector):
     """A collector that generates the rollouts of a step during that step."""
 
     def collect(self, timer: Timer) -> Collected:
-        """Copy the current weights to the engine, generate, and end generation."""
+        """Copy the current weights to the engine, generate the rollouts of this step, and end generation."""
         metrics = self.refresh(timer)
         with finished_on_error(self.generation):
             collected = self.make(self.state.step, timer)

@@ -230,8 +230,8 @@ def make_policy(
 
 
 def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType) -> Teachers | NoTeacher:
-    """Return the teachers that score a batch, or `NoTeacher`. Raise ValueError if a teacher that this program loads has
-    a different vocabulary from the policy.
+    """Return the run's teachers, or `NoTeacher`. Raise ValueError if a teacher that this program loads has a different
+    vocabulary from the policy.
     """
     if isinstance(config, DistillationMasterConfig) and config.teacher.is_outside:
         return OutsideTeacher(_outside_teacher(config, tokenizer).score)
@@ -459,7 +459,7 @@ def close_environments(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """End the processes of the environments. Wait for processes that do not answer, but only GRACE_SECONDS if the user
+    """End the processes of the environments. Wait for those that do not answer, but only GRACE_SECONDS if the user
     ended the run.
     """
     environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)

@@ -1,4 +1,6 @@
-"""The stages of a training step: reward shaping, masking by log-probability error, critic, training epochs, metrics."""
+"""The stages of a training step after its rollouts: reward shaping, masking by log-probability error, critic, training
+epochs, metrics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teachers: frozen models that score the tokens that the policy sampled."""
+"""Teachers: frozen models that compute log-probabilities of the tokens that the policy sampled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 
 def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
-    """Raise ValueError unless teacher and policy have the same vocabulary: the teacher scores the
-    policy's token ids.
+    """Raise ValueError unless teacher and policy have the same vocabulary, because the teacher gets the policy's token
+    ids.
     """
     if teacher == TINY_RANDOM:  # tiny-random has no tokenizer
         return
@@ -29,7 +29,7 @@ def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
 
 
 class NoTeacher:
-    """A placeholder in a run without a teacher: nothing is scored."""
+    """A placeholder in a run without a teacher. It adds nothing to the batch."""
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
         pass
@@ -37,7 +37,7 @@ class NoTeacher:
 
 @dataclass
 class Teachers:
-    """Teachers inside the policy's workers. Each sample is scored by the teacher of its task.
+    """Teachers inside the policy's workers. The task of a sample determines its teacher.
 
     Attributes:
         policy: holds the teachers' weights alongside its own, by model name.
@@ -103,8 +103,8 @@ class OutsideTeacher:
 
 @dataclass
 class TopKTeachers(Teachers):
-    """Teachers that score `k` candidate tokens at the position of each sampled token: the k most likely tokens of the
-    student if `of_student`, otherwise those of the teacher.
+    """Teachers that compute log-probabilities of `k` candidate tokens at the position of each sampled token: the k most
+    likely tokens of the student if `of_student`, otherwise those of the teacher.
     """
 
     k: int = 1

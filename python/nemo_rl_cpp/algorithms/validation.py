@@ -122,7 +122,7 @@ class Validator:
         return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
 
     def _prompts(self) -> Iterator[BatchedDataDict]:
-        """Yield batches of max_val_samples prompts in total, or of all prompts if there are fewer."""
+        """Yield batches that have max_val_samples prompts in total, or all prompts if there are fewer."""
         limit = self.loop.max_val_samples
         taken = 0
         for batch in self.loader:

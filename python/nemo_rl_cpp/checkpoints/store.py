@@ -90,7 +90,7 @@ class CheckpointStore:
         return self.root / f"tmp_step_{step}"
 
     def make_temporary(self, step: int) -> None:
-        """Create an empty folder `tmp_step_N`, in place of anything that has this name."""
+        """Free the name `tmp_step_N` if it is taken, and create an empty folder of this name."""
         self._make_way(self.temporary(step))
         self.temporary(step).mkdir()
 
@@ -174,8 +174,8 @@ class CheckpointStore:
         ]
 
     def quick_problem(self, path: Path) -> str | None:
-        """Return a description of what is wrong with the checkpoint's manifest, file sizes or
-        training_info, or None.
+        """Return a description of what is wrong with the checkpoint's manifest, file sizes or training_info, or None if
+        they are valid.
         """
         problem = durable.folder_problem(path, contents=False, verify=(TRAINING_INFO,))
         if problem is not None:
@@ -199,8 +199,8 @@ class CheckpointStore:
         return found + sorted(aside)
 
     def problem(self, folder: Path) -> str | None:
-        """Return a description of what is wrong with a checkpoint's contents, or None. A sealed folder is read only the
-        first time.
+        """Return a description of what is wrong with a checkpoint's contents, or None if it is complete. A sealed
+        folder is read only the first time.
         """
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)

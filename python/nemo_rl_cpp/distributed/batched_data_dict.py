@@ -76,7 +76,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
     @property
     def size(self) -> int:
-        """The number of rows of the first key, or 0 without keys."""
+        """The number of rows, which is that of the first key's value, or 0 without keys."""
         return rows_of(next(iter(self.data.values()))) if self.data else 0
 
     @staticmethod

@@ -155,17 +155,18 @@ class WorkerGroup:
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:
-        """Start a call of the method on worker `worker_idx`."""
+        """Start a call of the method `method_name` on worker `worker_idx`."""
         return self.cluster.workers.call(worker_idx, self._target, method_name, pickle.dumps((args, {})))
 
     def run_all_workers_single_data(self, method_name: str, *args: object, **kwargs: object) -> list[WorkerCall]:
-        """Start a call of the method on every worker with the same arguments."""
+        """Start a call of the method `method_name` on every worker with the same arguments."""
         payload, workers = pickle.dumps((args, kwargs)), self.cluster.workers
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
-        """Call a method on all workers together and return the results in rank order. An error names the rank that
-        failed, and no rank waits forever for that rank."""
+        """Call a method on all workers together and return the results in rank order. An error says which rank failed,
+        and no rank waits forever for that rank.
+        """
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:

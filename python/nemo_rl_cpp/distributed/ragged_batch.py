@@ -117,8 +117,9 @@ class RaggedBatch:
 
     @cached_property
     def _inside(self) -> Tensor:
-        """bool [B, S], whether each position holds a token. In row-major order, the True positions are in the order of
-        the ragged tokens."""
+        """bool [B, S], whether each padded position holds a token. In row-major order, the True positions are in the
+        order of the ragged tokens.
+        """
         return torch.arange(self.width)[None] < self.lengths[:, None]
 
     def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:
@@ -202,5 +203,5 @@ Batch = Mapping[str, object] | RaggedBatch
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Return offsets, int64 [B + 1], from lengths [B]: the start of each sample, and the end of the last."""
+    """Return offsets, int64 [B + 1], from lengths [B]: the start of each sample, and the end of the last sample."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])

@@ -19,7 +19,7 @@ Listener = tuple[str, Callable[..., None]]
 
 
 class WorkerLostError(RuntimeError):
-    """Raised if a worker has ended or does not respond. The message names the worker and its current call."""
+    """Raised if a worker has ended or does not respond. The message says which worker, and what its current call is."""
 
 
 class WorkerCall(Future):

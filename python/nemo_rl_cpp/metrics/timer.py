@@ -26,7 +26,7 @@ class Timer:
         self._observers: list[object] = []
 
     def record(self, label: str, elapsed: float) -> None:
-        """Add a duration in seconds that the caller measured. It does not count in `accounted_share`."""
+        """Add a duration in seconds, measured by the caller, to a label. It does not count in `accounted_share`."""
         with self._lock:
             self._times[label] = self._times.get(label, 0.0) + elapsed
 
@@ -67,7 +67,7 @@ class Timer:
             yield self
 
     def sums(self) -> dict[str, float]:
-        """Return the total seconds of each label."""
+        """Return the total seconds of each label in this step."""
         with self._lock:
             return dict(self._times)
 

@@ -23,7 +23,7 @@ DatumBatch = BatchedDataDict[DatumSpec]
 
 
 class MissingField(AttributeError, KeyError):
-    """Raised if a batch lacks a field because no stage has added it."""
+    """Raised if a batch lacks a field because no earlier stage of the training step has added it."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -76,10 +76,10 @@ class TrainBatch(RaggedBatch):
     """The samples to train on. `build_train_batch` makes the batch, and each later stage of a step adds what it
     computes.
 
-    Attributes are ragged: [T] for tokens, [B] for samples. Reading one that no stage has set raises MissingField. A
-    padded tensor [B, S] is converted to ragged when it is assigned. Losses and estimators may also read the batch as a
-    padded mapping (`RaggedBatch`) with the same names, and reward components as `reward/<name>`. `values` are the
-    critic's values, not the method of a mapping.
+    Attributes are ragged: [T] for tokens, [B] for samples. Reading an attribute that no stage has set raises
+    MissingField. A padded tensor [B, S] is converted to ragged when it is assigned. Losses and estimators may also read
+    the batch as a padded mapping (`RaggedBatch`) with the same names, and reward components as `reward/<name>`.
+    `values` are the critic's values, not the method of a mapping.
     """
 
     lacks_generation_logprobs: bool = False
@@ -248,7 +248,7 @@ def build_train_batch(
 
 
 def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Tensor:
-    """Return float32 [B]: the weight of each sample in the loss."""
+    """Return float32 [B]: the weight of each sample in the loss, 0 for masked samples."""
     mask = torch.as_tensor(samples["loss_multiplier"]).float().clone()
     if overlong_filtering:
         mask[torch.as_tensor(samples["truncated"], dtype=torch.bool)] = 0.0
@@ -258,16 +258,16 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
 
 
 class LogprobNeeds(NamedTuple):
-    """The log-probabilities that a run needs, derived from its configuration.
+    """Which log-probabilities and other per-token values a run needs, derived from its configuration.
 
     Attributes:
         reference: whether the KL weight is not 0, so that the reference model's log-probabilities are needed.
-        previous: whether the batch is always scored before training, even if generation's log-probabilities are exact,
-            because sequences are masked by their error.
+        previous: whether log-probabilities are always computed before training, even if generation's are exact, because
+            sequences are masked by the difference between the two.
         corrected: whether the loss corrects stale samples by importance sampling. If so, their `prev_logprobs` are
             computed by the current policy, otherwise by the policy that sampled them.
         estimator: whether the advantages use log-probabilities (KL in the reward, a teacher, or a custom estimator), so
-            that messages that were not generated must be scored.
+            that they are also needed for messages that were not generated.
         bypassed: whether the loss uses generation's log-probabilities as those of the old policy.
         entropies: whether the loss selects the tokens with the largest entropy.
         sum_pi_squared: whether the estimator uses the sum of squared probabilities.

@@ -52,8 +52,8 @@ def shut_down(*clusters: "Cluster | None") -> None:
 
 
 class Cluster:
-    """The workers of a run, one per device. A single worker is this process itself. Several workers are processes on
-    this machine, or Ray actors (`cluster.executor`), and compute on the CPU.
+    """The workers of a run, one per device. By default a single worker is this process itself. All other workers are
+    processes on this machine, or Ray actors (`cluster.executor`), and compute on the CPU.
 
     Args:
         bundle_ct_per_node_list: number of workers on each node.

@@ -36,7 +36,7 @@ class Future:
         self.error: BaseException | None = None
 
     def run(self, call: Callable[[], object]) -> None:
-        """Make the call, and store its value or the exception that it raised."""
+        """Run `call`, and store its value or the exception that it raised."""
         try:
             self._value = call()
         except BaseException as error:  # any exception is raised for the caller of `result`

@@ -109,7 +109,9 @@ def serving(load: Callable[..., C]) -> Callable[..., C]:
 
 
 def serve(launch: Launch) -> None:
-    """Connect to rank 0 and answer its calls until it closes the connection, then exit with status 0."""
+    """Connect this rank to rank 0 and answer the calls of rank 0 until it closes the connection, then exit with status
+    0.
+    """
     from nemo_rl_cpp.distributed.worker import SocketWorker, ignore_signals
 
     ignore_signals()

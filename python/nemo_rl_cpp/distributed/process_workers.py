@@ -184,7 +184,7 @@ class ProcessWorkers(Workers):
         count: number of ranks.
         threads: threads per worker.
         silence: seconds without a heartbeat after which a worker is reported as lost.
-        deadline: timeout in seconds of a call between ranks.
+        deadline: timeout in seconds of a message between ranks.
         role: the word for a worker in messages, such as "rank".
         backend: how the ranks are connected, "gloo" or "nccl" (see `ranks.connect`).
     """
@@ -285,7 +285,7 @@ class LaunchedWorker(SocketPeer):
 
 
 class LaunchedWorkers(ProcessWorkers):
-    """Like `ProcessWorkers`, but the launcher started all ranks except the first, and they cannot be restarted."""
+    """Workers like `ProcessWorkers`, but the launcher started all ranks except the first. They cannot be restarted."""
 
     def _start(self, join: dict, role: str) -> None:
         launch, size = launched(), join["size"]

@@ -158,8 +158,8 @@ class Ranks:
         return sorted(blocks[self.rank]), moves
 
     def whole(self, of_tokens: Tensor) -> Tensor:
-        """Return on every rank the sum of a tensor [T] over all ranks, which puts it together: each rank passes 0 for
-        the samples of other ranks.
+        """Assemble a tensor [T] on every rank from the samples of all ranks, as a sum: each rank passes 0 for the
+        samples of other ranks.
         """
         if self.communicator is None:
             return of_tokens
@@ -264,7 +264,7 @@ def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[l
 
 
 class Move(NamedTuple):
-    """A change of rank: the samples `rows` were generated on rank `source` and are trained on rank `target`."""
+    """Samples that change their rank: `rows` were generated on rank `source` and are trained on rank `target`."""
 
     rows: list[int]
     source: int
@@ -331,7 +331,7 @@ def connect(
     """Join the rendezvous of all ranks at the TCP store at `host` and `port`. Return this process's position.
 
     Args:
-        deadline: timeout in seconds of every call between ranks.
+        deadline: timeout in seconds of every message between ranks.
         address: where the other ranks reach this process; None: at `host`, with all ranks on one machine.
         backend: "gloo" sends tensors on the CPU. "nccl" also sends tensors on this rank's GPU, which becomes torch's
             current device: the visible GPU number `rank`, modulo the number of visible GPUs.
@@ -362,7 +362,9 @@ def connect(
 
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
-    """Return a Gloo backend for the ranks that use this part of the store; `place` is (rank, number of ranks)."""
+    """Return a Gloo backend that connects the ranks with the same `store` prefix; `place` is (rank, number of
+    ranks).
+    """
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline)

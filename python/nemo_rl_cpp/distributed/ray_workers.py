@@ -128,7 +128,8 @@ class ActorWorker:
         self._objects = WorkerObjects()
 
     def start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> Answer:
-        """Apply the run's `surroundings`, and start sending heartbeats to the store at `host` and `port`.
+        """Apply the run's working directory and environment variables (`surroundings`). Start to send heartbeats to the
+        store at `host` and `port`.
 
         Return (the address at which other nodes reach this node, the process id).
         """
@@ -175,7 +176,7 @@ class RayWorkers(Workers):
         count: number of ranks.
         threads: threads per worker; also the number of CPUs reserved for it in the cluster.
         silence: seconds without a heartbeat after which a worker is reported as lost.
-        deadline: timeout in seconds of a call between ranks.
+        deadline: timeout in seconds of a message between ranks.
         role: the word for a worker in messages, such as "rank".
         all_workers: number of workers in all clusters of the run; a Ray cluster started here gets CPUs for all of them.
 

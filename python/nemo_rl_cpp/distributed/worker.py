@@ -50,8 +50,10 @@ class WorkerObjects:
     def call(
         self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None
     ) -> Answer:
-        """Call `method` of object number `target` with a pickled (args, kwargs), or read an attribute. The method
-        `__create__` makes the object with a builder. `tell` is passed to the method as its argument named `event`."""
+        """Call `method` of object number `target` with a pickled (args, kwargs), or read the attribute of this name.
+        The method `__create__` makes the object with a builder. `tell` is passed to the method as its argument named
+        `event`.
+        """
 
         def make() -> object:
             args, kwargs = pickle.loads(payload)

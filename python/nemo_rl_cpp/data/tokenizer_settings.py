@@ -1,5 +1,5 @@
-"""The files next to tokenizer.json, with special tokens and tokenizer class. They are read and written as by
-transformers 5.
+"""The files next to tokenizer.json, which hold the special tokens and the tokenizer class. They are read and written as
+transformers 5 does.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class SpecialTokens:
                 )
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Mark the named and the additional special tokens as special. They keep their flags in `added_tokens_decoder`;
-        tokens that tokenizer.json lacks get their flags in `named`."""
+        """Mark the named and the additional special tokens as special. They keep the flags given in
+        `added_tokens_decoder`; tokens that tokenizer.json lacks get the flags given in `named`."""
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}

@@ -183,7 +183,8 @@ class AgentFunctionEnvironment(AgentEnvironment):
 
 
 def _checked(result: AgentResult) -> AgentResult:
-    """Return the result with its numbers as floats. Raise ValueError if one is not finite."""
+    """Return the result with its reward and metrics as floats. Raise ValueError if one of these numbers is not
+    finite."""
     reward = result.reward
     if isinstance(reward, Mapping):
         parts: float | dict[str, float] = {

@@ -1,8 +1,8 @@
 """An in-process agent for the package `verifiers`, which chats and uses the task's tools: `env.verifiers.harness: {id:
 nemo_rl_cpp_chat}`.
 
-Verifiers' harness `null` starts a program for each response in a conversation with a user, which takes a second of
-processor time. This agent sends the same messages to the same endpoint and calls the same tools, without a program.
+In a conversation with a user, verifiers' harness `null` starts a program for each response; every start takes a second
+of processor time. This agent sends the same messages to the same endpoint and calls the same tools, without a program.
 """
 
 from __future__ import annotations

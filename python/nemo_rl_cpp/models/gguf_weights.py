@@ -79,8 +79,8 @@ class LinkedTensors:
 
 def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
     """Return a parameter in llama.cpp's layout. Gemma's norms get 1 added. If llama.cpp's RoPE pairs adjacent rows, the
-    rows of query and key projections are interleaved: row i of a head's first half becomes 2i, of its second half 2i +
-    1."""
+    rows of query and key projections are interleaved: row i of a head's first half becomes row 2i, and row i of its
+    second half becomes row 2i + 1."""
     heads = _paired_heads(config, name)
     if heads:
         halves = values.reshape(heads, 2, -1, *values.shape[1:])

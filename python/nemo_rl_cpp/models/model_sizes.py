@@ -125,12 +125,13 @@ class KnownModel(NamedTuple):
 
 
 def recurrent_between(layers: int, every: int) -> tuple[int, ...]:
-    """Return the indices of the recurrent layers, if of `layers` layers each `every`-th has attention."""
+    """Return the indices of the recurrent layers in a model of `layers` layers. Every `every`-th layer has attention;
+    all others are recurrent."""
     return tuple(layer for layer in range(layers) if (layer + 1) % every)
 
 
 def _listed_sizes(row: list[object]) -> ModelSizes:
-    """Return the sizes in a row of known_models.toml, which has full_attention_interval for the recurrent layers."""
+    """Return the sizes in a row of known_models.toml, which gives the recurrent layers by full_attention_interval."""
     sizes = dict(zip((field.name for field in fields(ModelSizes)), row))
     if every := sizes.get("recurrent_layers"):
         sizes["recurrent_layers"] = recurrent_between(sizes["num_hidden_layers"], every)

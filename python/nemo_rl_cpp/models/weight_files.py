@@ -269,7 +269,7 @@ _NOT_COMPUTED = (
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Return the parameter's name in `shapes`: add the prefix `model.`, which checkpoints of base models lack, and
+    """Return the parameter's name in `shapes`. Add the prefix `model.`, which checkpoints of base models lack, and
     remove `language_model.`, which marks the text model in checkpoints of vision-language models."""
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name

@@ -95,7 +95,7 @@ def die_with_parent() -> None:
 
 
 def close_at_exec(first: int) -> None:
-    """Have all file descriptors from `first` on close at exec, including inherited ones."""
+    """Mark all file descriptors from `first` on, including inherited ones, to be closed at exec."""
     syscall("close_range", ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(4))  # CLOSE_RANGE_CLOEXEC
 
 

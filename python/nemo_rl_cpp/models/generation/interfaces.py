@@ -81,8 +81,8 @@ class Responses:
 
     @classmethod
     def of(cls, outputs: Responses | Mapping[str, torch.Tensor], prompt_lengths: torch.Tensor) -> Responses:
-        """Return the responses in a `GenerationOutputSpec`, without the prompts of `prompt_lengths` [B]. Return
-        `Responses` unchanged."""
+        """Return the responses in a `GenerationOutputSpec` without the prompts, whose lengths are `prompt_lengths` [B].
+        If `outputs` is already a `Responses`, return it unchanged."""
         if isinstance(outputs, Responses):
             return outputs
         ids, begins = outputs["output_ids"].cpu(), torch.as_tensor(prompt_lengths).cpu()

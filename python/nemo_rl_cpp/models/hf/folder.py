@@ -121,7 +121,8 @@ class HfFolder:
 
 
 def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, value_head: bool = False) -> HfFolder:
-    """Open the model `policy.model_name` or `value.model_name` for transformers. Print remarks on it, once.
+    """Open the model `policy.model_name` or `value.model_name` for transformers. Print notes on the model to stderr,
+    each once per process.
 
     Raises ModelFolderError if there is no such model, transformers does not know its architecture, or sequences are too
     long for it.

@@ -1,4 +1,5 @@
-"""Import of the transformers library, which only `backend: hf` needs, and the differences between its versions."""
+"""Import of the transformers library, which only `backend: hf` needs, and code for the differences between its
+versions."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class ValueNet(nn.Module):
 
     @classmethod
     def of(cls, backbone: nn.Module, folder: Path | None) -> Self:
-        """Return a critic. It gets the folder's single-label head if there is one. Raise ModelFolderError for a head of
-        another shape."""
+        """Return a critic on `backbone`, with the single-label head that `folder` holds, if any. Raise ModelFolderError
+        for a head of another shape."""
         made = cls(backbone)
         for name, raw in () if folder is None else raw_tensors(weight_files(folder)):
             if name != SCORE:
@@ -159,8 +159,8 @@ def outputs_of(
 
 
 def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
-    """Return the logits [b, C, V] in the module's precision, and for each token to score its column in them, [W]. If
-    the architecture supports it, the LM head is computed only for columns with a token to score in some row."""
+    """Return the logits [b, C, V] in the module's precision, and the column in them of each token to score, [W]. If the
+    architecture supports it, the LM head is computed only for columns with a token to score in some row."""
     inputs = _inputs(module, rows)
     if accepts(module, "logits_to_keep") is None:
         return module(**inputs).logits, rows.column
@@ -169,7 +169,7 @@ def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
 
 
 class _Places(NamedTuple):
-    """The requested positions of the logits.
+    """The positions of the logits at which log-probabilities are requested.
 
     Attributes:
         picks: (row, column, token id) of each chunk, int64 [w] each.

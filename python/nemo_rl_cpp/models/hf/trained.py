@@ -80,8 +80,8 @@ def names_in_checkpoints(module: nn.Module, tensors: dict[str, Tensor]) -> set[s
 
 
 def _named_as(module: nn.Module, whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the state dict of `module` with unsharded parameters: the tensors of `whole` without `prefix`, and the
-    buffers."""
+    """Return the state dict of `module` with unsharded parameters: the tensors of `whole`, with `prefix` removed from
+    their names, and the module's buffers."""
     named = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return named | {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}

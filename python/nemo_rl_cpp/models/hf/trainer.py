@@ -64,8 +64,8 @@ class HfTrainer:
     def forward(
         self, batch: RowBatch, rows: list[int], temperature: float, share_prefix: bool, keep: bool, checkpoint: bool, out: Tensor, **more: object
     ) -> None:  # fmt: skip
-        """Write the log-probability (or critic's value) of each token to score of these samples into `out` [T]; -inf
-        for a token that top-k or top-p removes.
+        """For each token to score in the samples `rows`, write its log-probability (or critic's value) into `out` [T];
+        -inf if top-k or top-p removes the token.
 
         Args:
             keep: a `backward` will follow.
@@ -241,8 +241,8 @@ class ShardedTrainer(HfTrainer):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context for a loop over this rank's micro-batches. It ends once all ranks have finished their loops.
-        If a rank fails, it raises an error on every rank."""
+        """Return a context for a loop over this rank's micro-batches. The context ends once all ranks have finished
+        their loops. If a rank fails, the context raises an error on every rank."""
         try:
             yield
             self._agree(NextCollective.END)

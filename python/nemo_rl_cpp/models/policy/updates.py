@@ -52,7 +52,7 @@ class Updates:
         return whole
 
     def report(self) -> TrainingResult:
-        """Return the result of `train`."""
+        """Return these results in the form in which `train` returns them."""
         return {
             "loss": torch.tensor([float(sum(losses)) for losses in self.losses]),
             "grad_norm": torch.tensor(self.norms if self.norms else [0.0]),

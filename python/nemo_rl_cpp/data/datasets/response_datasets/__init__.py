@@ -1,4 +1,4 @@
-"""The data sets by the names that configurations use."""
+"""The data sets, found by the names that configurations use."""
 
 import inspect
 from collections.abc import Mapping

@@ -148,7 +148,8 @@ def _event(text: bytes) -> dict | None:
 
 
 def _message_of(body: dict) -> str:
-    """Return the message in an error response in the format of OpenAI's servers, of FastAPI or of vLLM's own routes."""
+    """Return the message in the body of an error response, which has the format of OpenAI's servers, of FastAPI or of
+    vLLM's own routes."""
     error = body.get("error", body.get("detail", body))
     text = error.get("message", error) if isinstance(error, dict) else error
     return str(text)[:_MOST_OF_A_TEXT]

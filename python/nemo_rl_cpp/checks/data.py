@@ -34,8 +34,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
-    """Return the tokenizer with the run's chat template (None if it is not on this machine), and problems with the
-    template."""
+    """Return (tokenizer, problems): the tokenizer with the run's chat template (None if it is not on this machine), and
+    problems with the template."""
     section, prefix = (config.tokenizer, "tokenizer") if evaluation else (config.policy.tokenizer, "policy.tokenizer")
     value = section.chat_template if "chat_template" in section.model_fields_set else "default"
     key = f"{prefix}.chat_template"
@@ -139,10 +139,10 @@ def _check_prompt_file(section: dict[str, object]) -> None:
 
 
 def check_environments(config: WholeConfig) -> Iterator[Finding]:
-    """Import the user's environments, reward functions, data set classes, estimator and loss; yield imports that fail.
+    """Import the user's environments, reward functions, data set classes, estimator and loss. Yield a problem for each
+    import that fails.
 
-    These modules may import torch, which is slow. Environments of this package are not imported.
-    """
+    These modules may import torch, which is slow. Environments of this package are not imported."""
     training = isinstance(config, TrainMasterConfig)
     named: list[tuple[str, object, str]] = []
     if training:

@@ -1,8 +1,8 @@
-"""Compares a configuration with that of the checkpoint from which a run resumes. Some differences are only reported;
+"""Compares a run's configuration with that of the checkpoint from which it resumes. Some differences are only reported;
 others are errors.
 
-It needs neither torch nor weights. The package `checks` compares before the run starts,
-`algorithms/checkpointing.py` when it resumes."""
+The module needs neither torch nor weights. The package `checks` calls it before the run starts,
+`algorithms/checkpointing.py` when the run resumes."""
 
 import re
 import time
@@ -156,8 +156,8 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
 
 
 def _is_another(before: object, now: object) -> bool:
-    """Return whether two names of a model or tokenizer differ. Only the last part of a path counts, since folders may
-    move."""
+    """Return whether two names of a model, or two of a tokenizer, differ. Of paths only the last part is compared,
+    since folders may move."""
     known = before is not None and now is not None and "${" not in f"{before}{now}"
     return known and Path(str(before)).name != Path(str(now)).name
 

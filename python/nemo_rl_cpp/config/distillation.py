@@ -57,14 +57,16 @@ class OnPolicyDistillationConfig(Section):
     full: FullDistillationConfig | None = section(FullDistillationConfig, "the whole vocabulary (not supported)")
 
     def models(self) -> dict[str, str]:
-        """Return task -> model of its teacher; empty if `enabled` is false. Local folders are absolute paths."""
+        """Return a mapping from each task to the model of its teacher; empty if `enabled` is false. Local folders are
+        absolute paths."""
         if not self.enabled:
             return {}
         return {task: absolute_folder(name) for task, name in self.teacher_model_by_agent_name.items()}
 
     @property
     def default_teacher(self) -> str | None:
-        """The key of the teacher for tasks without their own teacher; None if such tasks have no teacher."""
+        """The key of the teacher for tasks that have no teacher of their own; None if these are not scored by any
+        teacher."""
         names = list(self.teacher_model_by_agent_name)
         if self.strict_agent_name_match:
             return None
@@ -95,8 +97,8 @@ class TeacherConfig(Section):
 
     @property
     def is_outside(self) -> bool:
-        """Whether a server or transformers computes the teacher's scores, and not the native core in the policy's
-        process."""
+        """Whether the teacher's scores are computed by a server or by transformers, rather than by the native core in
+        the policy's process."""
         return self.base_url is not None or self.backend != "native"
 
 
@@ -137,7 +139,7 @@ class DistillationEstimatorConfig(AdvEstimatorConfig):
 
 
 class DistillationConfig(LoopConfig):
-    """The training loop of a distillation run. Keys that `grpo` has, too, have the same meaning."""
+    """The training loop of a distillation run. Keys that are also in `grpo` have the same meaning."""
 
     section_name = "distillation"
     num_prompts_per_step: Positive = other_default("num_prompts_per_step", 128)

@@ -162,7 +162,7 @@ ENV_REGISTRY: dict[str, EnvironmentEntry] = {
 
 
 def environment_sections() -> dict[str, type[Section]]:
-    """Return environment name -> class of its section, for environments whose keys are checked."""
+    """Return a mapping from environment name to the class of its section, for environments whose keys are checked."""
     return {name: entry["section"] for name, entry in ENV_REGISTRY.items() if "section" in entry}
 
 

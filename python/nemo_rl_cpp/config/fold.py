@@ -92,9 +92,9 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Return dotted key -> size for every size above 1 that this run cannot use as configured, and so "folds":
+    """Return a mapping from dotted key to size, for every size above 1 that this run cannot use as configured:
     machines, devices, and parallel sizes of enabled backends. Tensor-parallel sizes that divide the number of worker
-    processes are used."""
+    processes can be used."""
     ours = config.cluster.has_written_size  # the sizes are used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
@@ -197,8 +197,8 @@ def say_fold(config: WholeConfig, forecast: str | None) -> None:
 
 
 def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
-    """Return section -> ignored keys for which a file or the command line sets a value other than the default. These
-    keys configure kernels, communication or engines of other implementations."""
+    """Return a mapping from each section to its ignored keys for which a file or the command line sets a value other
+    than the default. These keys configure kernels, communication or engines of other implementations."""
     found: dict[str, list[str]] = {}
     for section, name in _ineffective(config, "", config.positions):
         found.setdefault(section, []).append(name)

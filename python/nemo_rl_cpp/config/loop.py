@@ -444,7 +444,7 @@ class GAEConfig(Section):
 
 
 class PPOConfig(LoopConfig):
-    """The training loop of PPO. Keys that `grpo` has, too, have the same meaning."""
+    """The training loop of PPO. Keys that are also in `grpo` have the same meaning."""
 
     section_name = "ppo"
     max_num_epochs: Positive = other_default("max_num_epochs", 100000)

@@ -202,7 +202,7 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
 
 
 def _shapes(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    """Return name of a matrix (a key of MATRICES) -> (rows, columns)."""
+    """Return a mapping from each matrix (a key of MATRICES) to (rows, columns)."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     gates = query if sizes.recurrent_layers else 0

@@ -58,14 +58,14 @@ class MasterConfig(Section):
 
     @property
     def positions(self) -> dict[str, str]:
-        """The place of each key that a file or the command line sets: dotted key -> "file.yaml:line" or "override
-        '...'"."""
+        """A mapping from each key that a file or the command line sets to its place ("file.yaml:line" or "override
+        '...'")."""
         return self._positions
 
     @property
     def environment_texts(self) -> dict[str, str]:
-        """The environment variables that were read: value -> `${oc.env:NAME}`, which replaces the value in saved
-        configurations (see `config.access.written`)."""
+        """A mapping from the value of each environment variable that was read to `${oc.env:NAME}`, which replaces the
+        value in saved configurations (see `config.access.written`)."""
         return self._environment
 
     @property
@@ -74,7 +74,7 @@ class MasterConfig(Section):
         return False
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
-        """Return section name -> section of each model that is trained; empty for an evaluation."""
+        """Return a mapping from section name to section for the models that are trained; empty for an evaluation."""
         return {}
 
     @property
@@ -161,7 +161,8 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Dotted key -> name of each teacher model that the run loads in the native core; empty without teachers."""
+        """A mapping from dotted key to model name for each teacher that the run loads in the native core; empty without
+        teachers."""
         return {}
 
     @property

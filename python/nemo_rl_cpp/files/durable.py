@@ -136,8 +136,8 @@ def folder_problem(root: Path, contents: bool, verify: Collection[str] = (), wit
 
 
 def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
-    """Return name -> (size, SHA-256) from the manifest. Raise ValueError unless it is well-formed, matches its own
-    digest, and lists only files inside its folder."""
+    """Return a mapping from file name to (size, SHA-256), read from the manifest. Raise ValueError unless the manifest
+    is well-formed, matches its own digest, and lists only files inside its folder."""
     manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     files = manifest["files"]
     if manifest["digest"] != _digest(files):

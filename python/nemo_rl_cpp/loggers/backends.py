@@ -305,8 +305,8 @@ class MLflowLogger(TrackerLogger):
 
 
 def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int], str]]:
-    """Return name -> ((N, M), value) for each parameter NAME with changes: the last of its parameters
-    `NAME.from_step_N` (M = 1) and `NAME.from_step_N.M`."""
+    """Return a mapping from NAME to ((N, M), value) for each MLflow parameter NAME with changes. The value is that of
+    the last parameter `NAME.from_step_N.M`, or `NAME.from_step_N` (M = 1)."""
     latest: dict[str, tuple[tuple[int, int], str]] = {}
     for name, value in params.items():
         if found := re.fullmatch(r"(.+)\.from_step_(\d+)(?:\.(\d+))?", name, re.DOTALL):

@@ -106,7 +106,8 @@ class PendingRequest:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Counts of an engine: waiting and running requests, KV-cache blocks, and tokens generated since the start."""
+    """The state of an engine: numbers of waiting and running requests and of KV-cache blocks, tokens generated since
+    the start, whether it is open, and the version of its weights."""
 
     waiting: int
     running: int

@@ -73,7 +73,7 @@ class ServedModel:
 
     @cached_property
     def bytes_of_token(self) -> Callable[[int], bytes]:
-        """Return the bytes of a token, which may be a partial character."""
+        """Return a function from a token id to the token's bytes, which may be a partial character."""
         return bytes_of_token(self.tokenizer)
 
     def check_name(self, name: str | None) -> str:
@@ -156,7 +156,7 @@ _LONGEST_CACHE = 4 << 30
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The sizes of a served engine.
+    """The sizes of a server's engine.
 
     Attributes:
         max_model_len: tokens of the longest sequence (prompt and response); None: what the model and the cache allow.
@@ -214,7 +214,7 @@ def load_model(
     Args:
         name: a model folder, a model name, a checkpoint (`step_N`), or a run's folder, for its newest checkpoint.
         served_name: the name that clients use, if not `name`.
-        seed: seeds the sampling of requests that name a rollout but no seed.
+        seed: seeds the sampling of requests that belong to a rollout and have no seed.
 
     Raise ValueError if the model cannot be found or does not fit."""
     if name == TINY_RANDOM:

@@ -34,7 +34,7 @@ class TrainedSampling:
 
 @dataclass(frozen=True)
 class Call:
-    """A request with its response."""
+    """A request of a rollout, with its response."""
 
     prompt_ids: list[int]
     sample: Sample

@@ -78,7 +78,7 @@ class Given:
 
 
 def component_keys(given: object, what: str, algorithm: str) -> Given:
-    """Convert the argument `loss_fn` or `adv_estimator` to configuration keys or a component."""
+    """Convert the argument `what` (`loss_fn` or `adv_estimator`) to configuration keys or a component."""
     section = "loss_fn" if what == "loss_fn" else f"{algorithm}.adv_estimator"
     if given is None:
         return Given(what)
@@ -149,8 +149,8 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
 
 def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[RewardFunctionEnvironment, Keys]:
     """Return (environment of the reward functions, configuration keys set by their weights). The keys are empty unless
-    the estimator is gdpo, which weights the rewards itself. `keys` are set by the other arguments. Raise ValueError if
-    weights are given twice."""
+    the estimator is gdpo, which weights the rewards itself. `keys` are the configuration keys that the other arguments
+    set. Raise ValueError if weights are given twice."""
     is_gdpo = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo"
     environment = reward_environment(functions, weights, is_gdpo)
     if not is_gdpo or weights is None:

@@ -166,9 +166,9 @@ class Logger(LoggerInterface):
         self._ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Remove all metrics, events and rollouts after `step`, from which the run resumes. If a tracker's run already
-        has later steps, it keeps them, and a new tracker run starts with the metrics up to `step`. So each tracker run
-        is one curve."""
+        """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker's run that
+        already has later steps keeps them; a new tracker run then starts with the metrics up to `step`, so that each
+        run is one curve."""
         trackers = [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]
         metrics = self.log_dir / METRICS
         restarts = bool(trackers) and any(row["step"] > step for row in _metric_rows(metrics))

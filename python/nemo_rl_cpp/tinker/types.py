@@ -99,8 +99,8 @@ class ForwardBackwardOutput:
 
 @dataclass
 class SampledSequence:
-    """A response. `stop_reason` is "stop", or "length" at the length limit. `topk_logprobs` lists (token,
-    log-probability) of the most likely tokens at each position."""
+    """A response. `stop_reason` is "stop", or "length" at the length limit. `topk_logprobs` lists, for each position,
+    the (token, log-probability) pairs of the most likely tokens."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -114,7 +114,7 @@ class SampleResponse:
 
     Attributes:
         prompt_logprobs: the log-probability of each prompt token; None for the first and for tokens not requested.
-        topk_prompt_logprobs: (token, log-probability) of the most likely tokens at each position of the prompt.
+        topk_prompt_logprobs: for each position of the prompt, (token, log-probability) of the most likely tokens.
     """
 
     sequences: list[SampledSequence]

@@ -74,7 +74,8 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _guarded(what: str, action: Callable[[], T]) -> T:
-    """Call `action` and return its result. Raise ChatTemplateError, which begins with `what`, for any error."""
+    """Call `action` and return its result. For any error, raise ChatTemplateError with a message that begins with
+    `what`."""
     try:
         return action()
     except ChatTemplateError:

@@ -1,4 +1,4 @@
-"""An environment for programs, which runs tests on them in a sandbox."""
+"""An environment for coding tasks, which tests the model's programs in a sandbox."""
 
 import re
 from collections import Counter
@@ -36,7 +36,7 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
 
     The constructor raises SandboxUnavailableError if this machine lacks a protection of the sandbox. Metrics:
     `num_<reason>`, the number of programs that failed for this reason (see `CodeVerifyWorker`), and those of
-    `VerifyingEnvironment`. `answers` holds the result of each program, as described there.
+    `VerifyingEnvironment`. `answers` holds each program's result, such as `passed` or `wrong_answer`.
 
     Programs run only after generation has ended, because generation would use processor time that counts against their
     time limits.

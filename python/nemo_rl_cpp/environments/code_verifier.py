@@ -154,7 +154,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
-    """Return the results that the harness wrote, or empty dictionaries if it was stopped or its output is invalid."""
+    """Return the results that the harness wrote, or empty dictionaries if the run was stopped or its output is
+    invalid."""
     found = None
     if outcome.exit_code == 0 and outcome.stopped is None:
         with suppress(ValueError, RecursionError):
@@ -177,7 +178,7 @@ def _fulfils(check: Check, wanted: object, result: CheckResult, token: str) -> b
 
 
 def parse_tests(ground_truth: object) -> CodeTests:
-    """Return the tests in the `ground_truth` of a sample, a value or its JSON text. The formats are:
+    """Return the tests in a sample's `ground_truth`, which is a value or its JSON text. The formats are:
 
     - {"inputs": [text, ...], "outputs": [text, ...]}: standard input and expected standard output.
     - {"fn_name": name, "inputs": [[argument, ...], ...], "outputs": [value, ...]}: calls of a function (or of a method

@@ -87,7 +87,7 @@ def inspect_rows(
 
 
 def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, rows: int) -> Iterator[Finding]:
-    """Yield the problems of prompts that reach a limit. Prompts are given as (tokens, row number)."""
+    """Yield the problems of prompts that reach a limit. Prompts are given as (number of tokens, row number)."""
     longest, row = max(lengths, key=lambda each: each[0])
     looked_at = "" if len(lengths) == rows else f" looked at (of {rows:,})"
     cut = None if limits.cut == limits.context else limits.cut
@@ -221,8 +221,8 @@ _SAID: set[str] = set()
 
 
 def note_as_said(finding: Finding) -> Finding:
-    """Record that a problem was already reported to the user, so that the run does not report it again. Return the
-    problem.
+    """Record that a finding was already reported to the user, so that the run does not report it again. Return the
+    finding.
     """
     _SAID.add(str(finding))
     return finding

@@ -56,8 +56,8 @@ def check_environment_class(found: object, name: str) -> None:
 
 
 def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
-    """Return the reward function with a dotted name; a function is returned unchanged. Raise LoadingError if the name
-    belongs to something that cannot be called.
+    """Return the reward function to which the dotted name `name` refers. If `name` is already a function, return it
+    unchanged. Raise LoadingError if what the name refers to cannot be called.
     """
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):

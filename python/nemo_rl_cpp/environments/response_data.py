@@ -108,7 +108,8 @@ def load_response_data(
     `actors`, make them in Ray actors.
 
     Warn of prompts that will be truncated (`data.max_input_seq_length`) or that reach `max_total_sequence_length`, and
-    of ground truths that no response can match. Raise ValueError if this is true of all rows of a section.
+    of ground truths that no response can match. Raise ValueError if one of these problems affects all rows of a
+    section.
     """
     config = as_written(data_config)
     sides = _filled_sections(config, env_configs)

@@ -19,7 +19,8 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """Return the name of a function or of a partial's function, and for any other object the name of its class."""
+    """Return the name of a function, or of the function inside a functools.partial; for any other object, the name of
+    its class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)

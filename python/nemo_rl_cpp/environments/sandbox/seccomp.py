@@ -75,7 +75,8 @@ def _argument(index: int) -> bytes:
 
 
 def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
-    """Return instructions that give `verdict` if the comparison `code` of the loaded argument with a value holds."""
+    """Return BPF instructions that give `verdict` if the comparison `code` of the loaded argument with any of `values`
+    holds."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 

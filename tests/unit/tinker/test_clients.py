@@ -267,6 +267,12 @@ def test_the_matrices_of_recurrent_layers_count_as_attention(tmp_path: Path, sha
     assert {module.split(".")[3] for module in modules} == blocks
 
 
+def test_fused_matrices_get_adapters(tmp_path: Path) -> None:
+    modules = tiny_base(make_model(tmp_path, model_type="phi3")).adapted(Shape(2)).lora.modules
+    names = {module.rpartition(".")[2] for module in modules}
+    assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+
+
 def test_experts_get_no_adapters_but_their_model_is_sampled_and_its_attention_is_trained(tmp_path: Path) -> None:
     with service_in(tmp_path, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2) as service:
         with pytest.raises(ValueError, match="mixture of experts, .* set train_mlp=False"):

@@ -110,8 +110,8 @@ def model_name(model: object) -> str:
 
 
 def folder_path(value: object, name: str) -> Path:
-    """Return `value` as a Path, which need not exist. Raise ValueError, with the argument's name `name` in the message,
-    if it is not a path.
+    """Return `value` as a Path, which need not exist. Raise ValueError if it is not a path; `name` is the argument's
+    name in the message.
     """
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path and "\0" not in path:

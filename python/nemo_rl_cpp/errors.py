@@ -53,7 +53,8 @@ class UserCodeError(Exception):
 class Finding(NamedTuple):
     """A problem that a check found. An "error" ends the run before it starts; a "warning" is only printed.
 
-    `key` is the dotted key to change, or "". `message` is one sentence that says what is wrong and what to do.
+    `key` is the dotted configuration key to change, or "". `message` is one sentence that says what is wrong and what
+    to do.
     """
 
     level: Literal["error", "warning"]

@@ -91,7 +91,9 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return (policy, reference) if the reward has a KL penalty and both are given, otherwise (None, None)."""
+        """Return the log-probabilities (policy, reference) if the reward has a KL penalty and both are given, otherwise
+        (None, None).
+        """
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
@@ -241,7 +243,9 @@ class PassAtKAdvantageEstimator(_Estimator):
         return _on_tokens(of_groups[group, (~is_right).long()], mask, offsets)
 
     def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
-        """Return the advantages of (a correct response, a wrong response) in a group with `wrong` of `total` wrong."""
+        """Return (advantage of a correct response, advantage of a wrong response) in a group of `total` responses, of
+        which `wrong` are wrong.
+        """
         k = min(self.config.pass_k, total)
         if k == 0:
             return 0.0, 0.0

@@ -88,8 +88,8 @@ class Resume(NamedTuple):
             load_dataloader_state(loader, self.path)
 
     def load_sampler(self, sampler: GroupSampler) -> None:
-        """Load into the sampler of dynamic sampling the prompt groups that the checkpoint kept for the next step. If
-        the sampler no longer keeps groups, or now makes groups of a different size, drop them and print a note.
+        """Restore the prompt groups that dynamic sampling had kept for the next step. If the sampler no longer keeps
+        groups, or now makes groups of a different size, drop them and print a note.
         """
         if self.path is None or (kept := _kept_groups(self.path)) is None:
             return

@@ -155,7 +155,7 @@ class GroupSampler:
         the policy that sampled the batch.
 
         Raise ValueError for a reward that is not finite. Raise DynamicSamplingExhausted if this was the last allowed
-        batch and groups are still missing.
+        batch and there are still fewer than `num_groups` groups.
         """
         rewards = raw_rewards(rollouts)
         _check_finite(rewards)
@@ -265,8 +265,8 @@ class GroupSampler:
         }
 
     def takes(self, cache: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether this sampler can use the groups of a checkpoint: it keeps surplus groups, and the group sizes
-        are equal.
+        """Return whether this sampler can use the groups of a checkpoint: whether it keeps surplus groups, and has the
+        same group size.
         """
         sizes = torch.bincount(cache["group_id"]).unique().tolist()
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])

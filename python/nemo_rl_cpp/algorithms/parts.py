@@ -434,7 +434,7 @@ def make_answer_validation(
 
 
 def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: PolicyInterface) -> StepLog:
-    """Return the log of steps. Its rates per device count trainers as engines, too, without separate engines."""
+    """Return the log of steps. Without separate engines, its rates per device count the trainers as engines."""
     trainers, engines = trainers_of(config), engines_of(config)
     devices = Devices(trainers + engines, trainers, engines or trainers)
     return StepLog(logger, timer, PhaseMemory(), devices, policy.performance)

@@ -259,8 +259,8 @@ def _additions(
 
 
 def _centred_weights(lengths: list[int]) -> list[float]:
-    """Return weights from 1 for the shortest to 0 for the longest, minus their mean. If all lengths are equal, return
-    zeros.
+    """Return a weight per response, from 1 for the shortest to 0 for the longest, minus their mean. If all lengths are
+    equal, return zeros.
     """
     low, high = min(lengths), max(lengths)
     if low == high:

@@ -67,8 +67,8 @@ class Validator:
     num_samples_to_print: int = 0
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
-        """Return the names of a validation's metrics, derived from `rollout_names`, those of a training step's
-        rollouts. Return None if validation does not have the environments of training, `task_to_env`.
+        """Return the names of a validation's metrics: its own, and those of training rollouts, `rollout_names`. Return
+        None if validation has other environments than training, `task_to_env`.
         """
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
@@ -90,9 +90,11 @@ class Validator:
             accuracy: the mean raw reward.
             accuracy_ci95_low, accuracy_ci95_high: the 95 % Wilson interval of accuracy, with one trial per prompt; only
                 for rewards in [0, 1].
-            avg_length: the mean number of tokens per response. num_samples: the number of prompts. right_or_wrong: 1 if
-            every reward was 0 or 1, otherwise 0; reports then write "reward" instead of "accuracy". pass_k: with
-            several generations per prompt, the share of prompts with a positive reward.
+            avg_length: the mean number of tokens per response.
+            num_samples: the number of prompts.
+            right_or_wrong: 1 if every reward was 0 or 1, otherwise 0; reports then write "reward" instead of
+                "accuracy".
+            pass_k: with several generations per prompt, the share of prompts with a positive reward.
 
         and the metrics of rollouts and environments. Raise ValueError if there are no prompts.
         """

@@ -152,7 +152,7 @@ def run_env_eval(
 ) -> EvalResult:
     """Generate `eval.num_tests_per_prompt` responses per prompt, score them, save and print the result, and return it.
 
-    A response is correct if its reward is 1. Sampling is seeded by (eval.seed, stream "eval", prompt index, response
+    A response is correct if its reward is 1. Sampling is seeded by (eval.seed, the name "eval", prompt index, response
     index), so the score does not depend on generation.num_prompts_per_step. Any engine may be passed. Raise ValueError
     for cons@k if the environment extracts no answers.
     """

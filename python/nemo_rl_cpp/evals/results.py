@@ -59,7 +59,7 @@ def metric_name(wanted: EvalConfig) -> str:
 
 
 def show(result: EvalResult, config: EvalMasterConfig) -> None:
-    """Print NeMo RL's lines, then the table of results."""
+    """Print the lines that NeMo RL's evaluation prints, then the table of results."""
     wanted, generation = config.eval, config.generation
     print(f"model_name={generation.model_name!r} dataset_name={config.data.dataset_name!r}")
     print(

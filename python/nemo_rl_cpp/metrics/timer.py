@@ -72,8 +72,8 @@ class Timer:
             return dict(self._times)
 
     def step_timing_metrics(self) -> dict[str, float]:
-        """Return the metrics `timing/train/*` of the step: `sums`, and `accounted_share`, the share of the step's time
-        that the outermost stages cover (1.0 if they cover all of it).
+        """Return the metrics `timing/train/*` of the step: the seconds of each label, and `accounted_share`, the share
+        of the step's time that the outermost stages cover (1.0 if they cover all of it).
         """
         metrics = self.sums()
         if TOTAL in metrics:

@@ -36,7 +36,7 @@ class SampleStats:
 
 
 def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
-    """Return NeMo RL's rollout metrics; rates are fractions of the samples. Raise ValueError if there
+    """Return NeMo RL's rollout metrics of the samples; rates are fractions of the samples. Raise ValueError if there
     are no samples.
     """
     n = len(samples)

@@ -8,7 +8,8 @@ import re
 import secrets
 import socket
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -230,7 +231,21 @@ class MLflowLogger(TrackerLogger):
         else:
             self._choose_experiment(options.get("experiment_name"), options.get("artifact_location") or log_dir)
             run = self._mlflow.start_run(run_name=self._run_name)
+        self._uri = self._mlflow.get_tracking_uri()
         self._use(run, step=0 if known else None)
+
+    @contextmanager
+    def _own_server(self) -> Iterator[ModuleType]:
+        """Yield MLflow with the tracking URI of the run. User code may have set another one, which is kept."""
+        theirs = self._mlflow.get_tracking_uri()
+        if theirs == self._uri:
+            yield self._mlflow
+            return
+        self._mlflow.set_tracking_uri(self._uri)
+        try:
+            yield self._mlflow
+        finally:
+            self._mlflow.set_tracking_uri(theirs)
 
     def _use(self, run: "ActiveRun", step: int | None) -> None:
         """Log into this MLflow run from now on. `step` is the step from which it resumes, or None if it is new."""
@@ -279,13 +294,20 @@ class MLflowLogger(TrackerLogger):
 
     def send(self, row: dict[str, float], step: int) -> None:
         if row:
-            self._mlflow.log_metrics(row, step=step, run_id=self.run_id)
+            with self._own_server() as mlflow:
+                mlflow.log_metrics(row, step=step, run_id=self.run_id)
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Log the flattened configuration as parameters. MLflow does not allow a parameter to change: if a run resumes
         from step N with another value, it logs that value as the parameter `NAME.from_step_N`.
         """
-        known = {} if self._resumed_step is None else self._mlflow.get_run(self.run_id).data.params
+        with self._own_server() as mlflow:
+            known = {} if self._resumed_step is None else mlflow.get_run(self.run_id).data.params
+            if new := self._new_params(params, known):
+                mlflow.log_params(new, run_id=self.run_id)
+
+    def _new_params(self, params: Mapping[str, Plain], known: Mapping[str, str]) -> dict[str, object]:
+        """Return the parameters to log. `known` are those that the run already has."""
         changes = _latest_changes(known)
         new: dict[str, object] = {}
         for name, value in flatten_dict(to_plain(params)).items():
@@ -297,11 +319,11 @@ class MLflowLogger(TrackerLogger):
             elif latest != text and not (len(latest) >= _LONGEST_CUT and text.startswith(latest)):
                 again = f".{number + 1}" if number and step == self._resumed_step else ""
                 new[f"{stem}.from_step_{self._resumed_step}{again}"] = value
-        if new:
-            self._mlflow.log_params(new, run_id=self.run_id)
+        return new
 
     def finish(self) -> None:
-        self._mlflow.end_run()
+        with self._own_server() as mlflow:
+            mlflow.end_run()
 
 
 def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int], str]]:

@@ -147,10 +147,13 @@ class Mlflow(types.ModuleType):
 
     def __init__(self):
         super().__init__("mlflow")
-        self.runs, self.uri = [], None
+        self.runs, self.uri, self.used = [], None, set()
 
     def set_tracking_uri(self, uri):
         self.uri = uri
+
+    def get_tracking_uri(self):
+        return self.uri
 
     def active_run(self):
         return None
@@ -168,12 +171,13 @@ class Mlflow(types.ModuleType):
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id, experiment_id="0"))
 
     def end_run(self):
-        pass
+        self.used.add(self.uri)
 
     def get_run(self, run_id):
         return types.SimpleNamespace(data=self.runs[int(run_id)])
 
     def log_params(self, params, run_id):
+        self.used.add(self.uri)
         known = self.runs[int(run_id)].params
         for name, value in params.items():
             self.check(name)
@@ -181,6 +185,7 @@ class Mlflow(types.ModuleType):
                 raise RuntimeError(f"Changing param values is not allowed: {name}")
 
     def log_metrics(self, row, step, run_id):
+        self.used.add(self.uri)
         for name in row:
             self.check(name)
         for name, value in row.items():
@@ -279,6 +284,15 @@ def test_configured_key_wins_over_the_trackers_environment_variable_and_default(
     assert start(mlflow={"tracking_uri": "sqlite:///given.db"}, wandb={"project": "p", "name": "n", "mode": "online"}) == (
         "sqlite:///given.db", given | {"dir": str(tmp_path / "wandb")},
     )  # fmt: skip
+
+
+def test_metrics_reach_the_runs_mlflow_server_although_user_code_chose_another(tmp_path, mlflow):
+    cfg = config(tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": "sqlite:///given.db"})
+    with Logger(cfg) as logger:
+        mlflow.set_tracking_uri("sqlite:///of-a-judge.db")
+        logger.log_metrics({"loss": 0.5}, 1, prefix="train")
+        logger.log_hyperparams({"lr": 0.1})
+    assert mlflow.used == {"sqlite:///given.db"} and mlflow.uri == "sqlite:///of-a-judge.db"
 
 
 @pytest.mark.parametrize("proxied", [False, True])

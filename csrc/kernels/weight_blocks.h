@@ -12,6 +12,7 @@
 
 #include "common/bfloat16.h"
 #include "common/cpu_capability.h"
+#include "kernels/linear.h"
 
 namespace nemo_rl::kernels {
 
@@ -38,5 +39,26 @@ using PackBlocks = void(BlockFormat format, const T* w, std::int64_t ldw, std::i
                         std::byte* blocks);
 NRL_DECLARE_PAIR_KERNEL(pack_blocks_f32, PackBlocks<float>);
 NRL_DECLARE_PAIR_KERNEL(pack_blocks_bf16, PackBlocks<bfloat16>);
+
+/// Rows of w in blocks, which follow one another.
+struct WeightBlocks {
+  BlockFormat format;
+  const std::byte* at;
+};
+
+/// The most rows of x whose products unpack w between the tiles that multiply it, instead of a strip of w first. 0:
+/// this capability has no such kernels.
+using BlockProductRows = std::int64_t();
+NRL_DECLARE_TILE_KERNEL(block_product_rows, BlockProductRows);
+
+/// linear_forward and linear_swiglu of up to so many rows of x, with all rows of w at `w`; args.w is not read.
+template <class O>
+using LinearForwardBlocks = void(const LinearForwardArgs<bfloat16, O>& args, const WeightBlocks& w,
+                                 std::int64_t tile_begin, std::int64_t tile_end, bool more);
+NRL_DECLARE_TILE_KERNEL(linear_forward_blocks_bf16, LinearForwardBlocks<bfloat16>);
+NRL_DECLARE_TILE_KERNEL(linear_forward_blocks_bf16_f32, LinearForwardBlocks<float>);
+using LinearSwigluBlocks = void(const LinearSwigluArgs<bfloat16>& args, const WeightBlocks& w, std::int64_t tile_begin,
+                                std::int64_t tile_end, bool more);
+NRL_DECLARE_TILE_KERNEL(linear_swiglu_blocks_bf16, LinearSwigluBlocks);
 
 }  // namespace nemo_rl::kernels

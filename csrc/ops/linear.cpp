@@ -369,6 +369,42 @@ void gemm(const at::Tensor& a, bool transposed, const at::Tensor& b, const at::T
   throw ArgumentError(detail::concat(op, ": no product of ", c10::toString(type), " into ", c10::toString(out)));
 }
 
+kernels::WeightBlocks all_rows(const BlockMatrix& w) { return {w.format(), w.row(0)}; }
+
+bool are_few_for_blocks(const at::Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 && x.size(0) <= kernels::block_product_rows();
+}
+
+/// The product of few rows: the kernel itself unpacks w.
+template <class O>
+void few_rows_of_blocks(kernels::LinearForwardBlocks<O>* kernel, const at::Tensor& x, const BlockMatrix& w,
+                        const std::optional<at::Tensor>& bias, const at::Tensor& y, bool accumulate) {
+  run_packed_each<bfloat16>(
+      kernels::linear_pack_bf16, x, w.rows(), kernels::kLinearTileN,
+      [&](const kernels::LinearInput<bfloat16>& input, std::int64_t, std::int64_t begin, std::int64_t end, bool more) {
+        const kernels::LinearForwardArgs<bfloat16, O> args{
+            input,       nullptr,  0,         bias ? ptr<bfloat16>(*bias) : nullptr, mutable_ptr<O>(y),
+            y.stride(0), w.rows(), accumulate};
+        kernel(args, all_rows(w), begin, end, more);
+      });
+}
+
+void few_rows_of_gated_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
+                              const at::Tensor& gate_up, const at::Tensor& act) {
+  run_packed_each<bfloat16>(
+      kernels::linear_pack_bf16, x, w.rows(), kernels::kSwigluTileN,
+      [&](const kernels::LinearInput<bfloat16>& input, std::int64_t, std::int64_t begin, std::int64_t end, bool more) {
+        const kernels::LinearSwigluArgs<bfloat16> args{input,
+                                                       nullptr,
+                                                       0,
+                                                       bias ? ptr<bfloat16>(*bias) : nullptr,
+                                                       gate_up.defined() ? mutable_ptr<bfloat16>(gate_up) : nullptr,
+                                                       mutable_ptr<bfloat16>(act),
+                                                       act.size(1)};
+        kernels::linear_swiglu_blocks_bf16(args, all_rows(w), begin, end, more);
+      });
+}
+
 void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
                     const at::Tensor& y, bool accumulate) {
   check_matrix(x, x, "x", "linear_forward");
@@ -377,7 +413,12 @@ void forward_blocks(const at::Tensor& x, const BlockMatrix& w, const std::option
   NRL_CHECK_ARG(x.size(1) == w.columns() && y.size(0) == x.size(0) && y.size(1) == w.rows() && fits(bias, w.rows(), x),
                 "linear_forward: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], y ", y.sizes(),
                 " or their dtypes do not match");
-  if (y.numel() > 0) forward_on_cpu(x, w, bias, y, accumulate);
+  if (y.numel() == 0) return;
+  if (are_few_for_blocks(x) && y.scalar_type() == at::kBFloat16)
+    return few_rows_of_blocks<bfloat16>(kernels::linear_forward_blocks_bf16, x, w, bias, y, accumulate);
+  if (are_few_for_blocks(x) && y.scalar_type() == at::kFloat)
+    return few_rows_of_blocks<float>(kernels::linear_forward_blocks_bf16_f32, x, w, bias, y, accumulate);
+  forward_on_cpu(x, w, bias, y, accumulate);
 }
 
 void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optional<at::Tensor>& bias,
@@ -392,7 +433,9 @@ void swiglu_blocks(const at::Tensor& x, const BlockMatrix& w, const std::optiona
                     (!gate_up.defined() || is(gate_up, 2 * I)) && fits(bias, 2 * I, x),
                 "linear_swiglu: x ", x.sizes(), ", blocks of [", w.rows(), ", ", w.columns(), "], act ", act.sizes(),
                 " or their dtypes do not match");
-  if (act.numel() > 0) swiglu_on_cpu(x, w, bias, gate_up, act);
+  if (act.numel() == 0) return;
+  if (are_few_for_blocks(x)) return few_rows_of_gated_blocks(x, w, bias, gate_up, act);
+  swiglu_on_cpu(x, w, bias, gate_up, act);
 }
 
 void backward_input_blocks(const at::Tensor& dy, const BlockMatrix& w, const at::Tensor& dx, bool accumulate) {

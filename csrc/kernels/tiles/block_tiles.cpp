@@ -1,0 +1,167 @@
+// Products of up to 32 rows of x with weights in blocks. Some steps of a strip of w are unpacked while tiles multiply
+// the steps before them, so the unpacked weights stay in the nearest cache. The tiles and the order of their steps are
+// those of tile_products.h.
+#include "kernels/cpu/block_weights.h"
+#include "kernels/cpu/linear_store.h"
+#include "kernels/tiles/tile_products.h"
+
+namespace nemo_rl::kernels::NRL_CAPABILITY {
+namespace {
+
+static_assert(kBlockTerms == kTileTerms);
+
+constexpr int kGroups = static_cast<int>(kLinearTileN) / kTileRows, kSteps = 4;  // of 16 rows; of a chunk
+constexpr int kRowsOfStep = static_cast<int>(kLinearTileN) / kSteps;             // unpacked between two tile steps
+constexpr std::int64_t kTileSize = kTileRows * kTileTerms, kChunkSize = kGroups * kSteps * kTileSize;
+constexpr std::int64_t kMostRows = 2 * kTileRows;
+static_assert(kGroups == 3 && kLinearTileN % kSteps == 0);
+
+/// Rows of w of a strip, of which `have` exist.
+struct BlockStrip {
+  const std::byte* rows;
+  std::int64_t have;
+  bool asks_ahead;  ///< the strip after it is read next
+};
+
+/// `count` neighbouring blocks of a row; each is a row of another tile.
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void unpack_steps(const std::byte* blocks, int count, bfloat16* out) {
+  constexpr std::int64_t kBytes = block_bytes(kFormat);
+  int i = 0;
+  if constexpr (kFormat == BlockFormat::q8_0) {
+    for (; i < count; ++i) unpack_q8_0(blocks + i * kBytes, out + i * kTileSize);
+  } else {
+#if defined(__AVX512BW__)
+    for (; i + 2 <= count; i += 2) unpack_two_q4_0(blocks + i * kBytes, out + i * kTileSize, out + (i + 1) * kTileSize);
+#endif
+    for (; i < count; ++i) unpack_q4_0(blocks + i * kBytes, out + i * kTileSize);
+  }
+}
+
+/// Adds one step: tiles 0 to 2 are sums with the first 16 rows of x, 3 to 5 with the next 16.
+template <int kColumns>
+[[gnu::always_inline]] inline void multiply_step(Tiles& tiles, const bfloat16* w, const std::uint32_t* x,
+                                                 std::int64_t group) {
+  constexpr std::int64_t kNext = kSteps * kTileSize;
+  const auto load = [&](int g) __attribute__((always_inline)) { tiles.template load<6>(w + g * kNext, kTileBytes); };
+  tiles.template load<7>(x, kTileBytes);
+  load(0), tiles.template multiply<0, 6, 7>();
+  load(1), tiles.template multiply<1, 6, 7>();
+  load(2), tiles.template multiply<2, 6, 7>();
+  if constexpr (kColumns > 1) {
+    tiles.template load<7>(x + group, kTileBytes);
+    load(0), tiles.template multiply<3, 6, 7>();
+    load(1), tiles.template multiply<4, 6, 7>();
+    load(2), tiles.template multiply<5, 6, 7>();
+  }
+}
+
+/// by_column[48][kMostRows] = the strip's rows times kColumns times 16 rows of packed x.
+template <BlockFormat kFormat, int kColumns>
+[[gnu::noinline]] void multiply_strip(Tiles& tiles, const BlockStrip& strip, const LinearInput<bfloat16>& p,
+                                      float* by_column) {
+  constexpr std::int64_t kBytes = block_bytes(kFormat), kLine = 64;
+  alignas(64) std::byte room[2 * kChunkSize * sizeof(bfloat16)];
+  auto* unpacked = reinterpret_cast<bfloat16*>(room);
+  bfloat16* multiplied = unpacked + kChunkSize;
+  const std::int64_t steps = tile_steps(p.K), row_bytes = steps * kBytes;
+  const auto* x = static_cast<const std::uint32_t*>(p.packed);
+  const std::byte *ahead = strip.rows + kLinearTileN * row_bytes, *asked = ahead;
+  tiles.template zero<0>(), tiles.template zero<1>(), tiles.template zero<2>();
+  if constexpr (kColumns > 1) tiles.template zero<3>(), tiles.template zero<4>(), tiles.template zero<5>();
+  int before = 0;  // steps of the chunk that is multiplied
+  for (std::int64_t s = 0; s < steps || before > 0; s += kSteps) {
+    const int count = static_cast<int>(clamped(steps - s, 0, kSteps));
+    for (int step = 0; step < kSteps; ++step) {
+      for (int r = step * kRowsOfStep; count > 0 && r < (step + 1) * kRowsOfStep; ++r) {
+        if (strip.asks_ahead)
+          for (ahead += count * kBytes; asked < ahead; asked += kLine) __builtin_prefetch(asked, 0, 2);
+        const std::byte* const blocks = strip.rows + smaller<std::int64_t>(r, strip.have - 1) * row_bytes + s * kBytes;
+        bfloat16* const out = unpacked + r / kTileRows * kSteps * kTileSize + r % kTileRows * kTileTerms;
+        if (count == kSteps) unpack_steps<kFormat>(blocks, kSteps, out);
+        else unpack_steps<kFormat>(blocks, count, out);
+      }
+      if (step >= before) continue;
+      multiply_step<kColumns>(tiles, multiplied + step * kTileSize, x, packed_group_words(p.K));
+      x += kTilePairs * kTileRows;
+    }
+    before = count;
+    bfloat16* const next = multiplied;
+    multiplied = unpacked, unpacked = next;
+  }
+  constexpr std::int64_t kGroup = kTileRows * kMostRows, kStride = kMostRows * sizeof(float);
+  tiles.template store<0>(by_column, kStride);
+  tiles.template store<1>(by_column + kGroup, kStride);
+  tiles.template store<2>(by_column + 2 * kGroup, kStride);
+  if constexpr (kColumns > 1) {
+    tiles.template store<3>(by_column + kTileRows, kStride);
+    tiles.template store<4>(by_column + kGroup + kTileRows, kStride);
+    tiles.template store<5>(by_column + 2 * kGroup + kTileRows, kStride);
+  }
+}
+
+/// Computes tiles [begin, end), which are strips of kStrips times 48 columns: strip_of(tile, i) gives their rows of w,
+/// store_of(tile) takes the sums.
+template <int kStrips, class StripOf, class StoreOf>
+void run_block_tiles(const LinearInput<bfloat16>& p, BlockFormat format, std::int64_t begin, std::int64_t end,
+                     const StripOf& strip_of, const StoreOf& store_of) {
+  using V = ShortVec<float>;
+  constexpr std::int64_t kWidth = kStrips * kLinearTileN;
+  alignas(64) float by_column[kWidth * kMostRows], sums[V::kLanes * kWidth];
+  Tiles tiles;
+  for (std::int64_t t = begin; t < end; ++t) {
+    for (int i = 0; i < kStrips; ++i)
+      with_constant<2>(p.M > kTileRows ? 2 : 1, [&](auto columns) {
+        float* const out = by_column + i * kLinearTileN * kMostRows;
+        if (format == BlockFormat::q8_0) multiply_strip<BlockFormat::q8_0, columns()>(tiles, strip_of(t, i), p, out);
+        else multiply_strip<BlockFormat::q4_0, columns()>(tiles, strip_of(t, i), p, out);
+      });
+    const auto store = store_of(t);
+    for (std::int64_t first = 0; first < p.M; first += V::kLanes) {
+      turn_sums<V>(by_column, static_cast<int>(kMostRows), static_cast<int>(first), static_cast<int>(kWidth), kWidth,
+                   sums);
+      for (int m = 0; m < V::kLanes && first + m < p.M; ++m) store(first + m, sums + m * kWidth);
+    }
+  }
+}
+
+template <class O>
+void forward_blocks(const LinearForwardArgs<bfloat16, O>& p, const WeightBlocks& w, std::int64_t begin,
+                    std::int64_t end, bool more) {
+  const std::int64_t row_bytes = block_row_bytes(w.format, p.input.K);
+  run_block_tiles<1>(
+      p.input, w.format, begin, end,
+      [&](std::int64_t t, int) {
+        const std::int64_t n = t * kLinearTileN;
+        return BlockStrip{w.at + n * row_bytes, smaller(kLinearTileN, p.N - n), more || t + 1 < end};
+      },
+      [&](std::int64_t t) { return store_strip(p, t); });
+}
+
+}  // namespace
+
+std::int64_t block_product_rows() { return kMostRows; }
+
+void linear_forward_blocks_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const WeightBlocks& w, std::int64_t b,
+                                std::int64_t e, bool more) {
+  forward_blocks(p, w, b, e, more);
+}
+void linear_forward_blocks_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const WeightBlocks& w, std::int64_t b,
+                                    std::int64_t e, bool more) {
+  forward_blocks(p, w, b, e, more);
+}
+
+void linear_swiglu_blocks_bf16(const LinearSwigluArgs<bfloat16>& p, const WeightBlocks& w, std::int64_t begin,
+                               std::int64_t end, bool more) {
+  static_assert(kHalf == kLinearTileN);
+  const std::int64_t row_bytes = block_row_bytes(w.format, p.input.K);
+  run_block_tiles<2>(
+      p.input, w.format, begin, end,
+      [&](std::int64_t t, int i) {
+        const std::int64_t n = t * kHalf;
+        return BlockStrip{w.at + (i * p.I + n) * row_bytes, smaller<std::int64_t>(kHalf, p.I - n), more || t + 1 < end};
+      },
+      [&](std::int64_t t) { return store_strip(p, t); });
+}
+
+}  // namespace nemo_rl::kernels::NRL_CAPABILITY

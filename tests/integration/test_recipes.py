@@ -89,7 +89,7 @@ def test_registered_components_are_documented_and_cannot_be_registered_twice(rec
     ):
         assert text in page
     with pytest.raises(
-        ConfigError, match="adv_estimator.name must be one of gae, raw_reward, a dotted name, not 'best_of_group'"
+        ConfigError, match="adv_estimator.name must be one of gae, raw_reward, opd, a dotted name, not 'best_of_group'"
     ):
         load_ppo_config("ppo_tiny.yaml", ["ppo.adv_estimator.name=best_of_group"])  # it is GRPO's
     with pytest.raises(ValueError, match="the logger back end csv is there already|logger has a key csv already"):

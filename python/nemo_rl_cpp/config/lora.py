@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from nemo_rl_cpp.argument_checks import did_you_mean
 
@@ -120,6 +120,12 @@ class LayerKinds:
     @classmethod
     def of(cls, sizes: ModelSizes) -> Self:
         return cls(sizes.num_hidden_layers, sizes.fused_tensors, sizes.recurrent_layers)
+
+    @classmethod
+    def of_native(cls, native: Mapping[str, Any]) -> Self:
+        """Return the kinds of the layers of a native model; `native` is from `ModelFolder.native`."""
+        recurrent = native.get("gated_delta", {}).get("layers", ())
+        return cls(len(native["layers"]), native["fused_tensors"], recurrent)
 
     def matrices(self, layer: int) -> Iterator[str]:
         """Yield the names of a layer's matrices (keys of MATRICES) that may have an adapter, in the order of the

@@ -79,7 +79,7 @@ class Lora:
         wanted = config.lora
         if wanted is None:
             return None
-        layers = folder.layer_kinds()
+        layers = LayerKinds.of_native(folder.native())
         modules = adapted_modules(wanted, layers)
         if not modules:
             raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{nothing_adapted(wanted, config.model_name, layers)}")

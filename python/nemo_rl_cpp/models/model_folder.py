@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.config.lora import LayerKinds
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models import hf_config
@@ -75,12 +74,6 @@ class ModelFolder:
         """Return the keyword arguments of the native `DecoderModel`."""
         native = hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
         return native if self.quantization is None else {**native, "quantization": self.quantization}
-
-    def layer_kinds(self) -> LayerKinds:
-        """Return the properties of the layers that determine which matrices may have adapters."""
-        native = self.native()
-        recurrent = native.get("gated_delta", {}).get("layers", ())
-        return LayerKinds(len(native["layers"]), native["fused_tensors"], recurrent)
 
     def check_weights(self) -> None:
         """Raise the errors that building and filling the model would raise, after reading only the files' headers."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import MATRICES, LoraConfig, adapted_modules
+from nemo_rl_cpp.config.lora import MATRICES, LayerKinds, LoraConfig, adapted_modules
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.texts import token_bytes_table
@@ -178,7 +178,7 @@ class AdaptedModel:
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
         native = base.folder.native()
-        targets, layers = shape.targets(), base.folder.layer_kinds()
+        targets, layers = shape.targets(), LayerKinds.of_native(base.folder.native())
         wanted = LoraConfig(match_all_linear=False, target_modules=targets)
         modules = adapted_modules(wanted, layers) if targets else []
         if not modules:

@@ -128,7 +128,7 @@ def test_invalid_train_grpo_call_is_a_one_line_error_before_training(tmp_path, m
     [
         ({"ppo__adv_estimator__uses_critic": False}, "ppo.adv_estimator.uses_critic is for an estimator of yours, but .* gae needs a critic"),
         ({"critic_learning_rate": -1.0}, "argument critic_learning_rate: value.optimizer.kwargs.lr"),
-        ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, a dotted name, not 'grpo'"),
+        ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, opd, a dotted name, not 'grpo'"),
     ],
 )  # fmt: skip
 def test_invalid_train_ppo_call_is_a_one_line_error_before_training(tmp_path, monkeypatch, given, words):

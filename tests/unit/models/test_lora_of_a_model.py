@@ -41,7 +41,7 @@ def test_lora_module_patterns_match_the_expected_matrices(pattern, module, is_me
 def test_lora_parameter_count_equals_that_of_the_native_model(keys, count, more):
     """Elements of A and B, and of the matrices that are kept twice: as in the layouts of the core."""
     config, folder = LoraConfig(enabled=True, dim=4, **keys), tiny_random(SIZES | more)
-    modules = adapted_modules(config, folder.layer_kinds())
+    modules = adapted_modules(config, LayerKinds.of_native(folder.native()))
     assert len(modules) == count
     native = folder.native()
     layout = C.ParameterLayout(native, 4, [f"{module}.weight" for module in modules])
@@ -56,7 +56,7 @@ def test_lora_parameter_count_equals_that_of_the_native_model(keys, count, more)
         if any(name.startswith(f"model.layers.{layer}.") and name.split(".")[-2] in part for layer, part in layers_parts)
     )  # fmt: skip
     sizes = model_sizes("tiny-random", SIZES | {"head_dim": 16} | more)
-    assert LayerKinds.of(sizes) == LayerKinds(3, recurrent=tuple(folder.layer_kinds().recurrent))
+    assert LayerKinds.of(sizes) == LayerKinds(3, recurrent=tuple(LayerKinds.of_native(folder.native()).recurrent))
     assert adapter_sizes(config, sizes) == (trained, kept)
 
 

@@ -31,11 +31,11 @@ class Algorithm:
     """The properties of an algorithm that its configuration sections do not describe.
 
     Attributes:
-        make_advantages: makes the computation of advantages (`Advantages`) that a configuration selects.
+        make_advantages: returns the `Advantages` object that a configuration selects.
         is_trained: returns whether the policy is trained on a message of a conversation.
-        needs_tokens: whether a step without any token to train on ends the run with an error. PPO would otherwise
-            continue and shrink both models by weight decay. A GRPO step is a single update, and the report shows that
-            nothing was learned.
+        needs_tokens: whether a step without any token to train on ends the run with an error. Without the error, PPO
+            would continue and shrink both models by weight decay. GRPO needs no error: it makes a single update per
+            step, and the report shows that nothing was learned.
         has_rewards: whether samples have rewards. If not, metrics of rewards are omitted.
     """
 

@@ -223,8 +223,8 @@ class Saver:
         return Path(folder).with_name(f"step_{state.step}")
 
     def check_metric_name(self, result: StepResult) -> None:
-        """Raise ValueError if no metric is named `checkpointing.metric_name`. Check after the first step and after the
-        first validation, so that the error comes before the first save. Do nothing once the metric was found.
+        """Raise ValueError if the run has no metric of the name in `checkpointing.metric_name`. Called before training
+        and after each step, so that the error comes before the first save. Do nothing once the metric was found.
         """
         manager, validation = self.manager, result.validation
         kind, _, name = (manager.metric_name or "").partition(":")

@@ -74,7 +74,7 @@ class RolloutCollector(ABC):
         prompts: yields the next prompts, each repeated G times.
         roll_out: generates responses to prompts and has the environments score them (`run_multi_turn_rollout`).
         sampler: gathers rollouts until there are enough for a step.
-        shape_rewards: scales and shapes the rewards of a round.
+        shape_rewards: scales and shapes the rewards of one round of generation.
         change_rewards: changes `total_reward` of finished rollouts and returns metrics (`grpo.length_penalty`).
         failures_left: how many failed rounds of generation or scoring may still be repeated in this run.
     """

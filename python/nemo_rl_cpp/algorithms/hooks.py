@@ -129,12 +129,13 @@ class Validation:
 
 @dataclass
 class StepLog:
-    """A log that writes the metrics of steps and validations to the loggers, and keeps them for Python.
+    """A log that writes the metrics of steps and validations to the loggers, and keeps them for `TrainResult`.
 
     Attributes:
         history: one dictionary per step that this process ran: `step`, its metrics, `seconds` and rates.
         validations: one dictionary per validation that this process ran: `step` and its metrics.
-        model_performance: a function that returns the rates that the policy measures.
+        model_performance: a function that returns the metrics `performance/*` that the policy measures
+            (`PolicyInterface.performance`).
     """
 
     logger: Logger

@@ -152,10 +152,10 @@ def penalized(
     rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams,
     bands: Mapping[str, ProfileBandChannel] | None = None, too_long: float | None = None,
 ) -> list[float]:  # fmt: skip
-    """Return the rewards [G] of one group after length bonuses, penalties and bands. Each reward is 0 or 1; rewards of
-    0 do not change.
+    """Return the rewards [G] of one group after length bonuses, length penalties and the factors of `bands`. Each
+    reward is 0 or 1; rewards of 0 do not change.
 
-        reward = max(0, reward + additions) x factor of each band
+        reward = max(0, reward + additions) x band_factor of each band
 
     Args:
         lengths: channel (`reasoning`, `answer`, `total`) -> [G].

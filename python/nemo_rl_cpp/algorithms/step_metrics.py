@@ -29,9 +29,9 @@ def aggregate_microbatch_metrics(
 ) -> dict[str, float]:
     """Return one value per metric from its values over micro-batches (see `collect_metrics`).
 
-    Losses and shares are already divided by global counts, so they are summed. Minima and maxima ignore infinities and
-    are -1.0 if no other value is left, as in NeMo RL. `lr`, `wd` and counts of the global batch are averaged over
-    global batches. Micro-batches without a valid sample (`num_valid_samples` 0) are ignored.
+    Losses and fractions of tokens are already divided by global counts, so they are summed. Minima and maxima ignore
+    infinities and are -1.0 if no other value is left, as in NeMo RL. `lr`, `wd` and counts of the global batch are
+    averaged over global batches. Micro-batches without a valid sample (`num_valid_samples` 0) are ignored.
 
     If the policy also returns `token_mult_prob_error_sum`, the numerators of `token_mult_prob_error`, they are summed
     before the division. The metric is then exactly 1.0 if trainer and generator agree in every token. It is the mean

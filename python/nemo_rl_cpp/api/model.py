@@ -52,12 +52,13 @@ class TextWriter:
         seed: int | None = None,
         **options: object,
     ) -> list[str] | list[list[str]]:
-        """Generate text: continue prompts that are texts, and answer conversations through the chat template. Return
+        """Generate text: continue prompts that are strings, and answer conversations through the chat template. Return
         one text per prompt, or with `n` > 1 a list of `n` texts per prompt.
 
-        `options` are max_new_tokens, temperature, top_p, top_k and stop_strings; None means the default of the model or
-        the training. Decoding is greedy unless `greedy` is False or a sampling option is given. The same seed gives the
-        same texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response.
+        `options` are max_new_tokens, temperature, top_p, top_k and stop_strings. An option that is None has the value
+        used in training; for a model from `load`, these are 256 tokens, temperature 0, and no top-p, top-k and stop
+        strings. Decoding is greedy unless `greedy` is False or a sampling option is given. The same seed gives the same
+        texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response.
         """
         greedy = _is_greedy(greedy, n, options)
         n = whole_number("n", n, 1, 4096)

@@ -196,7 +196,8 @@ class TrainMasterConfig(MasterConfig):
 
 
 class TaughtMasterConfig(TrainMasterConfig):
-    """The base of the configurations of runs in which the scores of teachers may be mixed with the rewards."""
+    """The base of the configurations of GRPO and PPO runs, which can also learn from teachers: models that score the
+    policy's samples (`on_policy_distillation`)."""
 
     on_policy_distillation: OnPolicyDistillationConfig | None = section(
         OnPolicyDistillationConfig, "teachers, for adv_estimator.name opd; null: none"

@@ -141,8 +141,8 @@ class LengthPenaltyConfig(Section):
     profile_band: ProfileBandConfig | None = key(None, "Reward factors by length. null: none.")
 
     def bands(self) -> dict[str, ProfileBandChannel]:
-        """Return a mapping from kind of length ("total", "reasoning" or "answer") to its band, for the bands that are
-        set; empty if profile_band is off."""
+        """Return {kind of length ("total", "reasoning" or "answer"): band} for the bands that are set. A band says how
+        the reward factor falls with this length. Return {} if profile_band is off."""
         if self.profile_band is None or not self.profile_band.enabled:
             return {}
         found = {name: getattr(self.profile_band.defaults, name) for name in CHANNELS}

@@ -105,11 +105,12 @@ class DatumSpec(TypedDict):
 
 @dataclass
 class TaskDataSpec:
-    """The settings by which rows of a task become prompts.
+    """The settings that determine how the rows of a task become prompts.
 
     `prompt_file` is a text with the placeholder `{}` for the question, and `system_prompt_file` the system message.
-    Both are read immediately, into `prompt` and `system_prompt` (None without a file). A path is searched for as it is
-    written, in the source tree and in the package. FileNotFoundError is raised if it is not found.
+    Both are read immediately, into `prompt` and `system_prompt` (None without a file). A relative path is looked up in
+    the working directory, then in the source tree, then in the package. If no file is found, FileNotFoundError is
+    raised.
     """
 
     task_name: str | None = None

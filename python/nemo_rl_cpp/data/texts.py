@@ -242,10 +242,10 @@ def _spelling(tokenizer: TokenizerType) -> Callable[[int], str | None]:
 def _context(
     decode: Callable[[Sequence[int]], str], spelling: Callable[[int], str | None], before: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return (context, unfinished): the part of the ids `before` on which the decoding of the next ids depends.
+    """Return (context, unfinished): the parts of the ids `before` on which the decoding of the next ids depends.
 
-    `context` holds ids whose joint text is complete, or a single id if that token alone has a complete text.
-    `unfinished` holds the ids of an incomplete character at the end.
+    `unfinished` holds the ids at the end whose bytes do not yet form a whole character. `context` is the last id that
+    alone decodes to whole characters; if there is none, it holds all ids before `unfinished`.
     """
     before = list(before)
     start = next((i for i in reversed(range(len(before))) if _is_text(decode([before[i]]), spelling(before[i]))), None)

@@ -177,8 +177,8 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
 
 
 def as_connection(reached: socket.socket) -> Connection:
-    """Return a connection over a socket, which detects a dead peer. Each read or write has the handshake timeout until
-    `_wait_at_most(connection, 0)` is called, so that a peer that sends nothing cannot block the run."""
+    """Return a connection over a socket, which detects a dead peer. A read or write fails after HANDSHAKE_SECONDS, so
+    that a peer that sends nothing cannot block the run. `_wait_at_most(connection, 0)` removes this limit."""
     reached.setblocking(True)
     reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

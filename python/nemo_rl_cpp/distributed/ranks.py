@@ -41,7 +41,8 @@ class GradientSums:
 
     Attributes:
         beside: sum layer by layer during the last backward pass; otherwise sum after it.
-        sharded: each rank keeps only its shard, and blocks are assigned round-robin (ZeRO-2). Requires `beside`.
+        sharded: each rank keeps only its shard, and gradient blocks are assigned round-robin (ZeRO-2). Requires
+            `beside`.
     """
 
     beside: bool = False
@@ -127,15 +128,15 @@ class Ranks:
     def blocks(
         self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False
     ) -> list[list[int]]:
-        """Return this rank's blocks of a global batch, the samples [begin, end), which is divided into `count` blocks,
-        or into one per rank if `count` is None. Neither the blocks nor the order in which their gradients are summed
-        (csrc/distributed/gradient_sums.h) depends on the number of ranks. With `in_turns` blocks are assigned to ranks
-        round-robin; otherwise each rank gets consecutive blocks.
+        """Return the samples of each of this rank's gradient blocks. The global batch, the samples [begin, end), is
+        divided into `count` gradient blocks, or into one per rank if `count` is None. Neither the blocks nor the order
+        in which their gradients are summed (csrc/distributed/gradient_sums.h) depends on the number of ranks. With
+        `in_turns` blocks are assigned to ranks round-robin; otherwise each rank gets consecutive blocks.
 
         A sample is trained where it was generated (`generated_by`), because its activations may be kept there, unless
         the lengths of the responses make that too uneven.
 
-        Raise ValueError if the ranks cannot share the blocks equally.
+        Raise ValueError if `count` is not a multiple of the number of ranks.
         """
         count = self.size if count is None else count
         if count % self.size:
@@ -146,8 +147,8 @@ class Ranks:
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
         """Return (samples, moves): the samples that this rank trains, and the `Move`s of all ranks. The samples are
-        those of `blocks` with one block per rank, except that samples with a backward pass (not `idle`, bool [B]) are
-        balanced, so some are not trained on the rank that generated them.
+        those of `blocks` with one gradient block per rank, except that samples with a backward pass (not `idle`, bool
+        [B]) are balanced, so some are not trained on the rank that generated them.
         """
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
@@ -242,7 +243,7 @@ def deal(
 
 
 def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int]]:
-    """Return all blocks of the global batch [begin, end), for `Ranks.blocks`."""
+    """Return the samples of each of the `count` gradient blocks of the global batch [begin, end)."""
     if count == 1:
         return deal(data, begin, end, 1)
     dealt = deal(data, begin, end, count, prompt_lengths(data))
@@ -320,7 +321,7 @@ def generated_by(
 
 
 def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
-    """Return those of the blocks `dealt` that belong to one rank. All ranks have the same number of blocks."""
+    """Return those of the gradient blocks `dealt` that belong to `rank`. All ranks have the same number of blocks."""
     each = len(dealt) // ranks
     return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 

@@ -32,7 +32,7 @@ class Timer:
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
-        """Measure the seconds of the block, even if it raises."""
+        """Measure the seconds of the `with` block, even if it raises."""
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         stack = self._local.stack
@@ -58,7 +58,7 @@ class Timer:
     def step(self, step: int) -> Iterator[Self]:
         """Discard the times of the previous step, measure `total_step_time`, and yield this timer.
 
-        The times can be read until the next step begins. Stages measured after the block (validation, saving a
+        The times can be read until the next step begins. Stages measured after the `with` block (validation, saving a
         checkpoint) belong to the same step.
         """
         with self._lock:

@@ -123,8 +123,8 @@ def _pairs() -> np.ndarray:
 def _parts(
     expert: str, matrix: str, kind: str, tensor: RawTensor | TensorEntry, shape: list[int], rows: np.ndarray | None
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield an expert's down_proj, or its gate_proj and up_proj, whose rows alternate in `rows`. `rows` is a matrix
-    [out, in] or a bias [out]."""
+    """Yield (name, tensor) of an expert's down_proj, or of its gate_proj (the even rows) and up_proj (the odd rows).
+    `rows` holds the values, a matrix [out, in] or a bias [out]; if None, the tensors have no data."""
     import numpy as np
 
     if matrix == "down_proj":

@@ -89,8 +89,8 @@ def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.nd
 
 
 def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
-    """Return a parameter in Hugging Face's layout: the inverse of `to_gguf`. `values` are numbers, or the blocks of each
-    row as bytes."""
+    """Return a parameter in Hugging Face's layout: the inverse of `to_gguf`. `values` are numbers, or the bytes of each
+    row's quantised blocks."""
     heads = _paired_heads(config, name)
     if heads:
         values = unpermute(values, heads)

@@ -276,7 +276,7 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
 
 
 def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
-    """Raise ModelFolderError for invalid sizes of the recurrent layers, or an invalid choice of these layers."""
+    """Raise ModelFolderError if a size of the recurrent layers is invalid, or if the list of layer types is."""
     for key in (*RECURRENT_SIZES, "full_attention_interval"):
         if not _is_size(form[key]):
             raise ModelFolderError(f"{key} is {form[key]!r}, but a whole number above 0 was expected")

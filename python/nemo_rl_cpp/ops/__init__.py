@@ -313,8 +313,8 @@ def token_loss(
     (`Trainer.forward_with_loss`). Return None if a token's gradient depends on other tokens, as in sequence-level
     losses and seq-mask-tis.
 
-    `counts` must have tokens and sequences. If `inputs.prev_logprobs` is None, the current log-probabilities replace
-    it.
+    `counts.valid_toks` and `counts.valid_seqs` must be given. If `inputs.prev_logprobs` is None, the current
+    log-probabilities replace it.
     """
     if not C.TokenLoss.separable(config.native):
         return None

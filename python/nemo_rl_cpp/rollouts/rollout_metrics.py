@@ -110,7 +110,7 @@ COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_call
 
 
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Combine the metrics of several rounds; each entry of `rounds` is (number of samples, metrics).
+    """Combine the metrics of several rounds of generation; each entry of `rounds` is (number of samples, metrics).
 
     Take the maximum of maxima and the minimum of minima; add totals and the counts of verifiers and agents. Average
     `accuracy_of_X`, weighted by each round's number of samples that are X. Average all other metrics, such as rates,
@@ -158,7 +158,7 @@ class RoundMetrics:
         self._groups: list[int] = []
 
     def add(self, rollouts: Rollouts, metrics: dict[str, float]) -> None:
-        """Add the metrics of a round."""
+        """Add the metrics of one round of generation."""
         self._rounds.append((rollouts.size, metrics))
         self._rewards += rollouts.raw_reward.tolist()
         self._groups += rollouts.group_id.tolist()

@@ -99,8 +99,8 @@ class DistributedGeneration(GenerationInterface):
         config: the engines' configuration section; None: the policy's `policy.generation`.
         options: arguments for `Policy.create_generation`.
         tokenizer: provides the pad token for padded results.
-        blocks: (gradient_blocks, train_global_batch_size, whether blocks are assigned round-robin) of the policy, so
-            that each rank generates the samples that it trains on; None: no training follows.
+        blocks: (gradient_blocks, train_global_batch_size, whether gradient blocks are assigned round-robin) of the
+            policy, so that each rank generates the samples that it trains on; None: no training follows.
     """
 
     def __init__(
@@ -152,7 +152,8 @@ class DistributedGeneration(GenerationInterface):
         return generated_by(batch, self.group.dp_size, *(self.blocks or (None, batch.size)))
 
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
-        """Return all responses in the order of the batch. `parts[r]` holds the responses to the rows `shares[r]`."""
+        """Return the responses of all ranks in the order of the batch. Rank r responded to the rows `shares[r]` of the
+        batch with `parts[r]`."""
         place = torch.empty(sum(map(len, shares)), dtype=torch.int64)
         place[torch.tensor([row for rows in shares for row in rows], dtype=torch.int64)] = torch.arange(len(place))
         order = place.tolist()
@@ -251,9 +252,9 @@ def for_workers(config: ModelConfig) -> ModelConfig:
 
 
 class EngineWorker(EngineHost):
-    """A worker that only generates: a model without optimizer and master weights, and its engines.
+    """A worker that only generates: a model without optimizer and without master weights, and its engines.
 
-    Only refits set the weights. The model's files provide its sizes and its end tokens.
+    The weights come from refits. From the model folder only the shapes and the end tokens are read.
     """
 
     def __init__(self, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int, ranks: Ranks) -> None:

@@ -222,8 +222,8 @@ class ShardedTrainer(HfTrainer):
     """An `HfTrainer` whose model is a `ShardedModel`.
 
     Every pass gathers weights from all ranks, but ranks have different numbers of micro-batches, and some micro-batches
-    have no backward pass. So a rank announces each pass before it, and takes part in the passes of other ranks: in a
-    forward pass with two dummy tokens, in a backward pass with a gradient of 0.
+    have no backward pass. So before each pass the ranks tell each other which pass they need, and a rank takes part in
+    the passes of other ranks: in a forward pass with two dummy tokens, in a backward pass with a gradient of 0.
     """
 
     model: ShardedModel
@@ -253,7 +253,7 @@ class ShardedTrainer(HfTrainer):
             raise
 
     def _say(self, wish: NextCollective) -> list[int]:
-        """Announce this rank's next pass, and return the next passes of all ranks."""
+        """Tell all ranks the next pass of this rank, `wish`, and return the next passes of all ranks."""
         every = torch.empty(self._ranks.size, 1, dtype=torch.int64)
         self._ranks.communicator.all_gather(every, torch.tensor([int(wish)]), phase="agreeing on the next pass")
         return every.flatten().tolist()

@@ -286,8 +286,9 @@ class PolicyUpdates:
         return cls(updates, exactness, first.prev_logprobs, reused, first.on_policy)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (zero_gradient_share, reused_forward_share). A later pass over the same batch returns `last_reused` as
-        the second share."""
+        """Return (zero_gradient_share, reused_forward_share): the fraction of tokens without a backward pass, and the
+        fraction without a forward pass in training, because activations of generation were reused. If a later pass
+        over the same batch reuses none, the second value is `last_reused`, that of the pass before it."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused

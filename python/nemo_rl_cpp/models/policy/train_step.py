@@ -334,7 +334,8 @@ class _GlobalBatch:
         return next((rows for rows in reversed(micro_batches) if not self.is_apart(rows)), None)
 
     def is_apart(self, rows: list[int]) -> bool:
-        """Return whether the loss announced these samples as having zero gradient."""
+        """Return whether the loss declared before the forward pass (`zero_gradient_rows`) that these samples have zero
+        gradient. Such samples are in separate micro-batches."""
         return self.apart is not None and bool(self.apart[rows[0]])
 
     def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:

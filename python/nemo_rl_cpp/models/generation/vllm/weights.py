@@ -50,9 +50,9 @@ class WeightBuffer:
         return sum(size for *_, size in self.manifest)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> str:
-        """Copy the current weights into the memory. Return a digest of `tensors`, not of the copy.
+        """Copy the current weights into this shared memory. Return a digest of `tensors`, not of the copy.
 
-        Raise ValueError if names, dtypes or shapes differ from those for which the memory was created.
+        Raise ValueError if names, dtypes or shapes differ from those for which this buffer was created.
         """
         found = {
             name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()

@@ -96,7 +96,7 @@ class SharedMemoryTransport:
         return self._sent
 
     def close(self) -> None:
-        """Release the memory. Idempotent."""
+        """Release the shared memory. Idempotent."""
         self._buffer.close()
 
 

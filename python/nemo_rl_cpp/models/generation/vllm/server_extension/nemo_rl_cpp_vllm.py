@@ -42,7 +42,7 @@ class SharedWeights:
         self.memory = mmap.mmap(descriptor, size)
 
     def digest(self) -> str:
-        """Return the digest of the weights in the memory."""
+        """Return the digest of the weights in the shared memory."""
         digest = begin_digest(self.manifest)
         view = memoryview(self.memory)
         for _, _, _, offset, size in self.manifest:
@@ -128,8 +128,8 @@ def shared_memory_engine() -> type:
         weights = digest = None
 
         def init_transfer_engine(self, init_info: Init) -> None:
-            """Check before each update that the memory holds the trainer's weights. If not, raise RuntimeError; vLLM
-            keeps its current weights."""
+            """Check before each update that the shared memory holds the trainer's weights. If not, raise RuntimeError;
+            vLLM keeps its current weights."""
             self.weights = self.digest = None
             weights = open_memory(init_info.path, init_info.size, init_info.manifest)
             self.found = weights.digest()

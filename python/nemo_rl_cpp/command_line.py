@@ -146,7 +146,7 @@ def unknown_option(words: Sequence[str]) -> str | None:
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Print warnings in this block in one line on stderr, without the line of source code."""
+    """Print each warning issued in the `with` block in one line on stderr, without the line of source code."""
 
     def plain(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None

@@ -14,7 +14,7 @@ _REDRAWN, _REPEATED = 0.5, 15.0
 
 @contextmanager
 def stages_shown() -> Iterator[None]:
-    """Make `stage` print its lines during this block, each with the seconds since the block's start."""
+    """Make `stage` print its lines during the `with` block, each with the seconds since the block's start."""
     global _began
     _began = time.monotonic()
     try:

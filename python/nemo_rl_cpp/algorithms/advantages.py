@@ -32,7 +32,7 @@ def _inputs(batch: TrainBatch, ragged: bool, **of_tokens: Tensor | None) -> dict
 
 
 class GroupAdvantages:
-    """The computation of advantages in GRPO, which compares each sample with the others of its group. `group_id`
+    """The stage that computes advantages in GRPO. It compares each sample with the others of its group. `group_id`
     defines the groups, so two equal prompts of a batch are two groups.
 
     If `masked_reward_policy` is exclude, a group's statistics exclude samples that receive no gradient. Advantages are
@@ -66,8 +66,8 @@ class GroupAdvantages:
 
 
 class TokenAdvantages:
-    """The computation of advantages in PPO, from the critic's values or from the raw rewards. With a critic it also
-    computes the returns, the critic's targets.
+    """The stage that computes advantages in PPO, from the critic's values or from the raw rewards. With a critic it
+    also computes the returns, the critic's targets.
     """
 
     def __init__(self, estimator: AdvantageEstimator) -> None:

@@ -46,7 +46,7 @@ class Algorithm:
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
-    """Return the computation of advantages that `grpo.adv_estimator.name` selects. Raise ValueError if GRPO has no such
+    """Return the `Advantages` object that `grpo.adv_estimator.name` selects. Raise ValueError if GRPO has no such
     estimator.
     """
     estimator = make_estimator("grpo", config.grpo.adv_estimator, config.loss_fn)
@@ -73,8 +73,8 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
 
 
 def distillation_advantages(config: DistillationMasterConfig) -> Advantages:
-    """Return the computation of advantages that `distillation.adv_estimator.name` selects. If the loss compares
-    distributions over the top-k tokens of each position, return one that sets all advantages to 1.
+    """Return the `Advantages` object that `distillation.adv_estimator.name` selects. If the loss compares distributions
+    over the top-k tokens of each position, return one that sets all advantages to 1.
     """
     if config.candidates is not None:
         return EqualAdvantages(keeps_logprobs=True)
@@ -84,7 +84,7 @@ def distillation_advantages(config: DistillationMasterConfig) -> Advantages:
 
 
 def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
-    """Return the computation of advantages that `ppo.adv_estimator.name` selects. Raise ValueError if PPO has no such
+    """Return the `Advantages` object that `ppo.adv_estimator.name` selects. Raise ValueError if PPO has no such
     estimator.
     """
     return TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn))

@@ -54,7 +54,7 @@ def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
 
 @dataclass
 class EqualAdvantages:
-    """A computation of advantages that gives every token the advantage 1.
+    """A stage that gives every token the advantage 1.
 
     Attributes:
         keeps_logprobs: whether the policy generated the responses, so that `generation_logprobs` are kept.

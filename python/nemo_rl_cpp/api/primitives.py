@@ -102,8 +102,7 @@ class Trainer:
 
     Args:
         temperature, top_p, top_k: the values given to the engine. Log-probabilities are computed with them, so that
-            they
-            are bit-identical to the engine's."""
+            they are bit-identical to the engine's."""
 
     def __init__(self, model: Model, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> None:
         self._native, self._scoring = C.Trainer(model.native), Scoring(temperature, top_p, top_k)

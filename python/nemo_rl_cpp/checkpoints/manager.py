@@ -47,7 +47,8 @@ class CheckpointManager:
         with manager.saving(step, state.to_training_info(), config) as folder:
             policy.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
 
-    An exception in the block (a full disk, Ctrl-C) removes the unfinished folder; earlier checkpoints are untouched.
+    An exception in the `with` block (a full disk, Ctrl-C) removes the unfinished folder; earlier checkpoints are
+    untouched.
 
     Attributes:
         metric_seen: whether `metric_name` was found among the metrics of this run.
@@ -101,9 +102,9 @@ class CheckpointManager:
     def saving(
         self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
     ) -> Iterator[Path]:
-        """Yield the folder `tmp_step_N` with training_info.json and config.yaml, for the block to fill. When the block
-        ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove the checkpoints
-        that no rule keeps.
+        """Yield the folder `tmp_step_N` with training_info.json and config.yaml, for the `with` block to fill. When the
+        block ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove the
+        checkpoints that no rule keeps.
 
         Raise FolderInUseError (a RuntimeError) if another process uses the same checkpoint_dir.
         """

@@ -66,8 +66,7 @@ class TrackerLogger(LoggerInterface):
         refused: a regular expression for the characters that the tracker does not allow in metric names.
         section: the class of the tracker's configuration section.
         variables: key -> environment variable that the Python package reads. A key set by the user overrides its
-            variable,
-            which overrides the default of `section`."""
+            variable, which overrides the default of `section`."""
 
     package = staticmethod(import_tracker)
     refused = r"[\ud800-\udfff]"

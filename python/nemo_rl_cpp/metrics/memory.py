@@ -57,9 +57,9 @@ def reset_peak_rss() -> bool:
 
 @contextmanager
 def startup_objects_frozen() -> Iterator[None]:
-    """Exclude the existing objects from garbage collection during the block. Several hundred thousand of them (modules,
-    tables) live as long as the run, and scanning them takes 1 % of a small step. If the caller has already used
-    `gc.freeze`, change nothing.
+    """Exclude the existing objects from garbage collection during the `with` block. Several hundred thousand of them
+    (modules, tables) live as long as the run, and scanning them takes 1 % of a small step. If the caller has already
+    used `gc.freeze`, change nothing.
     """
     mine = gc.get_freeze_count() == 0
     if mine:

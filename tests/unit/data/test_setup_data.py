@@ -117,7 +117,7 @@ def test_sections_of_one_task_with_different_processors_are_rejected(smollm2):
         load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
 
 
-def test_batches_of_a_real_data_set_have_consistent_lengths_and_resume(smollm2, tmp_path):
+def test_data_loader_yields_consistent_lengths_and_resumes_at_the_next_batch(smollm2, tmp_path):
     train = load_response_data(smollm2, data(train=ARITHMETIC)).train
     batches = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42, num_workers=1)
     iterator = iter(batches)

@@ -37,7 +37,7 @@ def test_verifier_crash_or_out_of_memory_scores_zero(pool):
     assert verdicts.crashed == 2  # too much memory is an exception inside the verifier, which scores 0
 
 
-def test_printing_verifier_keeps_working_and_child_processes_end_with_it(pool):
+def test_verifier_may_print_to_stdout_and_its_child_processes_end_at_a_timeout(pool):
     assert pool.verify(["print", "ok"], ["ok", "ok"]).scores == [0, 1]
     verdicts = pool.verify(["child"], ["ok"])
     assert verdicts.timed_out == 1

@@ -100,7 +100,7 @@ def test_error_of_a_stop_string_names_the_string_and_its_fault(stop, said):
     (ChatBody, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, not 5"),
     (CompletionBody, {"prompt": [3, -1]}, "prompt.1: Input should be greater than or equal to 0, not -1"),
 ])  # fmt: skip
-def test_error_of_a_field_of_several_types_names_the_faulty_part(kind, field, said):
+def test_error_for_a_union_typed_field_names_the_invalid_element(kind, field, said):
     with pytest.raises(RequestError, match=re.escape(said)):
         read_body(kind, field)
 

@@ -20,9 +20,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.stages import work
 
-TENSOR_TABLE, WEIGHTS = "model.gguf.json", "model.gguf"
-"""Files of a converted folder: the place of each tensor in the GGUF file, and a link to that file."""
-
 
 class UnsupportedGgufError(ValueError):
     """Raised if a GGUF file holds a model or a tokenizer that this module cannot convert."""
@@ -68,10 +65,10 @@ _NUMBERS = {
 """Optional keys of the file -> keys of config.json. Both have the same value."""
 
 
-def value_of(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
+def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
     """Return a value of the file's metadata; `{arch}` in `key` is replaced by the file's architecture."""
     if "{arch}" in key:
-        key = key.replace("{arch}", str(value_of(reader, "general.architecture")))
+        key = key.replace("{arch}", str(_value(reader, "general.architecture")))
     field = reader.fields.get(key)
     return default if field is None else field.contents()
 
@@ -83,7 +80,7 @@ def _short(value: float) -> float:
 
 def model_config(reader: GGUFReader) -> dict[str, Plain]:
     """Return the model's config.json. Raise UnsupportedGgufError for an architecture that cannot be converted."""
-    architecture = str(value_of(reader, "general.architecture"))
+    architecture = str(_value(reader, "general.architecture"))
     if architecture not in _KINDS:
         raise UnsupportedGgufError(
             f"the GGUF file holds a model of the architecture {architecture!r}, which is not read; {', '.join(_KINDS)} are"
@@ -91,31 +88,31 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     kind, tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
     config: dict[str, Plain] = {"architectures": [kind.architecture], "model_type": kind.model_type}
     for source, name in CONFIG_KEYS.items():
-        config[name] = int(value_of(reader, f"{{arch}}.{source}"))
+        config[name] = int(_value(reader, f"{{arch}}.{source}"))
     heads, width = config["num_attention_heads"], config["hidden_size"]
-    head_dim = value_of(reader, "{arch}.attention.key_length") or value_of(reader, "{arch}.rope.dimension_count")
+    head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")
     config["head_dim"] = int(head_dim or width // heads)
-    rotary = value_of(reader, "{arch}.rope.dimension_count") or config["head_dim"]
+    rotary = _value(reader, "{arch}.rope.dimension_count") or config["head_dim"]
     if rotary < config["head_dim"]:
         config["partial_rotary_factor"] = rotary / config["head_dim"]
     config |= {
-        "vocab_size": int(value_of(reader, "{arch}.vocab_size") or len(value_of(reader, "tokenizer.ggml.tokens"))),
-        "rms_norm_eps": _short(value_of(reader, "{arch}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _short(value_of(reader, "{arch}.rope.freq_base", 10000.0)),
+        "vocab_size": int(_value(reader, "{arch}.vocab_size") or len(_value(reader, "tokenizer.ggml.tokens"))),
+        "rms_norm_eps": _short(_value(reader, "{arch}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _short(_value(reader, "{arch}.rope.freq_base", 10000.0)),
         "rope_scaling": None,
         "attention_bias": "blk.0.attn_output.bias" in tensors,
         "attention_dropout": 0.0,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "initializer_range": 0.02,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": value_of(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": value_of(reader, "tokenizer.ggml.eos_token_id"),
-        "pad_token_id": value_of(reader, "tokenizer.ggml.padding_token_id"),
+        "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _value(reader, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": _value(reader, "tokenizer.ggml.padding_token_id"),
         "torch_dtype": "float32",
         "use_cache": True,
     }
     for source, name in _NUMBERS.items():
-        if (number := value_of(reader, f"{{arch}}.{source}")) is not None:
+        if (number := _value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = _short(number)
     if not architecture.startswith("gemma"):
         config["hidden_act"] = "silu"
@@ -128,11 +125,11 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def _add_windows(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    window = value_of(reader, "{arch}.attention.sliding_window")
+    window = _value(reader, "{arch}.attention.sliding_window")
     if window is None and config["model_type"] != "phi3":
         return
     config["sliding_window"] = window or None
-    pattern = value_of(reader, "{arch}.attention.sliding_window_pattern")
+    pattern = _value(reader, "{arch}.attention.sliding_window_pattern")
     if isinstance(pattern, Sequence):
         config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
@@ -140,8 +137,8 @@ def _add_windows(reader: GGUFReader, config: dict[str, Plain]) -> None:
 def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
     """Set rope_scaling in `config`. The factors of the types llama3 and longrope are tensors of the file."""
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name.startswith("rope_f")}
-    original = value_of(reader, "{arch}.rope.scaling.original_context_length")
-    kind = value_of(reader, "{arch}.rope.scaling.type", "none")
+    original = _value(reader, "{arch}.rope.scaling.original_context_length")
+    kind = _value(reader, "{arch}.rope.scaling.type", "none")
     if "rope_freqs.weight" in tensors:
         factors = tensors["rope_freqs.weight"].data.reshape(-1).astype(np.float64)
         config["rope_scaling"] = _llama3_scaling(factors, config["rope_theta"])
@@ -153,14 +150,11 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
         config["rope_scaling"] = {"type": "longrope", **factors}
         config["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
     elif kind in ("linear", "yarn"):
-        scaling: dict[str, Plain] = {
-            "rope_type": kind,
-            "factor": _short(value_of(reader, "{arch}.rope.scaling.factor")),
-        }
+        scaling: dict[str, Plain] = {"rope_type": kind, "factor": _short(_value(reader, "{arch}.rope.scaling.factor"))}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
             for name in ("beta_fast", "beta_slow"):
-                if (number := value_of(reader, f"{{arch}}.rope.scaling.yarn_{name}")) is not None:
+                if (number := _value(reader, f"{{arch}}.rope.scaling.yarn_{name}")) is not None:
                     scaling[name] = _short(number)
         config["rope_scaling"] = scaling
     elif kind != "none":
@@ -223,8 +217,8 @@ def _words(pre: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
-    pre = str(value_of(reader, "tokenizer.ggml.pre"))
-    merges = [tuple(merge.split(" ", 1)) for merge in value_of(reader, "tokenizer.ggml.merges")]
+    pre = str(_value(reader, "tokenizer.ggml.pre"))
+    merges = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
     whole_words = {"ignore_merges": True} if pre == "llama-bpe" else {}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, **whole_words))
     if pre == "qwen2":
@@ -235,13 +229,13 @@ def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 
 def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
     """Return a SentencePiece BPE tokenizer. Its merges are ranked by the score of the token that they make."""
-    scores = value_of(reader, "tokenizer.ggml.scores")
+    scores = _value(reader, "tokenizer.ggml.scores")
     merges = []
     for token, i in vocab.items():
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]
         merges += [(scores[i], len(a), len(b), a, b) for a, b in halves if a in vocab and b in vocab]
     merges.sort(key=lambda merge: merge[:3], reverse=True)
-    unknown = value_of(reader, "tokenizer.ggml.tokens")[int(value_of(reader, "tokenizer.ggml.unknown_token_id", 0))]
+    unknown = _value(reader, "tokenizer.ggml.tokens")[int(_value(reader, "tokenizer.ggml.unknown_token_id", 0))]
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab, merges=[merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
@@ -249,7 +243,7 @@ def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
     )
     marks = [normalizers.Replace(" ", "▁")]
     texts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if value_of(reader, "tokenizer.ggml.add_space_prefix", True):
+    if _value(reader, "tokenizer.ggml.add_space_prefix", True):
         marks, texts = [normalizers.Prepend("▁"), *marks], [*texts, decoders.Strip(" ", 1, 0)]
     tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(marks), decoders.Sequence(texts)
     return tokenizer
@@ -258,22 +252,21 @@ def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer and the texts of its control tokens. Raise UnsupportedGgufError for an unsupported kind of
     tokenizer."""
-    kind = value_of(reader, "tokenizer.ggml.model")
+    kind = _value(reader, "tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedGgufError(
             f"the GGUF file's tokenizer is of the kind {kind!r}, which is not read; gpt2 and llama are"
         )
-    tokens, kinds = value_of(reader, "tokenizer.ggml.tokens"), value_of(reader, "tokenizer.ggml.token_type")
+    tokens, kinds = _value(reader, "tokenizer.ggml.tokens"), _value(reader, "tokenizer.ggml.token_type")
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
     tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(reader, vocab)
     control = [token for token, flag in zip(tokens, kinds) if flag == TokenType.CONTROL]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
     added = [token for token, flag in zip(tokens, kinds) if flag == TokenType.USER_DEFINED]
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added])
-    ends = [value_of(reader, f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")]
+    ends = [_value(reader, f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")]
     adds = [
-        value_of(reader, f"tokenizer.ggml.add_{role}_token", role == "bos" and kind == "llama")
-        for role in ("bos", "eos")
+        _value(reader, f"tokenizer.ggml.add_{role}_token", role == "bos" and kind == "llama") for role in ("bos", "eos")
     ]
     first, last = ([tokens[i]] if add and i is not None else [] for add, i in zip(adds, ends))
     if first or last:
@@ -288,10 +281,10 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json (with the chat template) and special_tokens_map.json into the
     folder."""
     backend, control = _tokenizer(reader)
-    tokens = value_of(reader, "tokenizer.ggml.tokens")
+    tokens = _value(reader, "tokenizer.ggml.tokens")
 
     def named(role: str) -> str | None:
-        index = value_of(reader, f"tokenizer.ggml.{role}_token_id")
+        index = _value(reader, f"tokenizer.ggml.{role}_token_id")
         return None if index is None else tokens[int(index)]
 
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -299,11 +292,11 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(value_of(reader, "{arch}.context_length")),
+        "model_max_length": int(_value(reader, "{arch}.context_length")),
         **texts,
         "additional_special_tokens": control,
     }
-    template = value_of(reader, "tokenizer.chat_template")
+    template = _value(reader, "tokenizer.chat_template")
     settings |= {} if template is None else {"chat_template": template}
     backend.save(str(folder / "tokenizer.json"))
     special = {role: text for role, text in texts.items() if text is not None} | {"additional_special_tokens": control}
@@ -316,7 +309,7 @@ def _write_description(reader: GGUFReader, folder: Path) -> dict[str, Plain]:
     config = model_config(reader)
     write_tokenizer(reader, folder)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    turn = value_of(reader, "tokenizer.ggml.eot_token_id")
+    turn = _value(reader, "tokenizer.ggml.eot_token_id")
     if turn not in (None, ends["eos_token_id"]):
         ends["eos_token_id"] = [ends["eos_token_id"], turn]
     for name, data in (("config.json", config), ("generation_config.json", ends)):
@@ -324,17 +317,17 @@ def _write_description(reader: GGUFReader, folder: Path) -> dict[str, Plain]:
     return config
 
 
-def link_folder(gguf_file: Path, folder: Path) -> None:
+def link_folder(gguf_file: Path, link: Path, table_file: Path) -> None:
     """Make a model folder of a GGUF file: its configuration, its tokenizer, a table of its tensors, and a link to the
-    file, which keeps the weights. `folder` must exist and be empty."""
+    file, which keeps the weights. The folder of `link` and `table_file` must exist and be empty."""
     reader = GGUFReader(gguf_file)
-    _write_description(reader, folder)
+    _write_description(reader, link.parent)
     table = {}
     for tensor in reader.tensors:
         begin, shape = int(tensor.data_offset), [int(n) for n in reversed(tensor.shape)]
         table[tensor.name] = [tensor.tensor_type.name, shape, begin, begin + int(tensor.n_bytes)]
-    (folder / TENSOR_TABLE).write_text(json.dumps(table))
-    (folder / WEIGHTS).symlink_to(gguf_file.resolve())
+    table_file.write_text(json.dumps(table))
+    link.symlink_to(gguf_file.resolve())
 
 
 def write_folder(gguf_file: Path, folder: Path) -> None:

@@ -119,12 +119,13 @@ def findable_name(name: str) -> str:
 
 
 def check_is_no_file(name: str, key: str) -> None:
-    """Raise SourceError if `name`, which is not a folder, is a file or has the form of a path, so that it cannot be a
-    name on the Hub. The message names the configuration key `key`."""
+    """Raise SourceError if `name`, which is not a folder, is a file other than a readable GGUF file, or has the form of a
+    path, so that it cannot be a name on the Hub. The message names the configuration key `key`."""
     path = _expanded(name)
     if is_gguf(path):
         gguf_folder(path)
-    elif os.path.exists(path):
+        return
+    if os.path.exists(path):
         raise SourceError(
             f"{key} is the file {name!r}, but a model is a folder with config.json, *.safetensors and tokenizer.json, or a .gguf file"
         )
@@ -297,6 +298,8 @@ def _cached_folder(repo: str, files: list[str]) -> Path | None:
 
 # -- GGUF files -----------------------------------------------------------------------------------------------------
 
+GGUF_FILE, GGUF_TABLE = "model.gguf", "model.gguf.json"
+"""In the folder of a GGUF file: a link to the file, and the place of each tensor in it."""
 _GGUF_VERSION = 1  # of the conversion; folders of other versions are not used
 
 
@@ -319,7 +322,7 @@ def gguf_folder(file: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        link_folder(file, made)
+        link_folder(file, made / GGUF_FILE, made / GGUF_TABLE)
         made.chmod(0o755)
         made.rename(folder)
     except UnsupportedGgufError as error:

@@ -10,7 +10,8 @@ import gguf
 import numpy as np
 
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.hub.gguf_conversion import TENSOR_TABLE, unpermute
+from nemo_rl_cpp.hub.gguf_conversion import unpermute
+from nemo_rl_cpp.hub.sources import GGUF_TABLE
 from nemo_rl_cpp.models import hf_config
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
@@ -64,7 +65,7 @@ class LinkedTensors:
     def __init__(self, folder: Path) -> None:
         self._config = hf_config.read_config(folder)
         names = {there: here for here, there in tensor_names(self._config).items()}
-        table = hf_config.read_json(folder / TENSOR_TABLE)
+        table = hf_config.read_json(folder / GGUF_TABLE)
         # config.json has the factors of RoPE
         self.places = {names.get(name, name): place for name, place in table.items() if not name.startswith("rope_f")}
 

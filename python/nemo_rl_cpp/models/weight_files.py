@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
 from nemo_rl_cpp.models.fused_experts import is_fused, split_experts
 from nemo_rl_cpp.models.hf_config import read_json
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-GGUF_FILE = "model.gguf"
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -62,7 +61,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if not index.is_file():
-        if is_linked_gguf(folder):
+        if (folder / GGUF_TABLE).is_file():
             return [folder / GGUF_FILE]
         raise ModelFolderError(
             f"{folder} has no weights: expected {SINGLE_FILE} or {INDEX_FILE} (other formats are not read){_other_weights(folder)}"
@@ -81,11 +80,6 @@ def weight_files(folder: Path) -> list[Path]:
     if absent := [name for name in names if not isfile(folder / name)]:
         raise ModelFolderError(f"{index} names files that are not there: {', '.join(absent)}")
     return [folder / name for name in names]
-
-
-def is_linked_gguf(folder: Path) -> bool:
-    """Return whether a folder is one of `hub.sources.gguf_folder`: its weights are in a GGUF file."""
-    return (folder / f"{GGUF_FILE}.json").is_file()
 
 
 def _other_weights(folder: Path) -> str:

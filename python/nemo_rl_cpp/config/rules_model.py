@@ -157,9 +157,8 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
     if cluster.executor == "in_process":
         text = "is false, but cluster.executor is in_process: set it to processes or ray, or this to true"
         report.add(apart, text, "cluster.executor")
-    if (
-        not cluster.has_workers or cluster.executor == "auto"
-    ):  # generation then shares the trainer's devices, and a message says so
+    # generation then shares the trainer's devices, and a message says so
+    if not cluster.has_workers or cluster.executor == "auto":
         return
     _check_shares(config, report)
     if (slices := config.policy.tensor_parallel(max(trainers_of(config), 1))) > 1:

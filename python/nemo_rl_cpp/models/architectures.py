@@ -18,11 +18,11 @@ def _all_sliding(form: Form) -> list[str]:
     return [SLIDING] * form["num_hidden_layers"]
 
 
-def _listed(form: Form, every: int) -> list[str]:
-    """Return the kind of each layer: layer_types if set; otherwise every `every`-th layer is FULL, all others
-    SLIDING."""
+def _listed(form: Form, every: int, others: str = SLIDING) -> list[str]:
+    """Return the kind of each layer: layer_types if set; otherwise every `every`-th layer is FULL, all others are
+    `others`."""
     return form.get("layer_types") or [
-        FULL if (i + 1) % every == 0 else SLIDING for i in range(form["num_hidden_layers"])
+        FULL if (i + 1) % every == 0 else others for i in range(form["num_hidden_layers"])
     ]
 
 
@@ -33,10 +33,6 @@ def _where_switched_on(form: Form) -> list[str]:
         return _all_full(form)
     first = form["max_window_layers"]
     return form.get("layer_types") or [SLIDING if i >= first else FULL for i in range(form["num_hidden_layers"])]
-
-
-def _all_sliding_where_switched_on(form: Form) -> list[str]:
-    return _all_sliding(form) if form["use_sliding_window"] else _all_full(form)
 
 
 def _alternating_where_switched_on(form: Form) -> list[str]:
@@ -59,15 +55,6 @@ def _smollm3_layer_types(form: Form) -> list[str]:
     if not form["use_sliding_window"]:
         return _all_full(form)
     return form.get("layer_types") or [FULL if rotary else SLIDING for rotary in _smollm3_rotary(form)]
-
-
-def _recurrent_between(form: Form) -> list[str]:
-    """Return the kind of each layer: layer_types if set; otherwise every full_attention_interval-th layer is FULL, all
-    others RECURRENT."""
-    every = form["full_attention_interval"]
-    return form.get("layer_types") or [
-        FULL if (i + 1) % every == 0 else RECURRENT for i in range(form["num_hidden_layers"])
-    ]
 
 
 def _granite_factors(form: Form) -> dict[str, float]:
@@ -306,7 +293,8 @@ SUPPORTED_ARCHITECTURES = {
         only={"use_bidirectional_attention": False},
     ),
     "qwen3_moe": Architecture(
-        "Qwen3Moe", _QWEN3_MOE, qk_norm="head", layer_types=_all_sliding_where_switched_on, experts=Experts()
+        "Qwen3Moe", _QWEN3_MOE, qk_norm="head", experts=Experts(),
+        layer_types=lambda form: _all_sliding(form) if form["use_sliding_window"] else _all_full(form),
     ),
     "olmoe": Architecture(
         "Olmoe", _OLMOE, qk_norm="whole", only={"clip_qkv": None}, experts=Experts(width="intermediate_size")
@@ -320,8 +308,8 @@ SUPPORTED_ARCHITECTURES = {
         experts=Experts(shared="shared_expert_intermediate_size"),
     ),
     "qwen3_5_text": Architecture(
-        "Qwen3_5Text", _QWEN3_5, biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True, layer_types=_recurrent_between,
-        lists_layers=True, output_gate=True, only={"attention_bias": False},
+        "Qwen3_5Text", _QWEN3_5, biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True,
+        layer_types=lambda form: _listed(form, form["full_attention_interval"], RECURRENT), lists_layers=True, output_gate=True, only={"attention_bias": False},
     ),
     "gpt_oss": Architecture(
         "GptOss", _GPT_OSS, layer_types=lambda form: _listed(form, 2), lists_layers=True, rope_theta=150000.0, rope_section=_GPT_OSS_ROPE,

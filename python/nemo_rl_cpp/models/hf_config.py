@@ -5,8 +5,9 @@ transformers 4 and 5 write config.json differently, and both omit default values
 config.json to one canonical form, which the decoder, the comparison of two models and the saved config.json use."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, find_policy_weights
@@ -37,12 +38,8 @@ _SIZES = (
 )  # fmt: skip
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files of PEFT
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}  # two names per activation function
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+"""Two names per activation function."""
 
 
 def read_config_file(folder: str | Path) -> dict[str, Plain]:
@@ -61,9 +58,8 @@ def read_config_file(folder: str | Path) -> dict[str, Plain]:
             raise ModelFolderError(
                 f"{folder} is a checkpoint of a run, and its model lies within: did you mean {inner}?"
             )
-        what = "is not a file" if path.exists() else "is missing"
         raise ModelFolderError(
-            f"{folder} is not a model folder: it has no config.json (policy.model_name; {path} {what})"
+            f"{folder} is not a model folder: it has no config.json (policy.model_name; {path} is missing)"
         )
     return read_json(path)
 
@@ -115,17 +111,10 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}; policy.backend=hf trains what transformers loads"
         )
     made = SUPPORTED_ARCHITECTURES[kind]
-    rope_keys = (
-        "rope_scaling",
-        "rope_parameters",
-        "rope_theta",
-        "partial_rotary_factor",
-        "original_max_position_embeddings",
-    )
     if made.local_rope is None:
         form = _respelt(config, made)
         if overrides:
-            form.update({key: value for key, value in overrides.items() if key not in rope_keys})
+            form.update({key: value for key, value in overrides.items() if key not in rope.KEYS})
             form = _respelt(rope.lay_rope_over(form, overrides), made)
     else:
         form = _respelt({**config, **overrides}, made)
@@ -134,9 +123,8 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     form = {**made.defaults, **form}
     _derive(form)
     _check(form)
-    if made.rope_section is not None and not form.get(
-        "rope_scaling"
-    ):  # transformers reads a null section as the default
+    # transformers reads a null section as the default
+    if made.rope_section is not None and not form.get("rope_scaling"):
         raise ModelFolderError(
             f"rope_type default is not supported for {kind}, whose rotary embeddings are scaled by yarn"
         )
@@ -157,11 +145,9 @@ def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
         return config
     if not isinstance(section, Mapping):
         raise ModelFolderError(f"text_config is {section!r}, but the section of the text model was expected")
+    above = ("tie_word_embeddings", "quantization_config", "eos_token_id")
     named = {"model_type": known[0], "architectures": [known[1]]}
-    beside = {
-        key: config[key] for key in ("tie_word_embeddings", "quantization_config", "eos_token_id") if key in config
-    }
-    return {**section, **beside, **named}
+    return {**section, **{key: config[key] for key in above if key in config}, **named}
 
 
 def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
@@ -190,35 +176,35 @@ def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
 
 def _derive(form: dict[str, Plain]) -> None:
     """Set missing sizes that follow from other keys."""
-    heads, hidden = form["num_attention_heads"], form["hidden_size"]
+    heads, hidden, made = form["num_attention_heads"], form["hidden_size"], SUPPORTED_ARCHITECTURES[form["model_type"]]
     if form.get("num_key_value_heads") is None:
         form["num_key_value_heads"] = heads
-    if form.get("head_dim") is None and _is_size(heads) and _is_size(hidden):
+    if form.get("head_dim") is None and is_size(heads) and is_size(hidden):
         form["head_dim"] = hidden // heads
     if form["max_position_embeddings"] is None:
-        form["max_position_embeddings"] = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults[
-            "max_position_embeddings"
-        ]
-    quantized, made = form.get("quantization_config"), SUPPORTED_ARCHITECTURES[form["model_type"]]
+        form["max_position_embeddings"] = made.defaults["max_position_embeddings"]
+    quantized = form.get("quantization_config")
     is_mxfp4 = made.reads_mxfp4 and isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
     if not quantized or is_mxfp4:  # transformers 4 fails on a null section; MXFP4 is read into bfloat16
         form.pop("quantization_config", None)
-    if form.get("use_sliding_window") is False and isinstance(
-        form.get("layer_types"), list
-    ):  # transformers 5 fails on sliding layers without a window
-        form["layer_types"] = [
-            "full_attention" if kind == "sliding_attention" else kind for kind in form["layer_types"]
-        ]
+    # transformers 5 fails on sliding layers without a window
+    if form.get("use_sliding_window") is False and isinstance(form.get("layer_types"), list):
+        form["layer_types"] = [FULL if kind == SLIDING else kind for kind in form["layer_types"]]
 
 
-def _is_size(value: Plain) -> bool:
+def is_size(value: object) -> TypeGuard[int]:
+    """Return whether a value of config.json is an integer above 0 that the native core can hold."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
-def _check(form: Mapping[str, Plain]) -> None:
-    for key in _SIZES:
-        if not _is_size(form.get(key)):
+def _check_sizes(form: Mapping[str, Plain], keys: Iterable[str]) -> None:
+    for key in keys:
+        if not is_size(form.get(key)):
             raise ModelFolderError(f"{key} is {form.get(key)!r}, but a whole number above 0 was expected")
+
+
+def _check(form: Mapping[str, Plain]) -> None:
+    _check_sizes(form, _SIZES)
     for key in _FLAGS:
         if form.get(key) not in (None, False, True):
             raise ModelFolderError(f"{key} is {form[key]!r}, but true or false was expected")
@@ -257,9 +243,7 @@ def _check(form: Mapping[str, Plain]) -> None:
 
 
 def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
-    for key in experts.sizes:
-        if not _is_size(form[key]):
-            raise ModelFolderError(f"{key} is {form[key]!r}, but a whole number above 0 was expected")
+    _check_sizes(form, experts.sizes)
     count, chosen = form[experts.count], form["num_experts_per_tok"]
     if chosen > count:
         raise ModelFolderError(f"num_experts_per_tok is {chosen}, but there are {count} experts ({experts.count})")
@@ -268,18 +252,15 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
             f"output_router_logits is true, which adds the router's auxiliary loss (router_aux_loss_coef {form['router_aux_loss_coef']}) to a loss: "
             "the native core does not compute it; set output_router_logits to false, or policy.backend to hf"
         )
-    every, dense = form.get("decoder_sparse_step", 1), form.get("mlp_only_layers") or []
-    if not _is_size(every):
-        raise ModelFolderError(f"decoder_sparse_step is {every!r}, but a whole number above 0 was expected")
+    dense = form.get("mlp_only_layers") or []
+    _check_sizes({"decoder_sparse_step": 1, **form}, ["decoder_sparse_step"])
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ModelFolderError(f"mlp_only_layers is {dense!r}, but a list of numbers of layers was expected")
 
 
 def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
     """Raise ModelFolderError if a size of the recurrent layers is invalid, or if the list of layer types is."""
-    for key in (*RECURRENT_SIZES, "full_attention_interval"):
-        if not _is_size(form[key]):
-            raise ModelFolderError(f"{key} is {form[key]!r}, but a whole number above 0 was expected")
+    _check_sizes(form, (*RECURRENT_SIZES, "full_attention_interval"))
     key_heads, value_heads, key_dim, value_dim, taps = (form[key] for key in RECURRENT_SIZES)
     if value_heads % key_heads:
         raise ModelFolderError(
@@ -309,13 +290,8 @@ def _check_layers(form: Mapping[str, Plain]) -> None:
     if not defaults.keys() & {"sliding_window", "no_rope_layer_interval"}:
         return
     switched = form.get("use_sliding_window", True)
-    numbers = (
-        ("sliding_window", 1),
-        ("max_window_layers", 0),
-        ("no_rope_layer_interval", 1),
-        ("sliding_window_pattern", 1),
-    )
-    for key, least in numbers:
+    numbers = {"sliding_window": 1, "max_window_layers": 0, "no_rope_layer_interval": 1, "sliding_window_pattern": 1}
+    for key, least in numbers.items():
         value = form.get(key)
         absent = key not in defaults or (value is None and key == "sliding_window")
         counts = switched or key == "no_rope_layer_interval"
@@ -351,15 +327,14 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
         model: the model's name in the message."""
     positions = max_positions(config)
     section, _, name = key.partition(".")
-    overrides = (
-        f"{section}.hf_config_overrides" if name == "max_total_sequence_length" else None
-    )  # an evaluation has no section with hf_config_overrides
     stated = config.get("model_max_length")  # the model's authors allow longer sequences, which vLLM accepts, too
-    if length > max(positions, stated if _is_size(stated) else 0):
+    if length > max(positions, stated if is_size(stated) else 0):
         of_pretraining, factor = rope.position_factor(rope.of_kind(config, FULL))
-        raises = "max_position_embeddings" if of_pretraining is None else "rope_scaling.factor"
         scaled = f", with its rope scaling by {factor:g}" if factor != 1 else ""
-        advice = f", or set {overrides}.{raises} if the model can do more" if overrides else ""
+        advice = ""
+        if name == "max_total_sequence_length":  # an evaluation has no section with hf_config_overrides
+            raises = "max_position_embeddings" if of_pretraining is None else "rope_scaling.factor"
+            advice = f", or set {section}.hf_config_overrides.{raises} if the model can do more"
         raise ModelFolderError(
             f"{key} is {length}, but {model} has positions for {positions} tokens (max_position_embeddings "
             f"{config['max_position_embeddings']}{scaled}): lower {key}{advice}"
@@ -386,23 +361,11 @@ _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _FACTORS = (
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "query_pre_attn_scalar",
 )  # fmt: skip
+_LAYERS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "no_rope_layers")
 _ARCHITECTURE = (
-    "model_type",
-    *_SIZES[:-1],
-    "rms_norm_eps",
-    *_FLAGS[:-1],
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "no_rope_layers",
-    "no_rope_layer_interval",
-    *_FACTORS,
-    *_SOFTCAPS,
-    *_EXPERTS,
-    *RECURRENT_SIZES,
-    *_WINDOW,
-)
+    "model_type", *_SIZES[:-1], "rms_norm_eps", *_FLAGS[:-1], *_LAYERS, "no_rope_layer_interval", *_FACTORS, *_SOFTCAPS, *_EXPERTS,
+    *RECURRENT_SIZES, *_WINDOW,
+)  # fmt: skip
 
 
 def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
@@ -411,22 +374,10 @@ def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
     ignored."""
     form = canonical_config(config)
     made = SUPPORTED_ARCHITECTURES[form["model_type"]]
-    known = {
-        *made.defaults,
-        "model_type",
-        "num_key_value_heads",
-        "head_dim",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "partial_rotary_factor",
-        "no_rope_layers",
-        "layer_types",
-    }
+    known = {*made.defaults, *_LAYERS, "model_type", "num_key_value_heads", "head_dim", "layer_types"}
     kept = {key: form[key] for key in _ARCHITECTURE if key in known and form.get(key) is not None}
-    kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept} | {
-        "hidden_act": _ACTIVATIONS[form[made.activation]]
-    }
+    kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept}
+    kept["hidden_act"] = _ACTIVATIONS[form[made.activation]]
     if not has_window(form) and RECURRENT not in made.layer_types(form):
         kept = {key: value for key, value in kept.items() if key not in _WINDOW}
     return kept
@@ -498,12 +449,7 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
         "intermediate_size": form[experts.width],
         "renormalise": experts.renormalise is None or bool(form[experts.renormalise]),
         "shared_size": form[experts.shared] if experts.shared else 0,
-        "has_biases": experts.has_biases,
-        "block": experts.block,
-        "router": experts.router,
-        "gate": experts.gate,
-        "up": experts.up,
-        "down": experts.down,
+        **{name: getattr(experts, name) for name in ("has_biases", "block", "router", "gate", "up", "down")},
     }
 
 

@@ -7,11 +7,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.architectures import FULL, RECURRENT, RECURRENT_SIZES, SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.hf_config import read_config_file, text_section
+from nemo_rl_cpp.models.hf_config import is_size, read_config_file, text_section
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
     """Return the expert sizes of a config.json under the names of `ModelSizes`; an empty mapping if it has no
     experts."""
-    count = next((value for name in _EXPERTS if is_count(value := known.get(name))), None)
+    count = next((value for name in _EXPERTS if is_size(value := known.get(name))), None)
     if count is None:
         return {}
     chosen = known.get("num_experts_per_tok")
-    found = {"experts": count, "experts_per_token": chosen if is_count(chosen) else 1}
-    if is_count(width := known.get("moe_intermediate_size")):
+    found = {"experts": count, "experts_per_token": chosen if is_size(chosen) else 1}
+    if is_size(width := known.get("moe_intermediate_size")):
         found["intermediate_size"] = width
-    if is_count(shared := known.get("shared_expert_intermediate_size")):
+    if is_size(shared := known.get("shared_expert_intermediate_size")):
         found["shared_expert_size"] = shared
     return found
 
@@ -187,18 +187,13 @@ def recurrent_sizes(known: Mapping[str, object]) -> dict[str, object]:
     none."""
     kinds, every, layers = (known.get(key) for key in ("layer_types", "full_attention_interval", "num_hidden_layers"))
     names = RECURRENT_SIZES[:4]
-    if not all(is_count(known.get(name)) for name in names) or not is_count(layers):
+    if not all(is_size(known.get(name)) for name in names) or not is_size(layers):
         return {}
     if isinstance(kinds, list) and kinds:
         found = tuple(layer for layer, kind in enumerate(kinds) if kind == RECURRENT)
     else:
-        found = recurrent_between(layers, every) if is_count(every) else ()
+        found = recurrent_between(layers, every) if is_size(every) else ()
     return {"recurrent_layers": found, **{name: known[name] for name in names}} if found else {}
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a value of config.json is an integer above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
@@ -220,7 +215,7 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
         known = {**made.defaults, **known}
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     optional = [name for name in ("num_key_value_heads", "head_dim") if known.get(name)]
-    sizes = {name: value for name in (*needed, *optional) if is_count(value := known.get(name))}
+    sizes = {name: value for name in (*needed, *optional) if is_size(value := known.get(name))}
     if len(sizes) < len(needed) + len(optional):
         return None
     heads = sizes["num_attention_heads"]

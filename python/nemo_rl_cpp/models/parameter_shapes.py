@@ -20,15 +20,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
             "self_attn.qkv": (query + 2 * key_value, hidden), "self_attn.o": (hidden, query),
             "mlp.gate_up": (2 * inner, hidden), "mlp.down": (hidden, inner),
         }  # fmt: skip
-    normed_heads = {"none": (), "head": (("q", heads), ("k", heads)), "whole": (("q", query), ("k", key_value))}[
-        native["qk_norm"]
-    ]
-    biased = {
-        "self_attn.q": "qkv_bias",
-        "self_attn.k": "qkv_bias",
-        "self_attn.v": "qkv_bias",
-        "self_attn.o": "output_bias",
-    }
+    normed_heads = {"none": {}, "head": {"q": heads, "k": heads}, "whole": {"q": query, "k": key_value}}
+    biased = dict.fromkeys(("self_attn.q", "self_attn.k", "self_attn.v"), "qkv_bias") | {"self_attn.o": "output_bias"}
     with_experts = native.get("experts", {}).get("layers", ())
     recurrent = native.get("gated_delta", {}).get("layers", ())
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
@@ -38,18 +31,16 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
         if layer in recurrent:
             shapes |= {prefix + name: shape for name, shape in _recurrent_shapes(native["gated_delta"], hidden).items()}
         else:
-            shapes |= {f"{prefix}self_attn.{norm}_norm.weight": [size] for norm, size in normed_heads}
+            shapes |= {
+                f"{prefix}self_attn.{norm}_norm.weight": [size]
+                for norm, size in normed_heads[native["qk_norm"]].items()
+            }
             if native["attention_sinks"]:
                 shapes[f"{prefix}self_attn.sinks"] = [native["num_heads"]]
         if layer in with_experts:
             shapes |= {prefix + name: shape for name, shape in _expert_shapes(native["experts"], hidden).items()}
         for name, (rows, columns) in products.items():
-            if (
-                name.startswith("mlp.")
-                and layer in with_experts
-                or name.startswith("self_attn.")
-                and layer in recurrent
-            ):
+            if layer in (with_experts if name.startswith("mlp.") else recurrent):
                 continue
             shapes[f"{prefix}{name}_proj.weight"] = [rows, columns]
             if native[biased.get(name, "mlp_bias")]:

@@ -21,14 +21,13 @@ _NEEDED = {
     "yarn": ("factor",),
     "longrope": (),
 }
-_REMEMBERS_ORIGINAL = (
-    "llama3",
-    "yarn",
-    "longrope",
-)  # types of scaling that depend on the number of positions in pretraining
+_REMEMBERS_ORIGINAL = ("llama3", "yarn", "longrope")
+"""Types of scaling that depend on the number of positions in pretraining."""
 _CHOICES = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 _ORIGINAL = "original_max_position_embeddings"
 _SPELLINGS = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
+KEYS = (*_SPELLINGS, _ORIGINAL)
+"""The keys of config.json that set RoPE."""
 
 
 def respell(
@@ -48,16 +47,11 @@ def respell(
         kind = "longrope" if config.get("model_type") == "phi3" and _kind(section) in ("su", "yarn") else _kind(section)
         form["rope_theta"] = _first(section.get("rope_theta"), form["rope_theta"])
         partial = _first(section.get("partial_rotary_factor"), partial)
-        scaling = {
-            name: value
-            for name, value in section.items()
-            if name not in ("type", "rope_theta", "partial_rotary_factor")
-        }
-        form["rope_scaling"] = None if kind == "default" and not _nested(section) else {**scaling, "rope_type": kind}
+        elsewhere = ("type", "rope_theta", "partial_rotary_factor")
+        scaling = {name: value for name, value in section.items() if name not in elsewhere} | {"rope_type": kind}
+        form["rope_scaling"] = None if kind == "default" and not _nested(section) else scaling
         if kind in _REMEMBERS_ORIGINAL:
-            _settle_positions(
-                form, form["rope_scaling"], _first(form.get("max_position_embeddings"), default_positions)
-            )
+            _settle_positions(form, scaling, _first(form.get("max_position_embeddings"), default_positions))
     if partial is not None:
         form["partial_rotary_factor"] = partial
     return form
@@ -81,11 +75,8 @@ def respell_kinds(
     for kind, beside in zip(KINDS, thetas, strict=True):
         within = {"rope_parameters": sections.get(kind) or {}, "rope_theta": beside}
         part = respell({"max_position_embeddings": config.get("max_position_embeddings"), **within}, default_positions)
-        form["rope_parameters"][kind] = {
-            "rope_type": "default",
-            **(part["rope_scaling"] or {}),
-            "rope_theta": part["rope_theta"],
-        }
+        scaling = part["rope_scaling"] or {"rope_type": "default"}
+        form["rope_parameters"][kind] = {**scaling, "rope_theta": part["rope_theta"]}
     return form
 
 
@@ -101,14 +92,11 @@ def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
     """Write into the section `scaling` the values that transformers derives from `positions` and from top-level
     keys."""
-    scaling[_ORIGINAL] = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
-    if (
-        scaling["rope_type"] == "yarn"
-        and scaling.get("factor", 0) is None
-        and is_number(positions)
-        and is_number(scaling[_ORIGINAL])
-    ):
-        scaling["factor"] = positions / scaling[_ORIGINAL]
+    original = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
+    scaling[_ORIGINAL] = original
+    lacks_factor = scaling["rope_type"] == "yarn" and scaling.get("factor", 0) is None
+    if lacks_factor and is_number(positions) and is_number(original):
+        scaling["factor"] = positions / original
 
 
 def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> dict[str, Plain]:
@@ -124,7 +112,7 @@ def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> 
         return changed
     key = section_name(overrides)
     section = overrides[key]
-    if not section or not isinstance(section, Mapping) or _named_kind(section) is not None:
+    if not section or not isinstance(section, Mapping) or section.get("rope_type") or section.get("type"):
         changed["rope_scaling"] = section
         return changed
     keys = dict(section)
@@ -141,14 +129,10 @@ def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> 
 
 def section_name(config: Mapping[str, Plain]) -> str:
     """Return which section takes precedence: "rope_scaling" or "rope_parameters"."""
-    named = [key for key in ("rope_scaling", "rope_parameters") if config.get(key)]
-    return (
-        named[0]
-        if named
-        else "rope_scaling"
-        if "rope_scaling" in config or "rope_parameters" not in config
-        else "rope_parameters"
-    )
+    old, new = "rope_scaling", "rope_parameters"
+    if config.get(old) or config.get(new):
+        return old if config.get(old) else new
+    return new if new in config and old not in config else old
 
 
 def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False) -> None:
@@ -242,12 +226,8 @@ def _nested(section: Mapping[str, Plain]) -> list[str]:
     return [name for name, value in section.items() if isinstance(value, Mapping)]
 
 
-def _named_kind(section: Mapping[str, Plain]) -> Plain:
-    return section.get("rope_type") or section.get("type")
-
-
 def _kind(section: Mapping[str, Plain]) -> Plain:
-    return _named_kind(section) or "default"
+    return section.get("rope_type") or section.get("type") or "default"
 
 
 def is_number(value: Plain) -> bool:

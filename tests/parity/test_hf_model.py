@@ -85,9 +85,13 @@ def test_gradients_match_transformers(name, tmp_path, monkeypatch):
         "qwen3_5", "gpt_oss",
     ],
 )  # fmt: skip
-def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path):
-    hf = build(name, tmp_path)
-    model = load(tmp_path)
+def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
+    # a recurrence accumulates the rounding errors of float32, and torch's differ between processors
+    dtype = torch.float64 if name == "qwen3_5" else torch.float32
+    if name == "qwen3_5":
+        recur_in_float64(monkeypatch)
+    hf = build(name, tmp_path, dtype)
+    model = load(tmp_path, dtype)
     trainer = C.Trainer(model)
     optimizer = torch.optim.AdamW(hf.parameters(), lr=1e-3, weight_decay=0.1)
     for step in range(10):
@@ -98,11 +102,11 @@ def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path):
         norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
         optimizer.step()
 
-        out = torch.zeros(ids.shape)
+        out = torch.zeros(ids.shape, dtype=dtype)
         trainer.zero_grad()
         trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, out)
         ours = -(out * mask).sum() / mask.sum()
-        trainer.backward(-mask.float() / mask.sum())
+        trainer.backward(-mask.to(dtype) / mask.sum())
         result = trainer.step(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
         torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-5)
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
@@ -128,8 +132,11 @@ def test_saved_checkpoint_gives_the_same_logits_in_transformers(name, shard_byte
     save_weights(model, tmp_path / "out", read_config(tmp_path / "in"), max_shard_bytes=shard_bytes)
     eager = dict(attn_implementation="eager", experts_implementation="eager")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **eager).eval()
-    ids = torch.arange(3, 40)[None]
-    assert torch.equal(hf(input_ids=ids).logits, again(input_ids=ids).logits)
+    expected, loaded = hf.state_dict(), again.state_dict()
+    assert expected.keys() == loaded.keys()
+    assert all(torch.equal(expected[name], weight) for name, weight in loaded.items())
+    ids = torch.arange(3, 40)[None]  # on some processors torch's last bits depend on where a tensor lies in memory
+    torch.testing.assert_close(hf(input_ids=ids).logits, again(input_ids=ids).logits, rtol=1e-6, atol=1e-6)
     assert load(tmp_path / "out").digest() == model.digest()
 
 

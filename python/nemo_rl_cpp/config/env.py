@@ -2,7 +2,9 @@
 
 from typing import Any, Literal, Required, TypedDict
 
-from .base import Int, Positive, Real, Section, StopStrings, key, no_effect
+from pydantic import ConfigDict
+
+from .base import Int, Positive, Real, Section, StopStrings, key, no_effect, only
 
 
 class VerifierPoolConfig(Section):
@@ -133,6 +135,39 @@ class VerifiersEnvConfig(Section):
     )
 
 
+class NemoGymEnvConfig(Section):
+    """Rollouts by the agents and resource servers of the package NeMo Gym, which the run starts. This needs
+    policy.generation.expose_http_server. Keys that are not listed are passed to NeMo Gym."""
+
+    model_config = ConfigDict(extra="allow")
+
+    python: str | None = key(
+        None, "Python interpreter of an environment in which nemo-gym is installed. null: the run's interpreter."
+    )
+    config_paths: list[str] = key([], "Configuration files of the servers, as NeMo Gym finds them.")
+    should_mask_flagged_samples: bool = key(
+        True,
+        "Do not train on rollouts that a server flags with mask_sample; their rewards still count in the baseline. "
+        "Written as env.should_mask_flagged_samples.",
+    )
+    effort_levels: dict[str, Any] | None = only(
+        None, why="grpo.length_penalty rewards short responses in every environment"
+    )
+    port_range_low: Positive = key(5000, "Lowest port of NeMo Gym's servers.")
+    port_range_high: Positive = key(5999, "Highest port of NeMo Gym's servers.")
+    max_concurrency: Positive = key(64, "Maximum number of rollouts that run at the same time.")
+    timeout_s: Real = key(
+        3600.0,
+        "Time limit in seconds for one rollout. A rollout that takes longer gets reward 0 and is not trained on.",
+        gt=0,
+    )
+    invalid_tool_call_patterns: list[str] | None = no_effect(
+        None, "reward_penalties finds such calls in every environment"
+    )
+    thinking_tags: list[str] | None = only(["<think>", "</think>"], why="reward_penalties reads these tags")
+    rollout_max_attempts_to_avoid_lp_nan: Int = no_effect(1, "a log-probability that is not finite ends the run")
+
+
 class EnvironmentEntry(TypedDict, total=False):
     """The definition of an environment: the dotted name of its class and, if its keys are checked, their section."""
 
@@ -156,6 +191,7 @@ ENV_REGISTRY: dict[str, EnvironmentEntry] = {
     "guess_number": _ours("guess_number.GuessNumberEnv", GuessNumberEnvConfig),
     "agent": _ours("agents.AgentFunctionEnvironment", AgentEnvConfig),
     "verifiers": _ours("verifiers_environment.VerifiersEnvironment", VerifiersEnvConfig),
+    "nemo_gym": _ours("nemo_gym_environment.NemoGymEnvironment", NemoGymEnvConfig),
     "reward_functions": _ours("reward_environment.RewardFunctionEnvironment"),
 }
 """The table of environments. `register_env` adds one at run time. An environment without a section accepts any keys."""

@@ -186,6 +186,9 @@ class TrainMasterConfig(MasterConfig):
 
     def fill_defaults(self) -> None:
         self.policy.fill_defaults()
+        gym, flags = self.env.get("nemo_gym"), self.env.get("should_mask_flagged_samples")
+        if isinstance(gym, dict) and flags is not None:
+            gym.setdefault("should_mask_flagged_samples", flags)
         if self.async_rl is not None:
             self.take_async_rl(self.async_rl)
         if self.loop.beside_training.enabled and not self.policy.generation.colocated.enabled:

@@ -455,49 +455,13 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
 
 
 def check_env(env: EnvConfigs, report: Report) -> None:
-    """Report NeMo RL's keys that make NeMo Gym or a reward model score the responses. If they were ignored, another
-    environment would score them without notice."""
+    """Report NeMo RL's keys that make a reward model score the responses. If they were ignored, another environment
+    would score them without notice."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
-    if env.get("should_use_nemo_gym"):
-        _refuse_nemo_gym(env.get("nemo_gym"), report)
     model = env.get("reward_model")
     if isinstance(model, dict) and model.get("enabled"):
         text = f"cannot be true: a reward model as environment is not supported; set it to false, or {instead}"
         report.add("env.reward_model.enabled", text)
-
-
-_NEMO_GYM = {
-    "config_paths": "names servers that a run does not start: start the resource server in NeMo Gym's own environment, and "
-    "name it by data.train.taskset.task.resources_url",
-    "policy_model": "is the policy's server, which is policy.generation.expose_http_server and http_server here",
-    "port_range_low": "gives ports to servers that a run does not start: leave it out",
-    "port_range_high": "gives ports to servers that a run does not start: leave it out",
-    "invalid_tool_call_patterns": "is not supported: an environment that finds a bad call gives the reward for it",
-    "num_gpu_nodes": "gives GPUs to judges, which are servers of their own here: leave it out",
-    "effort_levels": "is not supported: grpo.length_penalty rewards short responses in every environment",
-    "thinking_tags": "is not supported: they are <think> and </think>, as reward_penalties and grpo.length_penalty read them",
-    "rollout_max_attempts_to_avoid_lp_nan": "is not needed: a response whose log-probabilities are not finite ends the run",
-}
-"""Keys of `env.nemo_gym` -> what to do instead."""
-_NEMO_GYM_KINDS = {
-    "agent": "is an agent of NeMo Gym: write it as a function (env.agent.function), or choose a program of verifiers "
-    "(env.verifiers.harness)",
-    "model": "is a model server of NeMo Gym: start it yourself, and let the resource server or a reward function ask it",
-}
-"""Last word of a server's name in `env.nemo_gym` -> what to do instead."""
-
-
-def _refuse_nemo_gym(section: object, report: Report) -> None:
-    """Report should_use_nemo_gym and every key of `env.nemo_gym`, each with the equivalent in this package."""
-    report.add(
-        "env.should_use_nemo_gym",
-        "cannot be true: a run does not start NeMo Gym's servers. Its resource servers score responses through the task set "
-        "nemo_gym of verifiers: set it to false, data.train.dataset_name to verifiers with taskset.id nemo_gym, and "
-        "policy.generation.expose_http_server to true (docs/guides/agents.md)",
-    )
-    for name in section if isinstance(section, Mapping) else ():
-        other = "belongs to a server of NeMo Gym: write it into that server's own configuration"
-        report.add(f"env.nemo_gym.{name}", _NEMO_GYM.get(name) or _NEMO_GYM_KINDS.get(name.rpartition("_")[2], other))
 
 
 def _check_env_name(name: str | None, dotted: str, env: EnvConfigs, report: Report) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _GENERATION = "policy.generation"
 _COLOCATED = f"{_GENERATION}.colocated"
-_AGENTS = ("agent", "verifiers")  # environments whose agents make the rollouts
+_AGENTS = ("agent", "verifiers", "nemo_gym")  # environments whose agents make the rollouts
 
 
 def checked_policy(config: PolicyConfig | Mapping[str, object]) -> PolicyConfig:
@@ -475,7 +475,11 @@ def _check_agents(config: TrainMasterConfig, report: Report) -> None:
     max_rollout_turns 1, because agents decide themselves how many turns they take."""
     default = config.data.default or DatasetDefaults()
     sets = [d for split in ("train", "validation") for _, d in datasets_of(getattr(config.data, split), split)]
-    agent = next((name for d in sets if (name := d.env_name or default.env_name) in _AGENTS), None)
+    names = [d.env_name or default.env_name for d in sets]
+    if config.env.get("should_use_nemo_gym") and "nemo_gym" not in names:
+        text = "is true, but no data set has the env_name nemo_gym: set data.default.env_name to nemo_gym, or this to false"
+        report.add("env.should_use_nemo_gym", text)
+    agent = next((name for name in names if name in _AGENTS), None)
     if agent is None:
         return
     if not config.policy.generation.expose_http_server:

@@ -269,6 +269,7 @@ PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
     "math_data_processor": math_data_processor,
     "math_hf_data_processor": math_hf_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,
+    "nemo_gym_data_processor": agent_data_processor,
     "raw_completion_data_processor": raw_completion_data_processor,
     "sft_processor": sft_processor,
 }

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from nemo_rl_cpp.config.base import as_model
@@ -78,11 +78,13 @@ class AgentResult:
         reward: the reward of the whole rollout, or a dictionary of reward components.
         error: one sentence on why the rollout failed, or None. A failed rollout is not trained on.
         metrics: numbers, which are averaged over the rollouts of a step.
+        trained: whether the rollout is trained on. Its reward counts in its group's baseline in either case.
     """
 
     reward: float | dict[str, float] = 0.0
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    trained: bool = True
 
 
 class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
@@ -193,7 +195,7 @@ def _checked(result: AgentResult) -> AgentResult:
     else:
         parts = finite_number(reward, "the agent's reward")
     metrics = {str(name): finite_number(value, f"the agent's metric {name}") for name, value in result.metrics.items()}
-    return AgentResult(parts, metrics=metrics)
+    return replace(result, reward=parts, metrics=metrics)
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:

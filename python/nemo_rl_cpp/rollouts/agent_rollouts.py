@@ -103,7 +103,7 @@ def _attach(
     batch: DatumBatch, rollouts: list[Rollout], results: list[AgentResult], tokenizer: TokenizerType
 ) -> list[SampleStats]:
     chains = [longest_chain(rollout.calls) for rollout in rollouts]
-    counts = [bool(chain) and result.error is None for chain, result in zip(chains, results)]
+    counts = [bool(chain) and result.error is None and result.trained for chain, result in zip(chains, results)]
     logs = [message_log(chain, tokenizer) if chain else log for chain, log in zip(chains, batch["message_log"])]
     batch["message_log"] = logs
     batch["length"] = torch.tensor([len(log[0]["token_ids"]) if chain else sum(len(m["token_ids"]) for m in log) for log, chain in zip(logs, chains)])  # fmt: skip

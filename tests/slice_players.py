@@ -6,7 +6,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, canonical_config
 from nemo_rl_cpp.models.model_folder import ModelFolder
-from nemo_rl_cpp.models.weights import Slices, named_whole
+from nemo_rl_cpp.models.weights import Slices, named_views
 from row_batch import padded_rows
 
 B, S = 6, 14
@@ -55,7 +55,7 @@ class SlicePlayer:
         self.slices = Slices.of(self.native, self.ranks)
         self.model = C.DecoderModel(self.native, dtype, True, "cpu", self.ranks.tensor)
         whole = torch.randn(self.slices.whole.total, generator=torch.Generator().manual_seed(1)) * 0.2
-        for name, view in named_whole(self.slices.whole, whole).items():
+        for name, view in named_views(self.slices.whole.specs, whole).items():
             if name.endswith("norm.weight"):
                 view += 1
         masters = self.slices.take(whole)
@@ -65,7 +65,7 @@ class SlicePlayer:
 
     def whole(self, flat):
         found = self.slices.gather(flat, "test")
-        return None if found is None else named_whole(self.slices.whole, found)
+        return None if found is None else named_views(self.slices.whole.specs, found)
 
     def weights(self):
         return self.whole(self.model.compute)

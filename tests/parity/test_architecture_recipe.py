@@ -74,7 +74,7 @@ def test_logits_gradients_and_saved_model_match_transformers(model, tmp_path):
     out = torch.zeros(ids.shape, dtype=decoder.masters.dtype)
     trainer.forward(batch, [0, 1], 1.0, False, True, False, out)
     trainer.backward(weight)
-    gradients = named_views(decoder.layout, trainer.grads)
+    gradients = named_views(decoder.specs, trainer.grads)
     assert set(gradients) == {name for name, _ in hf.named_parameters()}
     for name, parameter in hf.named_parameters():
         assert (gradients[name] - parameter.grad).norm() <= (1e-6 if exact else 1e-3) * parameter.grad.norm(), name

@@ -71,7 +71,7 @@ def test_gradients_match_transformers(name, tmp_path, monkeypatch):
     out = torch.zeros(ids.shape, dtype=torch.float64)
     trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, out)
     trainer.backward(weight * mask)
-    grads = named_views(model.layout, trainer.grads)
+    grads = named_views(model.specs, trainer.grads)
     gradients = {name: parameter.grad for name, parameter in hf.named_parameters()}
     for parameter_name, expected in by_checkpoint_names(gradients, hf.config.model_type).items():
         ours = grads[parameter_name]
@@ -110,7 +110,7 @@ def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
         result = trainer.step(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
         torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-5)
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
-    weights = named_views(model.layout, model.masters)
+    weights = named_views(model.specs, model.masters)
     for parameter_name, parameter in by_checkpoint_names(dict(hf.named_parameters()), hf.config.model_type).items():
         assert (weights[parameter_name] - parameter).norm() <= 1e-3 * parameter.norm(), parameter_name
 

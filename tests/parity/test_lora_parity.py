@@ -11,7 +11,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.hf_config import native_config, read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
-from nemo_rl_cpp.models.weights import load_weights, named_views, named_whole, save_weights
+from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
 from reference.lora import adapted_call
 from test_hf_model import hf_logprobs, ragged_batch
 
@@ -41,7 +41,7 @@ def adapted(folder, lora, dtype, spread=0.1, seed=4):
     load_weights(model, folder)
     lora.begin(model, seed, None, is_whole=True)
     generator = torch.Generator().manual_seed(11)
-    for name, view in named_whole(model.trained_layout, model.masters).items():
+    for name, view in named_views(model.trained_layout.specs, model.masters).items():
         if name.endswith("lora_B.weight"):
             view.copy_(torch.randn(view.shape, generator=generator) * spread)
     model.masters_changed()
@@ -50,7 +50,7 @@ def adapted(folder, lora, dtype, spread=0.1, seed=4):
 
 def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """module -> (A, B) of a flat buffer, as PEFT has them."""
-    views = named_whole(model.trained_layout, flat)
+    views = named_views(model.trained_layout.specs, flat)
     modules = [name.removesuffix(".lora_A.weight") for name in views if name.endswith(".lora_A.weight")]
     return {m: (views[f"{m}.lora_A.weight"].clone(), views[f"{m}.lora_B.weight"].t().clone()) for m in modules}
 
@@ -117,7 +117,7 @@ def saved(tmp_path, name, **keys):
     hf = build(name, tmp_path / "base")
     lora = lora_of(tmp_path / "base", **keys)
     model = adapted(tmp_path / "base", lora, torch.float32)
-    whole = named_views(model.layout, model.merged())
+    whole = named_views(model.specs, model.merged())
     save_weights(model, tmp_path / "out", read_config(tmp_path / "base"), tensors=whole)
     lora.save(tmp_path / "out", model.trained_layout, model.masters)
     return hf, model, tmp_path / "out"
@@ -173,6 +173,6 @@ def test_saved_adapter_files_use_pefts_names_and_fields(tmp_path):
 def test_merged_weights_load_unchanged_in_transformers(tmp_path):
     hf, model, folder = saved(tmp_path, "qwen3_tied")
     merged = type(hf).from_pretrained(folder, attn_implementation="eager").eval()
-    weights = named_views(model.layout, model.compute)
+    weights = named_views(model.specs, model.compute)
     for name, parameter in merged.named_parameters():
         assert torch.equal(parameter, weights[name]), name

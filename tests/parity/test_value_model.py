@@ -20,7 +20,7 @@ def pair(name, folder, dtype):
     score = torch.randn(1, hf.config.hidden_size, dtype=dtype, generator=torch.Generator().manual_seed(7)) * 0.3
     model = C.DecoderModel(native_config(read_config(folder), value_head=True, max_length=128), dtype, True)
     load_weights(model, folder)
-    weights = named_views(model.layout, model.masters)
+    weights = named_views(model.specs, model.masters)
     assert not weights["score.weight"].any()  # a causal checkpoint has none: it starts at zero
     weights["score.weight"].copy_(score)
     return hf, score.requires_grad_(True), model
@@ -62,7 +62,7 @@ def test_critic_values_and_gradients_match_transformers(name, tmp_path, monkeypa
         "sample_mask": torch.ones(len(lengths), dtype=torch.float64),
     }
     trainer.backward(loss.native(values, data, None, mask.sum().double()).grad_values)
-    grads = named_views(model.layout, trainer.grads)
+    grads = named_views(model.specs, trainer.grads)
     assert (grads["score.weight"] - score.grad).norm() <= 1e-5 * score.grad.norm()
     gradients = {f"model.{name}": parameter.grad for name, parameter in hf.model.named_parameters()}
     for parameter_name, gradient in by_checkpoint_names(gradients, hf.config.model_type).items():

@@ -245,7 +245,7 @@ def compare_with_folder(file: Path, folder: Path) -> Gap:
     model = C.DecoderModel(opened.native(), torch.float32, trainable=False)
     opened.fill(model)
     ours = C.Trainer(model).logits(ids)
-    views = named_views(model.layout, model.compute)
+    views = named_views(model.specs, model.compute)
     for name, values in read_gguf(file, opened.config):
         views[name].copy_(torch.from_numpy(values))
     model.masters_changed()

@@ -8,7 +8,7 @@ from nemo_rl_cpp.argument_checks import folder_path, in_a_line
 from nemo_rl_cpp.config.checkpointing import repository_name
 from nemo_rl_cpp.errors import one_sentence
 from nemo_rl_cpp.hub.sources import SourceError, find_policy_weights, hub_endpoint
-from nemo_rl_cpp.models.saved_adapter import ADAPTER
+from nemo_rl_cpp.models.weight_files import ADAPTER
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"

@@ -23,12 +23,11 @@ from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name
 from nemo_rl_cpp.models.model_folder import ModelFolder
-from nemo_rl_cpp.models.saved_adapter import ADAPTER, BASE_FILE, CONFIG_FILE, LORA_A, LORA_B, PREFIX, WEIGHTS_FILE
-from nemo_rl_cpp.models.weights import Slices, named_whole, own_part
+from nemo_rl_cpp.models.weight_files import ADAPTER, BASE_FILE, CONFIG_FILE, LORA_A, LORA_B, PREFIX, WEIGHTS_FILE
+from nemo_rl_cpp.models.weights import Slices, named_views, own_part
 
-_STREAM = (
-    2**32
-)  # larger than any seed, so that adapters and the weights of a random base model are drawn from different seeds
+# larger than any seed, so that adapters and the weights of a random base model are drawn from different seeds
+_STREAM = 2**32
 
 
 def remove_adapter(weights: Path) -> None:
@@ -128,9 +127,9 @@ class Lora:
     def draw(self, model: C.DecoderModel, seed: int) -> None:
         """Initialise a model's adapters: A is drawn from the seed, and B is 0."""
         generator = torch.Generator().manual_seed(_STREAM * (2 if self.value_head else 1) + seed)
-        layout = model.trained_layout
-        views = named_whole(layout, model.masters)
-        for spec in layout.specs:
+        specs = model.trained_layout.specs
+        views = named_views(specs, model.masters)
+        for spec in specs:
             if spec.name.endswith(LORA_A):
                 views[spec.name].copy_(own_part(spec, self._drawn(spec.whole, generator)))
             elif spec.name.endswith(LORA_B):
@@ -153,7 +152,7 @@ class Lora:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             f"{PREFIX}{name}": (view.t() if name.endswith(LORA_B) else view).contiguous().cpu()
-            for name, view in named_whole(layout, masters).items()
+            for name, view in named_views(layout.specs, masters).items()
         }
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
@@ -195,11 +194,11 @@ class Lora:
                 f"{weights} holds no adapter, so a run saved it that trains all weights: set {self.section}.dtensor_cfg.lora_cfg.enabled=false, or name "
                 f"it by {self.section}.model_name to begin adapters of it"
             )
-        layout = model.trained_layout
-        views = named_whole(layout, model.masters)
+        specs = model.trained_layout.specs
+        views = named_views(specs, model.masters)
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as saved:
             self._check_saved(folder, saved.keys())
-            for spec in layout.specs:
+            for spec in specs:
                 tensor = saved.get_tensor(f"{PREFIX}{spec.name}")
                 views[spec.name].copy_(own_part(spec, tensor.t() if spec.name.endswith(LORA_B) else tensor))
         model.masters_changed()

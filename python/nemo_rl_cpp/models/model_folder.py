@@ -12,8 +12,14 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models import hf_config
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
-from nemo_rl_cpp.models.saved_adapter import SavedAdapter, saved_adapter
-from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, check_parameters, head_differs
+from nemo_rl_cpp.models.weight_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SavedAdapter,
+    check_parameters,
+    head_differs,
+    saved_adapter,
+)
 
 if TYPE_CHECKING:
     from nemo_rl_cpp._native import C

@@ -37,7 +37,7 @@ from nemo_rl_cpp.models.policy.train_step import (
     without_removed_tokens,
 )
 from nemo_rl_cpp.models.policy.updates import Updates
-from nemo_rl_cpp.models.weights import Slices, load_weights, named_whole, save_config, save_weights
+from nemo_rl_cpp.models.weights import Slices, load_weights, named_views, save_config, save_weights
 
 if TYPE_CHECKING:
     from safetensors import PySafeSlice
@@ -195,7 +195,7 @@ class TrainedModel(NoOffload):
         others return {}."""
         weights = self.model.compute if self.lora is None else self.model.merged()
         whole = self.slices.gather(weights, "the weights")
-        return {} if whole is None else named_whole(self.slices.whole, whole)
+        return {} if whole is None else named_views(self.slices.whole.specs, whole)
 
     def first_state_dict(self) -> dict[str, Tensor]:
         """Return `state_dict` in the first data-parallel group and {} in all others. All workers must call this."""
@@ -329,7 +329,7 @@ class TrainedModel(NoOffload):
         if not result.finite:
             names: list[str] = []
             if self.ranks.size == 1:  # with several ranks each holds only a shard of the gradient
-                grads = named_whole(self.trained.own, self.trainer.grads)
+                grads = named_views(self.trained.own.specs, self.trainer.grads)
                 names = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
             bad = f"; first bad parameters: {', '.join(names[:4])}" if names else ""
             error = NonFiniteError(
@@ -423,7 +423,7 @@ class TrainedModel(NoOffload):
                 continue
             finite = torch.ones(layout.total, dtype=torch.bool)
             finite[begin : begin + flat.numel()] = torch.isfinite(flat)
-            bad |= dict.fromkeys(n for n, view in named_whole(layout, finite).items() if not bool(view.all()))
+            bad |= dict.fromkeys(n for n, view in named_views(layout.specs, finite).items() if not bool(view.all()))
         return list(bad)
 
     def keep_bad_batches(self, folder: Path) -> None:

@@ -1,22 +1,27 @@
-"""Reads the weights of a Hugging Face folder and compares them with a model's parameters. Needs no torch."""
+"""Reads the weights of a Hugging Face folder, and an adapter in PEFT's format, and compares them with a model's
+parameters. Needs no torch."""
 
 from __future__ import annotations
 
 import json
 import math
 import mmap
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from os.path import isfile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
-from nemo_rl_cpp.models.fused_experts import is_fused, split_experts
 from nemo_rl_cpp.models.hf_config import read_json
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -103,10 +108,8 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
     bytes and the header in JSON; the tensors follow without gaps.
 
     Raises ModelFolderError if the file is truncated or does not match its header."""
-    if file.name == GGUF_FILE:
-        from nemo_rl_cpp.models.gguf_weights import LinkedTensors
-
-        return {name: TensorEntry(*place) for name, place in LinkedTensors(file.parent).places.items()}
+    if (linked := _linked(file)) is not None:
+        return {name: TensorEntry(*place) for name, place in linked.places.items()}
     # The library's safe_open imports numpy: 0.1 to 0.3 s per command; this function takes under a millisecond.
     try:
         with file.open("rb") as handle:
@@ -133,6 +136,15 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         raise _damaged(file, error) from None
     return entries
+
+
+def _linked(file: Path) -> LinkedTensors | None:
+    """Return the tensors of a GGUF file; None for a safetensors file."""
+    if file.name != GGUF_FILE:
+        return None
+    from nemo_rl_cpp.models.gguf_weights import LinkedTensors
+
+    return LinkedTensors(file.parent)
 
 
 def _entry(name: str, said: Mapping[str, Plain], begins: int) -> TensorEntry:
@@ -170,11 +182,7 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
     for file, name, entry in all_entries(files):
         by_file.setdefault(file, []).append((name, entry))
     for file, entries in by_file.items():
-        linked = None
-        if file.name == GGUF_FILE:
-            from nemo_rl_cpp.models.gguf_weights import LinkedTensors
-
-            linked = LinkedTensors(file.parent)
+        linked = _linked(file)
         try:
             with (
                 file.open("rb") as handle,
@@ -184,10 +192,8 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
                 for name, (dtype, shape, begin, end) in entries:
                     with data[begin:end] as tensor:
                         yield name, RawTensor(dtype, shape, linked.restored(name, tensor) if linked else tensor)
-                    if hasattr(
-                        mmap, "MADV_DONTNEED"
-                    ):  # otherwise the pages of tensors already read would count as this process's memory
-                        content.madvise(mmap.MADV_DONTNEED)
+                    # otherwise the pages of tensors already read would count as this process's memory
+                    content.madvise(mmap.MADV_DONTNEED)
         except OSError as error:
             raise _damaged(file, error) from None
 
@@ -234,31 +240,18 @@ def fill_parameters(
             put(name, tensor)
     missing -= {VALUE_HEAD, *([EMBEDDING] if stood_in else [])}
     if missing or wrong or foreign or extra:
-        parts = {
-            "missing": sorted(missing),
-            "of the wrong shape": wrong,
-            "of a dtype that is not read": foreign,
-            "unexpected": sorted(extra),
-        }
-        listed = "; ".join(
-            f"{what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
-            for what, names in parts.items()
-            if names
-        )
-        advice = ""
-        if missing == {HEAD}:
-            advice = "; if the head is the embedding, set hf_config_overrides.tie_word_embeddings=true"
+        parts = {"missing": sorted(missing), "of the wrong shape": wrong, "of a dtype that is not read": foreign}
+        parts["unexpected"] = sorted(extra)
+        shown = {what: ", ".join(names[:8]) + (" ..." if len(names) > 8 else "") for what, names in parts.items()}
+        listed = "; ".join(f"{what}: {names}" for what, names in shown.items() if names)
+        is_tied = missing == {HEAD}
+        advice = "; if the head is the embedding, set hf_config_overrides.tie_word_embeddings=true" if is_tied else ""
         raise ModelFolderError(f"the weights in {folder} do not fit its config.json: {listed}{advice}")
 
 
 _NOT_COMPUTED = (
-    "mtp.",
-    "model.visual.",
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-)
+    "mtp.", "model.visual.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+)  # fmt: skip
 """Prefixes of tensors that are ignored: multi-token-prediction heads and vision towers of Qwen3.5 and Gemma 3."""
 
 
@@ -325,3 +318,158 @@ def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
         left -= count
         raw = handle.read(count * width)
         yield decoded(entry.dtype, raw)
+
+
+# -- fused experts ------------------------------------------------------------------------------------------------------
+
+# A checkpoint of gpt-oss holds for all E experts of a layer, with D hidden and I expert columns:
+#
+#     mlp.experts.gate_up_proj [E, D, 2I]     columns gate, up, gate, up, ...     gate_up_proj_bias [E, 2I]
+#     mlp.experts.down_proj    [E, I, D]                                          down_proj_bias    [E, D]
+#
+# or in MXFP4 (Open Compute Project, Microscaling Formats 1.0) gate_up_proj_blocks [E, 2I, D/32, 16] with
+# gate_up_proj_scales [E, 2I, D/32], and down_proj_blocks [E, D, I/32, 16] with down_proj_scales [E, D, I/32]: a byte of
+# a block holds two values of 4 bits, the lower bits first, and a scale s multiplies 32 values by 2^(s - 127).
+#
+# The native core reads mlp.experts.E.{gate_proj,up_proj,down_proj}.{weight,bias}, matrices as [out, in].
+_FUSED = re.compile(r"(.*mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
+_WORDS = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}  # integers, because numbers are only moved
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def is_fused(shapes: Container[str]) -> bool:
+    """Return whether a model with these parameters has checkpoints with fused experts."""
+    return "model.layers.0.mlp.experts.0.gate_proj.bias" in shapes
+
+
+def split_experts(
+    tensors: Iterable[tuple[str, RawTensor | TensorEntry]],
+) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
+    """Yield the tensors of a checkpoint, with fused experts split into the matrices and biases of single experts, which
+    get the native core's names. MXFP4 becomes bfloat16, which holds every value exactly.
+
+    A tensor of fused experts with an unexpected number of dimensions is yielded unchanged. Entries of a file's header
+    (`TensorEntry`) are split in the same way, without data.
+    """
+    halves: dict[str, RawTensor | TensorEntry] = {}
+    for name, tensor in tensors:
+        found = _FUSED.fullmatch(name)
+        if found is None:
+            yield name, tensor
+            continue
+        prefix, matrix, kind = found.groups()
+        scales = None
+        if kind in ("_blocks", "_scales"):
+            other = halves.pop(prefix + matrix, None)
+            if other is None:  # its data is copied, because it is only valid until the next tensor is read
+                has_data = isinstance(tensor, RawTensor)
+                halves[prefix + matrix] = tensor._replace(data=memoryview(bytes(tensor.data))) if has_data else tensor
+                continue
+            tensor, scales = (tensor, other) if kind == "_blocks" else (other, tensor)
+            fits = len(tensor.shape) == 4 and list(tensor.shape) == [*scales.shape, 16]
+        else:
+            fits = tensor.dtype in _WORDS and len(tensor.shape) == (2 if kind else 3)
+        if fits:
+            yield from _single_experts(prefix, matrix, tensor, scales)
+        else:
+            yield name, tensor
+    for name, tensor in halves.items():
+        yield f"{name}_blocks without {name}_scales, or the reverse", tensor
+
+
+def _single_experts(
+    prefix: str, matrix: str, tensor: RawTensor | TensorEntry, scales: RawTensor | TensorEntry | None
+) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
+    """Yield each expert's down_proj, or its gate_proj (the even rows) and up_proj (the odd rows)."""
+    parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+    if matrix == "down_proj":
+        parts = {"down_proj": slice(None)}
+    kind = "bias" if len(tensor.shape) == 2 else "weight"
+    rows, *columns = tensor.shape[:0:-1] if scales is None else (tensor.shape[1], tensor.shape[2] * 32)
+    part = tensor._replace(dtype=tensor.dtype if scales is None else "BF16", shape=[rows // len(parts), *columns])
+    for expert in range(tensor.shape[0]):
+        for name, every in parts.items():
+            if isinstance(tensor, RawTensor):
+                part = part._replace(data=_expert_rows(tensor, scales, expert, every))
+            yield f"{prefix}{expert}.{name}.{kind}", part
+
+
+def _expert_rows(tensor: RawTensor, scales: RawTensor | None, expert: int, every: slice) -> memoryview:
+    """Return a copy of rows of an expert's matrix [out, in] or bias [out]. With `scales` the tensor holds MXFP4."""
+    import numpy as np
+
+    if scales is None:
+        rows = np.frombuffer(tensor.data, _WORDS[tensor.dtype]).reshape(tensor.shape)[expert].T[every]
+    else:
+        blocks = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape)[expert][every]
+        powers = np.frombuffer(scales.data, np.uint8).reshape(scales.shape)[expert][every].astype(np.uint16)
+        rows = _mxfp4_pairs()[(powers[..., None] << 8) | blocks]
+    return memoryview(np.array(rows, order="C").view(np.uint8).reshape(-1))
+
+
+@cache
+def _mxfp4_pairs() -> np.ndarray:
+    """Return a table for decoding MXFP4: entry scale * 256 + byte holds the byte's two bfloat16 values in 32 bits."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        powers = np.exp2(np.arange(256, dtype=np.float32) - 127)
+        values = powers[:, None] * np.array(_FP4, np.float32)
+    words = values.view(np.uint32) >> 16
+    byte = np.arange(256)
+    return np.ascontiguousarray(words[:, byte & 15] | (words[:, byte >> 4] << 16)).reshape(-1)
+
+
+# -- adapters -----------------------------------------------------------------------------------------------------------
+
+ADAPTER = "adapter"
+"""The adapter's subfolder in the folder of the weights."""
+CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "base.json"
+"""The first two are PEFT's files; the last identifies the base weights of the adapter."""
+PREFIX = "base_model.model."
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """A saved adapter of a quantised base model.
+
+    Attributes:
+        folder: the folder with PEFT's two files.
+        dim, alpha, use_rslora: as in `lora_cfg`.
+        targets: names of the adapted weights.
+        base: `model_name` of the run that saved it.
+        seed: seed of the base weights, if they are random.
+        quantization: format of the base model's matrices.
+    """
+
+    folder: Path
+    dim: int
+    alpha: float
+    use_rslora: bool
+    targets: tuple[str, ...]
+    base: str
+    seed: int
+    quantization: str
+
+    def tensors(self) -> Iterator[tuple[str, RawTensor]]:
+        """Yield (name, tensor) for A [dim, in] and B [out, dim] of every target."""
+        for name, tensor in raw_tensors([self.folder / WEIGHTS_FILE]):
+            yield name.removeprefix(PREFIX), tensor
+
+
+def saved_adapter(weights: Path) -> SavedAdapter | None:
+    """Return the adapter in the folder `weights` if it has a quantised base model and the folder holds no other
+    weights; otherwise return None."""
+    folder = weights / ADAPTER
+    if not (folder / BASE_FILE).is_file() or (weights / SINGLE_FILE).is_file() or (weights / INDEX_FILE).is_file():
+        return None
+    peft, base = (json.loads((folder / name).read_text()) for name in (CONFIG_FILE, BASE_FILE))
+    if "quantization" not in base:
+        return None
+    names = (name.removeprefix(PREFIX) for name in tensor_entries(folder / WEIGHTS_FILE))
+    targets = tuple(f"{name.removesuffix(LORA_A)}.weight" for name in names if name.endswith(LORA_A))
+    return SavedAdapter(
+        folder, peft["r"], float(peft["lora_alpha"]), peft.get("use_rslora", False), targets,
+        base["model_name"], base["seed"], base["quantization"],
+    )  # fmt: skip

@@ -2,11 +2,10 @@
 (safetensors, one file or sharded)."""
 
 import json
-import math
 import re
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Self
@@ -18,13 +17,14 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.models.fused_experts import is_fused
-from nemo_rl_cpp.models.saved_adapter import LORA_B, SavedAdapter
 from nemo_rl_cpp.models.weight_files import (
     INDEX_FILE,
+    LORA_B,
     SINGLE_FILE,
     RawTensor,
+    SavedAdapter,
     fill_parameters,
+    is_fused,
     raw_tensors,
     weight_files,
     without_blocks,
@@ -99,14 +99,9 @@ def _view(flat: Tensor, spec: C.ParameterSpec) -> Tensor:
     return flat[spec.offset : spec.offset + prod(spec.shape)].view(spec.shape)
 
 
-def named_whole(layout: C.ParameterLayout, flat: Tensor) -> dict[str, Tensor]:
-    """Return every parameter by its Hugging Face name, as a view of `flat`, a buffer with this layout."""
-    return {spec.name: _view(flat, spec) for spec in layout.specs}
-
-
-def named_views(layout: list[tuple[str, list[int], int]], flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return every parameter of `layout` (name, shape, offset) by Hugging Face name, as a view of the flat buffer."""
-    return {name: flat[offset : offset + math.prod(shape)].view(shape) for name, shape, offset in layout}
+def named_views(specs: Iterable[C.ParameterSpec], flat: Tensor) -> dict[str, Tensor]:
+    """Return every parameter by its Hugging Face name, as a view of `flat`, the buffer that `specs` describe."""
+    return {spec.name: _view(flat, spec) for spec in specs}
 
 
 def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
@@ -121,7 +116,7 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
             to eight tensors of each kind.
     """
     folder = Path(folder)
-    target = named_views(model.layout, model.compute if model.masters is None else model.masters)
+    target = named_views(model.specs, model.compute if model.masters is None else model.masters)
     specs = {spec.name: spec for spec in model.specs}
     if "score.weight" in target:
         target["score.weight"].zero_()
@@ -183,7 +178,7 @@ def save_weights(
     `tensors`: the whole weights by name, if the model holds only a slice."""
     folder = Path(folder)
     save_config(folder, config, model.compute.dtype)
-    tensors = named_views(model.layout, model.compute) if tensors is None else tensors
+    tensors = named_views(model.specs, model.compute) if tensors is None else tensors
     total = sum(t.nbytes for t in tensors.values())
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -210,7 +205,7 @@ _EXPERT = re.compile(r"(.*mlp\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)
 
 
 def joined_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors by their names in a checkpoint with fused experts (models/fused_experts.py). Each tensor is
+    """Yield the tensors by their names in a checkpoint with fused experts (models/weight_files.py). Each tensor is
     created only when it is requested."""
     experts: dict[str, list[str]] = {}
     for name in tensors:
@@ -243,14 +238,13 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
     """
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters
-    views = named_views(model.layout, flat)
+    views = named_views(model.specs, flat)
 
     def draw(whole: list[int], spread: float) -> Tensor:
         """Return normally distributed numbers of the model's dtype. Only a few rows at a time exist in float32."""
         out = torch.empty(whole, dtype=flat.dtype)
-        for rows in out.split(
-            max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)
-        ):  # a multiple of 16, because torch draws 16 numbers at a time
+        count = max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)  # a multiple of 16, as torch draws 16 numbers at a time
+        for rows in out.split(count):
             rows.copy_(torch.randn(rows.shape, generator=generator, dtype=torch.float32).mul_(spread))
         return out
 
@@ -284,7 +278,7 @@ def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
 def add_saved_adapter(model: C.DecoderModel, saved: SavedAdapter) -> None:
     """Add the adapter of a checkpoint to a frozen model with loaded weights, without merging it."""
     model.adapt(saved.dim, saved.alpha, list(saved.targets), False, saved.use_rslora)
-    views = named_whole(model.trained_layout, model.masters)
+    views = named_views(model.trained_layout.specs, model.masters)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # the buffer is only read
         for name, raw in saved.tensors():

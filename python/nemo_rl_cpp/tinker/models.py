@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.models.saved_adapter import ADAPTER
+from nemo_rl_cpp.models.weight_files import ADAPTER
 from nemo_rl_cpp.serving.engine import STOP_STRING, STOP_TOKEN
 from nemo_rl_cpp.tinker.adapters import AdaptedModel, Base, Row, Shape, TrainingState
 from nemo_rl_cpp.tinker.errors import UserError

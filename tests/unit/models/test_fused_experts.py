@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from nemo_rl_cpp.models.fused_experts import split_experts
-from nemo_rl_cpp.models.weight_files import RawTensor, TensorEntry
+from nemo_rl_cpp.models.weight_files import RawTensor, TensorEntry, split_experts
 from nemo_rl_cpp.models.weights import FILE_DTYPES, joined_experts
 
 PREFIX = "model.layers.3.mlp.experts."

@@ -57,7 +57,7 @@ def test_ten_hf_steps_match_the_native_trainer(name, llama):
         assert relative(got["grad_norm"], expected["grad_norm"]) <= 1e-4
         if step == 0:  # the buffers hold the (clipped) gradients of the step
             scale = min(1.0, 1.0 / float(expected["grad_norm"]))
-            theirs, own = (named_views(p.model.layout, p.trainer.grads) for p in (native, ours))
+            theirs, own = (named_views(p.slices.own.specs, p.trainer.grads) for p in (native, ours))
             assert set(theirs) == set(own)
             for k in theirs:
                 assert relative(own[k] / scale, theirs[k]) <= 1e-4 or not theirs[k].any(), k

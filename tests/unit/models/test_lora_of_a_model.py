@@ -11,7 +11,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import tiny_random
 from nemo_rl_cpp.models.model_sizes import model_sizes
-from nemo_rl_cpp.models.weights import initialize_weights, named_whole
+from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from row_batch import padded_rows
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=40)  # fmt: skip
@@ -114,7 +114,7 @@ def test_lora_a_is_initialised_from_the_seed_and_lora_b_with_zeros(init):
     lora = lora_of(folder, lora_A_init=init)
     model, again, other = (adapted(lora, folder, seed) for seed in (3, 3, 4))
     assert torch.equal(model.masters, again.masters) and not torch.equal(model.masters, other.masters)
-    for name, view in named_whole(model.trained_layout, model.masters).items():
+    for name, view in named_views(model.trained_layout.specs, model.masters).items():
         if name.endswith("lora_B.weight"):
             assert not view.any()
             continue
@@ -132,7 +132,7 @@ def test_tensor_parallel_ranks_have_their_slices_of_one_adapter():
     folder = tiny_random({**SIZES, "vocab_size": 4096})
     lora = lora_of(folder)
     whole = adapted(lora, folder)
-    expected = named_whole(whole.trained_layout, whole.masters)
+    expected = named_views(whole.trained_layout.specs, whole.masters)
     for rank in range(2):
         for spec in C.ParameterLayout(folder.native(), 4, lora.targets, rank, 2).specs:
             assert spec.whole == list(expected[spec.name].shape)
@@ -150,7 +150,7 @@ def test_saved_adapter_is_restored_exactly_and_rejected_for_different_settings(t
     model.masters_changed()
     lora.save(tmp_path, model.trained_layout, model.masters)
     again = adapted(lora, folder, seed=9, weights=tmp_path)
-    saved, read = (named_whole(m.trained_layout, m.masters) for m in (model, again))
+    saved, read = (named_views(m.trained_layout.specs, m.masters) for m in (model, again))
     assert all(torch.equal(read[name], view) for name, view in saved.items()) and again.digest() == model.digest()
     for other, said in (
         (lora_of(folder, alpha=8), "lora_cfg.alpha is 8, but the adapter in .* has 32"),

@@ -27,7 +27,7 @@ def model_of(sizes, kind, dtype, seed=0):
 def dequantised(sizes, kind, dtype):
     """Return the model without quantisation whose layers' matrices went through the blocks."""
     quantised, plain = model_of(sizes, kind, dtype), model_of(sizes, None, dtype)
-    views = named_views(plain.layout, plain.compute)
+    views = named_views(plain.specs, plain.compute)
     for spec in quantised.blocks:
         blocks = torch.empty(spec.shape[0], spec.shape[1] // 32 * C.block_bytes(kind), dtype=torch.uint8)
         C.pack_blocks(views[spec.name].clone(), blocks)
@@ -76,7 +76,7 @@ def test_weights_are_quantised_from_the_dtype_of_the_model_files(tmp_path):
     folder.check_weights()
     loaded = C.DecoderModel(folder.native(), torch.bfloat16, False)
     load_weights(loaded, tmp_path)
-    views = named_views(plain.layout, plain.compute)
+    views = named_views(plain.specs, plain.compute)
     for spec in loaded.blocks:
         blocks = torch.empty_like(loaded.blocks_of(spec))
         C.pack_blocks(views[spec.name].clone(), blocks)

@@ -120,7 +120,7 @@ def test_critic_gradients_match_finite_differences():
 
     value.trainer.zero_grad()
     way.forward_backward(batch, 0, 12)
-    grads, random = named_views(value.model.layout, value.trainer.grads), torch.Generator().manual_seed(2)
+    grads, random = named_views(value.model.specs, value.trainer.grads), torch.Generator().manual_seed(2)
     for name, weight in value.state_dict().items():
         direction = torch.randn(weight.shape, generator=random, dtype=torch.float64)
         step = 1e-6

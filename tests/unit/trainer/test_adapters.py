@@ -5,7 +5,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LayerKinds
 from nemo_rl_cpp.models.hf_config import native_config
-from nemo_rl_cpp.models.weights import initialize_weights, named_views, named_whole
+from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from reference.lora import effective
 from test_gradient_invariance import CONFIG, groups_batch
 
@@ -32,7 +32,7 @@ def base(dtype, **changes):
 def draw(model, spread, seed=1):
     """A and B at random; B is 0 where spread is."""
     generator = torch.Generator().manual_seed(seed)
-    for name, view in named_whole(model.trained_layout, model.masters).items():
+    for name, view in named_views(model.trained_layout.specs, model.masters).items():
         scale = spread if name.endswith("lora_B.weight") else 0.3
         view.copy_(torch.randn(view.shape, generator=generator) * scale)
     model.masters_changed()
@@ -46,7 +46,7 @@ def adapted(dtype, targets=ALL, spread=0.2, **changes):
 
 
 def weights(model):
-    return {name: view.clone() for name, view in named_views(model.layout, model.compute).items()}
+    return {name: view.clone() for name, view in named_views(model.specs, model.compute).items()}
 
 
 def backward(model, seed=9, **options):
@@ -64,7 +64,7 @@ def backward(model, seed=9, **options):
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
 def test_effective_weights_are_the_base_plus_the_scaled_lora_product(dtype, targets):
     frozen, model = weights(base(dtype)), adapted(dtype, targets)
-    factors = named_whole(model.trained_layout, model.masters)
+    factors = named_views(model.trained_layout.specs, model.masters)
     for name, now in weights(model).items():
         if name not in targets:
             assert torch.equal(now, frozen[name]), name
@@ -82,7 +82,7 @@ def test_effective_weights_are_the_base_plus_the_scaled_lora_product(dtype, targ
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_with_lora_b_zero_are_bit_identical_to_the_base(dtype):
     plain = base(dtype)
-    named_views(plain.layout, plain.compute)["model.layers.0.mlp.up_proj.weight"][3, 5] = -0.0
+    named_views(plain.specs, plain.compute)["model.layers.0.mlp.up_proj.weight"][3, 5] = -0.0
     plain.masters_changed()
     before = plain.digest()
     plain.adapt(DIM, ALPHA, ALL)
@@ -110,8 +110,8 @@ def test_adapter_gradients_match_dense_gradients_through_the_chain_rule(targets,
     whole.masters.copy_(model.compute)
     expected_out, dense = backward(whole, top_k=top_k)
     assert torch.equal(out, expected_out)
-    factors, ours = (named_whole(model.trained_layout, flat) for flat in (model.masters, trainer.grads))
-    of_weights, s = named_views(whole.layout, dense.grads), ALPHA / DIM
+    factors, ours = (named_views(model.trained_layout.specs, flat) for flat in (model.masters, trainer.grads))
+    of_weights, s = named_views(whole.specs, dense.grads), ALPHA / DIM
     assert len(ours) == 2 * len(targets)
     for target in targets:
         a, b = (factors[f"{target.removesuffix('.weight')}.lora_{which}.weight"] for which in "AB")
@@ -125,12 +125,12 @@ def test_adapter_gradients_match_dense_gradients_through_the_chain_rule(targets,
 def test_bfloat16_adapter_gradients_stay_within_one_percent(targets, changes):
     """To that of the dense gradient of the same weights in bfloat16, taken through the chain rule in float32."""
     model = adapted(torch.bfloat16, targets, **changes)
-    ours = named_whole(model.trained_layout, backward(model)[1].grads)
+    ours = named_views(model.trained_layout.specs, backward(model)[1].grads)
     whole = C.DecoderModel(native_config({**CONFIG, **changes}), torch.bfloat16, True)
     whole.masters.copy_(model.compute)
     whole.masters_changed()
-    of_weights = named_views(whole.layout, backward(whole)[1].grads)
-    factors = named_whole(model.trained_layout, model.masters)
+    of_weights = named_views(whole.specs, backward(whole)[1].grads)
+    factors = named_views(model.trained_layout.specs, model.masters)
     for module in (target.removesuffix(".weight") for target in targets):
         a, b = (factors[f"{module}.lora_{which}.weight"] for which in "AB")
         d_w = ALPHA / DIM * of_weights[f"{module}.weight"]
@@ -176,7 +176,7 @@ def test_small_adapter_updates_are_not_lost_in_bfloat16():
     model.adapt(DIM, ALPHA, ["model.layers.0.mlp.up_proj.weight"])
     draw(model, spread=0.0)
     name = "model.layers.0.mlp.up_proj"
-    b = named_whole(model.trained_layout, model.masters)[f"{name}.lora_B.weight"]
+    b = named_views(model.trained_layout.specs, model.masters)[f"{name}.lora_B.weight"]
     before = weights(model)[f"{name}.weight"]
     unchanged = []
     for _ in range(400):
@@ -194,10 +194,10 @@ def test_critic_head_is_trained_together_with_the_adapters(merge):
     names = [spec.name for spec in model.trained_layout.specs]
     assert names[-1] == "score.weight" and len(names) == 2 * len(SOME) + 1
     draw(model, spread=0.1)
-    head = named_whole(model.trained_layout, model.masters)["score.weight"]
-    assert torch.equal(named_views(model.layout, model.compute)["score.weight"], head.bfloat16())
+    head = named_views(model.trained_layout.specs, model.masters)["score.weight"]
+    assert torch.equal(named_views(model.specs, model.compute)["score.weight"], head.bfloat16())
     _, trainer = backward(model)
-    grads = named_whole(model.trained_layout, trainer.grads)
+    grads = named_views(model.trained_layout.specs, trainer.grads)
     assert all(grad.abs().max() > 0 for grad in grads.values())
 
 

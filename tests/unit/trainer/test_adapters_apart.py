@@ -5,7 +5,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import native_config
-from nemo_rl_cpp.models.weights import named_views, named_whole
+from nemo_rl_cpp.models.weights import named_views
 from test_adapters import (
     ALL,
     ALL_OF_RECURRENT,
@@ -65,7 +65,7 @@ def test_unmerged_and_merged_adapters_agree_in_float64(targets, changes):
 def test_float32_unmerged_adapter_gradients_match_float64_within_1e_5(targets):
     model = apart(torch.float32, targets)
     ours, theirs = (
-        named_whole(model.trained_layout, backward(each)[1].grads.double())
+        named_views(model.trained_layout.specs, backward(each)[1].grads.double())
         for each in (model, apart(torch.float64, targets))
     )
     for name, gradient in theirs.items():
@@ -93,7 +93,7 @@ def test_unmerged_adapter_update_below_bfloat16_rounding_takes_effect_at_once():
     moved = {}
     for merge in (True, False):
         model = base(torch.bfloat16)
-        views = named_views(model.layout, model.compute)
+        views = named_views(model.specs, model.compute)
         for name in ALL:
             views[name].add_(torch.where(views[name] < 0, -0.125, 0.125))
         model.adapt(DIM, ALPHA, ALL, merge=merge)
@@ -101,7 +101,7 @@ def test_unmerged_adapter_update_below_bfloat16_rounding_takes_effect_at_once():
         before, weights = logits(model), model.compute.clone()
         _, trainer = backward(model)
         trainer.step(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-12, weight_decay=0.0, max_grad_norm=0.0)
-        factors = named_whole(model.trained_layout, model.masters)
+        factors = named_views(model.trained_layout.specs, model.masters)
         for name, b in factors.items():
             if name.endswith("lora_B.weight"):
                 a = factors[name.replace("lora_B", "lora_A")]

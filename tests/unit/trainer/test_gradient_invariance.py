@@ -47,7 +47,7 @@ def gradients(dtype, max_samples=0, max_tokens=0, share=False, threads=2):
         for rows in plans:
             trainer.forward(batch, rows, 1.0, share, True, False, out)
             trainer.backward(weight * mask)
-        return {n: g.clone() for n, g in named_views(model.layout, trainer.grads).items()}, out
+        return {n: g.clone() for n, g in named_views(model.specs, trainer.grads).items()}, out
     finally:
         torch.set_num_threads(before)
 

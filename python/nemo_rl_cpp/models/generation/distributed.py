@@ -307,7 +307,7 @@ class EngineWorker(EngineHost):
         """Join the refit rendezvous with trainer rank 0 and the other engines."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
-        weights = named_views(self.model.layout, self.model.compute)
+        weights = named_views(self.model.specs, self.model.compute)
         self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
 
     def update_weights_from_collective(self, version: int) -> RefitResult:

@@ -14,25 +14,33 @@ Old checkpoints are removed, and the newest complete one is found after any cras
       latest_checkpoint_status.json
 
 A save fills `tmp_step_N`, syncs every file, writes the manifest and renames the folder to `step_N`. At any moment the
-newest `step_N` with a valid manifest is complete. `recover` finishes or removes what a crash has left.
+newest `step_N` with a valid manifest is complete. `recover` finishes or removes what a crash has left. An `old_step_N`
+is being replaced by a new `step_N`, a `del_step_N` is being removed, and a `corrupt_step_N` is damaged but kept.
 """
 
 import json
+import os
+import re
 import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from nemo_rl_cpp.checkpoints.store import STATUS, TRAINING_INFO, CheckpointRecord, CheckpointStore
 from nemo_rl_cpp.config.access import as_number, to_json, written
 from nemo_rl_cpp.config.base import Settings, as_model
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.files import durable
-from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
+from nemo_rl_cpp.files.folder_lock import LOCK, FolderError, FolderLock, make_folder
 from nemo_rl_cpp.files.yaml_text import Plain, dump_yaml
+
+TRAINING_INFO = "training_info.json"
+_STATUS = "latest_checkpoint_status.json"
+_KEY = "checkpointing.checkpoint_dir"
+_FOLDER = re.compile(r"(tmp_|old_|del_|)step_(0|[1-9]\d{0,17})", re.ASCII)
+_ASIDE = re.compile(r"corrupt_step_\d+(_\d+)?", re.ASCII)
 
 
 class ResumeError(FolderError):
@@ -48,7 +56,8 @@ class CheckpointManager:
             policy.save_checkpoint(folder / "policy" / "weights", folder / "policy" / "optimizer")
 
     An exception in the `with` block (a full disk, Ctrl-C) removes the unfinished folder; earlier checkpoints are
-    untouched.
+    untouched. All changes need the folder's lock, so that two processes cannot interfere. The lock is held for one save
+    or, after `claim`, for a whole run.
 
     Attributes:
         metric_seen: whether `metric_name` was found among the metrics of this run.
@@ -72,7 +81,9 @@ class CheckpointManager:
         self.checkpoint_dir = Path(config.checkpoint_dir).absolute()  # the user's code may change the working directory
         self.metric_seen = self.metric_missed = self.owed = False
         self.facts: dict[str, Plain] = {}
-        self._store = CheckpointStore(self.checkpoint_dir)
+        self._lock: FolderLock | None = None
+        self._claimed = self._made = self._saving = False
+        self._verified: dict[tuple[Path, int], str | None] = {}
 
     def save_reason(
         self,
@@ -108,36 +119,47 @@ class CheckpointManager:
 
         Raise FolderInUseError (a RuntimeError) if another process uses the same checkpoint_dir.
         """
-        make_folder(self.checkpoint_dir, "checkpointing.checkpoint_dir")
-        self._store.acquire()
-        folder = self._store.temporary(step)
+        make_folder(self.checkpoint_dir, _KEY)
+        folder = self.checkpoint_dir / f"tmp_step_{step}"
+        with self._locked():
+            try:
+                _recover(self.checkpoint_dir)
+                _make_way(folder)
+                folder.mkdir()
+                durable.write_durable(folder / TRAINING_INFO, json.dumps(to_json(training_info), indent=1))
+                if run_config is not None:
+                    durable.write_durable(folder / "config.yaml", dump_yaml(written(run_config)))
+                yield folder
+                durable.seal_folder(folder, step=step, saved=time.strftime("%Y-%m-%d %H:%M:%S"), **self.facts)
+                self._tidy_up(step, _publish(folder))
+            except BaseException as error:
+                if folder.is_dir() and not folder.is_symlink():
+                    shutil.rmtree(folder, ignore_errors=True)
+                if isinstance(error, OSError):
+                    error.add_note(
+                        f"saving step {step} into {self.checkpoint_dir} failed; earlier checkpoints are untouched"
+                    )
+                raise
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the folder's lock in the `with` block. Raise FolderInUseError if another process holds it."""
+        self._lock = self._lock or FolderLock(self.checkpoint_dir, _KEY)
+        self._saving = True
         try:
-            self._store.recover()
-            self._store.make_temporary(step)
-            durable.write_durable(folder / TRAINING_INFO, json.dumps(to_json(training_info), indent=1))
-            if run_config is not None:
-                durable.write_durable(folder / "config.yaml", dump_yaml(written(run_config)))
-            yield folder
-            self._store.acquire()
-            durable.seal_folder(folder, step=step, saved=time.strftime("%Y-%m-%d %H:%M:%S"), **self.facts)
-            self._tidy_up(step, self._store.publish(folder))
-        except BaseException as error:
-            if folder.is_dir() and not folder.is_symlink():
-                shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError):
-                error.add_note(
-                    f"saving step {step} into {self.checkpoint_dir} failed; earlier checkpoints are untouched"
-                )
-            raise
+            yield
         finally:
-            self._store.release()
+            self._saving = False
+            if self._lock is not None and not self._claimed:
+                self._lock.close()
+                self._lock = None
 
     def _tidy_up(self, step: int, saved: Path) -> None:
         """Write the status file and remove old checkpoints. If that raises OSError, only warn, because the new
         checkpoint is safe.
         """
         status = json.dumps({"latest_step": step, "checkpoint": saved.name}, indent=1)
-        for work in (lambda: durable.write_atomic(self.checkpoint_dir / STATUS, status), self._thin_out):
+        for work in (lambda: durable.write_atomic(self.checkpoint_dir / _STATUS, status), self._thin_out):
             try:
                 work()
             except OSError as error:
@@ -150,18 +172,28 @@ class CheckpointManager:
         Raise FolderInUseError (a ValueError) if another run uses the folder; the message gives its process, host and
         time. Raise FolderError if the folder cannot be created or written. Do nothing if checkpoints are disabled.
         """
-        if self.enabled:
-            self._store.claim()
+        if not self.enabled or self._claimed:
+            return
+        try:
+            self._made = make_folder(self.checkpoint_dir, _KEY)
+            self._lock = self._lock or FolderLock(self.checkpoint_dir, _KEY)
+        except OSError as error:
+            raise FolderError(
+                f"{_KEY}={self.checkpoint_dir}: the run cannot have this folder ({error.strerror or error})"
+            ) from error
+        self._claimed = True
 
     def shutdown(self) -> None:
-        """Unlock the folder. Further calls do nothing."""
-        self._store.close()
-
-    def __enter__(self) -> "CheckpointManager":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.shutdown()
+        """Unlock the folder. Remove it if `claim` created it and it is still empty. Further calls do nothing."""
+        lock, self._lock, made, root = self._lock, None, self._made, self.checkpoint_dir
+        self._claimed = self._made = self._saving = False
+        if lock is None:
+            return
+        empty = made and root.is_dir() and [path.name for path in root.iterdir()] == [LOCK]
+        lock.close(remove=empty)
+        if empty:
+            with suppress(OSError):  # a file was added in the meantime
+                root.rmdir()
 
     # ---------------------------------------------------------------- finding
 
@@ -172,12 +204,33 @@ class CheckpointManager:
         Call `recover` first. Skip damaged checkpoints with a warning.
         """
         self.recover()
-        for record in reversed(self._store.history()):
-            problem = self._store.problem(record.path)
+        for record in reversed(history(self.checkpoint_dir)):
+            problem = self._problem(record.path)
             if problem is None:
                 return str(record.path)
             warnings.warn(f"checkpoint {record.path} is passed over: {problem}", stacklevel=2)
         return None
+
+    def _problem(self, folder: Path) -> str | None:
+        """Return a description of what is wrong with a checkpoint's contents, or None if it is complete. A sealed
+        folder is read only the first time.
+        """
+        try:
+            key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
+        except OSError as error:
+            return f"{durable.MANIFEST} cannot be read ({error.strerror})"
+        if key not in self._verified:
+            self._verified[key] = durable.folder_problem(folder, contents=True)
+        return self._verified[key]
+
+    def _unusable(self) -> list[str]:
+        """Return the names of folders from which a run cannot resume: damaged folders, `corrupt_` folders, and folders
+        of other programs.
+        """
+        published = [path for prefix, _, path in _folders(self.checkpoint_dir) if prefix == ""]
+        found = [path.name for path in published if _quick_problem(path) or self._problem(path)]
+        aside = (path.name for path in self.checkpoint_dir.glob("corrupt_step_*") if _ASIDE.fullmatch(path.name))
+        return found + sorted(aside)
 
     def check_resume_mode(self, latest: str | Path | None) -> None:
         """Raise ResumeError if `checkpointing.resume` does not allow `latest`, the newest complete checkpoint (None:
@@ -188,7 +241,7 @@ class CheckpointManager:
                 f"checkpointing.resume=never, but {self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name}): give the run "
                 "another checkpointing.checkpoint_dir, move them away, or set checkpointing.resume=auto"
             )
-        if latest is None and (unusable := self._store.unusable()):
+        if latest is None and (unusable := self._unusable()):
             raise ResumeError(
                 f"no checkpoint of {self.checkpoint_dir} is whole ({', '.join(unusable)}): repair or move them away, or give the run another "
                 "checkpointing.checkpoint_dir"
@@ -234,16 +287,14 @@ class CheckpointManager:
         `corrupt_step_N`. A `step_N` without a manifest was written by another program and stays until a save needs its
         name. Do nothing during a save, or if the folder is locked or cannot be written.
         """
-        if not self.checkpoint_dir.is_dir() or self._store.saving:
+        if not self.checkpoint_dir.is_dir() or self._saving:
             return []
-        try:
-            self._store.acquire()
-        except (OSError, RuntimeError):
-            return []
-        try:
-            return self._store.recover()
-        finally:
-            self._store.release()
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._locked())
+            except (OSError, RuntimeError):
+                return []
+            return _recover(self.checkpoint_dir)
 
     def _thin_out(self) -> None:
         """Remove the checkpoints that no rule keeps.
@@ -253,23 +304,147 @@ class CheckpointManager:
         limits are null, nothing is removed. A checkpoint without the metric ranks last; in a tie the newer checkpoint
         ranks first.
         """
-        records = self._store.history()
         if self.config.keep_top_k is None and self.config.ft_keep_latest_k is None:
             return
+        records = history(self.checkpoint_dir)
         newest_first = sorted((record.step for record in records), reverse=True)
-        keep = set(newest_first[:1])
         periodic = [record for record in records if record.step % self.save_period == 0]
-        keep.update(record.step for record in self._best_first(periodic)[: self.config.keep_top_k])
-        keep.update(newest_first[: self.config.ft_keep_latest_k or 0])
+        best_first = sorted(periodic, key=self._rank, reverse=True)
+        keep = {*newest_first[:1], *newest_first[: self.config.ft_keep_latest_k or 0]}
+        keep.update(record.step for record in best_first[: self.config.keep_top_k])
         for record in records:
             if record.step not in keep:
-                self._store.remove(record.path)
+                _remove(record.path)
 
-    def _best_first(self, records: list[CheckpointRecord]) -> list[CheckpointRecord]:
-        def rank(record: CheckpointRecord) -> tuple[bool, float, int]:
-            value = as_number(record.info.get(self.metric_name)) if self.metric_name else None
-            if value is None or value != value:  # no metric, or NaN
-                return (False, 0.0, record.step)
-            return (True, value if self.config.higher_is_better else -value, record.step)
+    def _rank(self, record: "CheckpointRecord") -> tuple[bool, float, int]:
+        value = as_number(record.info.get(self.metric_name)) if self.metric_name else None
+        if value is None or value != value:  # no metric, or NaN
+            return (False, 0.0, record.step)
+        return (True, value if self.config.higher_is_better else -value, record.step)
 
-        return sorted(records, key=rank, reverse=True)
+
+# ---------------------------------------------------------------- the folder
+
+
+class CheckpointRecord(NamedTuple):
+    """A complete checkpoint: its step, folder and training_info."""
+
+    step: int
+    path: Path
+    info: dict[str, Plain]
+
+
+def history(root: Path) -> list[CheckpointRecord]:
+    """Return every step_N whose files and sizes match its manifest and whose training_info can be read, in order of
+    steps.
+    """
+    return [
+        CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
+        for prefix, step, path in _folders(root)
+        if prefix == "" and _quick_problem(path) is None
+    ]
+
+
+def _folders(root: Path) -> list[tuple[str, int, Path]]:
+    """Return (prefix, step, path) of every checkpoint folder, in the order del, tmp, old, published, and then by step."""
+    if not root.is_dir():
+        return []
+    order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
+    found = ((_FOLDER.fullmatch(path.name), path) for path in root.iterdir())
+    listed = [(match[1], int(match[2]), path) for match, path in found if match and path.is_dir()]
+    return sorted(listed, key=lambda entry: (order[entry[0]], entry[1]))
+
+
+def _quick_problem(path: Path) -> str | None:
+    """Return a description of what is wrong with the checkpoint's manifest, file sizes or training_info, or None if
+    they are valid.
+    """
+    problem = durable.folder_problem(path, contents=False, verify=(TRAINING_INFO,))
+    if problem is not None:
+        return problem
+    try:
+        info = json.loads((path / TRAINING_INFO).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{TRAINING_INFO} cannot be read ({error})"
+    return None if isinstance(info, dict) else f"{TRAINING_INFO} holds no mapping"
+
+
+def _recover(root: Path) -> list[str]:
+    """Finish or remove what a crash during a save has left. Warn about each action, and return the warnings."""
+    done = [text for prefix, step, path in _folders(root) if (text := _recover_one(prefix, step, path))]
+    for prefix, _, path in _folders(root):
+        if prefix == "" and (problem := _quick_problem(path)) is not None:
+            if os.path.lexists(path / durable.MANIFEST):
+                done.append(f"set {path.name} aside as {_set_aside(path).name}: {problem}")
+            else:  # written by another program such as NeMo RL
+                done.append(f"left {path.name} as it is: {problem}")
+    for text in done:
+        warnings.warn(f"{root}: {text}", stacklevel=4)
+    return done
+
+
+def _recover_one(prefix: str, step: int, path: Path) -> str | None:
+    """Recover one folder and return a description of what was done, or None. `_folders` lists tmp_step_N before
+    old_step_N, so that an old_step_N is renamed back only if no newer folder could be published.
+    """
+    target = path.with_name(f"step_{step}")
+    if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
+        _publish(path)
+        return f"published the finished {path.name}"
+    if prefix == "old_" and not target.exists():
+        durable.rename(path, target)
+        return f"put {path.name} back as {target.name}"
+    if prefix:
+        with suppress(OSError):
+            _delete(path)
+        return f"removed the left-over {path.name}"
+    return None
+
+
+def _publish(folder: Path) -> Path:
+    """Rename a sealed `tmp_step_N` to `step_N` and return the new path. If this fails, an older `step_N` is kept."""
+    target = folder.with_name(folder.name.removeprefix("tmp_"))
+    old = folder.with_name(f"old_{target.name}")
+    if os.path.lexists(target) and not (target / durable.MANIFEST).is_file():
+        _set_aside(target)  # written by another program
+    if target.exists():
+        _make_way(old)
+    durable.publish_folder(folder, target, old)
+    if old.exists():
+        _delete(old)
+    return target
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint. Rename it first, so that a crash cannot leave a partial `step_N`."""
+    doomed = folder.with_name(f"del_{folder.name}")
+    _make_way(doomed)
+    durable.rename(folder, doomed)
+    _delete(doomed)
+
+
+def _make_way(path: Path) -> None:
+    """Free the name `path`: remove a folder, and rename anything else to a `corrupt_` name."""
+    if path.is_dir() and not path.is_symlink():
+        _delete(path)
+    elif os.path.lexists(path):
+        warnings.warn(f"{path.parent}: set {path.name} aside as {_set_aside(path).name}", stacklevel=4)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a folder step_N to `corrupt_step_N`, or if that exists to `corrupt_step_N_2`, `_3`, ..., and return the
+    new path.
+    """
+    aside, number = path.with_name(f"corrupt_{path.name}"), 2
+    while os.path.lexists(aside):
+        aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1
+    durable.rename(path, aside)
+    return aside
+
+
+def _delete(path: Path) -> None:
+    """Remove a file, a folder with its contents, or a link (but not its target)."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

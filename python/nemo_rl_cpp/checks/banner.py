@@ -13,7 +13,7 @@ GRPO smollm2-135m-instruct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nemo_rl_cpp.checkpoints.store import CheckpointStore
+from nemo_rl_cpp.checkpoints.manager import history
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, adapter_sizes
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
@@ -125,7 +125,7 @@ def _memory(config: TrainMasterConfig) -> str:
 
 def _newest(folder: Path) -> Path | None:
     try:
-        return next((record.path for record in reversed(CheckpointStore(folder).history())), None)
+        return next((record.path for record in reversed(history(folder))), None)
     except OSError:  # reported by the checks of folders
         return None
 

@@ -5,8 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
-from nemo_rl_cpp.checkpoints.store import CheckpointStore
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError, history
 from nemo_rl_cpp.config.master import PPOMasterConfig, TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.errors import Finding
 from nemo_rl_cpp.files.folder_lock import held_by, holder_of
@@ -77,7 +76,7 @@ def _space(config: WholeConfig, folder: Path) -> Iterator[Finding]:
     while not place.exists():
         place = place.parent
     free, kept = shutil.disk_usage(place).free, config.checkpointing.keep_top_k
-    there = len(CheckpointStore(folder).history())
+    there = len(history(folder))
     wanted = 1 if kept is None else max(1, kept + 2 - there)  # the best, the newest, and the one being written
     if free < wanted * size:
         more = f", and up to {wanted} of them are held at once (checkpointing.keep_top_k={kept})" if wanted > 1 else ""
@@ -89,7 +88,7 @@ def _space(config: WholeConfig, folder: Path) -> Iterator[Finding]:
 
 
 def _resume(config: WholeConfig, folder: Path) -> Iterator[Finding]:
-    newest = next((record.path for record in reversed(CheckpointStore(folder).history())), None)
+    newest = next((record.path for record in reversed(history(folder))), None)
     try:
         CheckpointManager(config.checkpointing).check_resume_mode(newest)
     except ResumeError as error:

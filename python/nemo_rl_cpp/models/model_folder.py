@@ -37,17 +37,17 @@ def note_as_said(remark: str) -> str:
     return remark
 
 
-def was_said(remark: str) -> bool:
-    """Return whether a remark has been shown to the user."""
-    return remark in _SAID
+def say_once(kind: str, remark: str) -> None:
+    """Print a remark to stderr as a "warning" or "note", unless this process has shown it to the user."""
+    if remark not in _SAID:
+        print(f"{kind}: {note_as_said(remark)}", file=sys.stderr, flush=True)
 
 
 def note_trained_router(router: str, section: str) -> None:
-    """Print a note, once, that a router is trained although the configuration's `section` requests a frozen router."""
-    what = f"every parameter is trained, {router} too"
-    if not was_said(what):
-        key = f"{section}.megatron_cfg.freeze_moe_router"
-        print(f"note: {note_as_said(what)} ({key} is true, and is not done)", file=sys.stderr, flush=True)
+    """Print a note, once, that a router is trained although the configuration's `section` requests a frozen router, as
+    NeMo RL's configuration files do."""
+    key = f"{section}.megatron_cfg.freeze_moe_router"
+    say_once("note", f"every parameter is trained, {router} too ({key} is true, and is not done)")
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,18 @@ class ModelFolder:
     def check_quantization(self, key: str) -> None:
         """Raise ModelFolderError if the model cannot be quantised: it has recurrent layers, or the rows of a matrix are
         not divisible into blocks of 32 weights. `key` names the configuration key of the format."""
+        if self.quantization is None:
+            return
         native = self.native()
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
-        if self.quantization and "gated_delta" in native:
+        if "gated_delta" in native:
             raise ModelFolderError(
                 f"{key} is {self.quantization}, but {self.config['model_type']} has recurrent layers, whose matrices are not quantised: set {key}=null"
             )
-        experts = native.get("experts", {})
-        widths |= {
-            f"experts' {name}": experts[name] for name in ("intermediate_size", "shared_size") if name in experts
-        }
-        for name, width in widths.items() if self.quantization else ():
+        experts = native.get("experts", {"intermediate_size": 0, "shared_size": 0})
+        widths |= {f"experts' {name}": experts[name] for name in ("intermediate_size", "shared_size")}
+        for name, width in widths.items():
             if width % BLOCK_WEIGHTS:
                 raise ModelFolderError(
                     f"{key} is {self.quantization}, whose blocks hold {BLOCK_WEIGHTS} weights of a row, but the model has "
@@ -126,52 +126,35 @@ class ModelFolder:
             raise ModelFolderError(
                 f"{key} is {count}, but the vocabulary has {native['vocab_size']} entries; set it to 1"
             )
-        if count > 1 and "experts" in native:
-            raise ModelFolderError(
-                f"{key} is {count}, but the model is a mixture of experts ({self.config['model_type']}), which slices cannot; set it to 1"
-            )
-        if count > 1 and "gated_delta" in native:
-            raise ModelFolderError(
-                f"{key} is {count}, but the model has recurrent layers ({self.config['model_type']}), which slices cannot; set it to 1"
-            )
-        if count > 1 and native["fused_tensors"]:
-            raise ModelFolderError(
-                f"{key} is {count}, but tensors of the model hold queries, keys and values together ({self.config['model_type']}), which slices cannot; set it to 1"
-            )
-        if count > 1 and native["qk_norm"] == "whole":
-            raise ModelFolderError(
-                f"{key} is {count}, but the model normalises all heads of the queries and keys together ({self.config['model_type']}), which slices cannot; set it to 1"
-            )
+        unsliced = {
+            "the model is a mixture of experts": "experts" in native,
+            "the model has recurrent layers": "gated_delta" in native,
+            "tensors of the model hold queries, keys and values together": native["fused_tensors"],
+            "the model normalises all heads of the queries and keys together": native["qk_norm"] == "whole",
+        }
+        for what, has in unsliced.items():
+            if has and count > 1:
+                raise ModelFolderError(
+                    f"{key} is {count}, but {what} ({self.config['model_type']}), which slices cannot; set it to 1"
+                )
 
     def check_device(self, device: str) -> None:
         """Raise ModelFolderError if the native core does not support the model on a device such as "cpu" or
         "cuda:0"."""
-        if device != "cpu" and "experts" in self.native():
-            raise ModelFolderError(
-                f"{self.config['model_type']} is a mixture of experts, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
-            )
-
-        if device != "cpu" and "gated_delta" in self.native():
-            raise ModelFolderError(
-                f"{self.config['model_type']} has recurrent layers, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
-            )
+        for part, what in (("experts", "is a mixture of experts"), ("gated_delta", "has recurrent layers")):
+            if device != "cpu" and part in self.native():
+                raise ModelFolderError(
+                    f"{self.config['model_type']} {what}, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
+                )
 
     def check_recurrent(self, model: TrainedModelConfig, section: str) -> None:
         """Raise ModelFolderError if the model has recurrent layers, and the configuration section `model` requests vLLM,
         which does not support them. `section` is its name."""
-        if "gated_delta" not in self.native():
-            return
         generation = getattr(model, "generation", None)
-        if generation is not None and generation.runs_vllm:
+        if generation is not None and generation.runs_vllm and "gated_delta" in self.native():
             raise ModelFolderError(
                 f"{section}.generation.backend is vllm, but {self.config['model_type']} has recurrent layers, whose weights are not sent to vLLM: set it to native"
             )
-
-    def note_router(self, section: str) -> None:
-        """Print a note, once, that the model's router is trained. Called if megatron_cfg requests a frozen router, as
-        NeMo RL's configuration files do."""
-        if "experts" in self.native():
-            note_trained_router(f"{self.config['model_type']}'s router", section)
 
     def fill(self, model: C.DecoderModel) -> None:
         """Load or initialise the weights of a native `DecoderModel`, and add the adapter if there is one."""
@@ -188,8 +171,7 @@ class ModelFolder:
     def print_remarks(self) -> None:
         """Print each remark to stderr as a warning, once per process."""
         for remark in self.remarks:
-            if remark not in _SAID:
-                print(f"warning: {note_as_said(remark)}", file=sys.stderr, flush=True)
+            say_once("warning", remark)
 
 
 def open_model_folder(
@@ -241,9 +223,8 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
         return ModelFolder(
             config, base, **{"seed": adapter.seed} | fields, quantization=adapter.quantization, adapter=adapter
         )
-    remarks = [
-        f"{path / 'config.json'}: {remark}" for remark in hf_config.config_remarks(hf_config.read_config_file(path))
-    ]
+    file = path / "config.json"
+    remarks = [f"{file}: {remark}" for remark in hf_config.config_remarks(hf_config.read_config_file(path))]
     if (path / SINGLE_FILE).is_file() and (path / INDEX_FILE).is_file():
         remarks.append(
             f"{path} holds {SINGLE_FILE} and {INDEX_FILE}: {SINGLE_FILE} counts, as in transformers, not the files of the index"
@@ -251,7 +232,7 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
     if config["tie_word_embeddings"] and not fields.get("value_head") and _has_own_head(path):
         config["tie_word_embeddings"] = False
         remarks.append(
-            f"{path / 'config.json'} says tie_word_embeddings, but the weights hold an lm_head.weight that is not the embedding: "
+            f"{file} says tie_word_embeddings, but the weights hold an lm_head.weight that is not the embedding: "
             "the two are kept apart (tie_word_embeddings=false)"
         )
     return ModelFolder(config, path, remarks=tuple(remarks), **fields)

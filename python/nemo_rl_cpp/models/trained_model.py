@@ -26,7 +26,7 @@ from nemo_rl_cpp.distributed.ranks import GradientSums, OtherRankFailedError, Ra
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
-from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
+from nemo_rl_cpp.models.model_folder import ModelFolder, note_trained_router, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.schedule import create_schedule
 from nemo_rl_cpp.models.policy.train_step import (
@@ -99,10 +99,10 @@ class TrainedModel(NoOffload):
         if self.lora is not None:
             self.model = self._load(self.folder, trainable=False)
             self.lora.begin(self.model, seed, weights_path, is_whole=self.ranks.tensor_size == 1)
+        elif weights_path is None:
+            self.model = self._load(self.folder, trainable=True)
         else:
-            self.model = (
-                self._load(self.folder, trainable=True) if weights_path is None else self._load_from(weights_path)
-            )
+            self.model = self._load_from(weights_path)
         self.slices = self._slices()
         self.trained = self.slices if self.lora is None else self.lora.slices(self.folder.native(), self.ranks)
         self.trainer = self._trainer_of(self.model)
@@ -129,8 +129,8 @@ class TrainedModel(NoOffload):
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
         folder.check_device(str(self.device))
         folder.check_recurrent(config, self.section)
-        if config.megatron_cfg.enabled and config.megatron_cfg.freeze_moe_router:
-            folder.note_router(self.section)
+        if config.megatron_cfg.enabled and config.megatron_cfg.freeze_moe_router and "experts" in folder.native():
+            note_trained_router(f"{folder.config['model_type']}'s router", self.section)
         return folder
 
     def _slices(self) -> Slices:
@@ -148,17 +148,14 @@ class TrainedModel(NoOffload):
     def _moment_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """Return the dtypes of AdamW's first and second moment; None: the dtype of the master weights."""
         settings = self.config.effective_optimizer()
-        short = [
-            torch.bfloat16 if name == "bfloat16" else None
-            for name in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
-        ]
-        return short[0], short[1]
+        dtypes = {"bfloat16": torch.bfloat16}
+        return dtypes.get(settings.exp_avg_dtype), dtypes.get(settings.exp_avg_sq_dtype)
 
     def _sums(self) -> GradientSums:
-        sharded, beside = self.config.shards_gradients, self.config.overlaps_grad_reduce
         if self.ranks.size == 1:
             return GradientSums()
-        return GradientSums(sharded or beside, sharded)
+        sharded = self.config.shards_gradients
+        return GradientSums(sharded or self.config.overlaps_grad_reduce, sharded)
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> C.DecoderModel:
         folder.check_weights()
@@ -371,16 +368,12 @@ class TrainedModel(NoOffload):
             )
         self.ranks.fail_together(error)
         whole = {} if self.config.quantization else self.first_state_dict()
-        adapters = (
-            self.trained.gather(self.model.masters, "the adapters") if self.lora and self.ranks.rank == 0 else None
-        )
+        adapters = None
+        if self.lora is not None and self.ranks.rank == 0:
+            adapters = self.trained.gather(self.model.masters, "the adapters")
         if self.ranks.is_first:
             try:
-                self._save_weights(whole, Path(weights_path))
-                if self.lora is None:
-                    remove_adapter(Path(weights_path))
-                else:
-                    self.lora.save(Path(weights_path), self.trained.whole, adapters)
+                self._save_files(whole, adapters, Path(weights_path))
             except Exception as found:  # such as a full disk; the other ranks must not wait for this rank
                 error = found
         self.ranks.fail_together(error)
@@ -393,23 +386,25 @@ class TrainedModel(NoOffload):
         else:
             save_config(weights_path, self.saved_config(), self.model.compute.dtype)
 
-    def _save_weights(self, whole: dict[str, Tensor], weights_path: Path) -> None:
+    def _save_files(self, whole: dict[str, Tensor], adapters: Tensor | None, weights_path: Path) -> None:
         self._save_model(whole, weights_path)
         if not self.value_head:
             save_generation_config(self.folder.path, self.folder.raw, self.tokenizer, weights_path)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(weights_path))
+        if self.lora is None:
+            remove_adapter(weights_path)
+        else:
+            self.lora.save(weights_path, self.trained.whole, adapters)
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
         """Return the total size in bytes of the tensors that `save_checkpoint` writes; `optimizer` includes the
         optimizer's tensors."""
-        size, trained = self.slices.whole.total, self.trained.whole.total
-        moments = (
-            sum(trained * tensor.element_size() for tensor in self._optimizer_tensors().values()) if optimizer else 0
-        )
-        adapters = 0 if self.lora is None else trained * self.model.masters.element_size()
-        weights = 0 if self.config.quantization else size * self.model.compute.element_size()
-        return weights + adapters + moments
+        trained = list(self._optimizer_tensors().values()) if optimizer else []
+        if self.lora is not None:
+            trained.append(self.model.masters)
+        weights = 0 if self.config.quantization else self.slices.whole.total * self.model.compute.element_size()
+        return weights + self.trained.whole.total * sum(tensor.element_size() for tensor in trained)
 
     def non_finite_parameters(self) -> list[str]:
         """Return the names of the parameters that contain an infinity or NaN, in the weights or the master weights."""
@@ -454,28 +449,25 @@ class TrainedModel(NoOffload):
         return self.trained.gather(gathered, what)
 
     def _load_optimizer(self, folder: Path) -> None:
+        total = self.trained.whole.total
         try:
-            self._read_optimizer(folder)
+            with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
+                for name, tensor in self._optimizer_tensors().items():
+                    value = saved.get_slice(name)
+                    if value.get_shape() != [total]:
+                        raise ValueError(f"{name} has {prod(value.get_shape())} elements, this model {total}")
+                    self._fill(name, tensor, value)
+            if self.lora is None:
+                self.model.masters_changed()
+            state = json.loads((folder / "optimizer.json").read_text())
+            self.trainer.optimizer_steps = state["optimizer_steps"]
+            self.schedule.load_state_dict(state["schedule"])
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
                 f"{folder}: this is not the optimizer state of this model ({why}): resume from another checkpoint, or start from scratch "
                 "from its weights (policy.model_name)"
             ) from error
-
-    def _read_optimizer(self, folder: Path) -> None:
-        total = self.trained.whole.total
-        with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
-            for name, tensor in self._optimizer_tensors().items():
-                value = saved.get_slice(name)
-                if value.get_shape() != [total]:
-                    raise ValueError(f"{name} has {prod(value.get_shape())} elements, this model {total}")
-                self._fill(name, tensor, value)
-        if self.lora is None:
-            self.model.masters_changed()
-        state = json.loads((folder / "optimizer.json").read_text())
-        self.trainer.optimizer_steps = state["optimizer_steps"]
-        self.schedule.load_state_dict(state["schedule"])
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
         """Copy this rank's shard of an optimizer tensor from `saved`, the tensor of the whole model."""

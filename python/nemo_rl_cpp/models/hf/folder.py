@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from nemo_rl_cpp.models.hf.flat_model import FlatModel
 from nemo_rl_cpp.models.hf.library import quietly, transformers
 from nemo_rl_cpp.models.hf.outputs import ValueNet
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, read_config_file
-from nemo_rl_cpp.models.model_folder import note_as_said, was_said
+from nemo_rl_cpp.models.model_folder import say_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -141,8 +140,7 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
             f"{section}.hf_config_overrides.max_position_embeddings if the model can do more"
         )
     for remark in _remarks(raw, key, name):
-        if not was_said(remark):
-            print(f"note: {note_as_said(remark)}", file=sys.stderr, flush=True)
+        say_once("note", remark)
     return folder
 
 

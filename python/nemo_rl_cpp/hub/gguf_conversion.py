@@ -119,19 +119,14 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     else:
         is_27b = config["num_hidden_layers"] == kind.layers_27b
         config["query_pre_attn_scalar"] = width // heads if is_27b else config["head_dim"]
-    _add_windows(reader, config)
+    window = _value(reader, "{arch}.attention.sliding_window")
+    if window is not None or config["model_type"] == "phi3":
+        config["sliding_window"] = window or None
+        pattern = _value(reader, "{arch}.attention.sliding_window_pattern")
+        if isinstance(pattern, Sequence):
+            config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     _add_rope_scaling(reader, config)
     return config
-
-
-def _add_windows(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    window = _value(reader, "{arch}.attention.sliding_window")
-    if window is None and config["model_type"] != "phi3":
-        return
-    config["sliding_window"] = window or None
-    pattern = _value(reader, "{arch}.attention.sliding_window_pattern")
-    if isinstance(pattern, Sequence):
-        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
 def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
@@ -200,12 +195,12 @@ SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _
 
 def _words(pre: str) -> pre_tokenizers.PreTokenizer:
     """Return the pre-tokenizer that llama.cpp calls `pre`. Raise UnsupportedGgufError for an unknown name."""
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre == "gpt-2":
+        return words
     if pre == "smollm":
         # each digit is a separate token, so that the model does not learn "42" as one symbol
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-    if pre == "gpt-2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
     for pattern, name in SPLITS.items():
         if pre == name:
             split = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -236,11 +231,9 @@ def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
         merges += [(scores[i], len(a), len(b), a, b) for a, b in halves if a in vocab and b in vocab]
     merges.sort(key=lambda merge: merge[:3], reverse=True)
     unknown = _value(reader, "tokenizer.ggml.tokens")[int(_value(reader, "tokenizer.ggml.unknown_token_id", 0))]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab, merges=[merge[3:] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True
-        )
-    )
+    pairs = [merge[3:] for merge in merges]
+    bpe = models.BPE(vocab=vocab, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
     marks = [normalizers.Replace(" ", "▁")]
     texts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if _value(reader, "tokenizer.ggml.add_space_prefix", True):
@@ -282,13 +275,10 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> None:
     folder."""
     backend, control = _tokenizer(reader)
     tokens = _value(reader, "tokenizer.ggml.tokens")
-
-    def named(role: str) -> str | None:
-        index = _value(reader, f"tokenizer.ggml.{role}_token_id")
-        return None if index is None else tokens[int(index)]
-
-    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    texts = {role: named(name) for role, name in roles.items()}
+    texts = {}
+    for role, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        index = _value(reader, f"tokenizer.ggml.{name}_token_id")
+        texts[f"{role}_token"] = None if index is None else tokens[int(index)]
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -84,8 +84,6 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
 
 def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """Return a tensor in the given format. The blocks of q8_0 and q4_0 equal those of `policy.quantization`."""
-    import gguf
-
     name = kind.name.lower()
     if name not in ("q8_0", "q4_0"):
         return gguf.quants.quantize(values, kind)
@@ -139,7 +137,7 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     family = FAMILIES[config["model_type"]]
     window, kinds = config.get("sliding_window"), SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
     longest = hf_config.max_positions(config)
-    if hf_config.has_window(config) and not family.has_windows:
+    if window is not None and SLIDING in kinds and not family.has_windows:
         longest = min(longest, window)
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(kind, f"MOSTLY_{kind.upper()}")])
@@ -328,14 +326,8 @@ def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) 
 
 
 def _add_special_tokens(writer: GGUFWriter, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
-    named = {
-        "bos": tokenizer.bos_token_id,
-        "eos": tokenizer.eos_token_id,
-        "unk": tokenizer.unk_token_id,
-        "pad": tokenizer.pad_token_id,
-    }
-    for name, i in named.items():
-        if i is not None:
+    for name in ("bos", "eos", "unk", "pad"):
+        if (i := getattr(tokenizer, f"{name}_token_id")) is not None:
             getattr(writer, f"add_{name}_token_id")(i)
     others = [i for i in ends if i != tokenizer.eos_token_id]
     if others:  # a file can name a second end token; llama.cpp recognises further ones by their texts

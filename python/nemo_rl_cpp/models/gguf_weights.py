@@ -102,13 +102,8 @@ def _paired_heads(config: Mapping[str, Plain], name: str) -> int:
     """Return the number of heads of a query or key projection whose rows are interleaved; 0 for any other parameter."""
     if not FAMILIES[config["model_type"]].interleaved:
         return 0
-    return (
-        config["num_attention_heads"]
-        if ".q_proj." in name
-        else config["num_key_value_heads"]
-        if ".k_proj." in name
-        else 0
-    )
+    keys = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
+    return next((config[key] for part, key in keys.items() if part in name), 0)
 
 
 def _is_offset(config: Mapping[str, Plain], name: str) -> bool:

@@ -307,12 +307,6 @@ def _check_layers(form: Mapping[str, Plain]) -> None:
         )
 
 
-def has_window(config: Mapping[str, Plain]) -> bool:
-    """Return whether any layer of a canonical configuration uses sliding-window attention."""
-    kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
-    return config.get("sliding_window") is not None and SLIDING in kinds
-
-
 def max_positions(config: Mapping[str, Plain]) -> int:
     """Return the longest sequence that the model has positions for, in tokens, including RoPE scaling as in vLLM."""
     positions, factor = rope.position_factor(rope.of_kind(config, FULL))
@@ -378,7 +372,8 @@ def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
     kept = {key: form[key] for key in _ARCHITECTURE if key in known and form.get(key) is not None}
     kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept}
     kept["hidden_act"] = _ACTIVATIONS[form[made.activation]]
-    if not has_window(form) and RECURRENT not in made.layer_types(form):
+    kinds = made.layer_types(form)
+    if RECURRENT not in kinds and (SLIDING not in kinds or form.get("sliding_window") is None):
         kept = {key: value for key, value in kept.items() if key not in _WINDOW}
     return kept
 

@@ -162,26 +162,17 @@ def _damaged(file: Path, error: Exception) -> ModelFolderError:
 
 
 def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]]:
-    """Yield (file, name, entry) for every tensor of the files. Raise ModelFolderError for a damaged file, or if two
-    files hold the same name."""
-    places: dict[str, Path] = {}
+    """Yield (file, name, entry) for every tensor of the files. Raise ModelFolderError for a damaged file."""
     for file in files:
         for name, entry in tensor_entries(file).items():
-            if name in places:
-                raise ModelFolderError(
-                    f"{places[name]} and {file} both hold {name}: remove the file that is not of this model"
-                )
-            places[name] = file
             yield file, name, entry
 
 
 def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
     """Yield (name, tensor) for every tensor of the files, without copying. The safetensors library is not used, because
     it needs torch for bfloat16."""
-    by_file: dict[Path, list[tuple[str, TensorEntry]]] = {}
-    for file, name, entry in all_entries(files):
-        by_file.setdefault(file, []).append((name, entry))
-    for file, entries in by_file.items():
+    headers = {file: tensor_entries(file) for file in files}  # a damaged file is found before the first tensor is read
+    for file, entries in headers.items():
         linked = _linked(file)
         try:
             with (
@@ -189,7 +180,7 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
                 mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content,
                 memoryview(content) as data,
             ):
-                for name, (dtype, shape, begin, end) in entries:
+                for name, (dtype, shape, begin, end) in entries.items():
                     with data[begin:end] as tensor:
                         yield name, RawTensor(dtype, shape, linked.restored(name, tensor) if linked else tensor)
                     # otherwise the pages of tensors already read would count as this process's memory

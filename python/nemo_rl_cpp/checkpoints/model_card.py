@@ -53,10 +53,8 @@ def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> Non
 def card_text(config: TrainMasterConfig, facts: CardFacts) -> str:
     """Return the text of README.md. It shows only the last part of a local folder's path."""
     base = _PACKAGED.get(config.policy.model_name.lower(), config.policy.model_name)
-    sets = [
-        (each.dataset_name, getattr(each, "data_path", None))
-        for _, each in datasets_of(config.data.train, "data.train")
-    ]
+    named = datasets_of(config.data.train, "data.train")
+    sets = [(each.dataset_name, getattr(each, "data_path", None)) for _, each in named]
     front: dict[str, Plain] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",

@@ -51,11 +51,12 @@ def _encode(value: object, name: str, tensors: dict[str, torch.Tensor]) -> Plain
     if isinstance(value, torch.Tensor):
         return _tensor("tensor", value, tensors)
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
-        return _tensor(
-            "array" if isinstance(value, np.ndarray) else "scalar", torch.from_numpy(np.array(value)), tensors
-        )
-    if value is None or isinstance(value, (bool, str)):
-        return value if value is None or isinstance(value, bool) else str(value)
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return _tensor(kind, torch.from_numpy(np.array(value)), tensors)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -63,9 +64,8 @@ def _encode(value: object, name: str, tensors: dict[str, torch.Tensor]) -> Plain
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and _TAG not in value:
             return {str(key): _encode(item, f"{name}.{key}" if name else key, tensors) for key, item in value.items()}
-        pairs = [
-            [_encode(key, name, tensors), _encode(item, f"{name}[{key!r}]", tensors)] for key, item in value.items()
-        ]
+        items = value.items()
+        pairs = [[_encode(key, name, tensors), _encode(item, f"{name}[{key!r}]", tensors)] for key, item in items]
         return {_TAG: "dict", "value": pairs}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value

@@ -22,9 +22,9 @@ def dump_yaml(value: Plain) -> str:
 
 def _lines(value: dict[str, Plain] | list[Plain], indent: int) -> list[str]:
     pad = "  " * indent
-    items = (
-        [(f"{_scalar(str(k))}:", v) for k, v in value.items()] if isinstance(value, dict) else [("-", v) for v in value]
-    )
+    items = [("-", item) for item in value]
+    if isinstance(value, dict):
+        items = [(f"{_scalar(str(key))}:", item) for key, item in value.items()]
     lines: list[str] = []
     for head, item in items:
         if isinstance(item, (dict, list)) and item:

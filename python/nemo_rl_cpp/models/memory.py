@@ -45,16 +45,6 @@ def swap_memory() -> float:
     return sum(float(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
 
 
-_CHUNK = 2**24
-
-
-def chunk_bytes(tokens: int, vocab_size: int, chunk: int | None) -> float:
-    """Return the bytes of the float32 logits of `chunk` tokens (`policy.logprob_chunk_size`) and of three arrays of the
-    same size for the backward pass (models/hf/outputs.py). `tokens`: number of tokens of the micro-batch, which limits
-    the chunk."""
-    return 16.0 * min(tokens * vocab_size, _CHUNK if chunk is None else chunk * vocab_size)
-
-
 def tape_bytes(sizes: ModelSizes, width: int) -> int:
     """Return the bytes per token and layer that torch keeps for the backward pass of a layer of transformers.
 
@@ -212,9 +202,8 @@ def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
             return None
         parameters = sizes.parameters if name == "policy" else sizes.backbone_parameters
         trained = _trained(model, parameters, sizes)
-        total += (0.0 if model.quantization else parameters * _width(model)) + (
-            trained * 4.0 if model.lora is not None else 0.0
-        )
+        total += 0.0 if model.quantization else parameters * _width(model)
+        total += trained * 4.0 if model.lora is not None else 0.0
         if config.checkpointing.save_optimizer:
             masters = 0.0 if model.lora is not None or model.precision != "bfloat16" else 4.0
             total += trained * (masters + model.effective_optimizer().moment_bytes)
@@ -332,12 +321,11 @@ def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
 def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, float]:
     """Return the memory of the LM head for one micro-batch. `kind` is "train" or "logprob"."""
     if policy.backend == "hf":
-        tokens, copies = (
-            _micro_batch_tokens(policy, kind),
-            2 if kind == "train" else 1,
-        )  # training holds logits and their gradient
-        logits = float(copies * tokens * sizes.vocab_size * _width(policy))
-        return "logits of a micro-batch", logits + chunk_bytes(tokens, sizes.vocab_size, policy.logprob_chunk_size)
+        logits = _micro_batch_tokens(policy, kind) * sizes.vocab_size
+        copies = 2 if kind == "train" else 1  # training holds logits and their gradient
+        # a chunk's logits in float32, and three arrays of that size for the backward pass (models/hf/outputs.py)
+        chunk = 2**24 if policy.logprob_chunk_size is None else policy.logprob_chunk_size * sizes.vocab_size
+        return "logits of a micro-batch", float(copies * logits * _width(policy)) + 16.0 * min(logits, chunk)
     generation = policy.generation
     # top-k and top-p need whole rows of logits (csrc/model/vocabulary_head.cpp: kRowLogits)
     filtered = 2.0**26 if (generation.top_k or 0) > 0 or (generation.top_p or 1.0) < 1 else 0.0
@@ -441,15 +429,9 @@ def forecast_text(config: TrainMasterConfig) -> str:
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in phase.parts)
         lines.append(f"  {phase.name:<18} {size_text(phase.total):>9}   {parts}")
     lines.append(f"  {'peak':<18} {size_text(max(phase.total for phase in phases)):>9}   {fit_text(config)}")
-    kept = config.policy.kept_activations_gb
-    if (
-        kept != 0
-        and config.policy.backend == "native"
-        and not engines_of(config)
-        and config.policy.reuse_generation_logprobs != "never"
-        and not config.policy.generation.runs_vllm
-        and not config.policy.activation_checkpointing
-    ):
+    policy, kept = config.policy, config.policy.kept_activations_gb
+    elsewhere = policy.backend != "native" or engines_of(config) or policy.generation.runs_vllm
+    if not (kept == 0 or elsewhere or policy.reuse_generation_logprobs == "never" or policy.activation_checkpointing):
         amount = "a quarter of what is free" if kept is None else f"{kept:g} GB"
         lines.append(
             f"  On the CPU generation's activations are kept beside it for training, in up to {amount} (policy.kept_activations_gb)."

@@ -15,25 +15,7 @@ BASE = dict(
 
 @functools.cache
 def configurations() -> dict:
-    from transformers import (
-        Gemma2Config,
-        Gemma3TextConfig,
-        GptOssConfig,
-        GraniteConfig,
-        LlamaConfig,
-        MistralConfig,
-        MixtralConfig,
-        Olmo2Config,
-        Olmo3Config,
-        OlmoeConfig,
-        Phi3Config,
-        Qwen2Config,
-        Qwen2MoeConfig,
-        Qwen3_5TextConfig,
-        Qwen3Config,
-        Qwen3MoeConfig,
-        SmolLM3Config,
-    )  # fmt: skip
+    import transformers as hf
 
     llama3 = dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32,
@@ -58,61 +40,61 @@ def configurations() -> dict:
     )  # fmt: skip
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
-        "llama": LlamaConfig(**BASE, head_dim=16),
-        "llama_tied": LlamaConfig(**BASE, head_dim=16, tie_word_embeddings=True),
-        "llama_biases": LlamaConfig(**BASE, head_dim=16, attention_bias=True, mlp_bias=True),
-        "llama_mha_wide_heads": LlamaConfig(**{**BASE, "num_key_value_heads": 4}, head_dim=24),
-        "llama_rope_llama3": LlamaConfig(**BASE, head_dim=16, rope_parameters=llama3),
-        "llama_rope_yarn": LlamaConfig(**BASE, head_dim=16, rope_parameters=yarn),
-        "llama_rope_linear": LlamaConfig(**BASE, head_dim=16, rope_parameters=linear),
-        "qwen2": Qwen2Config(**{**BASE, "hidden_size": 64}),
-        "qwen2_tied": Qwen2Config(**{**BASE, "hidden_size": 64}, tie_word_embeddings=True),
-        "qwen3": Qwen3Config(**BASE, head_dim=16),
-        "llama_gelu": LlamaConfig(**BASE, head_dim=16, hidden_act="gelu_pytorch_tanh"),
-        "mistral": MistralConfig(**BASE, head_dim=16, sliding_window=None),
-        "mistral_window": MistralConfig(**BASE, head_dim=16, sliding_window=9),
-        "qwen3_windows": Qwen3Config(
+        "llama": hf.LlamaConfig(**BASE, head_dim=16),
+        "llama_tied": hf.LlamaConfig(**BASE, head_dim=16, tie_word_embeddings=True),
+        "llama_biases": hf.LlamaConfig(**BASE, head_dim=16, attention_bias=True, mlp_bias=True),
+        "llama_mha_wide_heads": hf.LlamaConfig(**{**BASE, "num_key_value_heads": 4}, head_dim=24),
+        "llama_rope_llama3": hf.LlamaConfig(**BASE, head_dim=16, rope_parameters=llama3),
+        "llama_rope_yarn": hf.LlamaConfig(**BASE, head_dim=16, rope_parameters=yarn),
+        "llama_rope_linear": hf.LlamaConfig(**BASE, head_dim=16, rope_parameters=linear),
+        "qwen2": hf.Qwen2Config(**{**BASE, "hidden_size": 64}),
+        "qwen2_tied": hf.Qwen2Config(**{**BASE, "hidden_size": 64}, tie_word_embeddings=True),
+        "qwen3": hf.Qwen3Config(**BASE, head_dim=16),
+        "llama_gelu": hf.LlamaConfig(**BASE, head_dim=16, hidden_act="gelu_pytorch_tanh"),
+        "mistral": hf.MistralConfig(**BASE, head_dim=16, sliding_window=None),
+        "mistral_window": hf.MistralConfig(**BASE, head_dim=16, sliding_window=9),
+        "qwen3_windows": hf.Qwen3Config(
             **BASE, head_dim=16, use_sliding_window=True, sliding_window=33, max_window_layers=1
         ),
-        "olmo3": Olmo3Config(
+        "olmo3": hf.Olmo3Config(
             **{**BASE, "hidden_size": 64}, sliding_window=7,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=nested(yarn),
         ),
-        "smollm3": SmolLM3Config(**{**BASE, "hidden_size": 64}, no_rope_layer_interval=2, tie_word_embeddings=True),
-        "granite": GraniteConfig(**{**BASE, "hidden_size": 64}, **granite),
-        "granite_tied_biases": GraniteConfig(
+        "smollm3": hf.SmolLM3Config(**{**BASE, "hidden_size": 64}, no_rope_layer_interval=2, tie_word_embeddings=True),
+        "granite": hf.GraniteConfig(**{**BASE, "hidden_size": 64}, **granite),
+        "granite_tied_biases": hf.GraniteConfig(
             **{**BASE, "hidden_size": 64}, **granite, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
         ),
-        "phi3": Phi3Config(**phi3, sliding_window=20),
-        "phi3_longrope": Phi3Config(**phi3, rope_parameters=longrope, original_max_position_embeddings=400),
-        "gemma2": Gemma2Config(
+        "phi3": hf.Phi3Config(**phi3, sliding_window=20),
+        "phi3_longrope": hf.Phi3Config(**phi3, rope_parameters=longrope, original_max_position_embeddings=400),
+        "gemma2": hf.Gemma2Config(
             **{**BASE, "num_hidden_layers": 3}, head_dim=16, sliding_window=10, query_pre_attn_scalar=24, attn_logit_softcapping=3.0,
             final_logit_softcapping=4.0,
         ),
-        "gemma3": Gemma3TextConfig(
+        "gemma3": hf.Gemma3TextConfig(
             **{**BASE, "num_hidden_layers": 4}, head_dim=16, sliding_window=10, query_pre_attn_scalar=24,
             layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"], rope_parameters=nested(linear),
         ),
-        "olmo2": Olmo2Config(**{**BASE, "hidden_size": 64}),
-        "olmo2_gelu": Olmo2Config(**{**BASE, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
-        "qwen3_tied": Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True),
-        "qwen3_moe": Qwen3MoeConfig(**qwen_moe, head_dim=16, norm_topk_prob=True),
-        "qwen3_moe_dense_layer": Qwen3MoeConfig(**qwen_moe, head_dim=16, mlp_only_layers=[1], tie_word_embeddings=True),
-        "qwen3_moe_window": Qwen3MoeConfig(**qwen_moe, head_dim=16, use_sliding_window=True, sliding_window=9),
-        "olmoe": OlmoeConfig(**{**BASE, "hidden_size": 64, "intermediate_size": 24}, **experts),
-        "gpt_oss": GptOssConfig(
+        "olmo2": hf.Olmo2Config(**{**BASE, "hidden_size": 64}),
+        "olmo2_gelu": hf.Olmo2Config(**{**BASE, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
+        "qwen3_tied": hf.Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True),
+        "qwen3_moe": hf.Qwen3MoeConfig(**qwen_moe, head_dim=16, norm_topk_prob=True),
+        "qwen3_moe_dense_layer": hf.Qwen3MoeConfig(**qwen_moe, head_dim=16, mlp_only_layers=[1], tie_word_embeddings=True),
+        "qwen3_moe_window": hf.Qwen3MoeConfig(**qwen_moe, head_dim=16, use_sliding_window=True, sliding_window=9),
+        "olmoe": hf.OlmoeConfig(**{**BASE, "hidden_size": 64, "intermediate_size": 24}, **experts),
+        "gpt_oss": hf.GptOssConfig(
             **{**BASE, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2}, head_dim=16, num_local_experts=6, num_experts_per_tok=3,
             sliding_window=9, rope_parameters=yarn | dict(truncate=False),
         ),
-        "mixtral": MixtralConfig(**{**BASE, "intermediate_size": 24}, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
-        "mixtral_window": MixtralConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
-        "qwen2_moe": Qwen2MoeConfig(**{**qwen_moe, "hidden_size": 64}, shared_expert_intermediate_size=40),
-        "qwen2_moe_sparse_step": Qwen2MoeConfig(
+        "mixtral": hf.MixtralConfig(**{**BASE, "intermediate_size": 24}, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+        "mixtral_window": hf.MixtralConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
+        "qwen2_moe": hf.Qwen2MoeConfig(**{**qwen_moe, "hidden_size": 64}, shared_expert_intermediate_size=40),
+        "qwen2_moe_sparse_step": hf.Qwen2MoeConfig(
             **{**qwen_moe, "hidden_size": 64}, shared_expert_intermediate_size=40, decoder_sparse_step=2, norm_topk_prob=True,
             use_sliding_window=True, sliding_window=11, max_window_layers=2,
         ),
-        "qwen3_5": Qwen3_5TextConfig(**{**BASE, "num_hidden_layers": 4}, **recurrent, head_dim=16),
-        "qwen3_5_tied_other_layers": Qwen3_5TextConfig(
+        "qwen3_5": hf.Qwen3_5TextConfig(**{**BASE, "num_hidden_layers": 4}, **recurrent, head_dim=16),
+        "qwen3_5_tied_other_layers": hf.Qwen3_5TextConfig(
             **BASE, **{**recurrent, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}, head_dim=24, tie_word_embeddings=True,
             layer_types=["full_attention", "linear_attention", "linear_attention"],
             rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True),

@@ -27,12 +27,23 @@ def python(code, tmp_path, **environment):
 
 
 RESOLVE = """
-    from nemo_rl_cpp.hub.sources import resolve_model
+    from importlib import import_module
+    from nemo_rl_cpp.hub import sources
+    sources._HUB_DEADLINE = {deadline}
     try:
-        print("FOLDER", resolve_model({name!r}))
+        print("FOLDER", {call})
     except ValueError as error:
         print(type(error).__name__, error)
 """
+
+
+def resolved(tmp_path, name="some/model", call=None, deadline=8.0, **environment):
+    """What the call prints: the folder, or an error in one line."""
+    code = RESOLVE.format(call=call or f"sources.resolve_model({name!r})", deadline=deadline)
+    out = python(code, tmp_path, HF_DATASETS_CACHE=str(tmp_path / "ds"), **environment)
+    said = out.stdout.strip()
+    assert said and "\n" not in said, out.stderr
+    return said
 
 
 def cached_tokenizer(tmp_path):
@@ -48,42 +59,35 @@ def cached_tokenizer(tmp_path):
 
 # -- the hub ----------------------------------------------------------------------------------------------------------
 
-
-def test_unreachable_hub_is_a_one_line_error_within_seconds(tmp_path):
-    begin = time.monotonic()
-    out = python(RESOLVE.format(name="Qwen/Qwen2.5-1.5B"), tmp_path, HF_ENDPOINT=CLOSED_PORT).stdout.strip()
-    assert time.monotonic() - begin < 15
-    assert out.count("\n") == 0 and out.startswith("HubUnreachableError the model 'Qwen/Qwen2.5-1.5B'")
-    for word in ("policy.model_name", "data.train.dataset_name", "configs/grpo_arithmetic_smollm2.yaml", CLOSED_PORT):
-        assert word in out
+MODEL = ("policy.model_name", "data.train.dataset_name", "configs/grpo_arithmetic_smollm2.yaml", CLOSED_PORT)
+UNREACHABLE = {
+    "a model": ("sources.resolve_model('Qwen/Qwen2.5-1.5B')", "the model 'Qwen/Qwen2.5-1.5B'", MODEL),
+    "another key": ("sources.resolve_model('some/model', key='generation.model_name')", "the model 'some/model'",
+                    ("set generation.model_name (and data.dataset_name) to something local",)),
+    "a data set": ("import_module('nemo_rl_cpp.data.datasets').load_response_dataset({'dataset_name': 'OpenMathInstruct-2'})", "the data set 'nvidia/OpenMathInstruct-2'",
+                   ("data.train.dataset_name",)),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_error_for_an_unreachable_hub_names_the_data_set_and_its_key(tmp_path):
-    code = """
-        from nemo_rl_cpp.data.datasets import load_response_dataset
-        try:
-            load_response_dataset({"dataset_name": "OpenMathInstruct-2"})
-        except ValueError as error:
-            print(type(error).__name__, error)
-    """
-    out = python(code, tmp_path, HF_ENDPOINT=CLOSED_PORT, HF_DATASETS_CACHE=str(tmp_path / "ds")).stdout.strip()
-    assert (
-        out.startswith("HubUnreachableError the data set 'nvidia/OpenMathInstruct-2'")
-        and "data.train.dataset_name" in out
-    )
+@pytest.mark.parametrize("case", UNREACHABLE)
+def test_unreachable_hub_is_a_one_line_error_with_the_key_within_seconds(case, tmp_path):
+    call, what, words = UNREACHABLE[case]
+    begin = time.monotonic()
+    said = resolved(tmp_path, call=call, HF_ENDPOINT=CLOSED_PORT)
+    assert time.monotonic() - begin < 15
+    assert said.startswith(f"HubUnreachableError {what}") and all(word in said for word in words)
+    assert ("policy" in said) is (case != "another key")
 
 
 @pytest.mark.slow
 def test_hub_offline_mode_uses_only_the_local_cache(tmp_path):
-    out = python(RESOLVE.format(name="some/model"), tmp_path, HF_HUB_OFFLINE="1").stdout
-    assert out.startswith("HubUnreachableError")
+    assert resolved(tmp_path, HF_HUB_OFFLINE="1").startswith("HubUnreachableError")
     snapshot = cached_tokenizer(tmp_path)
-    out = python(RESOLVE.format(name="some/model"), tmp_path, HF_HUB_OFFLINE="1").stdout
-    assert out.startswith("HubUnreachableError"), "a cached tokenizer is no model"
+    assert resolved(tmp_path, HF_HUB_OFFLINE="1").startswith("HubUnreachableError"), "a cached tokenizer is no model"
     (snapshot / "model.safetensors").write_text("")
     for offline in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": CLOSED_PORT}):
-        assert python(RESOLVE.format(name="some/model"), tmp_path, **offline).stdout.strip() == f"FOLDER {snapshot}"
+        assert resolved(tmp_path, **offline) == f"FOLDER {snapshot}"
 
 
 class _Refusing(BaseHTTPRequestHandler):
@@ -113,26 +117,22 @@ def refusing_hub():
 
 
 @pytest.mark.slow
-def test_gated_and_unknown_models_give_specific_errors(tmp_path, refusing_hub):
-    gated = python(RESOLVE.format(name="secret/model"), tmp_path, HF_ENDPOINT=refusing_hub).stdout
+def test_gated_unknown_and_misspelt_models_give_specific_errors(tmp_path, refusing_hub):
+    gated = resolved(tmp_path, "secret/model", HF_ENDPOINT=refusing_hub)
     assert "gated" in gated and "huggingface-cli login" in gated and "HF_TOKEN" in gated
-    unknown = python(RESOLVE.format(name="no/model"), tmp_path, HF_ENDPOINT=refusing_hub).stdout
+    unknown = resolved(tmp_path, "no/model", HF_ENDPOINT=refusing_hub)
     assert "is not on" in unknown and "policy.model_name" in unknown
+    for hub in (CLOSED_PORT, refusing_hub):
+        misspelt = resolved(tmp_path, "smollm2-135m-instrct", HF_ENDPOINT=hub)
+        assert misspelt.endswith("; did you mean smollm2-135m-instruct?")
 
 
 @pytest.mark.slow
 def test_hub_that_never_answers_is_an_error_after_a_deadline(tmp_path):
-    silent = socket.create_server(("127.0.0.1", 0))
-    try:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         begin = time.monotonic()
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        code = "import nemo_rl_cpp.hub.sources as s; s._HUB_DEADLINE = 1.0\n" + textwrap.dedent(
-            RESOLVE.format(name="some/model")
-        )
-        out = python(code, tmp_path, HF_ENDPOINT=endpoint).stdout
-        assert out.startswith("HubUnreachableError") and time.monotonic() - begin < 15
-    finally:
-        silent.close()
+        said = resolved(tmp_path, deadline=1.0, HF_ENDPOINT=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert said.startswith("HubUnreachableError") and time.monotonic() - begin < 15
 
 
 def test_cached_tokenizer_is_resolved_without_contacting_the_hub(tmp_path):
@@ -159,25 +159,6 @@ def test_local_paths_resolve_to_folders_and_missing_ones_are_errors(tmp_path, mo
             sources.resolve_model(missing)
     with pytest.raises(ValueError, match="organisation/name"):
         sources.resolve_model("spaces are/not allowed")
-
-
-@pytest.mark.slow
-def test_misspelt_packaged_model_name_gets_a_suggestion(tmp_path, refusing_hub):
-    for hub in (CLOSED_PORT, refusing_hub):
-        out = python(RESOLVE.format(name="smollm2-135m-instrct"), tmp_path, HF_ENDPOINT=hub).stdout.strip()
-        assert out.endswith("; did you mean smollm2-135m-instruct?") and "\n" not in out
-
-
-def test_hub_error_names_the_configuration_key_of_the_model(tmp_path):
-    code = """
-        from nemo_rl_cpp.hub.sources import resolve_model
-        try:
-            resolve_model("some/model", key="generation.model_name")
-        except ValueError as error:
-            print(error)
-    """
-    out = python(code, tmp_path, HF_ENDPOINT=CLOSED_PORT).stdout
-    assert "set generation.model_name (and data.dataset_name) to something local" in out and "policy" not in out
 
 
 def test_cache_root_follows_its_environment_variables(monkeypatch, tmp_path):
@@ -262,9 +243,10 @@ def small_gguf(tmp_path_factory):
     return folder / "small.gguf", expected
 
 
-def test_gguf_conversion_gives_the_original_weights(small_gguf, tmp_path):
+def test_folder_converted_from_gguf_has_the_original_weights_and_loads_in_transformers(small_gguf, tmp_path):
     from nemo_rl_cpp.hub.gguf_conversion import write_folder
     from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file, expected = small_gguf
     write_folder(file, tmp_path)
@@ -275,13 +257,6 @@ def test_gguf_conversion_gives_the_original_weights(small_gguf, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["rms_norm_eps"] == 1e-5 and config["rope_theta"] == 100000.0 and config["tie_word_embeddings"] is True
     assert (config["head_dim"], config["num_key_value_heads"], config["eos_token_id"]) == (HEAD_DIM, KV_HEADS, 2)
-
-
-def test_folder_converted_from_gguf_loads_in_transformers(small_gguf, tmp_path):
-    from nemo_rl_cpp.hub.gguf_conversion import write_folder
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    write_folder(small_gguf[0], tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     ids = AutoTokenizer.from_pretrained(tmp_path)("ab c\n", return_tensors="pt")["input_ids"]

@@ -1,4 +1,4 @@
-"""Small models with the transformers backend, and batches for them."""
+"""Small policies and critics on either backend, and batches for them."""
 
 import torch
 from nemo_rl_cpp.config.policy import PolicyConfig, ValueConfig
@@ -33,6 +33,22 @@ def hf_value(model_type=None, paths=None, **changes):
     from nemo_rl_cpp.models.hf.trained import HfValue
 
     return make(HfValue, ValueConfig, model_type, paths, backend="hf", **changes)
+
+
+FAST = {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+def groups(random, rows=12):
+    """Return samples of 5 to 9 tokens in groups of 4, which share a prompt of 4 tokens. The rest is trained."""
+    ids = torch.randint(4, 14, (rows, 9), generator=random)
+    lengths = torch.randint(5, 10, (rows,), generator=random)
+    ids[:, :4] = ids[::4].repeat_interleave(4, 0)[:, :4]
+    position = torch.arange(9)[None]
+    mask = ((position >= 4) & (position < lengths[:, None])).float()
+    return {
+        "input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(rows),
+        "group_id": torch.arange(rows) // 4,
+    }  # fmt: skip
 
 
 def batch(seed=0):

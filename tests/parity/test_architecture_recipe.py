@@ -53,7 +53,7 @@ def model(request, tmp_path, monkeypatch):
     return hf, decoder, folder
 
 
-def test_logits_gradients_and_saved_model_match_transformers(model, tmp_path):
+def test_logits_gradients_text_and_saved_model_match_transformers(model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     hf, decoder, folder = model
@@ -79,20 +79,15 @@ def test_logits_gradients_and_saved_model_match_transformers(model, tmp_path):
     for name, parameter in hf.named_parameters():
         assert (gradients[name] - parameter.grad).norm() <= (1e-6 if exact else 1e-3) * parameter.grad.norm(), name
 
-    if not exact:
-        save_weights(decoder, tmp_path / "out", read_config(folder))
-        assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "exaone4"
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-        assert torch.equal(again(input_ids=ids).logits, logits)
-
-
-@pytest.mark.parametrize("model", [torch.float32], indirect=True)
-def test_greedy_tokens_match_transformers(model):
-    hf, _, folder = model
-    prompt = list(range(3, 12))
-    with torch.no_grad():
-        given = torch.tensor([prompt])
-        theirs = hf.generate(given, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=2)[0, 9:].tolist()
-    words = " ".join(f"w{i - 3}" for i in prompt)
-    ours = TextGenerator(folder, precision="float32").generate(words, greedy=True, max_new_tokens=8)
+    if exact:
+        return
+    save_weights(decoder, tmp_path / "out", read_config(folder))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "exaone4"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert torch.equal(again(input_ids=ids).logits, logits)
+    prompt = torch.arange(3, 12)[None]
+    theirs = hf.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=2)[0, 9:].tolist()
+    ours = TextGenerator(folder, precision="float32").generate(
+        "w0 w1 w2 w3 w4 w5 w6 w7 w8", greedy=True, max_new_tokens=8
+    )
     assert ours.token_ids == theirs

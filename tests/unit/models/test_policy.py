@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from hf_players import FAST, groups, make
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_cpp.algorithms.step_metrics import training_metrics
-from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.models.policy import lm_policy
@@ -15,25 +15,14 @@ from safetensors.torch import load_file
 
 
 def make_policy(precision="float32", **changes):
-    values = dict(model_name="tiny-random", precision=precision, train_global_batch_size=12, train_micro_batch_size=12, max_total_sequence_length=16,
-                  optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "weight_decay": 0.1}})  # fmt: skip
     paths = {k: changes.pop(k) for k in ("weights_path", "optimizer_path", "init_reference_model") if k in changes}
-    config = PolicyConfig(**{**values, **changes})
-    config.fill_defaults()
-    return Policy(None, config, tiny_tokenizer(), seed=1, **paths)
+    return make(Policy, paths=paths, precision=precision, **{"optimizer": FAST, **changes})
 
 
 def make_data(policy, seed=0, rows=12):
     random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, 14, (rows, 9), generator=random)
-    lengths = torch.randint(5, 10, (rows,), generator=random)
-    position = torch.arange(9)[None]
-    mask = ((position >= 4) & (position < lengths[:, None])).float()
-    data = {
-        "input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(rows),
-        "advantages": torch.randn(rows, 1, generator=random).expand(rows, 9).contiguous(), "group_id": torch.arange(rows) // 4,
-    }  # fmt: skip
-    data["input_ids"][:, :4] = data["input_ids"][::4].repeat_interleave(4, 0)[:, :4]
+    data = groups(random, rows)
+    data["advantages"] = torch.randn(rows, 1, generator=random).expand(rows, 9).contiguous()
     data["generation_logprobs"] = policy.get_logprobs(data)["logprobs"]
     return data
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from hf_players import FAST, groups, make
 from nemo_rl_cpp.algorithms.loss import MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.policy import ValueConfig
-from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.lm_value import Value
@@ -15,12 +15,8 @@ LOSS = MseValueLossFn(MseValueLossConfig(scale=0.5, cliprange=0.2))
 
 
 def make_value(precision="float32", **changes):
-    values = dict(model_name="tiny-random", precision=precision, train_global_batch_size=12, train_micro_batch_size=12, max_total_sequence_length=16,
-                  optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "weight_decay": 0.1}})  # fmt: skip
     paths = {k: changes.pop(k) for k in ("weights_path", "optimizer_path") if k in changes}
-    config = ValueConfig(**{**values, **changes})
-    config.fill_batching()
-    return Value(None, config, tiny_tokenizer(), seed=1, **paths)
+    return make(Value, ValueConfig, paths=paths, precision=precision, **{"optimizer": FAST, **changes})
 
 
 def with_a_head(value):
@@ -32,17 +28,9 @@ def with_a_head(value):
 
 def make_data(value, seed=0):
     random = torch.Generator().manual_seed(seed)
-    ids = torch.randint(4, 14, (12, 9), generator=random)
-    lengths = torch.randint(5, 10, (12,), generator=random)
-    position = torch.arange(9)[None]
-    mask = ((position >= 4) & (position < lengths[:, None])).float()
-    ids[:, :4] = ids[::4].repeat_interleave(4, 0)[:, :4]
-    data = {
-        "input_ids": ids, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(12),
-        "group_id": torch.arange(12) // 4,
-    }  # fmt: skip
+    data = groups(random)
     data["values"] = value.get_values(data)["values"]
-    data["returns"] = torch.randn(ids.shape, generator=random)
+    data["returns"] = torch.randn(data["input_ids"].shape, generator=random)
     return data
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,15 +94,6 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     blocks = torch.empty(len(values), values.shape[1] // 32 * C.block_bytes(name), dtype=torch.uint8)
     C.pack_blocks(torch.from_numpy(np.ascontiguousarray(values)), blocks)
     return blocks.numpy()
-
-
-def read_gguf(file: Path, config: Mapping[str, Plain]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name in the model folder, float32 array) for each tensor of a file that `export_gguf` has written."""
-    names = {there: here for here, there in tensor_names(config).items()}
-    for tensor in gguf.GGUFReader(file).tensors:
-        if tensor.name in names:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            yield names[tensor.name], from_gguf(config, names[tensor.name], values)
 
 
 def check_family(config: Mapping[str, Plain]) -> None:
@@ -244,8 +235,11 @@ def compare_with_folder(file: Path, folder: Path) -> Gap:
     opened.fill(model)
     ours = C.Trainer(model).logits(ids)
     views = named_views(model.specs, model.compute)
-    for name, values in read_gguf(file, opened.config):
-        views[name].copy_(torch.from_numpy(values))
+    names = {there: here for here, there in tensor_names(opened.config).items()}
+    for tensor in gguf.GGUFReader(file).tensors:
+        if (name := names.get(tensor.name)) is not None:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            views[name].copy_(torch.from_numpy(from_gguf(opened.config, name, values)))
     model.masters_changed()
     theirs = C.Trainer(model).logits(ids)
     kl = torch.nn.functional.kl_div(

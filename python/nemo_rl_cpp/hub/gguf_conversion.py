@@ -320,13 +320,6 @@ def link_folder(gguf_file: Path, link: Path, table_file: Path) -> None:
     link.symlink_to(gguf_file.resolve())
 
 
-def write_folder(gguf_file: Path, folder: Path) -> None:
-    """Convert a GGUF file of a Llama model to a Hugging Face folder, weights included. `folder` must exist and be
-    empty."""
-    reader = GGUFReader(gguf_file)
-    write_weights(reader, _write_description(reader, folder), folder / "model.safetensors")
-
-
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -355,8 +348,11 @@ def hf_name(name: str) -> str:
     raise ValueError(f"the GGUF file holds a tensor {name!r} that a Llama model does not have")
 
 
-def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> None:
-    """Write model.safetensors, in float32, because bfloat16 cannot represent all values of four-bit blocks."""
+def write_folder(gguf_file: Path, folder: Path) -> None:
+    """Convert a GGUF file of a Llama model to a Hugging Face folder, weights included. `folder` must exist and be
+    empty. The weights are float32, because bfloat16 cannot represent all values of four-bit blocks."""
+    reader = GGUFReader(gguf_file)
+    config = _write_description(reader, folder)
     weights: dict[str, np.ndarray] = {}
     with work("converting", sum(int(tensor.n_elements) for tensor in reader.tensors), always=True) as advance:
         for tensor in reader.tensors:
@@ -368,4 +364,4 @@ def write_weights(reader: GGUFReader, config: dict[str, Plain], file: Path) -> N
                 array = unpermute(array, config["num_key_value_heads"])
             weights[hf_name(tensor.name)] = np.ascontiguousarray(array)
             advance(array.size)
-    save_file(weights, str(file), metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -95,10 +95,6 @@ class DistributedModel(NoOffload):
         self.group = WorkerGroup(cluster, partial(_built, model, options, count), tensor_size=count)
 
     @property
-    def data_parallel_size(self) -> int:
-        return self.group.dp_size
-
-    @property
     def learning_rate(self) -> float:
         return self.group.call_all("learning_rate")[0]
 

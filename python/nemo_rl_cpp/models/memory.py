@@ -214,12 +214,6 @@ def _width(model: TrainedModelConfig) -> int:
     return 2 if model.precision == "bfloat16" else 4
 
 
-def _weight_bytes(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> float:
-    """Return the bytes of a model with `parameters` weights. The layers' matrices may be quantised."""
-    quantised = sizes.num_hidden_layers * (sizes.layer_parameters - 2 * sizes.hidden_size) if model.quantization else 0
-    return quantised * _BLOCK_BYTES.get(model.quantization, 0) / 32 + (parameters - quantised) * _width(model)
-
-
 def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> int:
     """Return the number of trained parameters: with LoRA those of the adapters, otherwise all."""
     return parameters if model.lora is None else adapter_sizes(model.lora, sizes).trained
@@ -245,7 +239,10 @@ def _resting(
     elif model.precision == "bfloat16":
         masters = ((f"{name} master weights", parameters * 4.0),)
     moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes
-    weights = float(parameters * width) if model.backend == "hf" else _weight_bytes(model, parameters, sizes)
+    weights = float(parameters * width)
+    if model.quantization and model.backend != "hf":  # of the layers' matrices
+        quantised = sizes.num_hidden_layers * (sizes.layer_parameters - 2 * sizes.hidden_size)
+        weights = quantised * _BLOCK_BYTES[model.quantization] / 32 + (parameters - quantised) * _width(model)
     return ((f"{name} weights", weights), *masters, (f"{name} optimizer", moments))
 
 

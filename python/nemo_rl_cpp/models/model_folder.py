@@ -16,9 +16,11 @@ from nemo_rl_cpp.models.weight_files import (
     INDEX_FILE,
     SINGLE_FILE,
     SavedAdapter,
-    check_parameters,
+    all_entries,
+    fill_parameters,
     head_differs,
     saved_adapter,
+    weight_files,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +87,8 @@ class ModelFolder:
         """Raise the errors that building and filling the model would raise, after reading only the files' headers."""
         native = self.native()
         if self.path is not None:
-            check_parameters(self.path, parameter_shapes(native))
+            entries = ((name, entry) for _, name, entry in all_entries(weight_files(self.path)))
+            fill_parameters(self.path, parameter_shapes(native), entries, lambda name, entry: None)
 
     def check_quantization(self, key: str) -> None:
         """Raise ModelFolderError if the model cannot be quantised: it has recurrent layers, or the rows of a matrix are

@@ -173,10 +173,6 @@ class TrainedModel(NoOffload):
         return model
 
     @property
-    def data_parallel_size(self) -> int:
-        return self.ranks.size
-
-    @property
     def learning_rate(self) -> float:
         return self.schedule.lr
 

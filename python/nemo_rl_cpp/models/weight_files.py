@@ -253,12 +253,6 @@ def _known_name(name: str, shapes: Container[str]) -> str:
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
 
 
-def check_parameters(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise the errors that loading the weights would raise, after reading only the files' headers."""
-    entries = ((name, entry) for _, name, entry in all_entries(weight_files(folder)))
-    fill_parameters(folder, shapes, entries, lambda name, entry: None)
-
-
 # -- tied weights -----------------------------------------------------------------------------------------------------------
 
 

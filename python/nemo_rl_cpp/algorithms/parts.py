@@ -368,7 +368,7 @@ def make_collector(
     colocated = engines_of(config) == 0
     parts = {
         "generation": generation,
-        "refit": create_weight_synchronizer(policy, generation, "native", colocated, version=lambda: state.step),
+        "refit": create_weight_synchronizer(policy, generation, colocated, version=lambda: state.step),
         "prompts": prompts,
         "roll_out": partial(
             run_multi_turn_rollout, generation, tokenizer=tokenizer, task_to_env=environments.train,

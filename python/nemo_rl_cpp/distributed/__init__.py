@@ -1,5 +1,5 @@
 """Batches, devices and processes. `get` waits for the result of a `.remote(...)` call, like `ray.get`."""
 
-from nemo_rl_cpp.distributed.futures import Future, get
+from nemo_rl_cpp.distributed.worker_calls import Future, get
 
 __all__ = ["Future", "get"]

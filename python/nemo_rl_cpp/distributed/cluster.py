@@ -61,7 +61,7 @@ class Cluster:
         settings: section `cluster` of the configuration: executor, threads and timeouts.
         role: the word for a worker in messages, such as "rank".
 
-    Raise ValueError for GPU workers outside this process, and for several workers with the executor in_process.
+    Raise ValueError for GPU workers outside this process.
     """
 
     def __init__(
@@ -73,14 +73,6 @@ class Cluster:
         role: str = "rank",
     ) -> None:
         self._size, self._settings, self._role = sum(bundle_ct_per_node_list), settings or ClusterConfig(), role
-        if self._size < 1:
-            raise ValueError(
-                f"a cluster needs at least one worker, got {bundle_ct_per_node_list} a node: set cluster.gpus_per_node=1 and cluster.num_nodes=1"
-            )
-        if self._size > 1 and self._settings.executor == "in_process":
-            raise ValueError(
-                f"cluster.executor is in_process, which is one worker, not {self._size}: set it to processes or ray"
-            )
         self.in_process = self._size == 1 and not self._settings.has_workers
         if not self.in_process and use_gpus:
             raise ValueError(
@@ -102,10 +94,9 @@ class Cluster:
         """The workers outside this process. They are started when this is first read."""
         if self._workers is None:
             settings = self._settings
-            everybody = max(self._size, settings.processes)  # another cluster's workers share this machine's threads
             by_launcher = launched() is not None and settings.chosen_executor == "processes"
-            if by_launcher:  # this process has only one rank's threads
-                everybody = 1
+            # this process has the threads of one rank, or of this machine's workers, also of another cluster
+            everybody = 1 if by_launcher else max(self._size, settings.processes)
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
             common = (self._size, threads, settings.worker_timeout_s, self.deadline, self._role)
             if settings.executor == "ray":

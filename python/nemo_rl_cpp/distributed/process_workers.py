@@ -36,9 +36,11 @@ class SocketPeer:
 
     Attributes:
         pid: process id of the worker on its machine.
+        where: names the machine in error messages; empty for this machine.
     """
 
     pid: int
+    where = ""
 
     def __init__(
         self, rank: int, size: int, connection: Connection, changed: threading.Condition, role: str = "rank"
@@ -62,11 +64,8 @@ class SocketPeer:
         """
         with self._lock:
             doing = next((call.what for call in self._pending.values()), "nothing")
-        where = f"process {self.pid}{self._where()}"
-        return WorkerLostError(f"{self.role} {self.rank} of {self.size} ({where}) {self._how()}; it was doing: {doing}")
-
-    def _where(self) -> str:
-        return ""
+        who = f"{self.role} {self.rank} of {self.size} (process {self.pid}{self.where})"
+        return WorkerLostError(f"{who} {self._how()}; it was doing: {doing}")
 
     def _how(self) -> str:
         return f"gave no sign of life for {time.monotonic() - self.last_beat:.0f} s (cluster.worker_timeout_s)"
@@ -97,7 +96,8 @@ class SocketPeer:
         try:
             while True:
                 self._take(*pickle.loads(self._connection.recv_bytes()))
-                self._notify()
+                with self._changed:
+                    self._changed.notify_all()
         except (EOFError, OSError):
             self.closed = True
             self._wait_for_end()
@@ -108,7 +108,8 @@ class SocketPeer:
             self._ended, pending, self._pending = error, self._pending, {}
         for call in pending.values():
             call.set(None, error)
-        self._notify()
+        with self._changed:
+            self._changed.notify_all()
 
     def _wait_for_end(self) -> None:
         """Wait, for at most a few seconds, until it is known why the worker's socket was closed."""
@@ -123,10 +124,6 @@ class SocketPeer:
             call.end(value)
         elif call is not None:
             call.events.append(value)
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     def kill(self) -> None:
         """Stop the threads and close the connection. Idempotent."""
@@ -210,9 +207,6 @@ class ProcessWorkers(Workers):
         for rank in range(join["size"]):
             self._workers.append(ProcessWorker({"rank": rank, **join}, self._changed, role))
 
-    def __len__(self) -> int:
-        return len(self._workers)
-
     @property
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
@@ -224,9 +218,7 @@ class ProcessWorkers(Workers):
         patience, looked_at = Patience(calls), time.monotonic()
         while not all(call.done() for call in calls) and not patience.is_over():
             with self._changed:
-                self._changed.wait_for(
-                    lambda: all(call.done() for call in calls) or any(call.events for call in calls), _SLICE
-                )
+                self._changed.wait_for(lambda: all(c.done() for c in calls) or any(c.events for c in calls), _SLICE)
             for call in calls:
                 call.tell_events()
             now = time.monotonic()
@@ -263,12 +255,10 @@ class LaunchedWorker(SocketPeer):
     def __init__(
         self, connection: Connection, told: dict, join: dict, changed: threading.Condition, local: bool
     ) -> None:
-        self.pid, self._address, self._local = told["pid"], told["address"], local
+        self.pid, self._local = told["pid"], local
+        self.where = "" if local else f" on {told['address']}"
         connection.send_bytes(json.dumps({"rank": told["rank"], **join}).encode())
         super().__init__(told["rank"], join["size"], connection, changed)
-
-    def _where(self) -> str:
-        return "" if self._local else f" on {self._address}"
 
     def _how(self) -> str:
         return "is gone: its connection was closed" if self.closed else super()._how()

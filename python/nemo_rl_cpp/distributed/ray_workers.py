@@ -14,10 +14,17 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.distributed.futures import Answer
 from nemo_rl_cpp.distributed.process_workers import rendezvous_store
 from nemo_rl_cpp.distributed.worker import WorkerObjects, answer, worker_environment
-from nemo_rl_cpp.distributed.worker_calls import Listener, Patience, WorkerCall, WorkerLostError, Workers, values_of
+from nemo_rl_cpp.distributed.worker_calls import (
+    Answer,
+    Listener,
+    Patience,
+    WorkerCall,
+    WorkerLostError,
+    Workers,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -217,11 +224,10 @@ class RayWorkers(Workers):
             self._started(rank, "starting", actor.start.remote(*given, rank)) for rank, actor in enumerate(self._actors)
         ]
         self._ray.wait([self._calls[call] for call in calls], num_returns=len(calls), timeout=_START_SECONDS)
-        silent = f"has not answered for {_START_SECONDS:.0f} s: it is stopped, or gets no processor"
         for call in calls:
             self._look_at(call)
             if not call.done():
-                call.set(None, self._lost(call, silent))
+                self._lose(call, f"has not answered for {_START_SECONDS:.0f} s: it is stopped, or gets no processor")
         return values_of(calls, self)
 
     def _room(self, count: int, threads: int):
@@ -242,9 +248,6 @@ class RayWorkers(Workers):
         environment = {"env_vars": worker_environment(threads)}
         options = {"num_cpus": threads, "scheduling_strategy": place, "runtime_env": environment, "max_restarts": 0}
         return self._ray.remote(ActorWorker).options(**options).remote()
-
-    def __len__(self) -> int:
-        return self._count
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
         """Start a call as in `Workers.call`. The listener is ignored: an actor reports no events before its call
@@ -269,8 +272,7 @@ class RayWorkers(Workers):
                 self._look_at(call)
             for call in waiting:
                 if not call.done() and (silent := beats.silence(call.rank)) > self._silence:
-                    how = f"gave no sign of life for {silent:.0f} s (cluster.worker_timeout_s)"
-                    call.set(None, self._lost(call, how))
+                    self._lose(call, f"gave no sign of life for {silent:.0f} s (cluster.worker_timeout_s)")
         return values_of(calls, self)
 
     def _look_at(self, call: WorkerCall) -> None:
@@ -280,11 +282,12 @@ class RayWorkers(Workers):
         try:
             call.end(self._ray.get(self._calls.pop(call), timeout=_PLACES_SECONDS))
         except self._ray.exceptions.RayActorError as error:
-            call.set(None, self._lost(call, f"is gone ({str(error).splitlines()[0]})"))
+            self._lose(call, f"is gone ({str(error).splitlines()[0]})")
 
-    def _lost(self, call: WorkerCall, how: str) -> WorkerLostError:
+    def _lose(self, call: WorkerCall, how: str) -> None:
+        """End the call with a WorkerLostError, in which `how` says what happened to the worker."""
         pid = f" (process {self.pids[call.rank]})" if self.pids else ""
-        return WorkerLostError(f"{call.who}{pid} {how}; it was doing: {call.what}")
+        call.set(None, WorkerLostError(f"{call.who}{pid} {how}; it was doing: {call.what}"))
 
     def kill(self) -> None:
         ray, self._calls = self._ray, {}

@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.distributed.futures import Answer, picklable
+from nemo_rl_cpp.distributed.worker_calls import Answer, picklable
 from nemo_rl_cpp.errors import in_user_code
 
 if TYPE_CHECKING:

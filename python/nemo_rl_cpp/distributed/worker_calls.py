@@ -1,17 +1,17 @@
-"""Calls that the workers of a cluster run together. If one fails, this module decides which error is raised, and stops
-the workers that wait for it.
-"""
+"""Calls that run concurrently with the caller. `.remote(...)` returns their results, and `get` waits for them. Calls that
+the workers of a cluster run together: which error is raised if one fails, and which workers are then stopped."""
 
+import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
-from nemo_rl_cpp.distributed.futures import Answer, Future
 from nemo_rl_cpp.errors import RAISED_ON, as_user_error
 
-_SLICE = 0.5  # seconds per wait; Python handles signals between waits
+_SLICE = 0.5  # seconds per wait: between waits Python handles signals, even those that another thread received
 GRACE_SECONDS = 5.0  # for the cause to arrive, if a rank reports only that another rank failed
 
 Listener = tuple[str, Callable[..., None]]
@@ -20,6 +20,106 @@ Listener = tuple[str, Callable[..., None]]
 
 class WorkerLostError(RuntimeError):
     """Raised if a worker has ended or does not respond. The message says which worker, and what its current call is."""
+
+
+class Answer(NamedTuple):
+    """The outcome of a worker's call: a value, or an error with its traceback as text. If user code raised the error,
+    `told` is the sentence to show the user.
+    """
+
+    value: object = None
+    error: BaseException | None = None
+    trace: str = ""
+    told: str | None = None
+
+
+class Future:
+    """The result of a call that may still be running.
+
+    Attributes:
+        error: the exception that the call raised; None while it runs, or if it succeeded.
+        done: returns whether the call has ended.
+        wait: waits for at most a number of seconds, and returns whether the call has ended.
+    """
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._value: object = None
+        self.error: BaseException | None = None
+        self.done, self.wait = self._done.is_set, self._done.wait
+
+    def run(self, call: Callable[[], object]) -> None:
+        """Run `call`, and store its value or the exception that it raised."""
+        try:
+            self.set(call())
+        except BaseException as error:  # any exception is raised for the caller of `result`
+            self.set(None, error)
+
+    def set(self, value: object, error: BaseException | None = None) -> None:
+        """Set the outcome of the call: its value, or its error."""
+        self._value, self.error = value, error
+        self._done.set()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the value and return it. Raise the call's exception, or TimeoutError after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._done.wait(_SLICE if end is None else min(_SLICE, end - time.monotonic())):
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"no result after {timeout} s")
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+
+def is_done(result: object) -> bool:
+    """Return whether the result of `.remote(...)`, a Future or a Ray ObjectRef, is available."""
+    if isinstance(result, Future):
+        return result.done()
+    ray = sys.modules.get("ray")
+    return ray is None or not isinstance(result, ray.ObjectRef) or bool(ray.wait([result], timeout=0)[0])
+
+
+def as_raised(error: BaseException) -> BaseException:
+    """Return the exception that a Ray actor raised, without Ray's wrapper and with its traceback as a note. If user
+    code raised it, its message is the actor's sentence for the user. Return an exception that is not from an actor
+    unchanged.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
+        return error
+    cause = error.cause
+    if isinstance(cause, ray.exceptions.RayTaskError):
+        return as_raised(cause)
+    told, trace = getattr(cause, "told", None), getattr(cause, "trace", None)
+    raised = cause if told is None else as_user_error(cause, told)
+    raised.add_note(f"raised in an actor:\n{trace or vars(error).get('traceback_str', '')}")
+    return raised
+
+
+def get(result: object, timeout: float | None = None) -> Any:
+    """Wait for a Future, a Ray ObjectRef, or a list of them, and return the values. Return any other object
+    unchanged.
+    """
+    if isinstance(result, Future):
+        return result.result(timeout)
+    if isinstance(result, list):
+        return [get(item, timeout) for item in result]
+    ray = sys.modules.get("ray")
+    if ray is not None and isinstance(result, ray.ObjectRef):
+        try:
+            return ray.get(result, timeout=timeout)
+        except ray.exceptions.RayTaskError as error:
+            raise as_raised(error) from None
+    return result
+
+
+def picklable(error: BaseException) -> BaseException:
+    """Return the exception, or a RuntimeError with its text if it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class WorkerCall(Future):
@@ -58,8 +158,6 @@ class Workers(Protocol):
     tells_events: bool
     host: str
 
-    def __len__(self) -> int: ...
-
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
         """Start a call of `method` of object number `target` on a rank, with a pickled (args, kwargs)."""
 
@@ -87,12 +185,12 @@ def _depth(error: BaseException) -> int:
 
 
 class Patience:
-    """A time limit for the workers' other calls once one call has failed. They have `GRACE_SECONDS` to report the
-    cause; then those that still wait for the failed rank are abandoned. If a worker is lost, waiting ends at once.
-    """
+    """A time limit for the workers' other calls once one call has failed. They have `periods` times `GRACE_SECONDS` to
+    report the cause; then those that still wait for the failed rank are abandoned. If a worker is lost, waiting ends at
+    once."""
 
-    def __init__(self, calls: Sequence[WorkerCall]) -> None:
-        self._calls = calls
+    def __init__(self, calls: Sequence[Future], periods: int = 1) -> None:
+        self._calls, self._periods = calls, periods
         self._failed_at: float | None = None
 
     def is_over(self) -> bool:
@@ -101,7 +199,7 @@ class Patience:
         if errors and self._failed_at is None:
             self._failed_at = time.monotonic()
         lost = any(isinstance(error, WorkerLostError) for error in errors)
-        return lost or (bool(errors) and time.monotonic() - self._failed_at > GRACE_SECONDS)
+        return lost or (bool(errors) and time.monotonic() - self._failed_at > self._periods * GRACE_SECONDS)
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
@@ -118,23 +216,18 @@ def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
 def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
     """Return, for each cluster, the results of its calls, in which workers of several clusters wait for each other.
 
-    Raise the error closest to the root cause. If the calls of one cluster fail, those of the others have a grace
-    period; workers that still wait after it are killed.
+    Raise the error closest to the root cause. If the calls of one cluster fail, those of the others have two grace
+    periods; workers that still wait after them are killed.
     """
-    waits = [(Future(), workers) for workers, _ in clusters]
-    for (wait, workers), (_, calls) in zip(waits, clusters):
+    waits = [Future() for _ in clusters]
+    for wait, (workers, calls) in zip(waits, clusters):
         threading.Thread(target=wait.run, args=(partial(workers.wait, calls),), daemon=True).start()
-    failed_at: float | None = None
-    while running := [wait for wait, _ in waits if not wait.done()]:
+    patience = Patience(waits, periods=2)
+    while (running := [wait for wait in waits if not wait.done()]) and not patience.is_over():
         running[0].wait(_SLICE)
-        if failed_at is None and any(wait.error is not None for wait, _ in waits):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > 2 * GRACE_SECONDS:
-            break
-    errors = [wait.error for wait, _ in waits if wait.error is not None]
-    if errors:
-        for wait, workers in waits:
+    if errors := [wait.error for wait in waits if wait.error is not None]:
+        for wait, (workers, _) in zip(waits, clusters):
             if not wait.done():
                 workers.kill()
         raise min(errors, key=_depth)
-    return [wait.result() for wait, _ in waits]
+    return [wait.result() for wait in waits]

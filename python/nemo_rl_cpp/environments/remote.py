@@ -23,10 +23,9 @@ from functools import partial
 from typing import Any
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.futures import Future, as_raised, get, picklable
 from nemo_rl_cpp.distributed.ray_workers import enter, hold_ray, let_ray_go, ray_in_use, surroundings
 from nemo_rl_cpp.distributed.worker import worker_environment
-from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
+from nemo_rl_cpp.distributed.worker_calls import Future, WorkerLostError, as_raised, get, picklable
 from nemo_rl_cpp.errors import in_user_code
 from nemo_rl_cpp.user_code import call_any, call_user, is_users, runs_here
 

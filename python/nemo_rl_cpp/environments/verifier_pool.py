@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nemo_rl_cpp.config.env import VerifierPoolConfig
-from nemo_rl_cpp.distributed.futures import Future
+from nemo_rl_cpp.distributed.worker_calls import Future
 from nemo_rl_cpp.environments.verifier_process import Reply, Request
 
 _START_SECONDS = 300.0

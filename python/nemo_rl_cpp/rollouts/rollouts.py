@@ -16,8 +16,8 @@ import torch
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType, tokens_of
 from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.futures import Future, is_done
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.distributed.worker_calls import Future, is_done
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts, checked_return
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, PaddedPrompts, Responses

@@ -40,28 +40,18 @@ RefitMetrics = dict[str, float | str | None]
 
 class CheckedWeights(WeightSynchronizer):
     """The base of all synchronizers. It stores a digest of the weights at the last `sync_weights` and compares it
-    before training, which detects an unexpected change of the weights in between.
+    before training, which detects an unexpected change of the weights in between."""
 
-    Without `check_digests` it only tracks whether the weights are stale.
-    """
-
-    def __init__(self, policy: PolicyInterface, generation: GenerationInterface, check_digests: bool = True) -> None:
-        self._policy = policy
-        self._generation = generation
-        self._check = check_digests
+    def __init__(self, policy: PolicyInterface, generation: GenerationInterface) -> None:
+        self._policy, self._generation = policy, generation
         self._digest: str | None = None
         self._stale = True
 
     def mark_stale(self) -> None:
-        """Record that the policy has been trained, so that the engine's weights are stale."""
         self._stale = True
 
     def verify_before_training(self) -> None:
-        """Raise RuntimeError if the policy's weights have changed since they generated the rollouts."""
-        if not self._check or self._stale:
-            return
-        now = self._policy.weight_digest()
-        if now != self._digest:
+        if not self._stale and (now := self._policy.weight_digest()) != self._digest:
             raise RuntimeError(
                 f"the weights have changed between generation (digest {self._digest}) and training (digest {now}): "
                 "something wrote into them, or memory is damaged. The last checkpoint is not affected."
@@ -79,12 +69,9 @@ class SharedWeights(CheckedWeights):
         Raise RuntimeError if the digests of policy and engine differ."""
         if self._stale:
             self._generation.invalidate_kv_cache()
-            if self._check:
-                self._digest, theirs = self._policy.weight_digest(), self._generation.weight_digest()
-                if self._digest != theirs:
-                    raise RuntimeError(
-                        f"the engine's weights are not the policy's: digest {theirs} against {self._digest}"
-                    )
+            self._digest, theirs = self._policy.weight_digest(), self._generation.weight_digest()
+            if self._digest != theirs:
+                raise RuntimeError(f"the engine's weights are not the policy's: digest {theirs} against {self._digest}")
             self._stale = False
         return {"refit/bytes": 0, "weights/digest": self._digest}
 
@@ -96,10 +83,8 @@ class SentWeights(CheckedWeights, abc.ABC):
         version: returns the version number of the current weights; engines attach it to their responses.
     """
 
-    def __init__(
-        self, policy: PolicyInterface, generation: GenerationInterface, version: Callable[[], int], check_digests: bool = True
-    ) -> None:  # fmt: skip
-        super().__init__(policy, generation, check_digests)
+    def __init__(self, policy: PolicyInterface, generation: GenerationInterface, version: Callable[[], int]) -> None:
+        super().__init__(policy, generation)
         self._version = version
         self._metrics: RefitMetrics = {}
 
@@ -134,7 +119,7 @@ class SharedMemoryWeights(SentWeights):
     def _refit(self) -> None:
         version = self._version()
         moved = self._generation.update_weights(self._policy.state_dict(), version)
-        self._digest = self._policy.weight_digest() if self._check else None
+        self._digest = self._policy.weight_digest()
         self._metrics = {
             "refit/bytes": moved.bytes, "refit/seconds": moved.seconds, "refit/gb_per_s": moved.bytes / moved.seconds / 1e9,
             "refit/version": version, "refit/digest": moved.digest, "weights/digest": self._digest,
@@ -155,7 +140,7 @@ class CollectiveWeights(SentWeights):
     _generation: DedicatedGeneration
     _store: object = None  # the TCP store of the rendezvous; None before it
 
-    def _meet(self) -> None:
+    def _connect(self) -> None:
         gigabytes, cluster = self._policy.config.refit_buffer_size_gb, self._policy.cluster
         self._store = rendezvous_store(cluster.workers.host, cluster.deadline)
         meeting = RefitRendezvous(
@@ -170,7 +155,7 @@ class CollectiveWeights(SentWeights):
 
     def _refit(self) -> None:
         if self._store is None:
-            self._meet()
+            self._connect()
         version, began = self._version(), time.perf_counter()
         ours, theirs = self._together(
             self._policy.broadcast_weights_for_collective(version),
@@ -178,7 +163,7 @@ class CollectiveWeights(SentWeights):
         )
         seconds, digest = time.perf_counter() - began, ours[0].digest
         for number, engine in enumerate(theirs):
-            if self._check and engine.digest != digest:
+            if engine.digest != digest:
                 raise RuntimeError(
                     f"the weights of engine worker {number} are not the policy's: digest {engine.digest} against {digest}"
                 )
@@ -196,9 +181,8 @@ class CollectiveWeights(SentWeights):
 
 
 def create_weight_synchronizer(
-    policy: PolicyInterface, generation: GenerationInterface, generation_backend: str, colocated: bool,
-    version: Callable[[], int] = lambda: 0,
-) -> WeightSynchronizer:  # fmt: skip
+    policy: PolicyInterface, generation: GenerationInterface, colocated: bool, version: Callable[[], int] = lambda: 0
+) -> WeightSynchronizer:
     """Return the synchronizer for a policy and an engine.
 
     If `colocated`, they share the weights. Otherwise the engine has a separate copy (`DistributedPolicy` and
@@ -209,9 +193,6 @@ def create_weight_synchronizer(
     """
     if isinstance(generation, VllmGeneration):
         return SharedMemoryWeights(policy, generation, version)
-    if generation_backend != "native":
-        raise ValueError(f"policy.generation.backend={generation_backend!r} has weights of its own, and bringing them there is "
-                         "not supported yet: set policy.generation.backend=native")  # fmt: skip
     if colocated:
         return SharedWeights(policy, generation)
     if not isinstance(policy, DistributedPolicy) or not isinstance(generation, DedicatedGeneration):

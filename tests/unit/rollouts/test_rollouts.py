@@ -2,7 +2,7 @@ import pytest
 import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.futures import Future
+from nemo_rl_cpp.distributed.worker_calls import Future
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.loading import create_env

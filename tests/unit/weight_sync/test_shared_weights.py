@@ -18,7 +18,7 @@ class Role:
 
 def test_shared_weights_are_not_copied_and_their_digest_is_logged():
     policy, engine = Role(), Role()
-    refit = create_weight_synchronizer(policy, engine, "native", True)
+    refit = create_weight_synchronizer(policy, engine, True)
     assert refit.sync_weights() == {"refit/bytes": 0, "weights/digest": "aa"}
     assert engine.invalidated == 1
     refit.sync_weights()  # not stale: nothing is done again
@@ -30,12 +30,12 @@ def test_shared_weights_are_not_copied_and_their_digest_is_logged():
 
 def test_engine_with_different_weights_stops_the_run():
     with pytest.raises(RuntimeError, match="the engine's weights are not the policy's: digest ff against aa"):
-        create_weight_synchronizer(Role(), Role("ff"), "native", True).sync_weights()
+        create_weight_synchronizer(Role(), Role("ff"), True).sync_weights()
 
 
 def test_weights_changed_between_generation_and_training_stop_the_run():
     policy, engine = Role(), Role()
-    refit = create_weight_synchronizer(policy, engine, "native", True)
+    refit = create_weight_synchronizer(policy, engine, True)
     refit.sync_weights()
     refit.verify_before_training()
     policy.digest = "ab"

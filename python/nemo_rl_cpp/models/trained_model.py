@@ -278,18 +278,17 @@ class TrainedModel(NoOffload):
         neither.
 
         Args:
-            way: runs the micro-batches.
             first: options of `way.forward_backward` for the first global batch.
             after_first: receives the result of the first global batch before the weights change."""
-        go = way.forward if eval_mode else way.forward_backward
-        updates = Updates(batch.size // gbs, in_turns=way.sums.sharded)
+        updates = Updates(in_turns=way.sums.sharded)
         for begin in range(0, batch.size, gbs):
             if not eval_mode:
                 self.trainer.zero_grad()
             result, error = None, None
             try:
                 with self._together(self.trainer):
-                    result = go(batch, begin, begin + gbs, **(first if begin == 0 else {}))
+                    options = first if begin == 0 else {}
+                    result = way.forward_backward(batch, begin, begin + gbs, backward=not eval_mode, **options)
             except NonFiniteError as found:
                 said = found if self.section == "policy" else NonFiniteError(f"{self.section}: {found}")
                 error = self._with_replay(said, batch)

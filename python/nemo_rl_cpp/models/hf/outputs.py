@@ -87,7 +87,8 @@ class ModelRows:
     def of(cls, batch: RowBatch, rows: list[int], *, packed: bool) -> Self:
         """Return the input for the samples `rows`, each of which has a token to score."""
         ids, starts = batch.data.tokens["input_ids"].to(torch.int64), batch.data.starts[torch.tensor(rows)]
-        wanted = [batch.wanted_of(row).nonzero().flatten() for row in rows]
+        of_samples = batch.data.rows(batch.wanted)
+        wanted = [of_samples[row].nonzero().flatten() for row in rows]
         lengths = torch.tensor([int(w[-1]) for w in wanted])
         counts = torch.tensor([len(w) for w in wanted])
         inside = torch.cat(wanted)

@@ -52,7 +52,9 @@ class Policy(TrainedModel, PolicyInterface):
             cluster, config, tokenizer, weights_path=weights_path, optimizer_path=optimizer_path, total_steps=total_steps, seed=seed, ranks=ranks,
         )  # fmt: skip
         self.scoring = Scoring.of(config.generation)
-        self.reference = self._reference() if init_reference_model else None
+        self.reference: C.DecoderModel | None = None
+        if init_reference_model:  # with LoRA it is the current model without its adapters
+            self.reference = self._load(self.folder, trainable=False) if self.lora is None else self.model.base()
         keys = {name: key for key, name in teachers.items()}  # each model is loaded once, even if several keys name it
         self.teachers = {name: self._teacher(name, key) for name, key in keys.items()}
         self._exact = config.reuse_generation_logprobs != "never"
@@ -62,11 +64,6 @@ class Policy(TrainedModel, PolicyInterface):
             raise ValueError(
                 f"policy.kept_activations_gb={config.kept_activations_gb:g}: activations are kept on the CPU only; leave it out on a GPU"
             )
-
-    def _reference(self) -> C.DecoderModel:
-        """Return the model at the start of the run: a frozen copy, or with LoRA the current model without its
-        adapters."""
-        return self._load(self.folder, trainable=False) if self.lora is None else self.model.base()
 
     def _teacher(self, name: str, key: str) -> C.DecoderModel:
         """Load a frozen teacher. Raise ModelFolderError if the policy's sequences are too long for it, or if it cannot
@@ -91,20 +88,16 @@ class Policy(TrainedModel, PolicyInterface):
     def get_logprobs(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Return {"logprobs": [T], or [B, S] for padded `data`}: the log-probability of each token given the preceding
-        ones, with generation's temperature, top_p and top_k, as generation reports it. It is 0 if `token_mask` or
-        `sample_mask` is 0, at the first token of each sample, on padding, and for a token that top-k or top-p
-        removes."""
+        """Return the log-probabilities [T], or [B, S] for padded `data`, as generation reports them. They are 0 if
+        `token_mask` or `sample_mask` is 0, at the first token of each sample, on padding, and for a token that top-k or
+        top-p removes."""
         batch = RaggedBatch.of(data)
-        return BatchedDataDict(
-            logprobs=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size, self.scoring))
-        )
+        logprobs = self._score(self.model, batch, micro_batch_size, self.scoring)
+        return BatchedDataDict(logprobs=in_layout_of(data, batch, logprobs))
 
     def get_reference_policy_logprobs(
         self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """Return {"reference_logprobs": [T] or [B, S]}, computed like `get_logprobs`, but under the frozen initial
-        weights and without top-k and top-p."""
         if self.reference is None:
             raise ValueError("the policy was built without a reference model (init_reference_model=False)")
         batch = RaggedBatch.of(data)
@@ -112,19 +105,13 @@ class Policy(TrainedModel, PolicyInterface):
         return BatchedDataDict(reference_logprobs=in_layout_of(data, batch, logprobs))
 
     def get_entropies(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return {"entropies": [T] or [B, S]}: the entropy in nats of the distribution of each token, under the current
-        weights with generation's temperature, without top-k and top-p; 0 at untrained tokens."""
         batch = RaggedBatch.of(data)
-        return BatchedDataDict(
-            entropies=in_layout_of(data, batch, self._entropies(batch, micro_batch_size, self.scoring))
-        )
+        entropies = self._entropies(batch, micro_batch_size, self.scoring)
+        return BatchedDataDict(entropies=in_layout_of(data, batch, entropies))
 
     def get_sum_pi_squared(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return {"sum_pi_squared": [T] or [B, S]}: the sum of p^2 over the vocabulary at each token, under the current
-        weights with generation's temperature, without top-k and top-p; 0 at untrained tokens.
-
-        With logits z, temperature T and log p_T(y) = z_y / T - log sum exp(z / T), the sum is p_T(y)^2 / p_{T/2}(y) for
-        any token y. Here y is the sampled token."""
+        """Return the sum of p^2 over the vocabulary at each token. With logits z, temperature T and log p_T(y) =
+        z_y / T - log sum exp(z / T), it is p_T(y)^2 / p_{T/2}(y) for any token y. Here y is the sampled token."""
         batch, scoring = RaggedBatch.of(data), self.scoring.unfiltered()
         half = Scoring(scoring.temperature / 2)
         ours, sharper = (self._score(self.model, batch, micro_batch_size, s) for s in (scoring, half))
@@ -132,8 +119,6 @@ class Policy(TrainedModel, PolicyInterface):
         return BatchedDataDict(sum_pi_squared=in_layout_of(data, batch, squares))
 
     def get_teacher_logprobs(self, data: Batch, teacher: str, micro_batch_size: int | None = None) -> BatchedDataDict:
-        """Return {"teacher_logprobs": [T] or [B, S]}, computed like `get_reference_policy_logprobs`, but under the
-        weights of the model `teacher`."""
         batch = RaggedBatch.of(data)
         logprobs = self._score(self.teachers[teacher], batch, micro_batch_size, self.scoring.unfiltered())
         return BatchedDataDict(teacher_logprobs=in_layout_of(data, batch, logprobs))
@@ -141,9 +126,6 @@ class Policy(TrainedModel, PolicyInterface):
     def get_topk_logprobs(
         self, data: RaggedBatch, k: int, teacher: str | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """Return {"ids": int64 [T, k], "logprobs": [T, k]}: the k most likely tokens at each trained token, most likely
-        first, under the policy or the model `teacher`, with generation's temperature, without top-k and top-p; 0 at
-        untrained tokens. If the data has `candidate_ids` [T, k], return these ids and their log-probabilities."""
         model = self.model if teacher is None else self.teachers[teacher]
         ids, logprobs = self._score_candidates(model, data, micro_batch_size, self.scoring.temperature, k)
         return BatchedDataDict(ids=ids, logprobs=logprobs)
@@ -166,12 +148,9 @@ class Policy(TrainedModel, PolicyInterface):
         generation if generation was bit-identical to that pass. Otherwise the mismatches are counted, and the rows of
         the later updates are scored before the first update.
 
-        Returns:
-            {"loss", "grad_norm": one value per global batch, "all_mb_metrics": metric -> one value per micro-batch (see
-            `collect_metrics`), "prev_logprobs": [T], or [B, S] for padded `data`, under the policy before the first
-            update, for further calls on the same data; "packed_tokens", "exactness"}. Afterwards `reused_forward_share`
-            is the share of tokens without a forward pass in training, and `zero_gradient_share` the share without a
-            backward pass."""
+        The returned "prev_logprobs" serve for further calls on the same data. Afterwards `reused_forward_share` is the
+        share of tokens without a forward pass in training, and `zero_gradient_share` the share without a backward
+        pass."""
         batch = RaggedBatch.of(data)
         done = self.train_part(batch, loss_fn, eval_mode, gbs, mbs)
         self.zero_gradient_share, self.reused_forward_share = done.shares(self.reused_forward_share)
@@ -278,12 +257,19 @@ class PolicyUpdates:
     @classmethod
     def of_ranks(cls, parts: Sequence[PolicyUpdates]) -> PolicyUpdates:
         """Combine the results of all ranks."""
-        first, exactness = parts[0], parts[0].exactness
-        for part in parts[1:]:
-            exactness = None if exactness is None else exactness.with_other(part.exactness)
-        reused = sum(part.reused_tokens for part in parts)
-        updates = Updates.of_ranks([part.updates for part in parts])
-        return cls(updates, exactness, first.prev_logprobs, reused, first.on_policy)
+        first, compared = parts[0], [part.exactness for part in parts if part.exactness is not None]
+        exactness = Exactness(
+            sum(each.tokens for each in compared),
+            sum(each.mismatched_tokens for each in compared),
+            max((each.max_gap for each in compared), default=0.0),
+        )
+        return cls(
+            Updates.of_ranks([part.updates for part in parts]),
+            exactness if compared else None,
+            first.prev_logprobs,
+            sum(part.reused_tokens for part in parts),
+            first.on_policy,
+        )
 
     def shares(self, last_reused: float) -> tuple[float, float]:
         """Return (zero_gradient_share, reused_forward_share): the fraction of tokens without a backward pass, and the

@@ -71,7 +71,6 @@ class RowBatch(C.RowBatch):
     """A batch for the native trainer. Samples with equal `group_id` share their prompt; without `group_id`, none do.
 
     Attributes:
-        data: the batch.
         wanted: bool [T] the tokens to score, see `wanted_tokens`.
         targets: int64 [T, K] tokens that are scored in place of each token to score, which gives results [T, K]; if
             None, the tokens themselves are scored, which gives results [T].
@@ -79,20 +78,10 @@ class RowBatch(C.RowBatch):
 
     def __init__(self, data: RaggedBatch, wanted: Tensor, targets: Tensor | None = None) -> None:
         ids = data.tokens["input_ids"].to(torch.int64).contiguous()
-        super().__init__(ids, data.starts, data.lengths, wanted.contiguous(), group_ids(data), targets)
+        groups = torch.as_tensor(data.samples.get("group_id", torch.full((data.size,), -1)))  # -1: no shared prompt
+        groups = groups.to(torch.int64).contiguous()
+        super().__init__(ids, data.starts, data.lengths, wanted.contiguous(), groups, targets)
         self.data, self.wanted = data, wanted
-
-    def wanted_of(self, row: int) -> Tensor:
-        """Return bool [length of the sample]: whether each of its tokens is to be scored."""
-        start = int(self.data.starts[row])
-        return self.wanted[start : start + int(self.data.lengths[row])]
-
-
-def group_ids(data: RaggedBatch) -> Tensor:
-    """Return the `group_id` of each sample, int64 [B]; -1 (no shared prompt) if the batch has none."""
-    groups = data.samples.get("group_id")
-    groups = torch.full((data.size,), -1) if groups is None else torch.as_tensor(groups)
-    return groups.to(torch.int64).contiguous()
 
 
 def wanted_tokens(data: RaggedBatch) -> Tensor:

@@ -32,8 +32,7 @@ class TorchLearningRate:
     constant."""
 
     def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
-        self._optimizer = _StandInOptimizer(lr)
-        self._weight_decay = weight_decay
+        self._optimizer, self.weight_decay = _StandInOptimizer(lr), weight_decay
         stages = [[stage.name, dict(stage.kwargs)] for stage in schedule.stages] if schedule is not None else []
         self._definition = _plain(
             {"lr": lr, "stages": stages, "milestones": list(schedule.milestones) if stages else []}
@@ -52,10 +51,6 @@ class TorchLearningRate:
     @property
     def lr(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
-
-    @property
-    def weight_decay(self) -> float:
-        return self._weight_decay
 
     def step(self) -> None:
         with warnings.catch_warnings():

@@ -40,12 +40,8 @@ class Scoring:
         top-k and top-p."""
         if generation.temperature == 0:
             return Scoring()
-        top_p, top_k = generation.top_p, generation.top_k
-        return Scoring(
-            1.0 if generation.temperature is None else generation.temperature,
-            1.0 if top_p is None else top_p,
-            max(top_k or 0, 0),
-        )
+        temperature, top_p = (1.0 if value is None else value for value in (generation.temperature, generation.top_p))
+        return Scoring(temperature, top_p, max(generation.top_k or 0, 0))
 
     @property
     def filters(self) -> bool:
@@ -70,11 +66,6 @@ class Exactness:
         self.mismatched_tokens += int(differs.sum())
         if differs.any():
             self.max_gap = max(self.max_gap, float((curr - generation).abs()[differs].max()))
-
-    def with_other(self, other: Exactness) -> Exactness:
-        """Return one comparison over the tokens of both comparisons."""
-        mismatched = self.mismatched_tokens + other.mismatched_tokens
-        return Exactness(self.tokens + other.tokens, mismatched, max(self.max_gap, other.max_gap))
 
 
 @dataclass
@@ -133,9 +124,6 @@ class MicroBatchRunner:
     the loss (`zero_gradient_rows`) are therefore placed in separate micro-batches.
 
     Attributes:
-        trainer: the native trainer.
-        loss_fn: a loss of this package, or any callable.
-        batching: how a batch is split into micro-batches.
         scoring: the sampling settings of generation.
         evaluate: `evaluate_loss` for log-probabilities (the default), `evaluate_value_loss` for values.
         ranks: the processes that share a global batch.
@@ -169,12 +157,6 @@ class MicroBatchRunner:
         if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
             self.trainer.abandon_sum()
 
-    def forward(
-        self, data: RaggedBatch, begin: int, end: int, *, on_policy: bool = False, exactness: Exactness | None = None
-    ) -> GlobalBatchResult:
-        """Run forward pass and loss of the samples [begin, end), without a backward pass."""
-        return self.forward_backward(data, begin, end, on_policy=on_policy, exactness=exactness, backward=False)
-
     def forward_backward(
         self,
         data: RaggedBatch,
@@ -197,13 +179,14 @@ class MicroBatchRunner:
         for number, micro_batches in enumerate(batch.blocks):
             # the gradient sum starts during the last backward pass of each block (sharded) or of the last block
             adds = guard.sums.beside and (guard.sums.sharded or number + 1 == len(batch.blocks))
-            last = batch.last_with_gradient(micro_batches) if adds else None
+            with_gradient = [rows for rows in micro_batches if adds and not batch.is_apart(rows)]
             with guard:
-                for rows in guard.left(micro_batches):
-                    if rows is last:
+                for rows in micro_batches if guard.failed is None else []:
+                    if with_gradient and rows is with_gradient[-1]:
                         self.trainer.begin_sum()
                     self._micro_batch(batch, rows)
-            if backward and len(batch.blocks) > 1 and guard.takes_part:
+            # after a failure this rank only takes part in sums for which other ranks wait
+            if backward and len(batch.blocks) > 1 and (guard.failed is None or guard.sums.sharded):
                 self.trainer.end_block()
         guard.raise_failure()
         outputs = batch.result.outputs.contiguous()
@@ -232,17 +215,18 @@ class MicroBatchRunner:
         check_finite(loss, rows, curr)
         if fused:
             trainer.finish_backward()
-        elif batch.backward and loss.has_no_gradient():
+        elif batch.backward and not any(grad.any() for grad in loss.grads):
             result.zero_gradient_tokens += packed_tokens
         elif batch.backward:
             trainer.backward(*batch.gradients(micro, loss))
+        counts = batch.counts
+        metrics = dict(
+            loss.metrics, global_valid_seqs=float(counts.valid_seqs), global_valid_toks=float(counts.valid_toks)
+        )
+        if scoring.filters:
+            metrics["num_filtered_out_tokens"] = float(removed)
         result.losses.append(loss.value)
-        counts = {
-            "global_valid_seqs": float(batch.counts.valid_seqs),
-            "global_valid_toks": float(batch.counts.valid_toks),
-        }
-        filtered = {"num_filtered_out_tokens": float(removed)} if scoring.filters else {}
-        result.metrics.append({**loss.metrics, **counts, **filtered})
+        result.metrics.append(metrics)
 
 
 class _RankGuard:
@@ -268,16 +252,6 @@ class _RankGuard:
                 runner.trainer.end_block()
         self.raise_failure()
         return batch
-
-    def left(self, micro_batches: list[list[int]]) -> list[list[int]]:
-        """Return the micro-batches to run: all of them, or an empty list if this rank has failed."""
-        return micro_batches if self.failed is None else []
-
-    @property
-    def takes_part(self) -> bool:
-        """Return whether this rank still calls `end_block`. After a failure it does so only if other ranks wait for
-        it."""
-        return self.failed is None or self.sums.sharded
 
     def __enter__(self) -> None:
         pass
@@ -330,9 +304,6 @@ class _GlobalBatch:
             fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring) if backward else None
         )
 
-    def last_with_gradient(self, micro_batches: list[list[int]]) -> list[int] | None:
-        return next((rows for rows in reversed(micro_batches) if not self.is_apart(rows)), None)
-
     def is_apart(self, rows: list[int]) -> bool:
         """Return whether the loss declared before the forward pass (`zero_gradient_rows`) that these samples have zero
         gradient. Such samples are in separate micro-batches."""
@@ -367,14 +338,11 @@ class _GlobalBatch:
         micro.write(loss.grad, d_scored if self.candidates is None else d_scored[:, 0], loss.first_column)
         if loss.grad_candidates is not None:
             micro.write(loss.grad_candidates, d_scored[:, 1:], 1)
-        d_unfiltered = None
-        if self.unfiltered is not None:
-            d_unfiltered = torch.zeros_like(self.unfiltered)
-            if loss.grad_unfiltered is not None:
-                micro.write(loss.grad_unfiltered, d_unfiltered, 1)
-        d_entropies = None
+        d_unfiltered = None if self.unfiltered is None else torch.zeros_like(self.unfiltered)
+        if loss.grad_unfiltered is not None:
+            micro.write(loss.grad_unfiltered, d_unfiltered, 1)
+        d_entropies = None if loss.grad_entropy is None else torch.zeros_like(self.entropies)
         if loss.grad_entropy is not None:
-            d_entropies = torch.zeros_like(self.entropies)
             micro.write(loss.grad_entropy, d_entropies, 1)
         return d_scored, d_unfiltered, d_entropies
 
@@ -384,9 +352,8 @@ def fused_token_loss(
 ) -> C.TokenLoss | None:
     """Return the loss that the LM head evaluates while it holds a token's logits, so that they are computed only once.
     Return None if the loss is a plain callable or depends on whole sequences, or if the head does not support it."""
-    if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(
-        scoring.temperature, scoring.top_p, scoring.top_k
-    ):
+    sampling = scoring.temperature, scoring.top_p, scoring.top_k
+    if not hasattr(loss_fn, "token_loss") or not trainer.takes_token_loss(*sampling):
         return None
     return loss_fn.token_loss(data, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks)
 
@@ -405,7 +372,8 @@ def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
 class LossResult:
     """The loss of one micro-batch, its metrics and its gradients. `grad` [b, width - first_column] belongs to the
     log-probabilities or values, `grad_unfiltered` to the log-probabilities without top-k and top-p, `grad_entropy` to
-    the entropies, and `grad_candidates` [b, width - 1, k] to the log-probabilities of the candidate tokens."""
+    the entropies, and `grad_candidates` [b, width - 1, k] to the log-probabilities of the candidate tokens. `nonfinite`
+    is (row, column of grad) of the first non-finite term, if the loss reports it."""
 
     value: float
     metrics: dict[str, float]
@@ -413,15 +381,15 @@ class LossResult:
     grad_unfiltered: Tensor | None = None
     first_column: int = 1
     what: str = "log-probability"
-    nonfinite: tuple[int, int] | None = (
-        None  # (row, column of grad) of the first non-finite term, if the loss reports it
-    )
+    nonfinite: tuple[int, int] | None = None
     grad_entropy: Tensor | None = None
     grad_candidates: Tensor | None = None
 
-    def has_no_gradient(self) -> bool:
+    @property
+    def grads(self) -> list[Tensor]:
+        """Return the gradients that were computed."""
         grads = self.grad, self.grad_unfiltered, self.grad_entropy, self.grad_candidates
-        return all(grad is None or not grad.any() for grad in grads)
+        return [grad for grad in grads if grad is not None]
 
 
 def evaluate_loss(
@@ -482,16 +450,15 @@ def evaluate_value_loss(
     with torch.set_grad_enabled(need_grad):
         loss, metrics = loss_fn(leaf, micro, counts.valid_seqs, counts.valid_toks)
     grad = torch.autograd.grad(loss, leaf)[0] if need_grad else None
-    return LossResult(
-        float(loss.detach()), {k: float(v) for k, v in metrics.items()}, grad, first_column=0, what="value"
-    )
+    metrics = {k: float(v) for k, v in metrics.items()}
+    return LossResult(float(loss.detach()), metrics, grad, first_column=0, what="value")
 
 
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
     """If the loss or its gradient is not finite, raise NonFiniteError with the first such sample and token."""
-    for grad in (loss.grad, loss.grad_unfiltered, loss.grad_entropy, loss.grad_candidates):
-        bad = None if grad is None else ~torch.isfinite(grad)
-        if bad is not None and bad.any():
+    for grad in loss.grads:
+        bad = ~torch.isfinite(grad)
+        if bad.any():
             place = tuple(bad.nonzero()[0].tolist())
             row, column = place[:2]
             raise NonFiniteError(

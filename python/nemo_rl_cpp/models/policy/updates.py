@@ -23,7 +23,6 @@ class Updates:
         in_turns: whether gradient blocks were assigned to ranks round-robin.
         blocks: for each global batch, the number of micro-batches of each gradient block."""
 
-    num_global_batches: int
     in_turns: bool = False
     blocks: list[list[int]] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
@@ -44,12 +43,13 @@ class Updates:
     def of_ranks(cls, parts: Sequence[Self]) -> Self:
         """Combine the results of all ranks in the order of the gradient blocks, as a single process would return
         them."""
-        whole = cls(parts[0].num_global_batches, norms=parts[0].norms)
-        whole.losses = _in_block_order(parts, [part.losses for part in parts])
-        whole.metrics = _in_block_order(parts, [part.metrics for part in parts])
-        whole.packed_tokens = sum(part.packed_tokens for part in parts)
-        whole.zero_gradient_tokens = sum(part.zero_gradient_tokens for part in parts)
-        return whole
+        return cls(
+            losses=_in_block_order(parts, [part.losses for part in parts]),
+            norms=parts[0].norms,
+            metrics=_in_block_order(parts, [part.metrics for part in parts]),
+            packed_tokens=sum(part.packed_tokens for part in parts),
+            zero_gradient_tokens=sum(part.zero_gradient_tokens for part in parts),
+        )
 
     def report(self) -> TrainingResult:
         """Return these results in the form in which `train` returns them."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -95,10 +96,10 @@ class FlatModel:
         self.layout, total, self.trainable = self.flat_layout.places, self.flat_layout.total, trainable
         self._trained: list[list[int]] = []  # [begin, end) of consecutive trained parameters
         self.compute = torch.empty(total, dtype=dtype, device=device)
-        wide = torch.float32 if dtype == torch.bfloat16 else dtype
-        self.masters = (
-            None if not trainable else self.compute if wide == dtype else torch.empty(total, dtype=wide, device=device)
-        )
+        self.masters_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
+        self.masters = self.compute if trainable else None
+        if trainable and self.masters_dtype != dtype:
+            self.masters = torch.empty(total, dtype=self.masters_dtype, device=device)
         for (_, _, offset), (_, parameter) in zip(self.layout, parameters):
             size = parameter.numel()
             if self.masters is not None:
@@ -114,9 +115,9 @@ class FlatModel:
     def pieces(self) -> list[Piece]:
         """Return all ranges that the optimizer updates. They exclude parameters that the architecture or the user's
         code has frozen, which therefore get no weight decay either."""
-        alone = self.masters is self.compute
+        compute = None if self.masters is self.compute else self.compute
         return [
-            Piece(begin, end, self.masters[begin:end], None if alone else self.compute[begin:end])
+            Piece(begin, end, self.masters[begin:end], None if compute is None else compute[begin:end])
             for begin, end in self._trained
         ]
 
@@ -137,24 +138,17 @@ class FlatModel:
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
         """From now on, let each backward pass add each parameter's gradient to its place in `buffer()`, float32 [n]."""
 
-        def adder(offset: int, size: int) -> Callable[[Tensor], None]:
-            def add(parameter: Tensor) -> None:
-                buffer()[offset : offset + size].add_(parameter.grad.reshape(-1))
-                parameter.grad = None
-
-            return add
+        def add(offset: int, parameter: Tensor) -> None:
+            buffer()[offset : offset + parameter.numel()].add_(parameter.grad.reshape(-1))
+            parameter.grad = None
 
         for (_, _, offset), parameter in zip(self.layout, self.module.parameters()):
-            if not parameter.requires_grad:  # frozen by the architecture
-                continue
-            parameter.register_post_accumulate_grad_hook(adder(offset, parameter.numel()))
+            if parameter.requires_grad:  # the architecture may have frozen it
+                parameter.register_post_accumulate_grad_hook(partial(add, offset))
 
     def gathered(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: this process always holds all weights."""
         return nullcontext()
-
-    def release_workspace(self) -> None:
-        """Do nothing: torch frees the workspace of each pass."""
 
 
 class ShardedModel:
@@ -172,7 +166,7 @@ class ShardedModel:
     """
 
     masters_begin = 0
-    device = "cpu"
+    masters_dtype, device = torch.float32, "cpu"
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, trainable: bool, ranks: Ranks) -> None:
         self.module, self._dtype, self.trainable, self._ranks = module, dtype, trainable, ranks
@@ -274,9 +268,6 @@ class ShardedModel:
     def forget(self) -> None:
         """Free the gathered weights, the gradients and the state of unfinished passes."""
         self.module.reset_iter_state()
-
-    def release_workspace(self) -> None:
-        """Do nothing: torch frees the workspace of each pass."""
 
 
 def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,18 +65,10 @@ def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None
     if tensors is not None:
         # transformers has written float32, the dtype in which ranks hold the parameters
         _change_config(folder, dtype=str(next(iter(whole.values())).dtype).removeprefix("torch."))
-    (folder / "generation_config.json").unlink(
-        missing_ok=True
-    )  # the caller writes generation_config.json with this run's end tokens
+    # the caller writes this file with the run's end tokens
+    (folder / "generation_config.json").unlink(missing_ok=True)
     if isinstance(module, ValueNet):
         _add_score(module, folder, score)
-
-
-def names_in_checkpoints(module: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
-    """Return the names under which `save_module` writes these tensors of the module."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return set(revert_weight_conversion(module, dict(tensors)))
 
 
 def _named_as(module: nn.Module, whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -139,23 +131,16 @@ class HfTrainedModel(TrainedModel):
         return self._model_of(self.folder.build(Path(weights_path)), True)
 
     def _model_of(self, module: nn.Module, trainable: bool) -> FlatModel | ShardedModel:
-        self._with_router(module)
+        megatron, routers = self.config.megatron_cfg, ("router", "mlp.gate", "block_sparse_moe.gate")
+        if megatron.enabled and megatron.freeze_moe_router:  # as NeMo RL's configuration files have it
+            if routed := [name for name, _ in module.named_modules() if name.endswith(routers)]:
+                note_trained_router(routed[0], self.section)
         if trainable:
             self._packed = self.config.sequence_packing.enabled and keeps_packed_samples_apart(module)
         dtype = DTYPES[self.config.precision]
         if self.ranks.size > 1:
             return ShardedModel(module, dtype, trainable, self.ranks)
         return FlatModel(module, dtype, trainable, self.device)
-
-    def _with_router(self, module: nn.Module) -> None:
-        """Print a note, once, that the router is trained although megatron_cfg requests a frozen router, as NeMo RL's
-        configuration files do."""
-        megatron = self.config.megatron_cfg
-        if not (megatron.enabled and megatron.freeze_moe_router):
-            return
-        routers = ("router", "mlp.gate", "block_sparse_moe.gate")
-        if routed := [name for name, _ in module.named_modules() if name.endswith(routers)]:
-            note_trained_router(routed[0], self.section)
 
     def _trainer_of(self, model: FlatModel | ShardedModel) -> HfTrainer:
         if model is self.model and self.ranks.is_first and self.config.sequence_packing.enabled and not self._packed:
@@ -170,12 +155,10 @@ class HfTrainedModel(TrainedModel):
         return HfTrainer(model, self._packed, chunk, self._moment_dtypes())
 
     def _together(self, trainer: HfTrainer) -> AbstractContextManager[None]:
-        return trainer.together()
+        return trainer.together() if isinstance(trainer, ShardedTrainer) else nullcontext()
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict`. If the model is sharded, all ranks must call this; only the first rank returns
-        tensors."""
-        return self.state_dict()
+        return self.state_dict()  # of a sharded model only the first rank returns tensors
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
         return self.slices.gather(own, what)  # in one process this is the tensor itself
@@ -197,9 +180,11 @@ class HfTrainedModel(TrainedModel):
     def other_names_in_checkpoints(self) -> str | None:
         """Return a text on weights whose names in the architecture's checkpoints differ from those in its module
         (mostly experts); None if there are none."""
+        from transformers.core_model_loading import revert_weight_conversion
+
         here = {name: torch.empty(shape, device="meta") for name, shape, _ in self.model.layout}
-        there = names_in_checkpoints(self.model.module, here)
-        if not (moved := sorted(there - here.keys())):
+        there = revert_weight_conversion(self.model.module, dict(here))
+        if not (moved := sorted(there.keys() - here.keys())):
             return None
         return f"a {self.folder.config.model_type} has {moved[0]} and {len(moved) - 1} others in its checkpoints"
 

@@ -3,8 +3,9 @@ one process or on several ranks."""
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -52,8 +53,6 @@ class HfTrainer:
     ) -> None:
         self.model, self.packed, self._chunk, self._moment_dtypes = model, packed, chunk, moments
         self.optimizer_steps = 0
-        self._grads: Tensor | None = None
-        self._moments: tuple[Tensor, Tensor] | None = None
         self._kept: tuple[Outputs, ModelRows] | None = None
         self._recomputing: list[nn.Module] = []
         if model.trainable:
@@ -71,17 +70,15 @@ class HfTrainer:
             keep: a `backward` will follow.
             more: `top_p`, `top_k`, and `unfiltered` [T], which receives the log-probabilities without top-k and top-p.
 
-        Raises ValueError if `share_prefix` is set, which transformers does not support."""
-        if share_prefix:
-            raise ValueError("transformers computes the prompt of each sample: share_prefix must be False")
+        `share_prefix` is False: transformers computes the prompt of each sample."""
         scoring = Scoring(temperature, float(more.get("top_p", 1.0)), int(more.get("top_k", 0)))
         unfiltered = more.get("unfiltered")
         picked = ModelRows.of(batch, rows, packed=self.packed).to(self.model.device)
         outputs = self._pass(picked, scoring, keep, checkpoint, unfiltered is not None)
         scored = outputs.scored.detach()
-        out[picked.places] = (
-            scored if outputs.removed is None else scored.masked_fill(outputs.removed, -torch.inf)
-        ).cpu()
+        if outputs.removed is not None:
+            scored = scored.masked_fill(outputs.removed, -torch.inf)
+        out[picked.places] = scored.cpu()
         if unfiltered is not None:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
 
@@ -105,17 +102,14 @@ class HfTrainer:
                     f"transformers cannot compute the activations of a {base.config.model_type} again: set "
                     "dtensor_cfg.activation_checkpointing=false (or that of megatron_cfg)"
                 )
-            enable = (
-                getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-            )  # the name depends on transformers' version
+            # the name depends on transformers' version
+            enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             self._recomputing = [layer for layer in base.modules() if getattr(layer, "gradient_checkpointing", False)]
             for layer in self._recomputing:
-                chances = ("dropout", "layerdrop")
-                for name in [
-                    n for n, v in vars(layer).items() if isinstance(v, float) and any(c in n for c in chances)
-                ]:
-                    setattr(layer, name, 0.0)
+                for name, value in list(vars(layer).items()):
+                    if isinstance(value, float) and ("dropout" in name or "layerdrop" in name):
+                        setattr(layer, name, 0.0)
         for layer in self._recomputing:
             layer.gradient_checkpointing = layer.training = wanted
 
@@ -148,34 +142,28 @@ class HfTrainer:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Return the range of the flat buffers that this process holds: the whole range."""
-        return 0, self.model.compute.numel()
+        """Return the range of this rank's flat buffers that this process holds: the whole range."""
+        return 0, self.model.flat_layout.total
 
-    @property
+    @cached_property
     def grads(self) -> Tensor:
-        """Return the accumulated gradients, float32 [n], in the layout of the model."""
-        if self._grads is None:
-            self._grads = torch.zeros_like(self.model.masters)
-        return self._grads
+        """The accumulated gradients, float32 [n], in the layout of the model."""
+        return self._zeros(None)
 
-    @property
+    @cached_property
     def exp_avg(self) -> Tensor:
-        """Return AdamW's first moment [n]."""
-        return self._both_moments()[0]
+        """AdamW's first moment [n]."""
+        return self._zeros(self._moment_dtypes[0])
 
-    @property
+    @cached_property
     def exp_avg_sq(self) -> Tensor:
-        """Return AdamW's second moment [n]."""
-        return self._both_moments()[1]
+        """AdamW's second moment [n]."""
+        return self._zeros(self._moment_dtypes[1])
 
-    def _both_moments(self) -> tuple[Tensor, Tensor]:
-        if self._moments is None:
-            self._moments = self._zero_moments(self.model.masters)
-        return self._moments
-
-    def _zero_moments(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = self._moment_dtypes
-        return torch.zeros_like(like, dtype=first), torch.zeros_like(like, dtype=second)
+    def _zeros(self, dtype: torch.dtype | None) -> Tensor:
+        """Return zeros [n] in the layout of the master weights, and in their dtype if `dtype` is None."""
+        model = self.model
+        return torch.zeros(model.flat_layout.total, dtype=dtype or model.masters_dtype, device=model.device)
 
     def step(
         self, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, max_grad_norm: float
@@ -199,10 +187,6 @@ class HfTrainer:
     def _squares(self, grads: Tensor) -> float:
         """Return the sum of the squared gradients of the whole model."""
         return math.fsum(float(part.double().square().sum()) for part in grads.split(_BLOCK))
-
-    def together(self) -> AbstractContextManager[None]:
-        """Return a context for a loop over micro-batches. It does nothing: no other rank waits for this process."""
-        return nullcontext()
 
 
 class NextCollective(IntEnum):
@@ -275,9 +259,8 @@ class ShardedTrainer(HfTrainer):
                 super()._pass(ModelRows.smallest(), Scoring(), keep, first == NextCollective.FORWARD_AGAIN, False)
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        self._agree(
-            (NextCollective.FORWARD_AGAIN if checkpoint else NextCollective.FORWARD) if keep else NextCollective.SCORE
-        )
+        forward = NextCollective.FORWARD_AGAIN if checkpoint else NextCollective.FORWARD
+        self._agree(forward if keep else NextCollective.SCORE)
         return super()._pass(rows, scoring, keep, checkpoint, unfiltered)
 
     def backward(self, d_out: Tensor, d_unfiltered: Tensor | None = None, d_entropy: None = None) -> None:
@@ -285,14 +268,8 @@ class ShardedTrainer(HfTrainer):
         super().backward(d_out, d_unfiltered, d_entropy)
 
     def zero_grad(self) -> None:
-        """Reset the accumulated gradients."""
         self._kept = None
         self.model.forget()
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """Return the range of this rank's flat buffers that this process holds: the whole range."""
-        return 0, self.model.flat_layout.total
 
     @property
     def grads(self) -> Tensor:
@@ -301,9 +278,3 @@ class ShardedTrainer(HfTrainer):
 
     def _squares(self, grads: Tensor) -> float:
         return self._ranks.sum(super()._squares(grads))
-
-    def _both_moments(self) -> tuple[Tensor, Tensor]:
-        if self._moments is None:
-            total = self.model.flat_layout.total
-            self._moments = self._zero_moments(torch.empty(total, dtype=torch.float32))
-        return self._moments

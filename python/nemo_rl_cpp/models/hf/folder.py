@@ -71,12 +71,9 @@ class HfFolder:
         return module.eval()  # no dropout, so that training scores what was sampled
 
     def _options(self) -> dict[str, object]:
-        options: dict[str, object] = {"dtype": torch.float32}
-        if self.settings.attn_implementation is not None:
-            options["attn_implementation"] = self.settings.attn_implementation
-        if self.settings.trust_remote_code:
-            options["trust_remote_code"] = True
-        return options
+        own_code, attention = self.settings.trust_remote_code or None, self.settings.attn_implementation
+        options = {"dtype": torch.float32, "attn_implementation": attention, "trust_remote_code": own_code}
+        return {name: value for name, value in options.items() if value is not None}
 
     def _auto(self) -> type:
         library = transformers()
@@ -90,10 +87,8 @@ class HfFolder:
                 return ValueNet.of(model, None)
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
             if head is not None and head.weight is not embedding.weight:
-                with (
-                    torch.no_grad()
-                ):  # nearly uniform at first, like native models, because training from scratch must explore
-                    head.weight.mul_(0.1)
+                # nearly uniform at first, like native models, because training from scratch must explore
+                head.weight.data.mul_(0.1)
         return model
 
     def _from(self, folder: Path) -> nn.Module:
@@ -144,19 +139,16 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
     return folder
 
 
-def open_frozen(
-    name: str, precision: str, *, device: str, longest: int | None = None, settings: HfConfig | None = None
-) -> tuple[HfFolder, nn.Module]:
+def open_frozen(name: str, precision: str, *, device: str, longest: int | None = None) -> tuple[HfFolder, nn.Module]:
     """Open the model `generation.model_name`, which only generates. Return its folder, and its module in `precision`.
 
     Raises ModelFolderError as `open_hf_folder` does; sequences have up to `longest` tokens
     (`generation.vllm_cfg.max_model_len`).
     """
-    path = resolve_model(name, key="generation.model_name")
-    raw, settings = read_config_file(path), settings or HfConfig()
-    folder = HfFolder(
-        config_object(raw, path, settings, "generation.model_name"), raw, path, settings, section="generation"
-    )
+    key, settings = "generation.model_name", HfConfig()
+    path = resolve_model(name, key=key)
+    raw = read_config_file(path)
+    folder = HfFolder(config_object(raw, path, settings, key), raw, path, settings, section="generation")
     if longest is not None and folder.positions is not None and longest > folder.positions:
         raise ModelFolderError(
             f"generation.vllm_cfg.max_model_len is {longest}, but {name} has positions for {folder.positions} tokens: lower it"
@@ -189,25 +181,21 @@ def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, 
     """Return transformers' configuration object for the config.json `raw`. Raise ModelFolderError with the
     configuration key `key` if transformers cannot read it."""
     library, kind = transformers(), raw.get("model_type")
+    runs_code = settings.trust_remote_code and path is not None and bool(raw.get("auto_map"))
+    if not runs_code and kind not in library.CONFIG_MAPPING:
+        hint = "; its folder names code of its own (auto_map), which a training runs with hf_cfg.trust_remote_code=true"
+        hint = hint if raw.get("auto_map") else ""
+        raise ModelFolderError(f"{key}: transformers {library.__version__} knows no model_type {kind!r}{hint}")
+    saved = read_config_file(path) if runs_code else {}
     try:
         with quietly():
-            if settings.trust_remote_code and path is not None and raw.get("auto_map"):
-                saved = read_config_file(path)
+            if runs_code:
                 changed = {k: v for k, v in raw.items() if k not in saved or saved[k] != v}
                 return library.AutoConfig.from_pretrained(path, trust_remote_code=True, **changed)
-            if kind not in library.CONFIG_MAPPING:
-                hint = (
-                    "; its folder names code of its own (auto_map), which a training runs with hf_cfg.trust_remote_code=true"
-                    if raw.get("auto_map")
-                    else ""
-                )
-                raise ModelFolderError(f"{key}: transformers {library.__version__} knows no model_type {kind!r}{hint}")
             if path is None:
                 return library.AutoConfig.for_model(**raw)
             return library.CONFIG_MAPPING[kind].from_dict(dict(raw))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        if isinstance(error, ModelFolderError):
-            raise
         raise ModelFolderError(
             f"{key}: transformers cannot read the configuration of this {kind} ({_first_line(error)})"
         ) from error

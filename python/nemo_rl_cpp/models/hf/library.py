@@ -19,27 +19,15 @@ OLDEST = 5
 """The oldest supported major version of transformers: it is known to separate packed sequences."""
 
 
-class MissingTransformersError(ValueError):
-    """Raised if transformers is not installed, or too old."""
-
-
-def missing_text() -> str | None:
-    """Return a sentence with the install command if transformers is not installed, otherwise None. Import nothing."""
-    if importlib.util.find_spec("transformers") is not None:
-        return None
-    return f"transformers is not installed: {INSTALL}"
-
-
 @lru_cache(maxsize=1)
 def transformers() -> ModuleType:
-    """Import and return transformers. If it is missing or too old, raise MissingTransformersError with the install
-    command."""
-    if (text := missing_text()) is not None:
-        raise MissingTransformersError(f"backend hf: {text}")
+    """Import and return transformers. If it is missing or too old, raise ValueError with the install command."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"backend hf: transformers is not installed: {INSTALL}")
     import transformers
 
     if int(transformers.__version__.partition(".")[0]) < OLDEST:
-        raise MissingTransformersError(
+        raise ValueError(
             f"backend hf needs transformers {OLDEST} or newer, and {transformers.__version__} is installed: {INSTALL} --upgrade"
         )
     return transformers

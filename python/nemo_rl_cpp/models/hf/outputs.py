@@ -3,7 +3,7 @@ a critic the value of the state before the token."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +118,6 @@ class ModelRows:
 
     def to(self, device: str) -> Self:
         """Move the tensors that the module reads to `device`."""
-        if device == "cpu":
-            return self
         moved = (t.to(device) for t in (self.input_ids, self.position_ids, self.row, self.column, self.targets))
         return ModelRows(*moved, self.places)
 
@@ -153,7 +151,7 @@ def outputs_of(
     logits, column = _logits(module, rows)
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * logits.shape[-1]))
     picks = list(zip(*(part.split(chunk) for part in (rows.row, column, rows.targets))))
-    scored, raw, removed = _InChunks.apply(logits, _Places(picks, scoring, unfiltered))
+    scored, raw, removed = _InChunks.apply(logits, picks, scoring, unfiltered)
     if not scoring.filters:
         return Outputs(scored, None, scored if unfiltered else None)
     return Outputs(scored, removed, raw if unfiltered else None)
@@ -169,60 +167,44 @@ def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
     return module(**inputs, logits_to_keep=columns).logits, column
 
 
-class _Places(NamedTuple):
-    """The positions of the logits at which log-probabilities are requested.
-
-    Attributes:
-        picks: (row, column, token id) of each chunk, int64 [w] each.
-        unfiltered: also return the log-probabilities without top-k and top-p.
-    """
-
-    picks: list[tuple[Tensor, Tensor, Tensor]]
-    scoring: Scoring
-    unfiltered: bool
-
-
 class _InChunks(torch.autograd.Function):
     """An autograd function for the log-probabilities at some positions of the logits, chunk by chunk. Only the logits
     are kept for the backward pass, which recomputes each chunk. So only the logits and their gradient exist in full
     size."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: FunctionCtx, logits: Tensor, picks: list[tuple[Tensor, Tensor, Tensor]], scoring: Scoring, unfiltered: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (scored [W], unfiltered [W], removed [W]). `unfiltered` is empty if it is not requested or equals
-        `scored`; `removed` is empty without top-k and top-p."""
-        scoring = places.scoring
-        made = [
-            _of_places(logits[row, column], targets, scoring, places.unfiltered)
-            for row, column, targets in places.picks
-        ]
+        `scored`; `removed` is empty without top-k and top-p. `picks` holds (row, column, token id) of each chunk, int64
+        [w] each."""
+        made = [_of_places(logits[row, column], targets, scoring, unfiltered) for row, column, targets in picks]
         ctx.save_for_backward(logits)
-        ctx.places = places
+        ctx.picks, ctx.scoring, ctx.unfiltered = picks, scoring, unfiltered
         nothing = logits.new_empty(0, dtype=torch.float32)
         scored = torch.cat([part.scored for part in made])
-        raw = torch.cat(
-            [nothing if part.unfiltered is None or not scoring.filters else part.unfiltered for part in made]
-        )
+        raw = torch.cat([part.unfiltered if unfiltered and scoring.filters else nothing for part in made])
         removed = torch.cat([nothing.bool() if part.removed is None else part.removed for part in made])
         ctx.mark_non_differentiable(removed)
         return scored, raw, removed
 
     @staticmethod
-    def backward(ctx: FunctionCtx, d_scored: Tensor, d_raw: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, d_scored: Tensor, d_raw: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
         gradient, begin = torch.zeros_like(logits), 0
-        for row, column, targets in ctx.places.picks:
+        for row, column, targets in ctx.picks:
             end = begin + len(targets)
             with torch.enable_grad():
                 chunk = logits[row, column].detach().requires_grad_()
-                part = _of_places(chunk, targets, ctx.places.scoring, ctx.places.unfiltered)
+                part = _of_places(chunk, targets, ctx.scoring, ctx.unfiltered)
                 roots, slopes = [part.scored], [d_scored[begin:end]]
-                if ctx.places.scoring.filters and part.unfiltered is not None:
+                if ctx.scoring.filters and part.unfiltered is not None:
                     roots.append(part.unfiltered)
                     slopes.append(d_raw[begin:end])
                 (gradient[row, column],) = torch.autograd.grad(roots, chunk, slopes)
             begin = end
-        return gradient, None
+        return gradient, None, None, None
 
 
 def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bool) -> Outputs:

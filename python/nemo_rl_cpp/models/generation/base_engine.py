@@ -115,22 +115,25 @@ class BaseEngine(GenerationInterface):
         Raises ValueError for lengths or other arguments that do not match the rows, for an unknown stream, or rows of
         several streams; RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
         """
-        batch = data if isinstance(data, RaggedBatch) else _ragged_prompts(data)
-        responses = self._respond(self._asked(batch, data, greedy), on_finished)
+        batch = RaggedBatch.of(data)
+        responses = self._respond(self._asked(batch, greedy), on_finished)
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
-    def _asked(self, batch: RaggedBatch, of_rows: Prompts, greedy: bool) -> GenerationRequest:
-        """Return the `GenerationRequest` for a batch of prompts. `of_rows` holds the other keys of
-        `GenerationDatumSpec`, such as `stop_strings`."""
-        size = batch.size
+    def _asked(self, batch: RaggedBatch, greedy: bool) -> GenerationRequest:
+        """Return the `GenerationRequest` for prompts with the keys of `GenerationDatumSpec`. Without `draw_ids` they
+        get the next unused numbers."""
+        size, draws = batch.size, batch.get("draw_ids")
+        if draws is None:
+            draws = torch.arange(self._next_draw_id, self._next_draw_id + size)
+            self._next_draw_id += size
         return GenerationRequest(
             batch=batch,
             greedy=greedy,
-            stream=_the_stream(of_rows.get("stream"), size),
+            stream=_the_stream(batch.get("stream"), size),
             max_new_tokens=self._max_new_tokens(batch.lengths),
-            draws=self._draw_ids(of_rows.get("draw_ids"), size),
-            samples=_row_integers("sample_index", of_rows.get("sample_index", torch.zeros(size)), size),
-            stops=self._stop_texts(of_rows.get("stop_strings"), size),
+            draws=_row_integers("draw_ids", draws, size),
+            samples=_row_integers("sample_index", batch.get("sample_index", torch.zeros(size)), size),
+            stops=self._stop_texts(batch.get("stop_strings"), size),
         )
 
     @abstractmethod
@@ -159,9 +162,7 @@ class BaseEngine(GenerationInterface):
         """Do nothing: the engine holds no resources."""
         return True
 
-    def shutdown(self) -> bool:
-        """Release all memory. Idempotent."""
-        return True
+    shutdown = finish_generation
 
     def invalidate_kv_cache(self) -> bool:
         """Return True without doing anything: every `generate` begins with an empty KV cache."""
@@ -208,14 +209,6 @@ class BaseEngine(GenerationInterface):
         if limit is None:
             return (self.max_model_len - lengths).clamp(min=1)
         return torch.full_like(lengths, limit)
-
-    def _draw_ids(self, draw_ids: Tensor | Sequence[int] | None, rows: int) -> Tensor:
-        """Return `draw_ids` as int64 [B]; if None, the next unused numbers."""
-        if draw_ids is not None:
-            return _row_integers("draw_ids", draw_ids, rows)
-        first = self._next_draw_id
-        self._next_draw_id += rows
-        return torch.arange(first, first + rows)
 
     def _stop_texts(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[str, ...]]:
         """Return the distinct stop strings of each row. The configuration's stop strings come first."""
@@ -283,21 +276,6 @@ def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tenso
     if result.shape != (rows,):
         raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
     return result
-
-
-def _ragged_prompts(data: Mapping[str, Tensor]) -> RaggedBatch:
-    """Return the prompts of a `GenerationDatumSpec` without padding. Raise ValueError if `input_lengths` do not match
-    `input_ids`."""
-    ids = data["input_ids"].to("cpu", torch.int64)
-    if ids.dim() != 2 or ids.shape[0] == 0:
-        raise ValueError(f"input_ids: expected [B, S] with at least one row, got shape {tuple(ids.shape)}")
-    lengths = _row_integers("input_lengths", data["input_lengths"], ids.shape[0])
-    bad = ((lengths < 1) | (lengths > ids.shape[1])).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(
-            f"input_lengths[{bad[0]}] = {int(lengths[bad[0]])}: expected 1 to {ids.shape[1]}, the width of input_ids"
-        )
-    return RaggedBatch(offsets_of(lengths), {"input_ids": ids[torch.arange(ids.shape[1]) < lengths[:, None]]}, {})
 
 
 def _the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:

@@ -5,8 +5,8 @@ A response does not depend on which engine generates it: its sampling is seeded 
 and its index among the samples of the prompt (`sample_index`), never by the other rows of a batch.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,16 +16,17 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.distributed.ranks import Ranks, connect, deal, generated_by
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.models.generation.interfaces import (
+    Answer,
     GenerationDatumSpec,
     GenerationInterface,
-    GenerationOutputSpec,
+    OnFinished,
     Pause,
+    Prompts,
     RefitRendezvous,
     RefitResult,
     Responses,
@@ -43,12 +44,12 @@ class EngineHost:
     """The methods of a worker that holds engines. The worker's class provides `create_generation`, which creates an
     engine."""
 
-    _engines: dict[int, NativeGeneration]
+    @cached_property
+    def _engines(self) -> dict[int, NativeGeneration]:
+        return {}
 
     def create_engine(self, config: GenerationConfig | None, options: dict[str, object]) -> int:
         """Create an engine and return its number, which identifies it in the other methods."""
-        if not hasattr(self, "_engines"):
-            self._engines = {}
         number = max(self._engines, default=-1) + 1
         self._engines[number] = self.create_generation(config, **options)
         return number
@@ -59,7 +60,7 @@ class EngineHost:
             self._engines.pop(number).shutdown()
 
     def generate_with(
-        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
+        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: OnFinished | None = None
     ) -> Responses:
         """Return the responses of engine `number`; empty responses for an empty batch."""
         if prompts.size == 0:
@@ -70,19 +71,14 @@ class EngineHost:
         return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
 
     def generate_until(
-        self,
-        number: int,
-        prompts: RaggedBatch,
-        greedy: bool,
-        pause: Pause,
-        on_finished: Callable[..., None] | None = None,
+        self, number: int, prompts: RaggedBatch, greedy: bool, pause: Pause, on_finished: OnFinished | None = None
     ) -> Responses | None:
         """Return the responses of engine `number`, or None if it has paused (see `NativeGeneration.generate_until`)."""
         if prompts.size == 0:
             return self.generate_with(number, prompts, greedy, on_finished)
         return self._engines[number].generate_until(prompts, pause, greedy, on_finished)
 
-    def resume(self, number: int, on_finished: Callable[..., None] | None = None) -> Responses | None:
+    def resume(self, number: int, on_finished: OnFinished | None = None) -> Responses | None:
         """Continue the paused engine `number` and return its responses; None if it is not paused."""
         return self._engines[number].resume(on_finished)
 
@@ -116,31 +112,27 @@ class DistributedGeneration(GenerationInterface):
         self._next_draw_id = 0
         self.reports_finished = group.cluster.workers.tells_events
 
-    def generate(
-        self, data: RaggedBatch | BatchedDataDict[GenerationDatumSpec], greedy: bool = False,
-        on_finished: Callable[[list[int], list[list[int]]], None] | None = None,
-    ) -> Responses | BatchedDataDict[GenerationOutputSpec]:  # fmt: skip
+    def generate(self, data: Prompts, greedy: bool = False, on_finished: OnFinished | None = None) -> Answer:
         """Generate like `NativeGeneration.generate`. Each engine gets about the same number of prompt tokens, and equal
         prompts go to the same engine. The tensor-parallel ranks of one model generate for the same prompts in
         lockstep."""
-        batch = data if isinstance(data, RaggedBatch) else RaggedBatch.of(data)
-        batch = self._with_draws(batch)
+        batch = RaggedBatch.of(data)
+        if "draw_ids" not in batch.samples:  # assigned as a single engine would assign them
+            batch = batch.copy()
+            batch.samples["draw_ids"] = torch.arange(self._next_draw_id, self._next_draw_id + batch.size)
+            self._next_draw_id += batch.size
         shares = self._shares(batch)
         told = [None if on_finished is None else partial(_told, on_finished, rows) for rows in shares]
         responses = self._joined(shares, self._parts([select(batch, rows) for rows in shares], greedy, told))
-        return (
-            responses
-            if isinstance(data, RaggedBatch)
-            else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
-        )
+        if isinstance(data, RaggedBatch):
+            return responses
+        return responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
-    def _parts(
-        self, prompts: list[RaggedBatch], greedy: bool, told: list[Callable[..., None] | None]
-    ) -> list[Responses]:
+    def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
         """Return the responses of each engine to its prompts. `told[r]` is the `on_finished` of engine r, or None."""
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
-    def _of_engines(self, method: str, each: list[tuple], told: list[Callable[..., None] | None]) -> list:
+    def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:
         """Call `method` of every engine and return one result per engine. All tensor-parallel ranks of an engine make
         the same call."""
         size = self.group.tensor_size
@@ -172,15 +164,6 @@ class DistributedGeneration(GenerationInterface):
             responses.token_versions = torch.cat([versions[i] for i in order])
         return responses
 
-    def _with_draws(self, batch: RaggedBatch) -> RaggedBatch:
-        """Return the batch with `draw_ids`. If it has none, they are assigned as a single engine would assign them."""
-        if "draw_ids" in batch.samples:
-            return batch
-        batch, first = batch.copy(), self._next_draw_id
-        self._next_draw_id += batch.size
-        batch.samples["draw_ids"] = torch.arange(first, first + batch.size)
-        return batch
-
     def _ask(self, method: str, *args: object) -> list:
         return self.group.call_all("ask_engine", self._number, method, *args)
 
@@ -198,32 +181,14 @@ class DistributedGeneration(GenerationInterface):
         """Return the digest of the weights. Raise RuntimeError if engines have different digests."""
         return self.group.call_for_one_value("ask_engine", self._number, "weight_digest")
 
-    def get_logger_metrics(self) -> dict[str, float]:
-        """Return each metric summed over all engines, even the mean batch size; for peak_blocks return the maximum."""
-        each = self.group.first_of_groups(self._ask("get_logger_metrics"))
-        return {name: (max if name == "peak_blocks" else sum)(m[name] for m in each) for name in each[0]}
-
     def shutdown(self) -> bool:
         """Release the memory of all engines. Idempotent."""
         self.group.call_all("drop_engine", self._number)
         return True
 
-    def clear_logger_metrics(self) -> None:
-        """Reset the metrics of all engines."""
-        self._ask("clear_logger_metrics")
 
-
-def _told(
-    on_finished: Callable[[list[int], list[list[int]]], None], share: list[int], rows: list[int], ids: list[list[int]]
-) -> None:
+def _told(on_finished: OnFinished, share: list[int], rows: list[int], ids: list[list[int]]) -> None:
     on_finished([share[row] for row in rows], ids)
-
-
-def _add_versions(part: Responses, before: int, after_tokens: int) -> None:
-    """Set `token_versions` of an engine's responses. The first `after_tokens` tokens of each response were sampled with
-    the weights of version `before`, later ones with those of `part.weight_version`."""
-    positions = torch.arange(len(part.token_ids)) - part.offsets[:-1].repeat_interleave(part.lengths)
-    part.token_versions = torch.where(positions < after_tokens, before, part.weight_version)
 
 
 def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
@@ -243,9 +208,8 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
 def for_workers(config: ModelConfig) -> ModelConfig:
     """Return the configuration section with an absolute model folder, so that it is valid in workers with a different
     working directory. A model name that is no path stays unchanged."""
-    if not Path(config.model_name).expanduser().exists():
-        return config
-    return config.model_copy(update={"model_name": str(Path(config.model_name).expanduser().absolute())})
+    path = Path(config.model_name).expanduser()
+    return config.model_copy(update={"model_name": str(path.absolute())}) if path.exists() else config
 
 
 # ---- in workers that only generate
@@ -277,23 +241,18 @@ class EngineWorker(EngineHost):
         )
 
     def generate_with(
-        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
+        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: OnFinished | None = None
     ) -> Responses:
         """Generate like `EngineHost.generate_with`, and set the version of the weights in the responses. Raise
         RuntimeError before the first refit."""
         return self._with_version(super().generate_with(number, prompts, greedy, on_finished))
 
     def generate_until(
-        self,
-        number: int,
-        prompts: RaggedBatch,
-        greedy: bool,
-        pause: Pause,
-        on_finished: Callable[..., None] | None = None,
+        self, number: int, prompts: RaggedBatch, greedy: bool, pause: Pause, on_finished: OnFinished | None = None
     ) -> Responses | None:
         return self._with_version(super().generate_until(number, prompts, greedy, pause, on_finished))
 
-    def resume(self, number: int, on_finished: Callable[..., None] | None = None) -> Responses | None:
+    def resume(self, number: int, on_finished: OnFinished | None = None) -> Responses | None:
         return self._with_version(super().resume(number, on_finished))
 
     def _with_version(self, responses: Responses | None) -> Responses | None:
@@ -342,18 +301,12 @@ class DedicatedGeneration(DistributedGeneration):
         super().__init__(group, config.generation, {"seed": seed}, tokenizer)
 
     def _shares(self, batch: RaggedBatch) -> list[list[int]]:
-        rows_of: dict[int, int] = {}
         groups = batch.samples["draw_ids"].tolist()
-        for group in groups:
-            rows_of[group] = rows_of.get(group, 0) + 1
-        tokens = [
-            length / rows_of[group] + self._mean_response for length, group in zip(batch.lengths.tolist(), groups)
-        ]
+        size = Counter(groups)
+        tokens = [length / size[group] + self._mean_response for length, group in zip(batch.lengths.tolist(), groups)]
         return deal(batch, 0, batch.size, self.group.dp_size, tokens)
 
-    def _parts(
-        self, prompts: list[RaggedBatch], greedy: bool, told: list[Callable[..., None] | None]
-    ) -> list[Responses]:
+    def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
         """Return the responses of each engine. If `change` is pending and responses reach its pause, wait for the new
         weights and then continue these responses."""
         change, before = self.change, self.weight_version
@@ -370,7 +323,9 @@ class DedicatedGeneration(DistributedGeneration):
                 later = self._of_engines("resume", [(self._number,)] * len(parts), told)
                 parts = [part or rest for part, rest in zip(parts, later, strict=True)]
         for part in parts:
-            _add_versions(part, before, change.pause.after_tokens)
+            positions = torch.arange(len(part.token_ids)) - part.offsets[:-1].repeat_interleave(part.lengths)
+            earlier = positions < change.pause.after_tokens  # sampled before the change
+            part.token_versions = torch.where(earlier, before, part.weight_version)
         return parts
 
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str,
     `config.packed_weights`, decode steps of small batches read a copy of the bfloat16 weights that is packed losslessly
     into 12 bits per weight. Neither changes the results."""
     config = as_model(config, GenerationConfig, "policy.generation")
-    eager = bool(config.vllm_cfg.enforce_eager)
-    return C.NativeModelRunner(model, enforce_eager=eager, packed_weights=config.packed_weights)
+    return C.NativeModelRunner(model, enforce_eager=config.vllm_cfg.enforce_eager, packed_weights=config.packed_weights)
 
 
 class NativeGeneration(BaseEngine):
@@ -65,11 +63,13 @@ class NativeGeneration(BaseEngine):
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
         self._limit_cache()
 
-    def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
-        prompts = _distinct_prompts(asked.batch)
-        self._runner.keep_activations(asked.stream == "train")
-        requests = self._requests(asked, prompts.index)
-        return _responses(self._engine.generate(prompts.ids, prompts.offsets, requests, on_finished))
+    def _respond(
+        self, asked: GenerationRequest, on_finished: OnFinished | None, pause: Pause | None = None
+    ) -> Responses | None:
+        ids, offsets, index = _distinct_prompts(asked.batch)
+        self._runner.keep_activations(pause is None and asked.stream == "train")
+        requests = self._requests(asked, index)
+        return _responses(self._engine.generate(ids, offsets, requests, on_finished, *(pause or ())))
 
     def generate_until(
         self, batch: RaggedBatch, pause: Pause, greedy: bool = False, on_finished: OnFinished | None = None
@@ -78,14 +78,7 @@ class NativeGeneration(BaseEngine):
         `resume` continues. Which tokens are generated before the pause depends on `pause` alone.
 
         Raise ValueError if `pause.keep_cache` is set and the KV cache cannot hold all responses at once."""
-        asked = self._asked(batch, batch, greedy)
-        prompts = _distinct_prompts(asked.batch)
-        self._runner.keep_activations(False)
-        requests = self._requests(asked, prompts.index)
-        generated = self._engine.generate(
-            prompts.ids, prompts.offsets, requests, on_finished, pause.after_tokens, pause.keep_cache
-        )
-        return None if generated is None else _responses(generated)
+        return self._respond(self._asked(batch, greedy), on_finished, pause)
 
     def resume(self, on_finished: OnFinished | None = None) -> Responses | None:
         """Continue the generation that `generate_until` has paused, with the model's current weights, and return all
@@ -150,39 +143,31 @@ class NativeGeneration(BaseEngine):
         self._engine.reset_metrics()
 
 
-def _responses(generated: C.GenerationArrays) -> Responses:
+def _responses(generated: C.GenerationArrays | None) -> Responses | None:
+    if generated is None:
+        return None
     truncated = generated.finish_reasons == int(C.FinishReason.length)
     return Responses(generated.token_ids, generated.offsets, generated.logprobs, truncated)
 
 
-class _Prompts(NamedTuple):
-    ids: Tensor
-    """[sum of lengths] the distinct prompts, concatenated"""
-    offsets: Tensor
-    """[prompts + 1] begin of each prompt in `ids`, and the end of the last"""
-    index: Tensor
-    """[B] index of each row's prompt among the distinct prompts"""
-
-
-def _distinct_prompts(batch: RaggedBatch) -> _Prompts:
-    """Return the distinct prompts of a batch, so that responses to equal prompts share one prefill."""
+def _distinct_prompts(batch: RaggedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the distinct prompts of a batch, so that responses to equal prompts share one prefill: their concatenated
+    ids, their offsets [prompts + 1], and the index [B] of each row's prompt among them."""
     index: dict[tuple[int, ...], int] = {}
     ids, offsets = batch.tokens["input_ids"].tolist(), batch.offsets.tolist()
     rows = [tuple(ids[start:end]) for start, end in pairwise(offsets)]
     chosen = [index.setdefault(row, len(index)) for row in rows]
     sizes = torch.tensor([0] + [len(prompt) for prompt in index])
     flat = torch.tensor([token for prompt in index for token in prompt], dtype=torch.int64)
-    return _Prompts(flat, sizes.cumsum(0), torch.tensor(chosen))
+    return flat, sizes.cumsum(0), torch.tensor(chosen)
 
 
 def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict[str, object]) -> dict[str, object]:
     """Return `options` with `max_model_len`: by default the policy's maximum sequence length, or a lower limit that
     `config` sets."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
-    return {
-        "max_model_len": min(config.vllm_cfg.max_model_len or longest, longest),
-        **options,
-    }  # an evaluation may set a shorter length
+    shorter = min(config.vllm_cfg.max_model_len or longest, longest)  # an evaluation may set a shorter length
+    return {"max_model_len": shorter, **options}
 
 
 def generation_on(

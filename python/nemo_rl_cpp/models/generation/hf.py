@@ -3,7 +3,9 @@ token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +44,14 @@ class HfGeneration(BaseEngine):
         super().__init__(config, tokenizer, **options)
         self.module = module
         self._vocab_size = module.config.get_text_config().vocab_size
-        self._bytes_per_token: float | None = None
         self.sampling_rule(greedy=False, stream="train")  # reports bad values now rather than at the first step
 
     def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
         if any("" in row for row in asked.stops):
             raise ValueError("stop_strings: an empty text is in every text; leave it out")
         rule = self.sampling_rule(asked.greedy, asked.stream)
-        work = _Work(asked, self._room(asked), on_finished, self.seed, rule, self._stop_token_ids)
-        work.token_bytes = self._token_bytes if any(asked.stops) else []
+        token_bytes = self._token_bytes if any(asked.stops) else []
+        work = _Work(asked, self._room(asked), on_finished, rule, self._stop_token_ids, token_bytes)
         with quietly(), torch.no_grad():
             for rows in self._batches(work):
                 self._answer(work, rows)
@@ -62,7 +63,8 @@ class HfGeneration(BaseEngine):
         prefill_chunk_tokens."""
         at_once = self.config.max_batch_size or len(work.prompts)
         chunk = self.config.prefill_chunk_tokens
-        memory = self._cache_tokens()
+        device, of_token = next(self.module.parameters()).device, self._bytes_per_token
+        memory = self.cache_bytes(device) / of_token if of_token else math.inf
         batches: list[list[int]] = []
         longest = total = distinct = 0
         last: Tensor | None = None
@@ -82,13 +84,17 @@ class HfGeneration(BaseEngine):
             last = prompt
         return batches
 
-    def _cache_tokens(self) -> float:
-        """Return the number of tokens that the KV cache may hold; infinity without a cache."""
-        if self._bytes_per_token is None:
-            self._bytes_per_token = bytes_per_token(self.module)
-        if not self._bytes_per_token:
-            return float("inf")
-        return self.cache_bytes(next(self.module.parameters()).device) / self._bytes_per_token
+    @cached_property
+    def _bytes_per_token(self) -> int:
+        """The bytes of the KV cache per token of one row; 0 if the module has no KV cache."""
+        cache, name = _cache(self.module), accepts(self.module, "cache", "past_key_values")
+        if cache is None:
+            return 0
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=_device(self.module))
+        with torch.no_grad():
+            self.module(input_ids=ids, use_cache=True, **{name: cache})
+        parts = (getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values"))
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
     def _answer(self, work: _Work, rows: list[int]) -> None:
         """Generate the responses of `rows` concurrently, and append their tokens to `work`."""
@@ -97,10 +103,8 @@ class HfGeneration(BaseEngine):
         # a cache with other states (such as Mamba's) would include padding, so such models recompute whole sequences
         decoder = CachedDecoder(self.module) if _cache(self.module) is not None else WholeTextDecoder(self.module)
         logits = decoder.begin([torch.tensor(prompt) for prompt in distinct], torch.tensor(index))
-        alive, places = (
-            list(rows),
-            torch.arange(len(rows)),
-        )  # rows that have not ended, and their indices in the decoder's batch
+        # rows that have not ended, and their indices in the decoder's batch
+        alive, places = list(rows), torch.arange(len(rows))
         while True:
             tokens = self._draw(work, alive, logits[places])
             ended = [work.append(row, token) for row, token in zip(alive, tokens)]
@@ -121,7 +125,8 @@ class HfGeneration(BaseEngine):
     def _draw(self, work: _Work, rows: list[int], logits: Tensor) -> list[int]:
         """Sample the next token of each row from `logits` [B, V], append its log-probability to `work`, and return the
         tokens. Raise RuntimeError if logits are not finite."""
-        uniform = torch.tensor([work.uniform(row) for row in rows], dtype=torch.float64)
+        keys = [(work.stream, work.draws[row], work.samples[row], work.length(row)) for row in rows]
+        uniform = torch.tensor([C.random_uniform(self.seed, *key) for key in keys], dtype=torch.float64)
         tokens, logprobs, _ = C.sample_rows(logits.float().cpu().contiguous(), uniform, work.rule)
         tokens = tokens.tolist()
         for row, token, logprob in zip(rows, tokens, logprobs.tolist()):
@@ -136,27 +141,21 @@ class HfGeneration(BaseEngine):
 class _Work(ResponseBuffer):
     """The request of one `generate` call, and the tokens generated so far."""
 
-    token_bytes: list[bytes]
-
     def __init__(
-        self, asked: GenerationRequest, room: list[int], on_finished: OnFinished | None, seed: int, rule: C.SamplingRule, ends: list[int]
+        self, asked: GenerationRequest, room: list[int], on_finished: OnFinished | None, rule: C.SamplingRule, ends: list[int],
+        token_bytes: list[bytes],
     ) -> None:  # fmt: skip
         super().__init__(asked.batch.size, on_finished)
         self.prompts = [row.to(torch.int64) for row in asked.batch.rows(asked.batch.tokens["input_ids"])]
         self.room, self.draws, self.samples = room, asked.draws.tolist(), asked.samples.tolist()
         self.stop_texts = [tuple(text.encode() for text in row) for row in asked.stops]
-        self.seed, self.stream, self.rule, self.ends = seed, STREAMS[asked.stream], rule, ends
+        self.stream, self.rule, self.ends, self.token_bytes = STREAMS[asked.stream], rule, ends, token_bytes
         self._tails = [b""] * len(self.prompts)
 
     def length(self, row: int) -> int:
         """Return the number of tokens of a row's prompt and response so far, which is the position of its next
         token."""
         return len(self.prompts[row]) + len(self.tokens[row])
-
-    def uniform(self, row: int) -> float:
-        """Return the random number in [0, 1) for the next token of a row. It depends only on (seed, stream, draw id,
-        sample, position)."""
-        return C.random_uniform(self.seed, self.stream, self.draws[row], self.samples[row], self.length(row))
 
     def append(self, row: int, token: int) -> bool:
         """Append a token to the response of a row; return whether the response has ended."""
@@ -169,17 +168,6 @@ class _Work(ResponseBuffer):
         text, longest = self._tails[row] + added, max(map(len, self.stop_texts[row]))
         self._tails[row] = text[-(longest - 1) :] if longest > 1 else b""
         return any(stop in text for stop in self.stop_texts[row])
-
-
-def bytes_per_token(module: nn.Module) -> float:
-    """Return the bytes of the KV cache per token of one row; 0 if the module has no KV cache."""
-    cache, name = _cache(module), accepts(module, "cache", "past_key_values")
-    if cache is None:
-        return 0.0
-    with torch.no_grad():
-        module(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=_device(module)), use_cache=True, **{name: cache})
-    parts = (getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values"))
-    return float(sum(part.nbytes for part in parts if isinstance(part, Tensor)))
 
 
 def _device(module: nn.Module) -> torch.device:
@@ -241,12 +229,8 @@ class CachedDecoder:
         self._mask, self._next = self._mask[rows], self._next[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        inputs: dict[str, object] = {
-            "input_ids": ids,
-            "attention_mask": self._mask,
-            "use_cache": True,
-            self._name: self._cache,
-        }
+        inputs: dict[str, object] = {"input_ids": ids, "attention_mask": self._mask, "use_cache": True}
+        inputs[self._name] = self._cache
         if self._positions:
             inputs["position_ids"] = positions
         if accepts(self._module, "logits_to_keep") is not None:
@@ -266,9 +250,8 @@ class WholeTextDecoder:
         return self._forward()
 
     def step(self, tokens: Tensor) -> Tensor:
-        self._texts = [
-            torch.cat([text, token[None]]) if token >= 0 else text for text, token in zip(self._texts, tokens)
-        ]
+        pairs = zip(self._texts, tokens)
+        self._texts = [torch.cat([text, token[None]]) if token >= 0 else text for text, token in pairs]
         return self._forward()
 
     def keep(self, rows: Tensor) -> None:

@@ -25,10 +25,10 @@ from nemo_rl_cpp.models.generation.vllm.server import (
     check_server,
     client_of,
 )
-from nemo_rl_cpp.models.generation.vllm.weights import NcclTransport, SharedMemoryTransport
+from nemo_rl_cpp.models.generation.vllm.weights import REFIT, NcclTransport, SharedMemoryTransport
 from nemo_rl_cpp.models.trained_model import TrainedModel
 
-_REFIT, _GENERATE = "a refit", "generate"
+_GENERATE = "generate"
 _PLAIN = {  # set explicitly, so that they do not depend on a server's defaults
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "min_tokens": 0,
     "logprobs": 0, "ignore_eos": True, "detokenize": False, "n": 1,
@@ -48,9 +48,7 @@ class Response:
     ) -> None:
         self.row, self.prompt, self.room, self.seed = row, prompt, room, seed
         self.stops, self._token_bytes = [text.encode() for text in stops], token_bytes
-        self._kept = (
-            max(map(len, self.stops), default=1) - 1
-        )  # number of last bytes that may be the beginning of a stop string
+        self._kept = max(map(len, self.stops), default=1) - 1  # last bytes that may begin a stop string
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self._tail, self.stopped, self.truncated = b"", False, False
@@ -121,7 +119,8 @@ class VllmGeneration(BaseEngine):
         try:
             self._join(policy.state_dict(), config)
         except BaseException:
-            self._end_server()
+            if self.server is not None:
+                self.server.close()
             raise
 
     def _join(self, weights: Mapping[str, Tensor], config: PolicyConfig) -> None:
@@ -130,15 +129,15 @@ class VllmGeneration(BaseEngine):
         else:
             seconds = config.generation.vllm_cfg.timeout_s
             self._client = ServerClient(self.server.url, None, seconds, self.server.what_happened)
-        facts = check_server(self._client, config, next(iter(weights.values())).device.type)
+        device = next(iter(weights.values())).device.type
+        facts = check_server(self._client, config, device)
         if self._vocab_size and facts["vocab_size"] != self._vocab_size:
             raise ValueError(
                 f"policy.generation.vllm_cfg.server_url: the server's model has {facts['vocab_size']} tokens and the policy {self._vocab_size}: "
                 "start it with the policy's model"
             )
         self._rows = min(self.config.max_batch_size or facts["max_num_seqs"], facts["max_num_seqs"])
-        on_gpu = next(iter(weights.values())).device.type == "cuda"
-        self._transport = (NcclTransport if on_gpu else SharedMemoryTransport)(weights, self._client)
+        self._transport = (NcclTransport if device == "cuda" else SharedMemoryTransport)(weights, self._client)
 
     # ---- token ids in, token ids out
 
@@ -155,7 +154,9 @@ class VllmGeneration(BaseEngine):
                 requests.append(Response(row, prompt, room[row], seed, asked.stops[row], token_bytes))
         answers = ResponseBuffer(asked.batch.size, on_finished)
         if requests:
-            self._answer(requests, self._sampling_arguments(asked), answers)
+            rule = self.sampling(asked.greedy, asked.stream)
+            filters = {} if rule.greedy else {"top_p": rule.top_p, "top_k": rule.top_k}
+            self._answer(requests, {"temperature": 0.0 if rule.greedy else rule.temperature, **filters}, answers)
         responses = answers.responses(self.weight_version)
         if not bool(torch.isfinite(responses.logprobs).all()):
             raise RuntimeError("vLLM gave a log-probability that is not finite: the model's logits are not")
@@ -165,33 +166,23 @@ class VllmGeneration(BaseEngine):
         if self.weight_version is None:
             raise VllmError(f"vLLM at {self._client.url} has no weights: a refit is missing, or has failed")
         try:
-            self._answer_all(requests, sampling, answers)
+            with ThreadPoolExecutor(min(self._rows, len(requests)), thread_name_prefix="vllm") as threads:
+                left = {threads.submit(self._one, request, sampling) for request in requests}
+                try:
+                    while left:
+                        done, left = wait(left, return_when=FIRST_COMPLETED)
+                        for response in (ended := [future.result() for future in done]):
+                            answers.put(response.row, response.tokens, response.logprobs, response.truncated)
+                        if left:
+                            answers.tell([response.row for response in ended])
+                except BaseException:
+                    for future in left:
+                        future.cancel()
+                    self._client.give_up()  # closing the connections aborts the requests in flight in vLLM
+                    raise
         finally:
             self._client.take_up()
-        label = self._client.call(_GENERATE, "GET", "/weight_info").get("weight_version")
-        self._check_label(label)
-
-    def _answer_all(self, requests: list[Response], sampling: dict[str, float], answers: ResponseBuffer) -> None:
-        with ThreadPoolExecutor(min(self._rows, len(requests)), thread_name_prefix="vllm") as threads:
-            left = {threads.submit(self._one, request, sampling) for request in requests}
-            try:
-                while left:
-                    done, left = wait(left, return_when=FIRST_COMPLETED)
-                    for response in (ended := [future.result() for future in done]):
-                        answers.put(response.row, response.tokens, response.logprobs, response.truncated)
-                    if left:
-                        answers.tell([response.row for response in ended])
-            except BaseException:
-                for future in left:
-                    future.cancel()
-                self._client.give_up()  # closing the connections aborts the requests in flight in vLLM
-                raise
-
-    def _sampling_arguments(self, asked: GenerationRequest) -> dict[str, float]:
-        sampling = self.sampling(asked.greedy, asked.stream)
-        if sampling.greedy:
-            return {"temperature": 0.0}
-        return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        self._check_label(self._client.call(_GENERATE, "GET", "/weight_info").get("weight_version"))
 
     def _one(self, row: Response, sampling: Mapping[str, float]) -> Response:
         own = {"max_tokens": row.room, "seed": row.seed, "stop_token_ids": self._stop_token_ids}
@@ -235,9 +226,8 @@ class VllmGeneration(BaseEngine):
         try:
             self._call("POST", "/pause?mode=wait")
             self._transport.prepare(weights)
-        except (
-            BaseException
-        ):  # the server still has its old weights, so other clients can continue; the pause may have taken effect
+        except BaseException:
+            # the server still has its old weights, so other clients can continue; the pause may have taken effect
             with contextlib.suppress(VllmError, WorkerLostError):
                 self._call("POST", "/resume")
             raise
@@ -245,7 +235,7 @@ class VllmGeneration(BaseEngine):
         sent = self._transport.send(weights)
         label = f"{version}-{sent[:16]}"
         self._call("POST", "/finish_weight_update", {"weight_version": label})
-        digests = {each.get("digest") for each in ask(self._client, _REFIT)}
+        digests = {each.get("digest") for each in ask(self._client, REFIT)}
         if digests != {sent}:
             raise RuntimeError(
                 f"the weights that vLLM has are not the policy's: digest {', '.join(map(str, digests))} against {sent}; the server stays paused"
@@ -255,7 +245,7 @@ class VllmGeneration(BaseEngine):
         return RefitResult(self._transport.weight_bytes, time.perf_counter() - began, sent)
 
     def _call(self, method: str, path: str, body: object = None) -> dict:
-        return self._client.call(_REFIT, method, path, body)
+        return self._client.call(REFIT, method, path, body)
 
     def weight_digest(self) -> str:
         """Return the digest of the weights that vLLM received at the last refit, 32 hexadecimal digits. Raise
@@ -268,12 +258,9 @@ class VllmGeneration(BaseEngine):
         """Release the transfer memory, and stop the server if the run has started it. Idempotent."""
         self._client.give_up()
         self._transport.close()
-        self._end_server()
-        return True
-
-    def _end_server(self) -> None:
         if self.server is not None:
             self.server.close()
+        return True
 
 
 def _choices(events: Iterator[dict], url: str) -> Iterator[dict]:

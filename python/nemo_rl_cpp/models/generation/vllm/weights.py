@@ -28,6 +28,7 @@ class WeightBuffer:
     Attributes:
         manifest: [name, dtype, shape, offset, bytes] of each tensor, as `nemo_rl_cpp_vllm.SharedWeights` reads it.
         size: total size in bytes.
+        weight_bytes: size of all tensors in bytes.
         descriptor: file descriptor, which the server's process opens by its path in /proc.
     """
 
@@ -38,16 +39,11 @@ class WeightBuffer:
             offset, size = -(-end // _ALIGNED) * _ALIGNED, tensor.numel() * tensor.element_size()
             self.manifest.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, size])
             end = offset + size
-        self.size = max(end, 1)
+        self.size, self.weight_bytes = max(end, 1), sum(size for *_, size in self.manifest)
         self.descriptor = os.memfd_create("nemo_rl_cpp_weights")
         self._closing = weakref.finalize(self, os.close, self.descriptor)  # also closes it if creating the engine fails
         os.ftruncate(self.descriptor, self.size)
         self._memory = torch.frombuffer(mmap.mmap(self.descriptor, self.size), dtype=torch.uint8)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Return the total size of all tensors in bytes."""
-        return sum(size for *_, size in self.manifest)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> str:
         """Copy the current weights into this shared memory. Return a digest of `tensors`, not of the copy.
@@ -115,10 +111,8 @@ class NcclTransport:
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
         """At the first refit, connect to the workers. On failure vLLM keeps its old weights."""
-        if self._communicator is None:
-            self._communicator = self._meet()
-
-    def _meet(self) -> C.Communicator:
+        if self._communicator is not None:
+            return
         workers = self._client.call(REFIT, "GET", "/get_world_size").get("world_size")
         if not isinstance(workers, int) or workers < 1:
             raise WorkerLostError(f"vLLM at {self._client.url} says no number of workers, but {workers!r}")
@@ -131,7 +125,7 @@ class NcclTransport:
                 "packed": False,
             }  # fmt: skip
             self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
-            return meeting.result()
+            self._communicator = meeting.result()
         except C.CommunicatorError as error:
             raise WorkerLostError(
                 f"the workers of vLLM at {self._client.url} did not meet the trainer: {error}"

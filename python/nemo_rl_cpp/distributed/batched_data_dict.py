@@ -59,7 +59,10 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
         selected = type(self)()
         for key, value in self.data.items():
-            selected[key] = self._select(value, index)
+            if torch.is_tensor(value):
+                selected[key] = value.index_select(0, index.to(value.device))
+            else:
+                selected[key] = [value[i] for i in index.tolist()]
         return selected
 
     def slice(self, start: int, end: int) -> Self:
@@ -78,12 +81,6 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     def size(self) -> int:
         """The number of rows, which is that of the first key's value, or 0 without keys."""
         return rows_of(next(iter(self.data.values()))) if self.data else 0
-
-    @staticmethod
-    def _select(value: torch.Tensor | Sequence[object], index: torch.Tensor) -> torch.Tensor | list[object]:
-        if torch.is_tensor(value):
-            return value.index_select(0, index.to(value.device))
-        return [value[i] for i in index.tolist()]
 
     @classmethod
     def _join(cls, key: str, values: list[object], pad_value: int | float) -> torch.Tensor | list[object]:

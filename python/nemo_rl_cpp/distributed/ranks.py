@@ -96,8 +96,6 @@ class Ranks:
         """Split the processes into tensor-parallel groups of `tensor_size` consecutive ranks. Collective call."""
         if tensor_size == 1:
             return self
-        if self.size % tensor_size or self.meet is None:
-            raise ValueError(f"{self.size} processes cannot be cut into groups of {tensor_size}")
         group, place = divmod(self.rank, tensor_size)
         count = self.size // tensor_size
         tensor = self.meet(tuple(range(group * tensor_size, (group + 1) * tensor_size)))
@@ -188,17 +186,17 @@ class Ranks:
         ranks."""
         if self.communicator is None:
             return shard
-        own, every = torch.tensor(bounds), torch.empty(self.size, 2, dtype=torch.int64)
-        self.communicator.all_gather(every, own, phase=f"gathering {name}")
+        phase, every = f"gathering {name}", torch.empty(self.size, 2, dtype=torch.int64)
+        self.communicator.all_gather(every, torch.tensor(bounds), phase=phase)
         if self.rank > 0:
             if shard.numel():
-                self.communicator.send(shard, to=0, phase=f"gathering {name}")
+                self.communicator.send(shard, to=0, phase=phase)
             return None
         whole = torch.empty(total, dtype=shard.dtype)
         whole[bounds[0] : bounds[1]] = shard
         for rank, (begin, end) in enumerate(every.tolist()):
             if rank > 0 and end > begin:
-                self.communicator.receive(whole[begin:end], source=rank, phase=f"gathering {name}")
+                self.communicator.receive(whole[begin:end], source=rank, phase=phase)
         return whole
 
 
@@ -224,11 +222,10 @@ def deal(
     if parts == 1:
         return [list(range(begin, end))]
     lengths = data.lengths.tolist() if weights is None else weights
-    groups = data.samples.get("group_id", data.samples.get("draw_ids"))
-    groups = None if groups is None else torch.as_tensor(groups).tolist()
+    groups = _groups_of(data, data.samples.get("draw_ids"))
     units: list[list[int]] = []
     for row in range(begin, end):
-        joins = units and groups is not None and groups[row] == groups[row - 1] >= 0
+        joins = units and groups[row] == groups[row - 1] >= 0
         units[-1].append(row) if joins else units.append([row])
     if len(units) < parts:
         units = [[row] for row in range(begin, end)]
@@ -240,6 +237,12 @@ def deal(
         dealt[least] += units[i]
         load[least] += tokens[i]
     return [sorted(rows) for rows in dealt]
+
+
+def _groups_of(data: RaggedBatch, default: object = None) -> list[int]:
+    """Return the `group_id` of each sample, or `default`; -1 (no group) without either."""
+    groups = data.samples.get("group_id", default)
+    return [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
 
 
 def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int]]:
@@ -255,9 +258,7 @@ def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[l
     """Return, for each group, (its samples with a backward pass, their token count). A shared prompt's tokens count
     once.
     """
-    groups = data.samples.get("group_id")
-    groups = [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
-    lengths, prompts, units = data.lengths.tolist(), prompt_lengths(data), {}
+    groups, lengths, prompts, units = _groups_of(data), data.lengths.tolist(), prompt_lengths(data), {}
     for row in rows:
         if not idle[row]:
             units.setdefault(("group", groups[row]) if groups[row] >= 0 else ("row", row), []).append(row)
@@ -381,15 +382,9 @@ def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, dead
     dist.Backend.register_backend(
         name, lambda part, rank, size, _: _gloo(part, (rank, size), address, deadline), devices="cpu"
     )
-    rank, size = place
-    dist.init_process_group(
-        f"cpu:{name}",
-        store=dist.PrefixStore("torch", store),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=deadline),
-    )
-    return init_device_mesh("cpu", (size,))
+    options = dict(store=dist.PrefixStore("torch", store), rank=place[0], world_size=place[1])
+    dist.init_process_group(f"cpu:{name}", timeout=timedelta(seconds=deadline), **options)
+    return init_device_mesh("cpu", place[1:])
 
 
 def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:

@@ -23,7 +23,6 @@ RatioMode = Literal[
 ImportanceSampling = Literal["none", "full", "tis", "icepop", "seq-mask-tis"]
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 KlEstimator = Literal["k1", "k2", "k3"]
-_TRUNCATED = ("tis", "icepop", "seq-mask-tis")
 _METRIC_NAMES: list[str] = C.clipped_pg_metric_names()
 
 
@@ -196,26 +195,13 @@ class ClippedPGConfig:
     def native(self) -> C.ClippedPGConfig:
         """Return the settings as the C++ struct."""
         out = C.ClippedPGConfig()
+        # where Python has None, C++ has a number
+        numbers = {"ratio_clip_c": 0.0, "kl_input_clamp": math.inf, "kl_output_clamp": math.inf}
         for field in fields(self):
-            if field.name not in (
-                "ratio_clip_c",
-                "kl_input_clamp",
-                "kl_output_clamp",
-            ):  # where Python has None, C++ has a number
-                setattr(out, field.name, getattr(self, field.name))
+            value = getattr(self, field.name)
+            setattr(out, field.name, numbers[field.name] if value is None else value)
         out.dual_clip = self.ratio_clip_c is not None
-        out.ratio_clip_c = self.ratio_clip_c if self.ratio_clip_c is not None else 0.0
-        out.kl_input_clamp = _clamp(self.kl_input_clamp)
-        out.kl_output_clamp = _clamp(self.kl_output_clamp)
         return out
-
-    @property
-    def truncates(self) -> bool:
-        return self.importance_sampling in _TRUNCATED
-
-
-def _clamp(value: float | None) -> float:
-    return math.inf if value is None else value
 
 
 @dataclass(frozen=True)
@@ -298,12 +284,11 @@ def clipped_pg_loss(
         curr_logprobs, inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs,
         inputs.token_mask, inputs.sample_mask, inputs.kl_cov_penalty, inputs.curr_logprobs_unfiltered, inputs.rewards, *counts.scalars(), config.native,
     )  # fmt: skip
-    metrics = dict(zip(_METRIC_NAMES, values.tolist(), strict=True))
-    sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
+    metrics, nonfinite = _named(_METRIC_NAMES, values)
     error_sum = metrics.pop("token_mult_prob_error_sum")
-    if not config.truncates:
+    if config.importance_sampling in ("none", "full"):  # these truncate nothing
         del metrics["is_oob_ratio"]
-    return ClippedPGResult(loss, grad, grad_unfiltered, metrics, None if sample < 0 else (sample, token), error_sum)
+    return ClippedPGResult(loss, grad, grad_unfiltered, metrics, nonfinite, error_sum)
 
 
 def token_loss(
@@ -322,6 +307,13 @@ def token_loss(
         inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs, inputs.token_mask,
         inputs.sample_mask, inputs.kl_cov_penalty, inputs.rewards if counts.valid_positive_toks is not None else None, *counts.scalars(), config.native,
     )  # fmt: skip
+
+
+def _named(names: list[str], values: Tensor) -> tuple[dict[str, float], tuple[int, int] | None]:
+    """Return a loss's metrics by name, and the (sample, token) of its first term that is not finite, or None."""
+    metrics = dict(zip(names, values.tolist(), strict=True))
+    sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
+    return metrics, None if sample < 0 else (sample, token)
 
 
 def _scalar(value: Tensor | float | None) -> Tensor | None:
@@ -362,16 +354,8 @@ def mse_value_loss(
     values_max are over valid tokens; 0 if there are none."""
     if cliprange and cliprange > 0 and old_values is None:
         raise ValueError("cliprange is set but the old values are missing: give `values` in the data")
+    count, cliprange = _scalar(global_valid_toks), max(cliprange or 0.0, 0.0)
     loss, grad, numbers = C.mse_value_loss(
-        values,
-        returns,
-        old_values,
-        token_mask,
-        sample_mask,
-        _scalar(global_valid_toks),
-        scale,
-        max(cliprange or 0.0, 0.0),
+        values, returns, old_values, token_mask, sample_mask, count, scale, cliprange
     )
-    metrics = dict(zip(_VALUE_METRIC_NAMES, numbers.tolist(), strict=True))
-    sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
-    return ValueLossResult(loss, grad, metrics, None if sample < 0 else (sample, token))
+    return ValueLossResult(loss, grad, *_named(_VALUE_METRIC_NAMES, numbers))

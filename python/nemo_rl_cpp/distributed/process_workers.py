@@ -279,11 +279,6 @@ class LaunchedWorkers(ProcessWorkers):
 
     def _start(self, join: dict, role: str) -> None:
         launch, size = launched(), join["size"]
-        if launch is None or launch.size != size or role != "rank":
-            raise ValueError(
-                f"{size} workers called {role} were asked for, but a launcher has started {1 if launch is None else launch.size} ranks, which "
-                "all train: engines of their own (policy.generation.colocated.enabled=false) need a run that starts its workers itself, or ray"
-            )
         if launch.rank > 0:
             raise ValueError(
                 f"rank {launch.rank} of {launch.size} is a worker: start the run by a run script, or wrap what loads your configuration, "

@@ -180,11 +180,8 @@ class RayWorkers(Workers):
     with the workers.
 
     Args:
-        count: number of ranks.
+        count, silence, deadline, role: see `ProcessWorkers`.
         threads: threads per worker; also the number of CPUs reserved for it in the cluster.
-        silence: seconds without a heartbeat after which a worker is reported as lost.
-        deadline: timeout in seconds of a message between ranks.
-        role: the word for a worker in messages, such as "rank".
         all_workers: number of workers in all clusters of the run; a Ray cluster started here gets CPUs for all of them.
 
     Raise ValueError if the cluster has no room for all workers.

@@ -29,9 +29,7 @@ class HfGeneration(BaseEngine):
 
     Args:
         module: the trainer's module, read in place.
-        config, tokenizer, options: see `BaseEngine`. Uses max_new_tokens, temperature, top_p, top_k, val_temperature,
-            val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and
-            vllm_cfg.max_model_len.
+        config, tokenizer, options: see `BaseEngine`.
     """
 
     def __init__(

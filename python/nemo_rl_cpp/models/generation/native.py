@@ -38,9 +38,7 @@ class NativeGeneration(BaseEngine):
 
     Args:
         runner: runs the model; `native_runner(model, config)` reads the trainer's weights in place.
-        config, tokenizer, options: see `BaseEngine`. Uses max_new_tokens, temperature, top_p, top_k, val_temperature,
-            val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size, prefill_chunk_tokens, kv_cache_gb and
-            vllm_cfg.max_model_len."""
+        config, tokenizer, options: see `BaseEngine`."""
 
     def __init__(
         self,

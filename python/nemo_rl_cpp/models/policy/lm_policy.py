@@ -232,8 +232,8 @@ class Policy(TrainedModel, PolicyInterface):
         return engine
 
     def performance(self) -> dict[str, float]:
-        """Return `reused_forward_share` and `zero_gradient_share` of the last `train`. `reused_forward_share` is 0
-        in the first step of a process, also of a resumed one: it describes how a step ran, not its result."""
+        """Return the shares of the last `train`. `reused_forward_share` is 0 in the first step of a process, also of a
+        resumed one: it describes how a step ran, not its result."""
         return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
 
 
@@ -272,9 +272,8 @@ class PolicyUpdates:
         )
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (zero_gradient_share, reused_forward_share): the fraction of tokens without a backward pass, and the
-        fraction without a forward pass in training, because activations of generation were reused. If a later pass
-        over the same batch reuses none, the second value is `last_reused`, that of the pass before it."""
+        """Return (zero_gradient_share, reused_forward_share). If a later pass over the same batch reuses no
+        activations, the second value is `last_reused`, that of the pass before it."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused

@@ -82,9 +82,7 @@ class VllmGeneration(BaseEngine):
 
     Args:
         policy: provides the weights for vLLM.
-        config: section `policy`. Uses precision and from `generation` max_new_tokens, temperature, top_p, top_k,
-            val_temperature, val_top_p, val_top_k, stop_token_ids, stop_strings, max_batch_size and `vllm_cfg`; for a
-            server started by the run also prefill_chunk_tokens, kv_cache_gb and vllm_kwargs.
+        config: section `policy`.
         tokenizer, end_token_ids, seed: see `BaseEngine`.
 
     Attributes:

@@ -12,6 +12,7 @@ from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.launch import launched
 from nemo_rl_cpp.distributed.process_workers import LaunchedWorkers, ProcessWorkers
 from nemo_rl_cpp.distributed.ranks import Ranks
+from nemo_rl_cpp.distributed.ray_workers import RayWorkers
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, Workers
 
 _TARGETS = count(1)  # numbers for the objects in worker processes, unique over all groups
@@ -100,8 +101,6 @@ class Cluster:
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
             common = (self._size, threads, settings.worker_timeout_s, self.deadline, self._role)
             if settings.executor == "ray":
-                from nemo_rl_cpp.distributed.ray_workers import RayWorkers
-
                 self._workers = RayWorkers(*common, all_workers=everybody)
             elif by_launcher:
                 self._workers = LaunchedWorkers(*common)

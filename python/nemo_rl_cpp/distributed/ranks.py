@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_rl_cpp._native import C
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from nemo_rl_cpp._native import Communicator
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
@@ -376,8 +376,6 @@ def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: flo
 
 def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, deadline: float) -> DeviceMesh:
     """Return a 1-D mesh of all ranks, which Gloo connects at `address`, not at the host's name. Collective call."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     name = "nemo_rl_cpp_gloo"
     dist.Backend.register_backend(
         name, lambda part, rank, size, _: _gloo(part, (rank, size), address, deadline), devices="cpu"
@@ -389,8 +387,6 @@ def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, dead
 
 def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:
     """Return a Gloo communicator of the ranks that use the same `label`; `place` is (rank, number of ranks)."""
-    from torch._C._distributed_c10d import _register_process_group
-
     backend = _gloo(dist.PrefixStore(f"gloo{label}", store), place, address, deadline)
     group = dist.ProcessGroup(store, *place)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
+from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages
 from nemo_rl_cpp.algorithms.loop import train_loop
 from nemo_rl_cpp.checks import preflight
 from nemo_rl_cpp.config import load_ppo_config

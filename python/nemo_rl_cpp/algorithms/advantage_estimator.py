@@ -1,4 +1,4 @@
-"""Advantage estimators, computed with the native ops. `algorithms/advantages.py` calls them in a training step. To add
+"""Advantage estimators, computed with the native ops. `algorithms/algorithm.py` calls them in a training step. To add
 an estimator, write a class and a line in `config/loop.py`, or call `register_estimator`.
 
 compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) returns advantages [B, S]; PPO's estimators return
@@ -9,8 +9,9 @@ to whiten.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,13 +23,6 @@ from nemo_rl_cpp.config.distillation import DistillationLossConfig
 from nemo_rl_cpp.config.loop import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig, EstimatorEntry, GAEConfig, checked_name
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted
-
-T = TypeVar("T")
-
-
-def get_gdpo_reward_component_keys(batch: Mapping[str, object]) -> list[str]:
-    """Return the keys of a batch that begin with `reward/`, sorted."""
-    return sorted(key for key in batch.keys() if str(key).startswith("reward/"))
 
 
 def calculate_baseline_and_std_per_prompt(
@@ -62,13 +56,6 @@ def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
     return ops.group_ids_from_prompts(prompt_ids) if group_id is None else torch.as_tensor(group_id)
 
 
-def _on_tokens(advantages: Tensor, mask: Tensor, offsets: Tensor | None) -> Tensor:
-    """Repeat each sample's value for all its tokens. Return an expanded view [B, S], or [T] if `offsets` is given."""
-    if offsets is None:
-        return advantages.unsqueeze(-1).expand(mask.shape)
-    return advantages.repeat_interleave(offsets.diff())
-
-
 class _Estimator(AdvantageEstimator):
     """The base class of the estimators below. The constructor takes configuration sections, or mappings with the same
     keys, and raises ConfigError for an unknown key.
@@ -98,67 +85,77 @@ class _Estimator(AdvantageEstimator):
         return (policy, reference) if both else (None, None)
 
 
-class GRPOAdvantageEstimator(_Estimator):
-    """GRPO: the reward minus the group's baseline, divided by the group's standard deviation if normalize_rewards. All
-    tokens of a sample have the same advantage.
-    """
-
-    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
-        super().__init__(estimator_config, loss_config)
-        self.use_leave_one_out_baseline = self.config.use_leave_one_out_baseline
-        self.normalize_rewards = self.config.normalize_rewards
-
-    def _advantages(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None) -> Tensor:
-        stats = ops.group_baseline(
-            rewards, groups, valid_mask=valid_mask, leave_one_out=self.use_leave_one_out_baseline
-        )
-        return ops.grpo_advantages(rewards, stats.baseline, stats.std, normalize=self.normalize_rewards)
+class _SampleEstimator(_Estimator):
+    """The base class of estimators that give all tokens of a sample the same advantage."""
 
     def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor] | None = None, *,
+        valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **inputs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, even of masked ones. Baselines exclude samples with valid_mask 0."""
-        return _on_tokens(self._advantages(rewards, _groups(prompt_ids, group_id), valid_mask), mask, offsets)
+        """Return the advantages of all tokens, even of masked ones, as an expanded view [B, S], or [T] if `offsets` is
+        given. The statistics of a group exclude samples with valid_mask 0.
+        """
+        advantages = self._of_samples(
+            rewards,
+            _groups(prompt_ids, group_id),
+            valid_mask,
+            repeated_batch=repeated_batch,
+            mask=mask,
+            offsets=offsets,
+        )
+        if offsets is None:
+            return advantages.unsqueeze(-1).expand(mask.shape)
+        return advantages.repeat_interleave(offsets.diff())
+
+    @abstractmethod
+    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
+        """Return the advantages [B]. `of_batch` has `repeated_batch`, `mask` and `offsets`."""
+
+
+class GRPOAdvantageEstimator(_SampleEstimator):
+    """GRPO: the reward minus the group's baseline, divided by the group's standard deviation if normalize_rewards."""
+
+    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
+        stats = ops.group_baseline(
+            rewards, groups, valid_mask=valid_mask, leave_one_out=self.config.use_leave_one_out_baseline
+        )
+        return ops.grpo_advantages(rewards, stats.baseline, stats.std, normalize=self.config.normalize_rewards)
 
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     """GDPO (arXiv:2601.05242): GRPO on each reward component `reward/<name>`. The weighted sum of the components'
     advantages is whitened over the samples.
 
-    `reward_weights` has one weight per component, in the order of the sorted names. If it is None, `part_weights` maps
-    names to weights, and a component without an entry has weight 1.
+    `reward_weights` of the configuration has one weight per component, in the order of the sorted names. If it is None,
+    `part_weights` maps names to weights, and a component without an entry has weight 1.
     """
 
-    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
-        super().__init__(estimator_config, loss_config)
-        self.reward_weights = self.config.reward_weights
-        self.part_weights: Mapping[str, float] = {}
+    part_weights: Mapping[str, float] = MappingProxyType({})
 
-    def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor], valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
+    def _of_samples(
+        self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, *, repeated_batch: Mapping[str, Tensor],
+        **of_batch: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages. Raise ValueError if the batch has fewer than two reward components, or if the number of
-        weights differs from the number of components.
+        """Return the advantages [B]. Raise ValueError if the batch has fewer than two reward components, or if the
+        number of weights differs from the number of components.
         """
-        keys = get_gdpo_reward_component_keys(repeated_batch)
+        keys = sorted(key for key in repeated_batch.keys() if str(key).startswith("reward/"))
         if len(keys) < 2:
             raise ValueError(
                 f"gdpo needs at least two reward components (reward/<name>); this batch has {keys}. "
                 "Set grpo.adv_estimator.name to grpo for a single reward"
             )
-        by_name = [self.part_weights.get(key.removeprefix("reward/"), 1.0) for key in keys]
-        weights = by_name if self.reward_weights is None else list(self.reward_weights)
+        weights = self.config.reward_weights
+        if weights is None:
+            weights = [self.part_weights.get(key.removeprefix("reward/"), 1.0) for key in keys]
         if len(weights) != len(keys):
             raise ValueError(
                 f"grpo.adv_estimator.reward_weights has {len(weights)} entries for {len(keys)} reward components {keys}; "
                 "expected one each, in that order"
             )
-        groups = _groups(prompt_ids, group_id)
-        parts = torch.stack([self._advantages(repeated_batch[key], groups, valid_mask) for key in keys])
-        combined = ops.gdpo_advantages(parts, torch.tensor(weights, dtype=torch.float64))
-        return _on_tokens(combined, mask, offsets)
+        grpo = super()._of_samples
+        parts = torch.stack([grpo(repeated_batch[key], groups, valid_mask) for key in keys])
+        return ops.gdpo_advantages(parts, torch.tensor(weights, dtype=torch.float64))
 
 
 def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,44 +167,37 @@ def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return sums, group
 
 
-class OPOAdvantageEstimator(_Estimator):
+class OPOAdvantageEstimator(_SampleEstimator):
     """OPO (arXiv:2505.23585): the reward minus the length-weighted mean reward of the group, sum_i(length_i reward_i) /
     sum_i(length_i). This baseline minimises the variance if all tokens have equally large gradients. Lengths count
-    trained tokens; all tokens of a sample have the same advantage.
+    trained tokens.
     """
 
-    def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
+    def _of_samples(
+        self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, *, mask: Tensor, offsets: Tensor | None,
+        **of_batch: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, even of masked ones. Baselines exclude samples with valid_mask 0."""
-        groups, trained = _groups(prompt_ids, group_id), (mask != 0).to(torch.float64)
-        lengths = (
-            trained.sum(1)
-            if offsets is None
-            else torch.stack([part.sum() for part in trained.split(offsets.diff().tolist())])
-        )
+        rows = (mask != 0).to(torch.float64)
+        if offsets is not None:
+            rows = rows.split(offsets.diff().tolist())
+        lengths = torch.stack([row.sum() for row in rows])
         if valid_mask is not None:
             lengths = lengths * valid_mask
         total, group = _sums_of_groups(groups, lengths)
         weighted, _ = _sums_of_groups(groups, lengths * rewards.to(torch.float64))
         baseline = (weighted / total)[group]
         baseline = torch.where(total[group] > 0, baseline, rewards.to(torch.float64))
-        return _on_tokens((rewards - baseline).to(rewards.dtype), mask, offsets)
+        return (rewards - baseline).to(rewards.dtype)
 
 
-class BestOfGroupAdvantageEstimator(_Estimator):
+class BestOfGroupAdvantageEstimator(_SampleEstimator):
     """verl's grpo_passk (arXiv:2503.19595): the best response of a group gets its reward minus the second-best reward,
     divided by the group's standard deviation if normalize_rewards. All other responses get 0. If several responses
     share the best reward, all get 0.
     """
 
-    def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
-    ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, even of masked ones. Samples with valid_mask 0 are ignored."""
-        groups, advantages = _groups(prompt_ids, group_id), torch.zeros_like(rewards)
+    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
+        advantages = torch.zeros_like(rewards)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         std = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).std
         for group in torch.unique(groups):
@@ -218,10 +208,10 @@ class BestOfGroupAdvantageEstimator(_Estimator):
             gap = best - second
             row = rows[rewards[rows].argmax()]
             advantages[row] = gap / (std[row] + 1e-6) if self.config.normalize_rewards else gap
-        return _on_tokens(advantages, mask, offsets)
+        return advantages
 
 
-class PassAtKAdvantageEstimator(_Estimator):
+class PassAtKAdvantageEstimator(_SampleEstimator):
     """Pass@k training (arXiv:2508.10751): the mean advantage of a response over all sets of `pass_k` responses of its
     group. A set gets reward 1 if any of its responses is correct (reward above 0).
 
@@ -229,64 +219,47 @@ class PassAtKAdvantageEstimator(_Estimator):
     response (1 - p - C(W - 1, k - 1) / C(N - 1, k - 1)) / sd, where sd = sqrt(p (1 - p)).
     """
 
-    def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
-    ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, even of masked ones. Sets exclude samples with valid_mask 0."""
-        groups, is_right = _groups(prompt_ids, group_id), rewards > 0
+    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
+        is_right = rewards > 0
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         totals, group = _sums_of_groups(groups, voting)
         rights, _ = _sums_of_groups(groups, voting * is_right)
         pairs = [self._of_group(int(n), int(n - c)) for n, c in zip(totals.tolist(), rights.tolist(), strict=True)]
-        of_groups = torch.tensor(pairs, dtype=rewards.dtype)
-        return _on_tokens(of_groups[group, (~is_right).long()], mask, offsets)
+        return torch.tensor(pairs, dtype=rewards.dtype)[group, (~is_right).long()]
 
     def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
         """Return (advantage of a correct response, advantage of a wrong response) in a group of `total` responses, of
         which `wrong` are wrong.
         """
         k = min(self.config.pass_k, total)
-        if k == 0:
-            return 0.0, 0.0
         passed = 1.0 - math.comb(wrong, k) / math.comb(total, k)
         sd = math.sqrt(passed * (1.0 - passed))
-        if sd == 0.0:
+        if sd == 0.0:  # also in a group without valid responses
             return 0.0, 0.0
         lost = math.comb(wrong - 1, k - 1) / math.comb(total - 1, k - 1) if wrong else 0.0
         return (1.0 - passed) / sd, (1.0 - passed - lost) / sd
 
 
-class MaxRLAdvantageEstimator(_Estimator):
+class MaxRLAdvantageEstimator(_SampleEstimator):
     """Maximum-likelihood RL (arXiv:2602.02710): (reward - mean) / mean over the group, or 0 if the mean is not
-    positive. For rewards of 0 and 1 the policy gradient is then that of log(success rate). All tokens of a sample have
-    the same advantage.
+    positive. For rewards of 0 and 1 the policy gradient is then that of log(success rate).
     """
 
-    def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None,
-        group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
-    ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, even of masked ones. Means exclude samples with valid_mask 0."""
-        groups = _groups(prompt_ids, group_id)
+    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
         mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
-        advantages = torch.where(mean > 0, (rewards - mean) / (mean + 1e-6), 0.0)
-        return _on_tokens(advantages.to(rewards.dtype), mask, offsets)
+        return torch.where(mean > 0, (rewards - mean) / (mean + 1e-6), 0.0).to(rewards.dtype)
 
 
-class ReMaxAdvantageEstimator(_Estimator):
-    """ReMax (arXiv:2310.10505): the reward minus the reward of the greedy response to the same prompt. All tokens of a
-    sample have the same advantage.
+class ReMaxAdvantageEstimator(_SampleEstimator):
+    """ReMax (arXiv:2310.10505): the reward minus the reward of the greedy response to the same prompt, which
+    `repeated_batch["reward_baseline"]` [B] holds.
     """
 
-    def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor],
-        offsets: Tensor | None = None, **kwargs: object,
+    def _of_samples(
+        self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, *, repeated_batch: Mapping[str, Tensor],
+        **of_batch: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, even of masked ones. `repeated_batch["reward_baseline"]` [B] has the
-        rewards of the greedy responses.
-        """
-        return _on_tokens(rewards - repeated_batch["reward_baseline"].to(rewards.dtype), mask, offsets)
+        return rewards - repeated_batch["reward_baseline"].to(rewards.dtype)
 
 
 class OptimalTokenBaselineAdvantageEstimator(_Estimator):
@@ -333,17 +306,13 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
     penalty if use_kl_in_reward. The result is whitened over all valid tokens of the batch and is 0 at masked positions.
     """
 
-    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
-        super().__init__(estimator_config, loss_config)
-        self.minus_baseline = self.config.minus_baseline
-
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor | None = None,
         logprobs_reference: Tensor | None = None, valid_mask: Tensor | None = None, group_id: Tensor | None = None,
         offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
         advantages = rewards
-        if self.minus_baseline:
+        if self.config.minus_baseline:
             groups = _groups(prompt_ids, group_id)
             mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
             advantages = rewards - mean
@@ -361,14 +330,10 @@ class RawRewardAdvantageEstimator(_Estimator):
 
     section = GAEConfig
 
-    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
-        super().__init__(estimator_config, loss_config)
-        self.normalize_advantages = self.config.normalize_advantages
-
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, offsets: Tensor | None = None, **kwargs: object
     ) -> tuple[Tensor, None]:
-        result = ops.raw_reward(rewards, mask, normalize=self.normalize_advantages, offsets=offsets)
+        result = ops.raw_reward(rewards, mask, normalize=self.config.normalize_advantages, offsets=offsets)
         return self._whitened(result), None
 
 
@@ -379,31 +344,21 @@ class GeneralizedAdvantageEstimator(_Estimator):
 
     section = GAEConfig
 
-    def __init__(self, estimator_config: Settings, loss_config: Settings | None):
-        super().__init__(estimator_config, loss_config)
-        self.gae_lambda = self.config.gae_lambda
-        self.gae_gamma = self.config.gae_gamma
-        self.normalize_advantages = self.config.normalize_advantages
-        self.gae_lambda_value = self.config.gae_lambda_value
-        self.gae_lambda_policy = self.config.gae_lambda_policy
-        self.length_adaptive_alpha = self.config.length_adaptive_alpha
-
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
         logprobs: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return (advantages, returns) per token. `values[t]` is the critic's value of the state before token t."""
         logprobs, reference = self._for_kl(logprobs, reference_logprobs) if self.kl_coef > 0 else (None, None)
-        policy = self.gae_lambda if self.gae_lambda_policy is None else self.gae_lambda_policy
-        value = self.gae_lambda if self.gae_lambda_value is None else self.gae_lambda_value
+        given = self.config
         config = ops.GAEConfig(
-            gamma=self.gae_gamma,
-            gae_lambda=policy,
-            gae_lambda_value=value,
-            length_adaptive_alpha=self.length_adaptive_alpha,
+            gamma=given.gae_gamma,
+            gae_lambda=given.gae_lambda if given.gae_lambda_policy is None else given.gae_lambda_policy,
+            gae_lambda_value=given.gae_lambda if given.gae_lambda_value is None else given.gae_lambda_value,
+            length_adaptive_alpha=given.length_adaptive_alpha,
             kl_coef=0.0 if logprobs is None else self.kl_coef,
             kl_type=self.kl_type,
-            normalize=self.normalize_advantages,
+            normalize=given.normalize_advantages,
         )
         result = ops.gae(
             rewards, values, mask, config, logprobs=logprobs, reference_logprobs=reference, offsets=offsets

@@ -1,29 +1,100 @@
-"""The differences between GRPO (with DAPO and ProRLv2), distillation, supervised fine-tuning and PPO. They share
-`algorithms/loop.py`.
+"""The differences between GRPO (with DAPO and ProRLv2), distillation, supervised fine-tuning and PPO: which tokens are
+trained, and the stage of a training step that computes advantages. They share `algorithms/loop.py`.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+
+from torch import Tensor
 
 from nemo_rl_cpp.algorithms.advantage_estimator import AdvantageEstimator, GDPOAdvantageEstimator, make_estimator
-from nemo_rl_cpp.algorithms.advantages import GroupAdvantages, TokenAdvantages
 from nemo_rl_cpp.algorithms.answers import EqualAdvantages
 from nemo_rl_cpp.config.data import environments_of_training
-from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig
+from nemo_rl_cpp.config.distillation import DistillationConfig
+from nemo_rl_cpp.config.loop import GRPOConfig
+from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Message
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.rollouts.batches import TrainBatch, sampled_by_policy, spoken_by_assistant
 
 
-class Advantages(Protocol):
-    """The stage of a training step that computes advantages from rewards."""
+class _EstimatedAdvantages:
+    """The base class of stages that compute advantages with an estimator."""
 
-    metrics: dict[str, float]
-    estimator: AdvantageEstimator
+    def __init__(self, estimator: AdvantageEstimator) -> None:
+        self.estimator = estimator
+        self._ragged = "offsets" in inspect.signature(estimator.compute_advantage).parameters
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last call."""
+        return dict(self.estimator.last_metrics)
+
+    def _inputs(self, batch: TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
+        """Return the keyword arguments of `compute_advantage`: those that all estimators take, the per-token tensors
+        `of_tokens` (each [T] or None), and the log-probabilities of a teacher, if the batch has them. Per-token tensors
+        are padded to [B, S] unless `compute_advantage` has a parameter `offsets`.
+        """
+        of_tokens["mask"] = batch.valid_mask
+        if "teacher_logprobs" in batch:
+            of_tokens |= {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}
+        if self._ragged:
+            return {**of_tokens, "prompt_ids": batch.input_ids, "rewards": batch.rewards, "offsets": batch.offsets}
+        padded = {name: None if value is None else batch.padded(value) for name, value in of_tokens.items()}
+        return {**padded, "prompt_ids": batch["input_ids"], "rewards": batch.rewards}
+
+
+class GroupAdvantages(_EstimatedAdvantages):
+    """The stage that computes advantages in GRPO. It compares each sample with the others of its group. `group_id`
+    defines the groups, so two equal prompts of a batch are two groups.
+
+    If `masked_reward_policy` is exclude, a group's statistics exclude samples that receive no gradient. Advantages are
+    clipped to [advantage_clip_low, advantage_clip_high]; None means no bound.
+    """
+
+    def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig | DistillationConfig) -> None:
+        super().__init__(estimator)
+        self._voting = grpo.masked_rewards_are_out
+        self._low, self._high = grpo.advantage_clip_low, grpo.advantage_clip_high
 
     def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` to the batch, and `returns` if a critic learns from them."""
+        """Add `advantages` to the batch."""
+        of_tokens = {"sum_pi_squared": batch.sum_pi_squared} if "sum_pi_squared" in batch else {}
+        of_tokens |= {
+            "logprobs_policy": batch.old_logprobs,
+            "logprobs_reference": batch.tokens.get("reference_policy_logprobs"),
+        }
+        advantages = self.estimator.compute_advantage(
+            group_id=batch.group_id,
+            valid_mask=(batch.sample_mask != 0).float() if self._voting else None,
+            repeated_batch=batch,
+            **self._inputs(batch, **of_tokens),
+        )
+        if self._low is not None or self._high is not None:
+            advantages = advantages.clamp(min=self._low, max=self._high)
+        batch.advantages = advantages
+
+
+class TokenAdvantages(_EstimatedAdvantages):
+    """The stage that computes advantages in PPO, from the critic's values or from the raw rewards. With a critic it
+    also computes the returns, the critic's targets.
+    """
+
+    def add(self, batch: TrainBatch) -> None:
+        """Add `advantages` and, with a critic, `returns` to the batch."""
+        reference = batch.tokens.get("reference_policy_logprobs")
+        inputs = self._inputs(
+            batch, values=batch.tokens.get("values"), logprobs=batch.old_logprobs, reference_logprobs=reference
+        )
+        advantages, returns = self.estimator.compute_advantage(**inputs)
+        batch.advantages = advantages
+        if returns is not None:
+            batch.returns = returns
+
+
+Advantages = GroupAdvantages | TokenAdvantages | EqualAdvantages
+"""The stage of a training step that computes advantages from rewards."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +102,8 @@ class Algorithm:
     """The properties of an algorithm that its configuration sections do not describe.
 
     Attributes:
-        make_advantages: returns the `Advantages` object that a configuration selects.
+        make_advantages: returns the `Advantages` object that a configuration selects. Raises ValueError if the
+            algorithm has no such estimator.
         is_trained: returns whether the policy is trained on a message of a conversation.
         needs_tokens: whether a step without any token to train on ends the run with an error. Without the error, PPO
             would continue and shrink both models by weight decay. GRPO needs no error: it makes a single update per
@@ -46,9 +118,7 @@ class Algorithm:
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
-    """Return the `Advantages` object that `grpo.adv_estimator.name` selects. Raise ValueError if GRPO has no such
-    estimator.
-    """
+    """Return the `Advantages` object that `grpo.adv_estimator.name` selects."""
     estimator = make_estimator("grpo", config.grpo.adv_estimator, config.loss_fn)
     if isinstance(estimator, GDPOAdvantageEstimator):
         estimator.part_weights = _part_weights(config)
@@ -72,22 +142,14 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
     return RewardFunctionEnvironment(section).weight_of_name
 
 
-def distillation_advantages(config: DistillationMasterConfig) -> Advantages:
+def distillation_advantages(config: DistillationMasterConfig) -> GroupAdvantages | EqualAdvantages:
     """Return the `Advantages` object that `distillation.adv_estimator.name` selects. If the loss compares distributions
     over the top-k tokens of each position, return one that sets all advantages to 1.
     """
     if config.candidates is not None:
         return EqualAdvantages(keeps_logprobs=True)
-    return GroupAdvantages(
-        make_estimator("grpo", config.distillation.adv_estimator, config.loss_fn), config.distillation
-    )
-
-
-def ppo_advantages(config: PPOMasterConfig) -> TokenAdvantages:
-    """Return the `Advantages` object that `ppo.adv_estimator.name` selects. Raise ValueError if PPO has no such
-    estimator.
-    """
-    return TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn))
+    estimator = make_estimator("grpo", config.distillation.adv_estimator, config.loss_fn)
+    return GroupAdvantages(estimator, config.distillation)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -96,6 +158,10 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sft": Algorithm(
         lambda config: EqualAdvantages(), is_trained=spoken_by_assistant, needs_tokens=True, has_rewards=False
     ),
-    "ppo": Algorithm(ppo_advantages, is_trained=spoken_by_assistant, needs_tokens=True),
+    "ppo": Algorithm(
+        lambda config: TokenAdvantages(make_estimator("ppo", config.ppo.adv_estimator, config.loss_fn)),
+        is_trained=spoken_by_assistant,
+        needs_tokens=True,
+    ),
 }
 """Maps the name of a configuration section to its algorithm."""

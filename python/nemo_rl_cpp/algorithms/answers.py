@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
-from nemo_rl_cpp.config.sft import SFTConfig
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.interfaces import PolicyInterface
@@ -61,12 +61,8 @@ class EqualAdvantages:
     """
 
     keeps_logprobs: bool = False
-
-    estimator = None
-
-    @property
-    def metrics(self) -> Metrics:
-        return {}
+    estimator: ClassVar[None] = None
+    metrics: ClassVar[Metrics] = {}
 
     def add(self, batch: TrainBatch) -> None:
         """Add `advantages` of 1. Remove `generation_logprobs` unless `keeps_logprobs`."""
@@ -82,13 +78,10 @@ class AnswerValidator(Validator):
     Attributes:
         model: the policy.
         loss_fn: the training loss.
-        divisible_by: `policy.make_sequence_length_divisible_by`.
     """
 
-    loop: SFTConfig
     model: PolicyInterface
     loss_fn: LossFunction
-    divisible_by: int = 1
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str]:
         return ["val_loss", "num_samples", "num_tokens"]
@@ -104,8 +97,8 @@ class AnswerValidator(Validator):
             if 0 < self.loop.val_batches <= number or (number and rows.size < self.loop.val_global_batch_size):
                 break
             batch = build_train_batch(
-                given_answers(rows)[0], pad_token_id=self.tokenizer.pad_token_id, divisible_by=self.divisible_by,
-                is_trained=spoken_by_assistant,
+                given_answers(rows)[0], pad_token_id=self.tokenizer.pad_token_id, is_trained=spoken_by_assistant,
+                divisible_by=self.policy.make_sequence_length_divisible_by,
             )  # fmt: skip
             EqualAdvantages().add(batch)
             if not self.model.skips_prev_logprobs:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS, AdvEstimatorConfig
-from nemo_rl_cpp.algorithms.advantages import GroupAdvantages, TokenAdvantages
+from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages, TokenAdvantages
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig
 from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of

@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import OPDAdvantageEstimator
-from nemo_rl_cpp.algorithms.advantages import TokenAdvantages
+from nemo_rl_cpp.algorithms.algorithm import TokenAdvantages
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.teachers import Teachers, check_vocabulary

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
-from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
+from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.rollouts.batches import TrainBatch

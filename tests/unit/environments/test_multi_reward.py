@@ -89,7 +89,7 @@ def advantages(estimator, *names):
 
 def test_gdpo_uses_the_configured_weights_of_reward_functions():
     estimator = gdpo("grpo.adv_estimator.normalize_rewards=false")
-    assert estimator.part_weights == {"longer": 0.5, "even": -2.0} and estimator.reward_weights is None
+    assert estimator.part_weights == {"longer": 0.5, "even": -2.0} and estimator.config.reward_weights is None
     explicit = gdpo(
         "grpo.adv_estimator.normalize_rewards=false",
         "env.reward_functions.weights=null",
@@ -103,7 +103,7 @@ def test_gdpo_uses_the_configured_weights_of_reward_functions():
 def test_gdpo_ignores_weights_of_reward_functions_that_are_not_in_use():
     """The section may be another run's, which the environment in use has nothing to do with."""
     estimator = gdpo("data.train.env_name=math", "++env.math={num_workers: 1}")
-    assert estimator.part_weights == {} and estimator.reward_weights is None
+    assert estimator.part_weights == {} and estimator.config.reward_weights is None
     assert len(advantages(estimator, "a", "b")) == 2
 
 
@@ -112,10 +112,9 @@ def test_gdpo_rejects_reward_weights_given_in_two_sections():
         ValueError, match="env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing"
     ):
         gdpo("grpo.adv_estimator.reward_weights=[1,3]")
-    assert gdpo("grpo.adv_estimator.reward_weights=[1,3]", "env.reward_functions.weights=null").reward_weights == [
-        1.0,
-        3.0,
-    ]
+    assert gdpo(
+        "grpo.adv_estimator.reward_weights=[1,3]", "env.reward_functions.weights=null"
+    ).config.reward_weights == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("truth", [["4"], {"value": "4"}, True, None])

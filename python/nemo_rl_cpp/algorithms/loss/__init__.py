@@ -7,6 +7,7 @@ from __future__ import annotations
 import enum
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from nemo_rl_cpp import ops
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.base import as_model
-from nemo_rl_cpp.config.loss import OWN_TERMS, TRUNCATIONS, ClippedPGLossConfig, MseValueLossConfig
+from nemo_rl_cpp.config.errors import ConfigError, Report
+from nemo_rl_cpp.config.loss import OWN_TERMS, TRUNCATIONS, ClippedPGLossConfig, MseValueLossConfig, check_policy_loss
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
 
@@ -81,20 +83,25 @@ class ClippedPGLossFn:
         L = reduce(max(-A R, -A clip(R))) + beta reduce(KL) + mu NLL(correct samples)
 
     A call returns (loss, metrics). The loss has a gradient with respect to `next_token_logprobs` if they require grad.
-    `native` returns loss, gradient and metrics without autograd. The constructor raises AssertionError if settings
-    contradict each other. The first call raises AssertionError for ratio_clip_c <= 1, and ValueError for an unknown KL
-    type or for a truncation ratio without a known type.
+    `native` returns loss, gradient and metrics without autograd. The constructor raises ConfigError if settings
+    contradict each other.
     """
 
     input_type = LossInputType.LOGPROB
 
     def __init__(self, cfg: ClippedPGLossConfig):
-        cfg = as_model(cfg, ClippedPGLossConfig)
-        self.cfg = cfg
+        self.cfg = cfg = as_model(cfg, ClippedPGLossConfig)
+        report = Report({})
+        check_policy_loss(cfg, report)
+        if report.problems:
+            raise ConfigError(report.problems)
         self.reference_policy_kl_penalty = 0 if cfg.use_kl_in_reward else cfg.reference_policy_kl_penalty
         self.loss_type = LossType.TOKEN_LEVEL if cfg.token_level_loss else LossType.SEQUENCE_LEVEL
-        self._check()
-        self._op_config: ops.ClippedPGConfig | None = None
+        self.takes_candidates = cfg.score_centering_k is not None
+        """whether the loss needs `curr_candidates` and `candidate_old_logprobs` in the data"""
+        self.takes_entropies = cfg.entropy_coef > 0
+        """whether the loss needs `curr_entropies`, the entropies of the current policy, in the data"""
+        self._old_logprobs = "generation_logprobs" if cfg.bypass_mode else "prev_logprobs"
 
     def __getattr__(self, name: str) -> object:
         """Return a setting of `cfg`, as in NeMo RL."""
@@ -102,62 +109,15 @@ class ClippedPGLossFn:
             raise AttributeError(name)
         return getattr(self.cfg, name)
 
-    def _check(self) -> None:
-        token_level = self.loss_type is LossType.TOKEN_LEVEL
-        assert not (self.sequence_level_importance_ratios and token_level), (
-            "sequence_level_importance_ratios (GSPO) needs token_level_loss: false"
-        )
-        if self.use_cispo:
-            assert not self.disable_ppo_ratio, "use_cispo needs the ratio that disable_ppo_ratio removes"
-            assert not self.force_on_policy_ratio, "use_cispo needs the ratio that force_on_policy_ratio sets to 1"
-            assert not self.sequence_level_importance_ratios, "use_cispo takes token-level ratios only"
-            assert self.ratio_clip_c is None, "use_cispo excludes dual clipping: set ratio_clip_c to null"
-            assert token_level, "use_cispo needs token_level_loss: true"
-        kind, high, low = self._truncation()
-        if kind is None:
-            return
-        assert self.use_importance_sampling_correction, (
-            "truncated_importance_sampling_type needs use_importance_sampling_correction: true"
-        )
-        assert high is not None and high > 0, (
-            f"truncated_importance_sampling_ratio is {high}; expected a positive number"
-        )
-        assert low is None or low <= high, f"truncated_importance_sampling_ratio_min {low} exceeds the ratio {high}"
-        assert low is not None or TRUNCATIONS[kind][0] == "tis", (
-            f"truncated_importance_sampling_ratio_min is needed by {kind}"
-        )
-        assert kind in ("tis", "icepop") or not self.sequence_level_importance_ratios, (
-            f"{kind} does not go with sequence_level_importance_ratios"
-        )
-
-    def _truncation(self) -> tuple[str | None, float | None, float | None]:
-        return (
-            self.truncated_importance_sampling_type,
-            self.truncated_importance_sampling_ratio,
-            self.truncated_importance_sampling_ratio_min,
-        )
-
-    def op_config(self) -> ops.ClippedPGConfig:
-        """Return the settings in the form that the native op takes. The result is cached."""
-        if self._op_config is None:
-            self._op_config = self._make_op_config()
-        return self._op_config
-
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without the cached op settings; a worker that receives the loss computes them again."""
-        return {**self.__dict__, "_op_config": None}
+        """Return the state without `op_config`, which a worker that receives the loss computes again."""
+        return {name: value for name, value in self.__dict__.items() if name != "op_config"}
 
-    def _make_op_config(self) -> ops.ClippedPGConfig:
-        assert self.ratio_clip_c is None or self.ratio_clip_c > 1, (
-            f"ratio_clip_c must exceed 1 (null switches dual clipping off), but it is {self.ratio_clip_c}"
-        )
-        kind, high, low = self._truncation()
-        if high is not None and kind is None:
-            raise ValueError(
-                "Invalid truncated importance sampling type: None, though truncated_importance_sampling_ratio is set; "
-                f"expected one of {', '.join(TRUNCATIONS)}"
-            )
-        kind, level = TRUNCATIONS.get(kind, ("full" if self.use_importance_sampling_correction else "none", "token"))
+    @cached_property
+    def op_config(self) -> ops.ClippedPGConfig:
+        """The settings in the form that the native op takes."""
+        default = "full" if self.use_importance_sampling_correction else "none"
+        kind, level = TRUNCATIONS.get(self.truncated_importance_sampling_type, (default, "token"))
         if self.name in OWN_TERMS:
             mode = self.name
         elif self.force_on_policy_ratio:
@@ -181,8 +141,8 @@ class ClippedPGLossFn:
             use_on_policy_kl_approximation=self.use_on_policy_kl_approximation,
             importance_sampling=kind,
             importance_level=level,
-            importance_min=low if low is not None else 0.0,
-            importance_max=high if high is not None else 0.0,
+            importance_min=self.truncated_importance_sampling_ratio_min or 0.0,
+            importance_max=self.truncated_importance_sampling_ratio or 0.0,
             positive_nll_weight=self.positive_example_nll_weight,
             sapo_temperature_pos=self.sapo_temperature_pos,
             sapo_temperature_neg=self.sapo_temperature_neg,
@@ -221,30 +181,16 @@ class ClippedPGLossFn:
         positive = (
             data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
         )
-        prev = None if self.op_config().ratio_mode == "on_policy" else data[self._old_logprobs]
+        prev = None if self.op_config.ratio_mode == "on_policy" else data[self._old_logprobs]
         counts = ops.LossCounts(global_valid_toks, global_valid_seqs, positive)
-        result = ops.clipped_pg_loss(curr_logprobs.detach(), self._op_inputs(data, prev), counts, self.op_config())
+        result = ops.clipped_pg_loss(curr_logprobs.detach(), self._op_inputs(data, prev), counts, self.op_config)
         if self.takes_candidates:
             result = self._with_centered_scores(result, data, counts)
-        return self._with_entropy_bonus(result, data, counts) if self.entropy_coef > 0 else result
-
-    @property
-    def takes_candidates(self) -> bool:
-        """Whether the loss needs `curr_candidates` and `candidate_old_logprobs` in the data."""
-        return self.score_centering_k is not None
-
-    @property
-    def takes_entropies(self) -> bool:
-        """Whether the loss needs `curr_entropies`, the entropies of the current policy, in the data."""
-        return self.entropy_coef > 0
-
-    @property
-    def _old_logprobs(self) -> str:
-        return "generation_logprobs" if self.bypass_mode else "prev_logprobs"
+        return self._with_entropy_bonus(result, data, counts) if self.takes_entropies else result
 
     def _token_weights(self, data: Mapping[str, Tensor], counts: ops.LossCounts) -> Tensor:
         """Return [B, S-1], the weight of each token in the mean that the loss takes."""
-        config, mask, samples = self.op_config(), data["token_mask"][:, 1:].double(), data["sample_mask"].double()
+        config, mask, samples = self.op_config, data["token_mask"][:, 1:].double(), data["sample_mask"].double()
         weights = mask * samples[:, None]
         if config.token_level_loss:
             toks = weights.sum() if counts.valid_toks is None else counts.valid_toks
@@ -298,7 +244,7 @@ class ClippedPGLossFn:
         )
 
     def _op_inputs(self, data: Mapping[str, Tensor], prev_logprobs: Tensor | None) -> ops.ClippedPGInputs:
-        config = self.op_config()
+        config = self.op_config
         with_kl = config.kl_penalty != 0
         advantages, generation = data["advantages"], data.get("generation_logprobs", prev_logprobs)
         if self.name == "nll":
@@ -329,21 +275,21 @@ class ClippedPGLossFn:
         """
         if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
-        prev = None if self.op_config().ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
+        prev = None if self.op_config.ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
         return ops.token_loss(
             self._op_inputs({**data.samples, **data.tokens}, prev),
             ops.LossCounts(global_valid_toks, global_valid_seqs, global_valid_positive_toks),
-            self.op_config(),
+            self.op_config,
         )
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
         """Return bool [B]: whether a sample's gradient is zero because its advantages are 0 (in GRPO, if all rewards of
         its group are equal). Return None if a token with advantage 0 may have a gradient, as with a KL term.
         """
-        config, advantages = self.op_config(), data.tokens.get("advantages")
+        config, advantages = self.op_config, data.tokens.get("advantages")
         if config.kl_penalty != 0 or config.positive_nll_weight > 0 or config.ratio_mode == "dro" or advantages is None:
             return None
-        if self.entropy_coef > 0:
+        if self.takes_entropies:
             return None
         learns = advantages != 0
         if config.ratio_mode == "kl_cov":
@@ -361,17 +307,19 @@ class ClippedPGLossFn:
         """Return (loss, metrics), differentiable in `next_token_logprobs` [B, S-1] and
         `data["curr_logprobs_unfiltered"]`.
         """
-        x = next_token_logprobs
-        if x.dtype not in (torch.float32, torch.float64):
-            x = x.float()
+        x = _floating(next_token_logprobs)
         result = self.native(x, data, global_valid_seqs, global_valid_toks, global_valid_positive_toks)
-        unfiltered = data.get("curr_logprobs_unfiltered") if result.grad_unfiltered is not None else None
         if not torch.is_grad_enabled():
             return result.loss, result.metrics
-        if unfiltered is not None:
-            grads = (result.grad_logprobs, result.grad_unfiltered)
-            return NativeGradient.apply(result.loss, x, unfiltered, *grads), result.metrics
-        return NativeGradient.apply(result.loss, x, result.grad_logprobs), result.metrics
+        inputs, grads = [x], [result.grad_logprobs]
+        if result.grad_unfiltered is not None:
+            inputs.append(data["curr_logprobs_unfiltered"])
+            grads.append(result.grad_unfiltered)
+        return NativeGradient.apply(result.loss, *inputs, *grads), result.metrics
+
+
+def _floating(values: Tensor) -> Tensor:
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 class MseValueLossFn:
@@ -398,13 +346,12 @@ class MseValueLossFn:
         """Return the loss, its gradient with respect to `values` [B, S], metrics, and the first (sample, token) whose
         loss is not finite.
         """
-        clipping = bool(self.cliprange and self.cliprange > 0)
         result = ops.mse_value_loss(
             values.detach(),
             returns=data["returns"],
             token_mask=data["token_mask"],
             sample_mask=data["sample_mask"],
-            old_values=data["values"] if clipping else None,
+            old_values=data["values"] if self.cliprange else None,
             global_valid_toks=global_valid_toks,
             scale=self.scale,
             cliprange=self.cliprange,
@@ -416,9 +363,7 @@ class MseValueLossFn:
         self, logits: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         """Return (loss, metrics) for the critic's values [B, S] or [B, S, 1], differentiable in the values."""
-        values = logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits
-        if values.dtype not in (torch.float32, torch.float64):
-            values = values.float()
+        values = _floating(logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits)
         result = self.native(values, data, global_valid_seqs, global_valid_toks)
         if not torch.is_grad_enabled():
             return result.loss, result.metrics

@@ -4,9 +4,8 @@ A group with equal rewards has zero advantages: it costs training time and yield
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Self, TypedDict
+from typing import Self
 
 import torch
 
@@ -52,36 +51,14 @@ def extremes(
     )
 
 
-def unmasked_rows(rollouts: Mapping[str, torch.Tensor], overlong_filtering: bool) -> torch.Tensor:
-    """Return bool [B]: whether a row will receive a gradient (see `sample_mask`)."""
-    return sample_mask(rollouts, overlong_filtering) != 0
-
-
 ADVICE = (
     "Use data that the model solves sometimes, generate more samples a prompt (num_generations_per_prompt), raise "
     "dynamic_sampling_max_gen_batches or batch_multiplier, or set use_dynamic_sampling=false"
 )
 
 
-class SamplerState(TypedDict):
-    """The saved state of a `GroupSampler`: plain values, lists and tensors."""
-
-    cache: dict[str, torch.Tensor | list[object]] | None
-    batches: int
-    counts: dict[str, int]
-    reward_sum: float
-    samples: int
-
-
-@dataclass
-class GroupCounts:
-    """Counts of a step's groups by their raw rewards: all equal and positive, all equal and not positive, or not all
-    equal.
-    """
-
-    all_right: int = 0
-    all_wrong: int = 0
-    mixed: int = 0
+SamplerState = dict[str, object]
+"""The saved state of a `GroupSampler`: plain values, lists and tensors."""
 
 
 class GroupSampler:
@@ -96,20 +73,16 @@ class GroupSampler:
         enabled: whether groups with equal rewards are dropped.
         max_gen_batches: the largest number of batches that a step may generate.
         keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
-        voters: a function that returns bool [B], the rows whose rewards decide whether a group is mixed; by default all
-            rows.
+        weights: a function that returns [B], the weight of each row in the loss. Rows of weight 0 do not decide whether
+            a group is mixed. None: all rows decide.
         group_size: samples per group, which groups loaded from a checkpoint must match; None: any.
     """
 
     def __init__(
         self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False,
-        voters: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None, group_size: int | None = None,
+        weights: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None, group_size: int | None = None,
     ) -> None:  # fmt: skip
-        if enabled and max_gen_batches < 1:
-            raise ValueError(f"dynamic_sampling_max_gen_batches is {max_gen_batches}; it must be at least 1")
-        if num_groups < 1:
-            raise ValueError(f"num_prompts_per_step is {num_groups}; it must be at least 1")
-        self.num_groups, self.group_size, self._voters = num_groups, group_size, voters
+        self.num_groups, self.group_size, self._weights = num_groups, group_size, weights
         self.enabled, self.max_gen_batches, self.keep_surplus = enabled, max_gen_batches, keep_surplus
         self.metrics: dict[str, float] = {}
         """metrics of the last step"""
@@ -120,22 +93,21 @@ class GroupSampler:
     @classmethod
     def from_config(cls, loop: LoopConfig) -> Self:
         """Make a sampler from the configuration section of the training loop (such as `grpo` or `ppo`)."""
+        weights = partial(sample_mask, overlong_filtering=loop.overlong_filtering)
         return cls(
             num_groups=loop.num_prompts_per_step,
             enabled=loop.use_dynamic_sampling,
             max_gen_batches=loop.dynamic_sampling_max_gen_batches,
             keep_surplus=loop.dynamic_sampling_keep_surplus,
-            voters=partial(unmasked_rows, overlong_filtering=loop.overlong_filtering)
-            if loop.masked_rewards_are_out
-            else None,
+            weights=weights if loop.masked_rewards_are_out else None,
             group_size=loop.num_generations_per_prompt,
         )
 
     def _start_step(self) -> None:
-        self._batches = 0
-        self._counts = GroupCounts()
+        self._batches = self._samples = 0
         self._reward_sum = 0.0
-        self._samples = 0
+        # groups by their raw rewards: all equal and positive, all equal and not positive, or not all equal
+        self._counts = {"all_right": 0, "all_wrong": 0, "mixed": 0}
 
     @property
     def full(self) -> bool:
@@ -147,36 +119,31 @@ class GroupSampler:
         """The number of groups collected so far."""
         return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
 
-    def add(self, rollouts: Rollouts, weight_version: int = 0) -> None:
-        """Add one batch of rollouts with `group_id`, `total_reward` and, if rewards are shaped,
+    def add(self, rollouts: Rollouts) -> None:
+        """Add one batch of rollouts with `group_id`, `total_reward`, `weight_version` and, if rewards are shaped,
         `unshaped_total_reward`.
-
-        If the batch has no column `weight_version` int64 [B], fill it with the argument of this name, the version of
-        the policy that sampled the batch.
 
         Raise ValueError for a reward that is not finite. Raise DynamicSamplingExhausted if this was the last allowed
         batch and there are still fewer than `num_groups` groups.
         """
         rewards = raw_rewards(rollouts)
-        _check_finite(rewards)
+        bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
+        if bad:
+            raise ValueError(f"the reward of sample {bad[0]} is {rewards[bad[0]].item()}: rewards must be finite")
         rollouts = rollouts.copy()
         rollouts["group_id"] = groups = group_numbers(rollouts)
-        if (
-            self.enabled and self.keep_surplus and not self._checked
-        ):  # report in step 1 what a checkpoint cannot contain
+        if self.enabled and self.keep_surplus and not self._checked:  # report in step 1 what a checkpoint cannot hold
             check_state(dict(rollouts.data), "rollouts")
             self._checked = True
-        if "weight_version" not in rollouts:
-            rollouts["weight_version"] = torch.full((len(groups),), weight_version, dtype=torch.long)
-        voters = None if self._voters is None else self._voters(rollouts)
+        voters = None if self._weights is None else self._weights(rollouts) != 0
         lowest, highest = extremes(groups, rewards, voters)
         mixed = lowest != highest
         self._batches += 1
         self._samples += len(rewards)
         self._reward_sum += rollouts["total_reward"].double().sum().item()
-        self._counts.mixed += int(mixed.sum())
-        self._counts.all_right += int((~mixed & (highest > 0)).sum())
-        self._counts.all_wrong += int((~mixed & (highest <= 0)).sum())
+        self._counts["mixed"] += int(mixed.sum())
+        self._counts["all_right"] += int((~mixed & (highest > 0)).sum())
+        self._counts["all_wrong"] += int((~mixed & (highest <= 0)).sum())
         if not self.enabled:
             self._keep(rollouts)
             return
@@ -185,7 +152,13 @@ class GroupSampler:
             kept["group_id"] = group_numbers(kept)
             self._keep(kept)
         if not self.full and self._batches >= self.max_gen_batches:
-            raise self._exhausted()
+            counts = self._counts
+            raise DynamicSamplingExhausted(
+                f"dynamic sampling found {self.cached_groups} of the {self.num_groups} groups that a step needs in "
+                f"{self._batches} generation batches (dynamic_sampling_max_gen_batches={self.max_gen_batches}): of "
+                f"{sum(counts.values())} groups {counts['all_right']} were all right, {counts['all_wrong']} all wrong and "
+                f"{counts['mixed']} mixed (all right: equal rewards above 0; all wrong: equal rewards of 0 or less). {ADVICE}"
+            )
 
     def _keep(self, rollouts: Rollouts) -> None:
         rollouts["group_id"] = rollouts["group_id"] + self.cached_groups
@@ -199,33 +172,21 @@ class GroupSampler:
                     part["mask_sample"] = torch.zeros(part.size, dtype=torch.bool)
         self._cache = Rollouts.from_batches(parts)
 
-    def take(self, weight_version: int | None = None) -> Rollouts:
+    def take(self, weight_version: int) -> Rollouts:
         """Return the rollouts to train on, with `group_id` numbered from 0, and set `metrics` to statistics of their
-        collection.
+        collection. Called when `full`.
 
-        `weight_version` is the policy's current version, by default the newest in the batch; `stale_samples` counts the
-        rows of older versions. Raise RuntimeError unless `full`.
+        `weight_version` is the policy's current version; `stale_samples` counts the rows of older versions.
         """
-        if not self.full:
-            raise RuntimeError(
-                f"only {self.cached_groups} of {self.num_groups} groups are there: add rollouts until full"
-            )
-        cache, surplus = self._cache, 0
-        self._cache = None
-        batch = cache
+        batch, self._cache = self._cache, None
         if self.enabled:
-            mine = cache["group_id"] < self.num_groups
-            batch, rest = cache.select_indices(mine), cache.select_indices(~mine)
-            surplus = rest.size
-            if surplus and self.keep_surplus:
+            mine = batch["group_id"] < self.num_groups
+            batch, rest = batch.select_indices(mine), batch.select_indices(~mine)
+            if rest.size and self.keep_surplus:
                 rest["group_id"] = rest["group_id"] - self.num_groups
                 self._cache = rest
-        current = int(batch["weight_version"].max()) if weight_version is None else weight_version
-        stale = int((batch["weight_version"] < current).sum())
-        if self.enabled:
-            self.metrics = self._step_metrics(batch, surplus, stale)
-        else:
-            self.metrics = {}
+            stale = int((batch["weight_version"] < weight_version).sum())
+            self.metrics = self._step_metrics(batch, rest.size, stale)
         self._start_step()
         return batch
 
@@ -235,31 +196,21 @@ class GroupSampler:
             "dynamic_sampling_num_discarded_valid_samples": 0 if self.keep_surplus else surplus,
             "dynamic_sampling_num_kept_surplus_samples": surplus if self.keep_surplus else 0,
             "dynamic_sampling_kept_groups": self.num_groups,
-            "dynamic_sampling_discarded_groups": self._counts.all_right + self._counts.all_wrong,
-            "dynamic_sampling_all_right_groups": self._counts.all_right,
-            "dynamic_sampling_all_wrong_groups": self._counts.all_wrong,
-            "dynamic_sampling_mixed_groups": self._counts.mixed,
+            "dynamic_sampling_discarded_groups": self._counts["all_right"] + self._counts["all_wrong"],
+            "dynamic_sampling_all_right_groups": self._counts["all_right"],
+            "dynamic_sampling_all_wrong_groups": self._counts["all_wrong"],
+            "dynamic_sampling_mixed_groups": self._counts["mixed"],
             "stale_samples": stale,
             "reward": self._reward_sum / self._samples if self._samples else batch["total_reward"].mean().item(),
             "filtered_reward": batch["total_reward"].double().mean().item(),
         }
 
-    def _exhausted(self) -> DynamicSamplingExhausted:
-        counts = self._counts
-        total = counts.all_right + counts.all_wrong + counts.mixed
-        return DynamicSamplingExhausted(
-            f"dynamic sampling found {self.cached_groups} of the {self.num_groups} groups that a step needs in "
-            f"{self._batches} generation batches (dynamic_sampling_max_gen_batches={self.max_gen_batches}): of {total} "
-            f"groups {counts.all_right} were all right, {counts.all_wrong} all wrong and {counts.mixed} mixed (all right: "
-            f"equal rewards above 0; all wrong: equal rewards of 0 or less). {ADVICE}"
-        )
-
     def state_dict(self) -> SamplerState:
-        """Return the whole state of the sampler: plain values, lists and tensors."""
+        """Return the whole state of the sampler."""
         return {
             "cache": None if self._cache is None else dict(self._cache.data),
             "batches": self._batches,
-            "counts": asdict(self._counts),
+            "counts": dict(self._counts),
             "reward_sum": self._reward_sum,
             "samples": self._samples,
         }
@@ -275,12 +226,6 @@ class GroupSampler:
         """Restore the state that `state_dict` returned."""
         self._cache = None if state["cache"] is None else Rollouts(state["cache"])
         self._batches = state["batches"]
-        self._counts = GroupCounts(**state["counts"])
+        self._counts = dict(state["counts"])
         self._reward_sum = state["reward_sum"]
         self._samples = state["samples"]
-
-
-def _check_finite(rewards: torch.Tensor) -> None:
-    bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(f"the reward of sample {bad[0]} is {rewards[bad[0]].item()}: rewards must be finite")

@@ -8,14 +8,14 @@ from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 
-def rollouts(*groups, start=0, **columns):
+def rollouts(*groups, start=0, version=0):
     """One row a reward; `name` tells where a row came from."""
     ids = [i for i, group in enumerate(groups) for _ in group]
     return BatchedDataDict(
         total_reward=torch.tensor([r for group in groups for r in group], dtype=torch.float32),
         group_id=torch.tensor(ids),
+        weight_version=torch.full((len(ids),), version),
         name=[f"{start + i}.{k}" for i, group in enumerate(groups) for k in range(len(group))],
-        **columns,
     )
 
 
@@ -30,7 +30,7 @@ def test_disabled_dynamic_sampling_keeps_every_group():
     assert not sampler.full
     sampler.add(rollouts(RIGHT, WRONG, MIXED))
     assert sampler.full
-    batch = sampler.take()
+    batch = sampler.take(0)
     assert batch["name"] == ["0.0", "0.1", "1.0", "1.1", "2.0", "2.1"] and sampler.metrics == {}
     assert not sampler.full and sampler.cached_groups == 0
 
@@ -39,10 +39,8 @@ def test_sampler_collects_mixed_groups_over_batches_and_drops_surplus_ones():
     sampler = GroupSampler(num_groups=2, enabled=True)
     sampler.add(rollouts(RIGHT, MIXED, WRONG))
     assert not sampler.full
-    with pytest.raises(RuntimeError, match="1 of 2 groups"):
-        sampler.take()
     sampler.add(rollouts(MIXED, WRONG, MIXED, start=10))
-    batch = sampler.take()
+    batch = sampler.take(0)
     assert batch["name"] == ["1.0", "1.1", "10.0", "10.1"] and batch["group_id"].tolist() == [0, 0, 1, 1]
     assert sampler.metrics == {
         "dynamic_sampling_num_gen_batches": 2,
@@ -66,22 +64,22 @@ def test_dynamic_sampling_selects_groups_by_rewards_before_shaping():
     batch["unshaped_total_reward"] = torch.tensor([1.0, 1.0, 0.0, 1.0])
     sampler = GroupSampler(num_groups=1, enabled=True)
     sampler.add(batch)
-    assert sampler.take()["name"] == ["1.0", "1.1"]
+    assert sampler.take(0)["name"] == ["1.0", "1.1"]
 
 
 def test_group_is_kept_if_any_two_of_its_rewards_differ():
     sampler = GroupSampler(num_groups=1, enabled=True)
     sampler.add(rollouts((0.1, 0.1, 0.1), (0.3, 0.3, 0.30000004)))  # the first has std 1e-4 by cancellation, say
-    assert sampler.take()["name"] == ["1.0", "1.1", "1.2"]
+    assert sampler.take(0)["name"] == ["1.0", "1.1", "1.2"]
 
 
 def test_keep_surplus_keeps_extra_groups_and_counts_them_as_stale():
     sampler = GroupSampler(num_groups=2, enabled=True, keep_surplus=True)
-    sampler.add(rollouts(MIXED, MIXED, MIXED), weight_version=0)
+    sampler.add(rollouts(MIXED, MIXED, MIXED))
     assert sampler.take(0)["group_id"].tolist() == [0, 0, 1, 1]
     assert sampler.metrics["dynamic_sampling_num_kept_surplus_samples"] == 2 and sampler.metrics["stale_samples"] == 0
     assert sampler.cached_groups == 1 and not sampler.full
-    sampler.add(rollouts(WRONG, MIXED, start=10), weight_version=1)
+    sampler.add(rollouts(WRONG, MIXED, start=10, version=1))
     batch = sampler.take(1)
     assert batch["name"] == ["2.0", "2.1", "11.0", "11.1"] and batch["weight_version"].tolist() == [0, 0, 1, 1]
     assert sampler.metrics["stale_samples"] == 2 and sampler.metrics["dynamic_sampling_num_gen_batches"] == 1
@@ -90,9 +88,9 @@ def test_keep_surplus_keeps_extra_groups_and_counts_them_as_stale():
 def test_step_is_filled_from_cached_groups_without_generation():
     sampler = GroupSampler(num_groups=1, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED))
-    sampler.take()
+    sampler.take(0)
     assert sampler.full
-    assert sampler.take()["name"] == ["1.0", "1.1"]
+    assert sampler.take(0)["name"] == ["1.0", "1.1"]
     assert sampler.metrics["dynamic_sampling_num_gen_batches"] == 0 and sampler.metrics["reward"] == 0.5
 
 
@@ -115,7 +113,7 @@ def test_max_gen_batches_applies_to_each_step_separately():
     for _ in range(5):
         sampler.add(rollouts(WRONG))
         sampler.add(rollouts(MIXED))
-        sampler.take()
+        sampler.take(0)
 
 
 def test_resumed_sampler_gives_the_same_batches():
@@ -126,7 +124,8 @@ def test_resumed_sampler_gives_the_same_batches():
         sampler = GroupSampler(num_groups=3, enabled=True, max_gen_batches=20, keep_surplus=True)
         steps = []
         for i, batch in enumerate(batches):
-            sampler.add(batch, weight_version=len(steps))
+            batch["weight_version"] = torch.full((10,), len(steps))
+            sampler.add(batch)
             if i == resume_after:
                 saved = io.BytesIO()
                 torch.save(sampler.state_dict(), saved)
@@ -144,13 +143,11 @@ def test_resumed_sampler_gives_the_same_batches():
         assert run(cut) == unbroken
 
 
-def test_sampler_rejects_nan_rewards_missing_group_ids_and_a_zero_limit():
+def test_sampler_rejects_nan_rewards_and_missing_group_ids():
     with pytest.raises(ValueError, match="sample 1 is nan"):
         GroupSampler(1).add(rollouts((1.0, float("nan"))))
     with pytest.raises(ValueError, match="group_id"):
         GroupSampler(1).add(BatchedDataDict(total_reward=torch.ones(2)))
-    with pytest.raises(ValueError, match="dynamic_sampling_max_gen_batches"):
-        GroupSampler(1, enabled=True, max_gen_batches=0)
     sampler = GroupSampler.from_config(GRPOConfig(num_prompts_per_step=2, use_dynamic_sampling=True))
     assert sampler.enabled and sampler.max_gen_batches == 10 and not sampler.keep_surplus
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator
-from nemo_rl_cpp.algorithms.advantages import GroupAdvantages
+from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GRPOConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
@@ -37,7 +37,7 @@ def test_masked_samples_do_not_enter_the_baseline_with_masked_reward_policy_excl
 def rollouts(rewards, truncated, masked=None):
     batch = BatchedDataDict(
         total_reward=torch.tensor(rewards), group_id=torch.arange(len(rewards)) // 4, truncated=torch.tensor(truncated),
-        loss_multiplier=torch.ones(len(rewards)),
+        loss_multiplier=torch.ones(len(rewards)), weight_version=torch.zeros(len(rewards)),
     )  # fmt: skip
     if masked is not None:
         batch["mask_sample"] = torch.tensor(masked)
@@ -80,7 +80,7 @@ def test_dynamic_sampling_keeps_a_mixed_group_with_its_excluded_samples():
         )
     )  # fmt: skip
     sampler.add(rollouts([0.0, 1.0, 0.0, 1.0], [True, False, False, False]))
-    assert sampler.take().size == 4
+    assert sampler.take(0).size == 4
 
 
 def test_batches_without_mask_sample_concatenate_as_unmasked():
@@ -89,4 +89,4 @@ def test_batches_without_mask_sample_concatenate_as_unmasked():
     )
     for masks in (None, [True, False, False, False], None):
         sampler.add(rollouts([0.0, 1.0, 0.0, 1.0], [False] * 4, masks))
-    assert sampler.take()["mask_sample"].tolist() == [False] * 4 + [True] + [False] * 7
+    assert sampler.take(0)["mask_sample"].tolist() == [False] * 4 + [True] + [False] * 7

@@ -25,8 +25,6 @@ from nemo_rl_cpp.algorithms.loop import train_loop
 from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.algorithms.parts import (
     RunData,
-    close_environments,
-    make_answer_validation,
     make_cluster,
     make_collector,
     make_critic,
@@ -59,7 +57,7 @@ from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.errors import in_user_code, one_sentence, tracebacks_go_to
 from nemo_rl_cpp.evals.eval import evaluate_policy
 from nemo_rl_cpp.evals.results import EvalResult
-from nemo_rl_cpp.interrupts import GracefulStop
+from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
 from nemo_rl_cpp.loggers.backends import check_trackers
 from nemo_rl_cpp.metrics.chrome_trace import ChromeTrace
 from nemo_rl_cpp.metrics.memory import startup_objects_frozen
@@ -262,7 +260,13 @@ def build_run(
     tokenizer = make_tokenizer(config.policy)
     with ExitStack() as resources:  # released in reverse order: if a later part fails, or by `TrainingRun.close`
         made = data(config, tokenizer)
-        resources.push(partial(close_environments, made.environments))
+
+        def close_environments(kind: object, error: object, trace: object) -> None:
+            """Wait for environments that do not answer, but only GRACE_SECONDS if the user ended the run."""
+            ended = isinstance(error, (KeyboardInterrupt, SystemExit))
+            made.environments.close(GRACE_SECONDS if ended else None)
+
+        resources.push(close_environments)
         checkpoints = CheckpointManager(config.checkpointing)
         resources.callback(checkpoints.shutdown)
         resume = open_checkpoints(checkpoints, config)
@@ -303,9 +307,7 @@ def build_run(
             terminal=Terminal(Progress(loop.max_num_steps, state.step), Alerts(to_plain(config))),
             report=make_report(config, logger, tokenizer), checkpoints=checkpoints,
             card=facts_of_run(config, made.environments.train, loss_fn, advantages.estimator),
-            validation=make_answer_validation(config, policy, loss_fn, tokenizer, made, collector, timer)
-            if config.algorithm == "sft"
-            else make_validation(config, generation, tokenizer, made, collector, logger, timer),
+            validation=make_validation(config, policy, loss_fn, tokenizer, made, collector, logger, timer),
             callbacks=callbacks or Callbacks(),
         )  # fmt: skip
         connect_hooks(run)
@@ -320,9 +322,7 @@ def connect_hooks(run: TrainingRun) -> None:
     resumed run removes what was logged after its checkpoint. Times are logged last, because saving takes time.
     """
     config, log, terminal, validation = run.config, run.log, run.terminal, run.validation
-    ending = Ending(
-        run.stop, TimeoutChecker(config.checkpointing.checkpoint_must_save_by, fit_last_save_time=True), config.loop
-    )
+    ending = Ending(run.stop, TimeoutChecker(config.checkpointing.checkpoint_must_save_by), config.loop)
     saver = Saver(
         run.checkpoints, config, run.policy, run.critic, run.collector, validation and validation.validator,
         run.environments.train, log.logger, run.timer, terminal, run.card,

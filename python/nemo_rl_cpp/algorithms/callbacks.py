@@ -83,24 +83,25 @@ class Callbacks:
         self._callbacks = list(callbacks)
 
     def after_step(self, result: StepResult) -> None:
-        self._call("on_step", result.metrics)
+        for callback in self._callbacks:
+            self._call(callback, "on_step", result.metrics)
 
     def after_validation(self, result: StepResult) -> None:
-        if result.validation is not None:
-            self._call("on_validation", result.validation.metrics)
+        for callback in self._callbacks if result.validation is not None else ():
+            self._call(callback, "on_validation", result.validation.metrics)
 
     def after_checkpoint(self, result: StepResult) -> None:
-        if result.checkpoint is not None:
-            self._call("on_checkpoint", self._last_metrics(), result.checkpoint)
+        for callback in self._callbacks if result.checkpoint is not None else ():
+            self._call(callback, "on_checkpoint", self.run.history[-1], checkpoint=result.checkpoint)
 
     def end(self, status: str) -> None:
         """Call `on_end` of every callback, even if some raise. Raise the first error and print the others. If `status`
         is "failed", print all errors, because the caller raises the run's failure.
         """
-        event, first = self._event(self._last_metrics(), status=status), None
+        first = None
         for callback in self._callbacks:
             try:
-                _tell(callback, "on_end", event)
+                self._call(callback, "on_end", self.run.history[-1] if self.run.history else {}, status=status)
             except Exception as error:
                 if status != "failed" and first is None:
                     first = error
@@ -109,38 +110,30 @@ class Callbacks:
         if first is not None:
             raise first
 
-    def _call(self, method: str, metrics: Metrics, checkpoint: Path | None = None) -> None:
-        if not self._callbacks:
-            return
-        event = self._event(metrics, checkpoint)
-        for callback in self._callbacks:
-            _tell(callback, method, event)
-
-    def _event(self, metrics: Metrics, checkpoint: Path | None = None, status: str = "") -> RunEvent:
-        run = self.run
-        return RunEvent(run.state.step, run.config.loop.max_num_steps, dict(metrics), run, checkpoint, status)
-
-    def _last_metrics(self) -> Metrics:
-        return self.run.history[-1] if self.run.history else {}
-
-
-def _tell(callback: Callback, method: str, event: RunEvent) -> None:
-    function = getattr(callback, method, None)
-    if function is not None:
-        with user_code(f"callback {type(callback).__name__}.{method}"):
-            call_user(function, event)
+    def _call(
+        self, callback: Callback, method: str, metrics: Metrics, checkpoint: Path | None = None, status: str = ""
+    ) -> None:
+        run, function = self.run, getattr(callback, method, None)
+        if function is not None:
+            event = RunEvent(run.state.step, run.config.loop.max_num_steps, dict(metrics), run, checkpoint, status)
+            with user_code(f"callback {type(callback).__name__}.{method}"):
+                call_user(function, event)
 
 
 def checked_callbacks(given: object) -> Callbacks:
     """Return `Callbacks` made from None, one callback, or several callbacks. Raise ValueError for anything else."""
-    several = [] if given is None else [given] if _methods(given) else given
+
+    def methods_of(callback: object) -> list[str]:
+        return [name for name in dir(callback) if name.startswith("on_")]
+
+    several = [] if given is None else [given] if methods_of(given) else given
     if isinstance(several, (str, bytes, Mapping)) or not is_iterable(several):
         raise ValueError(
             f"callbacks is {described(given)}: give objects of classes derived from nemo_rl_cpp.Callback, in a list"
         )
     callbacks, known = list(several), ", ".join(METHODS)
     for index, callback in enumerate(callbacks):
-        where, name, methods = f"callbacks[{index}]", type(callback).__name__, _methods(callback)
+        where, name, methods = f"callbacks[{index}]", type(callback).__name__, methods_of(callback)
         if inspect.isclass(callback):
             raise ValueError(f"{where} is the class {callback.__name__}: give an object of it, {callback.__name__}()")
         if unknown := next((method for method in methods if method not in METHODS), None):
@@ -150,7 +143,3 @@ def checked_callbacks(given: object) -> Callbacks:
                 f"{where} is {in_a_line(callback)}: derive its class from nemo_rl_cpp.Callback, which has {known}"
             )
     return Callbacks(callbacks)
-
-
-def _methods(given: object) -> list[str]:
-    return [name for name in dir(given) if name.startswith("on_")]

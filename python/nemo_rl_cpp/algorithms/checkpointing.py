@@ -77,12 +77,6 @@ class Resume(NamedTuple):
     path: Path | None
     state: TrainState
 
-    def model_paths(self, component: str) -> tuple[Path | None, Path | None]:
-        """Return (weights folder, optimizer folder) of the model `component`, `policy` or `value`; None for a missing
-        folder.
-        """
-        return CheckpointManager.get_resume_paths(self.path, model_component=component)
-
     def load_data_position(self, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> None:
         if self.path is not None:
             load_dataloader_state(loader, self.path)
@@ -122,16 +116,17 @@ def _kept_groups(checkpoint: Path) -> SamplerState | None:
         ) from error
 
 
-def find_resume(checkpoints: CheckpointManager | None) -> Resume:
+def find_resume(checkpoints: CheckpointManager) -> Resume:
     """Return the newest complete checkpoint of `checkpointing.checkpoint_dir`, with every file verified, or a fresh
     state if there is no checkpoint.
 
     Raise ResumeError (a ValueError) if `checkpointing.resume` does not allow the result. Raise it also if there are
     checkpoints but none is complete, since a new run could overwrite files that can still be recovered.
     """
-    path = checkpoints.get_latest_checkpoint_path() if checkpoints is not None and checkpoints.enabled else None
-    if checkpoints is not None and checkpoints.enabled:
-        checkpoints.check_resume_mode(path)
+    if not checkpoints.enabled:
+        return Resume(None, TrainState())
+    path = checkpoints.get_latest_checkpoint_path()
+    checkpoints.check_resume_mode(path)
     if path is None:
         return Resume(None, TrainState())
     return Resume(Path(path), TrainState.from_training_info(checkpoints.load_training_info(path)))
@@ -230,17 +225,16 @@ class Saver:
         kind, _, name = (manager.metric_name or "").partition(":")
         if not name or not manager.enabled or manager.metric_seen:
             return
+        known: Iterable[str] | None = None
         if kind == "train":
-            known: Iterable[str] | None = result.metrics or None  # None before the first step
+            known = result.metrics
         elif validation is not None:
             known = validation.metrics
-        elif self.validator is None or not result.metrics:
-            known = None
-        else:
+        elif self.validator is not None and result.metrics:
             known = self.validator.gives(result.rollout_names, self.environments)
             if known is not None and name in known:
                 return  # checked again at the first validation
-        if known is None:
+        if not known:  # not known yet
             return
         if name not in known:
             raise _no_metric(manager, known)
@@ -394,8 +388,9 @@ def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) 
 
 
 def announce(resume: Resume, config: TrainMasterConfig) -> None:
-    """Print from which checkpoint the run resumes and which configuration keys changed. Raise ResumeError if the
-    checkpoint belongs to a different run.
+    """Print from which checkpoint the run resumes, which configuration keys changed, and if the checkpoint has already
+    reached the configured steps or epochs, how to train on. Raise ResumeError if the checkpoint belongs to a different
+    run.
     """
     saved = resumed.read_saved(resume.path)
     if refused := list(resumed.refusals(saved, config)):
@@ -403,22 +398,16 @@ def announce(resume: Resume, config: TrainMasterConfig) -> None:
     print(resumed.headline(saved, resumed.changes(saved, config)), flush=True)
     if unknown := resumed.environment_keys(config):
         print(f"Not compared, since their values come from environment variables: {', '.join(unknown)}", flush=True)
-    if text := end_reached(resume.state, config):
-        print(f"{resumed.short(resume.path)} {text}", flush=True)
-
-
-def end_reached(state: TrainState, config: TrainMasterConfig) -> str | None:
-    """Return advice on how to continue if the checkpoint has already reached the configured steps or epochs; otherwise
-    None.
-    """
-    section, loop = config.algorithm, config.loop
-    for key, done, limit in (
-        ("max_num_steps", state.total_steps, loop.max_num_steps),
-        ("max_num_epochs", state.current_epoch, loop.max_num_epochs),
+    section, loop, state = config.algorithm, config.loop, resume.state
+    for unit, done, limit in (
+        ("steps", state.total_steps, loop.max_num_steps),
+        ("epochs", state.current_epoch, loop.max_num_epochs),
     ):
         if limit is not None and done >= limit:
-            return (
-                f"has {done} {key.rpartition('_')[2]}, and {section}.{key} is {limit}: nothing is left to train. Raise {section}.{key} to train on; for a new run "
-                "give another checkpointing.checkpoint_dir"
+            key = f"{section}.max_num_{unit}"
+            print(
+                f"{resumed.short(resume.path)} has {done} {unit}, and {key} is {limit}: nothing is left to train. Raise {key} to "
+                "train on; for a new run give another checkpointing.checkpoint_dir",
+                flush=True,
             )
-    return None
+            return

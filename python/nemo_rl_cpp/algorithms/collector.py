@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -60,10 +59,6 @@ class Collected:
     def state_dict(self) -> CollectedState:
         return {"samples": dict(self.samples.data)} | {name: getattr(self, name) for name in _SAVED}
 
-    @classmethod
-    def from_state(cls, state: CollectedState) -> Self:
-        return cls(**(state | {"samples": Rollouts(state["samples"])}))
-
 
 @dataclass
 class RolloutCollector(ABC):
@@ -77,6 +72,8 @@ class RolloutCollector(ABC):
         shape_rewards: scales and shapes the rewards of one round of generation.
         change_rewards: changes `total_reward` of finished rollouts and returns metrics (`grpo.length_penalty`).
         failures_left: how many failed rounds of generation or scoring may still be repeated in this run.
+        pause: for in-flight weight updates (`AsyncCollector`): batch k >= A pauses here with version k - A while step
+            k - A trains, and continues with version k - A + 1. None: one version generates the whole batch.
     """
 
     generation: GenerationInterface
@@ -88,6 +85,7 @@ class RolloutCollector(ABC):
     shape_rewards: Callable[[Rollouts], Rollouts] = lambda rollouts: rollouts
     change_rewards: Callable[[Rollouts], dict[str, float]] = lambda rollouts: {}
     failures_left: int = 0
+    pause: Pause | None = None
 
     def __post_init__(self) -> None:
         self._rounds = RoundMetrics()
@@ -115,9 +113,7 @@ class RolloutCollector(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close(wait=not isinstance(error, KeyboardInterrupt))
 
     def refresh(self, timer: Timer) -> dict[str, float | str | None]:
@@ -148,7 +144,8 @@ class RolloutCollector(ABC):
                 rollouts.raw_reward = rollouts.total_reward.clone()
                 metrics |= self.change_rewards(rollouts)
                 rollouts.weight_version = oldest_versions(rollouts.message_log, weight_version)
-                metrics |= self._version_metrics(rollouts, weight_version)
+                if self.pause is not None:
+                    metrics |= version_metrics(rollouts.message_log, weight_version)
                 metrics["total_rollout_tokens"] = sum(map(tokens_of, rollouts.message_log))
                 self._rounds.add(rollouts, metrics)
             with timer("reward_calculation"):
@@ -158,12 +155,6 @@ class RolloutCollector(ABC):
         samples = self.sampler.take(weight_version)
         epochs = self.prompts.pop_finished_epochs()
         return Collected(samples, self._rounds.pop(), self.sampler.metrics, epochs, weight_version)
-
-    def _version_metrics(self, rollouts: Rollouts, weight_version: int) -> dict[str, float]:
-        """Return metrics of the versions of the weights that sampled the rollouts, if one response may have several
-        versions.
-        """
-        return {}
 
     def _count_failure(self, error: Exception) -> None:
         """Count a failed round of generation or scoring. Raise `error` if no more rounds may fail, or if a retry would
@@ -240,10 +231,6 @@ class Meeting:
         if not self.reached.done():
             self.reached.set_result(False)
 
-    @property
-    def waiting(self) -> bool:
-        return self.reached.done() and self.reached.result() and not self.given.done()
-
 
 class GenerationEndedError(RuntimeError):
     """Raised in a generation that is waiting for new weights when the run ends."""
@@ -266,8 +253,6 @@ class AsyncCollector(RolloutCollector):
         groups: (prompts per step, responses per prompt), which a checkpoint's batches must match; None: any.
         submit: starts a job, which generates one batch, and returns its future; None: jobs run in a thread. Jobs run
             one after the other.
-        pause: for in-flight weight updates: batch k >= A pauses here with version k - A while step k - A trains, and
-            continues with version k - A + 1. None: one version generates the whole batch.
         make_meeting: makes the `Meeting` of a batch.
     """
 
@@ -275,7 +260,6 @@ class AsyncCollector(RolloutCollector):
     keeps: bool = False
     groups: tuple[int, int] | None = None
     submit: Callable[[Callable[[], Collected | None]], Future[Collected | None]] | None = None
-    pause: Pause | None = None
     make_meeting: Callable[[], Meeting] = Meeting
 
     def __post_init__(self) -> None:
@@ -316,9 +300,6 @@ class AsyncCollector(RolloutCollector):
         collected.metrics = metrics | {"avg_trajectory_age": age, "buffer_size": ready}
         return collected
 
-    def _version_metrics(self, rollouts: Rollouts, weight_version: int) -> dict[str, float]:
-        return {} if self.pause is None else version_metrics(rollouts.message_log, weight_version)
-
     def _in_thread(self, job: Callable[[], Collected | None]) -> Future[Collected | None]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
@@ -328,22 +309,19 @@ class AsyncCollector(RolloutCollector):
         """Generate the batch of `step`, counted from 0. Return None if the run ends before that step. Jobs run in the
         order of steps. The weights change at `meeting`; if it is None, they do not change.
         """
-        if meeting is None:
-            return self._made(step, version)
-        self.generation.change = WeightChange(self.pause, meeting.wait)
-        try:
-            return self._made(step, version)
-        finally:
-            self.generation.change = None
-            meeting.pass_by()
-
-    def _made(self, step: int, version: int) -> Collected | None:
         state, timer = self.state, Timer()
-        if state.max_num_steps is not None and step >= state.max_num_steps:
-            return None
-        if state.max_num_epochs is not None and self._epochs_drawn >= state.max_num_epochs:
-            return None
-        collected = self.make(version, timer)
+        try:
+            if state.max_num_steps is not None and step >= state.max_num_steps:
+                return None
+            if state.max_num_epochs is not None and self._epochs_drawn >= state.max_num_epochs:
+                return None
+            if meeting is not None:
+                self.generation.change = WeightChange(self.pause, meeting.wait)
+            collected = self.make(version, timer)
+        finally:
+            if meeting is not None:
+                self.generation.change = None
+                meeting.pass_by()
         if self.keeps:
             check_state(collected.state_dict(), "rollouts")
             self.keeps = False
@@ -356,7 +334,7 @@ class AsyncCollector(RolloutCollector):
         waits, otherwise None.
         """
         for batch, meeting in zip(self._batches, self._meetings, strict=True):
-            if meeting is not None and meeting.reached.result() and meeting.waiting:
+            if meeting is not None and meeting.reached.result() and not meeting.given.done():
                 return meeting
             batch.result()
         return None
@@ -394,7 +372,7 @@ class AsyncCollector(RolloutCollector):
             return
         for saved in state:
             batch: Future[Collected | None] = Future()
-            batch.set_result(Collected.from_state(saved))
+            batch.set_result(Collected(**(saved | {"samples": Rollouts(saved["samples"])})))
             self._batches.append(batch)
             self._meetings.append(None)
             self._epochs_drawn += saved["finished_epochs"]

@@ -109,7 +109,7 @@ class Validation:
     timer: Timer
 
     def at_start(self, result: StepResult) -> None:
-        if self.validator.due_at_start(result.step) and not result.state.finished:
+        if result.step == 0 and self.validator.loop.val_at_start and not result.state.finished:
             result.validation = self.run(result.state)
 
     def after_step(self, result: StepResult) -> None:
@@ -208,13 +208,10 @@ class Terminal:
 
 def _headline_text(metrics: Metrics) -> str:
     word, value = headline(metrics)
-    return f"{word} {value:.3f}{_interval(metrics)}"
-
-
-def _interval(metrics: Metrics) -> str:
-    if "accuracy_ci95_low" not in metrics:
-        return ""
-    return f" (95 % interval {metrics['accuracy_ci95_low']:.3f} to {metrics['accuracy_ci95_high']:.3f})"
+    text = f"{word} {value:.3f}"
+    if "accuracy_ci95_low" in metrics:
+        text += f" (95 % interval {metrics['accuracy_ci95_low']:.3f} to {metrics['accuracy_ci95_high']:.3f})"
+    return text
 
 
 # ---- the end of a run

@@ -8,8 +8,13 @@ epoch.
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.algorithms.hooks import StepResult
-from nemo_rl_cpp.algorithms.step import mask_by_logprob_error, require_valid_tokens, step_result, train_epochs
-from nemo_rl_cpp.algorithms.token_selection import select_tokens
+from nemo_rl_cpp.algorithms.step import (
+    mask_by_logprob_error,
+    require_valid_tokens,
+    select_tokens,
+    step_result,
+    train_epochs,
+)
 from nemo_rl_cpp.rollouts.batches import LogprobNeeds, add_logprobs, build_train_batch
 
 if TYPE_CHECKING:

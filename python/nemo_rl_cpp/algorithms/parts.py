@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -19,12 +18,18 @@ from nemo_rl_cpp.algorithms.collector import AsyncCollector, RolloutCollector, S
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.hooks import StepLog, Validation
 from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
-from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, shaping_warning
-from nemo_rl_cpp.algorithms.reward_penalties import apply_reward_penalties
-from nemo_rl_cpp.algorithms.step import Critic, NoCritic, shape_rewards
+from nemo_rl_cpp.algorithms.reward_functions import (
+    apply_length_penalty,
+    apply_reward_penalties,
+    apply_reward_shaping,
+    scale_rewards,
+    shaping_warning,
+)
+from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.algorithms.teachers import NoTeacher, OutsideTeacher, Teachers, TopKTeachers, check_vocabulary
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
+from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.config.distillation import absolute_folder
@@ -37,7 +42,6 @@ from nemo_rl_cpp.config.master import (
     TaughtMasterConfig,
     TrainMasterConfig,
 )
-from nemo_rl_cpp.config.penalties import LengthPenaltyConfig, RewardPenaltyConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.chat_template import choose_template
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
@@ -51,7 +55,6 @@ from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.environments.remote import ActorSettings
 from nemo_rl_cpp.environments.response_data import Datasets, load_response_data
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
-from nemo_rl_cpp.interrupts import GRACE_SECONDS
 from nemo_rl_cpp.loggers.folders import get_experiment_dir
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.metrics.memory import PhaseMemory
@@ -90,7 +93,6 @@ def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
             policy.tokenizer.chat_template, tokenizer.chat_template, "policy.tokenizer.chat_template"
         )
         return tokenizer
-
     return get_tokenizer(policy.tokenizer)
 
 
@@ -127,20 +129,11 @@ def make_dataloader(
     return MultipleDataloaderWrapper(num_prompts, data, {name: one(rows, each) for name, rows in dataset.items()})
 
 
-def make_val_dataloader(dataset: AllTaskProcessedDataset | None, loop: LoopConfig) -> StatefulDataLoader | None:
-    """Return the validation loader, which yields rows in the order of the data, or None without data."""
-    if dataset is None:
-        return None
-    sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(dataset)) if size is not None]
-    return StatefulDataLoader(dataset, min(sizes))
-
-
 def set_seed(seed: int) -> None:
     """Seed the random number generators of Python, numpy and torch (on all devices)."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    torch.cuda.manual_seed_all(seed)
 
 
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
@@ -210,7 +203,7 @@ def make_policy(
         from nemo_rl_cpp.models.hf.trained import HfPolicy  # imports transformers
 
         factory = HfPolicy
-    weights, optimizer = resume.model_paths("policy")
+    weights, optimizer = CheckpointManager.get_resume_paths(resume.path, model_component="policy")
     policy = config.policy
     if engines_of(config):  # the activations of generation are in other processes
         policy = policy.model_copy(update={"kept_activations_gb": 0.0})
@@ -263,14 +256,19 @@ def make_critic(
 ) -> Critic | NoCritic:
     """Return PPO's critic with the weights and optimizer of the checkpoint, or for a new run with the weights of
     value.model_name or ppo.warm_start_value_checkpoint. Return `NoCritic` for algorithms and estimators that need no
-    values.
+    values. Raise ValueError if ppo.warm_start_value_checkpoint has no critic.
     """
     if not config.has_critic:
         return NoCritic()
     loop = config.ppo
-    weights, optimizer = resume.model_paths("value")
-    if weights is None and loop.warm_start_value_checkpoint is not None:
-        weights = warm_start_weights(loop.warm_start_value_checkpoint)
+    weights, optimizer = CheckpointManager.get_resume_paths(resume.path, model_component="value")
+    if weights is None and (checkpoint := loop.warm_start_value_checkpoint) is not None:
+        weights = Path(checkpoint).expanduser() / "value" / "weights"
+        if not weights.is_dir():
+            raise ValueError(
+                f"ppo.warm_start_value_checkpoint is {checkpoint}, but {weights} is not there: name a folder step_N that a PPO run "
+                "with a critic has saved, or write null"
+            )
         print(f"the critic begins with the weights of {weights}; its optimizer and schedule begin anew", flush=True)
     model = value_class(config.value) if cluster.in_process else DistributedValue
     value = model(
@@ -278,19 +276,6 @@ def make_critic(
         total_steps=steps * loop.critic_epochs,
     )  # fmt: skip
     return Critic(value, MseValueLossFn(config.value_loss_fn))
-
-
-def warm_start_weights(checkpoint: str) -> Path:
-    """Return the folder of the critic's weights in a checkpoint folder step_N. Raise ValueError if it
-    does not exist.
-    """
-    weights = Path(checkpoint).expanduser() / "value" / "weights"
-    if not weights.is_dir():
-        raise ValueError(
-            f"ppo.warm_start_value_checkpoint is {checkpoint}, but {weights} is not there: name a folder step_N that a PPO run with a "
-            "critic has saved, or write null"
-        )
-    return weights
 
 
 def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
@@ -321,31 +306,6 @@ def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
         ) from error
 
 
-def _change_rewards(
-    rollouts: Rollouts,
-    penalties: RewardPenaltyConfig | None,
-    length_penalty: LengthPenaltyConfig | None,
-    tokenizer: TokenizerType,
-) -> dict[str, float]:
-    """Apply `reward_penalties`, then `grpo.length_penalty`, and return the metrics of both."""
-    metrics: dict[str, float] = {}
-    if penalties is not None and penalties.any_enabled:
-        metrics |= apply_reward_penalties(rollouts, penalties, tokenizer)
-    if length_penalty is not None:
-        metrics |= apply_length_penalty(rollouts, length_penalty, tokenizer)
-    return metrics
-
-
-def _pause_of(config: TrainMasterConfig) -> Pause | None:
-    """Return the token count at which responses pause for new weights, or None without `in_flight_weight_updates`."""
-    settings, policy = config.loop.beside_training, config.policy
-    if not settings.in_flight_weight_updates:
-        return None
-    longest = policy.generation.max_new_tokens or policy.max_total_sequence_length
-    after = settings.in_flight_after_tokens or max(-(-longest // 2), 2)
-    return Pause(after, keep_cache=not settings.recompute_kv_cache_after_weight_updates)
-
-
 def make_collector(
     config: TrainMasterConfig,
     policy: PolicyInterface,
@@ -361,75 +321,81 @@ def make_collector(
     if isinstance(config, SFTMasterConfig):
         sampler = GroupSampler(config.sft.num_prompts_per_step, group_size=1)
         return SyncCollector(generation, NoRefit(), prompts, given_answers, sampler, state)
-    loop, settings = config.loop, config.loop.beside_training
+    loop, settings, penalties = config.loop, config.loop.beside_training, config.reward_penalties
+    length_penalty = config.grpo.length_penalty if isinstance(config, GRPOMasterConfig) else None
     if warning := shaping_warning(loop.reward_shaping):
         print(warning, flush=True)
-    penalty = config.grpo.length_penalty if isinstance(config, GRPOMasterConfig) else None
-    colocated = engines_of(config) == 0
+
+    def shape_rewards(rollouts: Rollouts) -> Rollouts:
+        return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping)
+
+    def change_rewards(rollouts: Rollouts) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if penalties is not None and penalties.any_enabled:
+            metrics |= apply_reward_penalties(rollouts, penalties, tokenizer)
+        if length_penalty is not None:
+            metrics |= apply_length_penalty(rollouts, length_penalty, tokenizer)
+        return metrics
+
+    roll_out = partial(
+        run_multi_turn_rollout, generation, tokenizer=tokenizer, task_to_env=environments.train,
+        max_seq_len=config.policy.max_total_sequence_length, max_rollout_turns=loop.max_rollout_turns,
+    )  # fmt: skip
+    if config.algorithm == "grpo" and loop.adv_estimator.name == "remax":
+        roll_out = partial(with_greedy_baseline, roll_out, lambda rollouts: shape_rewards(rollouts).total_reward)
     parts = {
         "generation": generation,
-        "refit": create_weight_synchronizer(policy, generation, colocated, version=lambda: state.step),
+        "refit": create_weight_synchronizer(policy, generation, engines_of(config) == 0, version=lambda: state.step),
         "prompts": prompts,
-        "roll_out": partial(
-            run_multi_turn_rollout, generation, tokenizer=tokenizer, task_to_env=environments.train,
-            max_seq_len=config.policy.max_total_sequence_length, max_rollout_turns=loop.max_rollout_turns,
-        ),
+        "roll_out": roll_out,
         "sampler": GroupSampler.from_config(loop),
         "state": state,
-        "shape_rewards": partial(shape_rewards, loop=loop),
-    }  # fmt: skip
-    if config.algorithm == "grpo" and loop.adv_estimator.name == "remax":
-        parts["roll_out"] = partial(
-            with_greedy_baseline, parts["roll_out"], lambda rollouts: shape_rewards(rollouts, loop).total_reward
-        )
-    parts["change_rewards"] = partial(
-        _change_rewards, penalties=config.reward_penalties, length_penalty=penalty, tokenizer=tokenizer
-    )
+        "shape_rewards": shape_rewards,
+        "change_rewards": change_rewards,
+    }
     if not settings.enabled:
         return SyncCollector(**parts)
+    pause = None
+    if settings.in_flight_weight_updates:
+        longest = config.policy.generation.max_new_tokens or config.policy.max_total_sequence_length
+        after = settings.in_flight_after_tokens or max(-(-longest // 2), 2)
+        pause = Pause(after, keep_cache=not settings.recompute_kv_cache_after_weight_updates)
     return AsyncCollector(
-        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps, pause=_pause_of(config),
+        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps, pause=pause,
         keeps=config.checkpointing.enabled, groups=(loop.num_prompts_per_step, loop.num_generations_per_prompt),
     )  # fmt: skip
 
 
 def make_validation(
     config: TrainMasterConfig,
-    generation: GenerationInterface,
+    policy: PolicyInterface,
+    loss_fn: LossFunction,
     tokenizer: TokenizerType,
     data: RunData,
     collector: RolloutCollector,
     logger: Logger,
     timer: Timer,
 ) -> Validation | None:
-    """Return the validation that generates responses to prompts, or None without validation data."""
-    loader = make_val_dataloader(data.validation, config.loop)
-    if loader is None:
+    """Return the validation that generates responses to prompts, or for supervised fine-tuning the one that computes
+    the loss on held-out answers. Return None without validation data.
+    """
+    rows, loop, environments = data.validation, config.loop, data.environments
+    if rows is None:
         return None
-    validator = Validator(
-        generation, loader, tokenizer, data.environments.validation or data.environments.train, config.loop,
-        config.policy, logger, config.logger.num_val_samples_to_print,
-    )  # fmt: skip
-    return Validation(validator, collector, timer)
-
-
-def make_answer_validation(
-    config: SFTMasterConfig,
-    policy: PolicyInterface,
-    loss_fn: LossFunction,
-    tokenizer: TokenizerType,
-    data: RunData,
-    collector: RolloutCollector,
-    timer: Timer,
-) -> Validation | None:
-    """Return the validation that computes the loss on held-out answers, or None without validation data."""
-    loader = make_val_dataloader(data.validation, config.sft)
-    if loader is None:
-        return None
-    validator = AnswerValidator(
-        generation=collector.generation, loader=loader, tokenizer=tokenizer, task_to_env={}, loop=config.sft, policy=config.policy,
-        model=policy, loss_fn=loss_fn, divisible_by=config.policy.make_sequence_length_divisible_by,
-    )  # fmt: skip
+    sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(rows)) if size is not None]
+    loader = StatefulDataLoader(rows, min(sizes))  # in the order of the data
+    parts = (
+        collector.generation,
+        loader,
+        tokenizer,
+        environments.validation or environments.train,
+        loop,
+        config.policy,
+    )
+    if config.algorithm == "sft":
+        validator = AnswerValidator(*parts, model=policy, loss_fn=loss_fn)
+    else:
+        validator = Validator(*parts, logger, config.logger.num_val_samples_to_print)
     return Validation(validator, collector, timer)
 
 
@@ -451,15 +417,3 @@ def make_report(config: TrainMasterConfig, logger: Logger, tokenizer: TokenizerT
         title=config.title,
         token_bytes=bytes_of_token(tokenizer),
     )
-
-
-def close_environments(
-    environments: Environments,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-) -> None:
-    """End the processes of the environments. Wait for those that do not answer, but only GRACE_SECONDS if the user
-    ended the run.
-    """
-    environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)

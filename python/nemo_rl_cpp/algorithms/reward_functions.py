@@ -1,9 +1,10 @@
-"""Functions that change rewards: linear scaling, DAPO's overlong penalty, ProRLv2's stop-properly penalty and
-`grpo.length_penalty`.
+"""Functions that change rewards: linear scaling, DAPO's overlong penalty, ProRLv2's stop-properly penalty,
+`grpo.length_penalty` and `reward_penalties`.
 """
 
 import statistics
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -11,12 +12,17 @@ from torch import Tensor
 
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.loop import RewardScalingConfig, RewardShapingConfig
-from nemo_rl_cpp.config.penalties import CHANNELS, LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
-from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.config.penalties import (
+    CHANNELS,
+    LengthPenaltyConfig,
+    LengthPenaltyParams,
+    ProfileBandChannel,
+    RewardPenaltyConfig,
+)
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
 from nemo_rl_cpp.environments.single_turn import assistant_text
 
 BatchT = TypeVar("BatchT", bound=MutableMapping)
-_OVERLONG_KEYS = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
 _TOLERANCE = 1e-6
 _SMALLEST_RELATIVE_MAD = 0.015  # smallest (median absolute deviation / median) with outliers
 Lengths = dict[str, list[int]]
@@ -30,8 +36,8 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
 
     The stop-properly penalty multiplies the reward by `stop_properly_penalty_coef` if `truncated` is set. The overlong
     penalty (DAPO, arXiv:2503.14476) gives reward + min(-(L - (max - buffer)) / buffer * penalty, 0), where L is the
-    length of the first assistant message (or `response_token_lengths`). This penalty continues to grow beyond
-    max_response_length. If the stop-properly penalty is configured, the overlong penalty applies only with `compose`.
+    length of the first assistant message. This penalty continues to grow beyond max_response_length. If the
+    stop-properly penalty is configured, the overlong penalty applies only with `compose`.
     """
     cfg = as_model(cfg, RewardShapingConfig)
     if not cfg.enabled:
@@ -41,9 +47,13 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
     coef = cfg.stop_properly_penalty_coef
     if coef is not None:
         truncated = torch.as_tensor(batch["truncated"], device=rewards.device).bool()
-        batch["total_reward"] = torch.where(truncated, rewards * coef, rewards)
+        rewards = torch.where(truncated, rewards * coef, rewards)
     if coef is None or cfg.compose:
-        _overlong(batch, cfg)
+        buffer, penalty, longest = cfg.overlong_buffer_length, cfg.overlong_buffer_penalty, cfg.max_response_length
+        lengths = [next(len(m["token_ids"]) for m in log if m["role"] == "assistant") for log in batch["message_log"]]
+        beyond = torch.tensor(lengths, dtype=torch.float64, device=rewards.device) - (longest - buffer)
+        rewards = (rewards.double() + torch.clamp(-beyond / buffer * penalty, max=0.0)).to(rewards.dtype)
+    batch["total_reward"] = rewards
     return batch
 
 
@@ -51,29 +61,14 @@ def shaping_warning(cfg: RewardShapingConfig) -> str | None:
     """Return a warning if the stop-properly penalty disables keys of the overlong penalty that are set,
     otherwise None.
     """
-    cfg = as_model(cfg, RewardShapingConfig)
-    ignored = [key for key in _OVERLONG_KEYS if getattr(cfg, key) is not None]
+    keys = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+    ignored = [key for key in keys if getattr(cfg, key) is not None]
     if not cfg.enabled or cfg.compose or cfg.stop_properly_penalty_coef is None or not ignored:
         return None
     return (
         f"[WARN] reward_shaping: stop_properly_penalty_coef is set, so {', '.join(ignored)} are ignored; "
         "set reward_shaping.compose: true to apply both, or the coefficient to null"
     )
-
-
-def _overlong(batch: MutableMapping[str, Tensor], cfg: RewardShapingConfig) -> None:
-    buffer, penalty, longest = cfg.overlong_buffer_length, cfg.overlong_buffer_penalty, cfg.max_response_length
-    rewards: Tensor = batch["total_reward"]
-    lengths = torch.as_tensor(_response_lengths(batch), dtype=torch.float64, device=rewards.device)
-    overlong = torch.clamp(-(lengths - (longest - buffer)) / buffer * penalty, max=0.0)
-    batch["total_reward"] = (rewards.double() + overlong).to(rewards.dtype)
-
-
-def _response_lengths(batch: MutableMapping[str, Tensor]) -> Tensor | list[int]:
-    """Return the number of tokens of each sample's first assistant message."""
-    if "response_token_lengths" in batch:
-        return batch["response_token_lengths"]
-    return [next(len(m["token_ids"]) for m in log if m["role"] == "assistant") for log in batch["message_log"]]
 
 
 def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfig) -> BatchT:
@@ -301,3 +296,85 @@ def _gate_is_open(
     if channel not in bands or not counted:
         return False
     return statistics.mean(counted) > getattr(bands[channel], params.group_length_penalty_profile_gate_field)
+
+
+# ---- reward_penalties: a response with a formal defect gets reward 0
+
+
+def apply_reward_penalties(
+    rollouts: MutableMapping[str, torch.Tensor], config: RewardPenaltyConfig, tokenizer: TokenizerType
+) -> dict[str, float]:
+    """Set `total_reward` [B] and its components (`reward/<name>`) to 0 for conversations with a defect that the
+    configuration penalises. Return the share of conversations with each defect, under NeMo RL's metric names. NeMo RL
+    applies these penalties only in NeMo Gym, this package in every environment.
+    """
+    defects: dict[str, Callable[[LLMMessageLogType], bool]] = {}
+    if config.penalize_duplicated_reasoning:
+        defects["reasoning_equal_to_final_answer_rate"] = has_duplicated_reasoning
+    if config.penalize_empty_final_answer:
+        defects["empty_final_answer_rate"] = has_empty_final_answer
+    if config.penalize_unwanted_tokens:
+        defects["unwanted_token_rate"] = partial(has_token, unwanted=torch.tensor(config.ids.unwanted))
+    if config.penalize_malformed_think_tag:
+        tags = config.ids.thinking
+        if tags is None:
+            ids = [tokenizer(tag, add_special_tokens=False)["input_ids"] for tag in THINKING_TAGS]
+            tags = (ids[0][0], ids[1][0]) if all(len(each) == 1 for each in ids) else None
+        defects["malformed_think_tag_rate"] = partial(has_malformed_thinking, tag_ids=tags)
+    logs = rollouts["message_log"]
+    metrics, bad = {}, torch.zeros(len(logs), dtype=torch.bool)
+    for name, has_defect in defects.items():
+        found = torch.tensor([has_defect(log) for log in logs], dtype=torch.bool)
+        metrics[name] = int(found.sum()) / max(1, len(logs))
+        bad |= found
+    for key in [key for key in rollouts.keys() if key == "total_reward" or str(key).startswith("reward/")]:
+        rollouts[key] = rollouts[key].masked_fill(bad, 0.0)
+    return metrics
+
+
+def _responses(log: LLMMessageLogType) -> LLMMessageLogType:
+    return [message for message in log if message["role"] == "assistant"]
+
+
+def has_duplicated_reasoning(log: LLMMessageLogType) -> bool:
+    """Return whether a response's answer repeats its reasoning word for word."""
+    for message in _responses(log):
+        reasoning, answer = reasoning_and_answer(str(message["content"]))
+        if reasoning.strip() and reasoning.strip() == answer.strip():
+            return True
+    return False
+
+
+def has_empty_final_answer(log: LLMMessageLogType) -> bool:
+    """Return whether the last response has no answer, for instance because it was truncated during its reasoning."""
+    last = _responses(log)[-1:]
+    return not last or not reasoning_and_answer(str(last[0]["content"]))[1].strip()
+
+
+def has_token(log: LLMMessageLogType, unwanted: Tensor) -> bool:
+    """Return whether a response contains one of the `unwanted` token ids."""
+    return any(bool(torch.isin(message["token_ids"], unwanted).any()) for message in _responses(log))
+
+
+def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | None) -> bool:
+    """Return whether a conversation has misplaced thinking tags, `<think>` or `</think>`.
+
+    A response must not contain `<think>`, because the prompt opens the thinking. Consider the messages before it, back
+    to the previous response. If they have one opening tag more than closing tags, the response must close the thinking
+    exactly once. If they have equally many, it must not close it. Any other difference is a defect. These rules count
+    token ids; they are skipped if `tag_ids`, the ids of `<think>` and `</think>`, is None. In its text, a response may
+    have no `<think>` and at most one `</think>`.
+    """
+    opened = closed = 0  # in the messages since the last response
+    for message in log:
+        here = (0, 0) if tag_ids is None else tuple(int((message["token_ids"] == tag).sum()) for tag in tag_ids)
+        if message["role"] != "assistant":
+            opened, closed = opened + here[0], closed + here[1]
+            continue
+        text = str(message["content"])
+        if tag_ids is not None and (opened - closed not in (0, 1) or here != (0, opened - closed)):
+            return True
+        if text.count(THINKING_TAGS[0]) > 0 or text.count(THINKING_TAGS[1]) > 1:
+            return True
+        opened = closed = 0
+    return False

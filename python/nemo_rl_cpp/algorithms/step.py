@@ -1,9 +1,10 @@
-"""The stages of a training step after its rollouts: reward shaping, masking by log-probability error, critic, training
-epochs, metrics.
+"""The stages of a training step after its rollouts: masking by log-probability error, the selection of tokens, critic,
+training epochs, metrics.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
@@ -15,20 +16,14 @@ from nemo_rl_cpp.algorithms.advantage_estimator import calculate_baseline_and_st
 from nemo_rl_cpp.algorithms.collector import Collected
 from nemo_rl_cpp.algorithms.hooks import StepResult
 from nemo_rl_cpp.algorithms.loss import LossFunction
-from nemo_rl_cpp.algorithms.reward_functions import apply_reward_shaping, scale_rewards
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.config.loop import LoopConfig
+from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.build import TrainingRun
-
-
-def shape_rewards(rollouts: Rollouts, loop: LoopConfig) -> Rollouts:
-    """Change the rewards by `reward_scaling`, then by `reward_shaping` of the configuration section `loop`."""
-    return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping)
 
 
 class NothingToTrainOnError(RuntimeError):
@@ -48,14 +43,44 @@ def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> 
     )
 
 
-def mask_by_logprob_error(batch: TrainBatch, threshold: float | None) -> dict[str, float]:
-    """Mask sequences whose log-probability error (see `compute_and_apply_seq_logprob_error_masking`) exceeds
-    `threshold`, and return the metrics. Without `prev_logprobs` in the batch do nothing.
+def mask_by_logprob_error(batch: MutableMapping[str, Tensor], threshold: float | None) -> dict[str, float]:
+    """Measure how much the generator's and the trainer's log-probabilities differ per sequence, and return the metrics.
+    With a threshold, set sample_mask to 0 for sequences whose error exceeds it. Without `prev_logprobs` in the batch do
+    nothing.
+
+    The error of sequence b is e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over its shifted tokens, with
+    M the token mask. The metrics are max_, mean_ and min_seq_mult_prob_error over the sequences with a trained token (0
+    if there are none); the same with `_after_mask` over the sequences that are not masked; num_masked_seqs; and
+    masked_correct_pct, the share of masked sequences with reward 1.
     """
     if "prev_logprobs" not in batch:
         return {}
-    metrics = compute_and_apply_seq_logprob_error_masking(batch, batch.rewards, threshold)
-    return metrics | {"num_masked_seqs_by_logprob_error": metrics["num_masked_seqs"]}
+    sample_mask = batch["sample_mask"]
+    mask = batch["token_mask"][:, 1:] * sample_mask.unsqueeze(-1)
+    gap = (batch["generation_logprobs"][:, 1:] - batch["prev_logprobs"][:, 1:]).abs()
+    gap = torch.where(mask != 0, gap, torch.zeros_like(gap))
+    error = (torch.exp(gap * mask) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    measured = mask.sum(-1) != 0  # only a sequence with a trained token has an error
+    metrics = _extrema(error, measured, "")
+    masked, correct = 0, 0.0
+    if threshold is not None:
+        drop = (error > threshold) & measured
+        masked = int(drop.sum())
+        if masked:
+            correct = float((batch["rewards"][drop] == 1).float().mean())
+            batch["sample_mask"] = sample_mask = torch.where(drop, torch.zeros_like(sample_mask), sample_mask)
+    metrics |= _extrema(error, measured & (sample_mask != 0), "_after_mask")
+    metrics |= {"num_masked_seqs": masked, "masked_correct_pct": correct}
+    return metrics | {"num_masked_seqs_by_logprob_error": masked}
+
+
+def _extrema(error: Tensor, valid: Tensor, suffix: str) -> dict[str, float]:
+    values = error[valid] if valid.any() else error.new_zeros(1)
+    return {
+        f"max_seq_mult_prob_error{suffix}": values.max().item(),
+        f"mean_seq_mult_prob_error{suffix}": values.mean().item(),
+        f"min_seq_mult_prob_error{suffix}": values.min().item(),
+    }
 
 
 def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str, float]:
@@ -111,48 +136,6 @@ def step_result(
         rollout_tokens=rollout_metrics.get("total_rollout_tokens"),
         rollout_names=frozenset(rollout_metrics),
     )
-
-
-def compute_and_apply_seq_logprob_error_masking(
-    train_data: MutableMapping[str, Tensor], rewards: Tensor, seq_logprob_error_threshold: float | None
-) -> dict[str, float]:
-    """Measure how much the generator's and the trainer's log-probabilities differ per sequence, and return the metrics.
-    With a threshold, set sample_mask to 0 (in place) for sequences whose error exceeds it.
-
-    The error of sequence b is e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over its shifted tokens, with
-    M the token mask. The metrics are max_, mean_ and min_seq_mult_prob_error over the sequences with a trained token (0
-    if there are none); the same with `_after_mask` over the sequences that are not masked; num_masked_seqs; and
-    masked_correct_pct, the share of masked sequences with reward 1.
-    """
-    sample_mask: Tensor = train_data["sample_mask"]
-    token_mask = train_data["token_mask"][:, 1:]
-    mask = token_mask * sample_mask.unsqueeze(-1)
-    gap = (train_data["generation_logprobs"][:, 1:] - train_data["prev_logprobs"][:, 1:]).abs()
-    gap = torch.where(mask != 0, gap, torch.zeros_like(gap))
-    error = (torch.exp(gap * mask) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    measured = mask.sum(-1) != 0  # only a sequence with a trained token has an error
-    metrics = _extrema(error, measured, "")
-    masked, correct = 0, 0.0
-    if seq_logprob_error_threshold is not None:
-        drop = (error > seq_logprob_error_threshold) & measured
-        masked = int(drop.sum())
-        if masked:
-            correct = float((torch.as_tensor(rewards, device=drop.device).reshape(-1)[drop] == 1).float().mean())
-            sample_mask = torch.where(drop, torch.zeros_like(sample_mask), sample_mask)
-            train_data["sample_mask"] = sample_mask
-    metrics |= _extrema(error, measured & (sample_mask != 0), "_after_mask")
-    return metrics | {"num_masked_seqs": masked, "masked_correct_pct": correct}
-
-
-def _extrema(error: Tensor, valid: Tensor, suffix: str) -> dict[str, float]:
-    values = error[valid]
-    if not values.numel():
-        values = error.new_zeros(1)
-    return {
-        f"max_seq_mult_prob_error{suffix}": values.max().item(),
-        f"mean_seq_mult_prob_error{suffix}": values.mean().item(),
-        f"min_seq_mult_prob_error{suffix}": values.min().item(),
-    }
 
 
 class Critic:
@@ -211,3 +194,77 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
     variance = metrics.get("returns_sq_mean", 0.0) - returns**2
     metrics["explained_var"] = 1.0 - residual_variance / max(variance, 1e-8)
     return {f"critic/{name}": value for name, value in metrics.items()}
+
+
+# ---- selection of the tokens on which the policy trains
+
+
+def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step: int) -> dict[str, float]:
+    """Set the advantages of the tokens that the loss excludes to 0, and for the loss kl_cov add `kl_cov_penalty` [T].
+
+    Tokens are compared over the whole step, before it is split into global batches, micro-batches and ranks. Return the
+    metric `selected_tokens_share`: the share of trained tokens that keep their advantage (for kl_cov: that are
+    penalised). Return {} if the loss selects no tokens.
+    """
+    kept = valid = batch.is_valid
+    if loss.name == "kl_cov":
+        kept = _largest(_covariance(batch, valid), valid, loss.kl_cov_ratio)
+        batch.tokens["kl_cov_penalty"] = kept.float() * loss.ppo_kl_coef
+    else:
+        if loss.top_entropy_quantile < 1:
+            kept = kept & _most_uncertain(batch.entropies, valid, loss.top_entropy_quantile)
+        if loss.name == "clip_cov":
+            within = (loss.clip_cov_lb, loss.clip_cov_ub)
+            kept = kept & ~_drawn(_covariance(batch, valid), valid, within, loss.clip_cov_ratio, (seed, step))
+        if kept is valid:
+            return {}
+        batch.advantages = torch.where(kept | ~valid, batch.advantages, 0.0)
+    return {"selected_tokens_share": kept.sum().item() / max(int(valid.sum()), 1)}
+
+
+def _covariance(batch: TrainBatch, valid: Tensor) -> Tensor:
+    """Return float64 [T]: (A - mean A) (log p - mean log p) for each trained token, 0 elsewhere. p is the policy before
+    the step, and means are over the trained tokens. The mean of this product is the covariance that sets how fast the
+    entropy falls (arXiv:2505.22617, eq. 7).
+    """
+    covariance = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    advantages, logprobs = batch.advantages[valid].double(), batch.old_logprobs[valid].double()
+    covariance[valid] = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    return covariance
+
+
+def _largest(covariance: Tensor, valid: Tensor, share: float) -> Tensor:
+    """Return bool [T], the tokens that KL-Cov penalises: the `share` of the trained tokens with the largest covariance,
+    at least one token.
+    """
+    chosen, places = torch.zeros_like(valid), valid.nonzero().flatten()
+    order = covariance[places].argsort(descending=True, stable=True)
+    chosen[places[order[: max(int(share * len(places)), 1)]]] = True
+    return chosen
+
+
+def _drawn(
+    covariance: Tensor, valid: Tensor, within: tuple[float, float], share: float, seed: tuple[int, int]
+) -> Tensor:
+    """Return bool [T], the tokens that Clip-Cov excludes: a random `share` of the trained tokens, at least one, drawn
+    from those whose covariance is within the bounds. The draw depends only on `seed`.
+    """
+    generator = random.Random((seed[0] << 32) + seed[1])
+    chosen = torch.zeros_like(valid)
+    places = (valid & (covariance > within[0]) & (covariance < within[1])).nonzero().flatten().tolist()
+    chosen[generator.sample(places, min(max(int(share * int(valid.sum())), 1), len(places)))] = True
+    return chosen
+
+
+def _most_uncertain(entropies: Tensor, valid: Tensor, share: float) -> Tensor:
+    """Return bool [T]: the trained tokens whose entropy is at least the quantile 1 - share of all trained tokens'
+    entropies (arXiv:2506.01939). The quantile is interpolated, as in TRL.
+    """
+    ordered = entropies[valid].double().sort().values
+    if not len(ordered):
+        return valid
+    at = (1 - share) * (len(ordered) - 1)
+    below = int(at)
+    above = min(below + 1, len(ordered) - 1)
+    threshold = ordered[below] + (at - below) * (ordered[above] - ordered[below])
+    return valid & (entropies.double() >= threshold)

@@ -73,10 +73,6 @@ class Validator:
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
-    def due_at_start(self, step: int) -> bool:
-        """Return whether to validate before the first step of a new run."""
-        return step == 0 and self.loop.val_at_start
-
     def due(self, step: int, is_last: bool) -> bool:
         """Return whether to validate after step `step`, counted from 1."""
         if is_last and self.loop.val_at_end:
@@ -159,16 +155,14 @@ class Validator:
         return metrics
 
 
-def mean_word(metrics: Mapping[str, object]) -> str:
-    """Return the name of a validation's mean reward: "accuracy" if all rewards were 0 or 1, otherwise "reward"."""
-    return "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"
-
-
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
-    """Return (name, value) of the main result of a validation."""
+    """Return (name, value) of the main result of a validation: the loss on held-out answers, or the mean reward, which
+    is named "accuracy" if all rewards were 0 or 1, otherwise "reward".
+    """
     if "val_loss" in metrics:
         return "loss", float(metrics["val_loss"])
-    return mean_word(metrics), float(metrics["accuracy"])
+    word = "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"
+    return word, float(metrics["accuracy"])
 
 
 def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.reward_penalties import apply_reward_penalties
+from nemo_rl_cpp.algorithms.reward_functions import apply_reward_penalties
 from nemo_rl_cpp.config.penalties import RewardPenaltyConfig
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 

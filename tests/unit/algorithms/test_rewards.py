@@ -10,7 +10,7 @@ from nemo_rl_cpp.algorithms.reward_functions import (
     apply_reward_shaping,
     scale_rewards,
 )
-from nemo_rl_cpp.algorithms.step import compute_and_apply_seq_logprob_error_masking
+from nemo_rl_cpp.algorithms.step import mask_by_logprob_error
 
 DAPO = dict(overlong_buffer_length=4, overlong_buffer_penalty=2.0, max_response_length=10)
 
@@ -43,8 +43,6 @@ def test_overlong_penalty_matches_hand_computed_values():
     out = apply_reward_shaping(batch, RewardShapingConfig(enabled=True, **DAPO))
     assert out["total_reward"].tolist() == [1.0, 1.0, 0.0, -1.0, -3.0]
     assert out["unshaped_total_reward"].tolist() == [1.0] * 5
-    lengths = {"total_reward": torch.ones(2), "response_token_lengths": torch.tensor([3, 10])}
-    assert apply_reward_shaping(lengths, {"enabled": True, **DAPO})["total_reward"].tolist() == [1.0, -1.0]
 
 
 def test_overlong_penalty_measures_only_the_first_assistant_message():
@@ -87,25 +85,25 @@ def error_data():
         "generation_logprobs": gap,
         "token_mask": mask,
         "sample_mask": torch.tensor([1.0, 1, 1, 0]),
+        "rewards": torch.tensor([0.0, 1.0, 1.0, 0.0]),
     }
 
 
 def test_seq_logprob_error_masking_matches_hand_computed_values():
     """Errors 1, (3 + 1)/2 = 2, (2 + 4)/2 = 3; the masked row does not count. Threshold 2.5 drops the third."""
-    rewards = torch.tensor([0.0, 1.0, 1.0, 0.0])
     data = error_data()
-    m = compute_and_apply_seq_logprob_error_masking(data, rewards, None)
+    m = mask_by_logprob_error(data, None)
     assert [m[f"{k}_seq_mult_prob_error"] for k in ("max", "mean", "min")] == pytest.approx([3.0, 2.0, 1.0])
     assert m["num_masked_seqs"] == 0 and data["sample_mask"].tolist() == [1, 1, 1, 0]
-    m = compute_and_apply_seq_logprob_error_masking(data, rewards, 2.5)
+    m = mask_by_logprob_error(data, 2.5)
     assert data["sample_mask"].tolist() == [1, 1, 0, 0] and (m["num_masked_seqs"], m["masked_correct_pct"]) == (1, 1.0)
     assert m["max_seq_mult_prob_error_after_mask"] == pytest.approx(2.0) and m[
         "max_seq_mult_prob_error"
     ] == pytest.approx(3.0)
     data = error_data()
     data["token_mask"][0] = 0  # nothing of the first row is trained: it has no error, and 0.5 does not drop it
-    m = compute_and_apply_seq_logprob_error_masking(data, rewards, 0.5)
+    m = mask_by_logprob_error(data, 0.5)
     assert [m[f"{k}_seq_mult_prob_error"] for k in ("max", "mean", "min")] == pytest.approx([3.0, 2.5, 2.0])
     assert (m["num_masked_seqs"], m["masked_correct_pct"], m["mean_seq_mult_prob_error_after_mask"]) == (2, 1.0, 0.0)
     data["sample_mask"].zero_()
-    assert compute_and_apply_seq_logprob_error_masking(data, rewards, 2.5)["max_seq_mult_prob_error"] == 0.0
+    assert mask_by_logprob_error(data, 2.5)["max_seq_mult_prob_error"] == 0.0

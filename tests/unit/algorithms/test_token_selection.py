@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nemo_rl_cpp.algorithms.token_selection import select_tokens
+from nemo_rl_cpp.algorithms.step import select_tokens
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
 from nemo_rl_cpp.rollouts.batches import TrainBatch

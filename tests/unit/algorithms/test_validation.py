@@ -94,14 +94,12 @@ def test_validation_is_greedy_if_val_temperature_is_zero(temperature, greedy):
     assert set(seen) == {greedy}
 
 
-def test_validation_is_due_by_period_at_start_and_at_end():
+def test_validation_is_due_by_period_and_at_end():
     checked = validator(val_period=3, val_start_at=6)
     assert [s for s in range(1, 13) if checked.due(s, is_last=False)] == [6, 9, 12]
     assert not checked.due(7, is_last=True)
     assert validator(val_at_end=True, val_period=0).due(7, is_last=True)
     assert not any(validator(val_period=0).due(s, is_last=False) for s in range(1, 20))
-    at_start = validator(val_at_start=True)
-    assert at_start.due_at_start(0) and not at_start.due_at_start(4)
 
 
 def test_accuracy_has_no_confidence_interval_if_rewards_are_not_between_0_and_1():

@@ -20,7 +20,7 @@ from nemo_rl_cpp.evals.eval import make_generation
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.hf_config import read_config_file
-from nemo_rl_cpp.rollouts.rollouts import generate_responses
+from nemo_rl_cpp.rollouts.rollouts import attach_responses
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.api.arguments import Keys
@@ -119,11 +119,12 @@ class TextWriter:
             draw_ids=index // n,
             sample_index=index % n,
             stream=["eval"] * len(logs),
+            stop_strings=[None] * len(logs),
         )
-        batch = BatchedDataDict(message_log=logs, stop_strings=[None] * len(logs))
         with generating(self.generation):
-            batch, _, _ = generate_responses(self.generation, inputs, batch, self.tokenizer, lengths, greedy=greedy)
-        return [log[-1]["content"] for log in batch["message_log"]]
+            outputs = self.generation.generate(inputs, greedy=greedy)
+        attach_responses(outputs, BatchedDataDict(message_log=logs), self.tokenizer, lengths)
+        return [log[-1]["content"] for log in logs]
 
 
 def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:

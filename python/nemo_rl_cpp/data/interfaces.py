@@ -33,14 +33,12 @@ class Message(TypedDict, total=False):
         content: the text.
         token_ids: int64 [S].
         generation_logprobs: float32 [S], only in messages that the policy has sampled.
-        token_loss_mask: int64 [S], 1 on the trained tokens.
     """
 
     role: str
     content: str
     token_ids: torch.Tensor
     generation_logprobs: torch.Tensor
-    token_loss_mask: torch.Tensor
 
 
 LLMMessageLogType = list[Message]

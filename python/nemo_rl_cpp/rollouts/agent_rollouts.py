@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType, tokens_of
 from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.environments.agents import AgentResult, AgentTask
 from nemo_rl_cpp.environments.interfaces import Environment
@@ -53,7 +53,14 @@ def run_agent_rollouts(
     try:
         for stream, draw, sample in zip(batch["stream"], batch["draw_ids"], batch["sample_index"]):
             keys.append(policy.begin_rollout(f"{stream}-{int(draw)}-{int(sample)}", stream, greedy))
-        results = _results(_tasks(policy, batch, keys), batch["task_name"], task_to_env)
+        tasks = []
+        for key, log, info in zip(keys, batch["message_log"], batch["extra_env_info"]):
+            info = info or {}
+            messages = info.get("messages")  # of the data's row; otherwise the rendered prompt
+            if not isinstance(messages, list):
+                messages = [{name: str(message[name]) for name in ("role", "content")} for message in log]
+            tasks.append(AgentTask(key, [dict(message) for message in messages], info, policy.address))
+        results = _results(tasks, batch["task_name"], task_to_env)
     finally:
         rollouts = [policy.end_rollout(key) for key in keys]
     if all(result.error is not None for result in results):
@@ -64,22 +71,6 @@ def run_agent_rollouts(
     metrics["agent_calls"] = float(calls)
     metrics["agent_calls_left_out"] = float(calls - sum(s.turns for s in stats))
     return batch, metrics
-
-
-def _tasks(policy: ServedGeneration, batch: DatumBatch, keys: list[str]) -> list[AgentTask]:
-    address = policy.address
-    return [
-        AgentTask(key, _messages(log, info), info or {}, address)
-        for key, log, info in zip(keys, batch["message_log"], batch["extra_env_info"])
-    ]
-
-
-def _messages(log: LLMMessageLogType, info: Mapping[str, object] | None) -> list[dict[str, str]]:
-    """Return the prompt as messages: the `messages` of the data's row if it has them, otherwise the rendered prompt."""
-    given = (info or {}).get("messages")
-    if isinstance(given, list):
-        return [dict(message) for message in given]
-    return [{"role": str(message["role"]), "content": str(message["content"])} for message in log]
 
 
 def _results(
@@ -104,29 +95,28 @@ def _attach(
 ) -> list[SampleStats]:
     chains = [longest_chain(rollout.calls) for rollout in rollouts]
     counts = [bool(chain) and result.error is None and result.trained for chain, result in zip(chains, results)]
+    cut = [bool(chain) and chain[-1].truncated for chain in chains]
+    lengths = [
+        len(chain[0].prompt_ids) if chain else tokens_of(log) for chain, log in zip(chains, batch["message_log"])
+    ]
     logs = [message_log(chain, tokenizer) if chain else log for chain, log in zip(chains, batch["message_log"])]
-    batch["message_log"] = logs
-    batch["length"] = torch.tensor([len(log[0]["token_ids"]) if chain else sum(len(m["token_ids"]) for m in log) for log, chain in zip(logs, chains)])  # fmt: skip
+    batch["message_log"], batch["length"] = logs, torch.tensor(lengths)
     batch["loss_multiplier"] = torch.as_tensor(batch["loss_multiplier"]).float() * torch.tensor(counts).float()
-    batch["truncated"] = torch.tensor([bool(chain) and chain[-1].truncated for chain in chains], dtype=torch.bool)
-    names = dict.fromkeys(name for r in results if isinstance(r.reward, dict) for name in r.reward)
-    for name in names:
-        batch[f"reward/{name}"] = torch.tensor(
-            [r.reward.get(name, 0.0) if isinstance(r.reward, dict) else 0.0 for r in results], dtype=torch.float32
-        )
-    batch["total_reward"] = torch.tensor(
-        [float(sum(r.reward.values())) if isinstance(r.reward, dict) else float(r.reward) for r in results],
-        dtype=torch.float32,
-    )
+    batch["truncated"] = torch.tensor(cut, dtype=torch.bool)
+    components = [result.reward if isinstance(result.reward, dict) else {} for result in results]
+    for name in dict.fromkeys(name for each in components for name in each):
+        batch[f"reward/{name}"] = torch.tensor([each.get(name, 0.0) for each in components], dtype=torch.float32)
+    totals = [sum(r.reward.values()) if isinstance(r.reward, dict) else r.reward for r in results]
+    batch["total_reward"] = torch.tensor([float(total) for total in totals], dtype=torch.float32)
     return [
         SampleStats(
             turns=len(chain),
             assistant_tokens=sum(len(call.sample.token_ids) for call in chain),
             env_tokens=sum(len(m["token_ids"]) for m in log[1:] if m["role"] != "assistant") if chain else 0,
             done=result.error is None,
-            truncated=bool(chain) and chain[-1].truncated,
+            truncated=truncated,
         )
-        for chain, log, result in zip(chains, logs, results)
+        for chain, log, result, truncated in zip(chains, logs, results, cut)
     ]
 
 
@@ -142,14 +132,10 @@ def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLo
             role = "environment" if log else "user"
             text = text_of(tokenizer, new, call.prompt_ids[:before], skip_special=False)
             log.append({"role": role, "content": text, "token_ids": torch.tensor(new)})
-        ids = call.sample.token_ids
+        ids, logprobs = call.sample.token_ids, torch.tensor(call.sample.logprobs, dtype=torch.float32)
+        text = text_of(tokenizer, ids, call.prompt_ids)
         log.append(
-            {
-                "role": "assistant",
-                "content": text_of(tokenizer, ids, call.prompt_ids),
-                "token_ids": torch.tensor(ids),
-                "generation_logprobs": torch.tensor(call.sample.logprobs, dtype=torch.float32),
-            }  # fmt: skip
+            {"role": "assistant", "content": text, "token_ids": torch.tensor(ids), "generation_logprobs": logprobs}
         )
         before = len(call.prompt_ids) + len(ids)
     return log

@@ -4,17 +4,17 @@ trains.
 Shapes: B samples have T tokens in total, concatenated. S is the length of the longest sample in padded views.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, NoReturn, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
-from nemo_rl_cpp.data.interfaces import DatumSpec, LLMMessageLogType, Message, tokens_of
+from nemo_rl_cpp.data.interfaces import DatumSpec, Message, tokens_of
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.ragged_batch import LENGTHS, TOKENS, RaggedBatch, offsets_of
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.dotted_names import is_user_defined
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 
@@ -29,47 +29,62 @@ class MissingField(AttributeError, KeyError):
         return str(self.args[0])
 
 
-def _column(name: str, meaning: str, made_by: str) -> property:
-    def get(self: "Rollouts") -> object:
-        if name not in self.data:
-            raise MissingField(f"the rollouts have no {name}: it comes from {made_by}")
-        return self.data[name]
+class _Field:
+    """A field of a batch, which raises MissingField if it is read before a stage has set it.
 
-    def put(self: "Rollouts", value: object) -> None:
-        self.data[name] = value
+    Attributes:
+        store: the dictionary of the batch that holds the field: `data`, `tokens` or `samples`.
+        source: what sets the field, for the error.
+    """
 
-    return property(get, put, doc=meaning)
+    def __init__(self, store: str, source: str) -> None:
+        self.store, self.source = store, source
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, batch: object, owner: type) -> Any:
+        if batch is None:
+            return self
+        held = getattr(batch, self.store)
+        if self.name not in held:
+            raise self.missing()
+        return held[self.name]
+
+    def __set__(self, batch: object, value: object) -> None:
+        getattr(batch, self.store)[self.name] = batch.ragged(value) if self.store == "tokens" else value
+
+    def missing(self) -> MissingField:
+        batch = "rollouts have" if self.store == "data" else "batch has"
+        return MissingField(f"the {batch} no {self.name}: {self.source}")
 
 
 class Rollouts(BatchedDataDict):
     """Finished conversations with their rewards, one row per sample. Columns of the data set are kept as keys, and
-    reward components have the keys `reward/<name>`.
+    reward components have the keys `reward/<name>`. The rows of one prompt form a group.
 
-    The rows of one prompt form a group.
+    Attributes:
+        message_log: [B] lists of messages: role, content, token_ids, generation_logprobs.
+        length: int64 [B], the number of tokens of each prompt.
+        loss_multiplier: float32 [B], the weight of each sample; 0: a prompt that was cut.
+        group_id: int64 [B], equal for samples of one prompt.
+        total_reward: float32 [B], over all turns.
+        raw_reward: float32 [B], as the environments gave it.
+        truncated: bool [B], whether a response or an observation ran out of room.
+        weight_version: int64 [B], the version of the weights that sampled the responses.
     """
 
-    message_log = _column("message_log", "[B] lists of messages: role, content, token_ids, generation_logprobs", "data")
-    length = _column("length", "int64 [B] tokens of each prompt", "data")
-    loss_multiplier = _column("loss_multiplier", "float32 [B] weight of each sample; 0: a prompt that was cut", "data")
-    group_id = _column("group_id", "int64 [B] which samples have one prompt", "the prompt source")
-    total_reward = _column("total_reward", "float32 [B] over all turns", "the environments")
-    raw_reward = _column("raw_reward", "float32 [B] as the environments gave it", "the rollout runner")
-    truncated = _column("truncated", "bool [B] a response or an observation ran out of room", "the rollout")
-    weight_version = _column("weight_version", "int64 [B] which weights answered", "the rollout runner")
+    message_log = _Field("data", "it comes from data")
+    length = _Field("data", "it comes from data")
+    loss_multiplier = _Field("data", "it comes from data")
+    group_id = _Field("data", "it comes from the prompt source")
+    total_reward = _Field("data", "it comes from the environments")
+    raw_reward = _Field("data", "it comes from the rollout collector")
+    truncated = _Field("data", "it comes from the rollout")
+    weight_version = _Field("data", "it comes from the rollout collector")
 
 
-def _of_tokens(name: str, meaning: str) -> property:
-    def put(self: "TrainBatch", value: Tensor) -> None:
-        self.tokens[name] = self.ragged(value)
-
-    return property(lambda self: self._filled(name, self.tokens), put, doc=meaning)
-
-
-def _of_samples(name: str, meaning: str) -> property:
-    def put(self: "TrainBatch", value: Tensor) -> None:
-        self.samples[name] = value
-
-    return property(lambda self: self._filled(name, self.samples), put, doc=meaning)
+_OF_ROLLOUTS = "the rollouts that it was built from had none"
 
 
 class TrainBatch(RaggedBatch):
@@ -80,32 +95,43 @@ class TrainBatch(RaggedBatch):
     MissingField. A padded tensor [B, S] is converted to ragged when it is assigned. Losses and estimators may also read
     the batch as a padded mapping (`RaggedBatch`) with the same names, and reward components as `reward/<name>`.
     `values` are the critic's values, not the method of a mapping.
+
+    Attributes:
+        input_ids: int64 [T].
+        token_mask: [T], 1 on the tokens that are trained.
+        generation_logprobs: float32 [T] of the sampled tokens as generation reported them; 0 elsewhere.
+        sample_mask: float32 [B], the weight of each sample in the loss.
+        rewards: float32 [B].
+        group_id: int64 [B], equal for samples of one prompt.
+        weight_version: int64 [B], the version of the weights that sampled the responses.
+        values: float32 [T], the critic's value of the state before each token.
+        prev_logprobs: [T] of the policy before its first update; missing where generation's are as good.
+        reference_policy_logprobs: [T] of the frozen first weights.
+        teacher_logprobs: [T] of the teachers.
+        sum_pi_squared: [T], the sum of p^2 over the vocabulary, of the policy before training.
+        entropies: [T] in nats, of the policy before its first update.
+        advantages: float32 [T].
+        returns: float32 [T], the critic's targets.
+        lacks_generation_logprobs: whether a trained message was not generated by the policy, so that its
+            `generation_logprobs` are 0.
     """
 
     lacks_generation_logprobs: bool = False
-    """Whether a trained message was not generated by the policy, so that its `generation_logprobs` are 0."""
-
-    input_ids = _of_tokens("input_ids", "int64 [T]")
-    token_mask = _of_tokens("token_mask", "[T], 1 on the tokens that are trained")
-    generation_logprobs = _of_tokens(
-        "generation_logprobs", "float32 [T] of the sampled tokens as generation reported them; 0 elsewhere"
-    )
-    values = _of_tokens("values", "float32 [T] of the critic: the value of the state before each token")
-    prev_logprobs = _of_tokens(
-        "prev_logprobs", "[T] of the policy before its first update; missing where generation's are as good"
-    )
-    reference_policy_logprobs = _of_tokens("reference_policy_logprobs", "[T] of the frozen first weights")
-    teacher_logprobs = _of_tokens("teacher_logprobs", "[T] of the teachers")
-    sum_pi_squared = _of_tokens(
-        "sum_pi_squared", "[T], the sum of p^2 over the vocabulary, of the policy before training"
-    )
-    entropies = _of_tokens("entropies", "[T] in nats, of the policy before its first update")
-    advantages = _of_tokens("advantages", "float32 [T]")
-    returns = _of_tokens("returns", "float32 [T], what the critic learns")
-    sample_mask = _of_samples("sample_mask", "float32 [B] weight of each sample in the loss")
-    rewards = _of_samples("rewards", "float32 [B]")
-    group_id = _of_samples("group_id", "int64 [B] which samples have one prompt")
-    weight_version = _of_samples("weight_version", "int64 [B] which weights answered")
+    input_ids = _Field("tokens", _OF_ROLLOUTS)
+    token_mask = _Field("tokens", _OF_ROLLOUTS)
+    generation_logprobs = _Field("tokens", _OF_ROLLOUTS)
+    sample_mask = _Field("samples", _OF_ROLLOUTS)
+    rewards = _Field("samples", _OF_ROLLOUTS)
+    group_id = _Field("samples", _OF_ROLLOUTS)
+    weight_version = _Field("samples", _OF_ROLLOUTS)
+    values = _Field("tokens", "a critic adds them before the advantages, and there is none")
+    prev_logprobs = _Field("tokens", "the policy was not asked for them, since generation's are as good")
+    reference_policy_logprobs = _Field("tokens", "they are added where the KL weight is not 0")
+    teacher_logprobs = _Field("tokens", "the run has no teacher")
+    sum_pi_squared = _Field("tokens", "they are added for the estimator optimal_token_baseline")
+    entropies = _Field("tokens", "they are added where loss_fn.top_entropy_quantile is below 1")
+    advantages = _Field("tokens", "the stage advantage_calculation adds them")
+    returns = _Field("tokens", "an estimator that has values adds them")
 
     @property
     def input_lengths(self) -> Tensor:
@@ -129,44 +155,24 @@ class TrainBatch(RaggedBatch):
         """
         return self.prev_logprobs if "prev_logprobs" in self else self.generation_logprobs
 
-    def _filled(self, name: str, among: Mapping[str, Tensor]) -> Tensor:
-        if name not in among:
-            raise MissingField(f"the batch has no {name}: {_MADE_BY.get(name, _FROM_ROLLOUTS)}")
-        return among[name]
-
     def __getattr__(self, name: str) -> NoReturn:
-        if name in _NAMES:  # Python also calls this if a property raises AttributeError
-            self._filled(name, {})
-        raise AttributeError(f"a TrainBatch has no {name}; it has {', '.join(_NAMES)}")
+        if name in _FIELDS:  # Python also calls this if a field raises MissingField
+            raise _FIELDS[name].missing()
+        raise AttributeError(f"a TrainBatch has no {name}; it has {', '.join(_FIELDS)}")
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in _NAMES and name not in self:
-            self._filled(name, {})
+        if name in _FIELDS and name not in self:
+            raise _FIELDS[name].missing()
         return super().__getitem__(name)
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        if name in _NAMES and name != LENGTHS:
+        if name in _FIELDS:
             setattr(self, name, value)
         else:
             super().__setitem__(name, value)
 
 
-_NAMES = (
-    TOKENS, LENGTHS, "token_mask", "generation_logprobs", "sample_mask", "rewards", "group_id", "weight_version", "values",
-    "prev_logprobs", "reference_policy_logprobs", "teacher_logprobs", "entropies", "sum_pi_squared", "advantages",
-    "returns",
-)  # fmt: skip
-_FROM_ROLLOUTS = "the rollouts that it was built from had none"
-_MADE_BY = {
-    "values": "a critic adds them before the advantages, and there is none",
-    "prev_logprobs": "the policy was not asked for them, since generation's are as good",
-    "reference_policy_logprobs": "they are added where the KL weight is not 0",
-    "teacher_logprobs": "the run has no teacher",
-    "sum_pi_squared": "they are added for the estimator optimal_token_baseline",
-    "entropies": "they are added where loss_fn.top_entropy_quantile is below 1",
-    "advantages": "the stage advantage_calculation adds them",
-    "returns": "an estimator that has values adds them",
-}
+_FIELDS = {name: field for name, field in vars(TrainBatch).items() if isinstance(field, _Field)}
 
 
 # ---- from finished conversations to the training batch
@@ -182,22 +188,6 @@ def sampled_by_policy(message: Message) -> bool:
 def spoken_by_assistant(message: Message) -> bool:
     """Return whether the message has the role assistant. PPO and supervised fine-tuning train only on such messages."""
     return message["role"] == "assistant"
-
-
-def add_token_loss_masks(
-    message_logs: list[LLMMessageLogType], is_trained: Callable[[Message], bool] = sampled_by_policy
-) -> None:
-    """Add `token_loss_mask` to every message, in place: 1 on trained tokens and 0 on others, shaped like `token_ids`.
-    Add `generation_logprobs` of zeros to messages that have none.
-    """
-    messages = [message for log in message_logs for message in log]
-    lengths = [message["token_ids"].numel() for message in messages]
-    trained = torch.tensor([int(is_trained(message)) for message in messages], dtype=torch.int64)
-    masks = trained.repeat_interleave(torch.tensor(lengths, dtype=torch.int64)).split(lengths)
-    zeros = torch.zeros(sum(lengths), dtype=torch.float32).split(lengths)
-    for message, mask, zero in zip(messages, masks, zeros, strict=True):
-        message["token_loss_mask"] = mask
-        message.setdefault("generation_logprobs", zero)
 
 
 def build_train_batch(
@@ -216,29 +206,32 @@ def build_train_batch(
     components are copied if present. Raise ValueError if there is no sample, or if a sample has no token.
     """
     logs = samples["message_log"]
-    lacking = any(is_trained(message) and "generation_logprobs" not in message for log in logs for message in log)
-    add_token_loss_masks(logs, is_trained)
     lengths = torch.tensor([*map(tokens_of, logs)])
-
     if not len(lengths) or not bool(lengths.all()):
         where = "no sample" if not len(lengths) else f"sample {int((lengths == 0).nonzero()[0])} has no token"
         raise ValueError(f"there is nothing to train on: {where}")
 
-    def joined(key: str) -> torch.Tensor:
-        return torch.cat([message[key] for log in logs for message in log])
-
+    messages = [message for log in logs for message in log]
+    sizes = torch.tensor([message["token_ids"].numel() for message in messages])
+    trained = torch.tensor([int(is_trained(message)) for message in messages])
+    zeros = torch.zeros(int(sizes.max()))
+    logprobs = [
+        message.get("generation_logprobs", zeros[:size]) for message, size in zip(messages, sizes.tolist(), strict=True)
+    ]
     batch = TrainBatch(
         offsets_of(lengths),
         tokens={
-            "input_ids": joined("token_ids"),
-            "token_mask": joined("token_loss_mask"),
-            "generation_logprobs": joined("generation_logprobs").float(),
+            "input_ids": torch.cat([message["token_ids"] for message in messages]),
+            "token_mask": trained.repeat_interleave(sizes),
+            "generation_logprobs": torch.cat(logprobs).float(),
         },
         samples={"sample_mask": sample_mask(samples, overlong_filtering), "rewards": samples["total_reward"].float()},
         pad_token_id=pad_token_id,
         width=-(-int(lengths.max()) // divisible_by) * divisible_by,
     )
-    batch.lacks_generation_logprobs = lacking
+    batch.lacks_generation_logprobs = any(
+        is_trained(message) and "generation_logprobs" not in message for message in messages
+    )
     for key in samples.keys():
         if key in ("group_id", "weight_version", "reward_baseline"):
             batch.samples[key] = samples[key]

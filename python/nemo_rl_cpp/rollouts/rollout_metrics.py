@@ -1,6 +1,6 @@
 """Counts of turns and tokens per rollout, and NeMo RL's metrics of a batch of rollouts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
@@ -30,21 +30,12 @@ class SampleStats:
     truncated: bool = False
     max_turns_reached: bool = False
 
-    @property
-    def total_tokens(self) -> int:
-        return self.assistant_tokens + self.env_tokens
-
 
 def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
-    """Return NeMo RL's rollout metrics of the samples; rates are fractions of the samples. Raise ValueError if there
-    are no samples.
-    """
-    n = len(samples)
-    if n == 0:
-        raise ValueError("no rollout was made: the batch of prompts is empty")
+    """Return NeMo RL's rollout metrics of the samples; rates are fractions of the samples."""
 
     def mean(values: list[float]) -> float:
-        return sum(values) / n
+        return sum(values) / len(samples)
 
     return {
         "total_turns": sum(s.turns for s in samples),
@@ -53,7 +44,7 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
         "natural_termination_rate": mean([s.done for s in samples]),
         "truncation_rate": mean([s.truncated for s in samples]),
         "max_turns_reached_rate": mean([s.max_turns_reached for s in samples]),
-        "mean_total_tokens_per_sample": mean([s.total_tokens for s in samples]),
+        "mean_total_tokens_per_sample": mean([s.assistant_tokens + s.env_tokens for s in samples]),
         "mean_gen_tokens_per_sample": mean([s.assistant_tokens for s in samples]),
         "max_gen_tokens_per_sample": max(s.assistant_tokens for s in samples),
         "mean_env_tokens_per_sample": mean([s.env_tokens for s in samples]),
@@ -121,32 +112,20 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
     for name in names:
         entries = [(size, metrics) for size, metrics in rounds if name in metrics]
         values = [metrics[name] for _, metrics in entries]
+        last = name.rsplit("/", 1)[-1]  # of games/num_won; the part before may be a task
+        join = {"max": max, "min": min, "total": sum}.get(last.split("_", 1)[0])
+        if last in COUNTS or last.startswith(("verifier_", "num_")):
+            join = sum
         if not all(isinstance(value, (int, float)) for value in values):
             combined[name] = values[-1]
-        elif (join := join_of(name)) is not None:
+        elif join is not None and not last.endswith("_rate"):
             combined[name] = join(values)
-        elif _is_count(name.rsplit("/", 1)[-1]):
-            combined[name] = sum(values)
         else:
             share = name.replace("accuracy_of_", "") if "accuracy_of_" in name else None
             weights = [size * metrics.get(share, 1.0) for size, metrics in entries]
             total = sum(weights)
             combined[name] = sum(w * v for w, v in zip(weights, values)) / total if total else values[-1]
     return combined
-
-
-def _is_count(last: str) -> bool:
-    return last in COUNTS or (last.startswith(("verifier_", "num_")) and not last.endswith("_rate"))
-
-
-def join_of(name: str) -> Callable[[list[float]], float] | None:
-    """Return the function that combines values of the metric `name`: `max` for `max_*` and `*/max`, `min` for `min_*`
-    and `*/min`, `sum` for `total_*` and `*/total`. Return None for metrics that are averaged, such as rates
-    (`max_turns_reached_rate`).
-    """
-    last = name.rsplit("/", 1)[-1]
-    kind = last.split("_", 1)[0]
-    return None if last.endswith("_rate") else {"max": max, "min": min, "total": sum}.get(kind)
 
 
 class RoundMetrics:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.distributed.worker_calls import Future, is_done
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts, checked_return
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
-from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, PaddedPrompts, Responses
+from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, Responses
 from nemo_rl_cpp.rollouts.agent_rollouts import are_made_by_agents, run_agent_rollouts
 from nemo_rl_cpp.rollouts.batches import DatumBatch, Rollouts
 from nemo_rl_cpp.rollouts.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
@@ -40,42 +39,28 @@ _ENOUGH_IDS = 64  # decoding must start at a token that has text; the last 64 id
 # ---- one turn
 
 
-def generate_responses(
-    policy_generation: GenerationInterface, generation_input_data: PaddedPrompts, batch: DatumBatch, tokenizer: TokenizerType,
-    input_lengths: torch.Tensor, include_logprobs: bool = True, greedy: bool = False,
-) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
-    """Generate one response per row and append it as an assistant message to `batch["message_log"]`, in place.
+def attach_responses(
+    outputs: Answer, batch: DatumBatch, tokenizer: TokenizerType, input_lengths: torch.Tensor
+) -> list[torch.Tensor]:
+    """Append an engine's responses to `batch["message_log"]`, in place, and return the generated ids of each row.
 
-    A message holds `content` (the text without special tokens), `token_ids`, and with `include_logprobs`
+    A message holds `content` (the text without special tokens), `token_ids`, and if the engine returns them
     `generation_logprobs`. If the weights could change within a response, it also holds `token_versions`, the version of
     the weights that sampled each token. `batch["truncated"]` [B] marks truncated responses, if the engine reports them.
-
-    Return (batch, the generated ids of each row, {"mean_generation_length", "total_generated_tokens"}).
     """
-    generation_input_data["stop_strings"] = batch.get("stop_strings", [None] * len(input_lengths))
-    outputs = policy_generation.generate(generation_input_data, greedy=greedy)
-    return attach_responses(outputs, batch, tokenizer, input_lengths, include_logprobs)
-
-
-def attach_responses(
-    outputs: Answer, batch: DatumBatch, tokenizer: TokenizerType, input_lengths: torch.Tensor, include_logprobs: bool = True
-) -> tuple[DatumBatch, list[torch.Tensor], dict[str, float | int]]:  # fmt: skip
-    """Append an engine's responses to the message logs. Messages and return value are those of `generate_responses`."""
     responses = Responses.of(outputs, input_lengths)
     generated = responses.rows(responses.token_ids)
     for log, ids in zip(batch["message_log"], generated, strict=True):
         text = text_of(tokenizer, ids.tolist(), last_ids(log))
         log.append({"role": "assistant", "content": text, "token_ids": ids})
-    if include_logprobs and responses.logprobs is not None:
-        for log, logprobs in zip(batch["message_log"], responses.rows(responses.logprobs), strict=True):
-            log[-1]["generation_logprobs"] = logprobs
-    if responses.token_versions is not None:
-        for log, versions in zip(batch["message_log"], responses.rows(responses.token_versions), strict=True):
-            log[-1]["token_versions"] = versions
+    of_tokens = {"generation_logprobs": responses.logprobs, "token_versions": responses.token_versions}
+    for name, values in of_tokens.items():
+        if values is not None:
+            for log, row in zip(batch["message_log"], responses.rows(values), strict=True):
+                log[-1][name] = row
     if responses.truncated is not None:
         batch["truncated"] = responses.truncated
-    mean, total = responses.lengths.float().mean().item(), int(responses.lengths.sum())
-    return batch, generated, {"mean_generation_length": mean, "total_generated_tokens": total}
+    return generated
 
 
 def calculate_rewards(
@@ -156,44 +141,6 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
     )
 
 
-class Observed(NamedTuple):
-    """The number of tokens that an observation added, and whether it overflowed."""
-
-    tokens: int
-    overflowed: bool
-
-
-def tokenize_observations(observations: Sequence[Mapping[str, str]], tokenizer: TokenizerType) -> list[torch.Tensor]:
-    """Return the int64 token ids of each environment message. No chat template is applied."""
-    texts = [observation["content"] for observation in observations]
-    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [*torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64).split([*map(len, rows)])]
-
-
-def append_observation(
-    message_log: LLMMessageLogType,
-    observation: Mapping[str, str],
-    ids: torch.Tensor,
-    used_tokens: int,
-    max_seq_len: int,
-) -> Observed:
-    """Append the environment's message with the token ids `ids`, truncated at `max_seq_len`.
-
-    An observation overflows if the conversation reaches `max_seq_len`, even if it just fits, because no response can
-    follow. Raise ValueError if the `used_tokens` of prompt and response already exceed `max_seq_len`.
-    """
-    overflowed = used_tokens + len(ids) >= max_seq_len
-    if overflowed:
-        if used_tokens > max_seq_len:
-            raise ValueError(
-                f"prompt and response have {used_tokens} tokens, more than max_seq_len {max_seq_len}: set "
-                "policy.generation.vllm_cfg.max_model_len to at most policy.max_total_sequence_length"
-            )
-        ids = ids[: max_seq_len - used_tokens]
-    message_log.append({"role": observation["role"], "content": observation["content"], "token_ids": ids})
-    return Observed(len(ids), overflowed)
-
-
 class EarlyScoring:
     """The early scoring of a turn's responses that end while other responses are still generated. `calculate_rewards`
     scores the rest.
@@ -214,11 +161,8 @@ class EarlyScoring:
         self.begun: list[tuple[list[int], Future]] = []
         """(rows of the turn, future of `step`'s result), in the order of the calls."""
         self._latest: dict[str, Future] = {}
-
-    @property
-    def useful(self) -> bool:
-        """Whether any row of this turn may be scored early."""
-        return any(task in self._environments for task in self._active["task_name"])
+        self.is_possible = any(task in self._environments for task in active["task_name"])
+        """whether any row of this turn may be scored early"""
 
     def finished(self, rows: list[int], token_ids: list[list[int]]) -> None:
         """Start to score responses that have ended. The engine calls this method between its steps."""
@@ -302,7 +246,7 @@ class Conversations:
 
     def respond(self, turn: Turn, outputs: Answer) -> None:
         """Append the engine's responses to the conversations."""
-        _, generated, _ = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs.lengths)
+        generated = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs.lengths)
         cut = turn.active["truncated"].tolist() if "truncated" in turn.active else [False] * len(generated)
         for row, ids, truncated in zip(self.active, generated, cut):
             self.stats[row].turns += 1
@@ -310,19 +254,32 @@ class Conversations:
             self.stats[row].truncated |= truncated
 
     def observe(self, turn: Turn, answer: EnvironmentReturn) -> None:
-        """Add the environments' rewards and observations to the conversations, and determine which of them continue."""
+        """Add the environments' rewards and observations to the conversations, and determine which of them continue.
+
+        An observation is tokenized without a chat template, and truncated at `max_seq_len`. It overflows if the
+        conversation reaches `max_seq_len`, even if it just fits, because no response can follow. Raise ValueError if
+        prompt and response already exceed `max_seq_len`.
+        """
         self._add_rewards(answer.rewards)
         terminated = answer.terminateds.bool().tolist()
         going_on = []
-        ids = tokenize_observations(answer.observations, self.tokenizer)
+        texts = [observation["content"] for observation in answer.observations]
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         prompts = turn.inputs.lengths.tolist()
         for i, row in enumerate(self.active):
-            stats, log = self.stats[row], self.batch["message_log"][row]
+            stats, log, observation = self.stats[row], self.batch["message_log"][row], answer.observations[i]
             used = prompts[i] + log[-1]["token_ids"].numel()
-            observed = append_observation(log, answer.observations[i], ids[i], used, self.max_seq_len)
-            stats.env_tokens += observed.tokens
-            stats.truncated |= observed.overflowed
-            stats.done = terminated[i] or observed.overflowed
+            if used > self.max_seq_len:
+                raise ValueError(
+                    f"prompt and response have {used} tokens, more than max_seq_len {self.max_seq_len}: set "
+                    "policy.generation.vllm_cfg.max_model_len to at most policy.max_total_sequence_length"
+                )
+            overflowed = used + len(ids[i]) >= self.max_seq_len
+            seen = torch.tensor(ids[i][: self.max_seq_len - used], dtype=torch.int64)
+            log.append({"role": observation["role"], "content": observation["content"], "token_ids": seen})
+            stats.env_tokens += len(seen)
+            stats.truncated |= overflowed
+            stats.done = terminated[i] or overflowed
             self._mask(row, answer.metadata[i])
             if stats.done:
                 continue
@@ -420,7 +377,7 @@ def run_multi_turn_rollout(
             break
         turn = conversations.begin()
         early = EarlyScoring(turn.active, tokenizer, task_to_env)
-        tells = getattr(policy_generation, "reports_finished", False) and early.useful
+        tells = getattr(policy_generation, "reports_finished", False) and early.is_possible
         beside = {"on_finished": early.finished} if tells else {}
         conversations.respond(turn, policy_generation.generate(turn.inputs, greedy=greedy, **beside))
         conversations.observe(turn, calculate_rewards(turn.active, task_to_env, early.begun))

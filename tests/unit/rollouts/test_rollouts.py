@@ -1,13 +1,12 @@
 import pytest
 import torch
 from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import Future
 from nemo_rl_cpp.environments.arithmetic_environment import ArithmeticEnvironment
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.rollouts.batches import build_train_batch
-from nemo_rl_cpp.rollouts.rollouts import calculate_rewards, generate_responses, repeat_prompts, run_multi_turn_rollout
+from nemo_rl_cpp.rollouts.rollouts import calculate_rewards, repeat_prompts, run_multi_turn_rollout
 
 TOKENIZER = ByteTokenizer()
 
@@ -149,18 +148,6 @@ def test_environment_exception_reaches_the_caller():
     for env in (Broken(), Broken.remote()):
         with pytest.raises(KeyError, match="my own mistake"):
             calculate_rewards(prompts(["a"], ["x"], [{}]), {"x": env})
-
-
-def test_generate_responses_can_omit_logprobs():
-    batch = prompts(["a"], ["x"], [{}])
-    data = BatchedDataDict(input_ids=torch.tensor([[97]]), input_lengths=torch.tensor([1]))
-    batch, generated, metrics = generate_responses(
-        FakeGeneration(lambda p, k: "hi"), data, batch, TOKENIZER, data["input_lengths"], include_logprobs=False
-    )
-    assert set(batch["message_log"][0][1]) == {"role", "content", "token_ids"}
-    assert batch["message_log"][0][1]["content"] == "hi"  # without eos
-    assert generated[0].tolist() == [*b"hi", 257]
-    assert metrics == {"mean_generation_length": 3.0, "total_generated_tokens": 3}
 
 
 def test_metrics_of_several_environments_are_prefixed_by_task():

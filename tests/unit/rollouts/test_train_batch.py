@@ -2,7 +2,7 @@
 
 import torch
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.rollouts.batches import add_token_loss_masks, build_train_batch, spoken_by_assistant
+from nemo_rl_cpp.rollouts.batches import build_train_batch, spoken_by_assistant
 
 
 def message(role, ids, logprobs=None):
@@ -58,10 +58,3 @@ def test_sample_mask_combines_multiplier_overlong_filter_and_environment_mask():
     rolled["mask_sample"] = [True, False]
     assert build_train_batch(rolled, pad_token_id=0)["sample_mask"].tolist() == [0.0, 1.0]
     assert rolled["loss_multiplier"].tolist() == [0.5, 1.0]  # the samples stay as they were
-
-
-def test_token_loss_masks_are_added_to_messages_in_place():
-    log = samples()["message_log"]
-    add_token_loss_masks(log)
-    assert [m["token_loss_mask"].tolist() for m in log[1]] == [[0], [0], [0], [1]]
-    assert log[1][1]["generation_logprobs"].dtype == torch.float32

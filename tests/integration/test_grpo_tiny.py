@@ -9,48 +9,30 @@ import torch
 from nemo_rl_cpp import run_grpo_math
 from nemo_rl_cpp.algorithms.loop import train_loop
 
-
-@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
-def test_grpo_learns_to_reverse_digits(tmp_path, seed):
-    run = tiny.train(tmp_path, *tiny.FAST, f"grpo.seed={seed}", "grpo.max_num_steps=200", until=0.9)
-    rewards = [row["reward"] for row in run.history]
-    assert rewards[0] < 0.2
-    assert sum(rewards[-5:]) / 5 > 0.9
-    assert (
-        run.validation.validator.run(run.state.step).metrics["accuracy"] > 0.85
-    )  # on numbers that were not trained on
-    assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
-
-
 EXPERTS = {
     "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
 }  # fmt: skip
-
-
-@pytest.mark.long
-def test_grpo_learns_to_reverse_digits_with_a_mixture_of_experts(tmp_path):
-    experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
-    run = tiny.train(tmp_path, *tiny.FAST, *experts, "grpo.seed=2", "grpo.max_num_steps=200", until=0.9)
-    rewards = [row["reward"] for row in run.history]
-    assert rewards[0] < 0.2
-    assert sum(rewards[-5:]) / 5 > 0.9
-    assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
-
-
 RECURRENT = {
     "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
+LEARNERS = [
+    pytest.param(layers, seed, marks=() if (name, seed) in (("plain", 2), ("recurrent", 2)) else pytest.mark.long, id=f"{name}-{seed}")
+    for name, layers, seeds in (("plain", {}, (1, 2, 3)), ("experts", EXPERTS, (2,)), ("recurrent", RECURRENT, (1, 2, 3)))
+    for seed in seeds
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
-def test_grpo_learns_to_reverse_digits_with_a_recurrent_layer(tmp_path, seed):
-    layers = [f"++policy.hf_config_overrides.{key}={value}" for key, value in RECURRENT.items()]
-    run = tiny.train(tmp_path, *tiny.FAST, *layers, f"grpo.seed={seed}", "grpo.max_num_steps=200", until=0.9)
+@pytest.mark.parametrize("layers, seed", LEARNERS)
+def test_grpo_learns_to_reverse_digits(tmp_path, layers, seed):
+    model = [f"++policy.hf_config_overrides.{key}={value}" for key, value in layers.items()]
+    run = tiny.train(tmp_path, *tiny.FAST, *model, f"grpo.seed={seed}", "grpo.max_num_steps=200", until=0.9)
     rewards = [row["reward"] for row in run.history]
     assert rewards[0] < 0.2
     assert sum(rewards[-5:]) / 5 > 0.9
     assert all(row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0 for row in run.history)
+    if not layers:  # on numbers that were not trained on
+        assert run.validation.validator.run(run.state.step).metrics["accuracy"] > 0.85
 
 
 def test_metrics_report_exact_agreement_of_generation_and_training(tmp_path):
@@ -91,21 +73,12 @@ def test_counts_of_a_batch_do_not_depend_on_the_size_of_micro_batches(tmp_path, 
     assert found == found[:1] * 3 and 0 < found[0]["num_valid_samples"] < 32
 
 
-def test_chrome_trace_contains_each_step_with_its_stages(tmp_path):
-    """The stages of every step lie within it, and the file lies beside the other logs."""
+def test_chrome_trace_of_a_run_is_written_among_its_logs(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "logger.chrome_trace=true")
     (trace,) = (tmp_path / "logs").rglob("trace_from_step_*.json")
     assert trace.name == "trace_from_step_1.json" and trace.parent == run.log_dir
-    stages = [event for event in json.loads(trace.read_text()) if event["ph"] == "X"]
-    steps = [event for event in stages if event["name"] == "total_step_time"]
-    assert len(steps) == 3
-    for step in steps:
-        inside = [
-            e
-            for e in stages
-            if e is not step and step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"] + 2
-        ]
-        assert {"generation", "policy_training", "advantage_calculation"} <= {event["name"] for event in inside}
+    names = [event["name"] for event in json.loads(trace.read_text())]
+    assert names.count("total_step_time") == names.count("policy_training") == names.count("generation") == 3
 
 
 def test_non_finite_gradient_ends_the_run_and_saves_the_batch(tmp_path, capsys):
@@ -213,26 +186,6 @@ def test_gradients_do_not_depend_on_the_micro_batch_size(tmp_path):
     assert reference.norm() > 0
     for size in (1, 2, 4):
         assert (gradients[size].double() - reference).norm() / reference.norm() < 1e-5
-
-
-def test_python_loss_has_the_same_gradient_as_the_native_loss(tmp_path):
-    """REINFORCE in three lines; its gradient equals the native loss' before the first update (ratio 1)."""
-
-    def loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        return (
-            -(data["advantages"][:, 1:] * torch.exp(next_token_logprobs - next_token_logprobs.detach()) * mask).sum()
-            / global_valid_toks
-        )
-
-    digests = []
-    for own in (False, True):
-        run = tiny.make(tmp_path / str(own), *tiny.SMALL, "grpo.max_num_steps=1")
-        if own:
-            run.loss_fn = loss
-        train_loop(run)
-        digests.append(run.policy.trainer.grads.double().clone())
-    assert (digests[0] - digests[1]).norm() / digests[0].norm() < 1e-5
 
 
 def test_repeated_run_gives_bit_identical_weights(tmp_path):

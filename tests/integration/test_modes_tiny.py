@@ -3,7 +3,6 @@
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.dynamic_sampling import DynamicSamplingExhausted
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment, assistant_text, prompt_text
 
 
@@ -133,11 +132,6 @@ class HalfHopeless(SingleTurnEnvironment):
         return self._finish(rewards, metadata)
 
 
-class Hopeless(SingleTurnEnvironment):
-    def step(self, message_log_batch, metadata):
-        return self._finish([0.0] * len(metadata), metadata)
-
-
 @pytest.mark.parametrize("mode", ["dapo", "prorlv2"])
 def test_dynamic_sampling_trains_only_whole_groups_with_mixed_rewards(tmp_path, mode):
     run = tiny.make(
@@ -163,59 +157,3 @@ def test_dynamic_sampling_trains_only_whole_groups_with_mixed_rewards(tmp_path, 
         assert row["dynamic_sampling_num_discarded_valid_samples"] == 4 * (counts[2] - 8)
         drawn += sum(counts)
     assert run.state.draw_counter == drawn and max(of(history, "dynamic_sampling_num_gen_batches")) > 1
-
-
-def test_dynamic_sampling_stops_after_the_batch_limit_if_no_group_has_mixed_rewards(tmp_path):
-    run = tiny.make(
-        tmp_path,
-        *tiny.SMALL,
-        "grpo.max_num_gen_batches=3",
-        "grpo.num_generations_per_prompt=4",
-        config="dapo_tiny.yaml",
-        environment=Hopeless(),
-    )
-    generate, calls, before = run.generation.generate, [], run.policy.weight_digest()
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return generate(*args, **kwargs)
-
-    run.generation.generate = counted
-    with pytest.raises(DynamicSamplingExhausted) as stopped:
-        run_to_end(run)
-    message = str(stopped.value)
-    assert len(calls) == 3
-    assert (
-        "found 0 of the 8 groups that a step needs in 3 generation batches (dynamic_sampling_max_gen_batches=3)"
-        in message
-    )
-    assert "of 30 groups 0 were all right, 30 all wrong and 0 mixed" in message
-    assert all(key in message for key in ("num_generations_per_prompt", "batch_multiplier", "use_dynamic_sampling"))
-    assert run.policy.weight_digest() == before and run.state.step == 0
-
-
-def test_resumed_dapo_run_trains_the_same_batches_as_the_uninterrupted_run(tmp_path):
-    """Groups kept for the next step, the draw counter and the position in the data are all in the checkpoint."""
-    options = (
-        *tiny.SMALL, "checkpointing.enabled=true", "checkpointing.save_period=3", "checkpointing.metric_name=null",
-        "grpo.dynamic_sampling_keep_surplus=true", "grpo.batch_multiplier=3",
-    )  # fmt: skip
-
-    def run(folder, steps):
-        made = tiny.make(
-            folder, *options, f"grpo.max_num_steps={steps}", config="dapo_tiny.yaml", environment=HalfHopeless()
-        )
-        batches = recorded(made)
-        return made, batches, run_to_end(made)
-
-    whole, expected, history = run(tmp_path / "whole", 6)
-    run(tmp_path / "halves", 3)
-    second, batches, resumed = run(tmp_path / "halves", 6)
-    assert history[3]["stale_samples"] > 0  # something was waiting when the run stopped
-    assert len(batches) == 3 and second.state.draw_counter == whole.state.draw_counter
-    for ours, theirs in zip(batches, expected[3:]):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert torch.equal(ours[key], value) if torch.is_tensor(value) else ours[key] == value, key
-    assert of(resumed, "dynamic_sampling_mixed_groups") == of(history[3:], "dynamic_sampling_mixed_groups")
-    assert second.policy.weight_digest() == whole.policy.weight_digest()

@@ -51,11 +51,6 @@ def test_gdpo_normalises_each_reward_component_separately(tmp_path, monkeypatch)
     assert torch.allclose(advantages[:, 0].double(), expected, atol=1e-4)
 
 
-def test_gdpo_without_reward_components_is_an_error_that_says_what_to_set(tmp_path):
-    with pytest.raises(ValueError, match="at least two reward components.*Set grpo.adv_estimator.name to grpo"):
-        tiny.train(tmp_path, *tiny.SMALL, "grpo.adv_estimator.name=gdpo", "grpo.max_num_steps=1")
-
-
 def test_length_penalty_changes_the_training_reward_but_not_the_accuracy_metric(tmp_path):
     environment = RewardFunctionEnvironment(first_is_even)
     run = tiny.train(

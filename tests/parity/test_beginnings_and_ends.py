@@ -58,7 +58,7 @@ def evaluates(folder, tmp_path):
          f"generation.max_new_tokens={NEW}", "generation.vllm_cfg.max_model_len=200", "generation.vllm_cfg.precision=float32"],
     )  # fmt: skip
     tokenizer = get_tokenizer(config.tokenizer)
-    loader = evaluation.make_loader(config, evaluation.make_dataset(config, tokenizer))
+    loader = evaluation.make_loader(config, tokenizer)
     generation = evaluation.make_generation(config, tokenizer)
     batch = repeat_prompts(next(iter(loader)), 1, 0, stream="eval")
     ids = batch["message_log"][0][0]["token_ids"]

@@ -406,17 +406,13 @@ class OPDAdvantageEstimator(_Estimator):
         return weight * forward + (1.0 - weight) * gap
 
     def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor | None = None,
-        prev_logprobs: Tensor | None = None, offsets: Tensor | None = None, **of_rewards: object,
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor, prev_logprobs: Tensor,
+        offsets: Tensor | None = None, **of_rewards: object,
     ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return advantages, or in a PPO run (advantages, returns), where returns are None without a critic. A token
         that the student's top-k or top-p filter removes (log-probability -inf) gets 0. `of_rewards` holds the inputs of
-        the estimator that computes advantages from rewards. Raise ValueError if `teacher_logprobs` or `prev_logprobs`
-        is None.
+        the estimator that computes advantages from rewards.
         """
-        if teacher_logprobs is None or prev_logprobs is None:
-            missing = "teacher_logprobs" if teacher_logprobs is None else "prev_logprobs"
-            raise ValueError(f"opd needs {missing} [B, S]; got None")
         valid = (mask != 0) & torch.isfinite(prev_logprobs)
         gap = torch.where(valid, teacher_logprobs - prev_logprobs, 0.0).detach()
         advantages = self._of_divergence(gap)

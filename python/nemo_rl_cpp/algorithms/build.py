@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from nemo_rl_cpp.algorithms.algorithm import ALGORITHMS, Advantages, Algorithm
@@ -152,7 +151,8 @@ class TrainingRun:
         summary.
 
         An exception is recorded in the report and raised again. If it comes from user code (a reward function, an
-        environment, a loss), its message says in which function, file and line (`errors.in_user_code`).
+        environment, a loss), its message says in which function, file and line (`errors.in_user_code`). A run that did
+        not fail is "interrupted", "stopped in time" (by `checkpoint_must_save_by`) or "finished".
         """
         began, first = time.monotonic(), self.state.step
         status, message, published = "failed", "", {}
@@ -162,8 +162,9 @@ class TrainingRun:
         try:
             with self.stop, startup_objects_frozen():
                 serve(partial(train_loop, self))
-            status = self._status()
-            if status == "finished":
+            status = "stopped in time" if self.state.stop_reason == OUT_OF_TIME else "finished"
+            status = "interrupted" if self.stop.requested else status
+            if status == "finished":  # only its model is uploaded, because other runs are expected to be resumed
                 saved = self.checkpoints.enabled and self.state.step
                 folder = self.checkpoints.checkpoint_dir / f"step_{self.state.step}"
                 published = publish(self.config.checkpointing, folder if saved else None)
@@ -189,15 +190,6 @@ class TrainingRun:
             rows = summary(self, first, time.monotonic() - began) | published
             self.terminal.progress.finish(rows, title=f"{self.config.title}: {ended}")
 
-    def _status(self) -> str:
-        """Return how a run that has not failed ended: "interrupted", "stopped in time" (by `checkpoint_must_save_by`)
-        or "finished". Only the model of a finished run is uploaded to the Hub, because other runs are expected to be
-        resumed.
-        """
-        if self.stop.requested:
-            return "interrupted"
-        return "stopped in time" if self.state.stop_reason == OUT_OF_TIME else "finished"
-
     def validate(self) -> ValidationResult:
         """Validate the current weights. Raise ValueError if there is no validation data."""
         if self.validation is None:
@@ -214,10 +206,9 @@ class TrainingRun:
 
     def card_facts(self) -> CardFacts:
         """Return the facts for the model card of the current weights."""
-        step, last = self.state.step, self.validations[-1] if self.validations else None
-        return facts_of_step(
-            self.card, step, self.history[-1] if self.history else {}, last if last and last["step"] == step else None
-        )
+        step = self.state.step
+        validation = next((row for row in self.validations[-1:] if row["step"] == step), None)
+        return facts_of_step(self.card, step, self.history[-1] if self.history else {}, validation)
 
     def close(self) -> None:
         """End the processes of environments, workers and engine, and unlock the log and checkpoint folders."""
@@ -226,10 +217,8 @@ class TrainingRun:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.resources.__exit__(kind, error, trace)
+    def __exit__(self, *raised: object) -> None:
+        self.resources.__exit__(*raised)
 
 
 def build_run(

@@ -188,13 +188,8 @@ class OwnLoss(LossFunction):
         self, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor, **inputs: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         with user_code(f"loss {self.name}"):
-            given = call_user(
-                self._made.call,
-                data=data,
-                global_valid_seqs=global_valid_seqs,
-                global_valid_toks=global_valid_toks,
-                **inputs,
-            )
+            counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+            given = call_user(self._made.call, data=data, **counts, **inputs)
         loss, metrics = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not isinstance(metrics, Mapping):
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""

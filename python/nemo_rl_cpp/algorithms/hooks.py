@@ -41,8 +41,6 @@ class StepResult:
         metrics: logged under `train/`; empty before the first step.
         table: columns of train_data_step<N>.jsonl.
         histograms: name -> values, logged as `train/<name>/histogram`.
-        generated_tokens: number of tokens in all responses of the step, including those filtered out.
-        rollout_tokens: `generated_tokens` plus the tokens of prompts and environments.
         rollout_names: names of the metrics from rollouts and environments; a validation has these, too.
         interrupted: whether Ctrl-C or a signal has requested the end of the run.
         timed_out: whether the run must save and end (`checkpointing.checkpoint_must_save_by`).
@@ -56,8 +54,6 @@ class StepResult:
     metrics: Metrics = field(default_factory=dict)
     table: dict[str, list[object]] = field(default_factory=dict)
     histograms: dict[str, list[float]] = field(default_factory=dict)
-    generated_tokens: float | None = None
-    rollout_tokens: float | None = None
     rollout_names: frozenset[str] = frozenset()
     interrupted: bool = False
     timed_out: bool = False
@@ -83,7 +79,7 @@ class Ending:
     loop: LoopConfig
 
     def start_clock(self, result: StepResult) -> None:
-        self.timeout.start_iterations()
+        self.timeout.mark_iteration()
 
     def look(self, result: StepResult) -> None:
         self.timeout.mark_iteration()
@@ -170,8 +166,8 @@ class StepLog:
             timing,
             num_samples=len(result.table.get("rewards", ())) or 1,
             total_num_tokens=result.metrics.get("total_num_tokens", 0),
-            num_generated_tokens=result.generated_tokens,
-            num_rollout_tokens=result.rollout_tokens,
+            num_generated_tokens=result.metrics.get("total_generated_tokens"),
+            num_rollout_tokens=result.metrics.get("total_rollout_tokens"),
             devices=self.devices,
         )
         result.performance |= self.model_performance()

@@ -51,9 +51,7 @@ def train_loop(run: "TrainingRun") -> None:
                     metrics |= select_tokens(batch, config.loss_fn, loop.seed, state.step)
                 metrics |= train_epochs(run, batch, timer)
                 with timer("metrics"):
-                    result = step_result(
-                        state, collected, batch, metrics, run.advantages.metrics, loop.leave_one_out, run.algorithm.has_rewards
-                    )  # fmt: skip
+                    result = step_result(run, collected, batch, metrics)
             state.advance(loop.num_prompts_per_step, int(batch.valid_mask.sum()))
             for _ in range(collected.finished_epochs):
                 state.next_epoch()

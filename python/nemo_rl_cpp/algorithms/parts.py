@@ -410,10 +410,5 @@ def make_report(config: TrainMasterConfig, logger: Logger, tokenizer: TokenizerT
     """Return the writer of report.html, or None if `logger.report` is false."""
     if not config.logger.report:
         return None
-    return ReportWriter(
-        logger.log_dir,
-        config,
-        total_steps=config.loop.max_num_steps,
-        title=config.title,
-        token_bytes=bytes_of_token(tokenizer),
-    )
+    steps, spelled = config.loop.max_num_steps, bytes_of_token(tokenizer)
+    return ReportWriter(logger.log_dir, config, total_steps=steps, title=config.title, token_bytes=spelled)

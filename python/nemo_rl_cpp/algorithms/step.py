@@ -16,7 +16,6 @@ from nemo_rl_cpp.algorithms.advantage_estimator import calculate_baseline_and_st
 from nemo_rl_cpp.algorithms.collector import Collected
 from nemo_rl_cpp.algorithms.hooks import StepResult
 from nemo_rl_cpp.algorithms.loss import LossFunction
-from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
@@ -105,36 +104,28 @@ def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
     return step_metrics.mean_over_epochs(of_critic, of_policy)
 
 
-def step_result(
-    state: TrainState,
-    collected: Collected,
-    batch: TrainBatch,
-    metrics: step_metrics.Metrics,
-    of_advantages: step_metrics.Metrics,
-    leave_one_out: bool,
-    has_rewards: bool = True,
-) -> StepResult:
-    """Return everything that is logged for a step, except its times. Without `has_rewards`, omit the metrics of
-    rewards.
+def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: step_metrics.Metrics) -> StepResult:
+    """Return everything that is logged for a step, except its times. If the algorithm has no rewards, omit the metrics
+    of rewards.
     """
-    samples, rollout_metrics = collected.samples, collected.rollout_metrics
-    rewards, groups = batch.rewards, batch.group_id[:, None]
+    samples, has_rewards = collected.samples, run.algorithm.has_rewards
     baseline, _ = calculate_baseline_and_std_per_prompt(
-        groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=leave_one_out
+        batch.group_id[:, None], batch.rewards, torch.ones_like(batch.rewards), run.config.loop.leave_one_out
     )
     stale = {"stale_samples": metrics["stale_samples"]}  # relative to the trained weights, unlike the sampler's count
-    logged = metrics | rollout_metrics | step_metrics.batch_metrics(samples, batch)
-    logged |= step_metrics.baseline_metrics(baseline) | collected.sampler_metrics | stale | of_advantages
-    names = [name for name in ("advantages", "values", "returns") if name in batch] if has_rewards else []
+    logged = metrics | collected.rollout_metrics | step_metrics.batch_metrics(samples, batch)
+    logged |= step_metrics.baseline_metrics(baseline) | collected.sampler_metrics | stale | run.advantages.metrics
+    histograms = {}
+    if has_rewards:
+        names = [name for name in ("advantages", "values", "returns") if name in batch]
+        histograms = {"baseline_reward": baseline.tolist()}
+        histograms |= {name: batch.tokens[name][batch.is_valid].tolist() for name in names}
     return StepResult(
-        state=state,
+        state=run.state,
         metrics=logged if has_rewards else step_metrics.without_rewards(logged),
         table=step_metrics.rollout_table(samples, batch),
-        histograms=({"baseline_reward": baseline.tolist()} if has_rewards else {})
-        | {name: batch.tokens[name][batch.is_valid].tolist() for name in names},
-        generated_tokens=rollout_metrics.get("total_generated_tokens"),
-        rollout_tokens=rollout_metrics.get("total_rollout_tokens"),
-        rollout_names=frozenset(rollout_metrics),
+        histograms=histograms,
+        rollout_names=frozenset(collected.rollout_metrics),
     )
 
 

@@ -13,15 +13,8 @@ Metrics = dict[str, float | str | None | list[float]]
 """Metric name -> value. A list is a histogram, a string is a digest, and None means that it was not requested."""
 
 _MEANS = {
-    "lr",
-    "wd",
-    "reward",
-    "filtered_reward",
-    "global_valid_seqs",
-    "global_valid_toks",
-    "mean_prompt_length",
-    "grad_norm",
-}
+    "lr", "wd", "reward", "filtered_reward", "global_valid_seqs", "global_valid_toks", "mean_prompt_length", "grad_norm",
+}  # fmt: skip
 
 
 def aggregate_microbatch_metrics(

@@ -34,14 +34,8 @@ class ValidationResult(NamedTuple):
 
 
 OWN_METRICS = (
-    "accuracy",
-    "avg_length",
-    "num_samples",
-    "right_or_wrong",
-    "accuracy_ci95_low",
-    "accuracy_ci95_high",
-    "pass_k",
-)
+    "accuracy", "avg_length", "num_samples", "right_or_wrong", "accuracy_ci95_low", "accuracy_ci95_high", "pass_k",
+)  # fmt: skip
 """The metrics that any validation may return, in addition to those of environments."""
 
 

@@ -4,7 +4,8 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,14 +52,10 @@ def main(config: MasterConfig) -> EvalResult:
     if config.tokenizer.name == config.generation.model_name:
         config.tokenizer.name = folder
     config.generation.model_name = folder
-    # environments start their processes before this process starts threads
-    environment = _make_environment(config)
-    try:
+    with _environment(config) as environment:  # it starts its processes before this process starts threads
         tokenizer = get_tokenizer(config.tokenizer, section="tokenizer")
-        loader = make_loader(config, make_dataset(config, tokenizer))
+        loader = make_loader(config, tokenizer)
         return run_env_eval(make_generation(config, tokenizer), loader, environment, config)
-    finally:
-        shut_down(environment)
 
 
 def evaluate_policy(
@@ -69,37 +66,40 @@ def evaluate_policy(
     `generation.vllm_cfg.max_model_len` if that is less. Raise ConfigError if the configuration has mistakes.
     """
     config = checked(config, MasterConfig)
-    environment = _make_environment(config)
-    try:
-        loader = make_loader(config, make_dataset(config, tokenizer))
-        engine = config.generation.vllm_cfg
-        engine.__dict__["max_model_len"] = min(
-            engine.max_model_len or longest, longest
-        )  # does not mark the key as set by the user
+    with _environment(config) as environment:
+        loader = make_loader(config, tokenizer)
+        _limit_length(config, longest)
         generation = policy.create_generation(config.generation, seed=config.eval.seed)
         try:
             return run_env_eval(generation, loader, environment, config)
         finally:
             generation.shutdown()
+
+
+@contextmanager
+def _environment(config: MasterConfig) -> Iterator[Environment]:
+    """Make the environment, and end its processes after the `with` block."""
+    environment = create_env(env_name=config.data.env_name, env_config=config.env[config.data.env_name])
+    try:
+        yield environment
     finally:
         shut_down(environment)
 
 
-def _make_environment(config: MasterConfig) -> Environment:
-    return create_env(env_name=config.data.env_name, env_config=config.env[config.data.env_name])
+def _limit_length(config: MasterConfig, longest: int) -> None:
+    """Reduce `generation.vllm_cfg.max_model_len` to `longest`. The key is not marked as set by the user."""
+    engine = config.generation.vllm_cfg
+    engine.__dict__["max_model_len"] = min(engine.max_model_len or longest, longest)
 
 
-def make_loader(config: MasterConfig, dataset: AllTaskProcessedDataset) -> StatefulDataLoader:
-    size = config.generation.num_prompts_per_step
-    return StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
-
-
-def make_dataset(config: MasterConfig, tokenizer: TokenizerType) -> AllTaskProcessedDataset:
+def make_loader(config: MasterConfig, tokenizer: TokenizerType) -> StatefulDataLoader:
+    """Return a loader of the data set of the section `data`, whose rows are inspected first."""
     raw = load_eval_dataset(config.data)
-    limit = config.data.max_input_seq_length
+    limit, size = config.data.max_input_seq_length, config.generation.num_prompts_per_step
     environment = config.data.env_name, config.env.get(config.data.env_name)
     say(inspect_rows(raw, raw.dataset, tokenizer, Limits(limit), "data", environment))
-    return AllTaskProcessedDataset(raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=limit)
+    dataset = AllTaskProcessedDataset(raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=limit)
+    return StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
 
 
 def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:
@@ -119,11 +119,8 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
         key="generation.model_name",
     )
     if given is None:
-        length = max_positions(folder.config)
-        engine.__dict__["max_model_len"] = min(
-            engine.max_model_len or length, length
-        )  # does not mark the key as set by the user
-    dtype = getattr(torch, config.generation.vllm_cfg.precision)
+        _limit_length(config, max_positions(folder.config))
+    dtype = getattr(torch, engine.precision)
     folder = replace(folder, max_length=engine.max_model_len)
     folder.check_weights()
     model = C.DecoderModel(folder.native(), dtype, False, check_device(config.cluster.device))
@@ -138,11 +135,10 @@ def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | 
     from nemo_rl_cpp.models.generation.hf import HfGeneration
     from nemo_rl_cpp.models.hf.folder import open_frozen
 
-    engine = config.generation.vllm_cfg
-    name, precision = find_policy_weights(config.generation.model_name), engine.precision
+    name, precision = find_policy_weights(config.generation.model_name), config.generation.vllm_cfg.precision
     folder, module = open_frozen(name, precision, device=check_device(config.cluster.device), longest=given)
     if given is None and folder.positions is not None:
-        engine.__dict__["max_model_len"] = min(engine.max_model_len or folder.positions, folder.positions)
+        _limit_length(config, folder.positions)
     ends = end_token_ids(folder.path, folder.raw, tokenizer)
     return HfGeneration(module, config.generation, tokenizer, end_token_ids=ends, seed=config.eval.seed)
 

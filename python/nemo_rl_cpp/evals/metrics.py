@@ -6,21 +6,12 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 
-def pass_at_k(num_tests: int, num_correct: float, k: int) -> float:
-    """Return an unbiased estimate of pass@k if c = `num_correct` of n = `num_tests` responses are correct:
-
-        1 - C(n - c, k) / C(n, k) = 1 - prod_{i = n-c+1}^{n} (1 - k / i)
-
-    For integers c the binomials are computed exactly. The product also accepts fractions, which a sum of partial
-    rewards may give (Chen et al., "Evaluating Large Language Models Trained on Code", 2021).
+def pass_at_k(num_tests: int, num_correct: int, k: int) -> float:
+    """Return an unbiased estimate of pass@k if c = `num_correct` of n = `num_tests` responses are correct: 1 -
+    C(n - c, k) / C(n, k) (Chen et al., "Evaluating Large Language Models Trained on Code", 2021).
     """
-    wrong = num_tests - num_correct
-    if wrong < k:
-        return 1.0
-    if float(wrong).is_integer():
-        subsets = math.comb(num_tests, k)
-        return (subsets - math.comb(int(wrong), k)) / subsets
-    return 1.0 - math.prod(1.0 - k / (wrong + i) for i in range(1, math.ceil(num_correct) + 1))
+    subsets = math.comb(num_tests, k)
+    return (subsets - math.comb(num_tests - num_correct, k)) / subsets
 
 
 def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
@@ -74,14 +65,12 @@ def normal_interval(values: Sequence[float]) -> Interval:
     return Interval(mean - half, mean + half)
 
 
-def wilson_interval(share: float, count: int, z: float = _Z) -> Interval:
-    """Return the 95 % interval of a proportion `share` observed in `count` trials (Wilson, 1927):
+def wilson_interval(share: float, count: int) -> Interval:
+    """Return the 95 % interval of a proportion `share` observed in `count` trials (Wilson, 1927), with z = 1.96:
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)
     """
-    if count == 0:
-        return Interval(0.0, 1.0)
-    center = share + z * z / (2 * count)
-    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
+    center = share + _Z * _Z / (2 * count)
+    spread = _Z * math.sqrt(share * (1 - share) / count + _Z * _Z / (4 * count * count))
+    scale = 1 + _Z * _Z / count
     return Interval(max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale))

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,20 +146,22 @@ class Prompt:
 
 def prompts_of(samples: Sequence[Mapping[str, object]], n: int) -> list[Prompt]:
     """Return the prompts of an evaluation, given its samples. Every `n` consecutive samples belong to one prompt."""
-    return [_prompt(samples[start : start + n]) for start in range(0, len(samples), n)]
-
-
-def _prompt(samples: Sequence[Mapping[str, object]]) -> Prompt:
-    info = samples[0].get("extra_env_info")
-    info = info if isinstance(info, Mapping) else {}
-    truth = next((info[name] for name in ("ground_truth", "answer", "expected_answer") if name in info), None)
-    return Prompt(
-        str(samples[0]["prompt"]),
-        None if truth is None else str(truth),
-        [float(str(sample["reward"])) for sample in samples],
-        [str(sample["response"]) for sample in samples],
-        [bool(sample.get("truncated")) for sample in samples],
-    )
+    prompts = []
+    for start in range(0, len(samples), n):
+        own = samples[start : start + n]
+        info = own[0].get("extra_env_info")
+        info = info if isinstance(info, Mapping) else {}
+        truth = next((info[name] for name in ("ground_truth", "answer", "expected_answer") if name in info), None)
+        prompts.append(
+            Prompt(
+                str(own[0]["prompt"]),
+                None if truth is None else str(truth),
+                [float(str(sample["reward"])) for sample in own],
+                [str(sample["response"]) for sample in own],
+                [bool(sample.get("truncated")) for sample in own],
+            )
+        )
+    return prompts
 
 
 def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prompt]) -> str:
@@ -172,23 +174,17 @@ def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prom
     sections = []
     for key, name, found in (("wrong", "Wrong", wrong), ("part", "Right in part", part), ("right", "Right", right)):
         heading = f"{name}: {len(found)} of {len(prompts)} prompts"
-        sections.append(PageSection(key, heading, _cards([(prompt, _answers(prompt)) for prompt in found])))
+        answers = [zip(p.rewards, ["cut off" if cut else "" for cut in p.cut], p.responses, strict=True) for p in found]
+        sections.append(PageSection(key, heading, _cards([*zip(found, answers, strict=True)])))
     tiles = [(name, value.partition(" (")[0], value.partition(" (")[2].rstrip(")")) for name, value in facts.items()]
     header = parts().header({"title": "evaluation", "status": "", "total_steps": 0}, 0, title, tiles)
     return document(f"evaluation: {title}", header, sections, {}, has_scripts=False)
 
 
-Answer = tuple[float, str, str]
-"""(reward, note shown above the response, response)."""
-
-
-def _answers(prompt: Prompt) -> list[Answer]:
-    answers = zip(prompt.rewards, prompt.responses, prompt.cut, strict=True)
-    return [(reward, "cut off" if cut else "", response) for reward, response, cut in answers]
-
-
-def _cards(found: Sequence[tuple[Prompt, Sequence[Answer]]]) -> str:
-    """Return as HTML the first prompts with their responses, and the number of omitted prompts; "" without prompts."""
+def _cards(found: Sequence[tuple[Prompt, Iterable[tuple[float, str, str]]]]) -> str:
+    """Return as HTML the first prompts with their answers, and the number of omitted prompts; "" without prompts. An
+    answer is (reward, note shown above the response, response).
+    """
     cards = [
         (clip(prompt.text), clip(prompt.truth or ""), [(reward, note, clip(text)) for reward, note, text in answers])
         for prompt, answers in found[:_MOST]

@@ -17,7 +17,7 @@ from nemo_rl_cpp.loggers.backends import TrackerLogger, WandbLogger
 from nemo_rl_cpp.loggers.files import METRICS, JsonlLogger
 from nemo_rl_cpp.loggers.folders import LogLedger
 from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
-from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger
+from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger
 
 
 class Logger(LoggerInterface):

@@ -1,18 +1,29 @@
-"""Peak memory per phase: of the process (resident set), and of the GPU if one is in use."""
+"""Memory and GPU use: the peak memory per phase, of the process (resident set) and of the GPU if one is in use, and a
+thread that samples the memory of the machine.
+"""
 
 import gc
 import os
+import shutil
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.metrics.timer import TOTAL
+
+if TYPE_CHECKING:
+    from nemo_rl_cpp.loggers.interface import LoggerBackend
 
 GIB = float(1 << 30)
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT, _CGROUP_USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
@@ -38,7 +49,7 @@ def available_bytes() -> int:
     """Return the bytes that can be allocated without swapping, within the memory limit of the container,
     if it has one.
     """
-    available = _kib(Path("/proc/meminfo"), "MemAvailable") * 1024
+    available = _kib(_MEMINFO, "MemAvailable") * 1024
     try:
         limit, used = _CGROUP_LIMIT.read_text().strip(), int(_CGROUP_USED.read_text())
     except (OSError, ValueError):
@@ -124,3 +135,84 @@ def _cuda() -> ModuleType | None:
     if torch is None or not hasattr(torch, "cuda") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
     return torch.cuda if torch.cuda.is_initialized() else None
+
+
+# ---- memory of the machine, sampled
+
+
+_QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+
+
+class RayGpuMonitorLogger:
+    """A logger of `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and
+    `ray/node.0.mem_total_gb`. The x axis is `ray/ray_step`, the seconds since the start. The names are NeMo RL's; the
+    values come from nvidia-smi and the operating system, not from Ray.
+    """
+
+    def __init__(
+        self, collection_interval: float, flush_interval: float, parent_logger: "LoggerBackend | None" = None
+    ) -> None:
+        """Sample every `collection_interval` seconds, and log to `parent_logger` every `flush_interval` seconds."""
+        self.collection_interval, self.flush_interval = float(collection_interval), float(flush_interval)
+        self.parent_logger = parent_logger
+        self.metrics_buffer: list[tuple[int, dict[str, float]]] = []  # seconds since the start, metrics
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    @property
+    def available(self) -> bool:
+        """Whether this machine has GPUs that can be queried."""
+        return shutil.which(_QUERY[0]) is not None and bool(self._gpu_metrics())
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._loop, name="gpu-monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        self.flush()
+
+    def flush(self) -> None:
+        """Log the samples collected so far."""
+        entries, self.metrics_buffer = self.metrics_buffer, []
+        for step, metrics in entries if self.parent_logger is not None else ():
+            row = metrics | {"ray/ray_step": step}
+            self.parent_logger.log_metrics(row, step=step, prefix="ray", step_metric="ray/ray_step")
+
+    def _loop(self) -> None:
+        started = flushed = time.monotonic()
+        while not self._stop.wait(self.collection_interval):
+            now = time.monotonic()
+            self.metrics_buffer.append((int(now - started), self._gpu_metrics() | _host_metrics()))
+            if now - flushed >= self.flush_interval:
+                self.flush()
+                flushed = now
+
+    def _gpu_metrics(self) -> dict[str, float]:
+        try:
+            text = subprocess.run(_QUERY, capture_output=True, text=True, timeout=10, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return {}
+        return parse_gpu_table(text)
+
+
+def parse_gpu_table(text: str) -> dict[str, float]:
+    """Return the metrics from nvidia-smi's lines `index, utilization in percent, used MiB`. Values that a line does not
+    report are omitted.
+    """
+    metrics = {}
+    for line in text.splitlines():
+        index, utilization, used = (line.split(",") + ["", ""])[:3]
+        for name, value, unit in (("util", utilization, 1.0), ("mem_gb", used, 1024.0)):
+            try:
+                metrics[f"node.0.gpu.{int(index)}.{name}"] = float(value) / unit
+            except ValueError:
+                continue
+    return metrics
+
+
+def _host_metrics() -> dict[str, float]:
+    total, free = (_kib(_MEMINFO, key) / (1 << 20) for key in ("MemTotal", "MemAvailable"))
+    return {"node.0.mem_gb": total - free, "node.0.mem_total_gb": total}

@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from nemo_rl_cpp.config.access import to_plain
-
 
 class Devices(NamedTuple):
     """The number of devices: in total, for training and for generation. A device is a GPU, or the CPU of
@@ -54,15 +52,10 @@ def performance_metrics(
     return metrics
 
 
-def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[object]) -> list[list[float]]:
-    """Return the rewards of each group, in order of first appearance. `rewards` and `group_ids` are [B]; raise
-    ValueError if their lengths differ.
-    """
-    values, ids = [float(value) for value in rewards], [to_plain(group) for group in group_ids]
-    if len(values) != len(ids):
-        raise ValueError(f"{len(values)} rewards but {len(ids)} group ids: one id a reward is expected")
-    groups: dict[object, list[float]] = {}
-    for group, value in zip(ids, values, strict=True):
+def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[int]) -> list[list[float]]:
+    """Return the rewards of each group, in order of first appearance. `rewards` and `group_ids` are [B]."""
+    groups: dict[int, list[float]] = {}
+    for group, value in zip(group_ids, rewards, strict=True):
         groups.setdefault(group, []).append(value)
     return list(groups.values())
 
@@ -72,18 +65,15 @@ def is_equal(group: list[float]) -> bool:
     return len(group) > 1 and min(group) == max(group)
 
 
-def group_reward_metrics(rewards: Iterable[float], group_ids: Iterable[object]) -> dict[str, float]:
-    """Return metrics of the prompt groups that give no gradient because all their rewards are equal. `rewards` and
-    `group_ids` are [B].
+def group_reward_metrics(groups: list[list[float]]) -> dict[str, float]:
+    """Return metrics of the prompt groups that give no gradient because all their rewards are equal. `groups` are those
+    of `rewards_by_group`.
 
     `groups/num` is the number of groups. The others are percentages of the groups of two or more, and are omitted if
     there are none: `groups/pct_equal`, and its parts `groups/pct_equal_best` (all rewards equal the highest of the
     batch) and `groups/pct_equal_worst` (all equal the lowest), and `groups/pct_mixed`. If all rewards of the batch are
     equal, a reward of 1 or more counts as best, and a smaller one as worst.
     """
-    groups = rewards_by_group(rewards, group_ids)
-    if not groups:
-        return {}
     number = {"groups/num": float(len(groups))}
     compared = [group for group in groups if len(group) > 1]
     if not compared:

@@ -105,40 +105,29 @@ def convert_to_seconds(time_string: str) -> int:
 
 class TimeoutChecker:
     """A checker that reports once that the run must save and end, because its time is up or the next step would not
-    fit.
+    fit: another step as slow as the slowest so far would exceed the limit.
 
     `timeout` is a duration `DD:HH:MM:SS` that starts with the creation of this object
-    (`checkpointing.checkpoint_must_save_by`); None means no limit. With `fit_last_save_time`, the time is up when
-    another step as slow as the slowest so far would exceed the limit.
+    (`checkpointing.checkpoint_must_save_by`); None means no limit.
     """
 
-    def __init__(self, timeout: str | None = "00:03:45:00", fit_last_save_time: bool = False) -> None:
+    def __init__(self, timeout: str | None) -> None:
         self.limit = float("inf") if timeout is None else float(convert_to_seconds(timeout))
-        self.fit_last_save_time = fit_last_save_time
         self.start_time = time.monotonic()
         self._told = False
         self._slowest = 0.0
         self._step_began: float | None = None
 
-    def would_save(self, extra_s: float = 0.0) -> bool:
-        """Return what `check_save` would return, but change nothing. `extra_s` is added to the slowest step's time."""
-        elapsed = time.monotonic() - self.start_time
-        if self.fit_last_save_time and self._slowest:
-            elapsed += self._slowest + max(extra_s, 0.0)
-        return not self._told and elapsed >= self.limit
-
-    def check_save(self, extra_s: float = 0.0) -> bool:
+    def check_save(self) -> bool:
         """Return True once, the first time that the limit is reached, and otherwise False."""
         sys.stdout.flush()
         sys.stderr.flush()
-        due = self.would_save(extra_s)
+        due = not self._told and time.monotonic() - self.start_time + self._slowest >= self.limit
         self._told = self._told or due
         return due
 
-    def start_iterations(self) -> None:
-        self._step_began = time.monotonic()
-
     def mark_iteration(self) -> None:
+        """Note that the first step begins, or that a step has ended and the next one begins."""
         now = time.monotonic()
         if self._step_began is not None:
             self._slowest = max(self._slowest, now - self._step_began)

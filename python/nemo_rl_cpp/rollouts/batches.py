@@ -203,14 +203,10 @@ def build_train_batch(
 
     `sample_mask` is the data's `loss_multiplier`. It is 0 for samples that the environment marks with `mask_sample`,
     and, if `overlong_filtering`, for truncated samples. `group_id`, `weight_version`, `reward_baseline` and reward
-    components are copied if present. Raise ValueError if there is no sample, or if a sample has no token.
+    components are copied if present.
     """
     logs = samples["message_log"]
     lengths = torch.tensor([*map(tokens_of, logs)])
-    if not len(lengths) or not bool(lengths.all()):
-        where = "no sample" if not len(lengths) else f"sample {int((lengths == 0).nonzero()[0])} has no token"
-        raise ValueError(f"there is nothing to train on: {where}")
-
     messages = [message for log in logs for message in log]
     sizes = torch.tensor([message["token_ids"].numel() for message in messages])
     trained = torch.tensor([int(is_trained(message)) for message in messages])

@@ -148,8 +148,9 @@ class RoundMetrics:
         """
         metrics = combine_rollout_metrics(self._rounds)
         if self._rewards:
-            metrics |= group_reward_metrics(self._rewards, self._groups)
-            metrics["zero_std_groups"] = sum(map(is_equal, rewards_by_group(self._rewards, self._groups)))
+            groups = rewards_by_group(self._rewards, self._groups)
+            metrics |= group_reward_metrics(groups)
+            metrics["zero_std_groups"] = sum(map(is_equal, groups))
             metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
         self._rounds, self._rewards, self._groups = [], [], []
         return metrics

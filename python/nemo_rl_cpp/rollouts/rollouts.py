@@ -92,8 +92,8 @@ def calculate_rewards(
     # an environment may return a plain tuple of the same six fields
     answers = []
     for rows, result in started:
-        task = batch["task_name"][rows[0]] if rows else ""
-        answers.append((rows, checked_return(answer_of(task_to_env.get(task), result, task), len(rows), task)))
+        task = batch["task_name"][rows[0]]
+        answers.append((rows, checked_return(answer_of(task_to_env[task], result, task), len(rows), task)))
     return _merge(answers, len(batch["message_log"]))
 
 
@@ -113,24 +113,19 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
         return result
 
     def tensor(pieces: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-        if not pieces:
-            return torch.empty(0, dtype=dtype)
         joined = torch.cat([torch.as_tensor(piece, dtype=dtype).cpu() for piece in pieces])
         return torch.empty_like(joined).index_copy_(0, torch.tensor(order, dtype=torch.long), joined)
 
-    rewards: torch.Tensor | dict[str, torch.Tensor]
-    if parts and isinstance(parts[0][1].rewards, dict):
-        names = {name: None for _, part in parts for name in part.rewards}
-        rewards = {
-            name: tensor([part.rewards.get(name, torch.zeros(len(rows))) for rows, part in parts], torch.float32)
-            for name in names
-        }
-        if weighted := [part.rewards for _, part in parts if isinstance(part.rewards, WeightedParts)]:
-            rewards = WeightedParts(
-                rewards, {name: weight for each in weighted for name, weight in each.weights.items()}
-            )
+    given = [part.rewards for _, part in parts]
+    if isinstance(given[0], dict):
+        rewards = {}
+        for name in dict.fromkeys(name for each in given for name in each):
+            of_parts = [part.rewards.get(name, torch.zeros(len(rows))) for rows, part in parts]
+            rewards[name] = tensor(of_parts, torch.float32)
+        if weighted := [each for each in given if isinstance(each, WeightedParts)]:
+            rewards = WeightedParts(rewards, {name: w for each in weighted for name, w in each.weights.items()})
     else:
-        rewards = tensor([part.rewards for _, part in parts], torch.float32)
+        rewards = tensor(given, torch.float32)
     return EnvironmentReturn(
         observations=listed("observations"),
         metadata=listed("metadata"),
@@ -337,10 +332,8 @@ def repeat_prompts(
 
     Three added columns are int64 [B * num_generations]: `group_id` (the index of the prompt in this batch), `draw_ids`
     (`first_draw_id` + group_id, which counts prompts over the whole run) and `sample_index` (the index of the copy).
-    `stream` is a list with the argument `stream` for every copy. Raise ValueError if `num_generations` is below 1.
+    `stream` is a list with the argument `stream` for every copy.
     """
-    if num_generations < 1:
-        raise ValueError(f"num_generations_per_prompt is {num_generations}; it must be at least 1")
     logs = batch["message_log"]
     repeated = type(batch)({key: value for key, value in batch.items() if key != "message_log"}).repeat_interleave(
         num_generations

@@ -148,11 +148,11 @@ def test_file_and_import_errors_are_reported_in_one_line(tmp_path):
 
 
 def test_unexpected_internal_error_names_the_function_and_line():
-    from nemo_rl_cpp.algorithms.advantage_estimator import get_gdpo_reward_component_keys
+    from nemo_rl_cpp.algorithms.reward_functions import band_factor
 
-    sentence = one_sentence(caught(get_gdpo_reward_component_keys, 3))
+    sentence = one_sentence(caught(band_factor, 1.0, 3))
     assert sentence.startswith("unexpected AttributeError: ")
-    assert "in get_gdpo_reward_component_keys (nemo_rl_cpp/algorithms/advantage_estimator.py:" in sentence
+    assert "in band_factor (nemo_rl_cpp/algorithms/reward_functions.py:" in sentence
 
 
 def test_traceback_is_saved_in_the_log_folder_or_else_in_the_temporary_folder(tmp_path, monkeypatch):

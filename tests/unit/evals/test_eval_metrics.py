@@ -17,8 +17,6 @@ def test_pass_at_k_matches_hand_computed_values():
     assert pass_at_k(4, 3, 2) == 1.0
     assert pass_at_k(1, 1, 1) == 1.0
     assert pass_at_k(3, 2, 1) == 2 / 3
-    # a sum of partial rewards, 1.5: 1 - (1 - 1/3.5)(1 - 1/4.5)
-    assert pass_at_k(4, 1.5, 1) == pytest.approx(1 - (2.5 / 3.5) * (3.5 / 4.5))
 
 
 def test_pass_at_k_matches_the_enumeration_of_all_subsets():
@@ -75,4 +73,3 @@ def test_wilson_interval_matches_hand_computed_values():
     low, high = wilson_interval(0.8, 10)
     assert low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)
     assert wilson_interval(0.0, 20).low == 0.0 and wilson_interval(1.0, 20).high == 1.0
-    assert wilson_interval(0.5, 0) == (0.0, 1.0)

@@ -10,7 +10,7 @@ import pytest
 from nemo_rl_cpp.config.logger import LoggerConfig
 from nemo_rl_cpp.loggers.backends import check_trackers
 from nemo_rl_cpp.loggers.logger import Logger
-from nemo_rl_cpp.metrics.monitor import RayGpuMonitorLogger, _host_metrics, parse_gpu_table
+from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger, _host_metrics, parse_gpu_table
 
 
 def config(tmp_path, **extra):
@@ -345,10 +345,8 @@ def test_gpu_metrics_are_logged_on_a_separate_time_axis_and_file(tmp_path, monke
     line = (tmp_path / "system.jsonl").read_text()
     assert '"step": 12' in line and '"ray/node.0.gpu.0.util": 93.0' in line and '"ray/ray_step": 12' in line
     assert "ray/node.0.mem_total_gb" in line and not (tmp_path / "metrics.jsonl").exists()
-    with pytest.raises(ValueError, match="logger.gpu_monitoring"):
-        RayGpuMonitorLogger(0, 1)
 
 
 def test_monitor_gpus_without_a_gpu_starts_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("nemo_rl_cpp.metrics.monitor.shutil.which", lambda name: None)
+    monkeypatch.setattr("nemo_rl_cpp.metrics.memory.shutil.which", lambda name: None)
     assert Logger(config(tmp_path, monitor_gpus=True)).gpu_monitor is None

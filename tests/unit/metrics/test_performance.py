@@ -1,6 +1,5 @@
-import numpy as np
 import pytest
-from nemo_rl_cpp.metrics.performance import Devices, group_reward_metrics, performance_metrics
+from nemo_rl_cpp.metrics.performance import Devices, group_reward_metrics, performance_metrics, rewards_by_group
 
 
 def test_performance_metrics_match_hand_computed_values():
@@ -30,8 +29,8 @@ def test_generation_tokens_per_sec_counts_all_rollout_tokens():
 
 
 def test_groups_of_one_sample_are_excluded_from_the_equal_and_mixed_shares():
-    assert group_reward_metrics([1, 0, 0], [0, 1, 2]) == {"groups/num": 3.0}
-    metrics = group_reward_metrics([1, 1, 0, 0], [0, 0, 1, 2])
+    assert group_reward_metrics([[1], [0], [0]]) == {"groups/num": 3.0}
+    metrics = group_reward_metrics([[1, 1], [0], [0]])
     assert metrics["groups/num"] == 3.0 and metrics["groups/pct_equal"] == 100.0 and metrics["groups/pct_mixed"] == 0.0
 
 
@@ -49,9 +48,9 @@ def test_throughput_per_device_matches_hand_computed_values():
 
 
 def test_group_reward_metrics_match_hand_computed_values():
-    rewards = [1, 1, 0, 0, 1, 0, 0.5, 0.5]
-    metrics = group_reward_metrics(rewards, np.repeat([7, 3, 5, 9], 2))
-    assert metrics == {
+    groups = rewards_by_group([1, 0, 1, 0, 1, 0.5, 0, 0.5], [7, 3, 7, 3, 5, 9, 5, 9])
+    assert groups == [[1, 1], [0, 0], [1, 0], [0.5, 0.5]]
+    assert group_reward_metrics(groups) == {
         "groups/num": 4.0, "groups/pct_equal": 75.0, "groups/pct_equal_best": 25.0, "groups/pct_equal_worst": 25.0,
         "groups/pct_mixed": 25.0,
     }  # fmt: skip
@@ -59,11 +58,5 @@ def test_group_reward_metrics_match_hand_computed_values():
 
 @pytest.mark.parametrize("value, best, worst", [(1.0, 100.0, 0.0), (0.0, 0.0, 100.0), (-1.0, 0.0, 100.0)])
 def test_equal_rewards_count_as_best_or_worst_by_their_sign(value, best, worst):
-    metrics = group_reward_metrics([value] * 4, ["a", "a", "b", "b"])
+    metrics = group_reward_metrics([[value] * 2] * 2)
     assert (metrics["groups/pct_equal_best"], metrics["groups/pct_equal_worst"]) == (best, worst)
-
-
-def test_unequal_lengths_raise_and_an_empty_batch_gives_no_group_metrics():
-    with pytest.raises(ValueError, match="2 rewards but 1 group ids"):
-        group_reward_metrics([1, 2], [0])
-    assert group_reward_metrics([], []) == {}

@@ -196,11 +196,6 @@ def test_reward_component_names_are_not_prefixed_twice():
     assert result["reward/f"].tolist() == result["total_reward"].tolist() == [1.0, 2.0]
 
 
-def test_repeat_prompts_rejects_zero_repetitions():
-    with pytest.raises(ValueError, match="num_generations_per_prompt"):
-        repeat_prompts(echo_batch([1]), 0)
-
-
 @pytest.mark.parametrize(
     ("section", "env"),
     [

@@ -50,6 +50,7 @@ from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.checkpoints.model_card import CardFacts
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, checked, master_of
+from nemo_rl_cpp.data.dataloader import load_dataloader_state
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.cluster import Cluster, shut_down
 from nemo_rl_cpp.environments.loading import Environments
@@ -262,7 +263,8 @@ def build_run(
         state = resume.state
         state.max_num_steps, state.max_num_epochs = loop.max_num_steps, loop.max_num_epochs
         loader = make_dataloader(config.data, made.train, loop.prompts_per_round, loop.seed, config.algorithm)
-        resume.load_data_position(loader)
+        if resume.path is not None:
+            load_dataloader_state(loader, resume.path)
         if config.policy.generation.runs_vllm:
             check_vllm(config.policy, config.cluster.device)  # before a model is loaded
         check_trackers(config.logger)
@@ -286,8 +288,7 @@ def build_run(
             resources.callback(end_engine, generation)
         collector = make_collector(config, policy, generation, tokenizer, loader, made.environments, state)
         resources.callback(collector.close)
-        resume.load_sampler(collector.sampler)
-        resume.load_ready_batches(collector)
+        resume.load_rollouts(collector)
         timer = Timer()
         run = TrainingRun(
             config=config, state=state, algorithm=algorithm, tokenizer=tokenizer, environments=made.environments,

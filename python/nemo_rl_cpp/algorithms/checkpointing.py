@@ -29,7 +29,7 @@ import torch
 
 from nemo_rl_cpp.algorithms.collector import RolloutCollector
 from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, OwnLoss
-from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler, SamplerState
+from nemo_rl_cpp.algorithms.dynamic_sampling import SamplerState
 from nemo_rl_cpp.algorithms.hooks import StepResult, Terminal
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
@@ -41,12 +41,7 @@ from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.config.master import TrainMasterConfig
-from nemo_rl_cpp.data.dataloader import (
-    MultipleDataloaderWrapper,
-    StatefulDataLoader,
-    load_dataloader_state,
-    save_dataloader_state,
-)
+from nemo_rl_cpp.data.dataloader import save_dataloader_state
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.errors import short_path
 from nemo_rl_cpp.files.durable import disk_trouble
@@ -77,27 +72,22 @@ class Resume(NamedTuple):
     path: Path | None
     state: TrainState
 
-    def load_data_position(self, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> None:
-        if self.path is not None:
-            load_dataloader_state(loader, self.path)
-
-    def load_sampler(self, sampler: GroupSampler) -> None:
-        """Restore the prompt groups that dynamic sampling had kept for the next step. If the sampler no longer keeps
-        groups, or now makes groups of a different size, drop them and print a note.
+    def load_rollouts(self, collector: RolloutCollector) -> None:
+        """Restore the prompt groups that dynamic sampling had kept for the next step, and the rollouts that were
+        generated ahead for later steps. If the sampler no longer keeps groups, or now makes groups of a different size,
+        drop them and print a note.
         """
-        if self.path is None or (kept := _kept_groups(self.path)) is None:
+        if self.path is None:
             return
-        if kept["cache"] is not None and not sampler.takes(kept["cache"]):
-            print(
-                "The prompt groups that the checkpoint kept for the next step are left out: the settings of dynamic sampling changed."
-            )
-        else:
-            sampler.load_state_dict(kept)
-
-    def load_ready_batches(self, collection: RolloutCollector) -> None:
-        """Load into the collector the rollouts that the checkpoint holds for later steps."""
-        if self.path is not None and (self.path / READY_BATCHES).with_suffix(".json").is_file():
-            collection.load_state_dict(read_state(self.path / READY_BATCHES))
+        if (kept := _kept_groups(self.path)) is not None:
+            if kept["cache"] is not None and not collector.sampler.takes(kept["cache"]):
+                print(
+                    "The prompt groups that the checkpoint kept for the next step are left out: the settings of dynamic sampling changed."
+                )
+            else:
+                collector.sampler.load_state_dict(kept)
+        if (self.path / READY_BATCHES).with_suffix(".json").is_file():
+            collector.load_state_dict(read_state(self.path / READY_BATCHES))
 
 
 def _kept_groups(checkpoint: Path) -> SamplerState | None:
@@ -173,7 +163,8 @@ class Saver:
             state.step, is_last=state.finished, early_stop=result.reached_target, timeout=result.timed_out,
             interrupted=result.interrupted,
         )  # fmt: skip
-        if reason is None and not (manager.owed and self._free() > self._size()):
+        free, size = self._space() if manager.owed else (0, 0)
+        if reason is None and free <= size:
             if state.finished and not manager.enabled:
                 self._check_weights(state)
             return
@@ -188,10 +179,12 @@ class Saver:
                 self._not_saved(state, trouble, error)
                 return
             if manager.owed:
-                self.terminal.print(f"step {state.step} is saved: {manager.checkpoint_dir} has space again")
+                self.terminal.progress.print(f"step {state.step} is saved: {manager.checkpoint_dir} has space again")
             manager.owed = False
         size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-        self.terminal.print(f"saved {short_path(saved)}: {size_text(size)} in {time.monotonic() - began:.1f} s")
+        self.terminal.progress.print(
+            f"saved {short_path(saved)}: {size_text(size)} in {time.monotonic() - began:.1f} s"
+        )
         result.checkpoint = saved
 
     def _save(self, result: StepResult) -> Path:
@@ -261,17 +254,17 @@ class Saver:
                 if there
                 else "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
             )
-            self.terminal.print(
+            self.terminal.progress.print(
                 f"warning: the checkpoint is saved without checkpointing.metric_name={manager.metric_name}, by which it would "
                 f"be ranked ({why})"
             )
         return {}
 
     def _not_saved(self, state: TrainState, trouble: str, error: Exception) -> None:
-        manager = self.manager
+        manager, (free, size) = self.manager, self._space()
         text = (
-            f"step {state.step} could not be saved in {manager.checkpoint_dir} ({trouble}): {size_text(self._free())} are free "
-            f"there, a checkpoint takes about {size_text(self._size())}"
+            f"step {state.step} could not be saved in {manager.checkpoint_dir} ({trouble}): {size_text(free)} are free "
+            f"there, a checkpoint takes about {size_text(size)}"
         )
         if state.finished:
             raise NotSavedError(
@@ -279,17 +272,15 @@ class Saver:
                 "there), or change checkpointing.checkpoint_dir"
             ) from error
         if not manager.owed:
-            self.terminal.print(
+            self.terminal.progress.print(
                 f"warning: {text}. The run continues and tries again when there is space, at the next period and at its end"
             )
         manager.owed = True
 
-    def _free(self) -> int:
-        return shutil.disk_usage(self.manager.checkpoint_dir).free
-
-    def _size(self) -> int:
-        """Return the total size in bytes of the tensors that a checkpoint of this run contains."""
-        return sum(model.checkpoint_bytes(self.manager.save_optimizer) for model in self.models.values())
+    def _space(self) -> tuple[int, int]:
+        """Return (free bytes in the checkpoint folder, bytes of the tensors that a checkpoint of this run contains)."""
+        size = sum(model.checkpoint_bytes(self.manager.save_optimizer) for model in self.models.values())
+        return shutil.disk_usage(self.manager.checkpoint_dir).free, size
 
     def _check_weights(self, state: TrainState) -> None:
         """Raise NonFiniteError if a trained model has parameters that are not finite. The message lists the first such

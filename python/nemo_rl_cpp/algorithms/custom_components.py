@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_cpp import dotted_names
-from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, LossFunction, LossInputType, LossType
-from nemo_rl_cpp.algorithms.loss.distillation import TopKDistillationLossFn
+from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn, LossFunction, LossInputType, LossType, TopKDistillationLossFn
 from nemo_rl_cpp.argument_checks import described
 from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GAEConfig
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig

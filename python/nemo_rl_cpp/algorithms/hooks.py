@@ -184,22 +184,19 @@ class Terminal:
     progress: Progress
     alerts: Alerts
 
-    def print(self, text: str) -> None:
-        self.progress.print(text)
-
     def validation(self, result: StepResult) -> None:
         if result.validation is None:
             return
         metrics = result.validation.metrics
         self.alerts.validation(result.step, metrics)
         text = f"{_headline_text(metrics)} on {metrics['num_samples']} prompts"
-        self.print(f"validation after step {result.step}: {text}")
+        self.progress.print(f"validation after step {result.step}: {text}")
 
     def step(self, result: StepResult) -> None:
         serious = self.alerts.step(result.step, result.metrics)
         self.progress.step(result.step, result.metrics | result.performance)
         for line in serious:
-            self.print(line)
+            self.progress.print(line)
 
 
 def _headline_text(metrics: Metrics) -> str:

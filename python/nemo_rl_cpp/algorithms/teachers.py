@@ -62,22 +62,21 @@ class Teachers:
         """Return, for each teacher, (its model, a copy of the batch in which the samples of all other teachers are
         masked).
         """
-        chosen = [self._model_of(task) for task in samples.get("task_name") or [None] * batch.size]
+        chosen = []
+        for task in samples.get("task_name") or [None] * batch.size:
+            name = task if task in self.models else self.default
+            if name is None:
+                raise ValueError(
+                    f"the task {task} has no teacher; on_policy_distillation.teacher_model_by_agent_name has {', '.join(self.models)}: add "
+                    "it there, or set on_policy_distillation.default_teacher_alias"
+                )
+            chosen.append(self.models[name])
         parts = []
         for model in sorted(set(chosen)):
             own = batch.copy()
             own.samples["sample_mask"] = batch.sample_mask * torch.tensor([name == model for name in chosen])
             parts.append((model, own))
         return parts
-
-    def _model_of(self, task: str | None) -> str:
-        name = task if task in self.models else self.default
-        if name is None:
-            raise ValueError(
-                f"the task {task} has no teacher; on_policy_distillation.teacher_model_by_agent_name has {', '.join(self.models)}: add it "
-                "there, or set on_policy_distillation.default_teacher_alias"
-            )
-        return self.models[name]
 
 
 @dataclass

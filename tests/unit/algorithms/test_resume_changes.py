@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -233,7 +234,7 @@ def test_sampler_files_of_earlier_versions_load_without_running_pickled_code(tmp
     folder.mkdir(parents=True)
     torch.save(state, folder / "sampler.pt")
     sampler = GroupSampler(2)
-    Resume(tmp_path / "step_1", TrainState()).load_sampler(sampler)
+    Resume(tmp_path / "step_1", TrainState()).load_rollouts(SimpleNamespace(sampler=sampler))
     assert sampler.state_dict() == state
 
     class Evil:
@@ -246,7 +247,7 @@ def test_sampler_files_of_earlier_versions_load_without_running_pickled_code(tmp
         else:
             (folder / "sampler.pt").write_bytes(payload)
         with pytest.raises(ValueError, match="sampler.pt holds more than plain data, which could run code"):
-            Resume(tmp_path / "step_1", TrainState()).load_sampler(sampler)
+            Resume(tmp_path / "step_1", TrainState()).load_rollouts(SimpleNamespace(sampler=sampler))
         assert not (tmp_path / "ran").exists()
 
 

@@ -6,7 +6,7 @@ import tiny
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.build import build_run
-from nemo_rl_cpp.algorithms.loss.distillation import TopKDistillationLossFn, divergence
+from nemo_rl_cpp.algorithms.loss import TopKDistillationLossFn, divergence
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
 from nemo_rl_cpp.config.distillation import DistillationLossConfig
 from nemo_rl_cpp.config.loader import load_distillation_config

@@ -15,7 +15,7 @@ from nemo_rl_cpp.algorithms.step import (
     step_result,
     train_epochs,
 )
-from nemo_rl_cpp.rollouts.batches import LogprobNeeds, add_logprobs, build_train_batch
+from nemo_rl_cpp.rollouts.batches import add_logprobs, build_train_batch
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.build import TrainingRun
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 def train_loop(run: "TrainingRun") -> None:
     """Repeat until the run ends: collect rollouts for the next step, train the policy on them, and call the hooks."""
     config, loop, state, refit = run.config, run.config.loop, run.state, run.collector.refit
-    needs = LogprobNeeds.of(config.loss_fn, loop)
     start = StepResult(state)
     for hook in run.before_training:
         hook(start)
@@ -41,7 +40,7 @@ def train_loop(run: "TrainingRun") -> None:
                 run.critic.add_values(batch, timer)
                 with timer("policy_and_reference_logprobs"):
                     refit.verify_before_training()
-                    metrics |= add_logprobs(run.policy, batch, needs, weight_version=state.step)
+                    metrics |= add_logprobs(run.policy, batch, config.loss_fn, loop, weight_version=state.step)
                     run.teachers.add_logprobs(batch, samples)
                     metrics |= mask_by_logprob_error(batch, loop.seq_logprob_error_threshold)
                     if run.algorithm.needs_tokens:

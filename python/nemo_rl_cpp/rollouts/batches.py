@@ -5,7 +5,7 @@ Shapes: B samples have T tokens in total, concatenated. S is the length of the l
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -246,81 +246,46 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
     return mask
 
 
-class LogprobNeeds(NamedTuple):
-    """Which log-probabilities and other per-token values a run needs, derived from its configuration.
-
-    Attributes:
-        reference: whether the KL weight is not 0, so that the reference model's log-probabilities are needed.
-        previous: whether log-probabilities are always computed before training, even if generation's are exact, because
-            sequences are masked by the difference between the two.
-        corrected: whether the loss corrects stale samples by importance sampling. If so, their `prev_logprobs` are
-            computed by the current policy, otherwise by the policy that sampled them.
-        estimator: whether the advantages use log-probabilities (KL in the reward, a teacher, or a custom estimator), so
-            that they are also needed for messages that were not generated.
-        bypassed: whether the loss uses generation's log-probabilities as those of the old policy.
-        entropies: whether the loss selects the tokens with the largest entropy.
-        sum_pi_squared: whether the estimator uses the sum of squared probabilities.
-        candidates: how many of the most likely tokens per position the loss uses; None: none.
-    """
-
-    reference: bool
-    previous: bool
-    corrected: bool = False
-    estimator: bool = False
-    bypassed: bool = False
-    entropies: bool = False
-    sum_pi_squared: bool = False
-    candidates: int | None = None
-
-    @classmethod
-    def of(cls, loss: ClippedPGLossConfig, loop: LoopConfig) -> Self:
-        """Derive the needs from the section `loss_fn` and the section of the training loop, such as `grpo` or `ppo`."""
-        reference = loss.reference_policy_kl_penalty != 0
-        return cls(
-            reference,
-            previous=loop.seq_logprob_error_threshold is not None,
-            corrected=loop.trajectory_age > 0,
-            estimator=(reference and loss.use_kl_in_reward)
-            or loop.adv_estimator.name in ("opd", "optimal_token_baseline")
-            or is_user_defined(loop.adv_estimator.name),
-            bypassed=loss.bypass_mode,
-            entropies=loss.top_entropy_quantile < 1,
-            sum_pi_squared=loop.adv_estimator.name == "optimal_token_baseline",
-            candidates=loss.score_centering_k,
-        )
-
-
 def add_logprobs(
-    policy: PolicyInterface, batch: TrainBatch, needs: LogprobNeeds, weight_version: int
+    policy: PolicyInterface, batch: TrainBatch, loss: ClippedPGLossConfig, loop: LoopConfig, weight_version: int
 ) -> dict[str, float]:
-    """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that `needs` requests. Return the
-    metric `stale_samples`.
+    """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that the sections `loss_fn` and the
+    training loop's (such as `grpo`) need. Return the metric `stale_samples`.
 
     `prev_logprobs` are added if the policy does not take them from its first training forward pass (see
-    `Policy.skips_prev_logprobs`), if a sample is stale, if `needs.previous` is set, or if an estimator reads messages
-    that were not generated. A sample is stale if its `weight_version` is not the current one. Stale samples keep the
-    log-probabilities of the policy that sampled them, unless the loss corrects them.
+    `Policy.skips_prev_logprobs`), if a sample is stale, if sequences are masked by the difference from generation's
+    (`seq_logprob_error_threshold`), or if an estimator reads messages that were not generated. With `bypass_mode` they
+    are generation's. A sample is stale if its `weight_version` is not the current one. Stale samples keep the
+    log-probabilities of the policy that sampled them, unless the loss of an asynchronous run corrects them by
+    importance sampling.
     """
+    estimator, has_reference = loop.adv_estimator.name, loss.reference_policy_kl_penalty != 0
+    reads_logprobs = (
+        (has_reference and loss.use_kl_in_reward)
+        or estimator in ("opd", "optimal_token_baseline")
+        or is_user_defined(estimator)
+    )
     policy.prepare_for_lp_inference()
     stale = torch.zeros(batch.size, dtype=torch.bool)
     if "weight_version" in batch:
         stale = batch.weight_version != weight_version
-    lacking = needs.estimator and batch.lacks_generation_logprobs
+    compared = loop.seq_logprob_error_threshold is not None
+    lacking = reads_logprobs and batch.lacks_generation_logprobs
     needed = stale.any() or not policy.skips_prev_logprobs
-    if needs.previous or lacking or (needed and not needs.bypassed):
+    if compared or lacking or (needed and not loss.bypass_mode):
         logprobs = batch.ragged(policy.get_logprobs(batch)["logprobs"])
-        if stale.any() and not needs.corrected:
+        if stale.any() and loop.trajectory_age == 0:
             logprobs = torch.where(batch.by_token(stale), batch.generation_logprobs.to(logprobs.dtype), logprobs)
         batch.prev_logprobs = logprobs
     elif needed:
         batch.prev_logprobs = batch.generation_logprobs
-    if needs.reference:
+    if has_reference:
         batch.reference_policy_logprobs = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
-    if needs.entropies:
+    if loss.top_entropy_quantile < 1:
         batch.entropies = policy.get_entropies(batch)["entropies"]
-    if needs.candidates is not None:
-        scored = policy.get_topk_logprobs(batch, needs.candidates)
+    if loss.score_centering_k is not None:
+        scored = policy.get_topk_logprobs(batch, loss.score_centering_k)
         batch.tokens["candidate_ids"], batch.tokens["candidate_old_logprobs"] = scored["ids"], scored["logprobs"]
-    if needs.sum_pi_squared:
+    if estimator == "optimal_token_baseline":
         batch.sum_pi_squared = policy.get_sum_pi_squared(batch)["sum_pi_squared"]
     return {"stale_samples": int(stale.sum())}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
-from nemo_rl_cpp.rollouts.batches import LogprobNeeds, TrainBatch, add_logprobs
+from nemo_rl_cpp.rollouts.batches import TrainBatch, add_logprobs
 
 
 class Policy:
@@ -33,58 +33,49 @@ def batch(versions=(5, 5)):
     })  # fmt: skip
 
 
+def add(policy, data, kl=0.0, threshold=None, age=0, estimator="grpo", **loss):
+    """Add what a run with these settings needs, at version 5 of the weights."""
+    loop = SimpleNamespace(
+        seq_logprob_error_threshold=threshold, trajectory_age=age, adv_estimator=SimpleNamespace(name=estimator)
+    )
+    section = ClippedPGLossConfig(reference_policy_kl_penalty=kl, **loss)
+    return add_logprobs(policy, data, section, loop, 5)
+
+
 def test_no_logprobs_are_computed_if_generation_is_exact():
     policy, data = Policy(exact=True), batch()
-    assert add_logprobs(policy, data, LogprobNeeds(False, False), 5) == {"stale_samples": 0}
+    assert add(policy, data, use_kl_in_reward=True) == {"stale_samples": 0}
     assert policy.calls == ["prepare"] and "prev_logprobs" not in data and "reference_policy_logprobs" not in data
 
 
-@pytest.mark.parametrize("exact, previous", [(False, False), (True, True)])
-def test_batch_is_scored_if_generation_is_inexact_or_old_logprobs_are_needed(exact, previous):
+@pytest.mark.parametrize("exact, threshold", [(False, None), (True, 2.0)])
+def test_batch_is_scored_if_generation_is_inexact_or_old_logprobs_are_needed(exact, threshold):
     policy, data = Policy(exact), batch()
-    add_logprobs(policy, data, LogprobNeeds(reference=True, previous=previous), 5)
+    add(policy, data, kl=0.01, threshold=threshold)
     assert policy.calls == ["prepare", "policy", "reference"]
     assert (data["prev_logprobs"] == -1).all() and (data["reference_policy_logprobs"] == -2).all()
 
 
-def test_stale_samples_keep_the_logprobs_of_the_policy_that_sampled_them():
+@pytest.mark.parametrize("age, first", [(0, -3.0), (1, -1.0)])  # with age 1 the loss corrects staleness
+def test_stale_samples_keep_their_logprobs_unless_the_loss_corrects_staleness(age, first):
     policy, data = Policy(exact=True), batch(versions=(4, 5))
-    assert add_logprobs(policy, data, LogprobNeeds(False, False), 5) == {"stale_samples": 1}
-    assert data["prev_logprobs"].tolist() == [[-3.0] * 3, [-1.0] * 3]
-
-
-def test_current_policy_scores_all_samples_if_the_loss_corrects_staleness():
-    policy, data = Policy(exact=True), batch(versions=(4, 5))
-    assert add_logprobs(policy, data, LogprobNeeds(False, False, corrected=True), 5) == {"stale_samples": 1}
-    assert data["prev_logprobs"].tolist() == [[-1.0] * 3, [-1.0] * 3]
-
-
-@pytest.mark.parametrize("estimator, lacks", [(True, False), (False, True), (True, True)])
-def test_messages_without_generation_logprobs_are_scored_if_the_estimator_needs_them(estimator, lacks):
-    policy, data = Policy(exact=True), batch()
-    data.lacks_generation_logprobs = lacks
-    add_logprobs(policy, data, LogprobNeeds(False, False, estimator=estimator), 5)
-    scored = estimator and lacks
-    assert policy.calls == ["prepare", "policy"][: 1 + scored]
-    assert data.old_logprobs.tolist() == [-1.0 if scored else -3.0] * 6
+    assert add(policy, data, age=age) == {"stale_samples": 1}
+    assert data["prev_logprobs"].tolist() == [[first] * 3, [-1.0] * 3]
 
 
 @pytest.mark.parametrize(
-    "kl, threshold, age, in_reward, name, expected",
+    "settings, reads",
     [
-        (0.0, None, 0, True, "gae", (False, False, False, False)),
-        (0.01, None, 0, False, "gae", (True, False, False, False)),
-        (0.01, None, 0, True, "gae", (True, False, False, True)),
-        (0, None, 0, False, "mine.Estimator", (False, False, False, True)),
-        (0, 2.0, 0, False, "gae", (False, True, False, False)),
-        (0, None, 1, False, "gae", (False, False, True, False)),
+        ({"kl": 0.01}, False),
+        ({"kl": 0.01, "use_kl_in_reward": True}, True),
+        ({"estimator": "mine.Estimator"}, True),
+        ({"estimator": "opd"}, True),
     ],
 )
-def test_required_logprobs_follow_the_configuration(kl, threshold, age, in_reward, name, expected):
-    loop = SimpleNamespace(
-        seq_logprob_error_threshold=threshold, trajectory_age=age, adv_estimator=SimpleNamespace(name=name)
-    )
-    loss = ClippedPGLossConfig(reference_policy_kl_penalty=kl, use_kl_in_reward=in_reward)
-    needs = LogprobNeeds.of(loss, loop)
-    assert (needs.reference, needs.previous, needs.corrected, needs.estimator) == expected
-    assert not (needs.bypassed or needs.entropies or needs.sum_pi_squared or needs.candidates)
+def test_messages_without_generation_logprobs_are_scored_if_the_estimator_needs_them(settings, reads):
+    for lacks in (False, True):
+        policy, data = Policy(exact=True), batch()
+        data.lacks_generation_logprobs = lacks
+        add(policy, data, **settings)
+        assert ("policy" in policy.calls) == (reads and lacks)
+        assert data.old_logprobs.tolist() == [-1.0 if reads and lacks else -3.0] * 6

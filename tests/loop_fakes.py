@@ -9,6 +9,7 @@ from fakes import ByteTokenizer, EchoEnvironment, FakeGeneration, prompts
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.parts import RunData
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import DatumSpec
 from nemo_rl_cpp.environments.loading import Environments
@@ -130,15 +131,29 @@ class Warns:
         pass
 
 
-def fake_run(config, policy, engine, value=None, num_rows=8):
-    """Return a run of these fakes on `num_rows` prompts, resumed from its newest checkpoint. Nothing is printed."""
-    env = {"t": Digits()}
+def fake_run(folder, section, *overrides, policy=None, critic=None, respond=None, num_rows=8):
+    """Return a run of these fakes with 2 prompts x 4 generations a step, on `num_rows` prompts, resumed from its newest
+    checkpoint. Nothing is printed.
+    """
+    load = {"grpo": load_grpo_config, "ppo": load_ppo_config}[section]
+    config = load(
+        f"{section}_tiny.yaml",
+        [
+            f"{section}.num_prompts_per_step=2", f"{section}.num_generations_per_prompt=4", f"{section}.max_num_steps=3",
+            "policy.train_global_batch_size=8", "policy.max_total_sequence_length=64", f"{section}.val_period=0",
+            f"{section}.val_at_end=false", f"logger.log_dir={folder / 'logs'}",
+            f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", "checkpointing.save_period=2",
+            "checkpointing.metric_name=null", *overrides,
+        ],
+    )  # fmt: skip
+    env, policy = {"t": Digits()}, policy or Policy()
+    engine = Engine(respond=respond, tokenizer=TOKENIZER, max_new_tokens=4)
+    engine.events, engine.policy = policy.events, policy
     policy.create_generation = lambda config, seed: engine
-    critic = NoCritic() if value is None else Critic(value, None)
     stand_ins = {
         "make_tokenizer": lambda policy: TOKENIZER,
         "make_dataloader": lambda data, rows, size, *more: StatefulDataLoader(rows, size, drop_last=True),
-        "make_critic": lambda *parts: critic,
+        "make_critic": lambda *parts: NoCritic() if critic is None else Critic(critic(policy.events), None),
         "make_loss": lambda *given: None,
     }
     data = RunData(rows(num_rows), rows(3), Environments(env, env))
@@ -149,6 +164,11 @@ def fake_run(config, policy, engine, value=None, num_rows=8):
         run = build_run(config, data=lambda config, tokenizer: data, policy_factory=lambda **given: policy)
     run.terminal.progress.close()
     run.terminal.progress = Warns()
+    return run
+
+
+def train(run):
+    run.train()
     return run
 
 

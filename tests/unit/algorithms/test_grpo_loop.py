@@ -4,33 +4,14 @@ import json
 
 import pytest
 import torch
-from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
+from loop_fakes import Policy, fake_run, logged, train
 from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages
-from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 
-def make(tmp_path, *overrides, num_rows=8, policy=None, respond=None):
-    """A run with 2 prompts x 4 generations a step."""
-    config = load_grpo_config(
-        "grpo_tiny.yaml",
-        [
-            "grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=8", "grpo.max_num_steps=3",
-            "policy.max_total_sequence_length=64", "grpo.val_period=0", "grpo.val_at_end=false", f"logger.log_dir={tmp_path / 'logs'}",
-            f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}", "checkpointing.save_period=2", "checkpointing.metric_name=null",
-            *overrides,
-        ],
-    )  # fmt: skip
-    policy = policy or Policy()
-    engine = Engine(respond=respond, tokenizer=TOKENIZER, max_new_tokens=4)
-    engine.events, engine.policy = policy.events, policy
-    return fake_run(config, policy, engine, num_rows=num_rows)
-
-
-def train(run):
-    run.train()
-    return run
+def make(folder, *overrides, **options):
+    return fake_run(folder, "grpo", *overrides, **options)
 
 
 def test_grpo_step_calls_the_policy_in_order(tmp_path):

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from loop_fakes import TOKENIZER, Engine, Policy, fake_run, logged
+from loop_fakes import Policy, fake_run, logged, train
 from nemo_rl_cpp.algorithms.step import critic_metrics
 from nemo_rl_cpp.algorithms.step_metrics import mean_over_epochs
-from nemo_rl_cpp.config import load_ppo_config
 
 
 class Critic:
@@ -47,27 +46,9 @@ class Critic:
     learning_rate = 2e-3
 
 
-def make(tmp_path, *overrides, respond=None, with_value=True):
-    """A run with 2 prompts x 4 generations a step."""
-    config = load_ppo_config(
-        "ppo_tiny.yaml",
-        [
-            "ppo.num_prompts_per_step=2", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=8", "ppo.max_num_steps=3",
-            "policy.max_total_sequence_length=64", "ppo.val_period=0", "ppo.val_at_end=false", f"logger.log_dir={tmp_path / 'logs'}",
-            f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}", "checkpointing.save_period=2", "checkpointing.metric_name=null",
-            "ppo.policy_training_start_step=0", "ppo.ppo_epochs=1", *overrides,
-        ],
-    )  # fmt: skip
-    policy = Policy()
-    value = Critic(policy.events) if with_value else None
-    engine = Engine(respond=respond, tokenizer=TOKENIZER, max_new_tokens=4)
-    engine.events, engine.policy = policy.events, policy
-    return fake_run(config, policy, engine, value)
-
-
-def train(run):
-    run.train()
-    return run
+def make(folder, *overrides, critic=Critic, **options):
+    once = ("ppo.policy_training_start_step=0", "ppo.ppo_epochs=1")
+    return fake_run(folder, "ppo", *once, *overrides, critic=critic, **options)
 
 
 def test_ppo_step_calls_policy_and_critic_in_order(tmp_path):
@@ -114,7 +95,7 @@ def test_first_epoch_trains_without_old_logprobs_and_later_epochs_use_them(tmp_p
 
 def test_raw_reward_run_has_no_critic_metrics_or_checkpoint(tmp_path):
     raw = ("ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.normalize_advantages=false")
-    run = train(make(tmp_path, *raw, "ppo.max_num_steps=2", with_value=False))
+    run = train(make(tmp_path, *raw, "ppo.max_num_steps=2", critic=None))
     assert run.models == {"policy": run.policy}
     batch = run.policy.trained[0]
     assert "returns" not in batch and "values" not in batch

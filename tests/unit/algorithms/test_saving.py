@@ -7,11 +7,12 @@ import os
 import pytest
 import tiny
 import torch
+from loop_fakes import train
 from nemo_rl_cpp.algorithms.checkpointing import NotSavedError, reward_names
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from safetensors.torch import load_file
-from test_grpo_loop import make, train
+from test_grpo_loop import make
 
 
 class FullDisk:

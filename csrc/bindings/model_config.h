@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -18,7 +19,8 @@ inline kernels::Gate gate_from(const std::string& name) {
   if (name == "silu") return kernels::Gate::silu;
   if (name == "gelu_tanh") return kernels::Gate::gelu_tanh;
   if (name == "clamped") return kernels::Gate::clamped;
-  throw pybind11::value_error("activation is '" + name + "', expected silu, gelu_tanh or clamped");
+  if (name == "relu_squared") return kernels::Gate::relu_squared;
+  throw pybind11::value_error("activation is '" + name + "', expected silu, gelu_tanh, clamped or relu_squared");
 }
 
 inline model::QkNorm qk_norm_from(const std::string& name) {
@@ -48,10 +50,20 @@ inline void set_experts(model::ModelConfig& c, const pybind11::dict& d) {
 /// Sizes of the recurrent layers, and which layers they are.
 inline void set_recurrent(model::ModelConfig& c, const pybind11::dict& d) {
   auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
-  auto& s = c.gated_delta;
+  auto& s = c.recurrent;
   get("key_heads", s.key_heads), get("value_heads", s.value_heads), get("key_dim", s.key_dim);
   get("value_dim", s.value_dim), get("conv_width", s.conv_width);
+  if (d.contains("step_limits")) {
+    s.rule = kernels::Recurrence::mamba2;
+    std::tie(s.least_step, s.greatest_step) = d["step_limits"].cast<std::pair<double, double>>();
+  }
   for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).is_recurrent = true;
+}
+
+/// For each layer, whether its only block is a mixer or (false) an MLP.
+inline void set_blocks(model::ModelConfig& c, const std::vector<bool>& is_mixer) {
+  for (std::size_t l = 0; l < is_mixer.size(); ++l)
+    c.layers.at(l).has_mixer = is_mixer[l], c.layers[l].has_mlp = !is_mixer[l];
 }
 
 inline model::ModelConfig config_from(const pybind11::dict& d) {
@@ -76,7 +88,8 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
     c.layers.push_back({window, rope.value_or(model::LayerConfig::kNoRope)});
   if (d.contains("quantization")) c.quantization = ops::block_format(d["quantization"].cast<std::string>());
   if (d.contains("output_gate")) get("output_gate", c.output_gate);
-  if (d.contains("gated_delta")) set_recurrent(c, d["gated_delta"].cast<pybind11::dict>());
+  if (d.contains("recurrent")) set_recurrent(c, d["recurrent"].cast<pybind11::dict>());
+  if (d.contains("one_block")) set_blocks(c, d["one_block"].cast<std::vector<bool>>());
   if (d.contains("experts")) set_experts(c, d["experts"].cast<pybind11::dict>());
   return c;
 }

@@ -62,7 +62,7 @@ std::int64_t NativeModelRunner::block_size() const { return ops::kKeyTile; }
 
 std::int64_t NativeModelRunner::bytes_per_block() const {
   const auto& c = model_->config();
-  const auto layers = std::ranges::count(c.layers, false, &model::LayerConfig::is_recurrent);
+  const auto layers = std::ranges::count_if(c.layers, &model::LayerConfig::has_attention);
   return 2 * layers * c.num_kv_heads * c.head_dim * ops::kKeyTile *
          static_cast<std::int64_t>(c10::elementSize(model_->decoder().compute_dtype()));
 }
@@ -71,9 +71,9 @@ void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
   recorded_.clear();
   cache_.clear();
   for (const auto& layer : model_->config().layers)
-    cache_.push_back(layer.is_recurrent ? at::Tensor()
-                                        : ops::kv_cache_allocate(num_blocks, step_.heads(),
-                                                                 model_->decoder().compute_dtype(), model_->device()));
+    cache_.push_back(layer.has_attention() ? ops::kv_cache_allocate(num_blocks, step_.heads(),
+                                                                    model_->decoder().compute_dtype(), model_->device())
+                                           : at::Tensor());
   num_blocks_ = num_blocks;
   kept_rows_.begin(num_blocks);
 }
@@ -85,7 +85,7 @@ void NativeModelRunner::check_adapted(const model::DecoderModel* adapted) const 
 }
 
 void NativeModelRunner::allocate_states(std::int64_t count) {
-  const auto& shape = model_->config().gated_delta;
+  const auto& shape = model_->config().recurrent;
   const auto options = model_->compute().options();
   states_.clear();
   for (const auto& layer : model_->config().layers) {

@@ -1,6 +1,7 @@
-// The norm behind the gated delta rule: of each head of D numbers, y = w · x · rstd · silu(z), rstd = 1 /
-// sqrt(mean(x^2)
-// + eps). And the gate of an attention's heads, y = x · sigmoid(g).
+// The norm behind a recurrence. Of each head of D numbers in a gated delta net: y = w · x · rstd · silu(z), rstd = 1 /
+// sqrt(mean(x^2) + eps). Of each of a few heads in Mamba-2, where the gate comes first and w differs from head to head:
+// y = w · g · rstd, g = x · silu(z), rstd = 1 / sqrt(mean(g^2) + eps). The sums of squares run over 16 lanes, which are
+// added as a fixed tree. And the gate of an attention's heads, y = x · sigmoid(g).
 #pragma once
 #include <cstdint>
 
@@ -15,9 +16,10 @@ struct GatedNormArgs {
   std::int64_t stride_x;
   const T* z;  ///< like x
   std::int64_t stride_z;
-  const T* w;             ///< [D]
+  const T* w;             ///< [D], or [heads·D] with gate_first
   std::int64_t heads, D;  ///< D a multiple of 16
   double eps;
+  bool gate_first = false;
 };
 /// y [T, heads·D] of rows [begin, end).
 template <class T>
@@ -27,7 +29,7 @@ NRL_DECLARE_CPU_KERNEL(gated_norm_forward_f32, GatedNormForward<float>);
 NRL_DECLARE_CPU_KERNEL(gated_norm_forward_f64, GatedNormForward<double>);
 NRL_DECLARE_CPU_KERNEL(gated_norm_forward_bf16, GatedNormForward<bfloat16>);
 
-/// dx (may be dy) and dz from dy; dw [D] is overwritten with the share of the rows [begin, end).
+/// dx (may be dy) and dz from dy; dw, like w, is overwritten with the share of the rows [begin, end).
 template <class T>
 struct GatedNormGradients {
   const T* dy;

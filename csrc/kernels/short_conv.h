@@ -1,5 +1,5 @@
-// A causal convolution of each channel over the last few tokens, and silu: y[t, c] = silu(sum_i w[c, i] · x[t - W + 1 +
-// i, c]), i ascending, one chain of multiply-adds. Tokens before a text's first are zeros.
+// A causal convolution of each channel over the last few tokens, and silu: y[t, c] = silu(bias[c] + sum_i w[c, i] · x[t
+// - W + 1 + i, c]), i ascending, one chain of multiply-adds. Tokens before a text's first are zeros.
 #pragma once
 #include <cstdint>
 
@@ -14,8 +14,14 @@ struct ShortConvArgs {
   std::int64_t stride_x;
   /// [T, W - 1]: the rows of the tokens before each, the earliest first; nullptr: zeros.
   const T* const* before;
-  const accumulate_t<T>* w;  ///< [W, C]
-  std::int64_t C, W;         ///< C a multiple of 16
+  const accumulate_t<T>* w;     ///< [W, C]
+  const accumulate_t<T>* bias;  ///< [C]; nullptr: none
+  std::int64_t C, W;            ///< C a multiple of 16
+};
+/// Gradients of w [C, W] and bias [C], which are added to; nullptr: not wanted.
+template <class T>
+struct ShortConvGradients {
+  accumulate_t<T>*w, *bias;
 };
 
 /// y [T, C] of rows [begin, end).
@@ -29,11 +35,11 @@ NRL_DECLARE_CPU_KERNEL(short_conv_forward_bf16, ShortConvForward<bfloat16>);
 /// Channels that the backward takes at a time.
 inline constexpr std::int64_t kConvChannels = 64;
 /// Of channels [begin, end), at most kConvChannels, of all `rows` rows, whose `before` are rows of x: dx [T, C] from dy
-/// [T, C]; dw [C, W] += the gradient of w. `sum` is a scratch of rows · (end - begin) elements.
+/// [T, C]; adds to `d`. `sum` is a scratch of rows · (end - begin) elements.
 template <class T>
 using ShortConvBackward = void(const ShortConvArgs<T>& p, const T* dy, std::int64_t stride_dy, T* dx,
-                               std::int64_t stride_dx, accumulate_t<T>* dw, std::int64_t rows, accumulate_t<T>* sum,
-                               std::int64_t begin, std::int64_t end);
+                               std::int64_t stride_dx, const ShortConvGradients<T>& d, std::int64_t rows,
+                               accumulate_t<T>* sum, std::int64_t begin, std::int64_t end);
 NRL_DECLARE_CPU_KERNEL(short_conv_backward_f32, ShortConvBackward<float>);
 NRL_DECLARE_CPU_KERNEL(short_conv_backward_f64, ShortConvBackward<double>);
 NRL_DECLARE_CPU_KERNEL(short_conv_backward_bf16, ShortConvBackward<bfloat16>);

@@ -1,5 +1,6 @@
 // Gated activation (Shazeer, 2020): act = f(gate) · up, f(x) = x · sigmoid(z(x)).
 // The clamped one is gpt-oss's: act = f(min(gate, 7)) · (1 + min(max(up, -7), 7)), z(x) = 1.702·x.
+// The squared ReLU (So et al., 2021) has no gate: act = max(up, 0)^2 (ops/swiglu.cpp).
 #pragma once
 #include <cstdint>
 
@@ -13,7 +14,9 @@ enum class Gate {
   gelu_tanh,  ///< z(x) = 2·sqrt(2/pi)·(x + 0.044715·x^3): gelu by tanh (Hendrycks and Gimpel, 2016), since 1 +
               ///< tanh(z/2) = 2·sigmoid(z)
   clamped,
+  relu_squared,
 };
+inline constexpr bool has_gate(Gate gate) { return gate != Gate::relu_squared; }
 inline constexpr double kClampedLimit = 7.0, kClampedSlope = 1.702;
 inline constexpr double kGeluScale = 1.5957691216057308, kGeluCubic = 0.044715;
 

@@ -14,23 +14,27 @@ LayerActivations buffers(const Decoder& decoder, std::int64_t l, std::int64_t pl
     return workspace.take(place, slot, {T, columns}, type);
   };
   LayerActivations a;
-  const auto mixer = decoder.mixer(l).kept();
-  a.qkv = take(LayerSlot::qkv, mixer.qkv, S);
+  const auto& kind = c.layers[static_cast<std::size_t>(l)];
+  const auto mixer = kind.has_mixer ? decoder.mixer(l).kept() : Mixer::Kept{};
+  if (mixer.qkv > 0) a.qkv = take(LayerSlot::qkv, mixer.qkv, S);
   if (mixer.qkv_raw > 0) a.qkv_raw = take(LayerSlot::qkv_raw, mixer.qkv_raw, S);
-  a.attn = take(LayerSlot::attn, mixer.attn, S);
+  if (mixer.attn > 0) a.attn = take(LayerSlot::attn, mixer.attn, S);
   if (keep == Keep::nothing) return a;
   if (mixer.q_rstd > 0) a.q_rstd = take(LayerSlot::q_rstd, mixer.q_rstd, A);
   if (mixer.k_rstd > 0) a.k_rstd = take(LayerSlot::k_rstd, mixer.k_rstd, A);
   const auto branch = [&](bool has_norm, LayerSlot out, LayerSlot rstd) {
     return has_norm ? Branch{take(out, c.hidden_size, A), take(rstd, 1, A)} : Branch{};
   };
+  if (kind.has_mixer) {
+    if (!c.norms.before_attention.empty()) a.rstd_in = take(LayerSlot::rstd_in, 1, A);
+    if (mixer.lse > 0) a.lse = take(LayerSlot::lse, mixer.lse, A);
+    a.attn_branch = branch(!c.norms.after_attention.empty(), LayerSlot::attn_branch, LayerSlot::attn_branch_rstd);
+  }
+  if (!kind.has_mlp) return a;
   const auto mlp = decoder.mlp(l).kept();
   a.gate_up = take(LayerSlot::gate_up, mlp.gate_up, S);
   if (mlp.shared_gate_up > 0) a.shared_gate_up = take(LayerSlot::shared_gate_up, mlp.shared_gate_up, S);
-  if (!c.norms.before_attention.empty()) a.rstd_in = take(LayerSlot::rstd_in, 1, A);
-  if (mixer.lse > 0) a.lse = take(LayerSlot::lse, mixer.lse, A);
-  a.attn_branch = branch(!c.norms.after_attention.empty(), LayerSlot::attn_branch, LayerSlot::attn_branch_rstd);
-  a.h_mid = take(LayerSlot::h_mid, c.hidden_size, A);
+  if (kind.has_mixer) a.h_mid = take(LayerSlot::h_mid, c.hidden_size, A);
   if (!c.norms.before_mlp.empty()) a.rstd_mid = take(LayerSlot::rstd_mid, 1, A);
   a.mlp_branch = branch(!c.norms.after_mlp.empty(), LayerSlot::mlp_branch, LayerSlot::mlp_branch_rstd);
   return a;
@@ -39,7 +43,8 @@ LayerActivations buffers(const Decoder& decoder, std::int64_t l, std::int64_t pl
 /// Layers of one kind have buffers of one shape.
 std::size_t kind_of(const Decoder& decoder, std::int64_t l) {
   const auto& layer = decoder.config().layers[static_cast<std::size_t>(l)];
-  return (layer.has_experts ? 1 : 0) + (layer.is_recurrent ? 2 : 0);
+  return (layer.has_experts ? 1 : 0) + (layer.is_recurrent ? 2 : 0) + (layer.has_mixer ? 4 : 0) +
+         (layer.has_mlp ? 8 : 0);
 }
 
 at::Tensor stream_of(const Decoder& decoder, std::int64_t layer, std::int64_t T, Workspace& workspace) {

@@ -1,6 +1,6 @@
 #include "model/attention_mixer.h"
 
-#include "model/gated_delta_net.h"
+#include "model/recurrent_mixer.h"
 #include "ops/rms_norm.h"
 #include "ops/rope.h"
 #include "runtime/tensor.h"
@@ -132,7 +132,9 @@ at::Tensor AttentionMixer::backward(const LayerParameters& p, const at::Tensor& 
 }
 
 std::unique_ptr<Mixer> mixer_of(const ModelConfig& config, std::int64_t l) {
-  if (config.layers[static_cast<std::size_t>(l)].is_recurrent) return std::make_unique<GatedDeltaNet>(config, l);
+  const auto& layer = config.layers[static_cast<std::size_t>(l)];
+  if (!layer.has_mixer) return nullptr;
+  if (layer.is_recurrent) return std::make_unique<RecurrentMixer>(config, l);
   return std::make_unique<AttentionMixer>(config, l);
 }
 

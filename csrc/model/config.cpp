@@ -34,7 +34,9 @@ bool ModelConfig::has_experts() const { return std::ranges::any_of(layers, &Laye
 
 bool ModelConfig::has_recurrent() const { return std::ranges::any_of(layers, &LayerConfig::is_recurrent); }
 
-bool ModelConfig::has_dense_mlp() const { return !std::ranges::all_of(layers, &LayerConfig::has_experts); }
+bool ModelConfig::has_dense_mlp() const {
+  return std::ranges::any_of(layers, [](const auto& layer) { return layer.has_mlp && !layer.has_experts; });
+}
 
 std::int64_t ModelConfig::vocab_block() const {
   return slice.size == 1 ? kernels::kVocabBlock : std::min(kernels::kVocabBlock, vocab_size / slice.size);

@@ -36,7 +36,9 @@ struct LayerConfig {
   std::int64_t window = 0;    ///< maximum number of tokens that attention reads, including the current one; 0: all
   int rope = 0;               ///< index in ModelConfig::ropes of the RoPE table for queries and keys; kNoRope: none
   bool has_experts = false;   ///< its MLP is ModelConfig::experts
-  bool is_recurrent = false;  ///< its mixer is a gated delta net (ModelConfig::gated_delta) instead of attention
+  bool is_recurrent = false;  ///< its mixer is recurrent (ModelConfig::recurrent) instead of attention
+  bool has_mixer = true, has_mlp = true;  ///< a layer of Nemotron-H has one of the two
+  bool has_attention() const { return has_mixer && !is_recurrent; }
   static constexpr int kNoRope = -1;
 };
 
@@ -81,7 +83,7 @@ struct ModelConfig {
   std::vector<LayerConfig> layers;
   std::vector<RopeConfig> ropes;
   ExpertsConfig experts;
-  kernels::GatedDeltaShape gated_delta;  ///< of recurrent layers
+  kernels::RecurrentShape recurrent;  ///< of recurrent layers
   double rms_norm_eps = 1e-6;
   double norm_offset = 0;           ///< norms multiply by norm_offset + weight: 1 in Gemma
   double attention_scale = 0;       ///< multiplies the attention scores
@@ -99,7 +101,7 @@ struct ModelConfig {
   bool fused_tensors = false;    ///< the checkpoint has q, k, v in one tensor, and gate, up in one tensor: Phi 3
   QkNorm qk_norm = QkNorm::none;
   LayerNorms norms;
-  kernels::Gate activation = kernels::Gate::silu;  ///< of the MLP's gate
+  kernels::Gate activation = kernels::Gate::silu;  ///< of the MLP's gate, or of an MLP without gate
   bool value_head = false;                         ///< a critic: a scalar head in place of the LM head
 
   /// The format of the attention and MLP matrices of all layers, including experts; quantised matrices are frozen.
@@ -117,6 +119,8 @@ struct ModelConfig {
   VocabRows vocab_rows(int rank) const;
   VocabRows vocab_rows() const { return vocab_rows(slice.rank); }
 
+  /// Rows of the first matrix of an MLP with `width` intermediate columns: gates and ups, or only ups.
+  std::int64_t up_rows(std::int64_t width) const { return kernels::has_gate(activation) ? 2 * width : width; }
   /// Whether gate and up are one fused matrix product with the activation, which reads weights in pairs of rows (silu).
   bool has_gated_product() const { return activation == kernels::Gate::silu; }
   bool has_experts() const;

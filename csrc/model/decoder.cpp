@@ -84,9 +84,12 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
     if (l == last && stop_early) {
       const auto mixed = run_mixer(l, places, history, a, s);
       const auto index = ops::index_tensor(rows.data(), R, h);
-      auto of_rows = workspace.take(Slot::rows_attn, {R, mixed.size(1)}, compute_dtype());
+      at::Tensor of_rows;
+      if (mixed.defined()) {
+        of_rows = workspace.take(Slot::rows_attn, {R, mixed.size(1)}, compute_dtype());
+        at::index_select_out(of_rows, mixed, 0, index);
+      }
       auto h_rows = workspace.take(Slot::rows_h, {R, config_.hidden_size}, accumulate_dtype());
-      at::index_select_out(of_rows, mixed, 0, index);
       at::index_select_out(h_rows, h, 0, index);
       a.h_in = h_rows;
       const auto adapters_of_rows = adapters_of(rows, adapters);
@@ -143,16 +146,17 @@ Decoder::Scratch Decoder::scratch(std::int64_t T, const ProductContext& context)
   return s;
 }
 
-/// a.h_in -> h_out, which may be a.h_in where a.h_mid is undefined.
+/// a.h_in -> h_out, which may be a.h_in if nothing is kept.
 void Decoder::run_layer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
                         const at::Tensor& h_out, const Scratch& s) {
   const auto mixed = run_mixer(l, positions, history, a, s);
   finish_layer(l, mixed, a, h_out, s);
 }
 
-/// What the layer's output product reads.
+/// What the layer's output product reads; undefined if the layer has no mixer.
 at::Tensor Decoder::run_mixer(std::int64_t l, const at::Tensor& positions, const History& history, LayerActivations& a,
                               const Scratch& s) {
+  if (!has_mixer(l)) return {};
   const auto w = weights(l, s.context);
   w.ask_ahead(&LayerParameters::qkv_weight);
   const auto x = normalised(a.h_in, layer(l).norm_before_attention, a.rstd_in, s.normed);
@@ -192,13 +196,16 @@ void Decoder::finish_layer(std::int64_t l, const at::Tensor& mixed, LayerActivat
                            const Scratch& s) {
   const auto& p = layer(l);
   const auto w = weights(l, s.context);
-  if (a.h_mid.defined()) a.h_mid.copy_(a.h_in);
-  const auto& h = a.h_mid.defined() ? a.h_mid : a.h_in;
-  // of several slices the first adds the bias
-  const auto o_bias = config_.slice.rank == 0 ? p.o_bias : at::Tensor();
-  add_branch([&](const at::Tensor& y,
-                 bool accumulate) { w.forward(&LayerParameters::o_weight, mixed, o_bias, y, accumulate); },
-             p.norm_after_attention, a.attn_branch, h, s);
+  const auto& h = a.h_mid.defined() ? a.h_mid : has_mlp(l) ? a.h_in : h_out;
+  if (!h.is_same(a.h_in)) h.copy_(a.h_in);
+  if (has_mixer(l)) {
+    // of several slices the first adds the bias
+    const auto o_bias = config_.slice.rank == 0 ? p.o_bias : at::Tensor();
+    add_branch([&](const at::Tensor& y,
+                   bool accumulate) { w.forward(&LayerParameters::o_weight, mixed, o_bias, y, accumulate); },
+               p.norm_after_attention, a.attn_branch, h, s);
+  }
+  if (!has_mlp(l)) return;
   mlp(l).ask_ahead(w);
   const auto x = normalised(h, p.norm_before_mlp, a.rstd_mid, s.normed);
   if (!h_out.is_same(h)) h_out.copy_(h);

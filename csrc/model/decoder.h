@@ -36,6 +36,7 @@ class Decoder {
   const ModelConfig& config() const { return config_; }
   const DecoderParameters& parameters() const { return parameters_; }
   ops::AttentionHeads attention_heads(std::int64_t layer) const;
+  /// The mixer and the MLP of layer `l`, which must have one (LayerConfig).
   const Mixer& mixer(std::int64_t l) const { return *mixers_[static_cast<std::size_t>(l)]; }
   const Mlp& mlp(std::int64_t l) const { return *mlps_[static_cast<std::size_t>(l)]; }
   distributed::Peers* peers() const { return peers_; }
@@ -91,6 +92,8 @@ class Decoder {
     ProductContext context;
   };
   Scratch scratch(std::int64_t T, const ProductContext& context) const;
+  bool has_mixer(std::int64_t l) const { return mixers_[static_cast<std::size_t>(l)] != nullptr; }
+  bool has_mlp(std::int64_t l) const { return mlps_[static_cast<std::size_t>(l)] != nullptr; }
   const LayerParameters& layer(std::int64_t l) const { return parameters_.layers[static_cast<std::size_t>(l)]; }
   /// Those of T tokens whose rows of the embedding this process holds.
   struct OwnTokens {

@@ -15,8 +15,8 @@ void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const His
     if (source.holds_input_alone(l))
       run_layer(l, positions, history, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()),
                 scratch(dh.size(0), {workspace}));
-    backward_mlp(l, a, dh, grads.layer(l), workspace);
-    backward_mixer(l, a, positions, dh, history, grads, workspace);
+    if (has_mlp(l)) backward_mlp(l, a, dh, grads.layer(l), workspace);
+    if (has_mixer(l)) backward_mixer(l, a, positions, dh, history, grads, workspace);
     if (layer_done) layer_done(l);
   }
   if (const auto& embedding = grads.dense().embedding; embedding.defined()) {
@@ -55,13 +55,14 @@ void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::
                            Workspace& workspace) {
   const auto &p = layer(l), &g = grads.dense();
   const std::int64_t T = dh.size(0), D = config_.hidden_size;
+  const auto& h = has_mixer(l) ? a.h_mid : a.h_in;
   const auto dy = branch_gradient(dh, a.mlp_branch, p.norm_after_mlp, g.norm_after_mlp, workspace);
   const auto x = [&] {
-    return normalised(a.h_mid, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, compute_dtype()));
+    return normalised(h, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, compute_dtype()));
   };
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
   mlp(l).backward(weights(l, {workspace}), x, dy, a, d_normed, grads, workspace);
-  add_input_gradient(d_normed, a.h_mid, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
+  add_input_gradient(d_normed, h, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
 }
 
 void Decoder::backward_mixer(std::int64_t l, const LayerActivations& a, const at::Tensor& positions,

@@ -23,7 +23,8 @@ struct LayerActivations {
   at::Tensor attn;            ///< [T, N·H] S: the result of attention, or of the gated delta rule, before a gate
   at::Tensor lse;             ///< [T, N] A
   Branch attn_branch;         ///< output of attention, before its norm
-  at::Tensor h_mid;           ///< [T, D] A: the residual stream after attention. Undefined: h_in is updated in place
+  at::Tensor h_mid;           ///< [T, D] A: the residual stream after attention. Undefined: h_in is updated in place,
+                              ///< or the layer has only a mixer or only an MLP
   at::Tensor rstd_mid;        ///< [T, 1] A (if there is a norm before the MLP)
   at::Tensor gate_up;         ///< [T, 2I] S; with experts [T, chosen · 2I], the expert with the highest logit first
   at::Tensor shared_gate_up;  ///< [T, 2I] S of the shared expert

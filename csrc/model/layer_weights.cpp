@@ -90,7 +90,8 @@ void LayerWeights::gated_product(MatrixRows m, const at::Tensor& x, const at::Te
   if (config_.has_gated_product() && !is_adapted(m))
     return ops::linear_swiglu(x, dense(m), if_defined(bias), gate_up, act, context_.packed);
   auto both = gate_up;
-  if (!both.defined()) both = context_.workspace.take(Slot::gate_up, {x.size(0), 2 * act.size(1)}, x.scalar_type());
+  if (!both.defined())
+    both = context_.workspace.take(Slot::gate_up, {x.size(0), config_.up_rows(act.size(1))}, x.scalar_type());
   forward(m, x, bias, both);
   ops::swiglu_forward(both, act, config_.activation);
 }

@@ -70,7 +70,7 @@ class Mixer {
                               const LayerParameters& g, const MixerStep& step) const = 0;
 };
 
-/// Returns the mixer of layer `l`.
+/// Returns the mixer of layer `l`; nullptr: it has none.
 std::unique_ptr<Mixer> mixer_of(const ModelConfig& config, std::int64_t l);
 
 }  // namespace nemo_rl::model

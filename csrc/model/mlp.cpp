@@ -8,7 +8,7 @@
 namespace nemo_rl::model {
 namespace {
 
-/// down · (f(gate · x) · (up · x)), f by ModelConfig::activation.
+/// down · (f(gate · x) · (up · x)), or down · f(up · x) without a gate; f by ModelConfig::activation.
 class DenseMlp : public Mlp {
  public:
   explicit DenseMlp(const ModelConfig& config) : c_(config) {}
@@ -19,6 +19,8 @@ class DenseMlp : public Mlp {
     constexpr int kRows = 0, kColumns = 1, kWhole = ParameterSpec::kWhole;
     std::vector<LayerTensor> all;
     if (c_.fused_tensors) all.push_back({&P::gate_up_weight, {{"mlp.gate_up_proj.weight", 2 * I}}, D, kRows});
+    else if (!kernels::has_gate(c_.activation))
+      all.push_back({&P::gate_up_weight, {{"mlp.up_proj.weight", I}}, D, kRows});
     else all.push_back({&P::gate_up_weight, {{"mlp.gate_proj.weight", I}, {"mlp.up_proj.weight", I}}, D, kRows});
     if (c_.mlp_bias) all.push_back({&P::gate_up_bias, {{"mlp.gate_proj.bias", I}, {"mlp.up_proj.bias", I}}, 0, kRows});
     all.push_back({&P::down_weight, {{"mlp.down_proj.weight", D}}, I, kColumns});
@@ -26,7 +28,7 @@ class DenseMlp : public Mlp {
     return all;
   }
 
-  Kept kept() const override { return {2 * c_.intermediate_size, 0}; }
+  Kept kept() const override { return {c_.up_rows(c_.intermediate_size), 0}; }
 
   void pack(const LayerWeights& w, ops::PackedWeights& packed) const override {
     w.pack(&LayerParameters::down_weight, packed);
@@ -60,7 +62,7 @@ class DenseMlp : public Mlp {
     }
     if (g.down_bias.defined()) ops::add_column_sums(dy, g.down_bias);
     w.backward_input(&LayerParameters::down_weight, dy, d_act);
-    const auto d_gate_up = workspace.take(Slot::d_gate_up, {T, 2 * I}, S);
+    const auto d_gate_up = workspace.take(Slot::d_gate_up, {T, c_.up_rows(I)}, S);
     ops::swiglu_backward(d_act, a.gate_up, d_gate_up, c_.activation);
     if (grads.wants(&LayerParameters::gate_up_weight))
       grads.add(&LayerParameters::gate_up_weight, d_gate_up, x(), workspace);
@@ -75,7 +77,9 @@ class DenseMlp : public Mlp {
 }  // namespace
 
 std::unique_ptr<Mlp> mlp_of(const ModelConfig& config, std::int64_t l) {
-  if (config.layers[static_cast<std::size_t>(l)].has_experts) return std::make_unique<Experts>(config);
+  const auto& layer = config.layers[static_cast<std::size_t>(l)];
+  if (!layer.has_mlp) return nullptr;
+  if (layer.has_experts) return std::make_unique<Experts>(config);
   return std::make_unique<DenseMlp>(config);
 }
 

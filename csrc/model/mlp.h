@@ -44,7 +44,7 @@ class Mlp {
                         Workspace& workspace) const = 0;
 };
 
-/// Returns the MLP of layer `l`.
+/// Returns the MLP of layer `l`; nullptr: it has none.
 std::unique_ptr<Mlp> mlp_of(const ModelConfig& config, std::int64_t l);
 
 }  // namespace nemo_rl::model

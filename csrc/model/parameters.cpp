@@ -65,12 +65,16 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c, std::int64_t l) {
       all.push_back(std::move(tensor));
     }
   };
-  norm(c.norms.before_attention, &P::norm_before_attention);
-  add(mixer_of(c, l)->tensors());
-  norm(c.norms.after_attention, &P::norm_after_attention);
-  norm(c.norms.before_mlp, &P::norm_before_mlp);
-  add(mlp_of(c, l)->tensors());
-  norm(c.norms.after_mlp, &P::norm_after_mlp);
+  if (const auto mixer = mixer_of(c, l)) {
+    norm(c.norms.before_attention, &P::norm_before_attention);
+    add(mixer->tensors());
+    norm(c.norms.after_attention, &P::norm_after_attention);
+  }
+  if (const auto mlp = mlp_of(c, l)) {
+    norm(c.norms.before_mlp, &P::norm_before_mlp);
+    add(mlp->tensors());
+    norm(c.norms.after_mlp, &P::norm_after_mlp);
+  }
   return all;
 }
 

@@ -32,14 +32,16 @@ struct LayerParameters {
   at::Tensor qkv_bias;               ///< [(N+2K)·H]
   at::Tensor q_norm, k_norm;         ///< [H] each, or [N·H] and [K·H]
   at::Tensor sinks;                  ///< [N]
-  at::Tensor conv_weight;            ///< [C, W] of a gated delta net, whose projection is qkv_weight
+  at::Tensor conv_weight;            ///< [C, W] of a recurrent layer, whose projection is qkv_weight
+  at::Tensor conv_bias;              ///< [C] of Mamba-2
   at::Tensor A_log, dt_bias;         ///< [U]
-  at::Tensor gated_norm;             ///< [dv]
+  at::Tensor skip;                   ///< [U]: Mamba-2's D
+  at::Tensor gated_norm;             ///< [dv], or [U·dv] in Mamba-2
   at::Tensor o_weight;               ///< [D, N·H], or [D, U·dv]
   at::Tensor o_bias;                 ///< [D]
   at::Tensor norm_after_attention;   ///< [D]
   at::Tensor norm_before_mlp;        ///< [D]
-  at::Tensor gate_up_weight;         ///< [2I, D]
+  at::Tensor gate_up_weight;         ///< [2I, D], or [I, D] of an MLP without gate
   at::Tensor gate_up_bias;           ///< [2I]
   at::Tensor down_weight;            ///< [D, I]
   at::Tensor down_bias;              ///< [D]

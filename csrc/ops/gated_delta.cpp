@@ -31,15 +31,16 @@ std::vector<Family> families_of(std::span<const RecurrentSequence> sequences) {
   return families;
 }
 
-void check_rows(const GatedDeltaInputs& in, const GatedDeltaShape& s, const at::Tensor& out, std::int64_t T) {
+void check_rows(const RecurrenceInputs& in, const RecurrentShape& s, const at::Tensor& out, std::int64_t T) {
   check_shape(s);
-  NRL_CHECK_ARG(in.qkv.is_cpu() && in.qkv.dim() == 2 && in.qkv.size(1) == s.conv_size() && in.qkv.stride(1) == 1 &&
-                    in.b.sizes() == at::IntArrayRef({in.qkv.size(0), s.value_heads}) && in.a.sizes() == in.b.sizes() &&
-                    in.a.strides() == in.b.strides() && in.a.stride(1) == 1 && out.dim() == 2 &&
-                    out.size(0) == in.qkv.size(0) && out.size(1) == s.value_size() && out.stride(1) == 1,
-                "gated_delta: qkv ", in.qkv.sizes(), ", b ", in.b.sizes(), ", a ", in.a.sizes(), " and out ",
-                out.sizes(), " do not match");
-  NRL_CHECK_ARG(T == in.qkv.size(0), "gated_delta: sequences of ", T, " tokens, but ", in.qkv.size(0), " rows");
+  NRL_CHECK_ARG(in.b.defined() != s.is_mamba2() && in.qkv.is_cpu() && in.qkv.dim() == 2 &&
+                    in.qkv.size(1) == s.conv_size() && in.qkv.stride(1) == 1 &&
+                    in.a.sizes() == at::IntArrayRef({in.qkv.size(0), s.value_heads}) && in.a.stride(1) == 1 &&
+                    (!in.b.defined() || (in.b.sizes() == in.a.sizes() && in.b.strides() == in.a.strides())) &&
+                    out.dim() == 2 && out.size(0) == in.qkv.size(0) && out.size(1) == s.value_size() &&
+                    out.stride(1) == 1,
+                "recurrence: qkv ", in.qkv.sizes(), ", a ", in.a.sizes(), " and out ", out.sizes(), " do not match");
+  NRL_CHECK_ARG(T == in.qkv.size(0), "recurrence: sequences of ", T, " tokens, but ", in.qkv.size(0), " rows");
 }
 
 std::int64_t tokens_of(std::span<const RecurrentSequence> sequences) {
@@ -48,37 +49,57 @@ std::int64_t tokens_of(std::span<const RecurrentSequence> sequences) {
   return T;
 }
 
+/// Columns of a row of qkv where queries, keys and values begin.
+struct Columns {
+  explicit Columns(const RecurrentShape& s)
+      : q(s.is_mamba2() ? s.value_size() + s.key_size() : 0),
+        k(s.is_mamba2() ? s.value_size() : s.key_size()),
+        v(s.is_mamba2() ? 0 : 2 * s.key_size()) {}
+  std::int64_t q, k, v;
+};
+
 template <class T>
-kernels::GatedDeltaArgs<T> args_of(const GatedDeltaInputs& in, const GatedDeltaShape& s) {
-  return {ptr<T>(in.qkv), in.qkv.stride(0), ptr<T>(in.b),       ptr<T>(in.a),
-          in.b.stride(0), ptr<T>(in.A_log), ptr<T>(in.dt_bias), s};
+kernels::RecurrenceArgs<T> args_of(const RecurrenceInputs& in, const RecurrentShape& s) {
+  const T* const qkv = ptr<T>(in.qkv);
+  const Columns at(s);
+  return {qkv + at.q,
+          qkv + at.k,
+          qkv + at.v,
+          in.qkv.stride(0),
+          in.b.defined() ? ptr<T>(in.b) : nullptr,
+          ptr<T>(in.a),
+          in.a.stride(0),
+          ptr<T>(in.A_log),
+          ptr<T>(in.dt_bias),
+          in.D.defined() ? ptr<T>(in.D) : nullptr,
+          s};
 }
 
 template <class T>
-void run_forward(const kernels::GatedDeltaArgs<T>& p, const RecurrentSequence& s, std::int64_t head,
+void run_forward(const kernels::RecurrenceArgs<T>& p, const RecurrentSequence& s, std::int64_t head,
                  accumulate_t<T>* state, T* out, std::int64_t stride) {
   if constexpr (std::is_same_v<T, float>)
-    kernels::gated_delta_forward_f32(p, s.start, s.length, head, state, out, stride);
+    kernels::recurrence_forward_f32(p, s.start, s.length, head, state, out, stride);
   if constexpr (std::is_same_v<T, double>)
-    kernels::gated_delta_forward_f64(p, s.start, s.length, head, state, out, stride);
+    kernels::recurrence_forward_f64(p, s.start, s.length, head, state, out, stride);
   if constexpr (std::is_same_v<T, bfloat16>)
-    kernels::gated_delta_forward_bf16(p, s.start, s.length, head, state, out, stride);
+    kernels::recurrence_forward_bf16(p, s.start, s.length, head, state, out, stride);
 }
 
 template <class T>
-void run_backward(const kernels::GatedDeltaArgs<T>& p, const kernels::GatedDeltaGradients<T>& g,
+void run_backward(const kernels::RecurrenceArgs<T>& p, const kernels::RecurrenceGradients<T>& g,
                   const RecurrentSequence& s, std::int64_t head, const accumulate_t<T>* state, accumulate_t<T>* d_state,
                   accumulate_t<T>* scratch) {
   if constexpr (std::is_same_v<T, float>)
-    kernels::gated_delta_backward_f32(p, g, s.start, s.length, head, state, d_state, scratch);
+    kernels::recurrence_backward_f32(p, g, s.start, s.length, head, state, d_state, scratch);
   if constexpr (std::is_same_v<T, double>)
-    kernels::gated_delta_backward_f64(p, g, s.start, s.length, head, state, d_state, scratch);
+    kernels::recurrence_backward_f64(p, g, s.start, s.length, head, state, d_state, scratch);
   if constexpr (std::is_same_v<T, bfloat16>)
-    kernels::gated_delta_backward_bf16(p, g, s.start, s.length, head, state, d_state, scratch);
+    kernels::recurrence_backward_bf16(p, g, s.start, s.length, head, state, d_state, scratch);
 }
 
 template <class T>
-void forward(const GatedDeltaInputs& in, std::span<const RecurrentSequence> sequences, const GatedDeltaShape& shape,
+void forward(const RecurrenceInputs& in, std::span<const RecurrentSequence> sequences, const RecurrentShape& shape,
              const at::Tensor& out, const at::Tensor& slots) {
   using A = accumulate_t<T>;
   const auto families = families_of(sequences);
@@ -109,7 +130,7 @@ void forward(const GatedDeltaInputs& in, std::span<const RecurrentSequence> sequ
 
 /// The gradients of a family for the value heads of one key head.
 template <class T>
-void family_backward(const kernels::GatedDeltaArgs<T>& p, const kernels::GatedDeltaGradients<T>& g,
+void family_backward(const kernels::RecurrenceArgs<T>& p, const kernels::RecurrenceGradients<T>& g,
                      std::span<const RecurrentSequence> sequences, const Family& family, std::int64_t key_head) {
   using A = accumulate_t<T>;
   const auto& s = p.shape;
@@ -118,7 +139,7 @@ void family_backward(const kernels::GatedDeltaArgs<T>& p, const kernels::GatedDe
   std::int64_t longest = root.length;
   for (const auto child : family.children)
     longest = std::max(longest, sequences[static_cast<std::size_t>(child)].length);
-  const std::int64_t scratch = kernels::gated_delta_scratch(s, longest);
+  const std::int64_t scratch = kernels::recurrence_scratch(s, longest);
   A* const state = reinterpret_cast<A*>(
       runtime::thread_workspace(static_cast<std::size_t>(3 * size + scratch + s.value_size()) * sizeof(A)));
   A *const d_state = state + size, *const d_child = d_state + size, *const memory = d_child + size;
@@ -139,16 +160,27 @@ void family_backward(const kernels::GatedDeltaArgs<T>& p, const kernels::GatedDe
 }
 
 template <class T>
-void backward(const at::Tensor& d_out, const GatedDeltaInputs& in, std::span<const RecurrentSequence> sequences,
-              const GatedDeltaShape& shape, const GatedDeltaInputs& d) {
+void backward(const at::Tensor& d_out, const RecurrenceInputs& in, std::span<const RecurrentSequence> sequences,
+              const RecurrentShape& shape, const RecurrenceInputs& d) {
   using A = accumulate_t<T>;
   const auto families = families_of(sequences);
-  const auto rows = at::empty({2, in.qkv.size(0), shape.value_heads},
+  const auto rows = at::empty({3, in.qkv.size(0), shape.value_heads},
                               in.qkv.options().dtype(sizeof(A) == 8 ? at::kDouble : at::kFloat));
   const auto p = args_of<T>(in, shape);
-  const kernels::GatedDeltaGradients<T> g{ptr<T>(d_out),   d_out.stride(0),         mutable_ptr<T>(d.qkv),
-                                          d.qkv.stride(0), mutable_ptr<T>(d.b),     mutable_ptr<T>(d.a),
-                                          d.b.stride(0),   mutable_ptr<A>(rows[0]), mutable_ptr<A>(rows[1])};
+  T* const d_qkv = mutable_ptr<T>(d.qkv);
+  const Columns at(shape);
+  const kernels::RecurrenceGradients<T> g{ptr<T>(d_out),
+                                          d_out.stride(0),
+                                          d_qkv + at.q,
+                                          d_qkv + at.k,
+                                          d_qkv + at.v,
+                                          d.qkv.stride(0),
+                                          d.b.defined() ? mutable_ptr<T>(d.b) : nullptr,
+                                          mutable_ptr<T>(d.a),
+                                          d.a.stride(0),
+                                          mutable_ptr<A>(rows[0]),
+                                          mutable_ptr<A>(rows[1]),
+                                          mutable_ptr<A>(rows[2])};
   runtime::parallel_items(static_cast<std::int64_t>(families.size()) * shape.key_heads, true, [&](std::int64_t item) {
     family_backward(p, g, sequences, families[static_cast<std::size_t>(item / shape.key_heads)],
                     item % shape.key_heads);
@@ -161,6 +193,7 @@ void backward(const at::Tensor& d_out, const GatedDeltaInputs& in, std::span<con
   };
   add(rows[0], d.A_log);
   add(rows[1], d.dt_bias);
+  if (shape.is_mamba2()) add(rows[2], d.D);
 }
 
 }  // namespace
@@ -183,29 +216,29 @@ std::vector<RecurrentSequence> recurrent_sequences(std::span<const kernels::Atte
   return all;
 }
 
-void check_shape(const GatedDeltaShape& s) {
+void check_shape(const RecurrentShape& s) {
   NRL_CHECK_ARG(s.key_heads >= 1 && s.value_heads >= 1 && s.value_heads % s.key_heads == 0 && s.key_dim >= 16 &&
                     s.key_dim % 16 == 0 && s.key_dim <= kernels::kMostKeyDim && s.value_dim >= 16 &&
                     s.value_dim % 16 == 0 && s.conv_width >= 1 && s.conv_width <= kernels::kMostConvWidth,
-                "a gated delta net with ", s.key_heads, " key heads of ", s.key_dim, ", ", s.value_heads,
+                "a recurrent layer with ", s.key_heads, " key heads of ", s.key_dim, ", ", s.value_heads,
                 " value heads of ", s.value_dim, " and a convolution over ", s.conv_width,
                 " tokens: expected heads of multiples of 16 (keys up to ", kernels::kMostKeyDim,
                 "), value heads a multiple of the key heads, and at most ", kernels::kMostConvWidth, " tokens");
 }
 
-void gated_delta_forward(const GatedDeltaInputs& in, std::span<const RecurrentSequence> sequences,
-                         const GatedDeltaShape& shape, const at::Tensor& out, const at::Tensor& state) {
+void recurrence_forward(const RecurrenceInputs& in, std::span<const RecurrentSequence> sequences,
+                        const RecurrentShape& shape, const at::Tensor& out, const at::Tensor& state) {
   check_rows(in, shape, out, tokens_of(sequences));
-  dispatch_floating(out.scalar_type(), "gated_delta_forward",
+  dispatch_floating(out.scalar_type(), "recurrence_forward",
                     [&](auto tag) { forward<decltype(tag)>(in, sequences, shape, out, state); });
 }
 
-void gated_delta_backward(const at::Tensor& d_out, const GatedDeltaInputs& in,
-                          std::span<const RecurrentSequence> sequences, const GatedDeltaShape& shape,
-                          const GatedDeltaInputs& d) {
+void recurrence_backward(const at::Tensor& d_out, const RecurrenceInputs& in,
+                         std::span<const RecurrentSequence> sequences, const RecurrentShape& shape,
+                         const RecurrenceInputs& d) {
   check_rows(in, shape, d_out, tokens_of(sequences));
   check_rows(d, shape, d_out, tokens_of(sequences));
-  dispatch_floating(d_out.scalar_type(), "gated_delta_backward",
+  dispatch_floating(d_out.scalar_type(), "recurrence_backward",
                     [&](auto tag) { backward<decltype(tag)>(d_out, in, sequences, shape, d); });
 }
 

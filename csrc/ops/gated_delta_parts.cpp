@@ -16,10 +16,12 @@ namespace {
 
 constexpr std::int64_t kNormRows = 64;  // rows whose share of dw is summed at once
 
-void check_conv(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y) {
+void check_conv(const at::Tensor& x, const ShortConvWeights& weights, const at::Tensor& y) {
+  const auto &w = weights.w, &bias = weights.bias;
   NRL_CHECK_ARG(x.is_cpu() && x.dim() == 2 && x.stride(1) == 1 && y.sizes() == x.sizes() && y.stride(1) == 1 &&
                     w.dim() == 2 && w.is_contiguous() && w.size(0) == x.size(1) && w.size(0) % 16 == 0 &&
-                    w.size(1) <= kernels::kMostConvWidth,
+                    w.size(1) <= kernels::kMostConvWidth &&
+                    (!bias.defined() || (bias.is_contiguous() && bias.sizes() == w.sizes().slice(0, 1))),
                 "short_conv: x ", x.sizes(), ", w ", w.sizes(), " and y ", y.sizes(), " do not match");
 }
 
@@ -57,18 +59,28 @@ void store_last_inputs(const at::Tensor& x, std::int64_t W, const RecurrentSeque
   }
 }
 
+/// The weights as the kernels read them: taps [W, C] and the bias, in the accumulation type.
 template <class T>
-at::Tensor transposed(const at::Tensor& w) {
-  return w.t().to(sizeof(accumulate_t<T>) == 8 ? at::kDouble : at::kFloat).contiguous();
-}
+struct Taps {
+  using A = accumulate_t<T>;
+  explicit Taps(const ShortConvWeights& weights)
+      : taps(weights.w.t().to(kType).contiguous()),
+        bias(weights.bias.defined() ? weights.bias.to(kType) : at::Tensor()) {}
+  kernels::ShortConvArgs<T> args(const at::Tensor& x, const T* const* before) const {
+    return {ptr<T>(x),    x.stride(0), before, ptr<A>(taps), bias.defined() ? ptr<A>(bias) : nullptr,
+            taps.size(1), taps.size(0)};
+  }
+  static constexpr auto kType = sizeof(A) == 8 ? at::kDouble : at::kFloat;
+  at::Tensor taps, bias;
+};
 
 template <class T>
-void conv_forward(const at::Tensor& x, const at::Tensor& w, std::span<const RecurrentSequence> sequences,
+void conv_forward(const at::Tensor& x, const ShortConvWeights& weights, std::span<const RecurrentSequence> sequences,
                   const at::Tensor& y, const at::Tensor& state) {
-  const auto before = rows_before<T>(x, w.size(1), sequences, state);
-  const auto taps = transposed<T>(w);
-  const kernels::ShortConvArgs<T> p{ptr<T>(x), x.stride(0), before.data(), ptr<accumulate_t<T>>(taps),
-                                    w.size(0), w.size(1)};
+  const std::int64_t W = weights.w.size(1);
+  const auto before = rows_before<T>(x, W, sequences, state);
+  const Taps<T> taps(weights);
+  const auto p = taps.args(x, before.data());
   T* const out = mutable_ptr<T>(y);
   const std::int64_t stride = y.stride(0);
   const auto run = [&](std::int64_t begin, std::int64_t end) {
@@ -78,52 +90,55 @@ void conv_forward(const at::Tensor& x, const at::Tensor& w, std::span<const Recu
   };
   runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 16384 / p.C), run);
   for (const auto& s : sequences)
-    if (s.slot != RecurrentSequence::kNone) store_last_inputs<T>(x, w.size(1), s, state);
+    if (s.slot != RecurrentSequence::kNone) store_last_inputs<T>(x, W, s, state);
 }
 
 template <class T>
-void conv_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
-                   std::span<const RecurrentSequence> sequences, const at::Tensor& dx, const at::Tensor& dw) {
+void conv_backward(const at::Tensor& dy, const at::Tensor& x, const ShortConvWeights& weights,
+                   std::span<const RecurrentSequence> sequences, const at::Tensor& dx, const ShortConvWeights& d) {
   using A = accumulate_t<T>;
-  const auto before = rows_before<T>(x, w.size(1), sequences, {});
-  const auto taps = transposed<T>(w);
-  const kernels::ShortConvArgs<T> p{ptr<T>(x), x.stride(0), before.data(), ptr<A>(taps), w.size(0), w.size(1)};
+  const auto before = rows_before<T>(x, weights.w.size(1), sequences, {});
+  const Taps<T> taps(weights);
+  const auto p = taps.args(x, before.data());
   const std::int64_t rows = x.size(0), blocks = (p.C + kernels::kConvChannels - 1) / kernels::kConvChannels;
   const T* const in = ptr<T>(dy);
   T* const out = mutable_ptr<T>(dx);
-  A* const weights = dw.defined() ? mutable_ptr<A>(dw) : nullptr;
+  const kernels::ShortConvGradients<T> sums{d.w.defined() ? mutable_ptr<A>(d.w) : nullptr,
+                                            d.bias.defined() ? mutable_ptr<A>(d.bias) : nullptr};
   const std::int64_t stride_in = dy.stride(0), stride_out = dx.stride(0);
   runtime::parallel_items(blocks, true, [&](std::int64_t block) {
     const std::int64_t begin = block * kernels::kConvChannels, end = std::min(p.C, begin + kernels::kConvChannels);
     A* const sum =
         reinterpret_cast<A*>(runtime::thread_workspace(static_cast<std::size_t>(rows * (end - begin)) * sizeof(A)));
     if constexpr (std::is_same_v<T, float>)
-      kernels::short_conv_backward_f32(p, in, stride_in, out, stride_out, weights, rows, sum, begin, end);
+      kernels::short_conv_backward_f32(p, in, stride_in, out, stride_out, sums, rows, sum, begin, end);
     if constexpr (std::is_same_v<T, double>)
-      kernels::short_conv_backward_f64(p, in, stride_in, out, stride_out, weights, rows, sum, begin, end);
+      kernels::short_conv_backward_f64(p, in, stride_in, out, stride_out, sums, rows, sum, begin, end);
     if constexpr (std::is_same_v<T, bfloat16>)
-      kernels::short_conv_backward_bf16(p, in, stride_in, out, stride_out, weights, rows, sum, begin, end);
+      kernels::short_conv_backward_bf16(p, in, stride_in, out, stride_out, sums, rows, sum, begin, end);
   });
 }
 
 template <class T>
-kernels::GatedNormArgs<T> norm_args(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, double eps) {
-  return {ptr<T>(x), x.stride(0), ptr<T>(z), z.stride(0), ptr<T>(w), x.size(1) / w.numel(), w.numel(), eps};
+kernels::GatedNormArgs<T> norm_args(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, std::int64_t groups,
+                                    double eps) {
+  const std::int64_t heads = groups > 0 ? groups : x.size(1) / w.numel();
+  return {ptr<T>(x), x.stride(0), ptr<T>(z), z.stride(0), ptr<T>(w), heads, x.size(1) / heads, eps, groups > 0};
 }
 
 template <class T>
-void norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, double eps,
-                   const at::Tensor& dx, const at::Tensor& dz, const at::Tensor& dw) {
+void norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& z, const at::Tensor& w,
+                   std::int64_t groups, double eps, const at::Tensor& dx, const at::Tensor& dz, const at::Tensor& dw) {
   using A = accumulate_t<T>;
-  const auto p = norm_args<T>(x, z, w, eps);
+  const auto p = norm_args<T>(x, z, w, groups, eps);
   const kernels::GatedNormGradients<T> g{ptr<T>(dy),   dy.stride(0),       mutable_ptr<T>(dx),
                                          dx.stride(0), mutable_ptr<T>(dz), dz.stride(0)};
-  const std::int64_t rows = x.size(0), blocks = (rows + kNormRows - 1) / kNormRows;
-  std::vector<A> parts(static_cast<std::size_t>(blocks * p.D));
+  const std::int64_t rows = x.size(0), blocks = (rows + kNormRows - 1) / kNormRows, columns = w.numel();
+  std::vector<A> parts(static_cast<std::size_t>(blocks * columns));
   at::parallel_for(0, blocks, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t block = first; block < last; ++block) {
       const std::int64_t begin = block * kNormRows, end = std::min(rows, begin + kNormRows);
-      A* const part = parts.data() + block * p.D;
+      A* const part = parts.data() + block * columns;
       if constexpr (std::is_same_v<T, float>) kernels::gated_norm_backward_f32(p, g, begin, end, part);
       if constexpr (std::is_same_v<T, double>) kernels::gated_norm_backward_f64(p, g, begin, end, part);
       if constexpr (std::is_same_v<T, bfloat16>) kernels::gated_norm_backward_bf16(p, g, begin, end, part);
@@ -131,7 +146,8 @@ void norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& 
   });
   if (!dw.defined()) return;
   for (std::int64_t block = 0; block < blocks; ++block)
-    for (std::int64_t d = 0; d < p.D; ++d) mutable_ptr<A>(dw)[d] += parts[static_cast<std::size_t>(block * p.D + d)];
+    for (std::int64_t d = 0; d < columns; ++d)
+      mutable_ptr<A>(dw)[d] += parts[static_cast<std::size_t>(block * columns + d)];
 }
 
 template <class T>
@@ -145,36 +161,39 @@ void check_gate(const at::Tensor& x, const at::Tensor& g, const at::Tensor& y) {
                 "head_gate: x ", x.sizes(), ", g ", g.sizes(), " and y ", y.sizes(), " do not match");
 }
 
-void check_norm(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, const at::Tensor& y) {
+void check_norm(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, std::int64_t groups,
+                const at::Tensor& y) {
+  const std::int64_t width = groups > 0 ? w.numel() / groups : w.numel();
   NRL_CHECK_ARG(x.is_cpu() && x.dim() == 2 && x.sizes() == z.sizes() && x.sizes() == y.sizes() && x.stride(1) == 1 &&
-                    z.stride(1) == 1 && y.stride(1) == 1 && w.is_contiguous() && w.numel() % 16 == 0 &&
-                    x.size(1) % w.numel() == 0,
+                    z.stride(1) == 1 && y.stride(1) == 1 && w.is_contiguous() && width >= 16 && width % 16 == 0 &&
+                    (groups > 0 ? x.size(1) == w.numel() && w.numel() == groups * width : x.size(1) % width == 0),
                 "gated_norm: x ", x.sizes(), ", z ", z.sizes(), " and w ", w.sizes(), " do not match");
 }
 
 }  // namespace
 
-void short_conv_forward(const at::Tensor& x, const at::Tensor& w, std::span<const RecurrentSequence> sequences,
-                        const at::Tensor& y, const at::Tensor& state) {
-  check_conv(x, w, y);
+void short_conv_forward(const at::Tensor& x, const ShortConvWeights& weights,
+                        std::span<const RecurrentSequence> sequences, const at::Tensor& y, const at::Tensor& state) {
+  check_conv(x, weights, y);
   dispatch_floating(y.scalar_type(), "short_conv_forward",
-                    [&](auto tag) { conv_forward<decltype(tag)>(x, w, sequences, y, state); });
+                    [&](auto tag) { conv_forward<decltype(tag)>(x, weights, sequences, y, state); });
 }
 
-void short_conv_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& w,
-                         std::span<const RecurrentSequence> sequences, const at::Tensor& dx, const at::Tensor& dw) {
-  check_conv(x, w, dy);
-  check_conv(x, w, dx);
+void short_conv_backward(const at::Tensor& dy, const at::Tensor& x, const ShortConvWeights& weights,
+                         std::span<const RecurrentSequence> sequences, const at::Tensor& dx,
+                         const ShortConvWeights& d) {
+  check_conv(x, weights, dy);
+  check_conv(x, weights, dx);
   dispatch_floating(dy.scalar_type(), "short_conv_backward",
-                    [&](auto tag) { conv_backward<decltype(tag)>(dy, x, w, sequences, dx, dw); });
+                    [&](auto tag) { conv_backward<decltype(tag)>(dy, x, weights, sequences, dx, d); });
 }
 
-void gated_norm_forward(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, double eps,
+void gated_norm_forward(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, std::int64_t groups, double eps,
                         const at::Tensor& y) {
-  check_norm(x, z, w, y);
+  check_norm(x, z, w, groups, y);
   dispatch_floating(y.scalar_type(), "gated_norm_forward", [&](auto tag) {
     using T = decltype(tag);
-    const auto p = norm_args<T>(x, z, w, eps);
+    const auto p = norm_args<T>(x, z, w, groups, eps);
     T* const out = mutable_ptr<T>(y);
     const std::int64_t stride = y.stride(0);
     runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / x.size(1)), [&](std::int64_t b, std::int64_t e) {
@@ -186,12 +205,11 @@ void gated_norm_forward(const at::Tensor& x, const at::Tensor& z, const at::Tens
 }
 
 void gated_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& z, const at::Tensor& w,
-                         double eps, const at::Tensor& dx, const at::Tensor& dz, const at::Tensor& dw) {
-  check_norm(x, z, w, dy);
-  check_norm(x, z, w, dx);
-  check_norm(x, z, w, dz);
+                         std::int64_t groups, double eps, const at::Tensor& dx, const at::Tensor& dz,
+                         const at::Tensor& dw) {
+  for (const auto& y : {dy, dx, dz}) check_norm(x, z, w, groups, y);
   dispatch_floating(dy.scalar_type(), "gated_norm_backward",
-                    [&](auto tag) { norm_backward<decltype(tag)>(dy, x, z, w, eps, dx, dz, dw); });
+                    [&](auto tag) { norm_backward<decltype(tag)>(dy, x, z, w, groups, eps, dx, dz, dw); });
 }
 
 void head_gate_forward(const at::Tensor& x, const at::Tensor& g, const at::Tensor& y) {

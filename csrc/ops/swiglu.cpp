@@ -1,6 +1,7 @@
 #include "ops/swiglu.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/clamp_min.h>
 
 #include "kernels/swiglu.h"
 #include "ops/kernel_types.h"
@@ -15,7 +16,8 @@ namespace {
 
 void check(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
   NRL_CHECK_ARG(gate_up.dim() == 2 && gate_up.is_contiguous() && act.is_contiguous() &&
-                    act.size(0) == gate_up.size(0) && 2 * act.size(1) == gate_up.size(1),
+                    act.size(0) == gate_up.size(0) &&
+                    (kernels::has_gate(activation) ? 2 : 1) * act.size(1) == gate_up.size(1),
                 "swiglu: gate_up ", gate_up.sizes(), " and act ", act.sizes(), " do not match");
   NRL_CHECK_ARG(act.is_cpu() || activation != kernels::Gate::clamped,
                 "the clamped activation is computed on the CPU only, not on ", act.device().str());
@@ -30,6 +32,11 @@ void over_rows(const at::Tensor& act, F&& f) {
 
 void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation) {
   check(gate_up, act, activation);
+  if (activation == kernels::Gate::relu_squared) {  // one product, rounded once: the same bits on every processor
+    at::clamp_min_out(const_cast<at::Tensor&>(act), gate_up, 0);
+    act.mul_(act);
+    return;
+  }
   if (act.is_cuda()) return swiglu_forward_cuda.get(act)(gate_up, act, activation);
   const std::int64_t I = act.size(1);
   dispatch_floating(act.scalar_type(), "swiglu_forward", [&](auto tag) {
@@ -48,6 +55,11 @@ void swiglu_backward(const at::Tensor& d_act, const at::Tensor& gate_up, const a
                      kernels::Gate activation) {
   check(gate_up, d_act, activation);
   check(d_gate_up, d_act, activation);
+  if (activation == kernels::Gate::relu_squared) {
+    at::clamp_min_out(const_cast<at::Tensor&>(d_gate_up), gate_up, 0);
+    d_gate_up.mul_(d_act).mul_(2);
+    return;
+  }
   if (d_act.is_cuda()) return swiglu_backward_cuda.get(d_act)(d_act, gate_up, d_gate_up, activation);
   const std::int64_t I = d_act.size(1);
   dispatch_floating(d_act.scalar_type(), "swiglu_backward", [&](auto tag) {

@@ -5,7 +5,8 @@
 
 namespace nemo_rl::ops {
 
-/// act [T, I] = f(gate) · up, gate_up [T, 2I] with the gate first; f by `activation` (kernels/swiglu.h).
+/// act [T, I] = f(gate) · up, gate_up [T, 2I] with the gate first; f by `activation` (kernels/swiglu.h). Without a
+/// gate, gate_up is [T, I] and act = f(gate_up).
 void swiglu_forward(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activation = kernels::Gate::silu);
 
 /// d_gate_up [T, 2I] from d_act [T, I]; d_gate_up may be gate_up itself.

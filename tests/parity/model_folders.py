@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 import torch
-from models import BASE
+from models import BASE, layers
 from safetensors.torch import load_file, save_file
 
 SMALL = BASE | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
@@ -45,6 +45,10 @@ def make_bases(root: Path) -> dict[str, Path]:
         "qwen3_5": hf.Qwen3_5TextConfig(
             **SMALL, head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
             layer_types=["linear_attention", "full_attention"],
+        ),
+        "nemotron_h": hf.NemotronHConfig(
+            **without(SMALL, "num_hidden_layers"), head_dim=16, ssm_state_size=16, mamba_num_heads=2, mamba_head_dim=16, n_groups=2,
+            time_step_min=1e-9, layers_block_type=layers("M-*M"),
         ),
         "gpt_oss": hf.GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
         "gelu": hf.Olmo2Config(**{**SMALL, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
@@ -215,7 +219,9 @@ def _with_images(folder):
 WHOLE = {
     "gemma3 with images": of("gemma3", _with_images),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "gpt_oss")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "gpt_oss", "nemotron_h")},
+    "nemotron_h as released folders have it": of("nemotron_h", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="M-*M", num_hidden_layers=4)),
+    "nemotron_h, other names of layers": of("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp", "attention", "mamba"], time_step_limit=[0.0, float("inf")])),
     "text model within one of images": of("qwen3_5", lambda f: within_images(f)),
     **{f"{base}, format 4": of(base, lambda f: f.format_4()) for base in ("llama", "qwen2", "qwen3", "tied", "mistral", "olmo2", "smollm3", "granite", "phi3", "qwen3_moe", "mixtral")},
     "gpt_oss, format 4": of("gpt_oss", lambda f: f.format_4(YARN | {"truncate": False})),
@@ -331,6 +337,12 @@ FAULTY = {
     "recurrent heads of 24": ("qwen3_5", lambda f: f.config(linear_value_head_dim=24), f"{CONFIG}: linear_key_head_dim 16 and linear_value_head_dim 24"),
     "recurrent heads do not divide": ("qwen3_5", lambda f: f.config(linear_num_key_heads=3), f"{CONFIG}: linear_num_value_heads 2 is not a multiple"),
     "layers of other kinds": ("qwen3_5", lambda f: f.config(layer_types=["mamba", "full_attention"]), rf"{CONFIG}: layer_types has \['mamba'\]"),
+    "experts in nemotron_h": ("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "moe", "attention", "mamba"]), rf"{CONFIG}: hybrid_override_pattern is ME\*M, but layers with experts"),
+    "nemotron_h without attention": ("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp"]), f"{CONFIG}: hybrid_override_pattern is M-, but layers with Mamba"),
+    "unknown layers in nemotron_h": ("nemotron_h", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="M-*X"), f"{CONFIG}: layers_block_type or hybrid_override_pattern is 'M-"),
+    "Mamba heads of 24": ("nemotron_h", lambda f: f.config(mamba_head_dim=24), f"{CONFIG}: ssm_state_size 16 and mamba_head_dim 24 are not supported"),
+    "time step limits in reverse": ("nemotron_h", lambda f: f.config(time_step_limit=[1.0, 0.5]), rf"{CONFIG}: time_step_limit is \[1.0, 0.5\]"),
+    "gated MLP in nemotron_h": ("nemotron_h", lambda f: f.config(mlp_hidden_act="silu"), f"{CONFIG}: mlp_hidden_act 'silu' is not supported"),
     "no text section": ("qwen3_5", lambda f: f.config(model_type="qwen3_5"), f"{CONFIG}: text_config is None"),
     "flag is a text": ("llama", lambda f: f.config(tie_word_embeddings="false"), f"{CONFIG}: tie_word_embeddings is 'false'"),
 }  # fmt: skip

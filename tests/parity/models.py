@@ -5,6 +5,7 @@ import functools
 import sys
 
 import torch
+from nemo_rl_cpp.models.nemotron_h import our_name
 
 BASE = dict(
     vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
@@ -37,6 +38,10 @@ def configurations() -> dict:
     recurrent = dict(
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
         linear_conv_kernel_dim=4,
+    )  # fmt: skip
+    nemotron_h = {key: value for key, value in BASE.items() if key not in ("num_hidden_layers", "rms_norm_eps")} | dict(
+        head_dim=16, layer_norm_epsilon=1e-5, ssm_state_size=16, mamba_num_heads=4, mamba_head_dim=32, n_groups=2, chunk_size=16,
+        time_step_min=1e-9,  # transformers' least time step in prefill, but not in decode
     )  # fmt: skip
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
@@ -99,7 +104,17 @@ def configurations() -> dict:
             layer_types=["full_attention", "linear_attention", "linear_attention"],
             rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True),
         ),
+        "nemotron_h": hf.NemotronHConfig(**nemotron_h, layers_block_type=layers("M-M*-")),
+        "nemotron_h_other_layers": hf.NemotronHConfig(
+            **nemotron_h | dict(mamba_head_dim=48, n_groups=1, conv_kernel=2, ssm_state_size=32, time_step_min=0.4),
+            time_step_limit=(0.4, float("inf")), layers_block_type=layers("-*MM"),
+        ),
     }  # fmt: skip
+
+
+def layers(pattern: str) -> list[str]:
+    """Return the kinds of layers of Nemotron-H by their letters."""
+    return [{"M": "linear_attention", "*": "full_attention", "-": "mlp"}[letter] for letter in pattern]
 
 
 def build(name: str, folder, dtype=torch.float32, seed: int = 0):
@@ -131,6 +146,9 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
     for name, tensor in tensors.items():
         if model_type == "gpt_oss" and ".experts." in name:
             found |= of_gpt_oss(name, tensor)
+            continue
+        if model_type == "nemotron_h":
+            found[our_name(name.replace("model.", "backbone.", 1))] = tensor
             continue
         if model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
@@ -170,13 +188,15 @@ class Float64Torch:
 
 
 def recur_in_float64(monkeypatch) -> None:
-    """Make transformers compute the gated delta rule and norms in float64.
+    """Make transformers compute the recurrences and norms of Qwen3.5 and Nemotron-H in float64.
 
     It computes them in float32 whatever the model's dtype, and a recurrence accumulates the rounding errors.
     """
+    from transformers.models.nemotron_h import modeling_nemotron_h
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
-    monkeypatch.setattr(modeling_qwen3_5, "torch", Float64Torch())
+    for module in (modeling_qwen3_5, modeling_nemotron_h):
+        monkeypatch.setattr(module, "torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 

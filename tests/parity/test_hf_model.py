@@ -56,7 +56,7 @@ def test_logits_match_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_match_transformers(name, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
-    if name.startswith("qwen3_5"):
+    if name.startswith(("qwen3_5", "nemotron_h")):
         recur_in_float64(monkeypatch)
     if (
         name == "gpt_oss"
@@ -82,13 +82,14 @@ def test_gradients_match_transformers(name, tmp_path, monkeypatch):
     "name",
     [
         "llama_tied", "qwen2", "qwen3", "olmo3", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "qwen2_moe",
-        "qwen3_5", "gpt_oss",
+        "qwen3_5", "gpt_oss", "nemotron_h",
     ],
 )  # fmt: skip
 def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
     # a recurrence accumulates the rounding errors of float32, and torch's differ between processors
-    dtype = torch.float64 if name == "qwen3_5" else torch.float32
-    if name == "qwen3_5":
+    recurs = name in ("qwen3_5", "nemotron_h")
+    dtype = torch.float64 if recurs else torch.float32
+    if recurs:
         recur_in_float64(monkeypatch)
     hf = build(name, tmp_path, dtype)
     model = load(tmp_path, dtype)
@@ -120,7 +121,7 @@ def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
     [
         "llama_biases", "qwen2_tied", "qwen3", "olmo3", "smollm3", "granite", "phi3", "phi3_longrope", "gemma2",
         "gemma3", "qwen3_moe", "qwen3_moe_dense_layer", "olmoe", "mixtral", "qwen2_moe", "qwen3_5",
-        "qwen3_5_tied_other_layers", "gpt_oss",
+        "qwen3_5_tied_other_layers", "gpt_oss", "nemotron_h", "nemotron_h_other_layers",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])

@@ -15,8 +15,8 @@ def rows_of(sequences, index: int) -> list[int]:
     return before + list(range(start, start + length))
 
 
-def short_conv(x: torch.Tensor, w: torch.Tensor, sequences) -> torch.Tensor:
-    """Return silu of the causal convolution of x [T, C] with w [C, W]."""
+def short_conv(x: torch.Tensor, w: torch.Tensor, sequences, bias: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Return silu of the causal convolution of x [T, C] with w [C, W], plus `bias` [C]."""
     out = [None] * len(x)
     for index, (_, length, *_) in enumerate(sequences):
         rows = rows_of(sequences, index)
@@ -24,7 +24,7 @@ def short_conv(x: torch.Tensor, w: torch.Tensor, sequences) -> torch.Tensor:
             terms = [
                 w[:, w.shape[1] - 1 - back] * x[rows[position - back]] for back in range(min(position + 1, w.shape[1]))
             ]
-            out[rows[position]] = F.silu(sum(terms))
+            out[rows[position]] = F.silu(sum(terms) + bias)
     return torch.stack(out)
 
 

@@ -8,6 +8,7 @@
 //   delta_t = beta_t x_t
 //   o_t = gamma_t S^T q_t + sum_{i<=t} P_ti delta_i
 //   S' = gamma_R S + sum_i (gamma_R / gamma_i) k_i delta_i^T
+// In Mamba-2 x_t = v_t, nothing is read of S by a key (N is absent), and o_t has D v_t in addition.
 // Squares are stored turned: row i, column t.
 #include "kernels/cpu/gated_delta_keys.h"
 #include "kernels/cpu/plain.h"
@@ -65,13 +66,14 @@ constexpr double kLeastExponent = -60;
 
 /// The value heads of one key head. Matrices are in strips (strips.h). A chunk has R rows: those of the text, and zeros
 /// up to a multiple of 16.
-template <class T>
+template <Recurrence kRule, class T>
 class ChunkedBackward {
   using A = accumulate_t<T>;
   using V = Vec<A, 16>;
+  static constexpr bool kReadsByKey = kRule == Recurrence::gated_delta;
 
  public:
-  ChunkedBackward(const GatedDeltaArgs<T>& p, const GatedDeltaGradients<T>& g, std::int64_t start, std::int64_t length,
+  ChunkedBackward(const RecurrenceArgs<T>& p, const RecurrenceGradients<T>& g, std::int64_t start, std::int64_t length,
                   std::int64_t key_head, A* scratch)
       : p_(p), g_(g), start_(start), length_(length), key_head_(key_head), next_(scratch) {
     states_ = take(chunks() * group_ * dk_ * dv_);
@@ -113,9 +115,10 @@ class ChunkedBackward {
   A* state_of(std::int64_t chunk, std::int64_t head) const { return states_ + (chunk * group_ + head) * dk_ * dv_; }
   A* x_of(std::int64_t chunk, std::int64_t head) const { return x_ + (chunk * group_ + head) * kRows * dv_; }
   std::int64_t value_head(std::int64_t head) const { return key_head_ * group_ + head; }
-  const T* keys_at(std::int64_t t) const { return p_.qkv + (first_ + t) * p_.stride_qkv + key_head_ * dk_; }
+  /// Offset of row t of the chunk in q and k.
+  std::int64_t key_place(std::int64_t t) const { return (first_ + t) * p_.stride_qkv + key_head_ * dk_; }
   const T* values_at(std::int64_t t, std::int64_t head) const {
-    return p_.qkv + (first_ + t) * p_.stride_qkv + 2 * p_.shape.key_size() + value_head(head) * dv_;
+    return p_.v + (first_ + t) * p_.stride_qkv + value_head(head) * dv_;
   }
 
   /// Queries and keys of a chunk, and their products.
@@ -127,11 +130,11 @@ class ChunkedBackward {
     fill(query_, R_ * dk_, A(0));
     fill(key_, R_ * dk_, A(0));
     for (std::int64_t t = 0; t < rows_; ++t) {
-      if (with_queries) l2_normalised(keys_at(t), dk_, query_scale<A>(p_.shape), query_ + t * 16, R_ * 16);
-      l2_normalised(keys_at(t) + p_.shape.key_size(), dk_, A(1), key_ + t * 16, R_ * 16);
+      if (with_queries) read_key<kRule>(p_.q + key_place(t), dk_, query_scale<A>(p_.shape), query_ + t * 16, R_ * 16);
+      read_key<kRule>(p_.k + key_place(t), dk_, A(1), key_ + t * 16, R_ * 16);
     }
     turn(key_, R_, dk_, key_turned_);
-    multiply<false>(key_, key_turned_, key_key_, R_, R_, dk_, false);
+    if constexpr (kReadsByKey) multiply<false>(key_, key_turned_, key_key_, R_, R_, dk_, false);
     if (!with_queries) return;
     turn(query_, R_, dk_, query_turned_);
     multiply<false>(key_, query_turned_, key_query_, R_, R_, dk_, false);
@@ -141,7 +144,7 @@ class ChunkedBackward {
   void enter_head(std::int64_t head) {
     double total = 0;
     for (std::int64_t t = 0; t < R_; ++t) {
-      if (t < rows_) gates_[t] = gates_at(p_, first_ + t, value_head(head));
+      if (t < rows_) gates_[t] = gates_at<kRule>(p_, first_ + t, value_head(head));
       if (t < rows_) total += static_cast<double>(gates_[t].log_decay);
       beta_[t] = t < rows_ ? gates_[t].beta : A(0);
       sum_[t] = total;
@@ -157,8 +160,10 @@ class ChunkedBackward {
         store(ratio_ + (n * R_ + i * 16), select(x < V(kLeastExponent), V{}, exp_of(x)));
       }
     }
-    scale_lanes(key_key_, ratio_, n_turned_);
-    for (std::int64_t t = 0; t < R_; ++t) n_turned_[(t / 16 * R_ + t) * 16 + t % 16] = A(0);
+    if constexpr (kReadsByKey) {
+      scale_lanes(key_key_, ratio_, n_turned_);
+      for (std::int64_t t = 0; t < R_; ++t) n_turned_[(t / 16 * R_ + t) * 16 + t % 16] = A(0);
+    }
   }
 
   static A factor(double exponent) { return exponent < kLeastExponent ? A(0) : static_cast<A>(std::exp(exponent)); }
@@ -182,13 +187,15 @@ class ChunkedBackward {
     enter_head(head);
     const A* const state = state_of(chunk, head);
     A* const x = x_of(chunk, head);
-    multiply<false>(key_, state, x, R_, dv_, dk_, false);
+    if constexpr (kReadsByKey) multiply<false>(key_, state, x, R_, dv_, dk_, false);
     for (std::int64_t n = 0; n < dv_; n += 16)
       for (std::int64_t t = 0; t < R_; ++t) {
         V value = t < rows_ ? load<V>(values_at(t, head) + n) : V{};
-        store(x + n * R_ + t * 16, value - load<V>(x + n * R_ + t * 16) * gamma_[t]);
+        if constexpr (kReadsByKey) value = value - load<V>(x + n * R_ + t * 16) * gamma_[t];
+        store(x + n * R_ + t * 16, value);
       }
-    solve</*kFromLast=*/false>(n_turned_, beta_, R_, dv_, x, delta_);
+    if constexpr (kReadsByKey) solve</*kFromLast=*/false>(n_turned_, beta_, R_, dv_, x, delta_);
+    else scale_rows(x, beta_, A(1), delta_);
     if (chunk + 1 == chunks()) return;
     A* const after = state_of(chunk + 1, head);
     scale_state(state, gamma_[R_ - 1], after);
@@ -210,26 +217,47 @@ class ChunkedBackward {
     multiply<false>(key_, d_state, spare_, R_, dv_, dk_, false);
     scale_rows(spare_, rest_, A(1), d_delta_);
     multiply<false>(p_turned_, d_out_, d_delta_, R_, dv_, R_, true);
-    solve</*kFromLast=*/true>(n_turned_, beta_, R_, dv_, d_delta_, d_value_);
-    for (std::int64_t t = 0; t < rows_; ++t) {
-      T* const to = g_.d_qkv + (first_ + t) * g_.stride_qkv + 2 * p_.shape.key_size() + value_head(head) * dv_;
-      for (std::int64_t n = 0; n < dv_; n += 16) store(to + n, load<V>(d_value_ + n * R_ + t * 16));
-    }
+    if constexpr (kReadsByKey) solve</*kFromLast=*/true>(n_turned_, beta_, R_, dv_, d_delta_, d_value_);
+    else scale_rows(d_delta_, beta_, A(1), d_value_);
+    store_values(head);
     turn(d_out_, R_, dv_, out_turned_);
-    turn(d_value_, R_, dv_, value_turned_);
     turn(delta_, R_, dv_, delta_turned_);
     multiply<false>(state, out_turned_, by_out_, dk_, R_, dv_, false);
-    multiply<false>(state, value_turned_, by_value_, dk_, R_, dv_, false);
     multiply<false>(d_state, delta_turned_, by_delta_, dk_, R_, dv_, false);
     multiply<false>(delta_, out_turned_, d_p_turned_, R_, R_, dv_, false);
-    multiply<false>(delta_, value_turned_, d_n_turned_, R_, R_, dv_, false);
+    if constexpr (kReadsByKey) {
+      turn(d_value_, R_, dv_, value_turned_);
+      multiply<false>(state, value_turned_, by_value_, dk_, R_, dv_, false);
+      multiply<false>(delta_, value_turned_, d_n_turned_, R_, R_, dv_, false);
+    }
     gate_gradients(head, x, gamma_[R_ - 1] * product_of(state, d_state));
     key_gradients();
     scale_state(d_state, gamma_[R_ - 1], d_state);
     scale_rows(d_out_, gamma_, A(1), spare_);
     multiply<true>(query_, spare_, d_state, dk_, dv_, R_, true);
-    scale_rows(d_value_, gamma_, A(-1), spare_);
-    multiply<true>(key_, spare_, d_state, dk_, dv_, R_, true);
+    if constexpr (kReadsByKey) {
+      scale_rows(d_value_, gamma_, A(-1), spare_);
+      multiply<true>(key_, spare_, d_state, dk_, dv_, R_, true);
+    }
+  }
+
+  /// The chunk's gradients of the values, and in Mamba-2 of D.
+  void store_values(std::int64_t head) const {
+    const std::int64_t u = value_head(head);
+    for (std::int64_t t = 0; t < rows_; ++t) {
+      T* const to = g_.d_v + (first_ + t) * g_.stride_qkv + u * dv_;
+      V products{};
+      for (std::int64_t n = 0; n < dv_; n += 16) {
+        V d = load<V>(d_value_ + n * R_ + t * 16);
+        if constexpr (!kReadsByKey) {
+          V out = load<V>(d_out_ + n * R_ + t * 16);
+          products = mul_add(out, load<V>(values_at(t, head) + n), products);
+          d = mul_add(out, V(static_cast<A>(p_.D[u])), d);
+        }
+        store(to + n, d);
+      }
+      if constexpr (!kReadsByKey) g_.d_D[(first_ + t) * p_.shape.value_heads + u] = sum_of(products);
+    }
   }
 
   /// The sum of the products of two states' elements.
@@ -248,16 +276,18 @@ class ChunkedBackward {
         V gamma = load<V>(gamma_ + n), rest = load<V>(rest_ + n);
         store(d_query_ + i, mul_add(load<V>(by_out_ + i), gamma, load<V>(d_query_ + i)));
         V from_delta = mul_add(load<V>(by_delta_ + i), rest, load<V>(d_key_ + i));
-        store(d_key_ + i, from_delta - load<V>(by_value_ + i) * gamma);
+        if constexpr (kReadsByKey) from_delta = from_delta - load<V>(by_value_ + i) * gamma;
+        store(d_key_ + i, from_delta);
       }
     scale_lanes(d_p_turned_, ratio_, d_p_turned_);
-    scale_lanes(d_n_turned_, ratio_, d_n_turned_);
-    for (std::int64_t t = 0; t < R_; ++t) d_n_turned_[(t / 16 * R_ + t) * 16 + t % 16] = A(0);
     turn(d_p_turned_, R_, R_, d_p_);
-    turn(d_n_turned_, R_, R_, d_n_);
-    for (std::int64_t i = 0; i < R_ * R_; i += 16) store(d_n_ + i, -(load<V>(d_n_ + i) + load<V>(d_n_turned_ + i)));
     multiply<true>(key_, d_p_turned_, d_query_, dk_, R_, R_, true);
     multiply<true>(query_, d_p_, d_key_, dk_, R_, R_, true);
+    if constexpr (!kReadsByKey) return;
+    scale_lanes(d_n_turned_, ratio_, d_n_turned_);
+    for (std::int64_t t = 0; t < R_; ++t) d_n_turned_[(t / 16 * R_ + t) * 16 + t % 16] = A(0);
+    turn(d_n_turned_, R_, R_, d_n_);
+    for (std::int64_t i = 0; i < R_ * R_; i += 16) store(d_n_ + i, -(load<V>(d_n_ + i) + load<V>(d_n_turned_ + i)));
     multiply<true>(key_, d_n_, d_key_, dk_, R_, R_, true);
   }
 
@@ -269,7 +299,7 @@ class ChunkedBackward {
       V to{}, from{};
       for (std::int64_t i = n * dk_; i < (n + 16) * dk_; i += 16) {
         to = mul_add(load<V>(query_turned_ + i), load<V>(by_out_ + i), to);
-        to = to - load<V>(key_turned_ + i) * load<V>(by_value_ + i);
+        if constexpr (kReadsByKey) to = to - load<V>(key_turned_ + i) * load<V>(by_value_ + i);
         from = mul_add(load<V>(key_turned_ + i), load<V>(by_delta_ + i), from);
       }
       store(to_row + n, to * load<V>(gamma_ + n));
@@ -285,7 +315,8 @@ class ChunkedBackward {
       for (std::int64_t n = 0; n < R_; n += 16) {
         const std::int64_t i = n * R_ + s * 16;
         V own = load<V>(p_turned_ + i) * load<V>(d_p_turned_ + i);
-        store(between + n, load<V>(between + n) + (own - load<V>(n_turned_ + i) * load<V>(d_n_turned_ + i)));
+        if constexpr (kReadsByKey) own = own - load<V>(n_turned_ + i) * load<V>(d_n_turned_ + i);
+        store(between + n, load<V>(between + n) + own);
       }
       fill(between, s + 1, A(0));
       from_rows += from_row[s];
@@ -301,8 +332,10 @@ class ChunkedBackward {
         products = mul_add(load<V>(x + n * R_ + t * 16), load<V>(d_delta_ + n * R_ + t * 16), products);
       const auto& gates = gates_[t];
       const std::int64_t row = first_ + t;
-      const A d_a = -d_log_decay[t] * gates.rate * gates.slope;
-      g_.d_b[row * g_.stride_ab + u] = static_cast<T>(sum_of(products) * gates.beta * (A(1) - gates.beta));
+      A d_a = -d_log_decay[t] * gates.rate * gates.slope;
+      if constexpr (kReadsByKey)
+        g_.d_b[row * g_.stride_ab + u] = static_cast<T>(sum_of(products) * gates.beta * (A(1) - gates.beta));
+      else d_a += sum_of(products) * gates.slope;
       g_.d_a[row * g_.stride_ab + u] = static_cast<T>(d_a);
       g_.d_dt_bias[row * U + u] = d_a;
       g_.d_A_log[row * U + u] = d_log_decay[t] * gates.log_decay;
@@ -314,15 +347,19 @@ class ChunkedBackward {
     turn(d_query_, dk_, R_, by_out_);
     turn(d_key_, dk_, R_, by_value_);
     for (std::int64_t t = 0; t < rows_; ++t) {
-      T* const to = g_.d_qkv + (first_ + t) * g_.stride_qkv + key_head_ * dk_;
-      l2_backward(keys_at(t), dk_, query_scale<A>(p_.shape), by_out_ + t * 16, R_, to);
-      l2_backward(keys_at(t) + p_.shape.key_size(), dk_, A(1), by_value_ + t * 16, R_, to + p_.shape.key_size());
+      const std::int64_t to = (first_ + t) * g_.stride_qkv + key_head_ * dk_;
+      store_key(p_.q + key_place(t), query_scale<A>(p_.shape), by_out_ + t * 16, g_.d_q + to);
+      store_key(p_.k + key_place(t), A(1), by_value_ + t * 16, g_.d_k + to);
     }
+  }
+  void store_key(const T* x, A scale, const A* d_y, T* d_x) const {
+    if constexpr (kReadsByKey) return l2_backward(x, dk_, scale, d_y, R_, d_x);
+    for (std::int64_t i = 0; i < dk_; i += 16) store(d_x + i, load<V>(d_y + i * R_));
   }
 
   static constexpr std::int64_t kRows = kDeltaChunk;
-  const GatedDeltaArgs<T>& p_;
-  const GatedDeltaGradients<T>& g_;
+  const RecurrenceArgs<T>& p_;
+  const RecurrenceGradients<T>& g_;
   const std::int64_t start_, length_, key_head_;
   const std::int64_t group_ = p_.shape.group(), dk_ = p_.shape.key_dim, dv_ = p_.shape.value_dim;
   A* next_;                        ///< scratch memory that is left
@@ -343,22 +380,30 @@ class ChunkedBackward {
   alignas(64) A rest_[kRows];  ///< gamma_R / gamma_i
 };
 
+template <class T>
+void backward(const RecurrenceArgs<T>& p, const RecurrenceGradients<T>& g, std::int64_t start, std::int64_t length,
+              std::int64_t key_head, const accumulate_t<T>* state, accumulate_t<T>* d_state, accumulate_t<T>* scratch) {
+  if (p.shape.is_mamba2())
+    ChunkedBackward<Recurrence::mamba2, T>(p, g, start, length, key_head, scratch).run(state, d_state);
+  else ChunkedBackward<Recurrence::gated_delta, T>(p, g, start, length, key_head, scratch).run(state, d_state);
+}
+
 }  // namespace
 
-void gated_delta_backward_f32(const GatedDeltaArgs<float>& p, const GatedDeltaGradients<float>& g, std::int64_t start,
-                              std::int64_t length, std::int64_t key_head, const float* state, float* d_state,
-                              float* scratch) {
-  ChunkedBackward<float>(p, g, start, length, key_head, scratch).run(state, d_state);
+void recurrence_backward_f32(const RecurrenceArgs<float>& p, const RecurrenceGradients<float>& g, std::int64_t start,
+                             std::int64_t length, std::int64_t key_head, const float* state, float* d_state,
+                             float* scratch) {
+  backward(p, g, start, length, key_head, state, d_state, scratch);
 }
-void gated_delta_backward_f64(const GatedDeltaArgs<double>& p, const GatedDeltaGradients<double>& g, std::int64_t start,
-                              std::int64_t length, std::int64_t key_head, const double* state, double* d_state,
-                              double* scratch) {
-  ChunkedBackward<double>(p, g, start, length, key_head, scratch).run(state, d_state);
+void recurrence_backward_f64(const RecurrenceArgs<double>& p, const RecurrenceGradients<double>& g, std::int64_t start,
+                             std::int64_t length, std::int64_t key_head, const double* state, double* d_state,
+                             double* scratch) {
+  backward(p, g, start, length, key_head, state, d_state, scratch);
 }
-void gated_delta_backward_bf16(const GatedDeltaArgs<bfloat16>& p, const GatedDeltaGradients<bfloat16>& g,
-                               std::int64_t start, std::int64_t length, std::int64_t key_head, const float* state,
-                               float* d_state, float* scratch) {
-  ChunkedBackward<bfloat16>(p, g, start, length, key_head, scratch).run(state, d_state);
+void recurrence_backward_bf16(const RecurrenceArgs<bfloat16>& p, const RecurrenceGradients<bfloat16>& g,
+                              std::int64_t start, std::int64_t length, std::int64_t key_head, const float* state,
+                              float* d_state, float* scratch) {
+  backward(p, g, start, length, key_head, state, d_state, scratch);
 }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

@@ -20,24 +20,26 @@ struct Piece {
 
 /// One token for W strips of a state, which lie dk · kStrip elements apart: updates them. Returns in `out` what the
 /// query reads of the new state; `value` becomes delta.
-template <int W, class A>
+template <Recurrence kRule, int W, class A>
 NRL_VEC void update_state(A* state, std::int64_t dk, const A* key, const A* query, A decay, A beta,
                           Vec<A, 16> (&value)[W], Vec<A, 16> (&out)[W]) {
   using V = Vec<A, 16>;
   const std::int64_t strip = dk * kStrip;
-  V even[W], odd[W];
-  for (int w = 0; w < W; ++w) even[w] = V{}, odd[w] = V{};
-  for (std::int64_t k = 0; k < dk; k += 2) {
-    V even_key(key[k]), odd_key(key[k + 1]);
-    for (int w = 0; w < W; ++w) {
-      even[w] = mul_add(load<V>(state + w * strip + k * kStrip), even_key, even[w]);
-      odd[w] = mul_add(load<V>(state + w * strip + (k + 1) * kStrip), odd_key, odd[w]);
+  if constexpr (kRule == Recurrence::gated_delta) {
+    V even[W], odd[W];
+    for (int w = 0; w < W; ++w) even[w] = V{}, odd[w] = V{};
+    for (std::int64_t k = 0; k < dk; k += 2) {
+      V even_key(key[k]), odd_key(key[k + 1]);
+      for (int w = 0; w < W; ++w) {
+        even[w] = mul_add(load<V>(state + w * strip + k * kStrip), even_key, even[w]);
+        odd[w] = mul_add(load<V>(state + w * strip + (k + 1) * kStrip), odd_key, odd[w]);
+      }
     }
+    for (int w = 0; w < W; ++w) value[w] = (value[w] - (even[w] + odd[w]) * decay) * beta;
+  } else {
+    for (int w = 0; w < W; ++w) value[w] = value[w] * beta;
   }
-  for (int w = 0; w < W; ++w) {
-    value[w] = (value[w] - (even[w] + odd[w]) * decay) * beta;
-    out[w] = V{};
-  }
+  for (int w = 0; w < W; ++w) out[w] = V{};
   V all_decay(decay);
   for (std::int64_t k = 0; k < dk; ++k) {
     V own_key(key[k]);
@@ -49,58 +51,69 @@ NRL_VEC void update_state(A* state, std::int64_t dk, const A* key, const A* quer
   }
 }
 
-template <int W, class T, class A>
+/// `skip`: what multiplies a value that is added to the result (Mamba-2's D).
+template <Recurrence kRule, int W, class T, class A>
 void run_strips(const T* value, std::int64_t stride_value, std::int64_t rows, const Piece<A>& piece, std::int64_t dk,
-                A* state, T* out, std::int64_t stride_out) {
+                A skip, A* state, T* out, std::int64_t stride_out) {
   using V = Vec<A, 16>;
   for (std::int64_t t = 0; t < rows; ++t) {
     V v[W], o[W];
     for (int w = 0; w < W; ++w) v[w] = load<V>(value + t * stride_value + w * kStrip);
-    update_state<W>(state, dk, piece.key[t], piece.query[t], piece.gates[t].decay, piece.gates[t].beta, v, o);
+    update_state<kRule, W>(state, dk, piece.key[t], piece.query[t], piece.gates[t].decay, piece.gates[t].beta, v, o);
+    if constexpr (kRule == Recurrence::mamba2)
+      for (int w = 0; w < W; ++w) o[w] = mul_add(load<V>(value + t * stride_value + w * kStrip), V(skip), o[w]);
     for (int w = 0; w < W; ++w) store(out + t * stride_out + w * kStrip, o[w]);
   }
 }
 
-template <class T>
-void forward(const GatedDeltaArgs<T>& p, std::int64_t start, std::int64_t length, std::int64_t head,
-             accumulate_t<T>* state, T* out, std::int64_t stride_out) {
+template <Recurrence kRule, class T>
+void run(const RecurrenceArgs<T>& p, std::int64_t start, std::int64_t length, std::int64_t head, accumulate_t<T>* state,
+         T* out, std::int64_t stride_out) {
   using A = accumulate_t<T>;
   const auto& s = p.shape;
+  const A skip = kRule == Recurrence::mamba2 ? static_cast<A>(p.D[head]) : A(0);
   const std::int64_t dk = s.key_dim, strips = s.value_dim / kStrip, key_head = head / s.group();
   Piece<A> piece;
   for (std::int64_t row = start; row < start + length; row += kRows) {
     const std::int64_t rows = row + kRows < start + length ? kRows : start + length - row;
     for (std::int64_t t = 0; t < rows; ++t) {
-      const T* q = p.qkv + (row + t) * p.stride_qkv + key_head * dk;
-      l2_normalised(q, dk, query_scale<A>(s), piece.query[t]);
-      l2_normalised(q + s.key_size(), dk, A(1), piece.key[t]);
-      piece.gates[t] = gates_at(p, row + t, head);
+      const std::int64_t place = (row + t) * p.stride_qkv + key_head * dk;
+      read_key<kRule>(p.q + place, dk, query_scale<A>(s), piece.query[t]);
+      read_key<kRule>(p.k + place, dk, A(1), piece.key[t]);
+      piece.gates[t] = gates_at<kRule>(p, row + t, head);
     }
-    const T* value = p.qkv + row * p.stride_qkv + 2 * s.key_size() + head * s.value_dim;
+    const T* value = p.v + row * p.stride_qkv + head * s.value_dim;
     T* const o = out + row * stride_out + head * s.value_dim;
     constexpr int W = kStripsAtATime<A>;
     std::int64_t strip = 0;
     for (; strip + W <= strips; strip += W)
-      run_strips<W>(value + strip * kStrip, p.stride_qkv, rows, piece, dk, state + strip * dk * kStrip,
-                    o + strip * kStrip, stride_out);
+      run_strips<kRule, W>(value + strip * kStrip, p.stride_qkv, rows, piece, dk, skip, state + strip * dk * kStrip,
+                           o + strip * kStrip, stride_out);
     for (; strip < strips; ++strip)
-      run_strips<1>(value + strip * kStrip, p.stride_qkv, rows, piece, dk, state + strip * dk * kStrip,
-                    o + strip * kStrip, stride_out);
+      run_strips<kRule, 1>(value + strip * kStrip, p.stride_qkv, rows, piece, dk, skip, state + strip * dk * kStrip,
+                           o + strip * kStrip, stride_out);
   }
+}
+
+template <class T>
+void forward(const RecurrenceArgs<T>& p, std::int64_t start, std::int64_t length, std::int64_t head,
+             accumulate_t<T>* state, T* out, std::int64_t stride_out) {
+  if (p.shape.is_mamba2()) run<Recurrence::mamba2>(p, start, length, head, state, out, stride_out);
+  else run<Recurrence::gated_delta>(p, start, length, head, state, out, stride_out);
 }
 
 }  // namespace
 
-void gated_delta_forward_f32(const GatedDeltaArgs<float>& p, std::int64_t start, std::int64_t length, std::int64_t head,
-                             float* state, float* out, std::int64_t stride_out) {
+void recurrence_forward_f32(const RecurrenceArgs<float>& p, std::int64_t start, std::int64_t length, std::int64_t head,
+                            float* state, float* out, std::int64_t stride_out) {
   forward(p, start, length, head, state, out, stride_out);
 }
-void gated_delta_forward_f64(const GatedDeltaArgs<double>& p, std::int64_t start, std::int64_t length,
-                             std::int64_t head, double* state, double* out, std::int64_t stride_out) {
+void recurrence_forward_f64(const RecurrenceArgs<double>& p, std::int64_t start, std::int64_t length, std::int64_t head,
+                            double* state, double* out, std::int64_t stride_out) {
   forward(p, start, length, head, state, out, stride_out);
 }
-void gated_delta_forward_bf16(const GatedDeltaArgs<bfloat16>& p, std::int64_t start, std::int64_t length,
-                              std::int64_t head, float* state, bfloat16* out, std::int64_t stride_out) {
+void recurrence_forward_bf16(const RecurrenceArgs<bfloat16>& p, std::int64_t start, std::int64_t length,
+                             std::int64_t head, float* state, bfloat16* out, std::int64_t stride_out) {
   forward(p, start, length, head, state, out, stride_out);
 }
 

@@ -124,7 +124,7 @@ class LayerKinds:
     @classmethod
     def of_native(cls, native: Mapping[str, Any]) -> Self:
         """Return the kinds of the layers of a native model; `native` is from `ModelFolder.native`."""
-        recurrent = native.get("gated_delta", {}).get("layers", ())
+        recurrent = native.get("recurrent", {}).get("layers", ())
         return cls(len(native["layers"]), native["fused_tensors"], recurrent)
 
     def matrices(self, layer: int) -> Iterator[str]:

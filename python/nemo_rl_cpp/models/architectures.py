@@ -7,7 +7,8 @@ from typing import NamedTuple
 from nemo_rl_cpp.files.yaml_text import Plain
 
 Form = Mapping[str, Plain]  # a configuration with the defaults of its model_type
-FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, RECURRENT, MLP = "full_attention", "sliding_attention", "linear_attention", "mlp"
+PATTERN = {"M": RECURRENT, "*": FULL, "-": MLP}  # letters of hybrid_override_pattern
 
 
 def _all_full(form: Form) -> list[str]:
@@ -141,7 +142,9 @@ class Architecture(NamedTuple):
         clamped: the experts' gated activation is clamped (csrc/kernels/swiglu.h).
         sinks: each attention head has a learned sink.
         rope_section: default for rope_parameters if config.json has none.
-        reads_mxfp4: the experts' matrices may be quantised to MXFP4, and are read into bfloat16."""
+        reads_mxfp4: the experts' matrices may be quantised to MXFP4, and are read into bfloat16.
+        recurrent: keys of the sizes of RECURRENT layers: RECURRENT_SIZES or MAMBA2_SIZES.
+        one_block: each layer has only a mixer, or only an MLP without a gate (models/nemotron_h.py)."""
 
     title: str
     defaults: dict[str, Plain]
@@ -165,12 +168,16 @@ class Architecture(NamedTuple):
     sinks: bool = False
     rope_section: Mapping[str, Plain] | None = None
     reads_mxfp4: bool = False
+    recurrent: tuple[str, ...] = ()
+    one_block: bool = False
 
 
 RECURRENT_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
-"""Keys of config.json with the sizes of a RECURRENT layer."""
+"""Keys of config.json with the sizes of a gated delta net: key heads, value heads, their sizes, the convolution's width."""
+MAMBA2_SIZES = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel")
+"""The same of Mamba-2."""
 WITH_A_TEXT_SECTION = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
@@ -259,6 +266,12 @@ _GPT_OSS_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+_NEMOTRON_H = {
+    **_EVERY, "vocab_size": 131072, "intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
+    "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2", "hybrid_override_pattern": "ME*-", "ssm_state_size": 128, "mamba_num_heads": 128,
+    "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "time_step_limit": [0.0, float("inf")], "mamba_hidden_act": "silu",
+    "use_conv_bias": True,
+}  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
@@ -310,6 +323,16 @@ SUPPORTED_ARCHITECTURES = {
     "qwen3_5_text": Architecture(
         "Qwen3_5Text", _QWEN3_5, biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True,
         layer_types=lambda form: _listed(form, form["full_attention_interval"], RECURRENT), lists_layers=True, output_gate=True, only={"attention_bias": False},
+        recurrent=RECURRENT_SIZES,
+    ),
+    "nemotron_h": Architecture(
+        "NemotronH", _NEMOTRON_H, biases=(), norms={"before_attention": "norm", "before_mlp": "norm"}, activation="mlp_hidden_act",
+        layer_types=lambda form: [PATTERN[letter] for letter in form["hybrid_override_pattern"]],
+        rotary=lambda form: [False] * form["num_hidden_layers"], recurrent=MAMBA2_SIZES, one_block=True,
+        only={
+            "attention_bias": False, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True,
+            "mamba_hidden_act": "silu", "sliding_window": None, "tie_word_embeddings": False,
+        },
     ),
     "gpt_oss": Architecture(
         "GptOss", _GPT_OSS, layer_types=lambda form: _listed(form, 2), lists_layers=True, rope_theta=150000.0, rope_section=_GPT_OSS_ROPE,

@@ -11,10 +11,12 @@ from typing import TypeGuard
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, find_policy_weights
-from nemo_rl_cpp.models import rope
+from nemo_rl_cpp.models import nemotron_h, rope
 from nemo_rl_cpp.models.architectures import (
     EXPERT_COUNTS,
     FULL,
+    MAMBA2_SIZES,
+    MLP,
     RECURRENT,
     RECURRENT_SIZES,
     SLIDING,
@@ -38,8 +40,14 @@ _SIZES = (
 )  # fmt: skip
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files of PEFT
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-"""Two names per activation function."""
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu_squared",
+}
+"""The names of activation functions."""
 
 
 def read_config_file(folder: str | Path) -> dict[str, Plain]:
@@ -121,6 +129,8 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     if made.experts is not None:
         _rename_expert_count(form, made.experts)
     form = {**made.defaults, **form}
+    if made.one_block:
+        form = nemotron_h.canonical(form)
     _derive(form)
     _check(form)
     # transformers reads a null section as the default
@@ -217,9 +227,10 @@ def _check(form: Mapping[str, Plain]) -> None:
         )
     made = SUPPORTED_ARCHITECTURES[form["model_type"]]
     activation = form[made.activation]
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS or made.one_block != (activation == "relu2"):
+        computed = "relu2" if made.one_block else "silu and gelu_pytorch_tanh"
         raise ModelFolderError(
-            f"{made.activation} {activation!r} is not supported: the native decoder computes silu and gelu_pytorch_tanh"
+            f"{made.activation} {activation!r} is not supported: the native decoder computes {computed}"
         )
     if form.get("quantization_config"):
         raise ModelFolderError(
@@ -238,7 +249,7 @@ def _check(form: Mapping[str, Plain]) -> None:
     _check_layers(form)
     if made.experts is not None:
         _check_experts(form, made.experts)
-    if RECURRENT_SIZES[0] in made.defaults:
+    if made.recurrent:
         _check_recurrent(form, made)
 
 
@@ -260,19 +271,20 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
 
 def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
     """Raise ModelFolderError if a size of the recurrent layers is invalid, or if the list of layer types is."""
-    _check_sizes(form, (*RECURRENT_SIZES, "full_attention_interval"))
-    key_heads, value_heads, key_dim, value_dim, taps = (form[key] for key in RECURRENT_SIZES)
+    names = made.recurrent
+    _check_sizes(form, names)
+    key_heads, value_heads, key_dim, value_dim, taps = (form[key] for key in names)
     if value_heads % key_heads:
-        raise ModelFolderError(
-            f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
-        )
+        raise ModelFolderError(f"{names[1]} {value_heads} is not a multiple of {names[0]} {key_heads}")
     if key_dim % 16 or key_dim > 256 or value_dim % 16:
         raise ModelFolderError(
-            f"linear_key_head_dim {key_dim} and linear_value_head_dim {value_dim} are not supported: the kernels need multiples of 16, "
-            "for keys up to 256"
+            f"{names[2]} {key_dim} and {names[3]} {value_dim} are not supported: the kernels need multiples of 16, {names[2]} up to 256"
         )
     if taps > 8:
-        raise ModelFolderError(f"linear_conv_kernel_dim {taps} is not supported: the kernels need at most 8")
+        raise ModelFolderError(f"{names[4]} {taps} is not supported: the kernels need at most 8")
+    if made.one_block:
+        return
+    _check_sizes(form, ["full_attention_interval"])
     kinds = made.layer_types(form)
     if not isinstance(kinds, list) or len(kinds) != form["num_hidden_layers"]:
         raise ModelFolderError(
@@ -358,7 +370,7 @@ _FACTORS = (
 _LAYERS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "no_rope_layers")
 _ARCHITECTURE = (
     "model_type", *_SIZES[:-1], "rms_norm_eps", *_FLAGS[:-1], *_LAYERS, "no_rope_layer_interval", *_FACTORS, *_SOFTCAPS, *_EXPERTS,
-    *RECURRENT_SIZES, *_WINDOW,
+    *RECURRENT_SIZES, *MAMBA2_SIZES, "hybrid_override_pattern", "time_step_limit", *_WINDOW,
 )  # fmt: skip
 
 
@@ -405,6 +417,7 @@ def native_config(
     return {
         **experts,
         **_recurrent(form, made),
+        **({"one_block": [kind != MLP for kind in made.layer_types(form)]} if made.one_block else {}),
         "output_gate": made.output_gate,
         "vocab_size": form["vocab_size"],
         "hidden_size": form["hidden_size"],
@@ -454,7 +467,8 @@ def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
     if not layers:
         return {}
     names = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_width")
-    return {"gated_delta": {"layers": layers, **{name: form[key] for name, key in zip(names, RECURRENT_SIZES)}}}
+    limits = {"step_limits": nemotron_h.step_limits(form)} if made.recurrent == MAMBA2_SIZES else {}
+    return {"recurrent": {"layers": layers, **{name: form[key] for name, key in zip(names, made.recurrent)}, **limits}}
 
 
 def _layers(
@@ -462,7 +476,8 @@ def _layers(
 ) -> tuple[list[tuple[int, int | None]], list[tuple[list[float], float]]]:
     """Return two lists: for each layer (sliding window or 0, index of its RoPE table or None), and the RoPE tables as
     (inverse frequencies, factor)."""
-    ropes = [rope.rope_frequencies(rope.of_kind(form, kind), longest) for kind in form.get("rope_parameters", (FULL,))]
+    kinds = form.get("rope_parameters", (FULL,)) if any(made.rotary(form)) else ()
+    ropes = [rope.rope_frequencies(rope.of_kind(form, kind), longest) for kind in kinds]
     layers = []
     for kind, rotary in zip(made.layer_types(form), made.rotary(form), strict=True):
         slides = kind == SLIDING and form.get("sliding_window") is not None

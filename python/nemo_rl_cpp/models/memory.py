@@ -250,8 +250,7 @@ def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
     """Return the bytes of the KV cache for all concurrent sequences, at most `kv_cache_gb`."""
     generation: GenerationConfig = policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
-    layers = sizes.num_hidden_layers - len(sizes.recurrent_layers)
-    a_token = 2 * layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
+    a_token = 2 * sizes.attention_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
     full = float(sequences * length * a_token)
     return min(full, generation.kv_cache_gb * 1e9) if generation.kv_cache_gb else full
 
@@ -290,12 +289,14 @@ def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
         return float(tokens * tape_bytes(sizes, width))
     heads = 2 * (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
     if sizes.recurrent_layers:  # the average over all layers
-        queries = 2 * sizes.num_attention_heads * sizes.head_dim
+        queries = 0 if sizes.mlp_layers else 2 * sizes.num_attention_heads * sizes.head_dim
         recurrent = 2 * sizes.convolved + 2 * sizes.recurrent_values
-        count = len(sizes.recurrent_layers)
-        heads += queries + (recurrent - heads - queries) * count // sizes.num_hidden_layers
-    columns = sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size
-    return float(tokens * (4 * sizes.hidden_size + heads + 3 * columns) * width)
+        heads = (heads + queries) * sizes.attention_layers + recurrent * len(sizes.recurrent_layers)
+        heads //= sizes.num_hidden_layers
+    columns = 3 * (sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size)
+    if sizes.mlp_layers:
+        columns = 2 * sizes.intermediate_size * len(sizes.mlp_layers) // sizes.num_hidden_layers
+    return float(tokens * (4 * sizes.hidden_size + heads + columns) * width)
 
 
 def _expert_rows(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:

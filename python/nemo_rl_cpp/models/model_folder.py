@@ -98,7 +98,7 @@ class ModelFolder:
         native = self.native()
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
-        if "gated_delta" in native:
+        if "recurrent" in native:
             raise ModelFolderError(
                 f"{key} is {self.quantization}, but {self.config['model_type']} has recurrent layers, whose matrices are not quantised: set {key}=null"
             )
@@ -131,7 +131,7 @@ class ModelFolder:
             )
         unsliced = {
             "the model is a mixture of experts": "experts" in native,
-            "the model has recurrent layers": "gated_delta" in native,
+            "the model has recurrent layers": "recurrent" in native,
             "tensors of the model hold queries, keys and values together": native["fused_tensors"],
             "the model normalises all heads of the queries and keys together": native["qk_norm"] == "whole",
         }
@@ -144,17 +144,21 @@ class ModelFolder:
     def check_device(self, device: str) -> None:
         """Raise ModelFolderError if the native core does not support the model on a device such as "cpu" or
         "cuda:0"."""
-        for part, what in (("experts", "is a mixture of experts"), ("gated_delta", "has recurrent layers")):
+        for part, what in (("experts", "is a mixture of experts"), ("recurrent", "has recurrent layers")):
             if device != "cpu" and part in self.native():
                 raise ModelFolderError(
                     f"{self.config['model_type']} {what}, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
                 )
 
     def check_recurrent(self, model: TrainedModelConfig, section: str) -> None:
-        """Raise ModelFolderError if the model has recurrent layers, and the configuration section `model` requests vLLM,
-        which does not support them. `section` is its name."""
+        """Raise ModelFolderError if the model has recurrent layers, and the configuration section `model` requests what
+        does not support them: vLLM, or adapters for Mamba-2. `section` is its name."""
+        if "one_block" in self.native() and model.lora is not None:
+            raise ModelFolderError(
+                f"{section}.dtensor_cfg.lora_cfg.enabled is true, but the matrices of {self.config['model_type']} get no adapters: set it to false"
+            )
         generation = getattr(model, "generation", None)
-        if generation is not None and generation.runs_vllm and "gated_delta" in self.native():
+        if generation is not None and generation.runs_vllm and "recurrent" in self.native():
             raise ModelFolderError(
                 f"{section}.generation.backend is vllm, but {self.config['model_type']} has recurrent layers, whose weights are not sent to vLLM: set it to native"
             )

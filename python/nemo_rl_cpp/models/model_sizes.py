@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_cpp.hub.sources import ModelFolderError
-from nemo_rl_cpp.models.architectures import FULL, RECURRENT, RECURRENT_SIZES, SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.architectures import (
+    FULL,
+    MAMBA2_SIZES,
+    MLP,
+    PATTERN,
+    RECURRENT,
+    RECURRENT_SIZES,
+    SUPPORTED_ARCHITECTURES,
+)
 from nemo_rl_cpp.models.hf_config import is_size, read_config_file, text_section
+from nemo_rl_cpp.models.nemotron_h import canonical
 
 
 @dataclass(frozen=True)
@@ -34,21 +43,24 @@ class ModelSizes:
     fused_tensors: bool = False
     """the checkpoint stores q, k, v in one matrix, and gate, up in one matrix"""
     recurrent_layers: tuple[int, ...] = ()
-    """indices of the layers with a gated delta net (sizes below); the other layers then have an output gate"""
+    """indices of the layers with a gated delta net or Mamba-2 (sizes below)"""
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
+    mlp_layers: tuple[int, ...] = ()
+    """indices of the layers that have only an MLP, without a gate; the other layers then have only a mixer"""
 
     def as_config(self) -> dict[str, object]:
         """Return the sizes under the names of config.json."""
-        own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers")
+        own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers", "mlp_layers")
         if not self.recurrent_layers:
             own += RECURRENT_SIZES
         sizes = {name: value for name, value in asdict(self).items() if name not in own}
         if self.recurrent_layers:
             sizes["layer_types"] = [
-                RECURRENT if layer in self.recurrent_layers else FULL for layer in range(self.num_hidden_layers)
+                RECURRENT if layer in self.recurrent_layers else MLP if layer in self.mlp_layers else FULL
+                for layer in range(self.num_hidden_layers)
             ]
         if self.experts > 1:
             sizes |= {
@@ -72,14 +84,19 @@ class ModelSizes:
     @property
     def layer_parameters(self) -> int:
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        gates = query if self.recurrent_layers else 0
-        return self.hidden_size * (2 * query + 2 * key_value + gates) + self._mlp_parameters
+        gates = query if self.recurrent_layers and not self.mlp_layers else 0
+        return self.hidden_size * (2 * query + 2 * key_value + gates) + self._mlp_beside_mixer
 
     @property
     def _mlp_parameters(self) -> int:
-        """Return the number of weights of a layer's MLP and norms."""
+        """Return the number of weights of a layer's MLP."""
         columns = self.experts * self.intermediate_size + self.shared_expert_size
-        return 3 * self.hidden_size * columns + 2 * self.hidden_size
+        return (2 if self.mlp_layers else 3) * self.hidden_size * columns
+
+    @property
+    def _mlp_beside_mixer(self) -> int:
+        """Return the number of weights of the norms and of the MLP in a layer with a mixer."""
+        return self.hidden_size if self.mlp_layers else self._mlp_parameters + 2 * self.hidden_size
 
     @property
     def recurrent_values(self) -> int:
@@ -94,8 +111,9 @@ class ModelSizes:
     @property
     def recurrent_parameters(self) -> int:
         """Return the number of weights of a recurrent layer, including its MLP and norms."""
-        rows = self.convolved + self.recurrent_values + 2 * self.linear_num_value_heads
-        return self.hidden_size * (rows + self.recurrent_values) + self._mlp_parameters
+        gates = (1 if self.mlp_layers else 2) * self.linear_num_value_heads
+        rows = self.convolved + self.recurrent_values + gates
+        return self.hidden_size * (rows + self.recurrent_values) + self._mlp_beside_mixer
 
     @property
     def embedding_parameters(self) -> int:
@@ -104,10 +122,15 @@ class ModelSizes:
     @property
     def parameters(self) -> int:
         """Return the number of weights of the model, without biases and head norms (far below one percent)."""
-        count = len(self.recurrent_layers)
-        attention = (self.num_hidden_layers - count) * self.layer_parameters
-        recurrent = count * self.recurrent_parameters
-        return attention + recurrent + self.embedding_parameters + self.hidden_size
+        attention, recurrent = self.attention_layers * self.layer_parameters, len(self.recurrent_layers)
+        mlps = len(self.mlp_layers) * (self._mlp_parameters + self.hidden_size)
+        layers = attention + recurrent * self.recurrent_parameters + mlps
+        return layers + self.embedding_parameters + self.hidden_size
+
+    @property
+    def attention_layers(self) -> int:
+        """Return the number of layers with attention."""
+        return self.num_hidden_layers - len(self.recurrent_layers) - len(self.mlp_layers)
 
     @property
     def backbone_parameters(self) -> int:
@@ -130,11 +153,23 @@ def recurrent_between(layers: int, every: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if (layer + 1) % every)
 
 
+def _layers_in(pattern: str) -> dict[str, tuple[int, ...]]:
+    """Return the indices of the recurrent layers and of the MLPs in a pattern of Nemotron-H."""
+    named = {"recurrent_layers": RECURRENT, "mlp_layers": MLP}
+    return {
+        name: tuple(layer for layer, letter in enumerate(pattern) if PATTERN.get(letter) == kind)
+        for name, kind in named.items()
+    }
+
+
 def _listed_sizes(row: list[object]) -> ModelSizes:
-    """Return the sizes in a row of known_models.toml, which gives the recurrent layers by full_attention_interval."""
+    """Return the sizes in a row of known_models.toml, which gives the recurrent layers by full_attention_interval or by
+    a pattern of letters."""
     sizes = dict(zip((field.name for field in fields(ModelSizes)), row))
-    if every := sizes.get("recurrent_layers"):
-        sizes["recurrent_layers"] = recurrent_between(sizes["num_hidden_layers"], every)
+    if isinstance(pattern := sizes.get("recurrent_layers"), str):
+        sizes |= _layers_in(pattern)
+    elif pattern:
+        sizes["recurrent_layers"] = recurrent_between(sizes["num_hidden_layers"], pattern)
     return ModelSizes(**sizes)
 
 
@@ -187,13 +222,17 @@ def recurrent_sizes(known: Mapping[str, object]) -> dict[str, object]:
     none."""
     kinds, every, layers = (known.get(key) for key in ("layer_types", "full_attention_interval", "num_hidden_layers"))
     names = RECURRENT_SIZES[:4]
+    if isinstance(pattern := known.get("hybrid_override_pattern"), str) and all(
+        map(is_size, map(known.get, MAMBA2_SIZES))
+    ):
+        return _layers_in(pattern) | {name: known[key] for name, key in zip(names, MAMBA2_SIZES)}
     if not all(is_size(known.get(name)) for name in names) or not is_size(layers):
         return {}
     if isinstance(kinds, list) and kinds:
-        found = tuple(layer for layer, kind in enumerate(kinds) if kind == RECURRENT)
+        found, mlps = (tuple(layer for layer, each in enumerate(kinds) if each == kind) for kind in (RECURRENT, MLP))
     else:
-        found = recurrent_between(layers, every) if is_size(every) else ()
-    return {"recurrent_layers": found, **{name: known[name] for name in names}} if found else {}
+        found, mlps = recurrent_between(layers, every) if is_size(every) else (), ()
+    return {"recurrent_layers": found, "mlp_layers": mlps, **{name: known[name] for name in names}} if found else {}
 
 
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
@@ -213,6 +252,11 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     made = SUPPORTED_ARCHITECTURES.get(str(known.get("model_type")))
     if made is not None:
         known = {**made.defaults, **known}
+    if made is not None and made.one_block:
+        try:
+            known = canonical(known)
+        except ModelFolderError:
+            return None
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     optional = [name for name in ("num_key_value_heads", "head_dim") if known.get(name)]
     sizes = {name: value for name in (*needed, *optional) if is_size(value := known.get(name))}
@@ -222,5 +266,5 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
     tied = bool(known.get("tie_word_embeddings", False))
     fused = made is not None and made.fused_tensors
-    more = expert_sizes(known) | recurrent_sizes(known)
+    more = (expert_sizes(known) if made is None or not made.one_block else {}) | recurrent_sizes(known)
     return ModelSizes(**derived | sizes | more, tie_word_embeddings=tied, fused_tensors=fused)

@@ -20,17 +20,24 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
             "self_attn.qkv": (query + 2 * key_value, hidden), "self_attn.o": (hidden, query),
             "mlp.gate_up": (2 * inner, hidden), "mlp.down": (hidden, inner),
         }  # fmt: skip
+    if native["activation"] == "relu_squared":
+        del products["mlp.gate"]
     normed_heads = {"none": {}, "head": {"q": heads, "k": heads}, "whole": {"q": query, "k": key_value}}
     biased = dict.fromkeys(("self_attn.q", "self_attn.k", "self_attn.v"), "qkv_bias") | {"self_attn.o": "output_bias"}
     with_experts = native.get("experts", {}).get("layers", ())
-    recurrent = native.get("gated_delta", {}).get("layers", ())
+    recurrent, one_block = native.get("recurrent", {}).get("layers", ()), native.get("one_block")
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
     for layer in range(len(native["layers"])):
         prefix = f"model.layers.{layer}."
-        shapes |= {f"{prefix}{norm}.weight": [hidden] for norm in native["norms"].values()}
+        has_mixer, has_mlp = (True, True) if one_block is None else (one_block[layer], not one_block[layer])
+        shapes |= {
+            f"{prefix}{norm}.weight": [hidden]
+            for place, norm in native["norms"].items()
+            if (has_mlp if place.endswith("mlp") else has_mixer)
+        }
         if layer in recurrent:
-            shapes |= {prefix + name: shape for name, shape in _recurrent_shapes(native["gated_delta"], hidden).items()}
-        else:
+            shapes |= {prefix + name: shape for name, shape in _recurrent_shapes(native["recurrent"], hidden).items()}
+        elif has_mixer:
             shapes |= {
                 f"{prefix}self_attn.{norm}_norm.weight": [size]
                 for norm, size in normed_heads[native["qk_norm"]].items()
@@ -40,7 +47,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
         if layer in with_experts:
             shapes |= {prefix + name: shape for name, shape in _expert_shapes(native["experts"], hidden).items()}
         for name, (rows, columns) in products.items():
-            if layer in (with_experts if name.startswith("mlp.") else recurrent):
+            is_mlp = name.startswith("mlp.")
+            if layer in (with_experts if is_mlp else recurrent) or not (has_mlp if is_mlp else has_mixer):
                 continue
             shapes[f"{prefix}{name}_proj.weight"] = [rows, columns]
             if native[biased.get(name, "mlp_bias")]:
@@ -54,9 +62,15 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
 
 
 def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
-    """Return name -> shape of every parameter of a gated delta net, without the layer's prefix."""
+    """Return name -> shape of every parameter of a gated delta net or of Mamba-2, without the layer's prefix."""
     heads, values = sizes["value_heads"], sizes["value_heads"] * sizes["value_dim"]
     mixed = 2 * sizes["key_heads"] * sizes["key_dim"] + values
+    if "step_limits" in sizes:
+        shapes = {
+            "in_proj.weight": [values + mixed + heads, hidden], "conv1d.weight": [mixed, 1, sizes["conv_width"]], "conv1d.bias": [mixed],
+            "A_log": [heads], "dt_bias": [heads], "D": [heads], "norm.weight": [values], "out_proj.weight": [hidden, values],
+        }  # fmt: skip
+        return {f"mamba.{name}": shape for name, shape in shapes.items()}
     shapes = {
         "in_proj_qkv.weight": [mixed, hidden], "in_proj_z.weight": [values, hidden], "in_proj_b.weight": [heads, hidden],
         "in_proj_a.weight": [heads, hidden], "conv1d.weight": [mixed, 1, sizes["conv_width"]], "A_log": [heads], "dt_bias": [heads],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import GGUF_FILE, GGUF_TABLE, ModelFolderError
 from nemo_rl_cpp.models.hf_config import read_json
+from nemo_rl_cpp.models.nemotron_h import our_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -247,8 +248,9 @@ _NOT_COMPUTED = (
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Return the parameter's name in `shapes`. Add the prefix `model.`, which checkpoints of base models lack, and
+    """Return the parameter's name in `shapes`. Rename the tensors of Nemotron-H (`backbone.`). Add the prefix `model.`, which checkpoints of base models lack, and
     remove `language_model.`, which marks the text model in checkpoints of vision-language models."""
+    name = our_name(name) if name.startswith("backbone.") else name
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name
 

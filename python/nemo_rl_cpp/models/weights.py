@@ -6,7 +6,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
+from math import log, prod
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.models.nemotron_h import checkpoint_name
 from nemo_rl_cpp.models.weight_files import (
     INDEX_FILE,
     LORA_B,
@@ -186,6 +187,8 @@ def save_weights(
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0
+        if config["model_type"] == "nemotron_h":
+            name = checkpoint_name(name)
         shards[-1][name] = tensor.contiguous().clone()  # saving a view would save the whole flat buffer
         size += tensor.nbytes
     if len(shards) == 1:
@@ -254,7 +257,10 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
             pack_blocks(model, spec, draw(spec.shape, std))
         elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             views[name].fill_(1.0 - norm_offset)
-        elif name.endswith(("norm.weight", ".dt_bias")):
+        elif name.endswith("mamba.dt_bias"):  # so that the time steps are between 0.001 and 0.1
+            steps = torch.rand(spec.whole, generator=generator).mul_(log(100.0)).exp_().mul_(0.001)
+            views[name].copy_(steps + torch.log(-torch.expm1(-steps)))
+        elif name.endswith(("norm.weight", ".dt_bias", ".D")):
             views[name].fill_(1.0)
         elif name.endswith(".A_log"):
             views[name].copy_(torch.rand(spec.whole, generator=generator).mul_(16.0).clamp_(min=0.01).log_())

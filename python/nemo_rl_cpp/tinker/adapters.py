@@ -178,7 +178,9 @@ class AdaptedModel:
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
         native = base.folder.native()
-        targets, layers = shape.targets(), LayerKinds.of_native(base.folder.native())
+        if "one_block" in native:
+            raise UserError(f"the matrices of {base.folder.config['model_type']} get no adapters")
+        targets, layers = shape.targets(), LayerKinds.of_native(native)
         wanted = LoraConfig(match_all_linear=False, target_modules=targets)
         modules = adapted_modules(wanted, layers) if targets else []
         if not modules:

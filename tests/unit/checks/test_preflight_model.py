@@ -415,6 +415,27 @@ def test_settings_unsupported_for_mixture_of_experts_are_reported_before_a_run(m
 @pytest.mark.parametrize(
     "override, sentence",
     [
+        ("cluster.device=cuda", "nemotron_h has recurrent layers, which the native core computes on the CPU only"),
+        ("policy.dtensor_cfg.lora_cfg.enabled=true", "the matrices of nemotron_h get no adapters: set it to false"),
+    ],
+)
+def test_settings_unsupported_for_nemotron_h_are_reported_before_a_run(model, tmp_path, override, sentence):
+    sizes = dict(
+        tie_word_embeddings=False,
+        hybrid_override_pattern="M*-",
+        n_groups=1,
+        mamba_num_heads=2,
+        ssm_state_size=16,
+        mamba_head_dim=16,
+    )
+    folder = model_folder(tmp_path / "nemotron", model_type="nemotron_h", **sizes)
+    found = [finding.message for finding in check(grpo(folder, f"++{override}")) if finding.level == "error"]
+    assert len(found) == 1 and sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    "override, sentence",
+    [
         ("policy.max_total_sequence_length=256", None),
         ("cluster.device=cuda", "qwen3_5_text has recurrent layers, which the native core computes on the CPU only"),
         ("policy.dtensor_cfg.lora_cfg.enabled=true", None),

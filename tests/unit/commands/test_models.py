@@ -14,7 +14,7 @@ PARAMETERS = {
     "granite-3.3-2b-instruct": 2.534, "Phi-3.5-mini-instruct": 3.821, "Phi-4-mini-instruct": 3.836, "gemma-3-270m": 0.268, "gemma-3-1b": 1.0,
     "gemma-3-4b": 3.884, "gemma-3-12b": 11.771, "gemma-3-27b": 27.016, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     "Qwen3-30B-A3B": 30.53, "OLMoE-1B-7B-0924": 6.919, "Mixtral-8x7B": 46.70, "Qwen1.5-MoE-A2.7B": 14.32,
-    "Qwen3.5-0.8B": 0.752, "Qwen3.5-9B": 8.954,
+    "Qwen3.5-0.8B": 0.752, "Qwen3.5-9B": 8.954, "NVIDIA-Nemotron-Nano-9B-v2": 8.89, "NVIDIA-Nemotron-Nano-12B-v2": 12.31,
 }  # fmt: skip
 
 

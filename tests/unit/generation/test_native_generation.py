@@ -60,6 +60,10 @@ LAYERS = {
         "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
         "linear_value_head_dim": 32,
     },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*-", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+        "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5,
+    },
 }  # fmt: skip
 
 
@@ -92,16 +96,16 @@ def test_generation_and_trainer_logprobs_are_bit_identical(family, precision, th
         torch.set_num_threads(before)
 
 
-RECURRENT = {"model_type": "qwen3_5_text", **LAYERS["qwen3_5_text"]}
-
-
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_recurrent_states_survive_chunked_prefill_preemption_and_small_batches(chunk):
+def test_recurrent_states_survive_chunked_prefill_preemption_and_small_batches(family, chunk):
     """A cache of few blocks preempts sequences, whose states are computed again; groups share one prompt and copy its state."""
     inputs, outputs = prompts([40, 33, 1], 4, seed=3), []
     for batch, gigabytes in ((64, 1.0), (3, 1.0), (12, 7.5e-5)):
         engine = dict(max_batch_size=batch, prefill_chunk_tokens=chunk, kv_cache_gb=gigabytes)
-        policy = make_policy("float32", RECURRENT, **engine, max_new_tokens=90, stop_token_ids=[])
+        policy = make_policy(
+            "float32", {"model_type": family, **LAYERS[family]}, **engine, max_new_tokens=90, stop_token_ids=[]
+        )
         generation = policy.create_generation()
         outputs.append(generation.generate(inputs))
     assert generation.get_logger_metrics()["preemptions"] > 0

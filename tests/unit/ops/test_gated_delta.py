@@ -166,7 +166,7 @@ def test_nan_in_one_sequence_does_not_reach_the_next_sequences_state():
 @pytest.mark.parametrize("shape", [(2, 3, 16, 16, 4), (1, 1, 24, 16, 4), (1, 1, 16, 16, 9)])
 def test_unsupported_gated_delta_shapes_raise_value_error(shape):
     P, U, dk, dv, _ = shape
-    with pytest.raises(ValueError, match="a gated delta net with"):
+    with pytest.raises(ValueError, match="a recurrent layer with"):
         C.gated_delta(*inputs(shape, torch.float32, 3), [(0, 3, -1, -1, False)], shape)
 
 

@@ -26,6 +26,10 @@ FAMILIES = {
         "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
+    "nemotron_h": LLAMA | {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "M-*M-", "mlp_hidden_act": "relu2", "n_groups": 1, "mamba_num_heads": 2,
+        "ssm_state_size": 16, "mamba_head_dim": 16, "tie_word_embeddings": False,
+    },
     "granite": LLAMA | {"model_type": "granite", "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
 }  # fmt: skip
 PLENTY = 1 << 28

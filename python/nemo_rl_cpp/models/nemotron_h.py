@@ -1,0 +1,95 @@
+"""What config.json and the checkpoints of Nemotron-H have of their own: a pattern of layers, each with one block (a
+mixer or an MLP), and the names of its tensors. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.models.architectures import FULL, MLP, PATTERN, RECURRENT
+
+_LETTERS = {"mamba": "M", RECURRENT: "M", "attention": "*", FULL: "*", MLP: "-", "moe": "E"}
+"""Names of the kinds in `layers_block_type` -> their letters in `hybrid_override_pattern`."""
+
+
+def pattern_of(form: Mapping[str, Plain]) -> str:
+    """Return the letters of the layers. As in transformers, a list of names takes precedence over a pattern."""
+    listed = form.get("layers_block_type") or form.get("layer_types")
+    pattern = form.get("hybrid_override_pattern")
+    if listed is not None:
+        pattern = "".join(_LETTERS.get(str(kind), "?") for kind in listed) if isinstance(listed, list) else None
+    if not isinstance(pattern, str) or not pattern or not set(pattern) <= {*PATTERN, "E"}:
+        raise ModelFolderError(
+            f"layers_block_type or hybrid_override_pattern is {listed or pattern!r}, but a kind for each layer was expected: "
+            "mamba (M), attention (*), mlp (-) or moe (E)"
+        )
+    if "E" in pattern:
+        raise ModelFolderError(
+            f"hybrid_override_pattern is {pattern}, but layers with experts (E) are not supported: use policy.backend=hf"
+        )
+    if not {"M", "*"} <= set(pattern):
+        raise ModelFolderError(
+            f"hybrid_override_pattern is {pattern}, but layers with Mamba (M) and with attention (*) were expected"
+        )
+    return pattern
+
+
+def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Return the configuration with the layers as `hybrid_override_pattern`, which every version of transformers reads,
+    and with the keys that other architectures use for the number of layers and for epsilon."""
+    kept = {key: value for key, value in form.items() if key not in ("layers_block_type", "layer_types")}
+    pattern = pattern_of(form)
+    return kept | {
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+        "rms_norm_eps": form["layer_norm_epsilon"],
+        "time_step_limit": list(step_limits(form)),
+    }
+
+
+def step_limits(form: Mapping[str, Plain]) -> tuple[float, float]:
+    """Return the least and the greatest time step. transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    limits = form["time_step_limit"]
+    if isinstance(limits, (list, tuple)) and len(limits) == 2:
+        numbers = [limit.get("__float__") if isinstance(limit, dict) else limit for limit in limits]
+        try:
+            least, greatest = map(float, numbers)
+            if 0 <= least <= greatest:
+                return least, greatest
+        except (TypeError, ValueError):
+            pass
+    raise ModelFolderError(f"time_step_limit is {limits!r}, but two numbers from 0 in ascending order were expected")
+
+
+_OURS = (
+    (r"^backbone\.embeddings\.", "model.embed_tokens."),
+    (r"^backbone\.norm_f\.", "model.norm."),
+    (r"^backbone\.", "model."),
+    (r"\.mixer\.(?=[qkvo]_proj\.)", ".self_attn."),
+    (r"\.mixer\.(?=(up|down)_proj\.)", ".mlp."),
+    (r"\.mixer\.", ".mamba."),
+)
+_THEIRS = (
+    (r"^model\.embed_tokens\.", "backbone.embeddings."),
+    (r"^model\.norm\.", "backbone.norm_f."),
+    (r"^model\.", "backbone."),
+    (r"\.(self_attn|mlp|mamba)\.", ".mixer."),
+)
+
+
+def _replaced(name: str, pairs: tuple[tuple[str, str], ...]) -> str:
+    for pattern, text in pairs:
+        name = re.sub(pattern, text, name)
+    return name
+
+
+def our_name(name: str) -> str:
+    """Return the native core's name of a checkpoint's tensor."""
+    return _replaced(name, _OURS)
+
+
+def checkpoint_name(name: str) -> str:
+    """Return the name in a checkpoint of a parameter of the native core."""
+    return _replaced(name, _THEIRS)

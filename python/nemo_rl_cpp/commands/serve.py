@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"--{option.replace('_', '-')} does not apply to --tinker: leave it out")
         setattr(known, option, default if getattr(known, option) is None else getattr(known, option))
     if known.tinker is not None:
-        from nemo_rl_cpp.tinker.command import serve_tinker
+        check_installed("serve --tinker", "tinker")
+        from nemo_rl_cpp.tinker.app import serve_tinker
 
         return serve_tinker(known, known.api_key or os.environ.get(KEY_VARIABLE) or None)
     check_installed("nemo-rl-cpp serve")

@@ -3,8 +3,9 @@
 import importlib.util
 
 
-def check_installed(what: str) -> None:
-    """Raise ValueError if the packages of the extra `serve` are missing."""
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+def check_installed(what: str, extra: str = "serve") -> None:
+    """Raise ValueError if packages of the extra `serve` or `tinker` are missing."""
+    packages = ["starlette", "uvicorn", *(["tinker"] if extra == "tinker" else [])]
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"{what} needs the package {' and '.join(missing)}: run `pip install 'nemo-rl-cpp[serve]'`")
+        raise ValueError(f"{what} needs the package {' and '.join(missing)}: run `pip install 'nemo-rl-cpp[{extra}]'`")

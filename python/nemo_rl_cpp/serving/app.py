@@ -22,7 +22,7 @@ from nemo_rl_cpp.data.chat_template import ChatTemplateError
 from nemo_rl_cpp.serving.answers import ChatAnswer, CompletionAnswer, GenerateAnswer, Header, error_body, event
 from nemo_rl_cpp.serving.bodies import Body, ChatBody, CompletionBody, GenerateBody, RequestError, read_body
 from nemo_rl_cpp.serving.engine import Draw, PendingRequest, Progress, Sample, ServingError
-from nemo_rl_cpp.serving.reading import read_json
+from nemo_rl_cpp.serving.http_server import read_json
 from nemo_rl_cpp.serving.rollouts import HEADER, Call, Rollout
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
-"""The HTTP server: uvicorn with h11, in a thread."""
+"""The HTTP server: uvicorn with h11, in a thread. And the reading of request bodies, up to a size and a time limit."""
 
 import asyncio
+import json
 import signal
 import socket
 import threading
@@ -10,6 +11,9 @@ from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import Request
+
+from nemo_rl_cpp.serving.bodies import RequestError
 
 _START_SECONDS = 15.0
 _END_SECONDS = 5.0
@@ -120,3 +124,38 @@ def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, eve
         for name, thread in (("HTTP server", server), ("engine", engine)):
             if not thread.is_alive:
                 raise RuntimeError(f"the {name} has ended by itself; its last words are above: start the server again")
+
+
+# ---- request bodies
+
+
+async def read_raw(request: Request, most_bytes: int, seconds: float) -> bytes:
+    """Return the body as bytes. Raise RequestError if it is too long (413) or does not arrive in time (408)."""
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > most_bytes:
+                    raise RequestError(f"the body has more than {most_bytes} bytes, the server's limit", 413)
+                pieces.append(piece)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {seconds:g} s", 408) from None
+    return b"".join(pieces)
+
+
+async def read_json(request: Request, most_bytes: int, seconds: float) -> object:
+    """Parse the body as JSON. Raise RequestError if it is invalid, or holds a lone surrogate or a non-finite number."""
+    raw = await read_raw(request, most_bytes, seconds)
+
+    def no_constant(name: str) -> float:
+        raise ValueError(f"{name} is no JSON number")
+
+    try:
+        data = json.loads(raw, parse_constant=no_constant)
+        if b"\\ud" in raw.lower():  # a lone surrogate cannot be encoded
+            json.dumps(data, ensure_ascii=False).encode()
+        return data
+    except (ValueError, RecursionError) as error:
+        text = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RequestError(f"the body is no JSON: {text[:200]}") from None

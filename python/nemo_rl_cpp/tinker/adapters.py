@@ -28,8 +28,8 @@ from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 from nemo_rl_cpp.models.trained_model import DTYPES
 from nemo_rl_cpp.serving.engine import longest_in_cache
-from nemo_rl_cpp.tinker.errors import UserError
 from nemo_rl_cpp.tinker.losses import Loss
+from nemo_rl_cpp.tinker.types import UserError
 
 ALPHA = 32
 """An adapter is scaled by ALPHA / rank, as in Tinker."""

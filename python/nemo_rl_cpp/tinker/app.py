@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TypeVar
 
+import torch
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -19,13 +22,16 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from nemo_rl_cpp.files.durable import MANIFEST
-from nemo_rl_cpp.serving.reading import read_json, read_raw
+from nemo_rl_cpp.serving.http_server import HttpServer, listen, read_json, read_raw, serve_until_ended
+from nemo_rl_cpp.serving.model import EngineSizes
 from nemo_rl_cpp.tinker import wire
-from nemo_rl_cpp.tinker.errors import UserError
+from nemo_rl_cpp.tinker.adapters import Base
 from nemo_rl_cpp.tinker.service import NotFoundError, Service
 from nemo_rl_cpp.tinker.store import KINDS, Place, Store
+from nemo_rl_cpp.tinker.types import UserError
 
 M = TypeVar("M", bound=BaseModel)
+Handler = Callable[[Request], Awaitable[Response]]
 _POLL_SECONDS = 20.0  # the time a client waits for a result before it repeats the request
 _URL_LIFE = timedelta(days=1)
 _NO_CONTENT, _INVALID = 204, 422
@@ -47,8 +53,8 @@ class Routes:
     # ---- the service
 
     async def health(self, request: Request) -> Response:
-        status = "ok" if self.service.worker.is_alive else "failed"
-        return JSONResponse({"status": status}, 200 if status == "ok" else 500)
+        alive = self.service.worker.is_alive
+        return JSONResponse({"status": "ok" if alive else "failed"}, 200 if alive else 500)
 
     async def capabilities(self, request: Request) -> Response:
         base = self.service.base
@@ -58,27 +64,26 @@ class Routes:
         ]
         return _json(types.GetServerCapabilitiesResponse(supported_models=models))
 
-    async def client_config(self, request: Request) -> Response:
-        return _json(types.ClientConfigResponse())
+    def constant(self, answer: BaseModel) -> Handler:
+        """Return a handler that reads a body, which does not matter, and responds with `answer`."""
 
-    async def dynamic_config(self, request: Request) -> Response:
-        return _json(types.ClientDynamicConfigResponse(sample_cancel_enabled=True))
+        async def handle(request: Request) -> Response:
+            await self._raw(request)
+            return _json(answer)
 
-    async def telemetry(self, request: Request) -> Response:
-        """Accept telemetry events and discard them."""
-        await self._raw(request)
-        return _json(types.TelemetryResponse(status="accepted"))
+        return handle
 
-    async def create_session(self, request: Request) -> Response:
-        body = await self._body(request, types.CreateSessionRequest)
-        return _json(types.CreateSessionResponse(session_id=self.service.create_session(body.user_metadata)))
+    def parsed(self, kind: type[M], ask: Callable[[M], BaseModel]) -> Handler:
+        """Return a handler that parses the body, passes it to `ask`, and responds with the result of `ask`."""
 
-    async def heartbeat(self, request: Request) -> Response:
-        self.service.heartbeat((await self._body(request, types.SessionHeartbeatRequest)).session_id)
-        return _json(types.SessionHeartbeatResponse())
+        async def handle(request: Request) -> Response:
+            return _json(ask(await self._body(request, kind)))
+
+        return handle
 
     async def finish_session(self, request: Request) -> Response:
-        await self.service_do(lambda: self.service.end_session(request.path_params["session"]))
+        end = self.service.worker.do(lambda: self.service.end_session(request.path_params["session"]))
+        await asyncio.wrap_future(end)
         return Response(status_code=_NO_CONTENT)
 
     # ---- futures
@@ -90,41 +95,26 @@ class Routes:
         if future is None:
             return _error(410, f"there is no request {request_id}: the server was started again, or its result is gone")
         wrapped = asyncio.wrap_future(future)
-        wrapped.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # otherwise asyncio prints the exception
+        wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio prints the exception
         await asyncio.wait({wrapped}, timeout=_POLL_SECONDS)
         if not future.done():
             return _json(types.TryAgainResponse(request_id=request_id, queue_state="active"))
         self.service.worker.was_retrieved(request_id)
         error = future.exception()
         if error is not None:
-            category = (
-                types.RequestErrorCategory.User if isinstance(error, ValueError) else types.RequestErrorCategory.Server
-            )
-            text = str(error) if str(error) else type(error).__name__
-            return _json(types.RequestFailedResponse(error=text, category=category))
+            kinds = types.RequestErrorCategory
+            category = kinds.User if isinstance(error, ValueError) else kinds.Server
+            return _json(types.RequestFailedResponse(error=str(error) or type(error).__name__, category=category))
         result = wire.encoded(future.result())
-        return (
-            Response(result, media_type="application/x-protobuf") if isinstance(result, bytes) else JSONResponse(result)
-        )
+        if isinstance(result, bytes):
+            return Response(result, media_type="application/x-protobuf")
+        return JSONResponse(result)
 
     async def cancel_future(self, request: Request) -> Response:
-        body = await self._json_body(request)
-        self.service.cancel(str(body.get("request_id")))
+        self.service.cancel(str((await self._json_body(request)).get("request_id")))
         return Response(status_code=_NO_CONTENT)
 
     # ---- models
-
-    def in_turn(self, kind: type[M], ask: Callable[[M], str]) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler that parses the body, passes it to `ask`, and responds with the request id that `ask`
-        returns."""
-
-        async def handle(request: Request) -> Response:
-            body = await self._body(request, kind)
-            return _json(types.UntypedAPIFuture(request_id=ask(body), model_id=getattr(body, "model_id", None)))
-
-        return handle
 
     async def forward_backward(self, request: Request) -> Response:
         message = pb.ForwardBackwardRequest()
@@ -134,18 +124,7 @@ class Routes:
             message.ParseFromString(await self._raw(request))
         except DecodeError as error:
             raise UserError(f"the body is no ForwardBackwardRequest: {error}") from None
-        request_id = self.service.forward(message)
-        return _json(types.UntypedAPIFuture(request_id=request_id, model_id=message.model_id))
-
-    async def get_info(self, request: Request) -> Response:
-        return _json(self.service.info((await self._body(request, types.GetInfoRequest)).model_id))
-
-    async def unload(self, request: Request) -> Response:
-        body = await self._body(request, types.UnloadModelRequest)
-        self.service.unload(body.model_id)
-        answer = types.UnloadModelResponse(model_id=body.model_id, type="unload_model").model_dump()
-        self.service.worker.submit(f"{body.model_id}:unload", lambda: answer)
-        return _json(types.UntypedAPIFuture(request_id=f"{body.model_id}:unload", model_id=body.model_id))
+        return _json(self.service.forward(message))
 
     # ---- sampling
 
@@ -158,10 +137,6 @@ class Routes:
         name = request.path_params["sampler"]
         path = self.service.sampler(name).path
         return _json(types.GetSamplerResponse(sampler_id=name, base_model=self.service.base.names[0], model_path=path))
-
-    async def sample(self, request: Request) -> Response:
-        request_id, samples = self.service.sample(await self._body(request, types.SampleRequest))
-        return _json(types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=samples))
 
     # ---- checkpoints and runs
 
@@ -184,7 +159,7 @@ class Routes:
         return Place.of("tinker://" + "/".join(request.path_params[name] for name in ("run", "kind", "name")))
 
     async def delete_checkpoint(self, request: Request) -> Response:
-        await self.service_do(lambda: self.service.store.delete(self._place(request)))
+        await asyncio.wrap_future(self.service.worker.do(lambda: self.service.store.delete(self._place(request))))
         return Response(status_code=_NO_CONTENT)
 
     async def keep_checkpoint(self, request: Request) -> Response:
@@ -253,10 +228,6 @@ class Routes:
 
     # ---- bodies
 
-    async def service_do(self, run: Callable[[], object]) -> None:
-        """Call `run` in the thread that owns the models, and wait for it."""
-        await asyncio.wrap_future(self.service.worker.do(run))
-
     async def _raw(self, request: Request) -> bytes:
         return await read_raw(request, self._most, _BODY_SECONDS)
 
@@ -273,18 +244,12 @@ class Routes:
             first = error.errors(include_url=False, include_context=False)[0]
             raise UserError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
 
-    def told(
-        self, handler: Callable[[Request], Awaitable[Response]], needs_key: bool = True
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def told(self, handler: Handler, needs_key: bool = True) -> Handler:
         """Return a handler that checks the API key, calls `handler`, and turns its exceptions into error responses."""
 
         async def handle(request: Request) -> Response:
-            given = request.headers.get("x-api-key", "")
-            if (
-                needs_key
-                and self._api_key is not None
-                and not hmac.compare_digest(given.encode(), self._api_key.encode())
-            ):
+            given, key = request.headers.get("x-api-key", ""), self._api_key if needs_key else None
+            if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
                 return _error(401, "the API key is missing or wrong")
             try:
                 return await handler(request)
@@ -333,25 +298,25 @@ def make_app(service: Service, api_key: str | None = None, max_body_bytes: int =
     r = Routes(service, api_key, max_body_bytes)
     checkpoint = "/training_runs/{run}/checkpoints/{kind}/{name}"
     posts = {
-        "client/config": r.client_config,
-        "client/dynamic_config": r.dynamic_config,
-        "telemetry": r.telemetry,
-        "create_session": r.create_session,
-        "session_heartbeat": r.heartbeat,
+        "client/config": r.constant(types.ClientConfigResponse()),
+        "client/dynamic_config": r.constant(types.ClientDynamicConfigResponse(sample_cancel_enabled=True)),
+        "telemetry": r.constant(types.TelemetryResponse(status="accepted")),  # the events are discarded
+        "create_session": r.parsed(types.CreateSessionRequest, service.create_session),
+        "session_heartbeat": r.parsed(types.SessionHeartbeatRequest, service.heartbeat),
         "sessions/{session}/finish": r.finish_session,
         "retrieve_future": r.retrieve_future,
         "cancel_future": r.cancel_future,
-        "create_model": r.in_turn(types.CreateModelRequest, service.create_model),
-        "get_info": r.get_info,
-        "unload_model": r.unload,
+        "create_model": r.parsed(types.CreateModelRequest, service.create_model),
+        "get_info": r.parsed(types.GetInfoRequest, service.info),
+        "unload_model": r.parsed(types.UnloadModelRequest, service.unload),
         "forward_backward": r.forward_backward,
-        "optim_step": r.in_turn(types.OptimStepRequest, service.optim_step),
-        "save_weights": r.in_turn(types.SaveWeightsRequest, service.save_weights),
-        "save_weights_for_sampler": r.in_turn(types.SaveWeightsForSamplerRequest, service.save_for_sampler),
-        "save_weights_external": r.in_turn(types.SaveWeightsExternalRequest, service.save_external),
-        "load_weights": r.in_turn(types.LoadWeightsRequest, service.load_weights),
+        "optim_step": r.parsed(types.OptimStepRequest, service.optim_step),
+        "save_weights": r.parsed(types.SaveWeightsRequest, service.save_weights),
+        "save_weights_for_sampler": r.parsed(types.SaveWeightsForSamplerRequest, service.save_for_sampler),
+        "save_weights_external": r.parsed(types.SaveWeightsExternalRequest, service.save_external),
+        "load_weights": r.parsed(types.LoadWeightsRequest, service.load_weights),
         "create_sampling_session": r.create_sampling_session,
-        "asample": r.sample,
+        "asample": r.parsed(types.SampleRequest, service.sample),
         "weights_info": r.weights_info,
     }
     gets = {
@@ -374,3 +339,28 @@ def make_app(service: Service, api_key: str | None = None, max_body_bytes: int =
         Route(f"/api/v1{checkpoint}/external_weights_urls", r.told(r.download_urls), methods=["GET"]),
     ]
     return Starlette(routes=routes)
+
+
+def serve_tinker(arguments: argparse.Namespace, key: str | None) -> int:
+    """Run `nemo-rl-cpp serve --tinker` until Ctrl-C or SIGTERM, and return the exit status."""
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    listener = listen(arguments.host, arguments.port)
+    sizes = EngineSizes(arguments.max_model_len, arguments.kv_cache_gb, arguments.max_batch_size)
+    base = Base.load(
+        arguments.model, arguments.served_model_name, precision=arguments.precision, max_batch_size=sizes.max_batch_size,
+        cache_bytes=sizes.cache_bytes(), max_length=sizes.max_model_len,
+    )  # fmt: skip
+    service = Service(base, Store(Path(arguments.tinker), "--tinker"))
+    app = make_app(service, key, int(arguments.max_body_mb * (1 << 20)))
+    server = HttpServer(app, listener, log_level="warning", most_connections=None)  # clients poll for many results
+
+    def greet() -> None:
+        print(
+            f"Tinker's API for {base.names[0]} at {server.url}, checkpoints in {arguments.tinker}; Ctrl-C ends it. Clients:\n"
+            f"  TINKER_BASE_URL={server.url} TINKER_API_KEY={'tml-...' if key else 'tml-none'}",
+            flush=True,
+        )
+
+    serve_until_ended(server, service.worker, greet)
+    return 0

@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.tinker.adapters import Base, Shape
-from nemo_rl_cpp.tinker.models import CustomLoss, Model, Models, SaveOptions
+from nemo_rl_cpp.tinker.models import CustomLoss, Model, Models
 from nemo_rl_cpp.tinker.store import Place, Store
 from nemo_rl_cpp.tinker.types import (
     AdamParams,
@@ -157,7 +157,7 @@ class TrainingClient:
 
     def save_state(self, name: str, *, overwrite: bool = False) -> APIFuture[str]:
         """Save the model with its optimizer state; the result is the checkpoint's tinker:// path."""
-        return self._do(lambda core, model: core.save_state(model, SaveOptions(name, overwrite)))
+        return self._do(lambda core, model: core.save(model, "weights", name, overwrite=overwrite))
 
     def load_state(self, path: str) -> APIFuture[None]:
         """Load adapters from a checkpoint, and reset the optimizer."""
@@ -169,13 +169,13 @@ class TrainingClient:
 
     def save_weights_for_sampler(self, name: str) -> APIFuture[str]:
         """Save the adapters for sampling; the result is the checkpoint's tinker:// path."""
-        return self._do(lambda core, model: core.save_adapter(model, SaveOptions(name)))
+        return self._do(lambda core, model: core.save(model, "sampler_weights", name))
 
     def save_weights_external(self, name: str) -> APIFuture[Path]:
         """Save the adapters in PEFT's format; the result is their folder."""
 
         def save(core: Models, model: Model) -> Path:
-            return core.store.folder(Place.of(core.save_external(model, SaveOptions(name))))
+            return core.store.folder(Place.of(core.save(model, "external_weights", name)))
 
         return self._do(save)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp.tinker.errors import UserError
+from nemo_rl_cpp.tinker.types import UserError
 
 Inputs = Mapping[str, Tensor]
 """Tensors [targets] by name: `loss_fn_inputs`, the configuration of a loss, and `row`, the index of each target's datum."""
@@ -20,19 +20,17 @@ def _importance_sampling(logprobs: Tensor, given: Inputs) -> Tensor:
     return -(torch.exp(logprobs - given["logprobs"]) * given["advantages"]).sum()
 
 
-def _clipped(ratio: Tensor, given: Inputs) -> Tensor:
-    return torch.clamp(ratio, given["clip_low_threshold"], given["clip_high_threshold"])
-
-
-def _ppo(logprobs: Tensor, given: Inputs) -> Tensor:
-    ratio = torch.exp(logprobs - given["logprobs"])
-    advantages = given["advantages"]
-    return -torch.minimum(ratio * advantages, _clipped(ratio, given) * advantages).sum()
+def _ppo(logprobs: Tensor, given: Inputs, ratio: Tensor | None = None) -> Tensor:
+    """Compute PPO's clipped loss. The ratio of each token is exp(logprobs - old logprobs), unless it is given."""
+    ratio = torch.exp(logprobs - given["logprobs"]) if ratio is None else ratio
+    clipped = torch.clamp(ratio, given["clip_low_threshold"], given["clip_high_threshold"])
+    return -torch.minimum(ratio * given["advantages"], clipped * given["advantages"]).sum()
 
 
 def _cispo(logprobs: Tensor, given: Inputs) -> Tensor:
     ratio = torch.exp(logprobs - given["logprobs"])
-    return -(_clipped(ratio, given).detach() * logprobs * given["advantages"]).sum()
+    clipped = torch.clamp(ratio, given["clip_low_threshold"], given["clip_high_threshold"])
+    return -(clipped.detach() * logprobs * given["advantages"]).sum()
 
 
 def _dro(logprobs: Tensor, given: Inputs) -> Tensor:
@@ -49,9 +47,7 @@ def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
         0, row, (logprobs.detach() - given["logprobs"]) * mask
     )
     mean = sums / torch.zeros_like(sums).index_add(0, row, mask)
-    ratio = torch.exp(mean[row] + logprobs - logprobs.detach())
-    advantages = given["advantages"]
-    return -torch.minimum(ratio * advantages, _clipped(ratio, given) * advantages).sum()
+    return _ppo(logprobs, given, torch.exp(mean[row] + logprobs - logprobs.detach()))
 
 
 _OF_SAMPLES = ("logprobs", "advantages")

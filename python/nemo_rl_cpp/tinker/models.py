@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.weight_files import ADAPTER
-from nemo_rl_cpp.serving.engine import STOP_STRING, STOP_TOKEN
+from nemo_rl_cpp.serving.engine import STOP_STRING, STOP_TOKEN, Sample
 from nemo_rl_cpp.tinker.adapters import AdaptedModel, Base, Row, Shape, TrainingState
-from nemo_rl_cpp.tinker.errors import UserError
-from nemo_rl_cpp.tinker.inputs import TARGETS, rows_of
 from nemo_rl_cpp.tinker.losses import FACTORS, LOSSES, loss_of
 from nemo_rl_cpp.tinker.store import Facts, Place, Store
 from nemo_rl_cpp.tinker.types import (
@@ -28,13 +26,19 @@ from nemo_rl_cpp.tinker.types import (
     SampledSequence,
     SampleRequest,
     SampleResponse,
+    Tokens,
+    UserError,
+    tensor_of,
+    tokens_of,
 )
-from nemo_rl_cpp.tinker.worker import Answers, Sampled, Sampler, Worker
+from nemo_rl_cpp.tinker.worker import Answers, Sampler, Worker
 
 CustomLoss = Callable[[Sequence[Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
 """A loss of a client: takes the data and the log-probabilities of each datum's targets; returns the loss and metrics."""
 _OPTIMIZER, _STEPS = "optimizer.safetensors", "optimizer.json"
 _SEEDS, _LONGEST_LIFE = 1 << 62, 1 << 32
+TARGETS = "target_tokens"
+_WIDEST = 4096  # targets per token
 
 
 @dataclass(eq=False)
@@ -51,18 +55,6 @@ class Model:
         if self.state is None:
             raise UserError(f"{self.id} could not be made or loaded")
         return self.state
-
-
-@dataclass
-class SaveOptions:
-    """The options of saving a checkpoint. If `name` is None, a name is generated. `next_seq` is the number of the
-    model's next request."""
-
-    name: str
-    overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
-    ttl_seconds: int | None = None
-    next_seq: int = 0
 
 
 @dataclass
@@ -97,10 +89,8 @@ class Models:
         """Compute a built-in loss. If `backward`, accumulate its gradient for the next optimizer step."""
         state = model.trained
         loss, needed, numbers = loss_of(loss_fn, config or {})
-        rows = rows_of(data, self.base, needed, tuple(numbers))
-        total, logprobs = model.adapted.forward(
-            state, rows, loss, numbers, backward=backward, factor=FACTORS.get(loss_fn)
-        )
+        rows, factor = rows_of(data, self.base, needed, tuple(numbers)), FACTORS.get(loss_fn)
+        total, logprobs = model.adapted.forward(state, rows, loss, numbers, backward=backward, factor=factor)
         return _output(rows, logprobs, {"loss:sum": total})
 
     def forward_backward_custom(
@@ -138,47 +128,39 @@ class Models:
 
     # ---- checkpoints
 
-    def save_state(self, model: Model, options: SaveOptions) -> str:
-        """Save a model with its optimizer state. Return the path of the checkpoint."""
-        state = model.trained
-        model.adapted.put_down()
-        tensors = {name: torch.empty_like(state.adapter) for name in ("exp_avg", "exp_avg_sq")}
-        state.read_moments(*tensors.values())
-        if state.grads is not None:
-            tensors["grads"] = state.grads  # gradients that no optimizer step has used yet
+    def save(
+        self, model: Model, kind: str, name: str, *, overwrite: bool = False, user_metadata: dict[str, str] | None = None,
+        ttl_seconds: int | None = None, next_seq: int = 0,
+    ) -> str:  # fmt: skip
+        """Save a model, and return the path of the checkpoint.
+
+        Args:
+            kind: "weights" includes the optimizer state, "sampler_weights" are the adapters for sampling, and
+                "external_weights" are adapters in PEFT's format for download.
+            next_seq: the number of the model's next request.
+        """
+        state, adapted = model.trained, model.adapted
+        if ttl_seconds is not None and not 0 < ttl_seconds < _LONGEST_LIFE:
+            raise UserError(f"ttl_seconds is {ttl_seconds}, expected 1 to 2^32")
 
         def write(folder: Path) -> None:
-            model.adapted.save(folder, state.adapter)
-            save_file(tensors, folder / _OPTIMIZER)
-            (folder / _STEPS).write_text(json.dumps({"optimizer_steps": state.optimizer_steps}))
+            adapted.save(folder, state.adapter)
+            if kind == "weights":
+                adapted.put_down()
+                tensors = {name: torch.empty_like(state.adapter) for name in ("exp_avg", "exp_avg_sq")}
+                state.read_moments(*tensors.values())
+                if state.grads is not None:
+                    tensors["grads"] = state.grads  # gradients that no optimizer step has used yet
+                save_file(tensors, folder / _OPTIMIZER)
+                (folder / _STEPS).write_text(json.dumps({"optimizer_steps": state.optimizer_steps}))
+            elif kind == "external_weights":
+                for file in (folder / ADAPTER).iterdir():
+                    file.rename(folder / file.name)
+                (folder / ADAPTER).rmdir()
 
-        return self._save(model, "weights", options, write)
-
-    def save_adapter(self, model: Model, options: SaveOptions) -> str:
-        """Save a model's adapters for sampling. Return the path of the checkpoint."""
-        state = model.trained
-        return self._save(model, "sampler_weights", options, lambda folder: model.adapted.save(folder, state.adapter))
-
-    def save_external(self, model: Model, options: SaveOptions) -> str:
-        """Save a model's adapters in PEFT's format for download. Return the path of the checkpoint."""
-        state = model.trained
-
-        def write(folder: Path) -> None:
-            model.adapted.save(folder, state.adapter)
-            for file in (folder / ADAPTER).iterdir():
-                file.rename(folder / file.name)
-            (folder / ADAPTER).rmdir()
-
-        return self._save(model, "external_weights", options, write)
-
-    def _save(self, model: Model, kind: str, options: SaveOptions, write: Callable[[Path], None]) -> str:
-        if options.ttl_seconds is not None and not 0 < options.ttl_seconds < _LONGEST_LIFE:
-            raise UserError(f"ttl_seconds is {options.ttl_seconds}, expected 1 to 2^32")
-        place = Place(model.id, kind, options.name)
-        facts = Facts(
-            self.base.names[0], model.facts.shape, options.next_seq, options.user_metadata, options.ttl_seconds
-        )
-        self.store.save(place, facts, write, options.overwrite)
+        place = Place(model.id, kind, name)
+        facts = Facts(self.base.names[0], model.facts.shape, next_seq, user_metadata, ttl_seconds)
+        self.store.save(place, facts, write, overwrite)
         return place.path
 
     def load(self, model: Model, place: Place, *, optimizer: bool, gradient: bool = False) -> None:
@@ -235,9 +217,10 @@ class Models:
         prompt, params = request.prompt, request.params
         self.base.check_tokens(prompt, "the prompt", room=1)
         room, V = self.base.max_length - len(prompt), self.base.vocab_size
-        stops = stops_of(params.stop)
-        if stops[0]:
-            self.base.check_vocabulary(min(stops[0]), max(stops[0]), "stop")
+        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+        stop_tokens = [stop for stop in stops if isinstance(stop, int)]
+        if stop_tokens:
+            self.base.check_vocabulary(min(stop_tokens), max(stop_tokens), "stop")
         top_k = params.top_k if 0 < params.top_k < V else 0
         rule = C.SamplingRule(
             temperature=params.temperature or 1.0, top_p=params.top_p, top_k=top_k, greedy=params.temperature == 0
@@ -252,40 +235,86 @@ class Models:
             response.topk_prompt_logprobs = [None, *(list(zip(tokens, logprobs)) for tokens, logprobs in rows)]
         is_plain = params.temperature == 1 and params.top_p == 1 and not top_k
 
-        def finish(samples: list[Sampled]) -> SampleResponse:
+        def finish(samples: list[Sample]) -> SampleResponse:
             for sample in samples:
                 logprobs = sample.logprobs
                 if not is_plain:  # the model's unfiltered log-probabilities, as in training
-                    scored = adapted.prompt_logprobs(sampler.adapter, prompt + sample.tokens)
+                    scored = adapted.prompt_logprobs(sampler.adapter, prompt + sample.token_ids)
                     logprobs = scored[len(prompt) :].tolist()
                 reason = "stop" if sample.reason in (STOP_TOKEN, STOP_STRING) else "length"
                 likeliest = sample.likeliest if request.topk_sample_logprobs else []
-                response.sequences.append(SampledSequence(sample.tokens, logprobs, reason, likeliest))
+                response.sequences.append(SampledSequence(sample.token_ids, logprobs, reason, likeliest))
             return response
 
         ends = [] if params.stop == [] else self.base.end_token_ids
+        number = params.seed
+        if number is None:
+            number = int.from_bytes(hashlib.sha256(draws.encode()).digest()[:8], "little")
         sampler.submit(
-            Answers(future, finish, [Sampled() for _ in range(request.num_samples)]), prompt, rule=rule,
+            Answers(future, finish, [Sample() for _ in range(request.num_samples)]), prompt, rule=rule,
             max_new_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            stop_token_ids=[*ends, *stops[0]], stop_strings=stops[1], num_likeliest=min(request.topk_sample_logprobs, V),
-            **_draw(params.seed, draws),
+            stop_token_ids=[*ends, *stop_tokens], stop_strings=[stop.encode() for stop in stops if isinstance(stop, str)],
+            num_likeliest=min(request.topk_sample_logprobs, V), seed=number & 0xFFFFFFFF, stream=2,
+            draw_id=(number >> 32) & 0xFFFFFFFF, first_sample=0,
         )  # fmt: skip
         self.worker.join_in(sampler)
+
+
+def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Sequence[str]) -> list[Row]:
+    """Check the data of a request and return it as rows.
+
+    Args:
+        needed: the inputs that each datum must have in addition to target_tokens.
+        known: the inputs that a datum may have.
+
+    Raise UserError with the index of the invalid datum and its fault.
+    """
+    if not data:
+        raise UserError("the request has no datum")
+    return [
+        _row(f"datum {number}", datum.model_input, datum.loss_fn_inputs, base, needed, known)
+        for number, datum in enumerate(data)
+    ]
+
+
+def _row(
+    here: str, model_input: Tokens, given: Mapping[str, object], base: Base, needed: Sequence[str], known: Sequence[str]
+) -> Row:
+    tokens = tokens_of(model_input, here)
+    base.check_tokens(tokens, here, room=1)
+    for name in (TARGETS, *needed):
+        if name not in given:
+            raise UserError(f"{here} has no {name} in loss_fn_inputs")
+    for name in given:
+        if name not in (TARGETS, *needed, *known):
+            raise UserError(f"{here} has {name} in loss_fn_inputs, which this loss does not read")
+    tensors = {name: _whole(value, f"{here}: {name}", len(tokens)) for name, value in given.items()}
+    targets = tensors.pop(TARGETS)
+    if targets.is_floating_point():
+        raise UserError(f"target_tokens of {here} are {targets.dtype}, expected whole numbers")
+    base.check_vocabulary(int(targets.min()), int(targets.max()), f"target_tokens of {here}")
+    for name, tensor in tensors.items():
+        if tensor.shape != targets.shape:
+            raise UserError(
+                f"{here}: {name} has the shape {tuple(tensor.shape)}, expected that of target_tokens, {tuple(targets.shape)}"
+            )
+    matrix = targets.to(torch.int64).view(len(tokens), -1)
+    return Row(
+        tokens, matrix, targets.shape, {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
+    )
+
+
+def _whole(given: object, what: str, length: int) -> Tensor:
+    """Return a loss input as a dense tensor, [N] or [N, K]. Elements missing from a sparse tensor are 0."""
+    tensor = tensor_of(given, what)
+    shape = tuple(tensor.shape)
+    if len(shape) not in (1, 2) or shape[0] != length or not 1 <= shape[-1] <= max(length, _WIDEST):
+        raise UserError(
+            f"{what} has the shape {shape}, expected [N] or [N, K] for N = {length} input tokens and K up to {_WIDEST}"
+        )
+    return tensor.to_dense()
 
 
 def _output(rows: list[Row], logprobs: list[Tensor], metrics: dict[str, float]) -> ForwardBackwardOutput:
     outputs = [{"logprobs": found.reshape(row.shape)} for row, found in zip(rows, logprobs)]
     return ForwardBackwardOutput(outputs, metrics)
-
-
-def stops_of(stop: str | Sequence[str] | Sequence[int] | None) -> tuple[list[int], list[bytes]]:
-    """Split `stop` of a request into (stop tokens, stop strings as bytes)."""
-    given = [stop] if isinstance(stop, str) else list(stop or ())
-    return [s for s in given if isinstance(s, int)], [s.encode() for s in given if isinstance(s, str)]
-
-
-def _draw(seed: int | None, draws: str) -> dict[str, int]:
-    """Return the engine's sampling seed for a request. It is derived from the request's seed, or from the text `draws`
-    if it has none."""
-    number = int.from_bytes(hashlib.sha256(draws.encode()).digest()[:8], "little") if seed is None else seed
-    return {"seed": number & 0xFFFFFFFF, "stream": 2, "draw_id": (number >> 32) & 0xFFFFFFFF, "first_sample": 0}

@@ -15,9 +15,9 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from nemo_rl_cpp.tinker import wire
 from nemo_rl_cpp.tinker.adapters import Base, Shape
-from nemo_rl_cpp.tinker.errors import UserError
-from nemo_rl_cpp.tinker.models import Model, Models, SaveOptions
+from nemo_rl_cpp.tinker.models import Model, Models
 from nemo_rl_cpp.tinker.store import Place, Store
+from nemo_rl_cpp.tinker.types import UserError
 from nemo_rl_cpp.tinker.worker import Sampler, Turns
 
 _SESSION_SECONDS = 3600.0  # a session without a heartbeat for this long is dropped from memory
@@ -44,7 +44,8 @@ class TrainedModel(Turns, Model):
 
 
 class Service:
-    """The server's state: its sessions, models, samplers and checkpoints."""
+    """The server's state: its sessions, models, samplers and checkpoints. A method that returns an `UntypedAPIFuture`
+    queues the request; the client asks for the result later."""
 
     def __init__(self, base: Base, store: Store) -> None:
         self.core = Models(base, store)
@@ -58,19 +59,20 @@ class Service:
 
     # ---- sessions
 
-    def create_session(self, metadata: dict | None) -> str:
-        """Create a session and return its id. Drop sessions that sent no heartbeat for some time."""
+    def create_session(self, request: types.CreateSessionRequest) -> types.CreateSessionResponse:
+        """Create a session. Drop sessions that sent no heartbeat for some time."""
         for old, session in list(self.sessions.items()):
             if time.monotonic() - session.seen > _SESSION_SECONDS:
                 self.end_session(old)
         session_id = str(uuid.uuid4())
-        self.sessions[session_id] = Session(metadata)
-        return session_id
+        self.sessions[session_id] = Session(request.user_metadata)
+        return types.CreateSessionResponse(session_id=session_id)
 
-    def heartbeat(self, session_id: str) -> None:
+    def heartbeat(self, request: types.SessionHeartbeatRequest) -> types.SessionHeartbeatResponse:
         """Record that a session's client is alive. If the session is unknown, as after a restart of the server, create
         it."""
-        self.sessions.setdefault(session_id, Session()).seen = time.monotonic()
+        self.sessions.setdefault(request.session_id, Session()).seen = time.monotonic()
+        return types.SessionHeartbeatResponse()
 
     def end_session(self, session_id: str) -> None:
         """Drop a session's models, samplers and results; keep its checkpoints."""
@@ -86,21 +88,19 @@ class Service:
         if name not in self.base.names:
             raise UserError(f"the base model {name!r} is not here: this server has {self.base.names[0]!r}")
 
-    def create_model(self, request: types.CreateModelRequest) -> str:
-        """Create a model whose outputs equal the base model's. Return the id of the request."""
+    def create_model(self, request: types.CreateModelRequest) -> types.UntypedAPIFuture:
+        """Create a model whose outputs equal the base model's."""
         lora = request.lora_config or types.LoraConfig(rank=32)
-        model = self._new_model(
-            request.session_id, request.model_seq_id, Shape(lora.rank, lora.train_mlp, lora.train_attn)
-        )
+        shape = Shape(lora.rank, lora.train_mlp, lora.train_attn)
 
-        def run() -> dict:
+        def run(model: TrainedModel) -> dict:
             self.check_base(request.base_model)
             if request.optimizer_config.type != "adamw":
                 raise UserError(f"the optimizer {request.optimizer_config.type!r} is not here: take adamw")
             self.core.create(model, lora.seed or 0)
             return types.CreateModelResponse(model_id=model.id).model_dump()
 
-        return self.worker.submit_in_turn(model, 0, run)
+        return self._in_turn(None, 0, run, self._new_model(request.session_id, request.model_seq_id, shape))
 
     def _new_model(self, session_id: str, number: int, shape: Shape) -> TrainedModel:
         model_id = f"{session_id}:train:{number}"
@@ -112,7 +112,8 @@ class Service:
 
         Raise NotFoundError if there is neither the model nor such a checkpoint."""
         if model_id not in self.models:
-            place = self.store.last_training(model_id) if re.fullmatch(r"[\w-]+:train:\d+", model_id) else None
+            places = self.store.places(model_id) if re.fullmatch(r"[\w-]+:train:\d+", model_id) else []
+            place = next((place for place in reversed(places) if place.kind == "weights"), None)
             if place is None:
                 raise NotFoundError(f"there is no model {model_id}, and no checkpoint of it from which it could go on")
             facts = self.store.facts(place)
@@ -122,38 +123,38 @@ class Service:
             self.worker.do(lambda: self.core.load(model, place, optimizer=True, gradient=True))
         return self.models[model_id]
 
-    def unload(self, model_id: str) -> None:
+    def unload(self, request: types.UnloadModelRequest) -> types.UntypedAPIFuture:
         """Drop a model; keep its checkpoints."""
+        model_id = request.model_id
         if self.models.pop(model_id, None) is None:
             raise NotFoundError(f"there is no model {model_id}")
+        answer = types.UnloadModelResponse(model_id=model_id, type="unload_model").model_dump()
+        self.worker.submit(f"{model_id}:unload", lambda: answer)
+        return types.UntypedAPIFuture(request_id=f"{model_id}:unload", model_id=model_id)
 
-    def info(self, model_id: str) -> types.GetInfoResponse:
+    def info(self, request: types.GetInfoRequest) -> types.GetInfoResponse:
         """Return the description of a model."""
-        data = {
-            "arch": self.base.folder.config.get("model_type"),
-            "model_name": self.base.names[0],
-            "tokenizer_id": self.tokenizer_id,
-        }
-        shape = self.model(model_id).facts.shape
+        name, shape = self.base.names[0], self.model(request.model_id).facts.shape
+        arch = self.base.folder.config.get("model_type")
         return types.GetInfoResponse(
-            type="get_info",
-            model_data=data,
-            model_id=model_id,
-            is_lora=True,
-            lora_rank=shape.rank,
-            model_name=self.base.names[0],
-        )
+            type="get_info", model_data={"arch": arch, "model_name": name, "tokenizer_id": self.tokenizer_id},
+            model_id=request.model_id, is_lora=True, lora_rank=shape.rank, model_name=name,
+        )  # fmt: skip
 
-    def _in_turn(self, model_id: str, seq: int | None, run: Callable[[TrainedModel], object]) -> str:
+    def _in_turn(
+        self, model_id: str | None, seq: int | None, run: Callable[[TrainedModel], object], model: TrainedModel | None = None
+    ) -> types.UntypedAPIFuture:  # fmt: skip
+        """Queue `run(model)` as request number `seq` of a model, which is found by its id unless it is given."""
         if seq is None or not 0 <= seq < 1 << 62:
             raise UserError(f"seq_id is {seq}, expected the number of this request of its model")
-        model = self.model(model_id)
-        return self.worker.submit_in_turn(model, seq, lambda: run(model))
+        model = model or self.model(model_id or "")
+        request_id = self.worker.submit_in_turn(model, seq, lambda: run(model))
+        return types.UntypedAPIFuture(request_id=request_id, model_id=model_id)
 
     # ---- training
 
-    def forward(self, request: pb.ForwardBackwardRequest) -> str:
-        """Compute a loss and, unless `forward_only`, its gradient. Return the id of the request."""
+    def forward(self, request: pb.ForwardBackwardRequest) -> types.UntypedAPIFuture:
+        """Compute a loss and, unless `forward_only`, its gradient."""
 
         def run(model: TrainedModel) -> object:
             data, config = wire.data_of(request), wire.config_of(request)
@@ -161,8 +162,8 @@ class Service:
 
         return self._in_turn(request.model_id, request.seq_id, run)
 
-    def optim_step(self, request: types.OptimStepRequest) -> str:
-        """Make an AdamW step. Return the id of the request."""
+    def optim_step(self, request: types.OptimStepRequest) -> types.UntypedAPIFuture:
+        """Make an AdamW step."""
 
         def run(model: TrainedModel) -> dict:
             params = request.optim_params
@@ -174,28 +175,27 @@ class Service:
 
     # ---- checkpoints
 
-    def save_weights(self, request: types.SaveWeightsRequest) -> str:
-        """Save a model with its optimizer state. Return the id of the request."""
+    def save_weights(self, request: types.SaveWeightsRequest) -> types.UntypedAPIFuture:
+        """Save a model with its optimizer state."""
 
         def run(model: TrainedModel) -> dict:
-            options = SaveOptions(
-                request.path or f"step-{request.seq_id}", request.overwrite, request.user_metadata, request.ttl_seconds,
-                request.seq_id + 1,
+            path = self.core.save(
+                model, "weights", request.path or f"step-{request.seq_id}", overwrite=request.overwrite,
+                user_metadata=request.user_metadata, ttl_seconds=request.ttl_seconds, next_seq=request.seq_id + 1,
             )  # fmt: skip
-            path = self.core.save_state(model, options)
             return types.SaveWeightsResponse(path=path, type="save_weights").model_dump()
 
         return self._in_turn(request.model_id, request.seq_id, run)
 
-    def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> str:
+    def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> types.UntypedAPIFuture:
         """Save a model's adapters for sampling: on disk if the request has a name, otherwise in memory for a new
-        sampling session. Return the id of the request."""
+        sampling session."""
 
         def run(model: TrainedModel) -> dict:
             if request.kind != "snapshot":
                 raise UserError(f"samplers of kind {request.kind!r} are not here: take snapshots")
             if request.path is not None:
-                path = self.core.save_adapter(model, SaveOptions(request.path, ttl_seconds=request.ttl_seconds))
+                path = self.core.save(model, "sampler_weights", request.path, ttl_seconds=request.ttl_seconds)
                 return {"type": "save_weights_for_sampler", "path": path}
             name = f"{model.session}:sample:{request.sampling_session_seq_id or 0}"
             mine = [n for n, sampler in self.samplers.items() if sampler.snapshot_of == model.id]
@@ -206,35 +206,32 @@ class Service:
 
         return self._in_turn(request.model_id, request.seq_id, run)
 
-    def save_external(self, request: types.SaveWeightsExternalRequest) -> str:
-        """Save a model's adapters in PEFT's format for download. Return the id of the request."""
+    def save_external(self, request: types.SaveWeightsExternalRequest) -> types.UntypedAPIFuture:
+        """Save a model's adapters in PEFT's format for download."""
 
         def run(model: TrainedModel) -> dict:
             if request.age_encryption_recipients:
                 raise UserError("checkpoints are not encrypted here: leave age_encryption_recipients out")
-            options = SaveOptions(request.path or f"step-{request.seq_id}", ttl_seconds=request.ttl_seconds)
-            return {"type": "save_weights_external", "path": self.core.save_external(model, options)}
+            name = request.path or f"step-{request.seq_id}"
+            path = self.core.save(model, "external_weights", name, ttl_seconds=request.ttl_seconds)
+            return {"type": "save_weights_external", "path": path}
 
         return self._in_turn(request.model_id, request.seq_id, run)
 
-    def load_weights(self, request: types.LoadWeightsRequest) -> str:
-        """Load a checkpoint into an existing or a new model. Return the id of the request."""
-        place = Place.of(request.path)
+    def load_weights(self, request: types.LoadWeightsRequest) -> types.UntypedAPIFuture:
+        """Load a checkpoint into an existing or a new model."""
+        place, seq, model = Place.of(request.path), request.seq_id, None
         if request.session_id is not None:
             if request.base_model is not None:
                 self.check_base(request.base_model)
-            facts = self.store.facts(place)
-            model, seq = self._new_model(request.session_id, request.model_seq_id or 0, facts.shape), 0
-        else:
-            model, seq = self.model(request.model_id or ""), request.seq_id
-        if seq is None:
-            raise UserError("load_weights has no seq_id")
+            shape = self.store.facts(place).shape
+            model, seq = self._new_model(request.session_id, request.model_seq_id or 0, shape), 0
 
-        def run() -> dict:
+        def run(model: TrainedModel) -> dict:
             self.core.load(model, place, optimizer=request.optimizer)
             return types.LoadWeightsResponse(path=place.path, model_id=model.id, type="load_weights").model_dump()
 
-        return self.worker.submit_in_turn(model, seq, run)
+        return self._in_turn(request.model_id, seq, run, model)
 
     # ---- sampling
 
@@ -258,8 +255,8 @@ class Service:
             )
         return self.samplers[name]
 
-    def sample(self, request: types.SampleRequest) -> tuple[str, list[str]]:
-        """Submit a request for samples. Return (id of the request, an id for each sample)."""
+    def sample(self, request: types.SampleRequest) -> types.UntypedAPIFuture:
+        """Submit a request for samples. Each sample has an id, too."""
         name = request.sampling_session_id
         if name is None or request.seq_id is None:
             raise UserError("a request for samples needs sampling_session_id and seq_id")
@@ -268,7 +265,8 @@ class Service:
         self.worker.submit(
             request_id, lambda future: self.core.sample(sampler, asked, request_id, future), is_short=True
         )
-        return request_id, [f"{request_id}:{k}" for k in range(asked.num_samples)]
+        samples = [f"{request_id}:{k}" for k in range(asked.num_samples)]
+        return types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=samples)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request for samples whose result the client no longer needs."""

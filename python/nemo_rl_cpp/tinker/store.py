@@ -15,7 +15,7 @@ from nemo_rl_cpp.files.durable import manifest_facts, publish_folder, rename, se
 from nemo_rl_cpp.files.folder_lock import FolderLock, make_folder
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.tinker.adapters import Shape
-from nemo_rl_cpp.tinker.errors import UserError
+from nemo_rl_cpp.tinker.types import UserError
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _NEW, _OLD, _DOOMED = ".new", ".old", ".del"
@@ -62,9 +62,6 @@ class Facts:
     user_metadata: dict[str, str] | None = None
     ttl_seconds: int | None = None
     time: float = field(default_factory=time.time)
-
-    def plain(self) -> dict[str, Plain]:
-        return {**vars(self), "shape": vars(self.shape)}
 
     @classmethod
     def of(cls, plain: dict[str, Plain]) -> Facts:
@@ -117,7 +114,7 @@ class Store:
         fresh.mkdir(parents=True)
         try:
             write(fresh)
-            seal_folder(fresh, **facts.plain())
+            seal_folder(fresh, **vars(facts) | {"shape": vars(facts.shape)})
             publish_folder(fresh, folder, old)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -140,7 +137,3 @@ class Store:
             if folder.parent.name in KINDS and not folder.name.startswith(".")
         ]
         return sorted(found, key=lambda place: (self.facts(place).time, place.path))
-
-    def last_training(self, run: str) -> Place | None:
-        """Return the newest checkpoint of a run from which training can resume, or None."""
-        return next((place for place in reversed(self.places(run)) if place.kind == "weights"), None)

@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_rl_cpp.tinker.errors import UserError
+
+class UserError(ValueError):
+    """Raised for a request that the client must change. Any other exception is the server's fault."""
 
 
 class ModelInput(Protocol):

@@ -11,8 +11,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.topk_logprobs import MASK_LOGPROB
 from torch import Tensor
 
-from nemo_rl_cpp.tinker.errors import UserError
-from nemo_rl_cpp.tinker.types import Datum, ForwardBackwardOutput, SampleRequest, SampleResponse, tokens_of
+from nemo_rl_cpp.tinker.types import Datum, ForwardBackwardOutput, SampleRequest, SampleResponse, UserError, tokens_of
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
 
@@ -30,16 +29,16 @@ def sample_request_of(request: types.SampleRequest) -> SampleRequest:
 
 def data_of(request: pb.ForwardBackwardRequest) -> list[Datum]:
     """Return the training data in a request for a forward pass."""
-    return [_datum(f"datum {number}", datum) for number, datum in enumerate(request.data)]
-
-
-def _datum(here: str, datum: pb.Datum) -> Datum:
-    tokens: list[int] = []
-    for chunk in datum.model_input:
-        if not chunk.HasField("encoded_text"):
-            raise UserError(f"{here} holds something else than tokens: images and audio are not here")
-        tokens += _numbers(chunk.encoded_text.tokens, np.int32, here).tolist()
-    return Datum(tokens, {name: _tensor(given, f"{here}: {name}") for name, given in datum.loss_fn_inputs.items()})
+    data = []
+    for number, datum in enumerate(request.data):
+        here, tokens = f"datum {number}", []
+        for chunk in datum.model_input:
+            if not chunk.HasField("encoded_text"):
+                raise UserError(f"{here} holds something else than tokens: images and audio are not here")
+            tokens += _numbers(chunk.encoded_text.tokens, np.int32, here).tolist()
+        inputs = {name: _tensor(given, f"{here}: {name}") for name, given in datum.loss_fn_inputs.items()}
+        data.append(Datum(tokens, inputs))
+    return data
 
 
 def _tensor(tensor: pb.Tensor, what: str) -> Tensor:
@@ -81,16 +80,14 @@ def config_of(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 def encoded(result: object) -> bytes | dict:
     """Return a result in the form that the SDK reads: a serialized protobuf message, or JSON."""
-    if isinstance(result, ForwardBackwardOutput):
-        return _forward_output(result)
-    return _sample_response(result) if isinstance(result, SampleResponse) else result
-
-
-def _forward_output(output: ForwardBackwardOutput) -> bytes:
-    logprobs = (each["logprobs"] for each in output.loss_fn_outputs)
+    if isinstance(result, SampleResponse):
+        return _sample_response(result)
+    if not isinstance(result, ForwardBackwardOutput):
+        return result
+    logprobs = (each["logprobs"] for each in result.loss_fn_outputs)
     records = [_record(list(rows), shape) for shape, rows in groupby(logprobs, lambda row: row.shape[1:])]
     message = pb.ForwardBackwardOutput(
-        loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics=output.metrics
+        loss_fn_output_type="ArrayRecord", loss_fn_outputs=records, metrics=result.metrics
     )
     return message.SerializeToString()
 

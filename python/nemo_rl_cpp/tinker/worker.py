@@ -16,8 +16,9 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.serving.engine import Sample
 from nemo_rl_cpp.tinker.adapters import AdaptedModel
-from nemo_rl_cpp.tinker.errors import UserError
+from nemo_rl_cpp.tinker.types import UserError
 
 _TURN_STEPS = 32  # a sampler's turn while others wait; an interrupted sampler keeps its KV cache
 _TURN_OVER_SWITCH = 10  # a turn lasts at least this many times as long as loading the sampler's weights
@@ -64,29 +65,11 @@ class Turns:
 
 @dataclass(eq=False)
 class Answers:
-    """An in-flight request for samples. `finish` converts its samples (tokens, logprobs, reason, likeliest) to the
-    result."""
+    """An in-flight request for samples. `finish` converts its complete samples to the result."""
 
     future: Future
-    finish: Callable[[list[Sampled]], object]
-    samples: list[Sampled]
-
-    def complete(self) -> None:
-        """Set the future's result, or the exception of `finish`."""
-        try:
-            self.future.set_result(self.finish(self.samples))
-        except Exception as error:  # noqa: BLE001 - the client's to hear
-            self.future.set_exception(error)
-
-
-@dataclass
-class Sampled:
-    """The tokens of one sample so far."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reason: int = 0
-    likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    finish: Callable[[list[Sample]], object]
+    samples: list[Sample]
 
 
 class Sampler:
@@ -102,16 +85,7 @@ class Sampler:
     ) -> None:
         self.adapted, self.adapter, self.path, self.snapshot_of = adapted, adapter, path, snapshot_of
         self._engine: C.ResidentEngine | None = None
-        self._running: dict[int, tuple[Answers, int]] = {}
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._running)
-
-    @property
-    def futures(self) -> set[Future]:
-        """The futures of the requests in flight."""
-        return {answers.future for answers, _ in self._running.values()}
+        self.running: dict[int, tuple[Answers, int]] = {}  # by the engine's number: a request, and the sample's index
 
     def submit(self, answers: Answers, prompt: list[int], **how: object) -> None:
         """Add a request, which starts at the next step. Raise ValueError if it is invalid."""
@@ -119,19 +93,19 @@ class Sampler:
             self._engine = self.adapted.engine()
         try:
             first = self._engine.submit(prompt, samples=len(answers.samples), **how)
-            self._running |= {first + k: (answers, k) for k in range(len(answers.samples))}
+            self.running |= {first + k: (answers, k) for k in range(len(answers.samples))}
         finally:
             self._return_idle_engine()
 
     def cancel(self, future: Future) -> None:
         """Remove the request with this future."""
-        for number in [n for n, (answers, _) in self._running.items() if answers.future is future]:
+        for number in [n for n, (answers, _) in self.running.items() if answers.future is future]:
             self._engine.cancel(number)
-            del self._running[number]
+            del self.running[number]
         self._return_idle_engine()
 
     def _return_idle_engine(self) -> None:
-        if not self._running and self._engine is not None:
+        if not self.running and self._engine is not None:
             self.adapted.return_engine(self._engine)
             self._engine = None
 
@@ -140,36 +114,24 @@ class Sampler:
         try:
             drawn = zip(*self._engine.step())
         except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up
-            failed = {id(answers): answers for answers, _ in self._running.values()}
-            self._running.clear()
+            failed = {id(answers): answers for answers, _ in self.running.values()}
+            self.running.clear()
             self._engine = None
             for answers in failed.values():
                 answers.future.set_exception(error)
             return
         for number, token, logprob, reason, likeliest in drawn:
-            answers, k = self._running[number]
-            sample = answers.samples[k]
-            sample.tokens.append(token)
-            sample.logprobs.append(logprob)
-            sample.likeliest.append(likeliest)
-            sample.reason = reason
-            if reason:
-                del self._running[number]
-                if all(each.reason for each in answers.samples):
-                    answers.complete()
+            answers, k = self.running[number]
+            answers.samples[k].extend(Sample([token], [logprob], reason, [likeliest]))
+            if not reason:
+                continue
+            del self.running[number]
+            if all(each.reason for each in answers.samples):
+                try:
+                    answers.future.set_result(answers.finish(answers.samples))
+                except Exception as error:  # noqa: BLE001 - the client's to hear
+                    answers.future.set_exception(error)
         self._return_idle_engine()
-
-
-@dataclass
-class Turn:
-    """The time in which one sampler is stepped: it ends after `_TURN_STEPS` steps, but not before `until`."""
-
-    until: float
-    steps: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self.steps >= _TURN_STEPS and time.monotonic() > self.until
 
 
 class Worker:
@@ -183,7 +145,7 @@ class Worker:
         self._changed = threading.Condition()
         self._ready: deque[Job] = deque()
         self._busy: deque[Sampler] = deque()
-        self._turn: Turn | None = None  # the turn of the first busy sampler
+        self._steps, self._until = 0, 0.0  # the turn of the first busy sampler: steps so far, and when it may end
         self._out_of_turn: set[Turns] = set()
         self._ends = False
         self._thread = threading.Thread(target=self._work, name="models", daemon=True)
@@ -194,8 +156,9 @@ class Worker:
     def submit(self, request_id: str, run: Callable[..., object], *, is_short: bool = False) -> Future:
         """Run `run` once as a job. Its future is stored under `request_id`; a repeated request gets the same future."""
         with self._changed:
-            known = self.futures.get(request_id)
-            return known or self._enqueue(Job(run, self._future(request_id), is_short))
+            if request_id not in self.futures:
+                self.futures[request_id] = self._enqueue(Job(run, APIFuture(), is_short))
+            return self.futures[request_id]
 
     def submit_in_turn(self, model: Turns, seq: int, run: Callable[[], object]) -> str:
         """Run a model's request once, after all requests with lower numbers. Return the id of the request."""
@@ -203,7 +166,8 @@ class Worker:
         with self._changed:
             if request_id in self.futures:
                 return request_id
-            job = Job(run, self._future(request_id))
+            job = Job(run, APIFuture())
+            self.futures[request_id] = job.future
             if seq < model.next_seq:
                 job.future.set_exception(UserError(f"request {seq} of {model.id} has run, and its result is gone"))
                 return request_id
@@ -252,10 +216,6 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _future(self, request_id: str) -> Future:
-        future = self.futures[request_id] = APIFuture()
-        return future
-
     def _enqueue(self, job: Job) -> Future:
         if self._ends:
             raise RuntimeError("the thread of the models has ended: make a new ServiceClient")
@@ -300,23 +260,25 @@ class Worker:
             return
         sampler, begin = self._busy[0], time.monotonic()
         sampler.adapted.show(sampler.adapter)
-        if self._turn is None:
+        if self._steps == 0:
             now = time.monotonic()
-            self._turn = Turn(now + _TURN_OVER_SWITCH * (now - begin))
-        while sampler.is_busy:
+            self._until = now + _TURN_OVER_SWITCH * (now - begin)
+        while sampler.running:
             sampler.step()
-            self._turn.steps += 1
+            self._steps += 1
             if self._ends or (self._ready and self._ready[0].is_short):
                 return
-            if self._turn.is_over and (len(self._busy) > 1 or self._ready):
+            is_over = self._steps >= _TURN_STEPS and time.monotonic() > self._until
+            if is_over and (len(self._busy) > 1 or self._ready):
                 break
-        self._turn = None
+        self._steps = 0
         self._busy.popleft()
-        if sampler.is_busy:
+        if sampler.running:
             self._busy.append(sampler)
 
     def _give_up_all(self) -> None:
-        for future in [job.future for job in self._ready] + [each for s in self._busy for each in s.futures]:
+        sampled = [answers.future for sampler in self._busy for answers, _ in sampler.running.values()]
+        for future in [job.future for job in self._ready] + sampled:
             if not future.done():
                 future.set_exception(RuntimeError("the thread of the models has ended"))
 

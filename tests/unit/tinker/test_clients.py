@@ -13,7 +13,7 @@ import tinker
 import torch
 from nemo_rl_cpp.tinker import adapters, worker
 from nemo_rl_cpp.tinker.adapters import PromptGroup, Shape, prompt_groups
-from nemo_rl_cpp.tinker.inputs import rows_of
+from nemo_rl_cpp.tinker.models import rows_of
 from nemo_rl_cpp.tinker.types import AdamParams, Datum, SamplingParams
 from served import RECURRENT
 from test_sdk import rl_loop

@@ -22,7 +22,7 @@ from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.config.base import Section
 from nemo_rl_cpp.config.logger import LoggerConfig, MLflowConfig, SwanlabConfig, TrackioConfig, WandbConfig
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
+from nemo_rl_cpp.loggers.interface import LoggerInterface, Metrics, flatten_dict, prefixed, scalar_of
 
 if TYPE_CHECKING:
     from mlflow import ActiveRun
@@ -44,34 +44,33 @@ def import_tracker(package: str) -> ModuleType:
         ) from error
 
 
-class _RunFile:
-    """A file in the backend's log folder that holds the id of the tracker's run, so that a resumed run continues it."""
-
-    def __init__(self, log_dir: str | None) -> None:
-        self._path = Path(log_dir) / "run_id.txt" if log_dir and Path(log_dir).is_dir() else None
-
-    def read(self) -> str | None:
-        return self._path.read_text().strip() if self._path is not None and self._path.exists() else None
-
-    def write(self, run: str) -> None:
-        if self._path is not None:
-            self._path.write_text(str(run))
-
-
 class TrackerLogger(LoggerInterface):
     """A backend that logs metrics through an experiment tracker's Python package. A subclass that logs only numbers
     overrides `send`.
 
     Attributes:
+        name: the name of the Python package.
         refused: a regular expression for the characters that the tracker does not allow in metric names.
         section: the class of the tracker's configuration section.
         variables: key -> environment variable that the Python package reads. A key set by the user overrides its
             variable, which overrides the default of `section`."""
 
     package = staticmethod(import_tracker)
+    name: str
     refused = r"[\ud800-\udfff]"
     section: type[Section]
     variables: Mapping[str, str] = {}
+
+    def __init__(self, log_dir: str | None) -> None:
+        """Import the package, and read the id of the run that resumes in the folder `log_dir`."""
+        self._tracker = self.package(self.name)
+        self._file = Path(log_dir) / "run_id.txt" if log_dir and Path(log_dir).is_dir() else None
+        self._known = self._file.read_text().strip() if self._file is not None and self._file.exists() else None
+
+    def _remember(self, run: str) -> None:
+        """Write the id of the run to the folder, so that a resumed run continues it."""
+        if self._file is not None:
+            self._file.write_text(str(run))
 
     @classmethod
     def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
@@ -100,16 +99,11 @@ class TrackerLogger(LoggerInterface):
         raise NotImplementedError
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, object],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         self.send(self.numbers(metrics, prefix, step_metric), step)
 
-    def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
+    def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
         """Return the metrics that are numbers, by the names under which they are logged."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         scalars = {self.accepted(name): scalar_of(value) for name, value in flat.items()}
@@ -125,36 +119,55 @@ class TrackerLogger(LoggerInterface):
         return {self.accepted(f"{name}/{key}"): number for key, number in numbers.items()}
 
 
-class WandbLogger(TrackerLogger):
-    """A backend that logs to Weights & Biases. A run that resumes in the same folder continues the same W&B run."""
+class InitTracker(TrackerLogger):
+    """A tracker whose package has `init`. A run that resumes in the same folder continues the same run of the tracker.
 
-    section = WandbConfig
+    Attributes:
+        id_key: the argument of `init`, and the attribute of its result, that identify a run.
+        folder_key: the argument of `init` for the folder of the tracker's files, if there is one.
+    """
+
+    id_key, folder_key = "id", ""
+
+    def __init__(self, cfg: Section | Mapping[str, object] | None, log_dir: str | None = None) -> None:
+        """Start the run. The keys of `cfg`, the section `logger.NAME`, are arguments of `init` (project, name, ...).
+        Raise ValueError if the package is not installed or does not start.
+        """
+        super().__init__(log_dir)
+        self._options = self.given(cfg) | ({self.folder_key: log_dir} if self.folder_key else {})
+        is_given = self.id_key == "id" and ("id" in self._options or os.getenv(self.variables["id"]))
+        self._start({self.id_key: self._known, "resume": "allow"} if self._known and not is_given else {})
+
+    def _start(self, more: dict[str, Plain]) -> None:
+        self.run = self._tracker.init(**self._options | more)
+        self._remember(getattr(self.run, self.id_key))
+
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
+        self.run.config.update(to_plain(params))
+
+    def finish(self) -> None:
+        self._tracker.finish()
+
+
+class WandbLogger(InitTracker):
+    """A backend that logs to Weights & Biases."""
+
+    name, section, folder_key = "wandb", WandbConfig, "dir"
     variables = {
         "project": "WANDB_PROJECT", "name": "WANDB_NAME", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
         "job_type": "WANDB_JOB_TYPE", "tags": "WANDB_TAGS", "notes": "WANDB_NOTES", "mode": "WANDB_MODE",
         "id": "WANDB_RUN_ID", "resume": "WANDB_RESUME",
     }  # fmt: skip
 
-    def __init__(self, cfg: WandbConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """Start the W&B run. `cfg` is the section `logger.wandb`, whose keys are arguments of `wandb.init` (project,
-        name, entity, tags, ...). Raise ValueError if wandb is not installed or does not start.
-        """
-        self._wandb, self._file, self._options = self.package("wandb"), _RunFile(log_dir), self.given(cfg)
-        self._options["dir"] = log_dir
-        self._options.pop("log_nemo_gym_full_result_tables", None)
-        known = self._file.read()
-        is_given = "id" in self._options or os.getenv("WANDB_RUN_ID")
-        self._start({"id": known, "resume": "allow"} if known and not is_given else {})
-
     def _start(self, more: dict[str, Plain]) -> None:
+        self._options.pop("log_nemo_gym_full_result_tables", None)
         try:
-            self.run = self._wandb.init(**self._options | more)
+            super()._start(more)
         except Exception as error:  # the error classes differ between versions
             raise ValueError(
                 f"logger.wandb_enabled=true, but wandb does not start ({error}): run `wandb login` or set WANDB_API_KEY; "
                 "without an account set WANDB_MODE=offline, or logger.wandb_enabled=false"
             ) from error
-        self._file.write(self.run.id)
 
     def restart(self, step: int) -> None:
         old = self.run.id
@@ -166,12 +179,7 @@ class WandbLogger(TrackerLogger):
         self.run.define_metric(name, step_metric=step_metric)
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, object],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """Add metrics to the step's row. W&B sends the row if `step_finished` is set, or when a later step begins."""
         row = {self.accepted(name): to_plain(value) for name, value in prefixed(metrics, prefix, step_metric).items()}
@@ -192,8 +200,9 @@ class WandbLogger(TrackerLogger):
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
-            same = values.min() == values.max()
-            self.run.log({self.accepted(name): float(values[0]) if same else self._wandb.Histogram(values)}, step=step)
+            is_constant = values.min() == values.max()
+            value = float(values[0]) if is_constant else self._tracker.Histogram(values)
+            self.run.log({self.accepted(name): value}, step=step)
 
     def finish(self) -> None:
         if self.run is not None:
@@ -204,8 +213,8 @@ class WandbLogger(TrackerLogger):
 class MLflowLogger(TrackerLogger):
     """A backend that logs to MLflow, which takes only scalars: a list is logged as its mean, p50, p90 and max."""
 
+    name, section = "mlflow", MLflowConfig
     refused = r"[^/\w.\- :]"  # as in mlflow.utils.validation
-    section = MLflowConfig
     variables = {
         "experiment_name": "MLFLOW_EXPERIMENT_NAME",
         "run_name": "MLFLOW_RUN_NAME",
@@ -218,47 +227,53 @@ class MLflowLogger(TrackerLogger):
         run_id, tracking_uri and artifact_location. Raise ValueError if MLflow is not installed or its server does not
         answer.
         """
-        self._mlflow, self._file, options = self.package("mlflow"), _RunFile(log_dir), self.options(cfg)
+        super().__init__(log_dir)
+        options = self.options(cfg)
         self._run_name = options.get("run_name")
         if uri := options.get("tracking_uri"):
             check_server(uri, _MLFLOW_ADDRESS)
-            self._mlflow.set_tracking_uri(uri)
-        if self._mlflow.active_run() is not None:
-            self._mlflow.end_run()
-        if known := options.get("run_id") or self._file.read():
-            run = self._mlflow.start_run(run_id=known)
+            self._tracker.set_tracking_uri(uri)
+        if self._tracker.active_run() is not None:
+            self._tracker.end_run()
+        if known := options.get("run_id") or self._known:
+            run = self._tracker.start_run(run_id=known)
         else:
-            self._choose_experiment(options.get("experiment_name"), options.get("artifact_location") or log_dir)
-            run = self._mlflow.start_run(run_name=self._run_name)
-        self._uri = self._mlflow.get_tracking_uri()
+            if (experiment := options.get("experiment_name")) is not None:
+                if self._tracker.get_experiment_by_name(experiment) is None:
+                    artifacts = options.get("artifact_location") or log_dir
+                    self._tracker.create_experiment(name=experiment, artifact_location=artifacts)
+                self._tracker.set_experiment(experiment)
+            run = self._tracker.start_run(run_name=self._run_name)
+        self._uri = self._tracker.get_tracking_uri()
         self._use(run, step=0 if known else None)
 
     @contextmanager
     def _own_server(self) -> Iterator[ModuleType]:
         """Yield MLflow with the tracking URI of the run. User code may have set another one, which is kept."""
-        theirs = self._mlflow.get_tracking_uri()
+        theirs = self._tracker.get_tracking_uri()
         if theirs == self._uri:
-            yield self._mlflow
+            yield self._tracker
             return
-        self._mlflow.set_tracking_uri(self._uri)
+        self._tracker.set_tracking_uri(self._uri)
         try:
-            yield self._mlflow
+            yield self._tracker
         finally:
-            self._mlflow.set_tracking_uri(theirs)
+            self._tracker.set_tracking_uri(theirs)
 
     def _use(self, run: "ActiveRun", step: int | None) -> None:
         """Log into this MLflow run from now on. `step` is the step from which it resumes, or None if it is new."""
         self.run_id, self._experiment, self._resumed_step = run.info.run_id, run.info.experiment_id, step
-        self._file.write(self.run_id)
+        self._remember(self.run_id)
 
     def truncate_after(self, step: int) -> None:
         """Record the step from which the run resumes, for `log_hyperparams`."""
         self._resumed_step = step
 
     def restart(self, step: int) -> None:
-        self._mlflow.end_run()
+        self._tracker.end_run()
         tags = {"resumed_from": f"{self.run_id}, step {step}"}
-        self._use(self._mlflow.start_run(run_name=self._run_name, experiment_id=self._experiment, tags=tags), step=None)
+        run = self._tracker.start_run(run_name=self._run_name, experiment_id=self._experiment, tags=tags)
+        self._use(run, step=None)
 
     def accepted(self, name: str) -> str:
         """Return a metric name that MLflow allows. Special characters become `_`, and so do the parts of a path that
@@ -272,14 +287,7 @@ class MLflowLogger(TrackerLogger):
         """Return the MLflow settings in use: the given keys, and MLflow's environment variables for the other keys."""
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
-    def _choose_experiment(self, name: str | None, artifacts: str | None) -> None:
-        if name is None:
-            return
-        if self._mlflow.get_experiment_by_name(name) is None:
-            self._mlflow.create_experiment(name=name, artifact_location=artifacts)
-        self._mlflow.set_experiment(name)
-
-    def numbers(self, metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, float]:
+    def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
         """Return the metrics that are numbers, and a summary of each list of numbers, by the names under which they are
         logged."""
         row: dict[str, float] = {}
@@ -359,77 +367,35 @@ def check_server(uri: str, what: str) -> None:
         ) from error
 
 
-class SwanlabLogger(TrackerLogger):
-    """A backend that logs to SwanLab. A run that resumes in the same folder continues the same SwanLab run."""
+class SwanlabLogger(InitTracker):
+    """A backend that logs to SwanLab."""
 
-    section = SwanlabConfig
+    name, section, folder_key = "swanlab", SwanlabConfig, "logdir"
     variables = {
-        "project": "SWANLAB_PROJ_NAME",
-        "name": "SWANLAB_EXP_NAME",
-        "workspace": "SWANLAB_WORKSPACE",
-        "mode": "SWANLAB_MODE",
-    }
-
-    def __init__(self, cfg: SwanlabConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """Start the SwanLab run. `cfg` is the section `logger.swanlab`, whose keys are arguments of `swanlab.init`
-        (project, name, ...).
-        """
-        self._swanlab, self._file = self.package("swanlab"), _RunFile(log_dir)
-        self._options = self.given(cfg) | {"logdir": log_dir}
-        known = self._file.read()
-        self._start({"id": known, "resume": "allow"} if known and not os.getenv("SWANLAB_RUN_ID") else {})
-
-    def _start(self, more: dict[str, Plain]) -> None:
-        self.run = self._swanlab.init(**self._options | more)
-        self._file.write(self.run.id)
+        "project": "SWANLAB_PROJ_NAME", "name": "SWANLAB_EXP_NAME", "workspace": "SWANLAB_WORKSPACE", "mode": "SWANLAB_MODE",
+        "id": "SWANLAB_RUN_ID",
+    }  # fmt: skip
 
     def restart(self, step: int) -> None:
-        self._swanlab.finish()
+        self._tracker.finish()
         self._start({})
 
     def send(self, row: dict[str, float], step: int) -> None:
         self.run.log(row, step=step)
 
-    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        self.run.config.update(to_plain(params))
 
-    def finish(self) -> None:
-        self._swanlab.finish()
+class TrackioLogger(InitTracker):
+    """A backend that logs to Trackio's local database. It identifies a run by its name."""
 
-
-class TrackioLogger(TrackerLogger):
-    """A backend that logs to Trackio's local database. A run that resumes in the same folder continues the same Trackio
-    run.
-    """
-
-    section = TrackioConfig
-
-    def __init__(self, cfg: TrackioConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """Start the Trackio run. `cfg` is the section `logger.trackio`, whose keys are arguments of `trackio.init`
-        (project, name, space_id, ...).
-        """
-        self._trackio, self._file = self.package("trackio"), _RunFile(log_dir)
-        self._options = {"project": "nemo-rl-cpp"} | self.given(cfg)
-        known = self._file.read()
-        self._start({"name": known, "resume": "allow"} if known else {})
-
-    def _start(self, more: dict[str, Plain]) -> None:
-        self.run = self._trackio.init(**self._options | more)
-        self._file.write(self.run.name)
+    name, section, id_key = "trackio", TrackioConfig, "name"
 
     def restart(self, step: int) -> None:
         name = f"{self.run.name}-from-step-{step}"
-        self._trackio.finish()
+        self._tracker.finish()
         self._start({"name": name, "resume": "never"})
 
     def send(self, row: dict[str, float], step: int) -> None:
-        self._trackio.log(row, step=step)
-
-    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        self.run.config.update(to_plain(params))
-
-    def finish(self) -> None:
-        self._trackio.finish()
+        self._tracker.log(row, step=step)
 
 
 def check_trackers(cfg: LoggerConfig) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed
+from nemo_rl_cpp.loggers.interface import LoggerInterface, Metrics, flatten_dict, prefixed
 
 METRICS = "metrics.jsonl"
 SYSTEM = "system.jsonl"
@@ -30,12 +30,7 @@ class JsonlLogger(LoggerInterface):
         self._waiting: dict[str, bytes] = {}
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, object],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         row = {"step": int(step)} | {name: to_json(flat[name]) for name in sorted(flat)}

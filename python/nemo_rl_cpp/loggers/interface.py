@@ -7,6 +7,8 @@ from typing import Protocol
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.files.yaml_text import Plain
 
+Metrics = Mapping[str, object]
+
 
 class LoggerBackend(Protocol):
     """A destination of metrics. The run's `Logger` calls only the six methods below.
@@ -17,12 +19,7 @@ class LoggerBackend(Protocol):
 
     @abstractmethod
     def log_metrics(
-        self,
-        metrics: Mapping[str, object],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """Log `prefix/name` for every entry. Values are numbers, or strings and lists, which a backend may ignore.
         Called several times per step.
@@ -52,19 +49,11 @@ class LoggerBackend(Protocol):
 
 
 class LoggerInterface(LoggerBackend):
-    """The base class of your own logger backends, with NeMo RL's name: a `LoggerBackend` that writes no files."""
-
-    def flush(self) -> None:
-        """Do nothing, because no data is buffered."""
-
-    def truncate_after(self, step: int) -> None:
-        """Do nothing, because a tracker keeps the data sent to it."""
-
-    def finish(self) -> None:
-        """Do nothing, because there is nothing to close."""
+    """The base class of your own logger backends, with NeMo RL's name. `flush`, `truncate_after` and `finish` do
+    nothing unless you override them."""
 
 
-def prefixed(metrics: Mapping[str, object], prefix: str | None, step_metric: str | None) -> dict[str, object]:
+def prefixed(metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, object]:
     """Return the metrics with their names changed to `prefix/name`. The entry named by `step_metric` keeps its name."""
     if not prefix:
         return dict(metrics)

@@ -16,7 +16,7 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.backends import TrackerLogger, WandbLogger
 from nemo_rl_cpp.loggers.files import METRICS, JsonlLogger
 from nemo_rl_cpp.loggers.folders import LogLedger
-from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface
+from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface, Metrics
 from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger
 
 
@@ -99,12 +99,7 @@ class Logger(LoggerInterface):
         return monitor
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, object],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """Log `prefix/name` for every entry, at `step` (counted from 1)."""
         self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))

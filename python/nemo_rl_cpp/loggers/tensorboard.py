@@ -18,7 +18,7 @@ from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.logger import TensorboardConfig
 from nemo_rl_cpp.files.durable import fsync_path
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.loggers.interface import LoggerInterface, flatten_dict, prefixed, scalar_of
+from nemo_rl_cpp.loggers.interface import LoggerInterface, Metrics, flatten_dict, prefixed, scalar_of
 
 PATTERN = "events.out.tfevents.*"
 
@@ -46,7 +46,9 @@ class SummaryWriter:
             self._append(file_version="brain.Event:2")
 
     def _append(self, **content: int | str | Summary) -> None:
-        os.write(self._descriptor, _record(Event(wall_time=time.time(), **content).SerializeToString()))
+        payload = Event(wall_time=time.time(), **content).SerializeToString()
+        header = struct.pack("<Q", len(payload))
+        os.write(self._descriptor, header + _masked_crc(header) + payload + _masked_crc(payload))
 
     def flush(self) -> None:
         os.fsync(self._descriptor)
@@ -103,11 +105,6 @@ def records(content: bytes) -> Iterator[tuple[bytes, Event]]:
         position = end
 
 
-def _record(payload: bytes) -> bytes:
-    header = struct.pack("<Q", len(payload))
-    return header + _masked_crc(header) + payload + _masked_crc(payload)
-
-
 def _masked_crc(data: bytes) -> bytes:
     return struct.pack("<I", masked_crc32c(data))
 
@@ -127,12 +124,7 @@ class TensorboardLogger(LoggerInterface):
         self._skipped: set[str] = set()
 
     def log_metrics(
-        self,
-        metrics: Mapping[str, object],
-        step: int,
-        prefix: str | None = "",
-        step_metric: str | None = None,
-        step_finished: bool = False,
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
         """Add a scalar for every metric that is a number. Skip other values, and print one message per metric name
         (none for strings)."""

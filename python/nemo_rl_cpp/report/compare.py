@@ -140,9 +140,6 @@ class LoggedRun:
         config = read_json(folder / HYPERPARAMS)
         return cls(MetricHistory(read_metrics(folder / METRICS), config), config, read_json(folder / FACTS))
 
-    def values(self, name: str) -> list[float]:
-        return self.history.curve(name).finite().values
-
 
 def run_folder(folder: Path) -> Path:
     """Return `folder` if it is a log folder, otherwise its newest subfolder exp_NNN. Raise ValueError if neither
@@ -183,7 +180,7 @@ def _results(runs: Sequence[LoggedRun]) -> list[Row]:
     """Return the rows with the last and the best values of the runs' metrics."""
 
     def row(metric: str, name: str, text: Callable[[list[float]], str]) -> Row:
-        every = [run.values(metric) for run in runs]
+        every = [run.history.values(metric) for run in runs]
         return Row(name, [text(values) if values else "–" for values in every])
 
     word = validation_word(*(run.history for run in runs))
@@ -210,7 +207,10 @@ def _timings(runs: Sequence[LoggedRun]) -> list[Row]:
     than half a percent of the time in every run are omitted."""
     labels = {label for run in runs for label, share in stage_shares(run.history).items() if share >= 0.005}
     means = {
-        label: [run.history.total(timing_name(run.history, label)) / max(len(run.values(STEP_TIME)), 1) for run in runs]
+        label: [
+            run.history.total(timing_name(run.history, label)) / max(len(run.history.values(STEP_TIME)), 1)
+            for run in runs
+        ]
         for label in sorted(labels)
     }
     ordered = sorted(means, key=lambda label: -max(means[label]))
@@ -231,9 +231,8 @@ class Validated(NamedTuple):
 def _validations(history: MetricHistory) -> dict[int, Validated]:
     """Return the validations of a run, by step."""
     name = "validation/accuracy"
-    low, high = (dict(zip(*history.curve(f"{name}_ci95_{end}").finite())) for end in ("low", "high"))
-    means = zip(*history.curve(name).finite())
-    return {step: Validated(mean, low.get(step), high.get(step)) for step, mean in means}
+    low, high = (history.by_step(f"{name}_ci95_{end}") for end in ("low", "high"))
+    return {step: Validated(mean, low.get(step), high.get(step)) for step, mean in history.by_step(name).items()}
 
 
 def _last_validation(history: MetricHistory) -> str:

@@ -135,7 +135,7 @@ def _context_advice(h: MetricHistory) -> str:
 
 
 def _cut_off(h: MetricHistory) -> str | None:
-    rate, name, reward = h.recent(CUT), _loop(h), h.curve(REWARD).finite().values
+    rate, name, reward = h.recent(CUT), _loop(h), h.values(REWARD)
     if rate is None or rate < _NEARLY_ALL:
         return None
     if _context_is_full(h):
@@ -156,7 +156,7 @@ def _cut_off(h: MetricHistory) -> str | None:
 
 def _constant_reward(h: MetricHistory) -> str | None:
     equal = h.recent("train/groups/pct_equal")
-    rewards = h.curve("train/accuracy", REWARD).finite().values
+    rewards = h.values("train/accuracy", REWARD)
     if equal is None or equal < 100 or len(rewards) < 3 or len(set(rewards)) > 1:
         return None
     return (
@@ -173,7 +173,7 @@ def exactness(h: MetricHistory) -> Found:
     """Report how much the probabilities of trainer and generation engine differ, in steps whose samples are not
     stale."""
     stale = dict(zip(*h.curve("train/stale_samples")))
-    values = [value for step, value in zip(*h.curve(ERROR).finite()) if not stale.get(step)]
+    values = [value for step, value in h.by_step(ERROR).items() if not stale.get(step)]
     if not values:
         return None
     worst, differing = max(values), sum(value != 1.0 for value in values)
@@ -209,22 +209,22 @@ def not_finite(h: MetricHistory) -> Found:
 
 @rule(NORM)
 def gradient_spikes(h: MetricHistory) -> Found:
-    curve = h.curve(NORM).finite()
-    if len(curve.values) < 10:
+    norms = h.by_step(NORM)
+    if len(norms) < 10:
         return None
-    usual = statistics.median(curve.values)
-    spikes = [step for step, value in zip(*curve) if usual > 0 and value > 8 * usual]
+    usual = statistics.median(norms.values())
+    spikes = [step for step, value in norms.items() if usual > 0 and value > 8 * usual]
     if not spikes:
         return None
     where = ", ".join(map(str, spikes[:5])) + (", ..." if len(spikes) > 5 else "")
-    size = f"up to {fmt(max(curve.values))}, usually {fmt(usual)}"
+    size = f"up to {fmt(max(norms.values()))}, usually {fmt(usual)}"
     title = f"The gradient norm spiked in {count(len(spikes), 'step')} ({where}): {size}"
     return "warn", title, "policy.max_grad_norm limits their effect; look at the samples of these steps."
 
 
 @rule(NORM)
 def vanishing_gradient(h: MetricHistory) -> Found:
-    values = h.curve(NORM).finite().values[-10:]
+    values = h.values(NORM)[-10:]
     if len(values) < 3 or any(value != 0 for value in values):
         return None
     advice = cause_of_no_signal(h) or "Nothing is learned: all advantages are 0, or every sample is masked."
@@ -282,26 +282,20 @@ def reward_trend(h: MetricHistory) -> Found:
 
 @rule(ACCURACY)
 def validation_trend(h: MetricHistory) -> Found:
-    curve = h.curve(ACCURACY).finite()
-    if len(curve.values) < 2:
+    means = h.by_step(ACCURACY)
+    if len(means) < 2:
         return None
-    (first, *_, last), (begin, *_, end), best = curve.values, curve.steps, max(curve.values)
-    name, note = f"Validation {validation_word(h)}", f"The best was {fmt(best)} at step {curve.step_of(best)}."
+    (begin, *_, end), (first, *_, last), best = means, means.values(), max(means, key=means.__getitem__)
+    name, note = f"Validation {validation_word(h)}", f"The best was {fmt(means[best])} at step {best}."
     text = f"from {fmt(first)} (step {begin}) to {fmt(last)} (step {end})"
     if last < first:
         return "warn", f"{name} fell {text}", note
     if last == first:
         return "info", f"{name} is unchanged {text}", note
-    if _intervals_meet(h, begin, end):
+    low, high = (h.by_step(f"{ACCURACY}_ci95_{side}") for side in ("low", "high"))
+    if begin in high and end in low and low[end] <= high[begin]:
         return "info", f"{name} rose {text}", f"{note} The 95 % intervals of the two overlap."
     return "good", f"{name} rose {text}", note
-
-
-def _intervals_meet(h: MetricHistory, first: int, last: int) -> bool:
-    """Return whether the confidence intervals of the validations at steps `first` and `last` overlap; False if one is
-    unknown."""
-    low, high = (dict(zip(*h.curve(f"{ACCURACY}_ci95_{end}").finite())) for end in ("low", "high"))
-    return first in high and last in low and low[last] <= high[first]
 
 
 @rule("train/groups/pct_equal")
@@ -361,8 +355,7 @@ def _cut_costs_nothing(h: MetricHistory) -> bool:
 
     Steps in which all responses were truncated are ignored. If there are no other steps, return whether the reward
     rises."""
-    names = ("train/reward_of_truncated", REWARD, CUT)
-    cut, every, rate = (dict(zip(*h.curve(name).finite())) for name in names)
+    cut, every, rate = (h.by_step(name) for name in ("train/reward_of_truncated", REWARD, CUT))
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
     if steps:
         reward = sum(cut[step] for step in steps)

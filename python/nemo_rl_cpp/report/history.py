@@ -39,10 +39,6 @@ class Curve(NamedTuple):
         pairs = [(step, value) for step, value in zip(self.steps, self.values) if math.isfinite(value)]
         return Curve([step for step, _ in pairs], [value for _, value in pairs])
 
-    def step_of(self, value: float) -> int:
-        """Return the first step that has this value."""
-        return self.steps[self.values.index(value)]
-
 
 class Trend(NamedTuple):
     """The mean of the first and of the last part of a curve, each `stretch` values long. `sigmas` is their difference
@@ -67,16 +63,6 @@ class MetricHistory:
         for row in rows:
             self.add(row)
 
-    @classmethod
-    def of(cls, **metrics: Iterable[float]) -> "MetricHistory":
-        """Return a history from lists of values at steps 1, 2, ...; `__` in a name means `/`. For tests and
-        notebooks."""
-        history = cls()
-        for name, values in metrics.items():
-            for step, value in enumerate(values, start=1):
-                history.add({"step": step, name.replace("__", "/"): value})
-        return history
-
     def add(self, row: Mapping[str, object]) -> None:
         """Add a row of metrics.jsonl."""
         step = row.get("step")
@@ -89,7 +75,7 @@ class MetricHistory:
 
     def total(self, *names: str) -> float:
         """Return the sum of all finite values of these metrics."""
-        return math.fsum(value for name in names for value in self.curve(name).finite().values)
+        return math.fsum(value for name in names for value in self.values(name))
 
     def setting(self, key: str, default: object = None) -> object:
         """Return the value of a dotted key of the configuration, or `default` if the key is missing."""
@@ -114,14 +100,22 @@ class MetricHistory:
                 return self._sorted[name]
         return Curve([], [])
 
+    def values(self, *names: str) -> list[float]:
+        """Return the finite values of the first of `names` that has values, in step order."""
+        return self.curve(*names).finite().values
+
+    def by_step(self, name: str) -> dict[int, float]:
+        """Return the finite values of a metric by step."""
+        return dict(zip(*self.curve(name).finite()))
+
     def recent(self, *names: str, count: int = 10) -> float | None:
         """Return the mean of the last `count` finite values, or None if there are none."""
-        values = self.curve(*names).finite().values[-count:]
+        values = self.values(*names)[-count:]
         return math.fsum(values) / len(values) if values else None
 
     def trend(self, name: str) -> Trend | None:
         """Return the change of a curve from its first to its last sixth, or None if it has fewer than six values."""
-        values = self.curve(name).finite().values
+        values = self.values(name)
         if len(values) < 6:
             return None
         stretch = max(2, min(20, round(len(values) / 6)))
@@ -157,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def validation_word(*histories: MetricHistory) -> str:
     """Return "accuracy" if all validation rewards were 0 or 1 (`validation/right_or_wrong`), otherwise "reward"."""
-    flags = [value for history in histories for value in history.curve("validation/right_or_wrong").finite().values]
+    flags = [value for history in histories for value in history.values("validation/right_or_wrong")]
     return "accuracy" if all(value == 1 for value in flags) else "reward"
 
 
@@ -266,11 +260,6 @@ class Panel(NamedTuple):
     smooth: bool = False
     wide: bool = False
 
-    def spec(self) -> dict[str, Plain]:
-        """Return the chart's specification for chart.js."""
-        lines = [{k: v for k, v in line._asdict().items() if v is not None} for line in self.lines]
-        return {"title": self.title, "zero": self.zero, "smooth": self.smooth, "lines": [*lines]}
-
 
 class Panels(NamedTuple):
     """The charts of a run, separated into those that change and those whose lines are all constant."""
@@ -279,7 +268,12 @@ class Panels(NamedTuple):
     flat: list[Panel]
 
     def specs(self) -> list[Plain]:
-        return [panel.spec() for panel in (*self.moving, *self.flat)]
+        """Return the charts' specifications for chart.js."""
+        specs: list[Plain] = []
+        for panel in (*self.moving, *self.flat):
+            lines = [{k: v for k, v in line._asdict().items() if v is not None} for line in panel.lines]
+            specs.append({"title": panel.title, "zero": panel.zero, "smooth": panel.smooth, "lines": lines})
+        return specs
 
 
 def _panel(title: str, unit: str = "", **lines: str) -> Panel:
@@ -322,7 +316,7 @@ def panels_of(histories: Sequence[MetricHistory]) -> Panels:
     """Return the charts that have values in any run. A chart is flat if each of its lines is constant over all runs."""
     result = Panels([], [])
     for panel in _PANELS:
-        curves = {line: [h.curve(line.metric).finite().values for h in histories] for line in panel.lines}
+        curves = {line: [h.values(line.metric) for h in histories] for line in panel.lines}
         lines = [line for line in panel.lines if any(curves[line])]
         if not lines:
             continue

@@ -170,7 +170,7 @@ def _time_spec(history: MetricHistory) -> dict[str, Plain] | None:
 
 
 def _mean_step_time(history: MetricHistory) -> float:
-    values = history.curve(STEP_TIME).finite().values
+    values = history.values(STEP_TIME)
     return sum(values) / len(values) if values else 0.0
 
 
@@ -181,7 +181,7 @@ def _memory_section(history: MetricHistory) -> str:
         peaks = {
             name.removeprefix(prefix).removesuffix("/total"): max(values)
             for name in history.names(prefix)
-            if not name.endswith("/run") and (values := history.curve(name).finite().values)
+            if not name.endswith("/run") and (values := history.values(name))
         }
         if peaks and max(peaks.values()) > 0:
             cards.append((title, sorted(peaks.items(), key=lambda item: -item[1])))
@@ -247,7 +247,7 @@ def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> st
     table."""
     if history.last_step == 0:
         return facts.message or "No step has finished yet."
-    rewards, trend = history.curve("train/reward").finite().values, history.trend("train/reward")
+    rewards, trend = history.values("train/reward"), history.trend("train/reward")
     steps = f"{history.last_step} step{'s' if history.last_step != 1 else ''}"
     span = f"reward {_span(rewards)}"
     if trend is None:
@@ -256,7 +256,7 @@ def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> st
         text = f"The policy is {'learning' if trend.sigmas > 0 else 'getting worse'}: {span} in {steps}"
     else:
         text = f"No clear change in {steps}: {span}"
-    means = history.curve("validation/accuracy").finite().values
+    means = history.values("validation/accuracy")
     if means:
         text += f"; validation {validation_word(history)} {_span(means)}"
     problems = sum(finding.level == "bad" for finding in found)
@@ -273,10 +273,7 @@ def _span(values: Sequence[float]) -> str:
 
 def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]]:
     """Return (name, value, note) for each number at the top of the page."""
-
-    def values(name: str) -> list[float]:
-        return history.curve(name).finite().values
-
+    values = history.values
     tiles = [("steps", f"{history.last_step}", f"of {facts.total_steps}" if facts.total_steps else "")]
     if rewards := values("train/reward"):
         tiles.append(("reward", f"{rewards[-1]:.3f}", f"first {rewards[0]:.3f}, best {max(rewards):.3f}"))

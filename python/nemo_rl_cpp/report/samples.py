@@ -26,8 +26,8 @@ BUDGET = 60_000
 
 TokenBytes = Callable[[int], bytes]
 Item = TypeVar("Item")
-Step = tuple[str, int, int]
-"""Kind ("train" or "val"), step, and the time at which the file was written."""
+Step = tuple[int, str, int]
+"""Step, kind ("train" or "val"), and the time at which the file was written."""
 
 
 class Answer:
@@ -138,14 +138,14 @@ class SampleBook:
         pages: dict[Step, _Page] = {}
         for kind, files in found.items():
             for step, path in spread(sorted(files)):
-                key = (kind, step, path.stat().st_mtime_ns)
+                key = (step, kind, path.stat().st_mtime_ns)
                 pages[key] = self._pages[key] if key in self._pages else self._read(kind, step, path)
         self._pages = pages
         if self._token_bytes is not None and len(self._bytes) > self._kept:
             self._kept = len(self._bytes)
             table = {str(number): value.decode("latin-1") for number, value in sorted(self._bytes.items())}
             write_atomic(self.log_dir / TOKENS, json.dumps(table), durable=False)
-        return [json.loads(pages[key].text) for key in sorted(_within_budget(pages), key=_by_step)]
+        return [json.loads(pages[key].text) for key in sorted(_within_budget(pages))]
 
     def _read(self, kind: str, step: int, path: Path) -> _Page:
         groups = read_groups(path)
@@ -156,13 +156,16 @@ class SampleBook:
 
     def _group(self, group: Picked) -> Plain:
         first = group.answers[0]
-        truth = first.row.get("ground_truth")
+        truth, answers = first.row.get("ground_truth"), group.answers
+        answers = sorted(answers, key=lambda each: -math.inf if each.reward is None else each.reward, reverse=True)
+        if len(answers) > MAX_ANSWERS:  # those with the highest and the lowest rewards
+            answers = [*answers[: MAX_ANSWERS // 2], *answers[-MAX_ANSWERS // 2 :]]
         return {
             "tags": [*group.tags],
             "prompt": clip(first.prompt),
             "truth": None if truth is None else clip(str(truth)),
             "of": len(group.answers),
-            "answers": [self._answer(answer) for answer in _extremes(group.answers)],
+            "answers": [self._answer(answer) for answer in answers],
         }
 
     def _answer(self, answer: Answer) -> Plain:
@@ -240,15 +243,11 @@ def _round(value: float | None) -> float | None:
 # ---- the size budget of a page
 
 
-def _by_step(key: Step) -> tuple[int, str]:
-    return key[1], key[0]
-
-
 def _within_budget(pages: Mapping[Step, _Page]) -> list[Step]:
     """Return the steps that fit the page's size budget. The last and the first step are tried first, then steps between
     them."""
     shown, spent = [], 0.0
-    for key in outside_in(sorted(pages, key=_by_step)):
+    for key in outside_in(sorted(pages)):
         if math.isfinite(pages[key].cost) and (not shown or spent + pages[key].cost <= BUDGET):
             shown.append(key)
             spent += pages[key].cost
@@ -257,12 +256,6 @@ def _within_budget(pages: Mapping[Step, _Page]) -> list[Step]:
 
 def _cost(answer: Answer) -> float:
     return min(len(answer.column("token_ids")), MAX_TOKENS) or min(len(answer.response), MAX_CHARS) / 4
-
-
-def _extremes(answers: Sequence[Answer]) -> list[Answer]:
-    """Return all responses, or, if there are too many, those with the highest and the lowest rewards."""
-    ranked = sorted(answers, key=lambda answer: -math.inf if answer.reward is None else answer.reward, reverse=True)
-    return ranked if len(ranked) <= MAX_ANSWERS else [*ranked[: MAX_ANSWERS // 2], *ranked[-MAX_ANSWERS // 2 :]]
 
 
 def spread(items: list[Item]) -> list[Item]:

@@ -13,13 +13,14 @@ from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, TextBody
 from nemo_rl_cpp.serving.chat import (
+    ENOUGH_IDS,
+    MARK,
     MARKS,
+    THINK,
     AssistantTurn,
     ParsedToolCalls,
     chat_prompt,
     find_calls,
-    opens_thinking,
-    takes_tools,
     turn_of,
     turns_of,
 )
@@ -182,16 +183,31 @@ def generate_logprobs(sample: Sample, count: int) -> Json:
 # ---- the routes
 
 
-class TextAnswer:
-    """The base class of responses as text.
+class Answer:
+    """The base class of responses. A subclass defines `whole`, the body of a response that is not streamed, and for
+    streams `chunk`, the bodies to send for new tokens, and `closing`, the bodies to send after the last token.
 
     Attributes:
         streams: whether each token is sent immediately.
         prompts: the token ids of each prompt.
         samples: responses per prompt; choice `i` belongs to prompt `i // samples`.
+        seed: the seed of the request.
     """
 
-    kind: str  # the object name of a stream's chunks
+    def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
+        """Store the conversation for later requests of the rollout; here, do nothing."""
+
+    def opening(self, header: Header) -> Iterator[Json]:
+        """Yield the chunks to send before the first token."""
+        yield from ()
+
+
+class TextAnswer(Answer):
+    """The base class of responses as text. A subclass defines the entries of `choices`: `_part` of a chunk, and
+    `_complete` of a complete response."""
+
+    kind: str  # the object name of a whole response
+    chunk_kind: str  # the object name of a stream's chunks
     kept: tuple[str, ...] = ()
     """Special tokens that are part of the text."""
 
@@ -225,29 +241,29 @@ class TextAnswer:
     def _ids(self, sample: Sample) -> Json:
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
 
-    def _finished(self, samples: list[Sample]) -> Json:
-        """Return the last fields of the body of a non-streamed response: the token usage, and the prompt's token ids if
+    def whole(self, header: Header, samples: list[Sample]) -> Json:
+        """Return the body of a response that is not streamed, with the token usage, and the prompt's token ids if
         requested."""
+        choices = [self._complete(k, sample) for k, sample in enumerate(samples)]
         tells_prompt = self.body.return_token_ids and len(self.prompts) == 1
-        return {"usage": usage(self.prompts, samples)} | ({"prompt_token_ids": self.prompts[0]} if tells_prompt else {})
+        told = {"prompt_token_ids": self.prompts[0]} if tells_prompt else {}
+        return header.body(self.kind, choices) | {"usage": usage(self.prompts, samples)} | told
 
-    def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Store the conversation for later requests of the rollout; here, do nothing."""
-
-    def opening(self, header: Header) -> Iterator[Json]:
-        """Yield the chunks to send before the first token."""
-        yield from ()
+    def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
+        """Yield a chunk with the tokens whose text has become final, if there are any or the response has ended."""
+        part = self._take(progress.sample, progress.part)
+        if part.text or part.sample.reason or (part.texts and (self._logprobs or self.body.return_token_ids)):
+            yield header.body(self.chunk_kind, [self._part(progress.sample, part)])
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
-        """Yield the chunks to send after the last token."""
         if self.body.stream_options.include_usage:
-            yield header.body(self.kind, []) | {"usage": usage(self.prompts, samples)}
+            yield header.body(self.chunk_kind, []) | {"usage": usage(self.prompts, samples)}
 
 
 class CompletionAnswer(TextAnswer):
     """A response of /v1/completions."""
 
-    kind = "text_completion"
+    kind = chunk_kind = "text_completion"
     _of_prompts: Sequence[list[Json | None]] = ()
 
     def __init__(self, model: ServedModel, body: CompletionBody, rollout: Rollout | None, request_id: str) -> None:
@@ -273,7 +289,7 @@ class CompletionAnswer(TextAnswer):
         entries = zip(ids[1:], scored[1:], spelled[1:], strict=True)
         return [None, *({str(token): {"logprob": p, "decoded_token": text}} for token, p, text in entries)]
 
-    def _choice(self, k: int, spelled: Spelled) -> Json:
+    def _part(self, k: int, spelled: Spelled) -> Json:
         begins, at, logprobs = k not in self._offsets, self._offsets.setdefault(k, 0), None
         if self._logprobs:
             logprobs, self._offsets[k] = completion_logprobs(self.served.bytes_of_token, spelled, at)
@@ -285,28 +301,20 @@ class CompletionAnswer(TextAnswer):
             choice["prompt_logprobs"] = self._of_prompts[k // self.samples]
         return choice | self._ids(spelled.sample)
 
-    def whole(self, header: Header, samples: list[Sample]) -> Json:
-        """Return the body of a response that is not streamed."""
-        choices = [self._choice(k, self._take(k, sample)) for k, sample in enumerate(samples)]
-        return header.body(self.kind, choices) | self._finished(samples)
-
-    def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Yield a chunk with the tokens whose text has become final, if there are any or the response has ended."""
-        part = self._take(progress.sample, progress.part)
-        if part.text or part.sample.reason or (part.texts and (self._logprobs or self.body.return_token_ids)):
-            yield header.body(self.kind, [self._choice(progress.sample, part)])
+    def _complete(self, k: int, sample: Sample) -> Json:
+        return self._part(k, self._take(k, sample))
 
 
 class ChatAnswer(TextAnswer):
     """A response of /v1/chat/completions."""
 
-    kind = "chat.completion.chunk"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: ServedModel, body: ChatBody, rollout: Rollout | None, request_id: str) -> None:
         self._messages, self._tools = body.messages, body.tools if body.tool_choice != "none" else None
         self._logprobs = body.logprobs
         self.kept = MARKS if self._tools else ()
-        if self._tools and not takes_tools(model.tokenizer):
+        if self._tools and MARK not in str(getattr(model.tokenizer, "chat_template", None)):
             raise RequestError(
                 "the model's chat template has no tools (no <tool_call>): leave tools out", param="tools"
             )
@@ -328,12 +336,13 @@ class ChatAnswer(TextAnswer):
             spelled = self._take(k, sample)
             parsed = ParsedToolCalls(spelled.text)
             if self._tools:
-                thinks = opens_thinking(self.served.tokenizer, self.prompts[0])
-                parsed = find_calls(spelled.text, f"{self.id[-8:]}_{k}", thinks)
+                end = self.served.tokenizer.decode(self.prompts[0][-ENOUGH_IDS:], skip_special_tokens=False)
+                opens_thinking = end.rstrip().endswith(THINK)  # as the templates of some reasoning models do
+                parsed = find_calls(spelled.text, f"{self.id[-8:]}_{k}", opens_thinking)
             self._parsed[k] = spelled, parsed
         return self._parsed[k]
 
-    def _choice(self, k: int, sample: Sample, name: str) -> Json:
+    def _complete(self, k: int, sample: Sample, name: str = "message") -> Json:
         """Return the `choices` entry of a complete response, with its message under the key `name`."""
         spelled, parsed = self._parse(k, sample)
         message: Json = {"role": "assistant", "content": parsed.text or (None if parsed.calls else "")}
@@ -350,10 +359,6 @@ class ChatAnswer(TextAnswer):
     def _logprobs_of(self, spelled: Spelled) -> Json | None:
         return chat_logprobs(self.served.bytes_of_token, spelled) if self._logprobs else None
 
-    def whole(self, header: Header, samples: list[Sample]) -> Json:
-        choices = [self._choice(k, sample, "message") for k, sample in enumerate(samples)]
-        return header.body("chat.completion", choices) | self._finished(samples)
-
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
         """Store the conversation with the first response, for later requests of the rollout."""
         _, parsed = self._parse(0, samples[0])
@@ -365,27 +370,26 @@ class ChatAnswer(TextAnswer):
     def opening(self, header: Header) -> Iterator[Json]:
         """Yield a chunk with the role for each response."""
         for k in range(self.samples):
-            yield header.body(self.kind, [_delta(k, {"role": "assistant", "content": ""})])
+            yield header.body(self.chunk_kind, [_delta(k, {"role": "assistant", "content": ""})])
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Yield a chunk with the tokens whose text has become final. If the request has tools, send all text at the
-        end."""
-        if self._tools:
-            return
-        part = self._take(progress.sample, progress.part)
-        if part.text or part.sample.reason or (part.texts and (self._logprobs or self.body.return_token_ids)):
-            delta = {"content": part.text} if part.text else {}
-            choice = _delta(progress.sample, delta, part.sample.finish_reason, self._logprobs_of(part))
-            yield header.body(self.kind, [choice | self._ids(part.sample)])
+        """Yield a chunk as usual, unless the request has tools: then all text is sent at the end."""
+        if not self._tools:
+            yield from super().chunk(header, progress)
+
+    def _part(self, k: int, spelled: Spelled) -> Json:
+        delta = {"content": spelled.text} if spelled.text else {}
+        choice = _delta(k, delta, spelled.sample.finish_reason, self._logprobs_of(spelled))
+        return choice | self._ids(spelled.sample)
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
         for k, sample in enumerate(samples if self._tools else ()):
-            choice = self._choice(k, sample, "delta")
+            choice = self._complete(k, sample, "delta")
             delta = choice["delta"]
             del delta["role"]
             for i, call in enumerate(delta.get("tool_calls", ())):
                 call["index"] = i
-            yield header.body(self.kind, [choice])
+            yield header.body(self.chunk_kind, [choice])
         yield from super().closing(header, samples)
 
 
@@ -393,7 +397,7 @@ def _delta(k: int, delta: Json, reason: str | None = None, logprobs: Json | None
     return {"index": k, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-class GenerateAnswer:
+class GenerateAnswer(Answer):
     """A response of vLLM's route /inference/v1/generate: token ids, no text."""
 
     def __init__(self, model: ServedModel, body: GenerateBody, rollout: Rollout | None, request_id: str) -> None:
@@ -406,9 +410,6 @@ class GenerateAnswer:
         self.sampling = model.sampling(params, None, len(self.prompts[0]), rollout)
         self._tells_prompt = body.return_token_ids
 
-    def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Store nothing, since the client has the token ids."""
-
     def _part(self, header: Header, samples: dict[int, Sample]) -> Json:
         choices = []
         for k, sample in samples.items():
@@ -420,9 +421,6 @@ class GenerateAnswer:
             self._tells_prompt = False
             body["prompt_token_ids"] = self.prompts[0]
         return body | {"usage": None}
-
-    def opening(self, header: Header) -> Iterator[Json]:
-        yield from ()
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
         yield self._part(header, {progress.sample: progress.part})

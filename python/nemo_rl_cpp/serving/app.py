@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import os
 import sys
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nemo_rl_cpp.data.chat_template import ChatTemplateError
-from nemo_rl_cpp.serving.answers import ChatAnswer, CompletionAnswer, GenerateAnswer, Header, error_body, event
+from nemo_rl_cpp.serving.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer, Header, error_body, event
 from nemo_rl_cpp.serving.bodies import Body, ChatBody, CompletionBody, GenerateBody, RequestError, read_body
 from nemo_rl_cpp.serving.engine import Draw, PendingRequest, Progress, Sample, ServingError
 from nemo_rl_cpp.serving.http_server import read_json
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from nemo_rl_cpp.serving.model import ServedModel
 
-Answer = CompletionAnswer | ChatAnswer | GenerateAnswer
 _BODIES: dict[type[Answer], type[Body]] = {
     CompletionAnswer: CompletionBody,
     ChatAnswer: ChatBody,
@@ -198,16 +198,8 @@ class Service:
         }
         return JSONResponse({"object": "list", "data": [{"id": name, **card} for name in model.names]})
 
-    async def completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionAnswer)
-
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatAnswer)
-
-    async def generate(self, request: Request) -> Response:
-        return await self._answer(request, GenerateAnswer)
-
-    async def _answer(self, request: Request, make: type[Answer]) -> Response:
+    async def answer(self, request: Request, make: type[Answer]) -> Response:
+        """Handle a request for a response of type `make`."""
         self._check_key(request)
         limits = self.model.limits
         given = await read_json(request, limits.max_body_bytes, limits.body_timeout_s)
@@ -278,13 +270,10 @@ _HEADERS = {
 async def _refused(request: Request, error: Exception) -> Response:
     """Return the error response for an invalid request, or for one that the server cannot answer in its current
     state."""
-    status = getattr(error, "status", 503 if isinstance(error, ServingError) else 400)
+    of_kind = _GONE if isinstance(error, ClientDisconnect) else 503 if isinstance(error, ServingError) else 400
+    status = getattr(error, "status", of_kind)
     body = error_body(str(error), _KINDS.get(status, "invalid_request_error"), getattr(error, "param", None), status)
     return JSONResponse(body, status, _HEADERS.get(status))
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=_GONE)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -305,13 +294,10 @@ def make_app(model: ServedModel, api_key: str | None = None) -> Starlette:
     routes = [
         Route("/health", service.health, methods=["GET"]),
         Route("/v1/models", service.models, methods=["GET"]),
-        Route("/v1/completions", service.completions, methods=["POST"]),
-        Route("/v1/chat/completions", service.chat, methods=["POST"]),
-        Route("/inference/v1/generate", service.generate, methods=["POST"]),
+        Route("/v1/completions", functools.partial(service.answer, make=CompletionAnswer), methods=["POST"]),
+        Route("/v1/chat/completions", functools.partial(service.answer, make=ChatAnswer), methods=["POST"]),
+        Route("/inference/v1/generate", functools.partial(service.answer, make=GenerateAnswer), methods=["POST"]),
     ]
     # a ValueError is an invalid request found by the engine
-    handlers = dict.fromkeys((ValueError, ServingError, ChatTemplateError), _refused)
-    return Starlette(
-        routes=routes,
-        exception_handlers={**handlers, ClientDisconnect: _gone, HTTPException: _no_route, Exception: _failed},
-    )
+    handlers = dict.fromkeys((ValueError, ServingError, ChatTemplateError, ClientDisconnect), _refused)
+    return Starlette(routes=routes, exception_handlers={**handlers, HTTPException: _no_route, Exception: _failed})

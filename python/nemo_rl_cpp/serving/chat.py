@@ -83,7 +83,7 @@ def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
 
 
 _PLACE = "9001place1009"  # digits and letters, which templates do not change
-_ENOUGH_IDS = 32  # enough tokens for the tag in any tokenization, with blank lines after it
+ENOUGH_IDS = 32  # enough tokens for the tag in any tokenization, with blank lines after it
 Turn = tuple[str, str, tuple[tuple[str, str], ...], str]
 """Role, stripped content, tool calls and reasoning of a message, by which messages are compared."""
 Tools = list[Mapping[str, object]]
@@ -114,17 +114,6 @@ def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
     """Return the messages of a request as tuples that can be compared for equality."""
     calls = [[(c.function.name, c.function.arguments) for c in m.tool_calls or ()] for m in messages]
     return tuple(turn_of(m.role, m.text, its, m.reasoning_content or "") for m, its in zip(messages, calls))
-
-
-def takes_tools(tokenizer: TokenizerType) -> bool:
-    """Return whether the chat template writes tool calls in the format that `find_calls` reads."""
-    return MARK in str(getattr(tokenizer, "chat_template", None))
-
-
-def opens_thinking(tokenizer: TokenizerType, prompt: Sequence[int]) -> bool:
-    """Return whether a prompt ends with `<think>`, which the chat templates of some reasoning models add."""
-    end = tokenizer.decode(list(prompt[-_ENOUGH_IDS:]), skip_special_tokens=False)
-    return end.rstrip().endswith(THINK)
 
 
 def chat_prompt(

@@ -9,7 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
+from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 
 STOP_TOKEN, STOP_STRING, LENGTH = 1, 2, 3
 """Why a sequence ended, numbered as in csrc/generation/sequence.h; 0: not ended."""
@@ -180,13 +185,13 @@ class EngineThread:
         with self._changed:
             self._open = False
             self._changed.notify_all()
-            if not self._changed.wait_for(self._is_idle, patience):
+            if not self._changed.wait_for(lambda: not self._running, patience):
                 self._drop_running = ServingError(
                     "the weights changed before the answer was complete, and the time for that is over: ask again"
                 )
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_idle() or not self.is_alive, self.step_seconds)
-            if not self._is_idle():
+                self._changed.wait_for(lambda: not (self._running and self.is_alive), self.step_seconds)
+            if self._running:
                 why = f"made no step within {self.step_seconds:g} s" if self.is_alive else "has ended"
                 raise RuntimeError(f"the server's engine {why}: its requests cannot be ended before the weights change")
             if self._engine is not None:
@@ -219,16 +224,14 @@ class EngineThread:
 
     # ---- in the engine's thread
 
-    def _is_idle(self) -> bool:
-        return not self._running
-
-    def _has_work(self) -> bool:
-        return bool(self._ends or self._leaving or self._drop_running or self._running or (self._open and self._new))
-
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work)
+                self._changed.wait_for(
+                    lambda: (
+                        self._ends or self._leaving or self._drop_running or self._running or (self._open and self._new)
+                    )
+                )
                 if self._ends:
                     break
                 self._take_out()
@@ -306,6 +309,14 @@ class EngineThread:
         for request in requests:
             self._forget(request)
             request.tell(Progress(error=error))
+
+
+def score_sequence(trainer: C.Trainer, ids: list[int], out: Tensor) -> Tensor:
+    """Write the log-probability of each token of a sequence, except the first, to `out` [tokens], and return `out`."""
+    if len(ids) > 1:
+        batch = RaggedBatch(torch.tensor([0, len(ids)]), {"input_ids": torch.tensor(ids)}, {})
+        trainer.forward(RowBatch(batch, wanted_tokens(batch)), [0], 1.0, True, False, False, out)
+    return out
 
 
 def longest_in_cache(runner: C.ModelRunner, cache_bytes: int) -> int:

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,15 +16,13 @@ from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.checkpoint_template import settle_chat_template
 from nemo_rl_cpp.data.texts import bytes_of_token, token_bytes_table
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import open_model_folder
-from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 from nemo_rl_cpp.serving.bodies import GenerateBody, RequestError, SamplingFields, TextBody
-from nemo_rl_cpp.serving.engine import EngineThread, Sampling, longest_in_cache
+from nemo_rl_cpp.serving.engine import EngineThread, Sampling, longest_in_cache, score_sequence
 from nemo_rl_cpp.serving.rollouts import Rollout, Rollouts
 
 if TYPE_CHECKING:
@@ -250,31 +248,19 @@ def load_model(
         Rollouts(seed),
         limits=limits or Limits(),
         digest=f"{model.digest():016x}",
-        prompt_logprobs=PromptScorer(model, engine),
+        prompt_logprobs=prompt_scorer(model, engine),
     )
 
 
-class PromptScorer:
-    """A function that returns the log-probabilities of a prompt. It runs the training forward pass between two steps of
-    the engine."""
+def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list[int]], list[float]]:
+    """Return `ServedModel.prompt_logprobs`: the training forward pass, between two steps of the engine."""
+    trainer = cache(lambda: C.Trainer(model))
 
-    def __init__(self, model: C.DecoderModel, engine: EngineThread) -> None:
-        self._model, self._engine = model, engine
+    def score(ids: list[int]) -> list[float]:
+        with engine.set_aside():
+            return score_sequence(trainer(), ids, torch.zeros(len(ids), dtype=trainer().out_dtype)).tolist()
 
-    @cached_property
-    def _trainer(self) -> C.Trainer:
-        return C.Trainer(self._model)
-
-    def __call__(self, ids: list[int]) -> list[float]:
-        """Return the log-probability of each token given the tokens before it, at temperature 1, and 0 for the first
-        token."""
-        batch = RaggedBatch(torch.tensor([0, len(ids)]), {"input_ids": torch.tensor(ids)}, {})
-        with self._engine.set_aside():
-            found = torch.zeros(len(ids), dtype=self._trainer.out_dtype)
-            if len(ids) > 1:
-                rows = RowBatch(batch, wanted_tokens(batch))
-                self._trainer.forward(rows, [0], 1.0, True, False, False, found)
-        return found.tolist()
+    return score
 
 
 def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:

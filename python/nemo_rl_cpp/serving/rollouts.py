@@ -41,6 +41,11 @@ class Call:
     version: int
 
     @property
+    def ids(self) -> list[int]:
+        """The tokens of prompt and response."""
+        return self.prompt_ids + self.sample.token_ids
+
+    @property
     def truncated(self) -> bool:
         """Whether the response ended at the length limit."""
         return self.sample.reason == LENGTH
@@ -163,18 +168,9 @@ def longest_chain(calls: list[Call]) -> list[Call]:
     Retries, sub-agents and shortened conversations are dropped. The longest conversation has the most calls, then the
     most tokens, so the order in which calls arrived does not matter."""
     ordered = sorted(calls, key=lambda call: (len(call.prompt_ids), call.prompt_ids, call.sample.token_ids))
+    size = lambda chain: (len(chain), len(chain[-1].ids), chain[-1].ids)  # noqa: E731
     chains: list[list[Call]] = []
     for call in ordered:
-        before = [chain for chain in chains if _extends(call.prompt_ids, chain[-1])]
-        chains.append([*max(before, key=_size, default=[]), call])
-    return max(chains, key=_size, default=[])
-
-
-def _size(chain: list[Call]) -> tuple[int, int, list[int]]:
-    last = chain[-1]
-    return len(chain), len(last.prompt_ids) + len(last.sample.token_ids), [*last.prompt_ids, *last.sample.token_ids]
-
-
-def _extends(prompt_ids: list[int], call: Call) -> bool:
-    before = call.prompt_ids + call.sample.token_ids
-    return prompt_ids[: len(before)] == before
+        before = [chain for chain in chains if call.prompt_ids[: len(chain[-1].ids)] == chain[-1].ids]
+        chains.append([*max(before, key=size, default=[]), call])
+    return max(chains, key=size, default=[])

@@ -27,7 +27,7 @@ from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 from nemo_rl_cpp.models.trained_model import DTYPES
-from nemo_rl_cpp.serving.engine import longest_in_cache
+from nemo_rl_cpp.serving.engine import longest_in_cache, score_sequence
 from nemo_rl_cpp.tinker.losses import Loss
 from nemo_rl_cpp.tinker.types import UserError
 
@@ -43,9 +43,6 @@ class Shape:
     rank: int
     train_mlp: bool = True
     train_attn: bool = True
-
-    def targets(self) -> list[str]:
-        return [name for name, block in MATRICES.items() if (self.train_mlp if block == "mlp" else self.train_attn)]
 
 
 @dataclass
@@ -180,7 +177,8 @@ class AdaptedModel:
         native = base.folder.native()
         if "one_block" in native:
             raise UserError(f"the matrices of {base.folder.config['model_type']} get no adapters")
-        targets, layers = shape.targets(), LayerKinds.of_native(native)
+        layers = LayerKinds.of_native(native)
+        targets = [name for name, of in MATRICES.items() if (shape.train_mlp if of == "mlp" else shape.train_attn)]
         wanted = LoraConfig(match_all_linear=False, target_modules=targets)
         modules = adapted_modules(wanted, layers) if targets else []
         if not modules:
@@ -342,12 +340,7 @@ class AdaptedModel:
     def prompt_logprobs(self, adapter: Tensor, prompt: list[int]) -> Tensor:
         """Return the log-probabilities of a prompt's P tokens, float32 [P], with NaN for the first."""
         self.show(adapter)
-        found = torch.full((len(prompt),), torch.nan)
-        if len(prompt) > 1:
-            batch = RaggedBatch(torch.tensor([0, len(prompt)]), {"input_ids": torch.tensor(prompt)}, {})
-            rows = RowBatch(batch, wanted_tokens(batch))
-            self.trainer.forward(rows, [0], 1.0, True, False, False, found)
-        return found
+        return score_sequence(self.trainer, prompt, torch.full((len(prompt),), torch.nan))
 
     def likeliest_of_prompt(self, adapter: Tensor, prompt: list[int], k: int) -> tuple[Tensor, Tensor]:
         """Return (tokens, log-probabilities), both [P - 1, k]: the `k` most likely tokens at each position of a prompt

@@ -12,14 +12,6 @@ Inputs = Mapping[str, Tensor]
 Loss = Callable[[Tensor, Inputs], Tensor]
 
 
-def _cross_entropy(logprobs: Tensor, given: Inputs) -> Tensor:
-    return -(given["weights"] * logprobs).sum()
-
-
-def _importance_sampling(logprobs: Tensor, given: Inputs) -> Tensor:
-    return -(torch.exp(logprobs - given["logprobs"]) * given["advantages"]).sum()
-
-
 def _ppo(logprobs: Tensor, given: Inputs, ratio: Tensor | None = None) -> Tensor:
     """Compute PPO's clipped loss. The ratio of each token is exp(logprobs - old logprobs), unless it is given."""
     ratio = torch.exp(logprobs - given["logprobs"]) if ratio is None else ratio
@@ -52,8 +44,12 @@ def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
 
 _OF_SAMPLES = ("logprobs", "advantages")
 LOSSES: dict[str, tuple[Loss, tuple[str, ...], dict[str, float]]] = {
-    "cross_entropy": (_cross_entropy, ("weights",), {}),
-    "importance_sampling": (_importance_sampling, _OF_SAMPLES, {}),
+    "cross_entropy": (lambda logprobs, given: -(given["weights"] * logprobs).sum(), ("weights",), {}),
+    "importance_sampling": (
+        lambda logprobs, given: -(torch.exp(logprobs - given["logprobs"]) * given["advantages"]).sum(),
+        _OF_SAMPLES,
+        {},
+    ),
     "ppo": (_ppo, _OF_SAMPLES, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": (_cispo, _OF_SAMPLES, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "gspo": (_gspo, (*_OF_SAMPLES, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),

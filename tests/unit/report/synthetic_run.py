@@ -4,6 +4,7 @@ import math
 import random
 
 from nemo_rl_cpp.loggers.logger import Logger
+from nemo_rl_cpp.report.history import MetricHistory
 
 CONFIG = {
     "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 8, "max_num_steps": 60, "seed": 42},
@@ -15,6 +16,15 @@ CONFIG = {
     "loss_fn": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.0},
     "logger": {"wandb": {"project": "grpo-dev"}},
 }
+
+
+def history_of(**metrics):
+    """Return a history from lists of values at steps 1, 2, ...; `__` in a name means `/`."""
+    history = MetricHistory()
+    for name, values in metrics.items():
+        for step, value in enumerate(values, start=1):
+            history.add({"step": step, name.replace("__", "/"): value})
+    return history
 
 
 def write_run(log_dir, steps=60, seed=0, tensorboard=False):

@@ -7,8 +7,7 @@ import pytest
 from nemo_rl_cpp.report import findings
 from nemo_rl_cpp.report.findings import LEVELS, RULES, Alerts, find
 from nemo_rl_cpp.report.history import MetricHistory
-
-H = MetricHistory.of
+from synthetic_run import history_of as H
 
 
 def noisy(values, size=0.02, seed=1):

@@ -10,6 +10,7 @@ from nemo_rl_cpp.report.history import (
     read_metrics,
     validation_word,
 )
+from synthetic_run import history_of
 
 
 def test_curves_are_in_step_order_and_keep_the_last_value_of_a_step():
@@ -31,13 +32,13 @@ def test_curves_are_in_step_order_and_keep_the_last_value_of_a_step():
 
 
 def test_recent_mean_and_trend_match_hand_computed_values():
-    history = MetricHistory.of(train__reward=[0.0, 0.2] * 10 + [1.0, 1.2] * 10, flat=[3.0] * 10, short=[1.0] * 5)
+    history = history_of(train__reward=[0.0, 0.2] * 10 + [1.0, 1.2] * 10, flat=[3.0] * 10, short=[1.0] * 5)
     assert history.recent("train/reward", count=4) == pytest.approx(1.1)
     assert history.recent("none") is None
     trend = history.trend("train/reward")
     assert trend.stretch == 7 and trend.first == pytest.approx(0.6 / 7) and trend.sigmas > 5
     assert history.trend("flat").sigmas == 0.0 and history.trend("short") is None
-    assert MetricHistory.of(x=[0.0] * 5 + [1.0] * 5).trend("x").sigmas > 3
+    assert history_of(x=[0.0] * 5 + [1.0] * 5).trend("x").sigmas > 3
 
 
 def test_incomplete_rows_of_metrics_jsonl_are_skipped(tmp_path):
@@ -78,18 +79,18 @@ def test_validation_is_called_accuracy_only_if_rewards_are_zero_or_one(metrics, 
 
 
 def test_constant_curves_are_listed_separately_unless_they_have_one_point():
-    history = MetricHistory.of(train__reward=[0.1, 0.2], train__lr=[1e-3, 1e-3], validation__accuracy=[0.5])
+    history = history_of(train__reward=[0.1, 0.2], train__lr=[1e-3, 1e-3], validation__accuracy=[0.5])
     panels = panels_of([history])
     assert [panel.title for panel in panels.moving] == ["Reward", "Validation accuracy"]
     assert [panel.title for panel in panels.flat] == ["Learning rate"]
     # two runs with constant but different rates differ
-    other = MetricHistory.of(train__lr=[2e-3, 2e-3])
+    other = history_of(train__lr=[2e-3, 2e-3])
     assert "Learning rate" in [panel.title for panel in panels_of([history, other]).moving]
 
 
 @pytest.mark.parametrize(("low", "level"), [(0.14, "info"), (0.2, "good")])
 def test_validation_gain_within_confidence_intervals_is_not_reported_as_success(low, level):
-    history = MetricHistory.of(
+    history = history_of(
         validation__accuracy=[0.1, 0.3],
         validation__accuracy_ci95_low=[0.05, low],
         validation__accuracy_ci95_high=[0.15, 0.4],

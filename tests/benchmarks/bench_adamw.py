@@ -14,19 +14,16 @@ SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01
 
 
 def main():
-    report = begin(__doc__, 9, parameters={"type": int, "default": 1 << 25})
+    report = begin(__doc__, 9, parameters=1 << 25)
     n, on = report.args.parameters, {"device": report.args.device}
     weights, grads = torch.randn(n, **on), torch.randn(n, **on)
     exp_avg, exp_avg_sq = torch.zeros(n, **on), torch.zeros(n, **on)
     compute = torch.zeros(n, dtype=torch.bfloat16, **on)
     sides = {}
-    for name, options in (
-        ("torch.optim.AdamW, for-each", {"foreach": True}),
-        ("torch.optim.AdamW, fused", {"fused": True}),
-    ):
+    for name, option in (("torch.optim.AdamW, for-each", "foreach"), ("torch.optim.AdamW, fused", "fused")):
         parameter = torch.nn.Parameter(weights.clone())
         parameter.grad = grads
-        sides[name] = torch.optim.AdamW([parameter], **SETTINGS, **options).step
+        sides[name] = torch.optim.AdamW([parameter], **SETTINGS, **{option: True}).step
     count = iter(range(1, 1 << 30))
 
     def ours(copy):

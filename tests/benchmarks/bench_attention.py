@@ -10,6 +10,7 @@ run.
 import torch
 from harness import Report, alternate, begin
 from nemo_rl_cpp._native import C
+from sides import choice
 
 MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-0.5B": (14, 2, 64), "Qwen3-0.6B": (16, 8, 128)}
 
@@ -43,9 +44,8 @@ def measure_packed(report: Report, model: str, dtype: torch.dtype, length: int, 
         way = side.split(",")[0]
         flops = (4 if way == "forward" else 10) * h * pairs
         ratio = time.median / times[f"{way}, ours"].median
-        report.add(
-            f"{model} {name_of(dtype)} {count}x{length}", side, time, gflops=flops / time.median / 1e9, ratio=ratio
-        )
+        what = f"{model} {str(dtype).removeprefix('torch.')} {count}x{length}"
+        report.add(what, side, time, gflops=flops / time.median / 1e9, ratio=ratio)
 
 
 def measure_decode(report: Report, model: str, dtype: torch.dtype, batch: int, length: int) -> None:
@@ -61,16 +61,12 @@ def measure_decode(report: Report, model: str, dtype: torch.dtype, batch: int, l
     times = alternate(sides, 4 * report.args.repeats, warmup=1)
     moved = {"decode": 2 * batch * length * k * h * cache.element_size(), "copy": 2 * cache.nbytes}
     for side, time in times.items():
-        what = f"{model} {name_of(dtype)} {batch}x1 over {length}"
+        what = f"{model} {str(dtype).removeprefix('torch.')} {batch}x1 over {length}"
         report.add(what, side, time, gb_per_s=moved[side] / time.median / 1e9)
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def main() -> None:
-    report = begin(__doc__, 7, model={"choices": [*MODELS, "all"], "default": "all"})
+    report = begin(__doc__, 7, model=choice("all", *MODELS))
     for model in MODELS if report.args.model == "all" else [report.args.model]:
         for dtype in (torch.float32, torch.bfloat16):
             for length, count in [(2048, 1), (512, 4), (128, 16)]:

@@ -25,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from sides import HIDDEN, Child, choices, options
+
 SIDES: dict[str, dict[str, str]] = {
     "1 thread": {"OMP_NUM_THREADS": "1"},
     "libgomp": {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "300000"},
@@ -63,32 +65,19 @@ def side(config_file: str, folder: str, overrides: list[str]) -> None:
         run.train()
 
 
-def start(name: str, environment: dict[str, str], arguments: argparse.Namespace) -> subprocess.Popen[str]:
+def start(name: str, environment: dict[str, str], arguments: argparse.Namespace) -> Child:
     chosen = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))} | environment
     if name == "bounded" and arguments.spins is not None:
         chosen["GOMP_SPINCOUNT"] = str(arguments.spins)
     folder = tempfile.mkdtemp(prefix="busy_")
     command = [sys.executable, __file__, "--config", arguments.config, "--side", folder, *arguments.overrides]
-    return subprocess.Popen(command, env=chosen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def seconds_of(process: subprocess.Popen[str], again: bool = True) -> float:
-    if again:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit("a side ended: its message is above")
-    return float(line)
+    return Child(name, command, chosen)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Return {neighbours: {side: seconds of each step}}."""
-    names = arguments.sides or list(SIDES)
-    processes = {}
-    for name in names:  # one after the other, because loading is not measured
-        processes[name] = start(name, SIDES[name], arguments)
-        seconds_of(processes[name], again=False)
+    names = arguments.sides
+    processes = {name: start(name, SIDES[name], arguments) for name in names}
     found: dict[str, dict[str, list[float]]] = {}
     try:
         for count in arguments.neighbours:
@@ -97,16 +86,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                 rows = found[str(count)] = {name: [] for name in names}
                 for turn in range(arguments.rounds):
                     for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                        rows[name].append(seconds_of(processes[name]))
+                        rows[name].append(processes[name].ask("go"))
             finally:
                 for neighbour in busy:
                     neighbour.kill()
                     neighbour.wait()
             show(str(count), rows)
     finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+        for child in processes.values():
+            child.process.kill()
     return found
 
 
@@ -126,16 +114,12 @@ def show(count: str, rows: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/grpo_arithmetic_smollm2.yaml", help="of a GRPO run")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES))
-    parser.add_argument("--spins", type=int, help="GOMP_SPINCOUNT of the side `bounded`")
-    parser.add_argument("--json", type=Path, help="file for all seconds")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", help="of the configuration, section.key=value")
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__, config={"default": "configs/grpo_arithmetic_smollm2.yaml", "help": "of a GRPO run"}, rounds=5, neighbours=[0, 1, 2],
+        sides=choices(SIDES), spins={"type": int, "help": "GOMP_SPINCOUNT of the side `bounded`"},
+        json={"type": Path, "help": "file for all seconds"}, side=HIDDEN,
+        overrides={"nargs": "*", "metavar": "key=value", "help": "of the configuration"},
+    )  # fmt: skip
     if arguments.side is not None:
         return side(arguments.config, arguments.side, arguments.overrides)
     found = measure(arguments)

@@ -78,19 +78,14 @@ def main():
     tune_malloc()
     scratch = torch.empty_like(x)
     sides = {
+        "torch eager, malloc tuned": eager,
+        "torch.compile": step_of(torch.compile(peer), x, tensors),
         "ours": ours,
-        "tuned": eager,
-        "compiled": step_of(torch.compile(peer), x, tensors),
-        "exp": lambda: torch.exp(x, out=scratch),
     }
-    times = alternate(sides, report.args.repeats)
+    times = alternate(sides | {"exp": lambda: torch.exp(x, out=scratch)}, report.args.repeats)
     traffic = 8 * x.nbytes / copy_bandwidth(report.args.device)
-    limit = max(traffic, EXPONENTIALS * times["exp"].median)
-    what, mine = f"loss + gradient + metrics [{B}, {S}]", times["ours"].median
-    report.add(what, "torch eager", untuned, ratio=untuned.median / mine)
-    report.add(what, "torch eager, malloc tuned", times["tuned"], ratio=times["tuned"].median / mine)
-    report.add(what, "torch.compile", times["compiled"], ratio=times["compiled"].median / mine)
-    report.add(what, "ours", times["ours"], of_limit=limit / mine, limit_ms=limit * 1e3, traffic_ms=traffic * 1e3)
+    limit = max(traffic, EXPONENTIALS * times.pop("exp").median)
+    report.compare(f"loss + gradient + metrics [{B}, {S}]", {"torch eager": untuned} | times, limit=limit)
     report.finish()
 
 

@@ -17,23 +17,18 @@ from functools import partial
 
 import torch
 from bench_generation import NEW, ours, prompts
-from harness import Report, Times, alternate, begin
+from harness import Report, alternate, begin, load_decoder, smollm2
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.hub.sources import resolve_model
-from nemo_rl_cpp.models.hf_config import native_config, read_config
-from nemo_rl_cpp.models.weights import load_weights
 
 SHORT = 16
 
 
-def step_weights(folder: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+def step_weights(folder: str, precision: str) -> list[list[torch.Tensor]]:
     """Return qkv, o, gate_up and down of each layer, and the LM head, as the engine reads them.
 
     q, k and v are adjacent, and so are gate and up.
     """
-    config = native_config(read_config(folder))
-    model = C.DecoderModel(config, dtype, False)
-    load_weights(model, folder)
+    model, config = load_decoder(folder, precision, False)
     offsets, hidden = {name: offset for name, _, offset in model.layout}, config["hidden_size"]
     attention, keys = config["num_heads"] * config["head_dim"], config["num_kv_heads"] * config["head_dim"]
 
@@ -94,14 +89,9 @@ def torch_products(weights: list[list[torch.Tensor]], batch: int):
 def measure(report: Report, what: str, generations: dict, weights: list[list[torch.Tensor]], batch: int) -> None:
     ids = prompts(batch, 49152)
     sides = {name: partial(run, ids) for name, run in generations.items()}
-    times = alternate(
-        sides | {"ours": our_products(weights, batch), "torch": torch_products(weights, batch)},
-        report.args.repeats,
-        warmup=1,
-    )
-    step = Times(
-        *((getattr(times["long"], at) - times["short"].median) / (NEW - SHORT) for at in ("median", "low", "high"))
-    )
+    sides |= {"ours": our_products(weights, batch), "torch": torch_products(weights, batch)}
+    times = alternate(sides, report.args.repeats, warmup=1)
+    step = times["long"].minus(times["short"], NEW - SHORT)
     products, peer = times["ours"], times["torch"]
     report.add(what, "decode step", step, tokens_a_second=batch / step.median)
     report.add(what, "products, ours", products, of_step=products.median / step.median)
@@ -109,12 +99,11 @@ def measure(report: Report, what: str, generations: dict, weights: list[list[tor
 
 
 def main() -> None:
-    report = begin(__doc__, 7, batches={"type": int, "nargs": "+", "default": [1, 16, 64]},
-                   precision={"nargs": "+", "default": ["bfloat16", "float32"]})  # fmt: skip
-    folder = str(resolve_model("smollm2-135m-instruct"))
+    report = begin(__doc__, 7, batches=[1, 16, 64], precision=["bfloat16", "float32"])
+    folder = smollm2()
     for precision in report.args.precision:
         generations = {"short": ours(folder, precision, new=SHORT), "long": ours(folder, precision)}
-        weights = step_weights(folder, getattr(torch, precision))
+        weights = step_weights(folder, precision)
         for batch in report.args.batches:
             measure(report, f"{precision}, batch {batch}", generations, weights, batch)
     report.finish()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-from harness import Times, begin
+from harness import Times, begin, smollm2
 
 PROMPT = "The capital of France is"
 TRANSFORMERS = """
@@ -47,10 +47,8 @@ def until_the_first_byte(command: list[str]) -> float:
 
 
 def main() -> None:
-    report = begin(__doc__, 5, precision={"nargs": "+", "default": ["bfloat16"]})
-    from nemo_rl_cpp.hub.sources import resolve_model
-
-    folder = str(resolve_model("smollm2-135m-instruct"))
+    report = begin(__doc__, 5, precision=["bfloat16"])
+    folder = smollm2()
     for precision in report.args.precision:
         options = ["--model", folder, "--precision", precision, "--greedy", "--max-new-tokens", "1"]
         sides = {

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 import torch
-from harness import Report, Times, begin
+from harness import Report, Times, begin, smollm2
 
 PROMPT, NEW = 40, 64
 
@@ -82,13 +82,8 @@ def measure(report: Report, what: str, sides: dict, ids: torch.Tensor) -> None:
 
 
 def main() -> None:
-    report = begin(
-        __doc__, 3, batches={"type": int, "nargs": "+", "default": [1, 16, 64]},
-        precision={"nargs": "+", "default": ["bfloat16", "float32"]}, until_stop={"action": "store_true"},
-    )  # fmt: skip
-    from nemo_rl_cpp.hub.sources import resolve_model
-
-    folder = str(resolve_model("smollm2-135m-instruct"))
+    report = begin(__doc__, 3, batches=[1, 16, 64], precision=["bfloat16", "float32"], until_stop=False)
+    folder = smollm2()
     stops = stop_ids(folder) if report.args.until_stop else []
     for precision in report.args.precision:
         sides = {"ours": ours(folder, precision, stops), "transformers": transformers(folder, precision, stops)}

@@ -11,7 +11,6 @@ time.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -20,7 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+
+from sides import HIDDEN, Child, choices, options
 
 PROMPT, NEW, GROUP = 40, 64, 8
 PAUSE = 1.0  # seconds before a turn: the previous side's threads still spin while they wait for work
@@ -70,10 +72,6 @@ def vllm(folder: str, precision: str, threads: int, compiled: bool = False):
     return run
 
 
-def vllm_compiled(folder: str, precision: str, threads: int):
-    return vllm(folder, precision, threads, compiled=True)
-
-
 def rewrite(source: Path, target: Path, precision: str) -> None:
     """Write the quantised weights from which the model folder was made as a file of `precision`.
 
@@ -91,11 +89,8 @@ def rewrite(source: Path, target: Path, precision: str) -> None:
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if precision == "bfloat16" and values.ndim > 1:
-            writer.add_tensor(
-                tensor.name,
-                gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16),
-                raw_dtype=gguf.GGMLQuantizationType.BF16,
-            )
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(tensor.name, values)
     writer.write_header_to_file()
@@ -127,7 +122,7 @@ def llama_cpp(_folder: str, precision: str, threads: int):
     return run
 
 
-SIDES = {"ours": ours, "vllm": vllm, "vllm_compiled": vllm_compiled, "llama_cpp": llama_cpp}
+SIDES = {"ours": ours, "vllm": vllm, "vllm_compiled": partial(vllm, compiled=True), "llama_cpp": llama_cpp}
 
 
 def serve(side: str, folder: str, precision: str, threads: int) -> None:
@@ -159,46 +154,24 @@ def environment_of(name: str, folder: Path) -> str:
     return python
 
 
-class Side:
-    """An engine in a separate process."""
+class Side(Child):
+    """The process of an engine, which generates for a list of prompts at a time."""
 
-    def __init__(self, name: str, folder: str, arguments: argparse.Namespace, log: Path) -> None:
+    def __init__(self, name: str, folder: str, arguments: argparse.Namespace, logs: Path) -> None:
         from nemo_rl_cpp.hub.sources import smollm2_gguf
 
-        python = sys.executable if name == "ours" else environment_of(name, log.parent)
-        command = [
-            python, str(Path(__file__).resolve()), "--side", name, "--model", folder, "--precision",
-            arguments.precision,
-        ]  # fmt: skip
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(arguments.threads),
-            "HF_HUB_OFFLINE": "1",
-            "GGUF": str(smollm2_gguf()),
-        }
-        self.name, self.log, start = name, log, time.perf_counter()
-        self.process = subprocess.Popen([*command, f"--threads={arguments.threads}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=log.open("w"), text=True, env=environment, cwd=log.parent)  # fmt: skip
-        self.answer()
+        python = sys.executable if name == "ours" else environment_of(name, logs)
+        command = [python, str(Path(__file__).resolve()), "--side", name, "--model", folder]
+        command += ["--precision", arguments.precision, f"--threads={arguments.threads}"]
+        environment = {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "GGUF": str(smollm2_gguf())}
+        start = time.perf_counter()
+        super().__init__(name, command, os.environ | environment, logs)
         self.startup = time.perf_counter() - start
 
-    def answer(self):
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended:\n{self.log.read_text()[-3000:]}")
-        return json.loads(line)
-
     def tokens_per_second(self, ids: list[list[int]]) -> float:
-        self.process.stdin.write(json.dumps(ids) + "\n")
-        self.process.stdin.flush()
-        seconds, tokens = self.answer()
+        seconds, tokens = self.ask(ids)
         assert tokens == len(ids) * NEW, f"{self.name} made {tokens} tokens"
         return tokens / seconds
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-        self.process.kill()
 
 
 def compare(sides: list[Side], batch: int, grouped: bool, rounds: int) -> dict[str, object]:
@@ -219,41 +192,27 @@ def compare(sides: list[Side], batch: int, grouped: bool, rounds: int) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
-    parser.add_argument("--precision", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peers", nargs="+", default=["vllm"], choices=list(ENVIRONMENTS))
-    parser.add_argument("--model")
-    parser.add_argument("--side", choices=list(SIDES))
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__, batches=[1, 16, 64], precision="bfloat16", rounds=3, threads=2, peers=choices(ENVIRONMENTS, "vllm"),
+        model=HIDDEN, side=HIDDEN,
+    )  # fmt: skip
     if arguments.side:
         return serve(arguments.side, arguments.model, arguments.precision, arguments.threads)
     from nemo_rl_cpp.hub.sources import resolve_model
 
     folder, rows = str(resolve_model("smollm2-135m-instruct")), []
     with tempfile.TemporaryDirectory() as logs:
-        sides = [Side(name, folder, arguments, Path(logs, f"{name}.log")) for name in ["ours", *arguments.peers]]
+        sides = [Side(name, folder, arguments, Path(logs)) for name in ["ours", *arguments.peers]]
         print({side.name: f"ready after {side.startup:.1f} s" for side in sides}, flush=True)
         for batch in arguments.batches:
             for grouped in (False, True)[: 2 if batch % GROUP == 0 else 1]:
-                rows.append(
-                    compare([s for s in sides if batch == 1 or s.name != "llama_cpp"], batch, grouped, arguments.rounds)
-                )
+                able = [side for side in sides if batch == 1 or side.name != "llama_cpp"]
+                rows.append(compare(able, batch, grouped, arguments.rounds))
                 print(rows[-1], flush=True)
         for side in sides:
             side.close()
-    print(
-        json.dumps(
-            {
-                "machine": platform.processor() or platform.machine(),
-                "precision": arguments.precision,
-                "threads": arguments.threads,
-                "rows": rows,
-            }
-        )
-    )
+    setting = {"precision": arguments.precision, "threads": arguments.threads}
+    print(json.dumps({"machine": platform.processor() or platform.machine(), **setting, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from types import SimpleNamespace
 
 import torch
 from bench_training_step import chunked_loss, our_step
-from harness import Report, Times, alternate, begin, copy_bandwidth
+from harness import Report, alternate, begin, copy_bandwidth
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import initialize_weights
+from sides import choice, choices
 from training_samples import PeerBatch, Samples
 
 QWEN3 = dict(model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
@@ -117,17 +118,10 @@ def decode(report: Report, config: dict) -> None:
                "transformers": partial(their_generation, peer, device=device)}  # fmt: skip
     runs = {(name, new): partial(make(new=new), ids) for name, make in engines.items() for new in (SHORT, LONG)}
     times = alternate(runs, report.args.repeats, warmup=1)
-    cached = (
-        B
-        * (PROMPT + (SHORT + LONG) / 2)
-        * config["num_hidden_layers"]
-        * 2
-        * config["num_key_value_heads"]
-        * config["head_dim"]
-    )
+    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    cached = B * (PROMPT + (SHORT + LONG) / 2) * per_token
     limit = 2 * (model.compute.numel() + cached) / copy_bandwidth(device)
-    steps = {name: Times(*((getattr(times[name, LONG], at) - times[name, SHORT].median) / (LONG - SHORT) for at in ("median", "low", "high")))
-             for name in engines}  # fmt: skip
+    steps = {name: times[name, LONG].minus(times[name, SHORT], LONG - SHORT) for name in engines}
     for name, step in steps.items():
         report.add(f"decode step, {B} sequences", name, step, tokens_a_second=B / step.median, of_limit=limit / step.median,
                    ratio=step.median / steps["ours"].median)  # fmt: skip
@@ -135,9 +129,9 @@ def decode(report: Report, config: dict) -> None:
 
 def main() -> None:
     parts = {"training": training, "decode": decode}
-    report = begin(__doc__, 5, "cuda", only={"nargs": "+", "choices": list(parts), "default": list(parts)}, samples={"type": int, "default": 16},
-                   length={"type": int, "default": 1024}, sequences={"type": int, "default": 256},
-                   shape={"choices": ["qwen3-0.6b", "small"], "default": "qwen3-0.6b"})  # fmt: skip
+    report = begin(
+        __doc__, 5, "cuda", only=choices(parts), samples=16, length=1024, sequences=256, shape=choice("qwen3-0.6b", "small")
+    )  # fmt: skip
     for name in report.args.only:
         parts[name](report, SMALL if report.args.shape == "small" else QWEN3)
     report.finish()

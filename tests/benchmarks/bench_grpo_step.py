@@ -21,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from sides import HIDDEN, memory_of, options
+
 PROMPTS, GENERATIONS, NEW = 8, 8, 64
 TRL = ["trl==1.16.0", "transformers==5.23.0", "torch==2.15.0", "datasets", "accelerate"]
 
@@ -87,21 +89,16 @@ def one_side(name: str, arguments: argparse.Namespace) -> None:
     """Run in the child, and print one line of JSON at the end."""
     side, batch = {"ours": (ours, arguments.our_batch), "trl": (trl, arguments.trl_batch)}[name]
     result = side(arguments.model, arguments.steps + 1, arguments.threads, batch)
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    result["peak_rss_gb"] = int(peak.split()[1]) / 2**20  # ru_maxrss would include the parent's peak
+    result["peak_rss_gb"] = memory_of("VmHWM") / 2**30
     print("\n" + json.dumps(result))
 
 
 def run_side(name: str, arguments: argparse.Namespace) -> dict[str, object]:
     script = [str(Path(__file__).resolve()), "--side", name, "--model", arguments.model]
-    script += [
-        f"--{key}={getattr(arguments, key.replace('-', '_'))}" for key in ("steps", "threads", "our-batch", "trl-batch")
-    ]
-    python = (
-        [sys.executable]
-        if name == "ours"
-        else ["uv", "run", "--quiet", "--no-project", *(f"--with={p}" for p in TRL), "python"]
-    )
+    script += [f"--{key}={getattr(arguments, key)}" for key in ("steps", "threads", "our_batch", "trl_batch")]
+    python = [sys.executable]
+    if name == "trl":
+        python = ["uv", "run", "--quiet", "--no-project", *(f"--with={package}" for package in TRL), "python"]
     environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -113,15 +110,7 @@ def run_side(name: str, arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--our-batch", type=int, default=32)
-    parser.add_argument("--trl-batch", type=int, default=64)
-    parser.add_argument("--model")
-    parser.add_argument("--side", choices=["ours", "trl"])
-    arguments = parser.parse_args()
+    arguments = options(__doc__, steps=3, rounds=2, threads=2, our_batch=32, trl_batch=64, model=HIDDEN, side=HIDDEN)
     if arguments.side:
         return one_side(arguments.side, arguments)
     from nemo_rl_cpp.hub.sources import resolve_model
@@ -140,15 +129,8 @@ def main() -> None:
     print(
         f"peak RSS: ours {memory['ours']:.2f} GB, TRL {memory['trl']:.2f} GB, ratio {memory['ours'] / memory['trl']:.2f}"
     )
-    print(
-        json.dumps(
-            {
-                "machine": platform.processor() or platform.machine(),
-                "arguments": vars(arguments) | {"model": "smollm2-135m-instruct"},
-                "runs": runs,
-            }
-        )
-    )
+    given = vars(arguments) | {"model": "smollm2-135m-instruct"}
+    print(json.dumps({"machine": platform.processor() or platform.machine(), "arguments": given, "runs": runs}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ precisions. Its forward product gives a row bit-identical results, whatever othe
 import torch
 from harness import alternate, begin
 from nemo_rl_cpp._native import C
+from sides import choice
 
 SHAPES = {
     "SmolLM2 qkv": (960, 576), "SmolLM2 gate, up": (3072, 576), "SmolLM2 down": (576, 1536),
@@ -30,12 +31,7 @@ def products(M: int, N: int, K: int, dtype: torch.dtype) -> dict:
 
 
 def main():
-    report = begin(
-        __doc__,
-        31,
-        rows={"type": int, "default": 2048},
-        precision={"choices": ["float32", "bfloat16"], "default": "float32"},
-    )
+    report = begin(__doc__, 31, rows=2048, precision=choice("float32", "bfloat16"))
     M, dtype = report.args.rows, getattr(torch, report.args.precision)
     torch.manual_seed(0)
     for shape, (N, K) in SHAPES.items():

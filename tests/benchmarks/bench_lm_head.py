@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from harness import Report, alternate, begin, tune_malloc
 from nemo_rl_cpp._native import C
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from sides import choices
 
 
 def resident_bytes() -> int:
@@ -114,15 +113,13 @@ def measure(report: Report, tokens: int, vocab: int, hidden: int, dtype: torch.d
 
 def main():
     report = begin(
-        __doc__, 5, tokens={"type": int, "default": 4096}, vocab={"type": int, "nargs": "*", "default": [49152, 151936]},
-        hidden={"type": int, "nargs": "*", "default": [576, 896]}, dtype={"choices": list(DTYPES), "nargs": "*", "default": list(DTYPES)},
-        compile={"action": "store_true"},
+        __doc__, 5, tokens=4096, vocab=[49152, 151936], hidden=[576, 896], dtype=choices(("bfloat16", "float32")), compile=False
     )  # fmt: skip
     tune_malloc()
     for vocab in report.args.vocab:
         for hidden in report.args.hidden:
             for dtype in report.args.dtype:
-                measure(report, report.args.tokens, vocab, hidden, DTYPES[dtype])
+                measure(report, report.args.tokens, vocab, hidden, getattr(torch, dtype))
     report.finish()
 
 

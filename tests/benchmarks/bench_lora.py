@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 
 import torch
 from bench_training_step import LENGTHS, TOKENS, our_step
-from harness import peak_mb, tune_malloc
+from harness import load_decoder, peak_mb, smollm2, tune_malloc
+from sides import choice, choices, options
 from training_samples import Samples
 
 WAYS = ("all_weights", "lora", "apart")
@@ -29,16 +30,12 @@ WAYS = ("all_weights", "lora", "apart")
 
 def side(connection: Connection, folder: str, arguments: argparse.Namespace, way: str) -> None:
     """Run in a child process. For each seed send [seconds of the step, thread seconds, peak MB so far]."""
-    from nemo_rl_cpp._native import C
     from nemo_rl_cpp.config.lora import LayerKinds
-    from nemo_rl_cpp.models.hf_config import native_config, read_config
-    from nemo_rl_cpp.models.weights import load_weights
 
     tune_malloc()
     torch.set_num_threads(arguments.threads)
-    before, native = peak_mb(), native_config(read_config(folder))
-    model = C.DecoderModel(native, getattr(torch, arguments.precision), way == "all_weights")
-    load_weights(model, folder)
+    before = peak_mb()
+    model, native = load_decoder(folder, arguments.precision, way == "all_weights")
     if way != "all_weights":
         targets = [f"{m}.weight" for m in LayerKinds(len(native["layers"])).modules()]
         model.adapt(arguments.dim, 4.0 * arguments.dim, targets, merge=way == "lora")
@@ -53,18 +50,10 @@ def side(connection: Connection, folder: str, arguments: argparse.Namespace, way
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", default="bfloat16")
-    parser.add_argument("--dim", type=int, default=8)
-    parser.add_argument("--lengths", choices=list(LENGTHS), default="equal")
-    parser.add_argument("--prompt", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--sides", nargs="+", choices=WAYS, default=list(WAYS))
-    arguments = parser.parse_args()
-    from nemo_rl_cpp.hub.sources import resolve_model
-
-    folder, context = str(resolve_model("smollm2-135m-instruct")), multiprocessing.get_context("spawn")
+    arguments = options(
+        __doc__, precision="bfloat16", dim=8, lengths=choice(*LENGTHS), prompt=0, rounds=5, threads=2, sides=choices(WAYS)
+    )  # fmt: skip
+    folder, context = smollm2(), multiprocessing.get_context("spawn")
     ends, processes = {}, []
     for name in arguments.sides:
         ends[name], theirs = context.Pipe()

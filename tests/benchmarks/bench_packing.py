@@ -51,17 +51,12 @@ def measure(report: Report, kind: str, lengths: list[int]) -> None:
         times = alternate({"pack": lambda: pack(lengths, CAPACITY)}, report.args.repeats, warmup=1)["pack"]
         add(name, times, pack(lengths, CAPACITY))
     if report.args.python:
-        add("plain Python first fit", alternate({"pack": lambda: python_first_fit_decreasing(lengths)}, 1, warmup=0)["pack"],
-            python_first_fit_decreasing(lengths))  # fmt: skip
+        times = alternate({"pack": lambda: python_first_fit_decreasing(lengths)}, 1, warmup=0)["pack"]
+        add("plain Python first fit", times, python_first_fit_decreasing(lengths))
 
 
 def main():
-    report = begin(
-        __doc__,
-        7,
-        count={"type": int, "default": 100_000},
-        python={"action": "store_true", "help": "the plain Python packer too"},
-    )
+    report = begin(__doc__, 7, count=100_000, python={"action": "store_true", "help": "the plain Python packer too"})
     for kind in ("log-normal", "Zipf"):
         measure(report, kind, lengths_of(kind, report.args.count))
     report.finish()

@@ -10,12 +10,12 @@ separate processes, and the result is the peak growth of a process (VmHWM) after
 process, which holds all master weights and moments.
 """
 
-import argparse
 import statistics
 from functools import partial
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
+from sides import choice, options
 from training_ranks import WAYS, bench
 
 
@@ -58,18 +58,12 @@ def memory(args) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--layers", type=int, default=10)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a process")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--checkpoint", action="store_true", help="activations are computed again")
-    args = parser.parse_args()
+    args = options(
+        __doc__, memory=False, layers=10, samples=8, length=128, rounds=9, processes=2,
+        threads={"type": int, "default": 1, "help": "of each process"},
+        micro_batches={"type": int, "default": 1, "help": "of a process"}, precision=choice("float32", "bfloat16"),
+        checkpoint={"action": "store_true", "help": "activations are computed again"},
+    )  # fmt: skip
     memory(args) if args.memory else times(args)
 
 

@@ -23,6 +23,7 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.process_workers import rendezvous_store
 from nemo_rl_cpp.distributed.ranks import connect
 from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES
+from sides import options
 
 HIDDEN, INTERMEDIATE, KEYS, VOCABULARY, LAYERS = 576, 1536, 192, 49152, 30
 
@@ -94,12 +95,10 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--buckets", type=float, nargs="+", default=[DEFAULT_BUCKET_BYTES / 1e6], help="MB")
-    parser.add_argument("--changed", type=float, nargs="*", default=[], help="shares of the weights")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
-    args = parser.parse_args()
+    args = options(
+        __doc__, buckets=[DEFAULT_BUCKET_BYTES / 1e6], repeats=7, threads={"type": int, "default": 1, "help": "of each process"},
+        changed={"type": float, "nargs": "*", "default": [], "help": "shares of the weights"},
+    )  # fmt: skip
     store, context = rendezvous_store("127.0.0.1", 600.0), multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [context.Process(target=work, args=(rank, store.port, args, results)) for rank in range(2)]

@@ -11,9 +11,10 @@ with the length of a sample, so its forward and backward on the same sequences a
 import sys
 
 import torch
-from bench_training_step import ours
-from harness import Report, Times, alternate, begin
+from bench_training_step import our_step
+from harness import Report, Times, alternate, begin, load_decoder, smollm2
 from nemo_rl_cpp._native import C
+from sides import choice
 from training_samples import Samples
 
 MICRO_BATCH_TOKENS = 2048
@@ -31,10 +32,7 @@ def attention_of(config: dict, dtype: torch.dtype, samples: int, length: int):
     """Return a function that runs forward and backward of attention alone, for all layers."""
     n, k, h = config["num_heads"], config["num_kv_heads"], config["head_dim"]
     heads = C.AttentionHeads(n, k, h, h**-0.5)
-    qkv, d_out = (
-        torch.randn(samples * length, (n + 2 * k) * h).to(dtype),
-        torch.randn(samples * length, n * h).to(dtype),
-    )
+    qkv, d_out = (torch.randn(samples * length, width * h).to(dtype) for width in (n + 2 * k, n))
     sequences = [(i * length, length, 0, 0) for i in range(samples)]
 
     def run() -> None:
@@ -45,31 +43,22 @@ def attention_of(config: dict, dtype: torch.dtype, samples: int, length: int):
     return run
 
 
-def add(report: Report, what: str, side: str, tokens: int, times: Times, **figures: float) -> float:
-    per_token = times.median / tokens
-    report.add(what, side, times, us_a_token=per_token * 1e6, **figures)
-    return per_token
+def add(report: Report, what: str, side: str, tokens: int, times: Times, **figures: float) -> None:
+    report.add(what, side, times, us_a_token=times.median / tokens * 1e6, **figures)
 
 
 def main() -> None:
-    report = begin(__doc__, 3, precision={"default": "bfloat16", "choices": ["bfloat16", "float32"]}, base={"type": int, "default": 512},
-                   lengths_only={"action": "store_true"})  # fmt: skip
-    from nemo_rl_cpp.hub.sources import resolve_model
-    from nemo_rl_cpp.models.hf_config import native_config, read_config
-
-    folder, dtype = str(resolve_model("smollm2-135m-instruct")), getattr(torch, report.args.precision)
-    run, config = ours(folder, report.args.precision, max_tokens=MICRO_BATCH_TOKENS), native_config(read_config(folder))
-    base = report.args.base
+    report = begin(__doc__, 3, precision=choice("bfloat16", "float32"), base=512, lengths_only=False)
+    model, config = load_decoder(smollm2(), report.args.precision, True)
+    run, dtype, base = our_step(model, MICRO_BATCH_TOKENS), getattr(torch, report.args.precision), report.args.base
     if not report.args.lengths_only:
         sides = {str(scale): step_of(run, base * scale // 64, 64) for scale in SCALES}
         first = 0.0
         for scale, times in zip(SCALES, alternate(sides, report.args.repeats, warmup=1).values(), strict=True):
-            per_token = times.median / (base * scale)
-            first = first or per_token
-            add(
-                report, f"{base * scale} tokens, samples of 64", f"{scale}x", base * scale, times,
-                of_1x=per_token / first,
-            )  # fmt: skip
+            tokens = base * scale
+            first = first or times.median / tokens
+            what = f"{tokens} tokens, samples of 64"
+            add(report, what, f"{scale}x", tokens, times, of_1x=times.median / tokens / first)
     tokens = 2 * MICRO_BATCH_TOKENS
     sides = {f"step {length}": step_of(run, tokens // length, length) for length in LENGTHS}
     sides |= {f"attention {length}": attention_of(config, dtype, tokens // length, length) for length in LENGTHS}

@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from harness import peak_mb, spread
+from sides import options
 
 GROUP, NEW_TOKENS, RANK = 8, 6, 8
 
@@ -158,16 +159,10 @@ def tenants(connection: Connection, arguments: argparse.Namespace, count: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4, help="of HTTP and in process")
-    parser.add_argument("--tenant-rounds", type=int, default=3)
-    parser.add_argument("--tenants", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--only", choices=["overhead", "tenants"])
-    parser.add_argument("--seconds", type=float, default=280)
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__, rounds={"type": int, "default": 4, "help": "of HTTP and in process"}, tenant_rounds=3, tenants=8, prompts=16,
+        threads=2, model="smollm2-135m-instruct", only={"choices": ["overhead", "tenants"]}, seconds=280.0,
+    )  # fmt: skip
     arguments.until = time.monotonic() + arguments.seconds
     result: dict[str, object] = {"model": Path(arguments.model).name, "threads": arguments.threads}
     if arguments.only != "tenants":

@@ -37,15 +37,13 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
-from harness import tune_malloc
+from harness import load_decoder, memory_of, smollm2, tune_malloc
+from sides import HIDDEN, Child, choice, choices, options
 from training_samples import (
     COUNT,
     GROUP,
@@ -67,14 +65,8 @@ HALF_SLACK = 32  # tokens: samples of mixed lengths cannot be split into two equ
 LENGTHS = {"equal": equal_lengths, "mixed": mixed_lengths}
 
 
-def ours(folder: str, precision: str, max_tokens: int = TOKENS, halved: bool = False):
-    from nemo_rl_cpp._native import C
-    from nemo_rl_cpp.models.hf_config import native_config, read_config
-    from nemo_rl_cpp.models.weights import load_weights
-
-    model = C.DecoderModel(native_config(read_config(folder)), getattr(torch, precision), True)
-    load_weights(model, folder)
-    return our_step(model, max_tokens, halved)
+def ours(folder: str, precision: str, halved: bool = False):
+    return our_step(load_decoder(folder, precision, True)[0], TOKENS, halved)
 
 
 def our_step(model, max_tokens: int, halved: bool = False):
@@ -170,14 +162,6 @@ SIDES = {
 PEERS = [name for name in SIDES if name.startswith("transformers")]
 
 
-def memory(key: str) -> int:
-    """Return the bytes of this process from /proc: VmRSS now, VmHWM at the peak (ru_maxrss would include the
-    parent's).
-    """
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
 def one_side(arguments: argparse.Namespace) -> None:
     """Run in the child: take a step for every line of standard input, and print seconds, peak memory so far and
     gradient norm.
@@ -187,49 +171,22 @@ def one_side(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(arguments.threads)
     precision, lengths = arguments.precision[0], LENGTHS[arguments.lengths]()
-    base = memory("VmRSS") + PARAMETERS * (18 if precision == "bfloat16" else 16)
+    base = memory_of("VmRSS") + PARAMETERS * (18 if precision == "bfloat16" else 16)
     run = SIDES[arguments.side](arguments.model, precision)
-    print("ready", flush=True)
+    print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         samples = Samples.random(lengths, arguments.prompt, int(line))
         start = time.perf_counter()
         norm = run(samples)
-        print(json.dumps([time.perf_counter() - start, (memory("VmHWM") - base) / 1e6, norm]), flush=True)
+        print(json.dumps([time.perf_counter() - start, (memory_of("VmHWM") - base) / 1e6, norm]), flush=True)
 
 
-class Side:
-    """A child process that takes one step at a time."""
-
-    def __init__(self, name: str, folder: str, precision: str, arguments: argparse.Namespace) -> None:
-        command = [
-            sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision, "--lengths",
-            arguments.lengths,
-        ]  # fmt: skip
-        command += ["--threads", str(arguments.threads), "--prompt", str(arguments.prompt)]
-        environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1") if "tuned" in name else None
-        self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
-        )
-        self.answer(name)
-
-    def answer(self, what: str) -> str:
-        line = self.process.stdout.readline()
-        if not line:
-            status = self.process.wait()
-            self.errors.seek(0)
-            raise SystemExit(f"{what} ended with status {status}:\n{self.errors.read()}")
-        return line
-
-    def step(self, seed: int) -> list[float]:
-        self.process.stdin.write(f"{seed}\n")
-        self.process.stdin.flush()
-        return json.loads(self.answer("a step"))
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
-        self.errors.close()
+def start(name: str, folder: str, precision: str, arguments: argparse.Namespace) -> Child:
+    """Start the process of a side. It answers a seed with [seconds, peak memory in MB so far, gradient norm]."""
+    command = [sys.executable, __file__, "--side", name, "--model", folder, "--precision", precision]
+    command += [f"--{key}={getattr(arguments, key)}" for key in ("lengths", "threads", "prompt")]
+    environment = dict(os.environ, GLIBC_TUNABLES="glibc.malloc.hugetlb=1") if "tuned" in name else None
+    return Child(name, command, environment)
 
 
 def matrix_peak(precision: str) -> float:
@@ -241,11 +198,8 @@ def matrix_peak(precision: str) -> float:
 
     best = 0.0
     for dtype in {getattr(torch, precision), torch.float32}:
-        a, b, out = (
-            torch.randn(2048, 4096).to(dtype),
-            torch.randn(4096, 4096).to(dtype),
-            torch.empty(2048, 4096, dtype=dtype),
-        )
+        a, b = (torch.randn(rows, 4096).to(dtype) for rows in (2048, 4096))
+        out = torch.empty(2048, 4096, dtype=dtype)
         for product in (lambda: torch.mm(a, b.T, out=out), lambda: C.linear_forward(a, b, None, out)):  # noqa: B023 - called here
             product()
             start = time.perf_counter()
@@ -273,19 +227,15 @@ def figures(
     return row
 
 
-def check_same_gradient(norms: dict[str, float]) -> None:
-    """Raise SystemExit if the gradients of the sides differ, because then they do not compute the same step."""
+def measure(precision: str, folder: str, arguments: argparse.Namespace) -> dict[str, dict]:
+    sides = {name: start(name, folder, precision, arguments) for name in arguments.sides}
+    norms = {name: side.ask(0)[2] for name, side in sides.items()}
     if max(norms.values()) > 1.05 * min(norms.values()):
         raise SystemExit(f"the sides do not compute the same step: norms of the first gradient {norms}")
-
-
-def measure(precision: str, folder: str, arguments: argparse.Namespace) -> dict[str, dict]:
-    sides = {name: Side(name, folder, precision, arguments) for name in arguments.sides}
-    check_same_gradient({name: side.step(0)[2] for name, side in sides.items()})
     rows, peaks = {name: [] for name in sides}, []
     for round_ in range(1, arguments.rounds + 1):
         for name, side in sides.items():
-            rows[name].append(side.step(round_))
+            rows[name].append(side.ask(round_))
         peaks.append(matrix_peak(precision))
     for side in sides.values():
         side.close()
@@ -294,39 +244,24 @@ def measure(precision: str, folder: str, arguments: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--lengths", choices=list(LENGTHS), default="equal")
-    parser.add_argument("--prompt", type=int, default=0)
-    parser.add_argument(
-        "--sides", nargs="+", choices=list(SIDES), default=["ours", "ours_halved", "transformers", "transformers_tuned"]
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__, precision=["bfloat16", "float32"], lengths=choice(*LENGTHS), prompt=0, rounds=3, threads=2,
+        sides=choices(SIDES, "ours", "ours_halved", "transformers", "transformers_tuned"), side=HIDDEN, model=HIDDEN,
+    )  # fmt: skip
     shortest = min(LENGTHS[arguments.lengths]())
     if not 0 <= arguments.prompt < shortest:
-        parser.error(
+        raise SystemExit(
             f"--prompt {arguments.prompt}: the shortest sample has {shortest} tokens, so 0 to {shortest - 1} can be shared"
         )
     if arguments.side:
         return one_side(arguments)
     torch.set_num_threads(arguments.threads)
-    from nemo_rl_cpp.hub.sources import resolve_model
-
-    folder, result = str(resolve_model("smollm2-135m-instruct")), {}
+    folder, result = smollm2(), {}
     for precision in arguments.precision:
         result[precision] = measure(precision, folder, arguments)
         for name, row in result[precision].items():
             print(precision, name, row, flush=True)
-    setting = {
-        "lengths": arguments.lengths,
-        "prompt": arguments.prompt,
-        "threads": arguments.threads,
-        "torch": torch.__version__,
-    }
+    setting = {key: getattr(arguments, key) for key in ("lengths", "prompt", "threads")} | {"torch": torch.__version__}
     print(json.dumps({"machine": platform.processor() or platform.machine(), **setting, "rows": result}))
 
 

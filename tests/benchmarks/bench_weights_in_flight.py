@@ -22,6 +22,7 @@ import tempfile
 from harness import spread
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.config import load_grpo_config
+from sides import options
 
 SECTION = "grpo.async_grpo"
 SIDES = {
@@ -65,13 +66,11 @@ def steps_of(side: str, arguments: argparse.Namespace) -> list[dict[str, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="that count, of each run")
-    parser.add_argument("--age", type=int, default=2, help="max_trajectory_age_steps")
-    parser.add_argument("--new", type=int, help="tokens of every response; by default those of the configuration")
-    parser.add_argument("--config", default="grpo_arithmetic_smollm2.yaml")
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__, rounds=3, steps={"type": int, "default": 8, "help": "that count, of each run"},
+        age={"type": int, "default": 2, "help": "max_trajectory_age_steps"}, config="grpo_arithmetic_smollm2.yaml",
+        new={"type": int, "help": "tokens of every response; by default those of the configuration"},
+    )  # fmt: skip
     medians: dict[str, list[float]] = {side: [] for side in SIDES}
     rows: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for number in range(arguments.rounds):

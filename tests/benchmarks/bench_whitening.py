@@ -29,14 +29,13 @@ def main():
         untuned = alternate({"eager": lambda: peer(values, mask)}, report.args.repeats)["eager"]
         tune_malloc()
         compiled = torch.compile(peer)
-        times = alternate({"ours": lambda: C.whiten_(mine, mask), "tuned": lambda: peer(values, mask), "compiled": lambda: compiled(values, mask)},
-                          report.args.repeats)  # fmt: skip
+        sides = {
+            "torch eager, malloc tuned": lambda: peer(values, mask),
+            "torch.compile": lambda: compiled(values, mask),
+        }
+        times = alternate(sides | {"ours": lambda: C.whiten_(mine, mask)}, report.args.repeats)
         limit = 5 * values.nbytes / copy_bandwidth(report.args.device)
-        what, ours = f"whitening [{B}, {S}]", times["ours"].median
-        report.add(what, "torch eager", untuned, ratio=untuned.median / ours)
-        report.add(what, "torch eager, malloc tuned", times["tuned"], ratio=times["tuned"].median / ours)
-        report.add(what, "torch.compile", times["compiled"], ratio=times["compiled"].median / ours)
-        report.add(what, "ours", times["ours"], of_limit=limit / ours, limit_ms=limit * 1e3)
+        report.compare(f"whitening [{B}, {S}]", {"torch eager": untuned} | times, limit=limit)
     report.finish()
 
 

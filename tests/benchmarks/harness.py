@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from nemo_rl_cpp._native import C
+from sides import memory_of, options
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Times:
         quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
         return Times(statistics.median(seconds), quartiles[0], quartiles[2])
 
+    def minus(self, other: "Times", parts: int) -> "Times":
+        """Return the time of one of the `parts` equal parts that this side has more than `other`."""
+        return Times(*((value - other.median) / parts for value in (self.median, self.low, self.high)))
+
     def __str__(self) -> str:
         return f"{self.median * 1e3:10.3f} ms  [{self.low * 1e3:.3f}, {self.high * 1e3:.3f}]"
 
@@ -40,9 +45,8 @@ def spread(ratios: list[float]) -> list[float]:
 
 
 def peak_mb() -> float:
-    """Return this process's peak memory in MB (ru_maxrss would include the parent's)."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
+    """Return this process's peak memory in MB."""
+    return memory_of("VmHWM") / 2**20
 
 
 def wait_for_device() -> None:
@@ -65,6 +69,24 @@ def alternate(sides: dict[str, Callable[[], object]], repeats: int, warmup: int 
             wait_for_device()
             seconds[name].append(time.perf_counter() - start)
     return {name: Times.of(values) for name, values in seconds.items()}
+
+
+def smollm2() -> str:
+    """Return the folder of SmolLM2-135M-Instruct."""
+    from nemo_rl_cpp.hub.sources import resolve_model
+
+    return str(resolve_model("smollm2-135m-instruct"))
+
+
+def load_decoder(folder: str, precision: str, trainable: bool):
+    """Return (model, its native configuration), with the weights in `folder`."""
+    from nemo_rl_cpp.models.hf_config import native_config, read_config
+    from nemo_rl_cpp.models.weights import load_weights
+
+    config = native_config(read_config(folder))
+    model = C.DecoderModel(config, getattr(torch, precision), trainable)
+    load_weights(model, folder)
+    return model, config
 
 
 def tune_malloc() -> None:
@@ -95,16 +117,13 @@ class Report:
 
     @property
     def header(self) -> dict:
-        cpu = next(
-            (
-                line.split(":", 1)[1].strip()
-                for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if "model name" in line
-            ),
-            platform.machine(),
-        )
-        return {"device": torch.cuda.get_device_name() if self.on_gpu else "cpu", "cpu": cpu, "capability": C.cpu_capability(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-                "python": platform.python_version(), "repeats": self.args.repeats}  # fmt: skip
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
+        return {
+            "device": torch.cuda.get_device_name() if self.on_gpu else "cpu", "cpu": cpu, "capability": C.cpu_capability(),
+            "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+            "repeats": self.args.repeats,
+        }  # fmt: skip
 
     def add(self, what: str, side: str, times: Times, **figures: float) -> None:
         self.rows.append(
@@ -113,23 +132,24 @@ class Report:
         notes = "  ".join(f"{name} {value:.3g}" for name, value in figures.items())
         print(f"{what:34} {side:28} {times}  {notes}", flush=True)
 
+    def compare(self, what: str, times: dict[str, Times], limit: float) -> None:
+        """Add a row for each side: a peer's ratio to the side "ours", and the share of ours of `limit`, in seconds."""
+        mine = times["ours"].median
+        for side, own in times.items():
+            if side != "ours":
+                self.add(what, side, own, ratio=own.median / mine)
+            else:
+                self.add(what, side, own, of_limit=limit / mine, limit_ms=limit * 1e3)
+
     def finish(self) -> None:
         if self.args.json:
             Path(self.args.json).write_text(json.dumps({**self.header, "rows": self.rows}, indent=1) + "\n")
 
 
-def begin(description: str, repeats: int = 15, device: str = "cpu", **options: dict) -> Report:
-    """Read --threads, --repeats, --json, --device and `options` (name: arguments of add_argument), and print the
-    header.
-    """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--json")
-    parser.add_argument("--device", default=device)
-    for name, settings in options.items():
-        parser.add_argument(f"--{name}", **settings)
-    args = parser.parse_args()
+def begin(description: str, repeats: int = 15, device: str = "cpu", **more: object) -> Report:
+    """Read --threads, --repeats, --json, --device and `more` (as in `sides.options`), and print the header."""
+    threads = torch.get_num_threads()
+    args = options(description, threads=threads, repeats=repeats, json={}, device=device, **more)
     torch.set_num_threads(args.threads)
     report = Report(args)
     print(report.header)

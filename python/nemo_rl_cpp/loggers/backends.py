@@ -174,10 +174,6 @@ class WandbLogger(InitTracker):
         self.run.finish()
         self._start({"id": secrets.token_hex(4), "resume": "never", "config": {"resumed_from": f"{old}, step {step}"}})
 
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        """Set the x axis `step_metric` for the metrics that match `name` (for example `ray/*`)."""
-        self.run.define_metric(name, step_metric=step_metric)
-
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:

@@ -43,7 +43,6 @@ class Logger(LoggerInterface):
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.loggers: list[LoggerBackend] = []
         self.wandb_logger: WandbLogger | None = None
-        self.swanlab_logger: LoggerBackend | None = None
         self._failed: set[str] = set()
         self._is_finished = False
         self._files: list[LoggerBackend] = []
@@ -56,8 +55,8 @@ class Logger(LoggerInterface):
                 folder = self.log_dir / name
                 folder.mkdir(exist_ok=True)
                 self.loggers.append(backends[name](getattr(section, name), log_dir=str(folder)))
-                if hasattr(self, f"{name}_logger"):
-                    setattr(self, f"{name}_logger", self.loggers[-1])
+                if name == "wandb":
+                    self.wandb_logger = self.loggers[-1]
                 if name == "tensorboard":
                     self._files.append(self.loggers[-1])
         self.gpu_monitor = self._start_monitor(section.gpu_monitoring) if section.monitor_gpus else None
@@ -94,7 +93,7 @@ class Logger(LoggerInterface):
         if not monitor.available:
             return None
         if self.wandb_logger is not None:
-            self.wandb_logger.define_metric("ray/*", step_metric="ray/ray_step")
+            self.wandb_logger.run.define_metric("ray/*", step_metric="ray/ray_step")  # the x axis
         monitor.start()
         return monitor
 

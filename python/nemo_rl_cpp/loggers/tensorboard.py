@@ -23,20 +23,31 @@ from nemo_rl_cpp.loggers.interface import LoggerInterface, Metrics, flatten_dict
 PATTERN = "events.out.tfevents.*"
 
 
-class SummaryWriter:
-    """A writer that appends to the newest event file of a folder, or creates one. With `run`, it considers only files
-    whose names end in `run`.
+class TensorboardLogger(LoggerInterface):
+    """A backend that appends TensorBoard events to the run's newest event file, or creates one. It needs neither
+    TensorBoard nor torch.
 
     It replaces tensorboardX's writer, whose queue is not emptied by `flush`: after a kill following `flush`, a file had
-    94 of 100 events. This writer writes each event at once, and a resumed run continues in the same file. A record is:
+    94 of 100 events. This class writes each event at once, and a resumed run continues in the same file. A record is:
     length u64, masked CRC-32C of the length, `Event` message, masked CRC-32C of the message.
     """
 
-    def __init__(self, log_dir: str | Path, run: str = "") -> None:
-        folder = Path(log_dir)
+    def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
+        """Open the event file. `cfg` is the section `logger.tensorboard`; its key `log_dir` takes precedence over the
+        argument `log_dir`. Several runs may share that folder: the names of a run's event files then end in the name of
+        its log folder.
+        """
+        given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
+        self.log_dir = str(given or log_dir or "tensorboard")
+        self._run = f".{Path(log_dir).absolute().parent.name}" if given and log_dir else ""
+        self._skipped: set[str] = set()
+        self._open()
+
+    def _open(self) -> None:
+        folder = Path(self.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        files = sorted(folder.glob(f"{PATTERN}{run}"))
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{run}"
+        files = sorted(folder.glob(f"{PATTERN}{self._run}"))
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{self._run}"
         self.path = files[-1] if files else folder / name
         if files:
             # readers stop at a partial record, which a killed process may leave, so remove it
@@ -50,33 +61,53 @@ class SummaryWriter:
         header = struct.pack("<Q", len(payload))
         os.write(self._descriptor, header + _masked_crc(header) + payload + _masked_crc(payload))
 
+    def log_metrics(
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
+    ) -> None:
+        """Append a scalar, as float32, for every metric that is a number. Finite values beyond the range of float32 are
+        clamped to it. Skip other values, and print one message per metric name (none for strings)."""
+        limit = float(np.finfo(np.float32).max)
+        for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
+            number = scalar_of(value)
+            if number is not None and not isinstance(number, str):
+                number = float(number) if not np.isfinite(number) else min(max(float(number), -limit), limit)
+                scalar = Summary.Value(tag=_tag(name), simple_value=number)
+                self._append(step=step, summary=Summary(value=[scalar]))
+            # strings, such as digests, are in metrics.jsonl only
+            elif name not in self._skipped and not isinstance(value, str):
+                self._skipped.add(name)
+                print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
+
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
+        """Append the settings as text, with one line `name: value` each."""
+        lines = "\n".join(f"{name}: {value}" for name, value in flatten_dict(to_plain(params)).items())
+        self._append(step=0, summary=text("hyperparams", f"```yaml\n{lines}\n```"))
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """Append a histogram of the finite values, in 30 bins of equal width."""
+        values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
+        values = values[np.isfinite(values)]
+        if values.size:
+            bars = Summary.Value(tag=_tag(name), histo=make_histogram(values, 30))
+            self._append(step=step, summary=Summary(value=[bars]))
+
     def flush(self) -> None:
         os.fsync(self._descriptor)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Append a number, as float32. Finite values beyond the range of float32 are clamped to it."""
-        limit = float(np.finfo(np.float32).max)
-        value = float(scalar_value) if not np.isfinite(scalar_value) else min(max(float(scalar_value), -limit), limit)
-        tag = tag.encode(errors="replace").decode()  # a lone surrogate becomes a question mark
-        self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
+    def truncate_after(self, step: int) -> None:
+        self.finish()
+        for path in Path(self.log_dir).glob(f"{PATTERN}{self._run}"):
+            truncate_events(path, step)
+        self._open()
 
-    def add_histogram(self, tag: str, values: Sequence[float], global_step: int) -> None:
-        """Append a histogram of the values, in 30 bins of equal width. There must be at least one value, and all
-        finite.
-        """
-        bars = make_histogram(np.asarray(values, dtype=np.float64), 30)
-        tag = tag.encode(errors="replace").decode()
-        self._append(step=global_step, summary=Summary(value=[Summary.Value(tag=tag, histo=bars)]))
 
-    def add_hparams(self, hparam_dict: Mapping[str, object], metric_dict: Mapping[str, object]) -> None:
-        """Append the settings as text, with one line `name: value` each. `metric_dict` is ignored."""
-        lines = "\n".join(f"{name}: {value}" for name, value in hparam_dict.items())
-        self._append(step=0, summary=text("hyperparams", f"```yaml\n{lines}\n```"))
+def _tag(name: str) -> str:
+    return name.encode(errors="replace").decode()  # a lone surrogate becomes a question mark
 
 
 def truncate_events(path: Path, step: int | None) -> None:
@@ -107,53 +138,3 @@ def records(content: bytes) -> Iterator[tuple[bytes, Event]]:
 
 def _masked_crc(data: bytes) -> bytes:
     return struct.pack("<I", masked_crc32c(data))
-
-
-class TensorboardLogger(LoggerInterface):
-    """A backend that writes TensorBoard events (see `SummaryWriter`). It needs neither TensorBoard nor torch."""
-
-    def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
-        """Open the event file. `cfg` is the section `logger.tensorboard`; its key `log_dir` takes precedence over the
-        argument `log_dir`. Several runs may share that folder: the names of a run's event files then end in the name of
-        its log folder.
-        """
-        given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
-        self.log_dir = str(given or log_dir or "tensorboard")
-        self._run = f".{Path(log_dir).absolute().parent.name}" if given and log_dir else ""
-        self.writer = SummaryWriter(self.log_dir, self._run)
-        self._skipped: set[str] = set()
-
-    def log_metrics(
-        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
-    ) -> None:
-        """Add a scalar for every metric that is a number. Skip other values, and print one message per metric name
-        (none for strings)."""
-        for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
-            number = scalar_of(value)
-            if number is not None and not isinstance(number, str):
-                self.writer.add_scalar(name, number, step)
-            # strings, such as digests, are in metrics.jsonl only
-            elif name not in self._skipped and not isinstance(value, str):
-                self._skipped.add(name)
-                print(f"TensorBoard: {name} is not logged, because it is a {type(value).__name__} and not a number")
-
-    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
-        self.writer.add_hparams(flatten_dict(to_plain(params)), {})
-
-    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
-        values = values[np.isfinite(values)]
-        if values.size:
-            self.writer.add_histogram(name, values.tolist(), step)
-
-    def flush(self) -> None:
-        self.writer.flush()
-
-    def finish(self) -> None:
-        self.writer.close()
-
-    def truncate_after(self, step: int) -> None:
-        self.writer.close()
-        for path in Path(self.log_dir).glob(f"{PATTERN}{self._run}"):
-            truncate_events(path, step)
-        self.writer = SummaryWriter(self.log_dir, self._run)

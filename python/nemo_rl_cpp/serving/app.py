@@ -89,10 +89,6 @@ class Conversation:
     def complete(self) -> bool:
         return all(sample.reason for sample in self.samples)
 
-    @property
-    def header(self) -> Header:
-        return Header(self.answer.id, self.answer.model, self.pending[0].version or 0)
-
     async def next(self) -> Progress:
         """Wait for the engine's next tokens and return them. Raise the error of a failed request."""
         progress = await self._news.get()
@@ -116,9 +112,9 @@ class Conversation:
                 self.service.model.rollouts.answered(self.rollout, call)
             self.answer.remember(self.rollout, self.samples)
 
-    async def events(self, progress: Progress) -> AsyncIterator[bytes]:
+    async def events(self, header: Header, progress: Progress) -> AsyncIterator[bytes]:
         """Yield the response as server-sent events while it is generated. `progress` holds its first tokens."""
-        header, answer = self.header, self.answer
+        answer = self.answer
         for body in answer.opening(header):
             yield event(body)
         try:
@@ -218,10 +214,10 @@ class Service:
             except TimeoutError:
                 text = f"the answer was not complete within {limit:g} s, the server's time for a request"
                 raise RequestError(text, 504) from None
-            header = conversation.header
+            header = Header(answer.id, answer.model, conversation.pending[0].version or 0)
             headers = {"x-weight-version": str(header.version), "x-request-id": answer.id}
             if answer.streams:
-                return EventStream(conversation.events(first), headers, stack.pop_all(), deadline)
+                return EventStream(conversation.events(header, first), headers, stack.pop_all(), deadline)
             conversation.keep()
         return JSONResponse(await asyncio.to_thread(answer.whole, header, conversation.samples), headers=headers)
 

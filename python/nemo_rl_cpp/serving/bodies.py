@@ -89,15 +89,6 @@ class SamplingFields(_Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.stop or ()))
-
-    @property
-    def num_likeliest(self) -> int:
-        """The number of most likely tokens to return per sampled token."""
-        return 0
-
 
 class StreamOptions(_Body):
     """The field `stream_options` of OpenAI."""
@@ -130,6 +121,7 @@ class CompletionBody(TextBody):
 
     @property
     def num_likeliest(self) -> int:
+        """The number of most likely tokens to compute for each sampled token."""
         return self.logprobs or 0
 
 

@@ -135,7 +135,7 @@ class ServedModel:
             top_k=int(rule["top_k"]),
             max_new_tokens=min(limit, self.max_model_len),
             stop_token_ids=(*(() if body.ignore_eos else self.end_token_ids), *(body.stop_token_ids or ())),
-            stop_strings=tuple(dict.fromkeys((*self.default.stop_strings, *body.stop_strings))),
+            stop_strings=tuple(dict.fromkeys((*self.default.stop_strings, *(body.stop or ())))),
             num_likeliest=body.num_likeliest,
         )
 

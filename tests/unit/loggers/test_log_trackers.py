@@ -127,7 +127,6 @@ def test_swanlab_and_trackio_receive_metrics_and_hyperparameters(tmp_path, fake)
         trackio={"project": "q", "name": "n"},
     )
     with Logger(cfg) as logger:
-        assert logger.swanlab_logger is not None
         logger.log_metrics({"loss": 0.5, "text": "x"}, 2, prefix="train")
         logger.log_hyperparams({"a": 1})
     given = {"project": "p", "name": "n", "logdir": str(tmp_path / "swanlab")}

@@ -49,8 +49,16 @@ class LoggerBackend(Protocol):
 
 
 class LoggerInterface(LoggerBackend):
-    """The base class of your own logger backends, with NeMo RL's name. `flush`, `truncate_after` and `finish` do
-    nothing unless you override them."""
+    """The base class of your own logger backends, with NeMo RL's name: a `LoggerBackend` that writes no files."""
+
+    def flush(self) -> None:
+        """Do nothing, because no data is buffered."""
+
+    def truncate_after(self, step: int) -> None:
+        """Do nothing, because a tracker keeps the data sent to it."""
+
+    def finish(self) -> None:
+        """Do nothing, because there is nothing to close."""
 
 
 def prefixed(metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, object]:

@@ -31,9 +31,8 @@ class Recorder(types.ModuleType):
         def call(*args, **kwargs):
             self.calls.append((name, args, kwargs))
             if name in ("init", "start_run"):
-                run = types.SimpleNamespace(
-                    info=types.SimpleNamespace(run_id="run-1", experiment_id="0"), config={}, id="run-1", name="n-1"
-                )
+                info = types.SimpleNamespace(run_id="run-1", experiment_id="0")
+                run = types.SimpleNamespace(info=info, config={}, id="run-1", name="n-1")
                 run.log = lambda row, step: self.calls.append(("run.log", (row,), {"step": step}))
                 run.finish = lambda: self.calls.append(("run.finish", (), {}))
                 return run
@@ -67,9 +66,8 @@ def test_wandb_run_keeps_its_id_on_resume_unless_later_steps_are_discarded(tmp_p
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    cfg = config(
-        tmp_path, wandb_enabled=True, wandb={"project": "p", "name": "n", "log_nemo_gym_full_result_tables": False}
-    )
+    section = {"project": "p", "name": "n", "log_nemo_gym_full_result_tables": False}
+    cfg = config(tmp_path, wandb_enabled=True, wandb=section)
     with Logger(cfg) as logger:
         first = logger.wandb_logger.run.id
         logger.log_hyperparams({"grpo": {"seed": 42}})
@@ -103,13 +101,9 @@ def test_mlflow_receives_metrics_and_hyperparameters(tmp_path, fake):
     assert mlflow.of("start_run") == [((), {"run_name": "r"})]
     (row,), kwargs = mlflow.of("log_metrics")[0]
     assert kwargs == {"step": 3, "run_id": "run-1"}
-    assert row == {
-        "train/loss": 0.5,
-        "train/lens/mean": 2.5,
-        "train/lens/p50": 2.5,
-        "train/lens/p90": pytest.approx(3.7),
-        "train/lens/max": 4.0,
-        "train/nested/a": 1.0,
+    lens = {"mean": 2.5, "p50": 2.5, "p90": pytest.approx(3.7), "max": 4.0}
+    assert row == {"train/loss": 0.5, "train/nested/a": 1.0} | {
+        f"train/lens/{name}": value for name, value in lens.items()
     }
     assert mlflow.of("log_params")[0][0] == ({"a.b.0": 1, "a.b.1": 2},)
     assert len(mlflow.of("end_run")) >= 1
@@ -119,13 +113,8 @@ def test_mlflow_receives_metrics_and_hyperparameters(tmp_path, fake):
 
 def test_swanlab_and_trackio_receive_metrics_and_hyperparameters(tmp_path, fake):
     swanlab, trackio = fake("swanlab"), fake("trackio")
-    cfg = config(
-        tmp_path,
-        swanlab_enabled=True,
-        swanlab={"project": "p", "name": "n"},
-        trackio_enabled=True,
-        trackio={"project": "q", "name": "n"},
-    )
+    sections = {"swanlab": {"project": "p", "name": "n"}, "trackio": {"project": "q", "name": "n"}}
+    cfg = config(tmp_path, swanlab_enabled=True, trackio_enabled=True, **sections)
     with Logger(cfg) as logger:
         logger.log_metrics({"loss": 0.5, "text": "x"}, 2, prefix="train")
         logger.log_hyperparams({"a": 1})
@@ -331,11 +320,8 @@ def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):
 
 def test_gpu_metrics_are_logged_on_a_separate_time_axis_and_file(tmp_path, monkeypatch):
     table = "0, 93, 20480\n1, [N/A], 1024\n"
-    assert parse_gpu_table(table) == {
-        "node.0.gpu.0.util": 93.0,
-        "node.0.gpu.0.mem_gb": 20.0,
-        "node.0.gpu.1.mem_gb": 1.0,
-    }
+    parsed = {"node.0.gpu.0.util": 93.0, "node.0.gpu.0.mem_gb": 20.0, "node.0.gpu.1.mem_gb": 1.0}
+    assert parse_gpu_table(table) == parsed
     logger = Logger(config(tmp_path))
     monitor = RayGpuMonitorLogger(0.001, 0.001, parent_logger=logger)
     monkeypatch.setattr(monitor, "_gpu_metrics", lambda: parse_gpu_table(table))

@@ -49,18 +49,14 @@ def log_steps(logger, first, last):
     for step in range(first, last + 1):
         logger.log_metrics({"loss": 1.0 / step, "reward": step}, step, prefix="train")
         logger.log_metrics({"total_step_time": random.random()}, step, prefix="timing/train", step_finished=True)
-        logger.log_batched_dict_as_jsonl(
-            {"content": ["a", "b"], "rewards": [0.0, float(step)]}, f"train_data_step{step}.jsonl"
-        )
+        samples = {"content": ["a", "b"], "rewards": [0.0, float(step)]}
+        logger.log_batched_dict_as_jsonl(samples, f"train_data_step{step}.jsonl")
 
 
 def test_metrics_jsonl_rows_are_sorted_plain_and_strict_json(tmp_path):
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
-        logger.log_metrics(
-            {"z": np.float32(0.5), "a": float("nan"), "m": {"n": [1, math.inf]}, "i": np.int64(3), "flag": True},
-            4,
-            prefix="train",
-        )
+        values = {"z": np.float32(0.5), "a": float("nan"), "m": {"n": [1, math.inf]}, "i": np.int64(3), "flag": True}
+        logger.log_metrics(values, 4, prefix="train")
         logger.log_metrics({"plain": 1}, 5)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text.splitlines()[0] == (
@@ -72,12 +68,10 @@ def test_metrics_jsonl_rows_are_sorted_plain_and_strict_json(tmp_path):
 def test_torch_values_are_logged_as_numbers(tmp_path):
     torch = pytest.importorskip("torch")
     with Logger({"log_dir": str(tmp_path)}) as logger:
-        logger.log_metrics(
-            {"loss": torch.tensor([0.25]), "norm": torch.tensor(2.0, requires_grad=True)}, 1, prefix="train"
-        )
-        logger.log_batched_dict_as_jsonl(
-            {"r": torch.tensor([1.0, float("nan")]), "ids": torch.tensor([[1], [2]])}, "x.jsonl"
-        )
+        values = {"loss": torch.tensor([0.25]), "norm": torch.tensor(2.0, requires_grad=True)}
+        logger.log_metrics(values, 1, prefix="train")
+        columns = {"r": torch.tensor([1.0, float("nan")]), "ids": torch.tensor([[1], [2]])}
+        logger.log_batched_dict_as_jsonl(columns, "x.jsonl")
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": [0.25], "train/norm": 2.0}]
     assert rows(tmp_path / "x.jsonl") == [{"r": 1.0, "ids": [1], "idx": 0}, {"r": "nan", "ids": [2], "idx": 1}]
     assert events(tmp_path / "tensorboard") == [("train/loss", 1, 0.25), ("train/norm", 1, 2.0)]
@@ -96,12 +90,11 @@ def test_tensorboard_skips_non_numeric_values_with_one_message(tmp_path, capsys)
 
 
 def test_hyperparams_hide_secrets(tmp_path):
+    given = {"wandb": {"api_key": "s3cret", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"}
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
-        logger.log_hyperparams(
-            {"wandb": {"api_key": "s3cret", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"}
-        )
+        logger.log_hyperparams(given)
     stored = json.loads((tmp_path / "hyperparams.json").read_text())
-    assert stored == {"wandb": {"api_key": "***", "project": "p"}, "stop_token_ids": [2], "pad_token": "<pad>"}
+    assert stored == given | {"wandb": {"api_key": "***", "project": "p"}}
 
 
 def test_logging_a_batch_with_unequal_field_lengths_is_an_error(tmp_path):
@@ -215,11 +208,8 @@ def test_a_resumed_run_logs_into_its_own_folder(tmp_path):
 def test_run_with_moved_folders_logs_into_its_own_folder(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "ck").rename(tmp_path / "ck_moved")
-    (tmp_path / "logs").rename(tmp_path / "logs_moved")
-    found = get_experiment_dir(
-        str(tmp_path / "logs_moved"), {"log_dir": str(logs)}, tmp_path / "ck_moved" / checkpoint.name
-    )
-    assert found == str(tmp_path / "logs_moved" / "exp_001")
+    moved, checkpoint = (tmp_path / "logs").rename(tmp_path / "logs_moved"), tmp_path / "ck_moved" / checkpoint.name
+    assert get_experiment_dir(str(moved), {"log_dir": str(logs)}, checkpoint) == str(moved / "exp_001")
 
 
 def test_run_from_a_copied_checkpoint_does_not_touch_the_first_runs_logs(tmp_path, capsys):
@@ -247,9 +237,8 @@ def test_log_folder_of_a_different_run_is_not_reused(tmp_path):
 @pytest.mark.parametrize("recorded", ["/etc", "../..", "exp_001/../../x", "", "exp_x", 7, None])
 def test_recorded_log_dir_that_is_no_experiment_folder_gives_a_new_folder(tmp_path, recorded):
     _, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
-    assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": recorded}, checkpoint) == str(
-        tmp_path / "logs" / "exp_002"
-    )
+    found = get_experiment_dir(str(tmp_path / "logs"), {"log_dir": recorded}, checkpoint)
+    assert found == str(tmp_path / "logs" / "exp_002")
 
 
 def test_truncating_logs_deletes_no_files_of_the_user(tmp_path):

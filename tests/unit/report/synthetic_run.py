@@ -8,13 +8,8 @@ from nemo_rl_cpp.report.history import MetricHistory
 
 CONFIG = {
     "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 8, "max_num_steps": 60, "seed": 42},
-    "policy": {
-        "model_name": "SmolLM2-135M-Instruct",
-        "precision": "bfloat16",
-        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 2e-5, "betas": [0.9, 0.999]}},
-    },
+    "policy": {"model_name": "SmolLM2-135M-Instruct", "optimizer": {"kwargs": {"lr": 2e-5, "betas": [0.9, 0.999]}}},
     "loss_fn": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.0},
-    "logger": {"wandb": {"project": "grpo-dev"}},
 }
 
 
@@ -48,56 +43,26 @@ def log_step(logger, step, rng):
     reward = 0.15 + 0.5 * (1 - math.exp(-step / 25)) + rng.gauss(0, 0.03)
     equal = 30 + 45 * (1 - math.exp(-step / 40)) + rng.gauss(0, 4)
     times = {
-        "generation": 1.9 + rng.random() * 0.3,
-        "policy_training": 1.2 + rng.random() * 0.2,
-        "reward_calculation": 0.12,
-        "data_processing": 0.02,
-        "advantage_calculation": 0.001,
-    }
+        "generation": 1.9 + rng.random() * 0.3, "policy_training": 1.2 + rng.random() * 0.2, "reward_calculation": 0.12,
+        "data_processing": 0.02, "advantage_calculation": 0.001,
+    }  # fmt: skip
     total = sum(times.values()) + 0.03
-    logger.log_metrics(
-        {
-            "reward": reward,
-            "loss": -0.01 + rng.gauss(0, 0.01),
-            "grad_norm": abs(rng.gauss(0.8, 0.15)) * (12 if step == 33 else 1),
-            "approx_entropy": 0.3 + 0.9 * math.exp(-step / 20),
-            "token_mult_prob_error": 1.0,
-            "lr": 2e-5 * min(step / 10, 1.0),
-            "mean_gen_tokens_per_sample": 20 - 8 * (1 - math.exp(-step / 20)) + rng.random(),
-            "max_gen_tokens_per_sample": 48,
-            "truncation_rate": 0.28 * math.exp(-step / 15),
-            "groups/pct_equal": equal,
-            "groups/pct_equal_best": equal * 0.8,
-            "groups/pct_equal_worst": equal * 0.2,
-            "total_num_tokens": 2600,
-            "probs_ratio": 1.0,
-            "probs_ratio_min": 0.9,
-            "probs_ratio_max": 1.15,
-            "advantages/min": -1.5,
-            "advantages/max": 1.9,
-        },
-        step,
-        prefix="train",
-    )
-    logger.log_metrics(
-        {"total_step_time": total, "accounted_share": 1 - 0.03 / total, **times}, step, prefix="timing/train"
-    )
-    logger.log_metrics(
-        {"tokens_per_sec": 2600 / total, "generation_tokens_per_sec": 2600 / times["generation"]},
-        step,
-        prefix="performance",
-    )
-    logger.log_metrics(
-        {
-            "peak_rss_gb/generation": 1.9,
-            "peak_rss_gb/policy_training": 2.6 + 0.01 * rng.random(),
-            "rss_gb": 1.7,
-            "peak_rss_gb/run": 2.63,
-        },
-        step,
-        prefix="memory",
-        step_finished=True,
-    )
+    train = {
+        "reward": reward, "loss": -0.01 + rng.gauss(0, 0.01), "grad_norm": abs(rng.gauss(0.8, 0.15)) * (12 if step == 33 else 1),
+        "approx_entropy": 0.3 + 0.9 * math.exp(-step / 20), "token_mult_prob_error": 1.0, "lr": 2e-5 * min(step / 10, 1.0),
+        "mean_gen_tokens_per_sample": 20 - 8 * (1 - math.exp(-step / 20)) + rng.random(), "max_gen_tokens_per_sample": 48,
+        "truncation_rate": 0.28 * math.exp(-step / 15), "groups/pct_equal": equal, "groups/pct_equal_best": equal * 0.8,
+        "groups/pct_equal_worst": equal * 0.2, "total_num_tokens": 2600, "probs_ratio": 1.0, "probs_ratio_min": 0.9,
+        "probs_ratio_max": 1.15, "advantages/min": -1.5, "advantages/max": 1.9,
+    }  # fmt: skip
+    timing = {"total_step_time": total, "accounted_share": 1 - 0.03 / total, **times}
+    speed = {"tokens_per_sec": 2600 / total, "generation_tokens_per_sec": 2600 / times["generation"]}
+    peaks = {"generation": 1.9, "policy_training": 2.6 + 0.01 * rng.random(), "run": 2.63}
+    memory = {f"peak_rss_gb/{phase}": peak for phase, peak in peaks.items()} | {"rss_gb": 1.7}
+    logger.log_metrics(train, step, prefix="train")
+    logger.log_metrics(timing, step, prefix="timing/train")
+    logger.log_metrics(speed, step, prefix="performance")
+    logger.log_metrics(memory, step, prefix="memory", step_finished=True)
     groups = [(rng.randrange(100), rng.randrange(100)) for _ in range(4)]
     rows = [_answer(groups[index // 4], index, reward, rng) for index in range(16)]
     logger.log_batched_dict_as_jsonl(

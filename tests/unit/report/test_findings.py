@@ -101,26 +101,14 @@ def test_warnings_are_sorted_by_severity():
     assert [finding.level for finding in find(history)] == ["bad", "warn", "good"]
 
 
-def test_equal_rewards_warning_distinguishes_too_easy_from_too_hard_prompts():
-    easy = findings.equal_rewards(
-        H(train__groups__pct_equal=[71.0], train__groups__pct_equal_best=[65.0], train__groups__pct_equal_worst=[6.0])
-    )
-    hard = findings.equal_rewards(
-        H(train__groups__pct_equal=[71.0], train__groups__pct_equal_best=[6.0], train__groups__pct_equal_worst=[65.0])
-    )
-    both = findings.equal_rewards(
-        H(train__groups__pct_equal=[70.0], train__groups__pct_equal_best=[35.0], train__groups__pct_equal_worst=[35.0])
-    )
-    assert "too easy" in easy.advice and "too hard" in hard.advice and "others too hard" in both.advice
+@pytest.mark.parametrize("best, words", [(65.0, "too easy"), (6.0, "too hard"), (35.0, "others too hard")])
+def test_equal_rewards_warning_distinguishes_too_easy_from_too_hard_prompts(best, words):
+    shares = {"train__groups__pct_equal_best": [best], "train__groups__pct_equal_worst": [71.0 - best]}
+    assert words in findings.equal_rewards(H(train__groups__pct_equal=[71.0], **shares)).advice
 
 
 SETTINGS = {
-    "grpo": {
-        "num_prompts_per_step": 8,
-        "num_generations_per_prompt": 8,
-        "adv_estimator": {"name": "grpo"},
-        "overlong_filtering": False,
-    },
+    "grpo": {"num_generations_per_prompt": 8, "adv_estimator": {"name": "grpo"}, "overlong_filtering": False},
     "policy": {"max_total_sequence_length": 128, "generation": {"max_new_tokens": 64}},
     "data": {"max_input_seq_length": 40},
 }
@@ -132,18 +120,9 @@ def settings(**sections):
 
 def silent(given=SETTINGS, steps=4, **metrics):
     """A run without a gradient, with these metrics at every step."""
-    names = {
-        "grad_norm": 0.0,
-        "advantages/min": 0.0,
-        "advantages/max": 0.0,
-        "reward": 0.0,
-        "groups/pct_equal": 100.0,
-        **metrics,
-    }
-    return MetricHistory(
-        [{"step": step, **{f"train/{name}": value for name, value in names.items()}} for step in range(1, steps + 1)],
-        given,
-    )
+    row = dict.fromkeys(("grad_norm", "advantages/min", "advantages/max", "reward"), 0.0) | {"groups/pct_equal": 100.0}
+    row = {f"train/{name}": value for name, value in (row | metrics).items()}
+    return MetricHistory([{"step": step, **row} for step in range(1, steps + 1)], given)
 
 
 # what happened, words of the advice
@@ -173,29 +152,14 @@ def test_advice_names_the_actual_cause_of_missing_gradients(case):
 
 def test_prompts_are_called_too_hard_if_no_other_cause_explains_equal_rewards():
     history = silent(truncation_rate=0.0, **{"groups/pct_equal": 95.0, "groups/pct_equal_worst": 95.0})
-    assert (
-        "too hard" in findings.equal_rewards(history).advice
-        and "Nothing is learned" in findings.vanishing_gradient(history).advice
-    )
+    assert "too hard" in findings.equal_rewards(history).advice
+    assert "Nothing is learned" in findings.vanishing_gradient(history).advice
 
 
 def test_advice_for_a_full_context_is_not_to_raise_max_new_tokens():
-    history = MetricHistory(
-        [
-            {
-                "step": 1,
-                "train/truncation_rate": 0.5,
-                "train/mean_gen_tokens_per_sample": 30.0,
-                "train/mean_prompt_length": 90.0,
-            }
-        ],
-        SETTINGS,
-    )
-    found = findings.truncation(history)
-    assert (
-        found.title == "50 % of responses were cut off at the end of the context"
-        and "max_total_sequence_length = 128" in found.advice
-    )
+    found = findings.truncation(silent(truncation_rate=0.5, mean_gen_tokens_per_sample=30.0, mean_prompt_length=90.0))
+    assert found.title == "50 % of responses were cut off at the end of the context"
+    assert "max_total_sequence_length = 128" in found.advice
 
 
 def test_group_warnings_are_omitted_if_advantages_do_not_compare_groups():
@@ -256,7 +220,5 @@ def test_two_serious_causes_are_reported_in_two_rows():
     for step in range(1, 4):
         alerts.step(step, DEAD | {"cut_prompts_rate": 1.0, "token_mult_prob_error": 2.0})
     rows = alerts.table()
-    assert (
-        list(rows) == ["serious", "serious 2"]
-        and sum("data.max_input_seq_length = 9" in text for text in rows.values()) == 1
-    )
+    assert list(rows) == ["serious", "serious 2"]
+    assert sum("data.max_input_seq_length = 9" in text for text in rows.values()) == 1

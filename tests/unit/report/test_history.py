@@ -14,15 +14,8 @@ from synthetic_run import history_of
 
 
 def test_curves_are_in_step_order_and_keep_the_last_value_of_a_step():
-    history = MetricHistory(
-        [
-            {"step": 2, "a": 2.0},
-            {"step": 1, "a": 1.0, "text": "x", "list": [1]},
-            {"step": 2, "a": 3.0},
-            {"a": 9.0},
-            {"step": 3, "a": "nan", "b": "inf"},
-        ]
-    )
+    rows = [{"step": 2, "a": 2.0}, {"step": 1, "a": 1.0, "text": "x", "list": [1]}, {"step": 2, "a": 3.0}, {"a": 9.0}]
+    history = MetricHistory([*rows, {"step": 3, "a": "nan", "b": "inf"}])
     assert history.curve("a").steps == [1, 2, 3] and history.curve("a").values[:2] == [1.0, 3.0]
     assert math.isnan(history.curve("a").values[2]) and history.curve("a").finite().values == [1.0, 3.0]
     assert history.curve("none", "b").values == [math.inf] and history.curve("none").steps == []
@@ -90,11 +83,8 @@ def test_constant_curves_are_listed_separately_unless_they_have_one_point():
 
 @pytest.mark.parametrize(("low", "level"), [(0.14, "info"), (0.2, "good")])
 def test_validation_gain_within_confidence_intervals_is_not_reported_as_success(low, level):
-    history = history_of(
-        validation__accuracy=[0.1, 0.3],
-        validation__accuracy_ci95_low=[0.05, low],
-        validation__accuracy_ci95_high=[0.15, 0.4],
-    )
+    interval = {"validation__accuracy_ci95_low": [0.05, low], "validation__accuracy_ci95_high": [0.15, 0.4]}
+    history = history_of(validation__accuracy=[0.1, 0.3], **interval)
     found = validation_trend(history)
     assert found.level == level and found.title.startswith("Validation accuracy rose from 0.1")
     assert ("intervals of the two overlap" in found.advice) == (level == "info")

@@ -33,12 +33,9 @@ class Checker(HTMLParser):
         if tag not in VOID:
             self.stack.append((tag, attributes))
         self.ids.append(attributes.get("id"))
-        self.fetches += [
-            value for key, value in attributes.items() if key in ("src", "srcset", "action", "data", "poster")
-        ]
-        self.fetches += [
-            v for k, v in attributes.items() if k in ("href", "xlink:href") and not v.startswith(("#", "data:,"))
-        ]
+        fetching, linking = ("src", "srcset", "action", "data", "poster"), ("href", "xlink:href")
+        self.fetches += [value for key, value in attributes.items() if key in fetching]
+        self.fetches += [v for k, v in attributes.items() if k in linking and not v.startswith(("#", "data:,"))]
         assert tag not in ("iframe", "object", "embed", "img", "base")
 
     def handle_startendtag(self, tag, attributes):
@@ -88,11 +85,8 @@ def test_report_page_is_complete_and_self_contained(run):
     writer.finish()
     checker = check(writer.path.read_text())
     text = " ".join(checker.text)
-    rewards = [
-        row["train/reward"]
-        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        if "train/reward" in row
-    ]
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    rewards = [row["train/reward"] for row in rows if "train/reward" in row]
     span = f"reward {rewards[0]:.3f} → {rewards[-1]:.3f} (best {max(rewards):.3f}) in 60 steps; validation accuracy"
     assert f"The policy is learning: {span}" in text and "of 60" in text and "finished" in text
     for section in ("findings", "curves", "time", "memory", "samples", "config"):
@@ -123,14 +117,8 @@ def test_html_and_scripts_in_logged_text_are_escaped_in_the_report(tmp_path):
     (tmp_path / "train_data_step1.jsonl").write_text(
         json.dumps({"content": synthetic_run.messages(evil, evil), "rewards": 1.0}) + "\n"
     )
-    facts = RunFacts(
-        evil,
-        status=evil,
-        config={evil: evil},
-        message=evil,
-        environment={evil: evil},
-        samples=SampleBook(tmp_path).samples(),
-    )
+    texts = {"config": {evil: evil}, "environment": {evil: evil}, "status": evil, "message": evil}
+    facts = RunFacts(evil, samples=SampleBook(tmp_path).samples(), **texts)
     page = render(MetricHistory([{"step": 1, "train/reward": 1.0, f"timing/train/{evil[2:6]}": 1.0}]), facts)
     checker = check(page)
     assert unpacked(checker.scripts["data-samples"])[0]["groups"][0]["answers"][0]["text"] == evil
@@ -225,16 +213,9 @@ def test_run_killed_at_any_time_leaves_a_complete_report(tmp_path):
 
 def test_report_of_20000_steps_stays_small_and_fast(tmp_path):
     history = MetricHistory()
+    row = {"train/loss": 0.1, "timing/train/total_step_time": 1.0, "timing/train/generation": 0.5}
     for step in range(1, 20_001):
-        history.add(
-            {
-                "step": step,
-                "train/reward": step % 7,
-                "train/loss": 0.1,
-                "timing/train/total_step_time": 1.0,
-                "timing/train/generation": 0.5,
-            }
-        )
+        history.add(row | {"step": step, "train/reward": step % 7})
     started = time.process_time()
     page = render(history, RunFacts("long"))
     assert len(page) < 400_000 and time.process_time() - started < 5
@@ -245,17 +226,8 @@ def test_report_of_20000_steps_stays_small_and_fast(tmp_path):
 
 
 def test_time_between_steps_is_shown_separately_from_time_within_steps():
-    history = MetricHistory(
-        [
-            {
-                "step": 1,
-                "timing/train/total_step_time": 6.0,
-                "timing/train/generation": 4.0,
-                "timing/train/checkpointing": 2.0,
-                "timing/train/prepare_for_generation/total": 1.0,
-            }
-        ]
-    )
+    times = {"total_step_time": 6.0, "generation": 4.0, "checkpointing": 2.0, "prepare_for_generation/total": 1.0}
+    history = MetricHistory([{"step": 1} | {f"timing/train/{name}": time for name, time in times.items()}])
     assert stage_shares(history) == {"generation": 0.5, "checkpointing": 0.25, "prepare_for_generation": 0.125}
     stack = unpacked(check(render(history, RunFacts("t"))).scripts["data-metrics"])["panels"][-1]
     assert [(layer["label"], layer["beside"]) for layer in stack["stack"]] == [

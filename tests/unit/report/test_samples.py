@@ -55,12 +55,7 @@ def test_responses_are_grouped_by_group_id_or_by_prompt(tmp_path):
 
 
 def test_shown_prompts_are_tagged_with_why_they_were_selected():
-    groups = [
-        [answer(0.5), answer(0.5)],
-        [answer(1.0), answer(1.0)],
-        [answer(0.0), answer(0.0)],
-        [answer(1.0), answer(-1.0, 9)],
-    ]
+    groups = [[answer(reward), answer(reward)] for reward in (0.5, 1.0, 0.0)] + [[answer(1.0), answer(-1.0, 9)]]
     tags = {group.answers[0].reward: group.tags for group in pick(groups[:3])}
     assert tags[1.0] == ["highest reward"] and tags[0.0] == ["lowest reward"] and tags[0.5] == ["longest answer"]
     assert ["most different", "longest answer"] in [g.tags for g in pick(groups)]
@@ -83,12 +78,8 @@ def test_each_sampled_token_is_shown_with_its_text_logprob_and_ratio(tmp_path):
     (step,) = SampleBook(tmp_path, lambda token: bytes([token])).samples()
     (shown,) = step["groups"][0]["answers"]
     assert shown["tokens"] == ["", "ä", " ", "b"] and shown["env"] == [2]
-    assert (
-        shown["lp"] == [-50, -25, None, -200]
-        and shown["ratio"] == [0, 0, None, 100]
-        and "adv" not in shown
-        and shown["a"] == 0.5
-    )
+    assert shown["lp"] == [-50, -25, None, -200] and shown["ratio"] == [0, 0, None, 100]
+    assert "adv" not in shown and shown["a"] == 0.5
     # the page can be made again without the tokenizer
     assert SampleBook(tmp_path).samples() == [step]
 
@@ -99,24 +90,15 @@ def test_samples_without_decodable_tokens_are_shown_as_text(tmp_path):
     (step,) = SampleBook(tmp_path).samples()
     assert step["groups"][0]["answers"][0]["text"] == "ab"
     (step,) = SampleBook(tmp_path, lambda token: b"\xff").samples()
-    assert step["groups"][0]["answers"][0] == {
-        "i": 0,
-        "r": 1.0,
-        "n": 1,
-        "a": 0.5,
-        "tokens": ["\ufffd"],
-        "lp": [-100],
-        "ratio": 0,
-    }
+    shown = {"i": 0, "r": 1.0, "n": 1, "a": 0.5, "tokens": ["\ufffd"], "lp": [-100], "ratio": 0}
+    assert step["groups"][0]["answers"][0] == shown
 
 
 def test_first_and_last_steps_get_page_space_for_samples_first(tmp_path):
     long = row("x" * 700, [1] * 700, [-1.0] * 700)
     for step in range(1, 12):
-        write(
-            tmp_path / f"train_data_step{step}.jsonl",
-            [long | {"group_id": n // 17, "rewards": n // 17} for n in range(34)],
-        )
+        rows = [long | {"group_id": n // 17, "rewards": n // 17} for n in range(34)]
+        write(tmp_path / f"train_data_step{step}.jsonl", rows)
     steps = SampleBook(tmp_path, lambda token: bytes([token])).samples()
     shown = [step["step"] for step in steps]
     assert shown[0] == 1 and shown[-1] == 11 and len(shown) < 11

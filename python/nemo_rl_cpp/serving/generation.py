@@ -10,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.serving import check_installed
 from nemo_rl_cpp.serving.engine import Sampling, longest_in_cache
 from nemo_rl_cpp.serving.model import EngineSizes, Limits, ServedModel, engine_thread
-from nemo_rl_cpp.serving.rollouts import HEADER, Rollout, Rollouts, TrainedSampling
+from nemo_rl_cpp.serving.rollouts import HEADER, Rollout, Rollouts
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.http_server import HttpServer
@@ -74,7 +74,7 @@ class ServedGeneration(GenerationInterface):
         version: Callable[[], int],
         *,
         api_key: str,
-        sampling: Mapping[str, TrainedSampling],
+        sampling: Mapping[str, Sampling],
     ) -> None:
         self.inner, self.model, self.server = inner, model, server
         self.reports_finished = inner.reports_finished
@@ -141,7 +141,7 @@ class ServedGeneration(GenerationInterface):
 
         Sampling is seeded by `name`, which is the same in every validation. The key starts with the step, and no key is
         used twice."""
-        sampling = TrainedSampling(0.0, 1.0, 0) if greedy else self._sampling[stream]
+        sampling = Sampling(0.0, 1.0, 0) if greedy else self._sampling[stream]
         return self.model.rollouts.register(f"{self._version()}-{name}", STREAMS[stream], sampling, name)
 
     def end_rollout(self, key: str) -> Rollout:
@@ -149,22 +149,17 @@ class ServedGeneration(GenerationInterface):
         return self.model.rollouts.take(key)
 
 
-def trained_sampling(config: GenerationConfig, validation: bool = False) -> TrainedSampling:
+def trained_sampling(config: GenerationConfig, validation: bool = False) -> Sampling:
     """Return the sampling parameters that `policy.generation` sets for training, or with `validation` those for
     validation."""
-
-    def setting(name: str) -> float | None:
-        value = getattr(config, f"val_{name}") if validation else None
-        return getattr(config, name) if value is None else value
-
-    temperature, top_p = setting("temperature"), setting("top_p")
-    if temperature == 0:
-        return TrainedSampling(0.0, 1.0, 0)
-    return TrainedSampling(
-        1.0 if temperature is None else float(temperature),
-        1.0 if top_p is None else float(top_p),
-        max(int(setting("top_k") or 0), 0),
-    )
+    given: dict[str, float | None] = {}
+    for name in ("temperature", "top_p", "top_k"):
+        of_validation = getattr(config, f"val_{name}") if validation else None
+        given[name] = getattr(config, name) if of_validation is None else of_validation
+    if given["temperature"] == 0:
+        return Sampling(0.0)
+    found = {name: 1.0 if given[name] is None else float(given[name]) for name in ("temperature", "top_p")}
+    return Sampling(**found, top_k=max(int(given["top_k"] or 0), 0))
 
 
 def serve_policy(
@@ -245,7 +240,8 @@ def _model(
             f"one of {fits}: raise policy.generation.kv_cache_gb, or lower policy.generation.vllm_cfg.max_model_len"
         )
     sizes = EngineSizes(longest, None, settings.max_batch_size, generation.prefill_chunk_tokens)
-    trained = trained_sampling(generation)
+    texts = (stops,) if isinstance(stops, str) else tuple(stops)
+    most_new = generation.max_new_tokens or longest
     return ServedModel(
         (config.model_name, "policy"),
         tokenizer,
@@ -255,11 +251,5 @@ def _model(
         tuple(ends),
         Rollouts(seed),
         limits=Limits(settings.max_queue, int(settings.max_body_mb * (1 << 20)), settings.request_timeout_s),
-        default=Sampling(
-            trained.temperature,
-            trained.top_p,
-            trained.top_k,
-            generation.max_new_tokens or longest,
-            stop_strings=(stops,) if isinstance(stops, str) else tuple(stops),
-        ),
+        default=replace(trained_sampling(generation), max_new_tokens=most_new, stop_strings=texts),
     )

@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.serving.bodies import RequestError
-from nemo_rl_cpp.serving.engine import LENGTH, STOP_TOKEN, Draw, Sample
+from nemo_rl_cpp.serving.engine import LENGTH, STOP_TOKEN, Draw, Sample, Sampling
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.chat import AssistantTurn
@@ -20,16 +20,6 @@ _MOST_UNREGISTERED = 4096
 _MOST_ENDED = 1 << 16
 HEADER = "x-rollout-key"
 """The header that names a rollout, equivalent to the body's field `rollout_key`."""
-
-
-@dataclass(frozen=True)
-class TrainedSampling:
-    """The sampling parameters that all requests of a training rollout must have, because training computes
-    log-probabilities under them."""
-
-    temperature: float
-    top_p: float
-    top_k: int
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,8 @@ class Rollout:
     Attributes:
         name: seeds the sampling; if None, the rollout's key seeds it.
         stream: the random stream (csrc/common/random.h).
-        sampling: the distribution to sample from; None: each request sets it.
+        sampling: the temperature, top_p and top_k that all requests of a training rollout must have, because training
+            computes log-probabilities under them; None: each request sets them.
         turns: the rollout's chat conversations, each with its token ids.
         drawn: for each prompt, the indices of its responses, finished or in flight.
     """
@@ -71,7 +62,7 @@ class Rollout:
     key: str
     seed: int
     stream: int = 2
-    sampling: TrainedSampling | None = None
+    sampling: Sampling | None = None
     calls: list[Call] = field(default_factory=list)
     turns: list[AssistantTurn] = field(default_factory=list)
     name: str | None = None
@@ -93,7 +84,7 @@ class Rollouts:
         self._others: OrderedDict[str, Rollout] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
 
-    def register(self, key: str, stream: int, sampling: TrainedSampling, name: str | None = None) -> str:
+    def register(self, key: str, stream: int, sampling: Sampling, name: str | None = None) -> str:
         """Add a rollout that `take` returns later, whose sampling is seeded by `name`. Return `key`, or a new key if
         `key` was used."""
         with self._lock:

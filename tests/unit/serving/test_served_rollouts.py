@@ -7,7 +7,7 @@ from nemo_rl_cpp.rollouts.agent_rollouts import message_log
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateParams, RequestError
 from nemo_rl_cpp.serving.engine import Sample, Sampling
 from nemo_rl_cpp.serving.model import ServedModel
-from nemo_rl_cpp.serving.rollouts import Call, Rollout, Rollouts, TrainedSampling, longest_chain
+from nemo_rl_cpp.serving.rollouts import Call, Rollout, Rollouts, longest_chain
 
 
 def call(prompt, answer):
@@ -41,7 +41,7 @@ def test_rollout_messages_contain_the_token_ids_used_by_the_engine():
 def test_sampling_depends_on_rollout_key_prompt_and_number_of_the_call():
     def draws(seed=1):
         rollouts = Rollouts(seed)
-        rollouts.register("a", 0, TrainedSampling(1.0, 1.0, 0))
+        rollouts.register("a", 0, Sampling(1.0, 1.0, 0))
         a, b = rollouts.find("a"), rollouts.find("b")
         return [
             rollouts.draw(a, [1], None), rollouts.draw(a, [1], None), rollouts.draw(a, [1, 2], None), rollouts.draw(b, [1], None)
@@ -64,7 +64,7 @@ def test_sampling_depends_on_rollout_key_prompt_and_number_of_the_call():
 
 def test_trained_rollout_is_limited_to_max_new_tokens_of_the_run():
     rollouts = Rollouts(1)
-    rollouts.register("a", 0, TrainedSampling(1.0, 1.0, 0))
+    rollouts.register("a", 0, Sampling(1.0, 1.0, 0))
     model = ServedModel(("m",), None, None, 100, 512, (), rollouts, default=Sampling(max_new_tokens=8))
     trained, other = rollouts.find("a"), rollouts.find("b")
     for asked, tokens, tokens_of_others in ((None, 8, 502), (5, 5, 5), (100, 8, 100)):
@@ -79,7 +79,7 @@ def test_trained_rollout_is_limited_to_max_new_tokens_of_the_run():
 
 def test_ended_rollout_rejects_requests_and_its_key_is_not_reused():
     """Validations repeat their rollouts: the draws are the same, the keys are not."""
-    rollouts, sampling = Rollouts(1), TrainedSampling(1.0, 1.0, 0)
+    rollouts, sampling = Rollouts(1), Sampling(1.0, 1.0, 0)
     first = rollouts.register("0-val-0-1", 1, sampling, "val-0-1")
     rollout = rollouts.find(first)
     draw = rollouts.draw(rollout, [1], None)

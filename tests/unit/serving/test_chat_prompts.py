@@ -22,9 +22,27 @@ from tokenizer_folders import byte_fallback, byte_level
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
+def made_tokenizer(template=TEMPLATE, special=()):
+    return Tokenizer(byte_level([*SPECIAL, *special]), {"eos_token": "<|im_end|>", "chat_template": template})
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer(byte_level(SPECIAL), {"eos_token": "<|im_end|>", "chat_template": TEMPLATE})
+    return made_tokenizer()
+
+
+def ids_of(tokenizer, text):
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def pieces_of(tokenizer, ids, **how):
+    """The pieces of text of a stream that gets one token at a time."""
+    stream = TextStream(tokenizer, **how)
+    return [piece for n, token in enumerate(ids) for piece in stream.push([token], last=n == len(ids) - 1)]
+
+
+def model_of(tokenizer, **more):
+    return ServedModel(("m",), tokenizer, None, 999, 512, (tokenizer.eos_token_id,), None, **more)
 
 
 def messages(*pairs):
@@ -34,8 +52,8 @@ def messages(*pairs):
 def test_later_turn_reuses_the_sampled_token_ids_of_earlier_responses(tokenizer):
     """The answer was sampled in other pieces than the tokenizer makes of its text."""
     user, answer, end = ("user", "what is"), "there", tokenizer.eos_token_id
-    sampled = [i for letter in answer for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
-    assert sampled != list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    sampled = [i for letter in answer for i in ids_of(tokenizer, letter)]
+    assert sampled != ids_of(tokenizer, answer)
     prompt = chat_prompt(tokenizer, messages(user), None, [])
     conversation = messages(user, ("assistant", answer), ("user", "plus"))
     turns = (turn_of(*user), turn_of("assistant", answer))
@@ -45,21 +63,16 @@ def test_later_turn_reuses_the_sampled_token_ids_of_earlier_responses(tokenizer)
         assert going_on[: len(prompt) + len(ids)] == [*prompt, *ids]
         assert tokenizer.decode(going_on) == tokenizer.decode(anew)  # the same text, in other tokens
     other = messages(user, ("assistant", "another"), ("user", "plus"))
-    assert chat_prompt(tokenizer, other, None, [AssistantTurn(turns, [*prompt, *sampled], False)]) == chat_prompt(
-        tokenizer, other, None, []
-    )
+    found = chat_prompt(tokenizer, other, None, [AssistantTurn(turns, [*prompt, *sampled], False)])
+    assert found == chat_prompt(tokenizer, other, None, [])
 
 
 def test_stream_holds_back_text_that_may_begin_a_stop_string(tokenizer):
     text = "the answer is 42. Hello! \u00e9\u4e2d"
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     for stops, keep, expected in (
         ((), False, text), (("is 43", "Hello?"), False, text), (("is 42",), False, "the answer "), (("is 42", "answer"), True, "the answer"),
     ):  # fmt: skip
-        stream, pieces = TextStream(tokenizer, stops=stops, keep_stop=keep), []
-        for n, token in enumerate(ids):
-            pieces += stream.push([token], last=n == len(ids) - 1)
-            assert expected.startswith("".join(pieces))
+        pieces = pieces_of(tokenizer, ids_of(tokenizer, text), stops=stops, keep_stop=keep)
         assert "".join(pieces) == expected
 
 
@@ -73,8 +86,7 @@ def test_earlier_turn_with_different_tools_is_rendered_again_instead_of_reused(t
 
 
 def test_reasoning_of_an_earlier_response_is_passed_to_the_chat_template():
-    template = TEMPLATE.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}")
-    tokenizer = Tokenizer(byte_level(SPECIAL), {"eos_token": "<|im_end|>", "chat_template": template})
+    tokenizer = made_tokenizer(TEMPLATE.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}"))
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     conversation[1].reasoning_content = "is it not?"
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
@@ -83,45 +95,34 @@ def test_reasoning_of_an_earlier_response_is_passed_to_the_chat_template():
 
 
 def test_response_that_ends_within_a_character_ends_with_a_replacement_character(tokenizer):
-    ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])[:-1]
-    whole = tokenizer.decode(ids)
-    assert whole == "x\ufffd"
-    assert "".join(TextStream(tokenizer).push(ids, last=True)) == whole
-    stream, pieces = TextStream(tokenizer), []
-    for n, token in enumerate(ids):
-        pieces += stream.push([token], last=n == len(ids) - 1)
+    ids = ids_of(tokenizer, "x\U0001f642")[:-1]
+    whole, pieces = tokenizer.decode(ids), pieces_of(tokenizer, ids)
+    assert whole == "x\ufffd" == "".join(TextStream(tokenizer).push(ids, last=True))
     assert "".join(pieces) == whole and len(pieces) == len(ids)
 
 
 def test_logprobs_contain_bytes_of_partial_characters_and_text_offsets(tokenizer):
-    ids = list(tokenizer("x\U0001f642", add_special_tokens=False)["input_ids"])
-    model = ServedModel(("m",), tokenizer, None, 999, 512, (), None)
+    ids, model = ids_of(tokenizer, "x\U0001f642"), model_of(tokenizer)
     spelled = Speller(TextStream(tokenizer)).take(Sample(ids, [-1.0] * len(ids), LENGTH))
     content = chat_logprobs(model.bytes_of_token, spelled)["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "x\U0001f642" and len(content) > 2
     answer = CompletionAnswer(model, CompletionBody(prompt="x", logprobs=0, stream=True), None, "1")
-    offsets = []
-    for token in tokenizer("Hello there", add_special_tokens=False)["input_ids"]:
+    at, ids = 0, ids_of(tokenizer, "Hello there")
+    for token in ids:
         (chunk,) = answer.chunk(Header("1", "m", 0), Progress(0, Sample([token], [-1.0])))
-        offsets.append((chunk["choices"][0]["logprobs"]["text_offset"], chunk["choices"][0]["logprobs"]["tokens"]))
-    at = 0
-    for (offset,), (text,) in offsets:
-        assert offset == at
-        at += len(text)
-    assert at == len("Hello there") and len(offsets) > 1
+        told = chunk["choices"][0]["logprobs"]
+        assert told["text_offset"] == [at]
+        at += len(told["tokens"][0])
+    assert at == len("Hello there") and len(ids) > 1
 
 
 def test_tool_calls_are_parsed_and_malformed_ones_remain_text():
     good = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     spoken = find_calls(f"Let me see. {good}", "1")
     assert spoken.text == "Let me see." and [(c.name, c.arguments) for c in spoken.calls] == [("add", '{"a": 1}')]
-    for broken in (
-        "<tool_call>{</tool_call>",
-        "<tool_call>[1]</tool_call>",
-        '<tool_call>{"name": 5}</tool_call>',
-        "<tool_call>",
-    ):
-        assert find_calls(broken, "1").text == broken and not find_calls(broken, "1").calls
+    for inner in ("{</tool_call>", "[1]</tool_call>", '{"name": 5}</tool_call>', ""):
+        broken = find_calls(f"<tool_call>{inner}", "1")
+        assert broken.text == f"<tool_call>{inner}" and not broken.calls
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\n</tool_call>'
@@ -144,9 +145,8 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\
 def test_tool_call_within_the_thinking_tags_is_ignored(text, thinks, rest, special):
     """`rest`: what is left of the text beside a call; None: there is no call. The marks may be special tokens."""
     template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") if thinks else TEMPLATE
-    made = Tokenizer(byte_level([*SPECIAL, *special]), {"eos_token": "<|im_end|>", "chat_template": template})
-    model = ServedModel(("m",), made, None, 999, 512, (made.eos_token_id,), None)
-    ids = [*made(text, add_special_tokens=False)["input_ids"], made.eos_token_id]
+    made = made_tokenizer(template, special)
+    model, ids = model_of(made), [*ids_of(made, text), made.eos_token_id]
     body = ChatBody(messages=[{"role": "user", "content": "<think>x"}], tools=[TOOL], logprobs=True)
     answer, header, sample = ChatAnswer(model, body, None, "1"), Header("1", "m", 0), Sample(ids, [-1.0] * len(ids), 1)
     (whole,) = answer.whole(header, [sample])["choices"]
@@ -160,12 +160,11 @@ def test_tool_call_within_the_thinking_tags_is_ignored(text, thinks, rest, speci
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_stop_strings_of_the_run_and_of_the_request_both_end_a_response(tokenizer, keep):
-    model = ServedModel(("m",), tokenizer, None, 999, 512, (), None, default=Sampling(stop_strings=("###",)))
+    model = model_of(tokenizer, default=Sampling(stop_strings=("###",)))
     for text, cut in (("Answer 42###", "Answer 42"), ("Answer 42 STOP", "Answer 42 "), ("Answer ##", "Answer ##")):
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        answer = CompletionAnswer(
-            model, CompletionBody(prompt="x", stop="STOP", include_stop_str_in_output=keep, logprobs=0), None, "1"
-        )
+        ids = ids_of(tokenizer, text)
+        body = CompletionBody(prompt="x", stop="STOP", include_stop_str_in_output=keep, logprobs=0)
+        answer = CompletionAnswer(model, body, None, "1")
         assert set(answer.sampling.stop_strings) == {"###", "STOP"}
         sample = Sample(ids, [-1.0] * len(ids), STOP_STRING)
         (choice,) = answer.whole(Header("1", "m", 0), [sample])["choices"]
@@ -207,13 +206,7 @@ def test_chat_with_a_rollout_key_reuses_earlier_token_ids_and_renders_tools(tmp_
             conversation += [answer["choices"][0]["message"], {"role": "user", "content": "what is"}]
         with_tools = chat([{"role": "user", "content": "x"}], tools=[TOOL])
         assert '"add"' in server.model.tokenizer.decode(with_tools["prompt_token_ids"])
-        called = [
-            {"role": "user", "content": "x"},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
-            },
-            {"role": "tool", "tool_call_id": "1", "content": "5"},
-        ]
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        asked, answered = {"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "1", "content": "5"}
+        called = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, answered]
         assert "<tool_call>" in server.model.tokenizer.decode(chat(called, tools=[TOOL])["prompt_token_ids"])

@@ -84,17 +84,10 @@ def test_invalid_completion_fields_are_rejected_by_name(http, field):
         assert error["message"] and field in f"{error['message']} {error['param']}", error
 
 
-@pytest.mark.parametrize("stop, said", [
-    ("", "stop.0: String should have at least 1 character, not ''"), (["x", ""], "stop.1: String should have at least 1 character"),
-    ([1], "stop.0: Input should be a valid string, not 1"), (["x"] * 17, "stop: List should have at most 16 items"),
-    ({"a": 1}, "stop: Input should be a valid list"),
-])  # fmt: skip
-def test_error_of_a_stop_string_names_the_string_and_its_fault(stop, said):
-    with pytest.raises(RequestError, match=re.escape(said)):
-        read_body(CompletionBody, GOOD | {"stop": stop})
-
-
 @pytest.mark.parametrize("kind, field, said", [
+    (CompletionBody, {"prompt": "x", "stop": ""}, "stop.0: String should have at least 1 character, not ''"),
+    (CompletionBody, {"prompt": "x", "stop": ["x", 1]}, "stop.1: Input should be a valid string, not 1"),
+    (CompletionBody, {"prompt": "x", "stop": ["x"] * 17}, "stop: List should have at most 16 items"),
     (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
      "messages.0.content.1.type: Input should be 'text', not 'image_url'"),
     (ChatBody, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, not 5"),
@@ -126,18 +119,8 @@ def test_unsupported_chat_fields_that_would_change_the_response_are_rejected(htt
 
 
 def test_invalid_request_bodies_are_rejected(http):
-    for body in (
-        b"",
-        b"{",
-        b"null",
-        b"[]",
-        b'"x"',
-        b"\xff\xfe",
-        DEEP.encode(),
-        b'{"prompt": NaN}',
-        b'{"prompt": "\\ud800"}',
-        b"1" * 5000,
-    ):
+    odd = (b"\xff\xfe", DEEP.encode(), b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"1" * 5000)
+    for body in (b"", b"{", b"null", b"[]", b'"x"', *odd):
         answer = http.post("/v1/completions", content=body)
         assert answer.status_code == 400, (body[:40], answer.text)
     for body in CHATS:
@@ -152,12 +135,7 @@ def test_invalid_request_bodies_are_rejected(http):
 def test_api_key_is_required_for_every_route_but_health(server):
     with httpx.Client(base_url=server.url) as stranger:
         assert stranger.get("/health").status_code == 200
-        for headers in (
-            {},
-            {"authorization": "Bearer wrong"},
-            {"authorization": KEY},
-            {"authorization": "Bearer \u00e9".encode()},
-        ):
+        for headers in ({}, *({"authorization": key} for key in ("Bearer wrong", KEY, "Bearer \u00e9".encode()))):
             assert stranger.get("/v1/models", headers=headers).status_code == 401
             assert stranger.post("/v1/completions", json=GOOD, headers=headers).status_code == 401
 

@@ -56,9 +56,8 @@ def test_optional_fields_may_be_null_absent_or_set(client):
 
 
 def test_null_extension_fields_are_ignored_and_null_required_fields_are_errors(client):
-    extra = dict.fromkeys(
-        ["top_k", "min_p", "ignore_eos", "return_token_ids", "stop_token_ids", "rollout_key", "nobody_knows_it"]
-    )
+    names = ("top_k", "min_p", "ignore_eos", "return_token_ids", "stop_token_ids", "rollout_key", "nobody_knows_it")
+    extra = dict.fromkeys(names)
     for route in SAME:
         assert answer(client, route, extra_body=extra) == answer(client, route)
     with pytest.raises(openai.BadRequestError, match="prompt: Field required"):
@@ -97,9 +96,8 @@ def test_several_prompts_give_the_choices_of_separate_requests(client):
         for choice in part.choices:
             texts[choice.index] += choice.text
     assert list(texts.values()) == [choice["text"] for choice in together["choices"]]
-    with pytest.raises(
-        openai.InternalServerError, match="2000 answers are asked for, 0 are under way, and the server takes 1024"
-    ):
+    full = "2000 answers are asked for, 0 are under way, and the server takes 1024"
+    with pytest.raises(openai.InternalServerError, match=full):
         answer(client, "completions", prompt=["x"] * 2000)
     with pytest.raises(openai.BadRequestError, match="no token"):
         answer(client, "completions", prompt=["x", ""])

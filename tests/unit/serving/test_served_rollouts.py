@@ -31,11 +31,8 @@ def test_rollout_messages_contain_the_token_ids_used_by_the_engine():
     assert [(m["role"], m["content"], m["token_ids"].tolist()) for m in log] == [
         ("user", "bc", [1, 2]), ("assistant", "d", [3]), ("environment", "e", [4]), ("assistant", "fg", [5, 6]), ("assistant", "h", [7])
     ]  # fmt: skip
-    assert [m["generation_logprobs"].tolist() for m in log if m["role"] == "assistant"] == [
-        [-0.5],
-        [-0.5, -0.5],
-        [-0.5],
-    ]
+    logprobs = [m["generation_logprobs"].tolist() for m in log if m["role"] == "assistant"]
+    assert logprobs == [[-0.5], [-0.5, -0.5], [-0.5]]
 
 
 def test_sampling_depends_on_rollout_key_prompt_and_number_of_the_call():

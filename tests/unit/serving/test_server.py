@@ -55,19 +55,14 @@ def idle(server):
         return engine._changed.wait_for(lambda: not engine._running and not engine._new, 30)
 
 
-SAMPLED = [
-    {"temperature": 0},
-    {"temperature": 1, "seed": 5},
-    {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 6},
-]
-
-
-@pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.parametrize(
+    "rule",
+    [{"temperature": 0}, {"temperature": 1, "seed": 5}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 6}],
+)
 def test_server_generates_the_same_texts_as_the_library(http, library, rule):
     mine = library.generate("what is 12 plus", max_new_tokens=30, **rule)
-    answer = post(
-        http, "/v1/completions", model="tiny", prompt="what is 12 plus", max_tokens=30, return_token_ids=True, **rule
-    )
+    ask = {"model": "tiny", "prompt": "what is 12 plus", "max_tokens": 30, "return_token_ids": True} | rule
+    answer = post(http, "/v1/completions", **ask)
     (choice,) = answer["choices"]
     assert choice["text"] == mine.text and choice["token_ids"] == mine.token_ids
     assert choice["finish_reason"] == mine.finish_reason
@@ -92,13 +87,8 @@ def test_streamed_pieces_concatenate_to_the_whole_response(http):
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
     assert whole["choices"][0]["text"] != whole["choices"][1]["text"]
 
-    ask = {
-        "messages": [{"role": "user", "content": "day?"}],
-        "max_tokens": 25,
-        "temperature": 1,
-        "seed": 2,
-        "logprobs": True,
-    }
+    ask = {"messages": [{"role": "user", "content": "day?"}], "max_tokens": 25, "temperature": 1, "seed": 2}
+    ask["logprobs"] = True
     (choice,) = post(http, "/v1/chat/completions", **ask)["choices"]
     deltas = [part["choices"][0] for part in events(http, "/v1/chat/completions", **ask)]
     assert deltas[0]["delta"] == {"role": "assistant", "content": ""}

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import nemo_rl_cpp
 import numpy as np
 import pytest
 import tinker
 import torch
+from nemo_rl_cpp import ServiceClient, TrainingClient
 from nemo_rl_cpp.tinker import adapters, worker
 from nemo_rl_cpp.tinker.adapters import PromptGroup, Shape, prompt_groups
 from nemo_rl_cpp.tinker.models import rows_of
@@ -25,50 +25,46 @@ WEIGHTS = [1.0, 0.5, 2.0, 0.0]
 
 
 @contextmanager
-def service_in(folder: Path, **more: object) -> Iterator[nemo_rl_cpp.ServiceClient]:
+def service_in(folder: Path, **more: object) -> Iterator[ServiceClient]:
     make_model(folder / "model", **more)
-    with nemo_rl_cpp.ServiceClient(
+    with ServiceClient(
         folder / "model", folder / "saved", precision="float32", max_batch_size=16, cache_gb=0.05
     ) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nemo_rl_cpp.ServiceClient]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
     with service_in(tmp_path_factory.mktemp("clients")) as client:
         yield client
 
 
 @pytest.fixture(scope="module", params=[{}, RECURRENT], ids=["attention", "recurrent"])
-def each_service(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[nemo_rl_cpp.ServiceClient]:
+def each_service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
     with service_in(tmp_path_factory.mktemp("clients"), **request.param) as client:
         yield client
 
 
-def new_client(service: nemo_rl_cpp.ServiceClient, seed: int = 1) -> nemo_rl_cpp.TrainingClient:
+def new_client(service: ServiceClient, seed: int = 1) -> TrainingClient:
     return service.create_lora_training_client(rank=4, seed=seed).result()
 
 
-def adapter_of(client: nemo_rl_cpp.TrainingClient) -> torch.Tensor:
+def adapter_of(client: TrainingClient) -> torch.Tensor:
     return client._model.state.adapter
 
 
-def gradient_of(client: nemo_rl_cpp.TrainingClient) -> torch.Tensor:
+def gradient_of(client: TrainingClient) -> torch.Tensor:
     client._model.adapted.put_down()
     return client._model.state.grads
 
 
-def away_from_zero(client: nemo_rl_cpp.TrainingClient) -> None:
+def away_from_zero(client: TrainingClient) -> None:
     """One step, so that B is not 0 and A has a gradient."""
     client.forward_backward([Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})], "cross_entropy")
     client.optim_step(AdamParams(learning_rate=1e-2)).result()
 
 
-def test_rl_loop_in_process_and_over_http_gives_identical_weights(
-    service: nemo_rl_cpp.ServiceClient, tmp_path: Path
-) -> None:
+def test_rl_loop_in_process_and_over_http_gives_identical_weights(service: ServiceClient, tmp_path: Path) -> None:
     here = new_client(service, seed=5)
     rl_loop(here, 3)
     with serving(tmp_path) as (url, server):
@@ -78,16 +74,16 @@ def test_rl_loop_in_process_and_over_http_gives_identical_weights(
         assert torch.equal(adapter_of(here), server.models[remote.model_id].state.adapter)
 
 
-def test_rl_loop_in_process_raises_the_reward(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_rl_loop_in_process_raises_the_reward(service: ServiceClient) -> None:
     rewards = rl_loop(new_client(service, seed=4), 25)
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
 
 
-def test_async_client_trains_saves_and_loads_a_state(each_service: nemo_rl_cpp.ServiceClient) -> None:
+def test_async_client_trains_saves_and_loads_a_state(each_service: ServiceClient) -> None:
     service = each_service
     data = [Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})]
 
-    async def train(client: nemo_rl_cpp.TrainingClient) -> float:
+    async def train(client: TrainingClient) -> float:
         forward = await client.forward_backward_async(data, "cross_entropy")
         step = client.optim_step(AdamParams(learning_rate=1e-3))
         assert (await step)["unclipped_grad_l2:mean"] > 0
@@ -116,7 +112,7 @@ def test_async_client_trains_saves_and_loads_a_state(each_service: nemo_rl_cpp.S
     asyncio.run(loop())
 
 
-def test_custom_loss_has_the_same_gradient_as_the_builtin_loss(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_custom_loss_has_the_same_gradient_as_the_builtin_loss(service: ServiceClient) -> None:
     logprobs, advantages = [-2.0, -3.1, -2.2, -4.0], [1.0, -0.5, 2.0, -1.0]
     inputs = {"target_tokens": TOKENS[1:], "logprobs": logprobs, "advantages": advantages}
     data = [Datum(TOKENS[:-1], inputs), Datum(TOKENS[:-2], {name: value[:-1] for name, value in inputs.items()})]
@@ -125,14 +121,11 @@ def test_custom_loss_has_the_same_gradient_as_the_builtin_loss(service: nemo_rl_
         away_from_zero(client)
 
     def loss(data: list[Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        terms = (
-            (
-                torch.exp(new - torch.tensor(d.loss_fn_inputs["logprobs"]))
-                * torch.tensor(d.loss_fn_inputs["advantages"])
-            ).sum()
-            for d, new in zip(data, found)
-        )
-        return -sum(terms), {"mine": 3.0}
+        total = torch.zeros(())
+        for d, new in zip(data, found):
+            old, a = (torch.tensor(d.loss_fn_inputs[name]) for name in ("logprobs", "advantages"))
+            total = total - (torch.exp(new - old) * a).sum()
+        return total, {"mine": 3.0}
 
     expected = builtin.forward_backward(data, "importance_sampling").result()
     result = custom.forward_backward_custom(data, loss).result()
@@ -141,16 +134,18 @@ def test_custom_loss_has_the_same_gradient_as_the_builtin_loss(service: nemo_rl_
     torch.testing.assert_close(gradient_of(custom), gradient_of(builtin))
 
 
-def test_gspo_gradient_matches_its_formula(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_gspo_gradient_matches_its_formula(service: ServiceClient) -> None:
     olds = [[-5.7, -5.9, -5.6, -5.5], [-5.8, -5.2, -6.0]]
     masks, advantages = [[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], [[0.0, 1.0, 1.0, -2.0], [0.0, 0.0, 1.5]]
-    data = [
-        Datum(
-            TOKENS[: len(old)],
-            {"target_tokens": TOKENS[1 : len(old) + 1], "logprobs": old, "advantages": a, "sequence_ratio_mask": mask},
-        )
-        for old, a, mask in zip(olds, advantages, masks)
-    ]
+    data = []
+    for old, a, mask in zip(olds, advantages, masks):
+        inputs = {
+            "target_tokens": TOKENS[1 : len(old) + 1],
+            "logprobs": old,
+            "advantages": a,
+            "sequence_ratio_mask": mask,
+        }
+        data.append(Datum(TOKENS[: len(old)], inputs))
 
     def formula(data: list[Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         total = torch.zeros(())
@@ -171,7 +166,7 @@ def test_gspo_gradient_matches_its_formula(service: nemo_rl_cpp.ServiceClient) -
     torch.testing.assert_close(gradient_of(builtin), gradient_of(custom))
 
 
-def test_loss_with_several_targets_per_token_is_the_sum_over_the_targets(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_loss_with_several_targets_per_token_is_the_sum_over_the_targets(service: ServiceClient) -> None:
     targets = torch.tensor([[4, 9, 200], [5, 5, 0], [6, 1, 2], [7, 8, 299]])
     weights = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.5], [0.1, 0.2, 0.3], [2.0, -1.0, 0.25]])
     together, apart = new_client(service), new_client(service)
@@ -212,7 +207,7 @@ def test_sdk_can_send_several_targets_per_token_as_sparse_matrices(tmp_path: Pat
 Result = list[float] | list[list[int]]
 
 
-def tenant(client: nemo_rl_cpp.TrainingClient, number: int) -> Iterator[Result]:
+def tenant(client: TrainingClient, number: int) -> Iterator[Result]:
     """Train and sample; yields each result when it is there."""
     for step in range(3):
         tokens = [3 + number, 4 + step, 5, 6, 3]
@@ -224,8 +219,8 @@ def tenant(client: nemo_rl_cpp.TrainingClient, number: int) -> Iterator[Result]:
         yield [sequence.tokens for sequence in sampled.result().sequences]
 
 
-def test_eight_interleaved_clients_get_the_same_results_as_each_alone(service: nemo_rl_cpp.ServiceClient) -> None:
-    def clients() -> list[nemo_rl_cpp.TrainingClient]:
+def test_eight_interleaved_clients_get_the_same_results_as_each_alone(service: ServiceClient) -> None:
+    def clients() -> list[TrainingClient]:
         return [service.create_lora_training_client(rank=2 + 2 * (n % 2), seed=n).result() for n in range(8)]
 
     alone, together, rng = clients(), clients(), random.Random(0)
@@ -242,7 +237,7 @@ def test_eight_interleaved_clients_get_the_same_results_as_each_alone(service: n
 
 
 def test_samplers_that_alternate_at_every_token_give_the_same_samples_as_alone(
-    service: nemo_rl_cpp.ServiceClient, monkeypatch: pytest.MonkeyPatch
+    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "_TURN_STEPS", 1)
     monkeypatch.setattr(worker, "_TURN_OVER_SWITCH", 0)
@@ -286,7 +281,7 @@ def test_experts_get_no_adapters_but_their_model_is_sampled_and_its_attention_is
         assert trained.compute_logprobs(TOKENS).result() != scored
 
 
-def test_sampling_client_keeps_the_weights_of_its_snapshot(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_sampling_client_keeps_the_weights_of_its_snapshot(service: ServiceClient) -> None:
     client = new_client(service, seed=3)
     away_from_zero(client)
     before = client.save_weights_and_get_sampling_client().result()
@@ -296,7 +291,7 @@ def test_sampling_client_keeps_the_weights_of_its_snapshot(service: nemo_rl_cpp.
     assert before.compute_logprobs(TOKENS).result() == scored != after.compute_logprobs(TOKENS).result()
 
 
-def test_native_model_of_a_lora_rank_is_freed_when_no_client_uses_it(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_native_model_of_a_lora_rank_is_freed_when_no_client_uses_it(service: ServiceClient) -> None:
     base = service._core.base
     client = service.create_lora_training_client(rank=5).result()
     assert Shape(5) in base._native
@@ -321,7 +316,7 @@ GROUPS = [*answers_to(TOKENS, ANSWERS), *answers_to([9, 8, 7], ANSWERS[1:]), *an
 
 @pytest.mark.parametrize("tokens_at_once", [4096, 9])
 def test_samples_with_a_shared_prompt_give_the_results_of_separate_samples(
-    each_service: nemo_rl_cpp.ServiceClient, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
+    each_service: ServiceClient, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
 ) -> None:
     monkeypatch.setattr(adapters, "_TOKENS_AT_ONCE", tokens_at_once)
     together, apart = new_client(each_service), new_client(each_service)
@@ -336,7 +331,7 @@ def test_samples_with_a_shared_prompt_give_the_results_of_separate_samples(
     assert difference.norm() < 1e-5 * gradient_of(apart).norm()
 
 
-def test_consecutive_rows_share_a_prompt_unless_it_has_a_gradient(service: nemo_rl_cpp.ServiceClient) -> None:
+def test_consecutive_rows_share_a_prompt_unless_it_has_a_gradient(service: ServiceClient) -> None:
     rows = rows_of(GROUPS, service._core.base, ("logprobs", "advantages"), ())
     first, second = len(TOKENS) - 1, 2
     assert prompt_groups(rows, "advantages") == [PromptGroup(0, 4, first), PromptGroup(4, 7, second)]

@@ -93,25 +93,18 @@ def test_request_whose_predecessor_never_arrives_fails(
 
 
 GOOD = datum([3, 4, 5], 1)
+BAD_INPUTS = [
+    ({"weights": [1.0, 1.0]}, "no target_tokens"), ({"target_tokens": [4, 99999], "weights": [1.0, 1.0]}, "vocabulary"),
+    ({"target_tokens": [4, 5], "weights": [1.0]}, "shape"), ({"target_tokens": [4, 5], "weights": [[1.0], [1.0]]}, "shape"),
+    ({"target_tokens": [4, 5], "weights": [float("nan")] * 2}, "finite"),
+    ({"target_tokens": [4, 5], "weights": [1.0] * 2, "logprobs": [0.0] * 2}, "does not read"),
+]  # fmt: skip
+IMAGE = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])
 BAD_DATA = [
-    ([], "no datum"),
-    ([datum([3], 1)], "no token"),
-    ([datum([3, 99999], 1)], "vocabulary"),
-    ([datum([3] * 600, 1)], "at most"),
-    ([types.Datum(GOOD.model_input, {"weights": [1.0, 1.0]})], "no target_tokens"),
-    ([types.Datum(GOOD.model_input, {"target_tokens": [4, 99999], "weights": [1.0, 1.0]})], "vocabulary"),
-    ([types.Datum(GOOD.model_input, {"target_tokens": [4, 5], "weights": [1.0]})], "shape"),
-    ([types.Datum(GOOD.model_input, {"target_tokens": [4, 5], "weights": [[1.0], [1.0]]})], "shape"),
-    ([types.Datum(GOOD.model_input, {"target_tokens": [4, 5], "weights": [float("nan")] * 2})], "finite"),
-    (
-        [types.Datum(GOOD.model_input, {"target_tokens": [4, 5], "weights": [1.0] * 2, "logprobs": [0.0] * 2})],
-        "does not read",
-    ),
-    (
-        [types.Datum(types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")]), {"target_tokens": [4]})],
-        "images",
-    ),
-]
+    ([], "no datum"), ([datum([3], 1)], "no token"), ([datum([3, 99999], 1)], "vocabulary"), ([datum([3] * 600, 1)], "at most"),
+    *(([types.Datum(GOOD.model_input, inputs)], why) for inputs, why in BAD_INPUTS),
+    ([types.Datum(IMAGE, {"target_tokens": [4]})], "images"),
+]  # fmt: skip
 
 
 def test_invalid_training_data_is_a_user_error_and_changes_no_gradient(served: tuple[str, Service]) -> None:

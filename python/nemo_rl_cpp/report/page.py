@@ -64,12 +64,9 @@ def parts() -> Any:
     import jinja2  # importing jinja2 takes a fifth of a second
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-    )
+    )  # fmt: skip
     # allow line breaks in long metric names after underscores, slashes and dots
     environment.filters["breakable"] = lambda name: Markup(re.sub(r"(?<=[_/.])(?=\w)", "<wbr>", str(escape(name))))
     return environment.get_template("page.html").module
@@ -101,16 +98,9 @@ def text_of(value: object) -> str:
 STEP_TIME = "timing/train/total_step_time"
 _BETWEEN_STEPS = ("checkpointing", "validation")  # stages after a step, which total_step_time does not include
 _STAGES = (
-    "generation",
-    "policy_training",
-    "policy_and_reference_logprobs",
-    "value_training",
-    "reward_calculation",
-    "validation",
-    "checkpointing",
-    "data_processing",
-    "advantage_calculation",
-)
+    "generation", "policy_training", "policy_and_reference_logprobs", "value_training", "reward_calculation",
+    "validation", "checkpointing", "data_processing", "advantage_calculation",
+)  # fmt: skip
 """Stages that have the same colour in every run: the colour with the stage's index."""
 _OTHER, _MORE = 9, (10, 11)
 """The colour of all small stages together, and the colours for large stages that are not in `_STAGES`."""
@@ -150,23 +140,12 @@ def _time_spec(history: MetricHistory) -> dict[str, Plain] | None:
     }
     if not colors:
         return None
-    layers: list[Plain] = [
-        {
-            "label": label,
-            "metric": timing_name(history, label),
-            "color": color,
-            "share": shares[label],
-            "beside": label in _BETWEEN_STEPS,
-        }
-        for label, color in sorted(colors.items(), key=lambda item: item[1])
-    ]
-    other = max(1 - sum(shares[label] for label in colors), 0.0)
-    return {
-        "title": "Seconds per step",
-        "total": STEP_TIME,
-        "stack": layers,
-        "other": {"label": "other", "color": _OTHER, "share": other},
-    }
+    layers: list[Plain] = []
+    for label, color in sorted(colors.items(), key=lambda item: item[1]):
+        layer = {"label": label, "metric": timing_name(history, label), "color": color, "share": shares[label]}
+        layers.append(layer | {"beside": label in _BETWEEN_STEPS})
+    other = {"label": "other", "color": _OTHER, "share": max(1 - sum(shares[label] for label in colors), 0.0)}
+    return {"title": "Seconds per step", "total": STEP_TIME, "stack": layers, "other": other}
 
 
 def _mean_step_time(history: MetricHistory) -> float:

@@ -53,14 +53,9 @@ class Header:
 
     def body(self, kind: str, choices: list[Json]) -> Json:
         return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "system_fingerprint": f"weights-{self.version}",
-            "weight_version": self.version,
-        }
+            "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices,
+            "system_fingerprint": f"weights-{self.version}", "weight_version": self.version,
+        }  # fmt: skip
 
 
 def usage(prompts: list[list[int]], samples: list[Sample]) -> Json:
@@ -228,13 +223,9 @@ class TextAnswer(Answer):
         if k not in self._spellers:
             b = self.body
             stream = TextStream(
-                self.served.tokenizer,
-                self.prompts[k // self.samples],
-                stops=self.sampling.stop_strings,
-                keep_stop=b.include_stop_str_in_output,
-                skip_special=b.skip_special_tokens,
-                kept=self.kept,
-            )
+                self.served.tokenizer, self.prompts[k // self.samples], stops=self.sampling.stop_strings,
+                keep_stop=b.include_stop_str_in_output, skip_special=b.skip_special_tokens, kept=self.kept,
+            )  # fmt: skip
             self._spellers[k] = Speller(stream)
         return self._spellers[k].take(part)
 

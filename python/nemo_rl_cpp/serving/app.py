@@ -164,34 +164,22 @@ class Service:
     async def health(self, request: Request) -> Response:
         """Handle `GET /health`."""
         state = self.model.engine.state
-        return JSONResponse(
-            {
-                "status": "ok",
-                "weight_version": state.version,
-                "weights_in_place": state.is_open,
-                "answers_under_way": self.under_way,
-                "requests_running": state.running,
-                "requests_waiting": state.waiting,
-                "cache_blocks_used": state.used_blocks,
-                "cache_blocks": state.num_blocks,
-                "generated_tokens": state.generated_tokens,
-            }
-        )
+        return JSONResponse({
+            "status": "ok", "weight_version": state.version, "weights_in_place": state.is_open,
+            "answers_under_way": self.under_way, "requests_running": state.running, "requests_waiting": state.waiting,
+            "cache_blocks_used": state.used_blocks, "cache_blocks": state.num_blocks,
+            "generated_tokens": state.generated_tokens,
+        })  # fmt: skip
 
     async def models(self, request: Request) -> Response:
         """Handle `GET /v1/models`: OpenAI's list of models, with the field `max_model_len` of vLLM."""
         self._check_key(request)
         model = self.model
         card = {
-            "object": "model",
-            "created": 0,
-            "owned_by": "nemo_rl_cpp",
-            "root": model.names[0],
-            "parent": None,
-            "max_model_len": model.max_model_len,
-            "weight_version": model.engine.state.version,
+            "object": "model", "created": 0, "owned_by": "nemo_rl_cpp", "root": model.names[0], "parent": None,
+            "max_model_len": model.max_model_len, "weight_version": model.engine.state.version,
             "weight_digest": model.digest,
-        }
+        }  # fmt: skip
         return JSONResponse({"object": "list", "data": [{"id": name, **card} for name in model.names]})
 
     async def answer(self, request: Request, make: type[Answer]) -> Response:

@@ -22,35 +22,16 @@ StopTexts = Annotated[
 Key = Annotated[str, Field(min_length=1, max_length=256)]
 
 _NEUTRAL: dict[str, object] = {
-    "min_p": 0,
-    "min_tokens": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "bad_words": [],
-    "spaces_between_special_tokens": True,
-    "detokenize": True,
-    "prompt_logprobs": 0,
-    "echo": False,
-    "priority": 0,
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-    "verbosity": "medium",
-    "add_generation_prompt": True,
-}
+    "min_p": 0, "min_tokens": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
+    "bad_words": [], "spaces_between_special_tokens": True, "detokenize": True, "prompt_logprobs": 0, "echo": False,
+    "priority": 0, "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"],
+    "verbosity": "medium", "add_generation_prompt": True,
+}  # fmt: skip
 """Fields that are accepted only with a value that changes nothing."""
 _IGNORED = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "cache_salt",
-    "safety_identifier",
-    "prompt_cache_key",
+    "user", "metadata", "store", "service_tier", "cache_salt", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
-}
+}  # fmt: skip
 """Fields that do not affect the response."""
 _IGNORED_PARAMS = {"detokenize", "spaces_between_special_tokens", "routed_experts_prompt_start", "output_kind"}
 """Fields of vLLM's `sampling_params` that do not affect token ids."""

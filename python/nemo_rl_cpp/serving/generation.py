@@ -126,14 +126,9 @@ class ServedGeneration(GenerationInterface):
         if self._tokenizer_folder is None:
             self._tokenizer_folder = Path(tempfile.mkdtemp(prefix="nemo_rl_cpp_tokenizer_"))
             self.model.tokenizer.save_pretrained(str(self._tokenizer_folder))
-        return ServerAddress(
-            f"{self.server.url}/v1",
-            self._api_key,
-            self.model.names[0],
-            HEADER,
-            str(self._tokenizer_folder),
-            self.model.max_model_len,
-        )
+        tokenizer, model = str(self._tokenizer_folder), self.model
+        url = f"{self.server.url}/v1"
+        return ServerAddress(url, self._api_key, model.names[0], HEADER, tokenizer, model.max_model_len)
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
         """Return the key that a rollout's requests must send. They are sampled with the sampling parameters of
@@ -242,14 +237,9 @@ def _model(
     sizes = EngineSizes(longest, None, settings.max_batch_size, generation.prefill_chunk_tokens)
     texts = (stops,) if isinstance(stops, str) else tuple(stops)
     most_new = generation.max_new_tokens or longest
+    engine = engine_thread(runner, tokenizer, sizes, cache_bytes, version(), is_open=False)
     return ServedModel(
-        (config.model_name, "policy"),
-        tokenizer,
-        engine_thread(runner, tokenizer, sizes, cache_bytes, version(), is_open=False),
-        int(folder.config["vocab_size"]),
-        longest,
-        tuple(ends),
-        Rollouts(seed),
+        (config.model_name, "policy"), tokenizer, engine, int(folder.config["vocab_size"]), longest, tuple(ends), Rollouts(seed),
         limits=Limits(settings.max_queue, int(settings.max_body_mb * (1 << 20)), settings.request_timeout_s),
         default=replace(trained_sampling(generation), max_new_tokens=most_new, stop_strings=texts),
-    )
+    )  # fmt: skip

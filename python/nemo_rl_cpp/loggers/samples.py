@@ -2,11 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
 
 _ROLE_COLORS = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow"}
 
@@ -28,7 +27,7 @@ def print_message_log_samples(
     rewards: Sequence[float],
     num_samples: int = 5,
     step: int = 0,
-    console: "Console | None" = None,
+    console: Console | None = None,
 ) -> None:
     """Print the distribution of the rewards, and up to `num_samples` conversations.
 
@@ -36,10 +35,6 @@ def print_message_log_samples(
         message_logs: a list of messages (`role`, `content`) per sample.
         rewards: a number per sample. Raise ValueError if there are not as many as message logs.
     """
-    from rich.console import Console, Group
-    from rich.panel import Panel
-    from rich.text import Text
-
     if len(message_logs) != len(rewards):
         raise ValueError(f"{len(message_logs)} message logs but {len(rewards)} rewards: one reward a log is expected")
     if not message_logs or num_samples <= 0:
@@ -62,9 +57,7 @@ def print_message_log_samples(
         )
 
 
-def _reward_bars(values: list[float]) -> "Text":
-    from rich.text import Text
-
+def _reward_bars(values: list[float]) -> Text:
     counts = Counter(values)
     text = Text(
         f"{len(values)} samples, mean {sum(values) / len(values):.4g}, "

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
 from nemo_rl_cpp.loggers.interface import flatten_dict
@@ -86,10 +90,6 @@ class Comparison:
 
     def print(self) -> None:
         """Print the tables, the verdict and the examples."""
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
         shown = io.StringIO()
         console = Console(file=shown, highlight=False, width=shutil.get_terminal_size().columns)
         for block in self.blocks:

@@ -6,6 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
 from nemo_rl_cpp.config.access import as_number
 from nemo_rl_cpp.metrics.timer import TOTAL
 from nemo_rl_cpp.report.history import format_number
@@ -14,8 +20,6 @@ from nemo_rl_cpp.stages import stage
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
-    from rich.console import Console
-    from rich.live import Live
 
 _SHOWN = {
     "reward": "reward",
@@ -50,7 +54,7 @@ class Progress:
     line."""
 
     def __init__(
-        self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: "Console | None" = None
+        self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: Console | None = None
     ) -> None:
         """Start the display. Without `total_steps` no time left is shown. `console` is rich's console, by default on
         stdout."""
@@ -108,8 +112,6 @@ class Progress:
         """End the live line and print a table of `summary`."""
         self.close()
         if summary and self.mode != "quiet":
-            from rich.table import Table
-
             table = Table(title=title, show_header=False, title_justify="left")
             table.add_column(style="bold")
             table.add_column()
@@ -162,11 +164,8 @@ class Progress:
 
     # ---- where it goes
 
-    def _get_console(self) -> "Console":
-        if self._console is None:
-            from rich.console import Console
-
-            self._console = Console()
+    def _get_console(self) -> Console:
+        self._console = self._console or Console()
         return self._console
 
     def _print(self, text: str) -> None:
@@ -178,10 +177,6 @@ class Progress:
             print(text, flush=True)
 
     def _start_live(self) -> None:
-        from rich.live import Live
-        from rich.spinner import Spinner
-        from rich.text import Text
-
         spinner = Spinner("dots")
         progress = self
 
@@ -200,7 +195,7 @@ class Progress:
             self._display.update({"text/plain": self.line()}, raw=True)
 
 
-def _choose_mode(console: "Console | None") -> str:
+def _choose_mode(console: Console | None) -> str:
     ipython = sys.modules.get("IPython")  # an import is not enough: a notebook kernel must run in this process
     if ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None:
         return "notebook"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +26,7 @@ from nemo_rl_cpp.tinker.types import (
     SampledSequence,
     SampleRequest,
     SampleResponse,
-    Tokens,
     UserError,
-    tensor_of,
     tokens_of,
 )
 from nemo_rl_cpp.tinker.worker import Answers, Sampler, Worker
@@ -271,42 +269,37 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
     """
     if not data:
         raise UserError("the request has no datum")
-    return [
-        _row(f"datum {number}", datum.model_input, datum.loss_fn_inputs, base, needed, known)
-        for number, datum in enumerate(data)
-    ]
+    rows = []
+    for number, datum in enumerate(data):
+        here, given = f"datum {number}", datum.loss_fn_inputs
+        tokens = tokens_of(datum.model_input, here)
+        base.check_tokens(tokens, here, room=1)
+        for name in (TARGETS, *needed):
+            if name not in given:
+                raise UserError(f"{here} has no {name} in loss_fn_inputs")
+        for name in given:
+            if name not in (TARGETS, *needed, *known):
+                raise UserError(f"{here} has {name} in loss_fn_inputs, which this loss does not read")
+        tensors = {name: _tensor(value, f"{here}: {name}", len(tokens)) for name, value in given.items()}
+        targets = tensors.pop(TARGETS)
+        if targets.is_floating_point():
+            raise UserError(f"target_tokens of {here} are {targets.dtype}, expected whole numbers")
+        base.check_vocabulary(int(targets.min()), int(targets.max()), f"target_tokens of {here}")
+        for name, tensor in tensors.items():
+            if tensor.shape != targets.shape:
+                shape, expected = tuple(tensor.shape), tuple(targets.shape)
+                raise UserError(f"{here}: {name} has the shape {shape}, expected that of target_tokens, {expected}")
+        inputs = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
+        rows.append(Row(tokens, targets.to(torch.int64).view(len(tokens), -1), targets.shape, inputs))
+    return rows
 
 
-def _row(
-    here: str, model_input: Tokens, given: Mapping[str, object], base: Base, needed: Sequence[str], known: Sequence[str]
-) -> Row:
-    tokens = tokens_of(model_input, here)
-    base.check_tokens(tokens, here, room=1)
-    for name in (TARGETS, *needed):
-        if name not in given:
-            raise UserError(f"{here} has no {name} in loss_fn_inputs")
-    for name in given:
-        if name not in (TARGETS, *needed, *known):
-            raise UserError(f"{here} has {name} in loss_fn_inputs, which this loss does not read")
-    tensors = {name: _whole(value, f"{here}: {name}", len(tokens)) for name, value in given.items()}
-    targets = tensors.pop(TARGETS)
-    if targets.is_floating_point():
-        raise UserError(f"target_tokens of {here} are {targets.dtype}, expected whole numbers")
-    base.check_vocabulary(int(targets.min()), int(targets.max()), f"target_tokens of {here}")
-    for name, tensor in tensors.items():
-        if tensor.shape != targets.shape:
-            raise UserError(
-                f"{here}: {name} has the shape {tuple(tensor.shape)}, expected that of target_tokens, {tuple(targets.shape)}"
-            )
-    matrix = targets.to(torch.int64).view(len(tokens), -1)
-    return Row(
-        tokens, matrix, targets.shape, {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
-    )
-
-
-def _whole(given: object, what: str, length: int) -> Tensor:
+def _tensor(given: object, what: str, length: int) -> Tensor:
     """Return a loss input as a dense tensor, [N] or [N, K]. Elements missing from a sparse tensor are 0."""
-    tensor = tensor_of(given, what)
+    try:
+        tensor = given.to_torch() if hasattr(given, "to_torch") else torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{what} is no tensor: {error}") from None
     shape = tuple(tensor.shape)
     if len(shape) not in (1, 2) or shape[0] != length or not 1 <= shape[-1] <= max(length, _WIDEST):
         raise UserError(

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -132,13 +131,3 @@ def tokens_of(given: Tokens, what: str) -> list[int]:
         return given.to_ints()
     except ValueError:
         raise UserError(f"{what} holds something else than tokens: images and audio are not here") from None
-
-
-def tensor_of(given: object, what: str) -> Tensor:
-    """Return an input of a loss as a tensor. Raise UserError if it cannot be converted."""
-    if hasattr(given, "to_torch"):
-        return given.to_torch()
-    try:
-        return torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{what} is no tensor: {error}") from None

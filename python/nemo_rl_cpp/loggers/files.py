@@ -58,13 +58,31 @@ class JsonlLogger(LoggerInterface):
                 os.close(descriptor)
 
     def truncate_after(self, step: int) -> None:
+        """Remove the lines of later steps, and incomplete lines, atomically. The other lines keep their exact bytes."""
         self.finish()
-        _truncate_jsonl(self.log_dir / METRICS, step)
+        path = self.log_dir / METRICS
+        if not path.is_file():
+            return
+
+        def kept(line: bytes) -> bool:
+            try:
+                return line.endswith(b"\n") and json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError):
+                return False
+
+        temporary = path.with_name(f".{path.name}.tmp")
+        with open(path, "rb") as source, open(temporary, "wb") as target:
+            target.writelines(line for line in source if kept(line))
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(temporary, path)
 
     def _append(self, name: str, line: str) -> None:
         if name not in self._files:
             path = self.log_dir / name
-            _drop_torn_line(path)
+            content = path.read_bytes() if path.is_file() else b""
+            if content and not content.endswith(b"\n"):  # an incomplete last line, which an interrupted write may leave
+                os.truncate(path, content.rfind(b"\n") + 1)
             self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._waiting[name] = self._waiting.get(name, b"") + (line + "\n").encode()
         self._write(name, self._files[name])
@@ -72,30 +90,3 @@ class JsonlLogger(LoggerInterface):
     def _write(self, name: str, descriptor: int) -> None:
         while waiting := self._waiting.get(name):
             self._waiting[name] = waiting[os.write(descriptor, waiting) :]
-
-
-def _truncate_jsonl(path: Path, step: int) -> None:
-    """Remove incomplete lines and the lines of steps after `step`, atomically. The other lines keep their exact
-    bytes."""
-    if not path.is_file():
-        return
-
-    def kept(line: bytes) -> bool:
-        try:
-            return line.endswith(b"\n") and json.loads(line)["step"] <= step
-        except (ValueError, KeyError, TypeError):
-            return False
-
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(path, "rb") as source, open(temporary, "wb") as target:
-        target.writelines(line for line in source if kept(line))
-        target.flush()
-        os.fsync(target.fileno())
-    os.replace(temporary, path)
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Remove an incomplete last line, which an interrupted write may leave."""
-    content = path.read_bytes() if path.is_file() else b""
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)

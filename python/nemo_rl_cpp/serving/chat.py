@@ -132,7 +132,9 @@ def chat_prompt(
         last = max(known, key=lambda each: len(each.turns))
         new = _text_behind(tokenizer, plain, len(last.turns) - 1, tools)
         if new is not None:
-            return last.ids + _ids_of(tokenizer, new, last)
+            if last.stopped:  # the end token is already included
+                new = new.removeprefix(tokenizer.decode(last.ids[-1:], skip_special_tokens=False))
+            return last.ids + [int(i) for i in tokenizer(new, add_special_tokens=False)["input_ids"]]
     return prompt_ids(tokenizer, render_prompt(tokenizer, plain, tools=tools), plain)
 
 
@@ -147,21 +149,13 @@ def _text_behind(
     return text.rpartition(_PLACE)[2] if text.count(_PLACE) == 1 else None
 
 
-def _ids_of(tokenizer: TokenizerType, text: str, last: AssistantTurn) -> list[int]:
-    if last.stopped:  # the end token is already included
-        text = text.removeprefix(tokenizer.decode(last.ids[-1:], skip_special_tokens=False))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return [int(i) for i in ids]
-
-
 def _plain(message: ChatMessage) -> dict[str, object]:
     plain: dict[str, object] = {"role": message.role, "content": message.text}
     if message.tool_calls:
-        functions = [(c.id, c.function.name, _parsed(c.function.arguments)) for c in message.tool_calls]
-        plain["tool_calls"] = [
-            {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for key, name, arguments in functions
+        calls = [
+            (c.id, {"name": c.function.name, "arguments": _parsed(c.function.arguments)}) for c in message.tool_calls
         ]
+        plain["tool_calls"] = [{"id": key, "type": "function", "function": function} for key, function in calls]
     for name in ("reasoning_content", "tool_call_id", "name"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -77,7 +78,7 @@ class Models:
         if not 0 <= seed < _SEEDS:
             raise UserError(f"the seed of LoRA is {seed}, expected 0 to 2^62")
         model.adapted = self.base.adapted(model.facts.shape)
-        model.state = TrainingState(model.adapted.new_adapter(seed), self.store.scratch_file())
+        model.state = TrainingState(model.adapted.new_adapter(seed), TemporaryFile(dir=self.store.root))
 
     # ---- training
 
@@ -172,7 +173,7 @@ class Models:
                 f"{place.path} holds no {'optimizer state' if optimizer else 'state'}: it is for sampling alone"
             )
         adapted = self.base.adapted(facts.shape)
-        state = TrainingState(adapted.load(folder), self.store.scratch_file())
+        state = TrainingState(adapted.load(folder), TemporaryFile(dir=self.store.root))
         if optimizer:
             saved = load_file(folder / _OPTIMIZER)
             state.write_moments(saved["exp_avg"], saved["exp_avg_sq"])

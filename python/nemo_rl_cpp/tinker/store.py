@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import BinaryIO
 
 from nemo_rl_cpp.files.durable import manifest_facts, publish_folder, rename, seal_folder
 from nemo_rl_cpp.files.folder_lock import FolderLock, make_folder
@@ -88,10 +86,6 @@ class Store:
     def close(self) -> None:
         """Unlock the folder."""
         self._lock.close()
-
-    def scratch_file(self) -> BinaryIO:
-        """Return a temporary file in the folder. It has no name, and its space is free again once it is closed."""
-        return TemporaryFile(dir=self.root)
 
     def folder(self, place: Place) -> Path:
         return self.root / place.run / place.kind / place.name

@@ -25,7 +25,7 @@ def options(description: str, **given: object) -> argparse.Namespace:
             settings = {"type": type(value[0]), "nargs": "+", "default": value}
         elif value is False:
             settings = {"action": "store_true"}
-        flags = [name] if "metavar" in settings else [f"--{name.replace('_', '-')}", f"--{name}"]
+        flags = [name] if "metavar" in settings else {f"--{name.replace('_', '-')}": None, f"--{name}": None}
         parser.add_argument(*flags, **settings)
     return parser.parse_args()
 

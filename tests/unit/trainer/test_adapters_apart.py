@@ -19,7 +19,9 @@ from test_adapters import (
     base,
     draw,
 )
+from test_adapters import adapted as merged
 from test_gradient_invariance import CONFIG, groups_batch
+from threads import on_threads
 
 TOKENS = torch.arange(1, 60)
 TYPES = [torch.float32, torch.bfloat16]
@@ -30,13 +32,6 @@ def apart(dtype, targets=ALL, spread=0.2, seed=1, of=None, **changes):
     model = base(dtype, **changes) if of is None else of.base()
     model.adapt(DIM, ALPHA, targets, merge=False)
     draw(model, spread, seed)
-    return model
-
-
-def merged(dtype, targets=ALL, spread=0.2, **changes):
-    model = base(dtype, **changes)
-    model.adapt(DIM, ALPHA, targets)
-    draw(model, spread)
     return model
 
 
@@ -54,9 +49,8 @@ def logits(model, tokens=TOKENS):
     + [(ALL_OF_RECURRENT, RECURRENT), (SOME_OF_RECURRENT, RECURRENT)],
 )
 def test_unmerged_and_merged_adapters_agree_in_float64(targets, changes):
-    (out, trainer), (expected_out, expected) = (
-        backward(make(torch.float64, targets, **changes)) for make in (apart, merged)
-    )
+    makers = apart, merged
+    (out, trainer), (expected_out, expected) = (backward(make(torch.float64, targets, **changes)) for make in makers)
     torch.testing.assert_close(out, expected_out, rtol=1e-10, atol=1e-11)
     assert (trainer.grads - expected.grads).norm() <= 1e-10 * expected.grads.norm()
 
@@ -118,17 +112,10 @@ def test_unmerged_adapter_update_below_bfloat16_rounding_takes_effect_at_once():
 def test_logits_of_a_row_depend_only_on_its_tokens(dtype, targets, changes):
     """Prefixes of any length, with one thread and two."""
     model = apart(dtype, targets, **changes, hidden_size=72, intermediate_size=136)
-    whole, before = logits(model, torch.arange(1, 61).repeat(5)), torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            for length in (1, 2, 3, 17, 64, 65, 300):
-                assert torch.equal(logits(model, torch.arange(1, 61).repeat(5)[:length]), whole[:length]), (
-                    threads,
-                    length,
-                )
-    finally:
-        torch.set_num_threads(before)
+    tokens, lengths = torch.arange(1, 61).repeat(5), (1, 2, 3, 17, 64, 65, 300)
+    whole = logits(model, tokens)
+    for found in on_threads(lambda: [logits(model, tokens[:length]) for length in lengths], (1, 2)):
+        assert all(torch.equal(part, whole[:length]) for part, length in zip(found, lengths))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

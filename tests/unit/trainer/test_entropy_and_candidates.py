@@ -4,25 +4,11 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.models.hf_config import native_config
-from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
-from nemo_rl_cpp.models.policy.train_step import LossResult, MicroBatchRunner, NonFiniteError, Scoring, check_finite
-from nemo_rl_cpp.models.weights import initialize_weights
+from nemo_rl_cpp.models.policy.train_step import LossResult, NonFiniteError, check_finite
 from row_batch import padded_rows
-from test_gradient_invariance import CONFIG, groups_batch
-from test_token_loss import training_data
+from test_gradient_invariance import groups_batch, model_of, trainer_of
+from test_token_loss import train, training_data
 from test_vocabulary_head import SHAPES, inputs
-
-
-def model_of(dtype=torch.float64):
-    model = C.DecoderModel(native_config(CONFIG), dtype, True)
-    initialize_weights(model, 3, std=0.2)
-    return model
-
-
-def trainer_of(dtype=torch.float64):
-    return C.Trainer(model_of(dtype))
 
 
 def with_candidates(ids, k):
@@ -68,7 +54,7 @@ def test_likeliest_tokens_match_the_sorted_logprobs(dtype):
 
 @pytest.mark.parametrize("share", [False, True])
 def test_forward_gives_entropies_and_candidate_logprobs_at_each_token_to_score(share):
-    trainer, (_, ids, mask) = trainer_of(), groups_batch()
+    trainer, (_, ids, mask) = trainer_of(torch.float64), groups_batch()
     lengths = [int(row.nonzero().max()) + 1 for row in mask]
     targets = with_candidates(ids, 5)
     batch = padded_rows(ids, torch.tensor(lengths), mask, torch.arange(len(ids)) // 4, targets)
@@ -88,7 +74,7 @@ def test_forward_gives_entropies_and_candidate_logprobs_at_each_token_to_score(s
 
 
 def test_gradient_of_entropies_and_candidate_logprobs_matches_finite_differences():
-    model, (_, ids, mask) = model_of(), groups_batch(num_groups=2, generations=3)
+    model, (_, ids, mask) = model_of(torch.float64), groups_batch(num_groups=2, generations=3)
     trainer = C.Trainer(model)
     random = torch.Generator().manual_seed(2)
     weights = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((ids.numel(), 4), ids.shape)]
@@ -114,26 +100,18 @@ def test_gradient_of_entropies_and_candidate_logprobs_matches_finite_differences
         assert (sides[0] - sides[1]) / (2 * eps) == pytest.approx(float(grads[place]), rel=1e-4, abs=1e-6)
 
 
-def train(settings, data, batching, dtype=torch.float32):
-    trainer = trainer_of(dtype)
-    way = MicroBatchRunner(trainer, ClippedPGLossFn(settings), batching, Scoring(0.9))
-    result = way.forward_backward(RaggedBatch.of(data), 0, len(data["input_ids"]))
-    return result, trainer.grads.clone()
-
-
 ENTROPY_MEANS = {"tokens": {}, "sequences": {"name": "grpo"}, "sums": {"name": "dr_grpo", "loss_scale_factor": 8.0}}
 
 
 @pytest.mark.parametrize("mean", ENTROPY_MEANS)
 def test_entropy_bonus_is_the_weighted_mean_of_token_entropies(mean):
     data, settings = training_data(), {"reference_policy_kl_penalty": 0.0} | ENTROPY_MEANS[mean]
-    whole = MicroBatching(max_samples=100)
-    plain, without = train(settings, data, whole, torch.float64)
-    bonus, grads = train(settings | {"entropy_coef": 0.3}, data, whole, torch.float64)
+    plain, without = train(ClippedPGLossFn(settings), data, torch.float64)
+    bonus, grads = train(ClippedPGLossFn(settings | {"entropy_coef": 0.3}), data, torch.float64)
     mask, samples = data["token_mask"].double(), data["sample_mask"].double()
     entropies = torch.zeros(mask.shape, dtype=torch.float64)
     lengths = data["input_lengths"].tolist()
-    for b, logp in enumerate(distributions(trainer_of(), data["input_ids"], lengths, 0.9)):
+    for b, logp in enumerate(distributions(trainer_of(torch.float64), data["input_ids"], lengths, 0.9)):
         entropies[b, 1 : lengths[b]] = -(logp.exp() * logp).sum(1)[:-1]
     per_row = (entropies * mask).sum(1)
     if mean == "tokens":
@@ -143,18 +121,6 @@ def test_entropy_bonus_is_the_weighted_mean_of_token_entropies(mean):
     assert bonus.metrics[0]["entropy"] == pytest.approx(float(expected), rel=1e-6)
     assert plain.loss - bonus.loss == pytest.approx(0.3 * float(expected), rel=1e-6)
     assert (grads - without).norm() > 1e-3 * without.norm()
-
-
-@pytest.mark.parametrize(
-    "batching", [MicroBatching(max_samples=1), MicroBatching(max_samples=3, share_prefix=False), MicroBatching(max_tokens=120)], ids=str
-)  # fmt: skip
-def test_entropy_bonus_gradient_does_not_depend_on_micro_batches(batching):
-    data, settings = training_data(), {"entropy_coef": 0.5}
-    whole, expected = train(settings, data, MicroBatching(max_samples=100), torch.float64)
-    parts, grads = train(settings, data, batching, torch.float64)
-    assert torch.equal(whole.outputs, parts.outputs)
-    assert (grads - expected).norm() <= 1e-12 * expected.norm()
-    assert sum(m["entropy"] for m in parts.metrics) == pytest.approx(whole.metrics[0]["entropy"], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["grad_unfiltered", "grad_entropy", "grad_candidates"])

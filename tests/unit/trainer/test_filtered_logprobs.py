@@ -9,12 +9,10 @@ from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.lm_policy import Policy
-from nemo_rl_cpp.models.weights import initialize_weights
 from reference import sampling as reference
 from row_batch import padded_rows
-from test_gradient_invariance import CONFIG
+from test_gradient_invariance import model_of
 
 RULES = [(1.0, 1.0, 3), (1.0, 0.9, 0), (0.7, 0.5, 0), (2.0, 0.999, 40), (1.3, 0.8, 20), (1.0, 1e-6, 0), (1.0, 1.0, 1)]
 
@@ -30,12 +28,9 @@ def rows(random: torch.Generator, count: int, V: int) -> torch.Tensor:
 
 def boundary_is_clear(row: np.ndarray, temperature: float, top_p: float, top_k: int) -> bool:
     """Whether sums in float32 and in float64 must cut at the same place."""
-    return all(
-        np.array_equal(
-            reference.kept_tokens(row, temperature, top_k, p), reference.kept_tokens(row, temperature, top_k, top_p)
-        )
-        for p in (max(top_p - 2e-6, 1e-9), min(top_p + 2e-6, 1 - 1e-9) if top_p < 1 else 1.0)
-    )
+    near = max(top_p - 2e-6, 1e-9), min(top_p + 2e-6, 1 - 1e-9) if top_p < 1 else 1.0, top_p
+    *others, kept = (reference.kept_tokens(row, temperature, top_k, p) for p in near)
+    return all(np.array_equal(other, kept) for other in others)
 
 
 def expected(
@@ -89,8 +84,7 @@ def test_training_and_sampling_logprobs_are_bit_identical():
 
 @pytest.mark.parametrize("with_unfiltered", [False, True])
 def test_model_gradient_of_filtered_logprobs_matches_finite_differences(with_unfiltered):
-    model = C.DecoderModel(native_config(CONFIG), torch.float64, True)
-    initialize_weights(model, 3, std=0.3)
+    model = model_of(torch.float64, std=0.3)
     trainer = C.Trainer(model)
     random = torch.Generator().manual_seed(4)
     ids = torch.randint(0, 61, (4, 12), generator=random)

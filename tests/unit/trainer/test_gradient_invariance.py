@@ -7,6 +7,7 @@ from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, cut_rows
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from row_batch import padded_rows
+from threads import on_threads
 
 CONFIG = dict(model_type="qwen3", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
@@ -21,9 +22,7 @@ def groups_batch(num_groups=5, generations=4, seed=0):
         for _ in range(generations):
             response = torch.randint(0, 61, (int(torch.randint(1, 30, (1,), generator=random)),), generator=random)
             rows.append(torch.cat([prompt, response]))
-            masks.append(
-                torch.cat([torch.zeros(len(prompt), dtype=torch.bool), torch.ones(len(response), dtype=torch.bool)])
-            )
+            masks.append(torch.arange(len(rows[-1])) >= len(prompt))
             groups.append(g)
     pad = torch.nn.utils.rnn.pad_sequence
     lengths = torch.tensor([len(r) for r in rows])
@@ -32,24 +31,27 @@ def groups_batch(num_groups=5, generations=4, seed=0):
     return padded_rows(ids, lengths, mask, torch.tensor(groups)), ids, mask
 
 
-def gradients(dtype, max_samples=0, max_tokens=0, share=False, threads=2):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        model = C.DecoderModel(native_config(CONFIG), dtype, True)
-        initialize_weights(model, 3, std=0.2)
-        trainer = C.Trainer(model)
-        batch, ids, mask = groups_batch()
-        weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(9)).to(trainer.out_dtype)
-        out = torch.zeros(ids.shape, dtype=trainer.out_dtype)
-        plans = cut_rows(batch, list(range(len(ids))), MicroBatching(max_samples, max_tokens, share_prefix=share))
-        assert sorted(b for rows in plans for b in rows) == list(range(len(ids)))
-        for rows in plans:
-            trainer.forward(batch, rows, 1.0, share, True, False, out)
-            trainer.backward(weight * mask)
-        return {n: g.clone() for n, g in named_views(model.specs, trainer.grads).items()}, out
-    finally:
-        torch.set_num_threads(before)
+def model_of(dtype, trainable=True, std=0.2, **changes):
+    model = C.DecoderModel(native_config({**CONFIG, **changes}), dtype, trainable)
+    initialize_weights(model, 3, std=std)
+    return model
+
+
+def trainer_of(dtype=torch.float32):
+    return C.Trainer(model_of(dtype))
+
+
+def gradients(dtype, max_samples=0, max_tokens=0, share=False):
+    model = model_of(dtype)
+    trainer, (batch, ids, mask) = C.Trainer(model), groups_batch()
+    weight = torch.randn(ids.shape, generator=torch.Generator().manual_seed(9)).to(trainer.out_dtype)
+    out = torch.zeros(ids.shape, dtype=trainer.out_dtype)
+    plans = cut_rows(batch, list(range(len(ids))), MicroBatching(max_samples, max_tokens, share_prefix=share))
+    assert sorted(b for rows in plans for b in rows) == list(range(len(ids)))
+    for rows in plans:
+        trainer.forward(batch, rows, 1.0, share, True, False, out)
+        trainer.backward(weight * mask)
+    return {n: g.clone() for n, g in named_views(model.specs, trainer.grads).items()}, out
 
 
 @pytest.mark.slow
@@ -68,7 +70,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_shared_prompts(dtype, bound
 
 def test_gradients_are_bit_identical_with_one_and_two_threads():
     for dtype in (torch.float32, torch.bfloat16):
-        one, two = gradients(dtype, share=True, threads=1)[0], gradients(dtype, share=True, threads=2)[0]
+        one, two = on_threads(lambda: gradients(dtype, share=True)[0], (1, 2))
         assert all(torch.equal(one[n], two[n]) for n in one)
 
 
@@ -109,8 +111,7 @@ def test_rows_without_a_token_to_score_are_rejected():
 @pytest.mark.parametrize("share", [False, True])
 def test_one_token_responses_are_scored_at_the_last_token_of_their_shared_prompt(share):
     """Their rows have no token of their own: the prompt's last row has all their log-probabilities."""
-    model = C.DecoderModel(native_config(CONFIG), torch.float64, True)
-    initialize_weights(model, 3, std=0.2)
+    model = model_of(torch.float64)
     trainer = C.Trainer(model)
     ids = torch.tensor([[3, 4, 5, 7], [3, 4, 5, 8], [3, 4, 5, 9]])
     mask = torch.tensor([[False, False, False, True]]).expand(3, 4).contiguous()
@@ -122,12 +123,8 @@ def test_one_token_responses_are_scored_at_the_last_token_of_their_shared_prompt
     trainer.forward(batch, [0, 1, 2], 1.0, share, True, False, out)  # `logits` was a forward too
     weight = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     trainer.backward(weight[:, None] * mask)
-    grads, step = trainer.grads.clone(), 1e-6
-    masters, direction = (
-        model.masters,
-        torch.randn(len(grads), generator=torch.Generator().manual_seed(5), dtype=torch.float64),
-    )
-    losses = []
+    grads, step, masters, losses = trainer.grads.clone(), 1e-6, model.masters, []
+    direction = torch.randn(len(grads), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     for sign in (1, -1):
         masters.add_(direction, alpha=sign * step)
         model.masters_changed()

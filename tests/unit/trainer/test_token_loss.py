@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.config.loss import LOSSES
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import (
     GlobalCounts,
@@ -16,8 +14,7 @@ from nemo_rl_cpp.models.policy.train_step import (
     Scoring,
     fused_token_loss,
 )
-from nemo_rl_cpp.models.weights import initialize_weights
-from test_gradient_invariance import CONFIG, groups_batch
+from test_gradient_invariance import groups_batch, trainer_of
 
 TOKEN_LOSSES = {
     "grpo": {},
@@ -50,12 +47,6 @@ ROW_LOSSES = {
     "seq-mask-tis": dict(use_importance_sampling_correction=True, truncated_importance_sampling_type="seq-mask-tis",
                          truncated_importance_sampling_ratio=1.5, truncated_importance_sampling_ratio_min=0.5),
 }  # fmt: skip
-
-
-def trainer_of(dtype=torch.float32):
-    model = C.DecoderModel(native_config(CONFIG), dtype, True)
-    initialize_weights(model, 3, std=0.2)
-    return C.Trainer(model)
 
 
 def training_data(seed=1):
@@ -91,11 +82,8 @@ def test_fused_token_loss_trains_like_the_same_loss_after_the_forward_pass(name,
     data = training_data()
     at_once, grads = train(ClippedPGLossFn(TOKEN_LOSSES[name]), data, dtype)
     afterwards, expected = train(AskedAfterwards(TOKEN_LOSSES[name]), data, dtype)
-    assert (
-        torch.equal(at_once.outputs, afterwards.outputs)
-        and at_once.metrics == afterwards.metrics
-        and at_once.loss == afterwards.loss
-    )
+    assert torch.equal(at_once.outputs, afterwards.outputs)
+    assert at_once.metrics == afterwards.metrics and at_once.loss == afterwards.loss
     assert expected.norm() > 0 and (grads - expected).norm() <= bound * expected.norm()
 
 
@@ -111,12 +99,19 @@ def test_missing_old_logprobs_are_taken_from_the_current_forward_pass():
     [MicroBatching(max_samples=1), MicroBatching(max_samples=3, share_prefix=False), MicroBatching(max_tokens=120)],
     ids=str,
 )
-def test_fused_token_loss_gradients_do_not_depend_on_micro_batches(batching):
-    data = training_data()
-    whole, expected = train(ClippedPGLossFn({}), data)
-    parts, grads = train(ClippedPGLossFn({}), data, batching=batching)
+@pytest.mark.parametrize(
+    "settings, dtype, bound",
+    [({}, torch.float32, 1e-5), ({"entropy_coef": 0.5}, torch.float64, 1e-12)],
+    ids=["fused", "entropy bonus"],
+)
+def test_gradients_of_a_loss_do_not_depend_on_micro_batches(batching, settings, dtype, bound):
+    data, loss_fn = training_data(), ClippedPGLossFn(settings)
+    whole, expected = train(loss_fn, data, dtype)
+    parts, grads = train(loss_fn, data, dtype, batching)
     assert torch.equal(whole.outputs, parts.outputs)
-    assert (grads - expected).norm() <= 1e-5 * expected.norm()
+    assert (grads - expected).norm() <= bound * expected.norm()
+    if settings:
+        assert sum(m["entropy"] for m in parts.metrics) == pytest.approx(whole.metrics[0]["entropy"], rel=1e-12)
 
 
 ROWS = {f"clipped_pg {name}": ROW_LOSSES[name] for name in ("sequence-level", "seq-tis", "geo-icepop", "seq-mask-tis")}

@@ -8,8 +8,8 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import GradientSums
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner
-from test_gradient_invariance import groups_batch
-from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, trainer_of, training_data
+from test_gradient_invariance import groups_batch, trainer_of
+from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, training_data
 
 NO_OTHER_TERM = {
     name: settings | {"reference_policy_kl_penalty": 0.0}
@@ -53,14 +53,11 @@ def test_losses_with_only_an_advantage_term_skip_zero_gradient_rows(name):
     assert some.zero_gradient_tokens > 0 and (grads - expected).norm() <= 1e-5 * expected.norm()
 
 
+NO_KL = {"reference_policy_kl_penalty": 0.0}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        dict(reference_policy_kl_penalty=0.0, positive_example_nll_weight=0.1),
-        dict(reference_policy_kl_penalty=0.0, name="dro"),
-    ],
-    ids=["KL", "NLL", "DRO"],
+    "settings", [{}, NO_KL | {"positive_example_nll_weight": 0.1}, NO_KL | {"name": "dro"}], ids=["KL", "NLL", "DRO"]
 )
 def test_losses_with_a_kl_or_other_additional_term_skip_no_rows(settings):
     data = data_with_zeros([0, 1, 2, 3])
@@ -112,10 +109,9 @@ def test_zero_gradient_rows_come_last_in_separate_micro_batches(batching):
     flat = [b for rows in micro_batches for b in rows]
     assert sorted(flat) == [1, 2, 4, 5, 6] and set(flat[:2]) == {2, 6}  # row 3 counts nowhere: sample_mask
     for rows in micro_batches:
-        assert len(set(apart[rows].tolist())) == 1
-        assert len(rows) <= 3 and (
-            len(rows) == 1 or not batching.max_tokens or C.packed_tokens(batch, rows, True) <= batching.max_tokens
-        )
+        assert len(set(apart[rows].tolist())) == 1 and len(rows) <= 3
+        tokens = C.packed_tokens(batch, rows, True)
+        assert len(rows) == 1 or not batching.max_tokens or tokens <= batching.max_tokens
 
 
 @pytest.mark.parametrize("samples", [[2, 1], [0, 0], [-1], [0, 10_000]], ids=str)
@@ -164,13 +160,7 @@ def test_wrongly_declared_zero_gradient_during_gradient_reduction_is_an_error():
             return torch.arange(data.size) < 4
 
     data = RaggedBatch.of(training_data())
-    way = MicroBatchRunner(
-        trainer_of(),
-        Wrong({"reference_policy_kl_penalty": 0.0}),
-        MicroBatching(max_samples=2),
-        sums=GradientSums(beside=True),
-    )
-    with pytest.raises(
-        ValueError, match="zero_gradient_rows of the loss names sample 0, whose micro-batch has a gradient"
-    ):
+    loss_fn, sums = Wrong({"reference_policy_kl_penalty": 0.0}), GradientSums(beside=True)
+    way = MicroBatchRunner(trainer_of(), loss_fn, MicroBatching(max_samples=2), sums=sums)
+    with pytest.raises(ValueError, match="of the loss names sample 0, whose micro-batch has a gradient"):
         way.forward_backward(data, 0, data.size)

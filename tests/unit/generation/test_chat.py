@@ -25,14 +25,12 @@ def checkpoint(folder, own, run=None):
     config.fill_defaults()
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = own
-    Policy(None, config, tokenizer, init_reference_model=False).save_checkpoint(
-        folder / "step_1" / "policy" / "weights"
-    )
+    step = folder / "step_1"
+    Policy(None, config, tokenizer, init_reference_model=False).save_checkpoint(step / "policy" / "weights")
     if run is not None:
-        (folder / "step_1" / "config.yaml").write_text(
-            dump_yaml({"policy": {"model_name": "m", "tokenizer": {"name": "m", **run}}})
-        )
-    return folder / "step_1"
+        policy = {"model_name": "m", "tokenizer": {"name": "m", **run}}
+        (step / "config.yaml").write_text(dump_yaml({"policy": policy}))
+    return step
 
 
 def _on_stderr(message, category, filename, lineno, file=None, line=None):
@@ -81,10 +79,8 @@ def test_warning_if_the_runs_chat_template_differs_from_the_models(tmp_path, cap
 def test_chat_template_of_the_run_is_used_if_the_model_has_none(tmp_path, capsys):
     folder = checkpoint(tmp_path, None, {"chat_template": OWN})
     out = chat(folder, capsys)
-    assert (
-        out.out.strip() == continued(folder, "12=")
-        and "the model has no chat template of its own: the run's is used" in out.err
-    )
+    assert out.out.strip() == continued(folder, "12=")
+    assert "the model has no chat template of its own: the run's is used" in out.err
 
 
 @pytest.mark.parametrize("run", [None, {"chat_template": None}, {"chat_template": "gone.jinja"}])
@@ -110,23 +106,14 @@ def test_warning_if_the_chat_template_returns_messages_unchanged(tmp_path, capsy
         ({"chat_template": None}, {"chat_template": None}, None),
         ({}, {"chat_template": "default"}, None),
         ({"chat_template_kwargs": {}}, {"chat_template_kwargs": None}, None),
-        (
-            {"chat_template": None},
-            {},
-            "tokenizer.chat_template is 'default', and the run of this checkpoint had policy.tokenizer.chat_template=null",
-        ),
-        (
-            {},
-            {"chat_template": None},
-            "tokenizer.chat_template is null, and the run of this checkpoint had policy.tokenizer.chat_template='default'",
-        ),
-        (
-            {"chat_template_kwargs": {"a": 1}},
-            {},
-            "chat_template_kwargs is null, and the run of this checkpoint had policy.tokenizer.chat_template_kwargs={'a': 1}",
-        ),
+        ({"chat_template": None}, {},
+         "tokenizer.chat_template is 'default', and the run of this checkpoint had policy.tokenizer.chat_template=null"),
+        ({}, {"chat_template": None},
+         "tokenizer.chat_template is null, and the run of this checkpoint had policy.tokenizer.chat_template='default'"),
+        ({"chat_template_kwargs": {"a": 1}}, {},
+         "chat_template_kwargs is null, and the run of this checkpoint had policy.tokenizer.chat_template_kwargs={'a': 1}"),
     ],
-)
+)  # fmt: skip
 def test_evaluation_reports_prompt_settings_that_differ_from_the_runs(tmp_path, run, section, said):
     folder = checkpoint(tmp_path, OWN, run) / "policy" / "weights"
     remarks = differences_from_run(folder, TokenizerConfig(name=str(folder), **section))
@@ -142,10 +129,8 @@ def test_generation_continues_after_bytes_that_are_not_valid_utf8(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
     generator = TextGenerator(folder, precision="float32")
-    done = [generator.generate(TEXT, max_new_tokens=60, seed=seed) for seed in range(5)]
-    assert all(len(text.token_ids) == 60 or text.token_ids[-1] == 2 for text in done) and any(
-        len(text.token_ids) == 60 for text in done
-    )
+    done = [generator.generate(TEXT, max_new_tokens=60, seed=seed).token_ids for seed in range(5)]
+    assert all(len(ids) == 60 or ids[-1] == 2 for ids in done) and any(len(ids) == 60 for ids in done)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -49,11 +50,9 @@ def engines_ids(policy, greedy=False, **generation):
 @pytest.mark.parametrize("rule", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
 def test_text_generator_gives_the_tokens_of_the_training_engine(precision, rule, tmp_path):
     policy = make_policy(precision, **rule)
-    generator = TextGenerator(save(policy, tmp_path), precision=precision)
-    assert generator.generate(
-        PROMPT, max_new_tokens=12, seed=policy.create_generation().seed, **rule
-    ).token_ids == engines_ids(policy)
-    assert generator.generate(PROMPT, max_new_tokens=12, greedy=True).token_ids == engines_ids(policy, greedy=True)
+    generate = partial(TextGenerator(save(policy, tmp_path), precision=precision).generate, PROMPT, max_new_tokens=12)
+    assert generate(seed=policy.create_generation().seed, **rule).token_ids == engines_ids(policy)
+    assert generate(greedy=True).token_ids == engines_ids(policy, greedy=True)
 
 
 def test_text_generator_and_policy_convert_weights_to_bfloat16_identically(folder):
@@ -64,17 +63,16 @@ def test_text_generator_and_policy_convert_weights_to_bfloat16_identically(folde
 def test_streamed_pieces_concatenate_to_the_whole_text(folder):
     pieces = []
     done = TextGenerator(folder).generate(PROMPT, max_new_tokens=12, on_text=pieces.append)
-    assert len(pieces) > 1 and "".join(pieces) == done.text == tiny_tokenizer().decode(
-        done.token_ids, skip_special_tokens=True
-    )
+    whole = tiny_tokenizer().decode(done.token_ids, skip_special_tokens=True)
+    assert len(pieces) > 1 and "".join(pieces) == done.text == whole
 
 
 def test_finish_reason_is_length_at_the_limit_and_stop_at_a_stop_string_or_token(folder):
     generator = TextGenerator(folder)
     texts = [generator.generate(PROMPT, max_new_tokens=20, seed=seed) for seed in range(40)]
-    seed, whole = next(
-        (seed, text) for seed, text in enumerate(texts) if EOS not in text.token_ids and min(text.token_ids[:5]) > 3
-    )  # no special token within the stop string
+    ids = [text.token_ids for text in texts]
+    seed = next(i for i in range(40) if EOS not in ids[i] and min(ids[i][:5]) > 3)  # a stop string of no special token
+    whole = texts[seed]
     assert whole.finish_reason == "length" and len(whole.token_ids) == 20
     stop = whole.text[3:5]
     stopped = generator.generate(PROMPT, max_new_tokens=20, seed=seed, stop_strings=[stop])
@@ -92,11 +90,8 @@ def test_generation_stops_at_the_models_last_position(folder):
 
 
 def test_chat_template_is_applied_to_messages(folder):
-    generator = TextGenerator(folder)
-    message = [{"role": "user", "content": PROMPT}]
-    assert generator.generate(message, max_new_tokens=6, greedy=True) == generator.generate(
-        PROMPT, max_new_tokens=6, greedy=True
-    )
+    generate = partial(TextGenerator(folder).generate, max_new_tokens=6, greedy=True)
+    assert generate([{"role": "user", "content": PROMPT}]) == generate(PROMPT)
 
 
 def test_error_in_on_text_ends_the_response_and_the_generator_stays_usable(folder):
@@ -175,14 +170,12 @@ def test_temperature_zero_generates_greedily(folder, temperature, capsys):
 
 
 def test_single_stop_string_is_not_split_into_characters(folder):
-    generator = TextGenerator(folder, precision="float32")
-    whole = generator.generate(PROMPT, greedy=True, max_new_tokens=12).text
+    generate = partial(TextGenerator(folder, precision="float32").generate, PROMPT, greedy=True, max_new_tokens=12)
+    whole = generate().text
     stop = whole[2:4]
-    stopped = generator.generate(PROMPT, greedy=True, max_new_tokens=12, stop_strings=stop)
-    assert stopped.text == whole[: whole.index(stop) + 2] and stopped == generator.generate(
-        PROMPT, greedy=True, max_new_tokens=12, stop_strings=[stop]
-    )
-    assert generator.generate(PROMPT, greedy=True, max_new_tokens=12, stop_strings=None).text == whole
+    stopped = generate(stop_strings=stop)
+    assert stopped.text == whole[: whole.index(stop) + 2] and stopped == generate(stop_strings=[stop])
+    assert generate(stop_strings=None).text == whole
 
 
 def test_unquoted_prompt_words_are_reported_as_unknown_arguments(folder, capsys):

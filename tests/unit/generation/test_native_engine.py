@@ -178,9 +178,8 @@ def test_greedy_generation_takes_the_largest_logit():
     tokens = out["output_ids"][0].tolist()
     for end in range(2, 10):
         assert tokens[end] == int(logits_after(tokens[:end]).argmax())
-        assert out["logprobs"][0, end].item() == pytest.approx(
-            torch.log_softmax(logits_after(tokens[:end]), 0).max().item(), abs=1e-6
-        )
+        expected = torch.log_softmax(logits_after(tokens[:end]), 0).max().item()
+        assert out["logprobs"][0, end].item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_logprobs_are_those_after_temperature_top_k_and_top_p():

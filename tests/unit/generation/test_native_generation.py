@@ -22,8 +22,7 @@ def make_policy(precision="float32", overrides=None, **generation):
 
 def prompts(sizes, generations=1, seed=0):
     random = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(4, 16, (n,), generator=random) for n in sizes for _ in [0]]
-    rows = [r for r in rows for _ in range(generations)]
+    rows = [row for n in sizes for row in [torch.randint(4, 16, (n,), generator=random)] * generations]
     return {
         "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
         "input_lengths": torch.tensor([len(r) for r in rows]),
@@ -40,6 +39,10 @@ def as_training_data(inputs, outputs, generations):
         "token_mask": ((position >= prompt) & (position < total)).float(), "sample_mask": torch.ones(len(total)),
         "group_id": torch.arange(len(total)) // generations,
     }  # fmt: skip
+
+
+def are_equal(a, b):
+    return all(torch.equal(a[name], b[name]) for name in ("output_ids", "logprobs"))
 
 
 LAYERS = {
@@ -71,29 +74,20 @@ LAYERS = {
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_generation_and_trainer_logprobs_are_bit_identical(family, precision, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for batch, chunk, generations, share in (
-            (1, 16, 1, True),
-            (7, 5, 3, True),
-            (70, 64, 8, True),
-            (23, 1000, 4, False),
-        ):
-            policy = make_policy(
-                precision, {"model_type": family, **LAYERS[family]}, max_batch_size=batch, prefill_chunk_tokens=chunk,
-                temperature=0.8,
-            )  # fmt: skip
-            policy.config.__dict__["share_prompt_prefix"] = share
-            sizes = [1 + (37 * i) % 300 for i in range(6)]
-            inputs = prompts(sizes, generations, seed=batch)
-            outputs = policy.create_generation().generate(inputs)
-            data = as_training_data(inputs, outputs, generations)
-            scored = policy.get_logprobs(data)["logprobs"]
-            assert torch.equal(scored, outputs["logprobs"] * data["token_mask"])
-            assert outputs["generation_lengths"].min() >= 1
-    finally:
-        torch.set_num_threads(before)
+    def compare(batch, chunk, generations, share=True):
+        overrides = {"model_type": family, **LAYERS[family]}
+        engine = dict(max_batch_size=batch, prefill_chunk_tokens=chunk, temperature=0.8)
+        policy = make_policy(precision, overrides, **engine)
+        policy.config.__dict__["share_prompt_prefix"] = share
+        inputs = prompts([1 + (37 * i) % 300 for i in range(6)], generations, seed=batch)
+        outputs = policy.create_generation().generate(inputs)
+        data = as_training_data(inputs, outputs, generations)
+        scored = policy.get_logprobs(data)["logprobs"]
+        assert torch.equal(scored, outputs["logprobs"] * data["token_mask"])
+        assert outputs["generation_lengths"].min() >= 1
+
+    for case in ((1, 16, 1), (7, 5, 3), (70, 64, 8), (23, 1000, 4, False)):
+        on_threads(lambda: compare(*case), (threads,))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
@@ -109,11 +103,9 @@ def test_recurrent_states_survive_chunked_prefill_preemption_and_small_batches(f
         generation = policy.create_generation()
         outputs.append(generation.generate(inputs))
     assert generation.get_logger_metrics()["preemptions"] > 0
-    for output in outputs[1:]:
-        assert torch.equal(output["output_ids"], outputs[0]["output_ids"])
-        assert torch.equal(output["logprobs"], outputs[0]["logprobs"])
-    scored = policy.get_logprobs(as_training_data(inputs, outputs[0], 4))["logprobs"]
-    assert torch.equal(scored, outputs[0]["logprobs"] * as_training_data(inputs, outputs[0], 4)["token_mask"])
+    assert all(are_equal(output, outputs[0]) for output in outputs[1:])
+    data = as_training_data(inputs, outputs[0], 4)
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], outputs[0]["logprobs"] * data["token_mask"])
 
 
 WIDE = dict(model_type="llama", vocab_size=2000, hidden_size=256, intermediate_size=800, num_hidden_layers=2, num_attention_heads=4,
@@ -181,10 +173,8 @@ def test_weights_are_repacked_after_a_change():
     model.masters.copy_(other.masters)
     model.masters_changed()
     generation._next_draw_id = 0
-    changed, expected = generation.generate(inputs), generation_of(other, "off").generate(inputs)
-    assert torch.equal(changed["output_ids"], expected["output_ids"]) and torch.equal(
-        changed["logprobs"], expected["logprobs"]
-    )
+    changed = generation.generate(inputs)
+    assert are_equal(changed, generation_of(other, "off").generate(inputs))
     assert not torch.equal(changed["logprobs"], first["logprobs"])
 
 
@@ -202,10 +192,7 @@ def test_generation_with_packed_weights_uses_the_weights_after_an_optimizer_step
         outputs.append(generation.generate(inputs))
         digests.add(model.digest())
         assert not torch.equal(outputs[-1]["logprobs"], before["logprobs"])
-    assert len(digests) == 1
-    assert torch.equal(outputs[0]["output_ids"], outputs[1]["output_ids"]) and torch.equal(
-        outputs[0]["logprobs"], outputs[1]["logprobs"]
-    )
+    assert len(digests) == 1 and are_equal(*outputs)
 
 
 @pytest.mark.parametrize("packed", ["yes", "ON"])

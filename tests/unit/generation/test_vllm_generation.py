@@ -95,18 +95,11 @@ def test_started_vllm_server_generates_with_the_policys_weights_and_exits(kind, 
     ],
 )  # fmt: skip
 def test_vllm_server_that_does_not_start_is_an_error_and_leaves_no_process(mode, text, tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(
-        server_module,
-        "_end",
-        lambda process, folder, end=server_module._end: (started.append(process), end(process, folder)),
-    )
+    started, end = [], server_module._end
+    monkeypatch.setattr(server_module, "_end", lambda process, folder: (started.append(process), end(process, folder)))
+    python, seconds = vllm_server_stand_in.interpreter(tmp_path, mode), 1.0 if "hangs" in mode else 60.0
     with pytest.raises(WorkerLostError, match=text):
-        engine_of(
-            policy_of(
-                vllm_server_stand_in.interpreter(tmp_path, mode), start_timeout_s=1.0 if "hangs" in mode else 60.0
-            )
-        )
+        engine_of(policy_of(python, start_timeout_s=seconds))
     assert len(started) == 1 and ended(started[0].pid)
 
 
@@ -145,12 +138,9 @@ def test_started_vllm_server_gets_its_options_from_the_configuration():
     config.fill_defaults()
     model = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 65536}
     options = started_options(config, model, "folder", 80)
-    assert (
-        options["kv_cache_memory_bytes"] == (4 + 1) * 128 * 2 * 2 * 2 * 16384 * 2
-    )  # a block for each row and vLLM's own
-    assert (
-        options["max_num_batched_tokens"] == 2048 and options["max_num_seqs"] == 4 and options["max_model_len"] == 100
-    )
+    # a block for each row and vLLM's own
+    expected = {"kv_cache_memory_bytes": (4 + 1) * 128 * 2 * 2 * 2 * 16384 * 2, "max_num_batched_tokens": 2048}
+    assert options.items() >= (expected | {"max_num_seqs": 4, "max_model_len": 100}).items()
     words = list(server_module._words(options))
     for part in (
         ["--dtype", "bfloat16"], ["--enforce-eager"], ["--no-enable-chunked-prefill"], ["--host", "127.0.0.1"], ["--port", "80"],
@@ -168,12 +158,8 @@ def test_started_vllm_server_gets_its_options_from_the_configuration():
 def test_unsupported_vllm_version_is_rejected_before_a_model_is_loaded(mode, text, tmp_path):
     python = vllm_server_stand_in.interpreter(tmp_path, mode)
     with pytest.raises(ValueError, match=text):
-        tiny.make(
-            tmp_path,
-            "policy.generation.backend=vllm",
-            f"policy.generation.vllm_cfg.python={python}",
-            policy_factory=None,
-        )
+        vllm = "policy.generation.backend=vllm", f"policy.generation.vllm_cfg.python={python}"
+        tiny.make(tmp_path, *vllm, policy_factory=None)
 
 
 def test_vllm_python_that_is_not_a_python_interpreter_is_rejected(tmp_path):
@@ -193,9 +179,8 @@ def test_vllm_is_rejected_if_checkpoint_tensors_have_different_names(tmp_path):
     """transformers keeps all experts of a layer in one tensor; vLLM reads them one by one."""
     pytest.importorskip("transformers")
     policy = hf_policy("mixtral", generation={"backend": "vllm", "vllm_cfg": {"python": "/usr/bin/python3"}})
-    with pytest.raises(
-        ValueError, match=r"a mixtral has .* in its checkpoints.*policy.generation.vllm_cfg.python to null"
-    ):
+    text = r"a mixtral has .* in its checkpoints.*policy.generation.vllm_cfg.python to null"
+    with pytest.raises(ValueError, match=text):
         engine_of(policy)
 
 

@@ -303,9 +303,8 @@ def test_nccl_weight_transfer_sends_weights_as_vllm_expects_them(by_nccl):
         change(policy, version)
         weights = policy.state_dict()
         moved = engine.update_weights(weights, version)
-        assert moved.digest == server.transfer.digest == engine.weight_digest() and moved.bytes == sum(
-            t.nbytes for t in weights.values()
-        )
+        assert moved.digest == server.transfer.digest == engine.weight_digest()
+        assert moved.bytes == sum(t.nbytes for t in weights.values())
         for name, tensor in weights.items():
             assert torch.equal(server.llama.weights[name], tensor)
     info = vars(server.transfer.info)
@@ -328,10 +327,8 @@ def test_failed_nccl_weight_transfer_raises_and_leaves_the_server_paused(by_nccl
         raise C.TimedOut(f"rank 0 of 3: {phase} failed after 20 s")
 
     monkeypatch.setattr(communicator, "broadcast", lost)
-    with pytest.raises(
-        (WorkerLostError, VllmError),
-        match="did not take the weights: rank 0 of 3|a refit: POST /update_weights has status 500",
-    ):
+    text = "did not take the weights: rank 0 of 3|a refit: POST /update_weights has status 500"
+    with pytest.raises((WorkerLostError, VllmError), match=text):
         engine.update_weights(policy.state_dict(), 1)
     assert server.paused and engine.weight_version is None
 
@@ -351,15 +348,10 @@ def test_vllm_workers_missing_from_the_nccl_rendezvous_are_an_error(by_nccl, mon
 def test_printed_vllm_server_command_contains_the_policys_options():
     policy = policy_of(True, {"server_url": "http://10.0.0.7:8123", "precision": "bf16"}).config
     dev, path, *words = shlex.split(server_command(policy))
-    assert (
-        dev == "VLLM_SERVER_DEV_MODE=1"
-        and path == f"PYTHONPATH={EXTENSION}"
-        and (EXTENSION / "nemo_rl_cpp_vllm.py").is_file()
-    )
-    assert (
-        words[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
-        and words[words.index("--port") + 1] == "8123"
-    )
+    assert dev == "VLLM_SERVER_DEV_MODE=1" and path == f"PYTHONPATH={EXTENSION}"
+    assert (EXTENSION / "nemo_rl_cpp_vllm.py").is_file()
+    assert words[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert words[words.index("--port") + 1] == "8123"
     assert words[words.index("--dtype") + 1] == "bfloat16" and words[words.index("--max-model-len") + 1] == "24"
     assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": "nemo_rl_cpp_shared_memory"}
 

@@ -72,14 +72,8 @@ def test_real_vllm_server_gets_weights_generates_exactly_and_may_be_killed(tmp_p
             torch.testing.assert_close(out["logprobs"], wanted["logprobs"], atol=1e-5, rtol=0)
             seen.append(texts(out, data))
         assert seen[0] != seen[1]
-        sampled = texts(engine.generate(data), data)
-        assert sampled == texts(engine.generate(data), data)
-        stopped = engine.generate({**data, "stop_strings": [[str(digit) for digit in range(10)]] * 12})
-        assert stopped["generation_lengths"].sum() < 12 * 8 and not stopped["truncated"].all()
         fill = engine._transport._buffer.fill
-        engine._transport._buffer.fill = lambda weights: fill(weights)[
-            ::-1
-        ]  # another digest than what lies in the memory
+        engine._transport._buffer.fill = lambda weights: fill(weights)[::-1]  # another digest than the memory's
         with pytest.raises(VllmError, match="the weights that arrived are not the trainer's"):
             engine.update_weights(policy.state_dict(), 3)
         engine._transport._buffer.fill = fill

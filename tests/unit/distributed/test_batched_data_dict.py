@@ -4,15 +4,9 @@ from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 
 def make(rows, width=12, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, width + 1, (rows,), generator=generator)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.arange(rows * width).reshape(rows, width),
-            "input_lengths": lengths,
-            "name": [f"row {i}" for i in range(rows)],
-        }
-    )
+    lengths = torch.randint(1, width + 1, (rows,), generator=torch.Generator().manual_seed(seed))
+    ids, names = torch.arange(rows * width).reshape(rows, width), [f"row {i}" for i in range(rows)]
+    return BatchedDataDict(input_ids=ids, input_lengths=lengths, name=names)
 
 
 def test_from_batches_pads_and_sorts_keys():

@@ -1,6 +1,7 @@
 """Ranks from the environment: what torchrun and srun say, who is let in, and that a run of launched ranks is a run."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from nemo_rl_cpp.distributed import launch
 from nemo_rl_cpp.distributed.launch import Launch, admit, as_connection, check_launch, launched, listen
 from processes import alive, descendants, wait_until_gone
 
+SLURM_SCRIPTS = sorted((Path(__file__).resolve().parents[3] / "examples" / "slurm").glob("*.sh"))
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "29512", "TORCHELASTIC_RUN_ID": "x"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "MASTER_ADDR": "node1"}
 
@@ -214,3 +216,14 @@ def test_hanging_rank_under_torchrun_ends_all_ranks(tmp_path):
 def rank_of(pid: str) -> str | None:
     """Which worker of a run's own a process is."""
     return "worker" if b"nemo_rl_cpp.distributed.worker" in Path(f"/proc/{pid}/cmdline").read_bytes() else None
+
+
+def test_slurm_scripts_exist_for_ray_and_srun():
+    assert [script.name for script in SLURM_SCRIPTS] == ["ray.sh", "srun.sh"]
+
+
+@pytest.mark.parametrize("script", SLURM_SCRIPTS, ids=lambda script: script.name)
+def test_slurm_script_is_valid_bash_and_uses_existing_configuration_keys(script):
+    subprocess.run(["bash", "-n", script], check=True, timeout=20)
+    keys = set(re.findall(r"\bcluster\.(\w+)=", script.read_text()))
+    assert keys == {"executor", "num_nodes", "gpus_per_node", "cpus_per_worker"} <= set(ClusterConfig.model_fields)

@@ -216,9 +216,8 @@ def test_gae_with_lambda_one_is_monte_carlo_and_with_lambda_zero_the_td_error():
 
 def test_whitening_of_equal_values_gives_zero_and_is_flagged():
     mask = torch.tensor([[0, 1, 0]])
-    one = ops.gae(
-        torch.tensor([1.0]), torch.zeros(1, 3), mask, ops.GAEConfig(gamma=1.0, gae_lambda=1.0, normalize=True)
-    )
+    config = ops.GAEConfig(gamma=1.0, gae_lambda=1.0, normalize=True)
+    one = ops.gae(torch.tensor([1.0]), torch.zeros(1, 3), mask, config)
     assert one.degenerate and not one.advantages.any()
     empty = ops.reinforce_plus_plus(torch.tensor([1.0]), torch.zeros(1, 3))
     assert empty.degenerate and not empty.advantages.any()
@@ -227,12 +226,8 @@ def test_whitening_of_equal_values_gives_zero_and_is_flagged():
 
 def test_estimators_give_identical_bits_on_any_number_of_threads():
     rng = np.random.default_rng(5)
-    mask = (rng.random((64, 900)) < 0.8).astype(np.float32)
-    rewards, values = (
-        torch.as_tensor(rng.normal(size=64), dtype=torch.float32),
-        torch.as_tensor(rng.normal(size=mask.shape)).float(),
-    )
-    mask = torch.as_tensor(mask)
+    mask = torch.as_tensor(rng.random((64, 900)) < 0.8)
+    rewards, values = (torch.as_tensor(rng.normal(size=size)).float() for size in (64, mask.shape))
 
     def estimate():
         g = ops.gae(rewards, values, mask, ops.GAEConfig(gamma=0.99, gae_lambda=0.95, normalize=True))
@@ -247,11 +242,10 @@ def test_gae_of_a_row_does_not_depend_on_the_batch():
     rng = np.random.default_rng(6)
     mask = torch.as_tensor(rng.random((19, 50)) < 0.8)
     rewards, values = torch.as_tensor(rng.normal(size=19)), torch.as_tensor(rng.normal(size=(19, 50)))
-    whole = ops.gae(rewards, values, mask, ops.GAEConfig(gamma=0.99, gae_lambda=0.95))
+    config = ops.GAEConfig(gamma=0.99, gae_lambda=0.95)
+    whole = ops.gae(rewards, values, mask, config)
     for i in range(19):
-        alone = ops.gae(
-            rewards[i : i + 1], values[i : i + 1], mask[i : i + 1], ops.GAEConfig(gamma=0.99, gae_lambda=0.95)
-        )
+        alone = ops.gae(*(x[i : i + 1] for x in (rewards, values, mask)), config)
         assert torch.equal(alone.advantages[0], whole.advantages[i]) and torch.equal(alone.returns[0], whole.returns[i])
 
 

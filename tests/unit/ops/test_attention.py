@@ -92,11 +92,8 @@ def paged_in_chunks(sequence_qkv, shape, seed, decode_from=None, window=0):
         rows, slices, start = [], [], 0
         for i in chosen:
             left = len(sequence_qkv[i]) - done[i]
-            take = (
-                1
-                if decode_from is not None and done[i] >= decode_from
-                else min(left, rng.choice([1, 2, 5, 31, 32, 33, 90, 300]))
-            )
+            decodes = decode_from is not None and done[i] >= decode_from
+            take = 1 if decodes else min(left, rng.choice([1, 2, 5, 31, 32, 33, 90, 300]))
             rows.append(sequence_qkv[i][done[i] : done[i] + take])
             slices.append((start, take, done[i], tables[i]))
             start += take
@@ -188,9 +185,8 @@ def test_decode_attention_does_not_depend_on_the_batch(batch, threads):
     got = cache.run(qkv[last], [(i, 1, n - 1, t) for i, (n, t) in enumerate(zip(lengths, tables))])
     want, _ = C.attention_forward(qkv, sequences, heads_of(shape, window, qkv.dtype))
     assert_same_bits(got, want[last])
-    alone, _ = C.attention_forward(
-        qkv[sequences[-1][0] :], [(0, lengths[-1], 0, 0)], heads_of(shape, window, qkv.dtype)
-    )
+    heads = heads_of(shape, window, qkv.dtype)
+    alone, _ = C.attention_forward(qkv[sequences[-1][0] :], [(0, lengths[-1], 0, 0)], heads)
     assert_same_bits(got[-1], alone[-1])
 
 
@@ -205,12 +201,11 @@ def test_attention_over_a_shared_prefix_and_a_copied_one_is_bit_identical(shape,
         qkv = random_qkv(prefix + sum(lengths), shape, dtype, seed=prefix)
         starts = prefix + np.concatenate([[0], np.cumsum(lengths)])
         sequences = [(0, prefix, 0, 0)] + [(int(s), n, 0, prefix) for s, n in zip(starts, lengths)]
-        out, lse = C.attention_forward(qkv, sequences, heads_of(shape, window, qkv.dtype))
+        heads = heads_of(shape, window, qkv.dtype)
+        out, lse = C.attention_forward(qkv, sequences, heads)
         for start, length, _, _ in sequences[1:]:
             whole = torch.cat([qkv[:prefix], qkv[start : start + length]])
-            want, want_lse = C.attention_forward(
-                whole, [(0, prefix + length, 0, 0)], heads_of(shape, window, qkv.dtype)
-            )
+            want, want_lse = C.attention_forward(whole, [(0, prefix + length, 0, 0)], heads)
             assert_same_bits(out[start : start + length], want[prefix:])
             assert_same_bits(lse[start : start + length], want_lse[prefix:])
 
@@ -257,9 +252,8 @@ def test_copied_kv_cache_block_can_be_continued_by_a_second_sequence(dtype):
     assert cache.keys(second[1])[..., : prompt - TILE].equal(cache.keys(first[1])[..., : prompt - TILE])
     assert cache.keys(second[1])[..., prompt - TILE :].isnan().all()
     got = cache.run(qkv[prompt:], [(0, more, prompt, first), (more, more, prompt, second)])
-    want, _ = C.attention_forward(
-        qkv, [(0, prompt, 0, 0), (prompt, more, 0, prompt), (prompt + more, more, 0, prompt)], heads
-    )
+    sequences = [(0, prompt, 0, 0), (prompt, more, 0, prompt), (prompt + more, more, 0, prompt)]
+    want, _ = C.attention_forward(qkv, sequences, heads)
     assert_same_bits(got, want[prompt:])
 
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from reference import attention as reference
+from test_attention import HEADS, softcap_of
 from threads import on_threads
 
-#         N, K, H
-HEADS = [(3, 1, 16), (4, 4, 64), (9, 3, 64), (10, 2, 80), (7, 1, 128), (2, 1, 8), (3, 3, 24), (2, 2, 256)]
 #        activations, gradients, relative error allowed
 TYPES = [
     (torch.float32, torch.float32, 3e-6),
@@ -22,11 +21,6 @@ TYPES = [
 CASES = [
     (shape, *TYPES[(i + j) % 4], window) for i, shape in enumerate(HEADS) for j, window in enumerate([0, 2, 9, 40, 64])
 ]
-
-
-def softcap_of(window):
-    """One of the windows has a softcap of its scores, too."""
-    return 2.0 if window == 40 else 0.0
 
 
 def sinks_of(shape, window, dtype):
@@ -125,14 +119,13 @@ def test_shared_prefix_gradient_is_the_sum_over_copied_prefixes(dtype, limit, pr
     got = gradient(qkv, d_out, sequences, heads_of(shape, window, dtype))
     # without sharing: the prompt's rows stand before every generation, with no gradient of their own but once
     want = torch.zeros_like(got)
-    want[:prompt] += gradient(
-        qkv[:prompt].clone(), d_out[:prompt].clone(), [(0, prompt, 0, 0)], heads_of(shape, window, dtype)
-    )
+    heads = heads_of(shape, window, dtype)
+    want[:prompt] += gradient(qkv[:prompt].clone(), d_out[:prompt].clone(), [(0, prompt, 0, 0)], heads)
     for start, length, _, _ in sequences[1:]:
         rows = torch.cat([torch.arange(prompt), torch.arange(start, start + length)])
         grad = d_out[rows]
         grad[:prompt] = 0
-        want.index_add_(0, rows, gradient(qkv[rows], grad, [(0, len(rows), 0, 0)], heads_of(shape, window, dtype)))
+        want.index_add_(0, rows, gradient(qkv[rows], grad, [(0, len(rows), 0, 0)], heads))
     assert relative_gap(got, want) <= limit
 
 
@@ -179,9 +172,8 @@ def test_invalid_attention_backward_arguments_raise_value_error():
     heads = heads_of(shape)
     qkv, d_out = inputs(10, shape, torch.float32, torch.float32)
     out, lse = C.attention_forward(qkv, sequences, heads)
-    with pytest.raises(ValueError, match="d_out is Double"):
-        C.attention_backward(qkv, out, d_out.double(), lse, sequences, heads)
-    with pytest.raises(ValueError, match="d_out must be"):
-        C.attention_backward(qkv, out, d_out[:9], lse, sequences, heads)
-    with pytest.raises(ValueError, match="lse must be"):
-        C.attention_backward(qkv, out, d_out, lse[:, :1].contiguous(), sequences, heads)
+    for grad, of_rows, said in [
+        (d_out.double(), lse, "d_out is Double"), (d_out[:9], lse, "d_out must be"), (d_out, lse[:, :1].contiguous(), "lse must be"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            C.attention_backward(qkv, out, grad, of_rows, sequences, heads)

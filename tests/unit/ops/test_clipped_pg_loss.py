@@ -65,9 +65,8 @@ def run_case(name, seed, found):
         for ours, theirs in zip((result.grad_logprobs, result.grad_unfiltered), wanted, strict=True):
             if ours is not None:
                 may_cancel = dtype == torch.float32 and seed >= FEW
-                found.note(
-                    f"{dtype} gradient", check_gradient(ours, theirs, rtol, without if may_cancel else None, (seed, c))
-                )
+                difference = check_gradient(ours, theirs, rtol, without if may_cancel else None, (seed, c))
+                found.note(f"{dtype} gradient", difference)
 
 
 def check_gradient(ours, wanted, rtol, without, note):
@@ -221,9 +220,8 @@ def test_sequence_level_importance_weights_match_hand_computed_values():
 
 def test_bypass_mode_uses_generation_logprobs_as_old_logprobs():
     x, data = random_batch(12, 3, 20)
-    plain = ClippedPGLossFn(ClippedPGLossConfig()).native(
-        x, data | {"prev_logprobs": data["generation_logprobs"]}, 3.0, 30.0
-    )
+    same = data | {"prev_logprobs": data["generation_logprobs"]}
+    plain = ClippedPGLossFn(ClippedPGLossConfig()).native(x, same, 3.0, 30.0)
     del data["prev_logprobs"]
     bypassed = ClippedPGLossFn(ClippedPGLossConfig(bypass_mode=True)).native(x, data, 3.0, 30.0)
     assert torch.equal(bypassed.grad_logprobs, plain.grad_logprobs) and bypassed.metrics == plain.metrics
@@ -332,22 +330,13 @@ def test_token_with_a_large_logprob_gap_does_not_change_other_tokens(mode):
     x, data = random_batch(11, 2, 49, torch.float32)
     data["token_mask"][:] = 1
     data["sample_mask"] = torch.tensor([1.0, 0.5])
-    data["prev_logprobs"] = x_full = torch.nn.functional.pad(x, (1, 0)) + 0.01 * torch.randn(
-        2, 49, generator=torch.Generator().manual_seed(0)
-    )
+    noise = 0.01 * torch.randn(2, 49, generator=torch.Generator().manual_seed(0))
+    data["prev_logprobs"] = x_full = torch.nn.functional.pad(x, (1, 0)) + noise
     data["generation_logprobs"] = x_full + 0.01
     config = ops.ClippedPGConfig(
         ratio_mode=mode, kl_penalty=0.1, use_on_policy_kl_approximation=True, importance_sampling="full"
     )
-    data = {
-        k: v
-        for k, v in data.items()
-        if k
-        in (
-            "advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "token_mask",
-            "sample_mask",
-        )
-    }  # fmt: skip
+    data = {name: value for name, value in data.items() if name not in ("rewards", "kl_cov_penalty")}
     near = ops.clipped_pg_loss(x, ops.ClippedPGInputs(**data), config=config)
     data["generation_logprobs"] = data["generation_logprobs"].clone()
     data["generation_logprobs"][:, 21] -= 1.5

@@ -25,34 +25,35 @@ def draw(*shape, dtype, seed, scale=1.0):
 
 def inputs(shape, dtype, tokens=TOKENS):
     P, U, dk, dv, _ = shape
-    return [
-        draw(tokens, 2 * P * dk + U * dv, dtype=dtype, seed=1),
-        draw(tokens, U, dtype=dtype, seed=2),
-        draw(tokens, U, dtype=dtype, seed=3),
-        draw(U, dtype=dtype, seed=4),
-        draw(U, dtype=dtype, seed=5),
-    ]
+    shapes = (tokens, 2 * P * dk + U * dv), (tokens, U), (tokens, U), (U,), (U,)
+    return [draw(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes, 1)]
 
 
 def relative_gap(ours, expected):
     return float((ours.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def gradients_of(function, arguments, d_out):
+def compare(forward, backward, function, arguments, d_out, bound):
+    """Compare `forward(*arguments)` and `backward(d_out, *arguments)` with autograd through `function`."""
     leaves = [x.double().requires_grad_() for x in arguments]
     out = function(*leaves)
-    return out.detach(), torch.autograd.grad(out, leaves, d_out.double())
+    assert relative_gap(forward(*arguments), out.detach()) < bound
+    expected = torch.autograd.grad(out, leaves, d_out.double())
+    for mine, theirs in zip(backward(d_out, *arguments), expected, strict=True):
+        assert relative_gap(mine, theirs) < bound
+
+
+def compare_rule(shape, arguments, d_out, bound):
+    compare(
+        lambda *x: C.gated_delta(*x, full(SEQUENCES), shape), lambda *x: C.gated_delta_backward(*x, full(SEQUENCES), shape),
+        lambda *x: reference.gated_delta(*x, SEQUENCES, shape), arguments, d_out, bound,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
 def test_gated_delta_and_its_gradients_agree_with_the_reference(shape, dtype, bound):
-    arguments, d_out = inputs(shape, dtype), draw(TOKENS, shape[1] * shape[3], dtype=dtype, seed=6)
-    expected, gradients = gradients_of(lambda *x: reference.gated_delta(*x, SEQUENCES, shape), arguments, d_out)
-    assert relative_gap(C.gated_delta(*arguments, full(SEQUENCES), shape), expected) < bound
-    ours = C.gated_delta_backward(d_out, *arguments, full(SEQUENCES), shape)
-    for mine, theirs in zip(ours, gradients):
-        assert relative_gap(mine, theirs) < bound
+    compare_rule(shape, inputs(shape, dtype), draw(TOKENS, shape[1] * shape[3], dtype=dtype, seed=6), bound)
 
 
 @pytest.mark.parametrize("rate", [-6.0, 3.0])
@@ -61,30 +62,27 @@ def test_gradients_with_slow_or_fast_decaying_states_match_the_reference(rate):
     shape, arguments = SHAPES[0], inputs(SHAPES[0], torch.float64)
     arguments[3].fill_(rate)
     d_out = draw(TOKENS, shape[1] * shape[3], dtype=torch.float64, seed=6)
-    _, gradients = gradients_of(lambda *x: reference.gated_delta(*x, SEQUENCES, shape), arguments, d_out)
     for dtype, bound in TYPES[:2]:
-        ours = C.gated_delta_backward(d_out.to(dtype), *(x.to(dtype) for x in arguments), full(SEQUENCES), shape)
-        for mine, theirs in zip(ours, gradients):
-            assert relative_gap(mine, theirs) < bound
+        compare_rule(shape, [x.to(dtype) for x in arguments], d_out.to(dtype), bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
 def test_short_conv_and_its_gradients_agree_with_the_reference(dtype, bound):
     x, w, dy = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(TOKENS, 80), (80, 4), (TOKENS, 80)]))
-    expected, gradients = gradients_of(lambda *a: reference.short_conv(*a, SEQUENCES), [x, w], dy)
-    assert relative_gap(C.short_conv(x, w, full(SEQUENCES)), expected) < bound
-    for mine, theirs in zip(C.short_conv_backward(dy, x, w, full(SEQUENCES)), gradients):
-        assert relative_gap(mine, theirs) < bound
+    compare(
+        lambda *a: C.short_conv(*a, full(SEQUENCES)), lambda *a: C.short_conv_backward(*a, full(SEQUENCES)),
+        lambda *a: reference.short_conv(*a, SEQUENCES), [x, w], dy, bound,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
 def test_gated_norm_and_its_gradients_agree_with_the_reference(dtype, bound):
     x, z, dy = (draw(TOKENS, 96, dtype=dtype, seed=i) for i in range(3))
     w = draw(32, dtype=dtype, seed=4)
-    expected, gradients = gradients_of(lambda *a: reference.gated_norm(*a, 1e-6), [x, z, w], dy)
-    assert relative_gap(C.gated_norm(x, z, w, 1e-6), expected) < bound
-    for mine, theirs in zip(C.gated_norm_backward(dy, x, z, w, 1e-6), gradients):
-        assert relative_gap(mine, theirs) < bound
+    compare(
+        lambda *a: C.gated_norm(*a, 1e-6), lambda *a: C.gated_norm_backward(*a, 1e-6),
+        lambda *a: reference.gated_norm(*a, 1e-6), [x, z, w], dy, bound,
+    )  # fmt: skip
 
 
 def test_gated_delta_ops_match_the_torch_functions_of_transformers():
@@ -129,7 +127,7 @@ def test_forward_is_bit_identical_for_any_chunks_packing_prefix_and_threads(shap
     qkv, b, a, A_log, dt_bias = arguments
     w = draw(qkv.shape[1], shape[4], dtype=dtype, seed=7)
 
-    def compare():
+    def compare_chunks():
         packed = C.gated_delta(C.short_conv(qkv, w, full(SEQUENCES)), b, a, A_log, dt_bias, full(SEQUENCES), shape)
         for index, (_, length, _) in enumerate(SEQUENCES):
             rows = reference.rows_of(SEQUENCES, index)
@@ -139,7 +137,7 @@ def test_forward_is_bit_identical_for_any_chunks_packing_prefix_and_threads(shap
                 assert torch.equal(alone, packed[rows[-length:]]), (index, chunk)
         return packed
 
-    assert torch.equal(*on_threads(compare, (1, 2)))
+    assert torch.equal(*on_threads(compare_chunks, (1, 2)))
 
 
 def test_gradients_are_bit_identical_for_any_threads_and_packing():
@@ -175,9 +173,6 @@ def test_unsupported_gated_delta_shapes_raise_value_error(shape):
 def test_head_gate_and_its_gradients_agree_with_torch(head_dim, dtype, bound):
     x, dy = (draw(50, 3 * head_dim, dtype=dtype, seed=i) for i in range(2))
     gate = draw(50, 3, 2 * head_dim, dtype=dtype, seed=3)[..., head_dim:]
-    expected, gradients = gradients_of(lambda a, g: a * g.reshape(50, -1).sigmoid(), [x, gate], dy)
-    ours = C.head_gate(x, gate)
-    assert relative_gap(ours, expected) < bound
-    for mine, theirs in zip(C.head_gate_backward(dy, x, gate), gradients):
-        assert relative_gap(mine, theirs) < bound
-    assert torch.equal(C.head_gate(x[7:9].clone(), gate[7:9].clone()), ours[7:9])
+    formula = lambda a, g: a * g.reshape(50, -1).sigmoid()
+    compare(C.head_gate, C.head_gate_backward, formula, [x, gate], dy, bound)
+    assert torch.equal(C.head_gate(x[7:9].clone(), gate[7:9].clone()), C.head_gate(x, gate)[7:9])

@@ -1,4 +1,5 @@
-"""The forward product: right, one chain of multiply-adds along K, and the same bits for a row whatever the rows beside it, tiling and threads."""
+"""The forward product: right, one chain of multiply-adds along K, and the same bits for a row whatever the rows beside it, tiling and
+threads. The gated product: the same bits as the two ops that it joins."""
 
 import pytest
 import torch
@@ -102,3 +103,38 @@ def test_product_is_bit_identical_if_rows_are_packed_in_several_passes(dtype):
     whole = product(x, w)
     for i in (0, 255, 256, 500, 699):
         assert torch.equal(product(x[i : i + 1], w)[0], whole[i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("M,I,K", [(1, 16, 32), (2, 5, 7), (3, 33, 48), (70, 48, 64), (300, 40, 96), (401, 100, 1030)])
+def test_linear_swiglu_is_bit_identical_to_linear_followed_by_swiglu(M, I, K, dtype, bias):  # noqa: E741
+    x, w, b = tensors(M, 2 * I, K, dtype)
+    b = b if bias else None
+    gate_up, act = torch.empty(M, 2 * I, dtype=dtype), torch.empty(M, I, dtype=dtype)
+    C.linear_forward(x, w, b, gate_up)
+    C.swiglu_forward(gate_up, act)
+
+    def compare():
+        kept, joined, alone = torch.empty_like(gate_up), torch.empty_like(act), torch.empty_like(act)
+        C.linear_swiglu(x, w, b, kept, joined)
+        C.linear_swiglu(x, w, b, None, alone)
+        assert torch.equal(kept, gate_up) and torch.equal(joined, act) and torch.equal(alone, act)
+
+    on_threads(compare, (1, 2))
+
+
+def test_linear_swiglu_agrees_with_torch():
+    x, w, b = tensors(9, 40, 24, torch.float64)
+    act = torch.empty(9, 20, dtype=torch.float64)
+    C.linear_swiglu(x, w, b, None, act)
+    gate, up = torch.nn.functional.linear(x, w, b).chunk(2, dim=1)
+    torch.testing.assert_close(act, torch.nn.functional.silu(gate) * up, rtol=1e-12, atol=1e-12)
+
+
+def test_linear_swiglu_rejects_outputs_of_wrong_shape_or_dtype():
+    x, w, _ = tensors(4, 16, 16, torch.float32)
+    wrong = (None, torch.empty(4, 9)), (torch.empty(4, 8), torch.empty(4, 8)), (None, torch.empty(4, 8).bfloat16())
+    for gate_up, act in wrong:
+        with pytest.raises(ValueError, match="linear_swiglu"):
+            C.linear_swiglu(x, w, None, gate_up, act)

@@ -51,11 +51,7 @@ def test_linear_swiglu_is_bit_identical_with_and_without_packed_weights(rows, bi
     packed, results = pack(w, gated=True), []
     assert packed.holds(w) == (ROWS > 0)
     for use in (packed, C.PackedWeights()):
-        gate_up, act, alone = (
-            torch.empty(rows, 2 * I).bfloat16(),
-            torch.empty(rows, I).bfloat16(),
-            torch.empty(rows, I).bfloat16(),
-        )
+        gate_up, act, alone = (torch.empty(rows, size).bfloat16() for size in (2 * I, I, I))
         C.linear_swiglu(x, w, b, gate_up, act, use)
         C.linear_swiglu(x, w, b, None, alone, use)
         assert torch.equal(bits(act), bits(alone))
@@ -103,9 +99,8 @@ def test_packed_weights_reproduce_values_of_any_kind_exactly(kind, fits):
         got, expected = forward(x, w, dtype=torch.float32, packed=packed), forward(x, w, dtype=torch.float32)
         assert torch.equal(got, expected)
         values = got.view(torch.float32)
-        assert (
-            torch.equal(values, w.T[k : k + rows].float()) or kind == "subnormals"
-        )  # which some processors take for zero
+        # some processors take subnormals for zero
+        assert torch.equal(values, w.T[k : k + rows].float()) or kind == "subnormals"
 
 
 @PACKS
@@ -116,9 +111,8 @@ def test_packed_weights_are_used_only_for_the_matrix_they_hold():
     w.zero_()  # what is read shows which
     assert torch.equal(forward(x, w, packed=packed), expected)
     assert torch.equal(forward(x, w), torch.zeros_like(expected))  # not given
-    assert torch.equal(
-        forward(x, w[:32], packed=packed), torch.zeros_like(expected[:, :32])
-    )  # another shape at the same place
+    # another shape at the same place
+    assert torch.equal(forward(x, w[:32], packed=packed), torch.zeros_like(expected[:, :32]))
     gated = pack(w, gated=True)
     act = torch.empty(2, 32).bfloat16()
     w.copy_(normal(64, 64, seed=6))

@@ -45,9 +45,8 @@ def test_value_loss_matches_reference(dtype, rtol, count):
         got, found = fn(x, tensors, torch.tensor(1.0), torch.tensor(toks))
         assert set(found) == set(metrics)
         for name, value in metrics.items():
-            assert found[name] == pytest.approx(
-                value, rel=rtol, abs=rtol * math.sqrt(abs(metrics["returns_sq_mean"])) + 1e-12
-            ), (i, name)
+            near = rtol * math.sqrt(abs(metrics["returns_sq_mean"])) + 1e-12
+            assert found[name] == pytest.approx(value, rel=rtol, abs=near), (i, name)
         assert float(got.detach()) == pytest.approx(metrics["loss"], rel=rtol, abs=1e-12)
         (grad,), (wanted,) = torch.autograd.grad(got, x), torch.autograd.grad(loss, y)
         assert torch.allclose(grad.double(), wanted, rtol=rtol, atol=rtol * max(float(wanted.abs().max()), 1e-12)), i
@@ -55,12 +54,8 @@ def test_value_loss_matches_reference(dtype, rtol, count):
 
 def test_value_loss_matches_hand_computed_values():
     """v 3, old 1, return 0, cliprange 0.5: max(9, 1.5^2) = 9 and slope 2*3; v 1.2: inside, the full slope."""
-    data = {
-        "returns": torch.zeros(1, 2),
-        "values": torch.ones(1, 2),
-        "token_mask": torch.ones(1, 2),
-        "sample_mask": torch.ones(1),
-    }
+    data = {"returns": torch.zeros(1, 2), "values": torch.ones(1, 2)}
+    data |= {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}
     fn = MseValueLossFn(MseValueLossConfig(cliprange=0.5))
     r = fn.native(torch.tensor([[3.0, 1.2]]), data, 1.0, 2.0)
     assert float(r.loss) == pytest.approx((9 + 1.44) / 4)
@@ -87,17 +82,10 @@ def test_value_loss_accepts_a_trailing_dimension_and_sums_over_micro_batches():
 
 
 def test_value_loss_is_zero_without_valid_tokens_and_locates_non_finite_values():
-    data = {
-        "returns": torch.zeros(2, 3),
-        "values": torch.zeros(2, 3),
-        "token_mask": torch.zeros(2, 3),
-        "sample_mask": torch.ones(2),
-    }
+    data = {name: torch.zeros(2, 3) for name in ("returns", "values", "token_mask")} | {"sample_mask": torch.ones(2)}
     fn = MseValueLossFn(MseValueLossConfig())
     r = fn.native(torch.ones(2, 3), data, 2.0, 0.0)
-    assert (
-        float(r.loss) == 0 and (r.metrics["values_min"], r.metrics["values_max"]) == (0.0, 0.0) and r.nonfinite is None
-    )
+    assert float(r.loss) == 0 and r.metrics["values_min"] == r.metrics["values_max"] == 0 and r.nonfinite is None
     data["token_mask"][1, 2] = 1
     bad = torch.ones(2, 3)
     bad[1, 2] = math.inf

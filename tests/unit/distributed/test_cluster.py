@@ -1,11 +1,11 @@
-"""What connects ranks: the choice of a back end, and what is refused before anybody waits."""
+"""What connects ranks and where models are placed: the choice of a back end and of a device, and what is refused before anybody waits."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed import ranks
-from nemo_rl_cpp.distributed.cluster import Cluster
+from nemo_rl_cpp.distributed.cluster import Cluster, check_device
 from nemo_rl_cpp.distributed.ranks import connect
 
 NOWHERE = dict(rank=0, host="127.0.0.1", port=1, deadline=0.1)
@@ -35,3 +35,22 @@ def test_native_nccl_requires_gpus_and_a_cuda_build():
 def test_runs_on_several_gpus_are_rejected_with_the_reason():
     with pytest.raises(ValueError, match="no training on several has been tried yet.*cluster.device=cpu"):
         Cluster([2], use_gpus=True)
+
+
+@pytest.mark.parametrize(
+    "usable, use_gpus, precision, device",
+    [(True, True, "bfloat16", "cuda"), (True, True, "float32", "cuda"), (True, True, "float64", "cpu"), (True, False, "float32", "cpu"),
+     (False, True, "float32", "cpu")],
+)  # fmt: skip
+def test_models_are_placed_on_a_gpu_if_one_is_usable(monkeypatch, usable, use_gpus, precision, device):
+    monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: usable)
+    assert Cluster([1], use_gpus=use_gpus).device(precision) == device
+
+
+def test_error_for_an_unusable_gpu_names_cluster_device(monkeypatch):
+    monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: False)
+    assert check_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match="cluster.device is cuda, but torch sees no GPU.*cluster.device=cpu"):
+        check_device("cuda")
+    monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: True)
+    assert check_device("cuda") == "cuda"

@@ -108,11 +108,8 @@ def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound, window
     close(got_out, out, bound)
     close(got_lse, lse, 1e-5)  # float32 in both types
     # three products of rounded numbers instead of one
-    close(
-        backward(kernels, qkv, got_out, d_out, got_lse, sequences, N, K, H, window),
-        C.attention_backward(qkv, out, d_out, lse, sequences, heads),
-        3 * bound,
-    )
+    got = backward(kernels, qkv, got_out, d_out, got_lse, sequences, N, K, H, window)
+    close(got, C.attention_backward(qkv, out, d_out, lse, sequences, heads), 3 * bound)
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
@@ -156,9 +153,8 @@ def test_paged_and_packed_attention_are_bit_identical(kernels, shape, dtype, chu
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(4, 2, 16), (17, 1, 24)], ids=str
-)  # a group of 17 takes the kernel of many rows for one token, too
+# a group of 17 takes the kernel of many rows for one token, too
+@pytest.mark.parametrize("shape", [(4, 2, 16), (17, 1, 24)], ids=str)
 def test_attention_step_with_prefill_decode_and_padding_rows_matches_the_cpu(kernels, shape, dtype, bound):
     N, K, H = shape
     heads, rows = C.AttentionHeads(N, K, H, 1 / math.sqrt(H)), 24

@@ -85,11 +85,8 @@ def test_rope_matches_its_formula_and_its_backward_undoes_it(kernels, H, R, dtyp
 @pytest.mark.parametrize("size", [56, 37])
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
 def test_swiglu_and_its_gradient_match_autograd(kernels, gate, size, dtype):
-    gate_up, d_act, act = (
-        randn(5, 2 * size, dtype=dtype),
-        randn(5, size, seed=1, dtype=dtype),
-        torch.zeros(5, size, dtype=dtype),
-    )
+    gate_up, d_act = randn(5, 2 * size, dtype=dtype), randn(5, size, seed=1, dtype=dtype)
+    act = torch.zeros(5, size, dtype=dtype)
     kind = ["silu", "gelu_tanh"].index(gate)
     f = torch.nn.functional.silu if gate == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
     kernels.swiglu_forward(gate_up, act, size, 5, kind, dtype == BF16)

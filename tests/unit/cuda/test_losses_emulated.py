@@ -96,11 +96,8 @@ def test_clipped_pg_loss_matches_the_cpu(kernels, B, S, mode, sequence_level, kl
     counts = torch.tensor([valid, float(sample.sum()), 0.0], dtype=F64)
     config = C.ClippedPGConfig()
     config.ratio_mode = mode
-    config.token_level_loss, config.sequence_level_ratios, config.kl_penalty = (
-        not sequence_level,
-        sequence_level,
-        kl_penalty,
-    )
+    config.token_level_loss, config.sequence_level_ratios = not sequence_level, sequence_level
+    config.kl_penalty = kl_penalty
     # the op takes arrays with the first token, which has no prediction
     whole = [torch.cat([torch.zeros(B, 1, dtype=F64), t], 1) for t in (advantages, prev, generation, reference, mask)]
     _, grad, _, metrics = C.clipped_pg_loss(x, *whole, sample, None, None, None, counts[0:1], counts[1:2], None, config)

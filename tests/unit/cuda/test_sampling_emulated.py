@@ -37,9 +37,8 @@ def test_sampled_tokens_match_the_cpu_and_scoring_gives_bit_identical_logprobs(k
     logits, uniform = rows_of_logits(), torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     R, V = logits.shape
     tokens, logprobs, entropy = sample(kernels, logits, rule, uniform)
-    cpu_tokens, cpu_logprobs, cpu_entropy = C.sample_rows(
-        logits, uniform, C.SamplingRule(temperature=rule[0], top_p=rule[1], top_k=rule[2])
-    )
+    cpu_rule = C.SamplingRule(temperature=rule[0], top_p=rule[1], top_k=rule[2])
+    cpu_tokens, cpu_logprobs, cpu_entropy = C.sample_rows(logits, uniform, cpu_rule)
     # masses are integers made of float32 exponentials, whose last bit differs between implementations: a draw at the edge of a
     # token may fall to its neighbour
     same = tokens == cpu_tokens
@@ -70,22 +69,19 @@ def test_filtered_tokens_score_minus_infinity_and_non_finite_rows_score_nan(kern
     scored, unfiltered = torch.zeros(3), torch.zeros(3)
     kernels.score(logits, 2, 700, 1.0, 1.0, 5, table([0, 2, 3]), table([best, worst, 0]), scored, unfiltered, None)
     assert math.isfinite(scored[0]) and scored[1] == -math.inf and math.isnan(scored[2]) and math.isnan(unfiltered[2])
-    assert torch.allclose(
-        unfiltered[:2], torch.log_softmax(logits[0].double(), 0)[[best, worst]].float(), rtol=0, atol=3e-6
-    )
+    expected = torch.log_softmax(logits[0].double(), 0)[[best, worst]].float()
+    assert torch.allclose(unfiltered[:2], expected, rtol=0, atol=3e-6)
 
 
 def gradient(kernels, logits, rule, first, targets, g, g_unfiltered, dtype=torch.float32):
     d_logits = torch.full_like(logits, math.nan, dtype=dtype)
-    kernels.pairs_gradient(
-        logits, *logits.shape, *rule, first, targets, g, g_unfiltered, d_logits, dtype == torch.bfloat16
-    )
+    bf16 = dtype == torch.bfloat16
+    kernels.pairs_gradient(logits, *logits.shape, *rule, first, targets, g, g_unfiltered, d_logits, bf16)
     return d_logits
 
 
-@pytest.mark.parametrize(
-    "dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)], ids=str
-)  # arithmetic is float32's
+# arithmetic is float32's
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)], ids=str)
 @pytest.mark.parametrize("top_k", [0, 100])
 def test_logprob_gradients_match_autograd(kernels, dtype, bound, top_k):
     logits = 2 * randn(3, 700)

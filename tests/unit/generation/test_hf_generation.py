@@ -64,16 +64,14 @@ def test_response_does_not_depend_on_other_samples_of_the_batch(kind):
 
 def test_sampling_depends_on_seed_stream_and_draw_id(kind="gemma"):
     policy, data = policy_of(kind), prompts()
-    expected = texts(policy.create_generation(seed=5).generate(data), data)
-    assert texts(policy.create_generation(seed=6).generate(data), data) != expected
-    assert texts(policy.create_generation(seed=5).generate({**data, "stream": "val"}), data) != expected
-    assert (
-        texts(policy.create_generation(seed=5).generate({**data, "draw_ids": data["draw_ids"] + 6}), data) != expected
-    )
-    greedy = texts(policy.create_generation(seed=5).generate(data, greedy=True), data)
-    assert (
-        greedy[0::2] == greedy[1::2] == texts(policy.create_generation(seed=6).generate(data, greedy=True), data)[0::2]
-    )
+
+    def sampled(seed=5, greedy=False, **changes):
+        return texts(policy.create_generation(seed=seed).generate({**data, **changes}, greedy=greedy), data)
+
+    others = sampled(seed=6), sampled(stream="val"), sampled(draw_ids=data["draw_ids"] + 6)
+    assert sampled() not in others
+    greedy = sampled(greedy=True)
+    assert greedy[0::2] == greedy[1::2] == sampled(seed=6, greedy=True)[0::2]
 
 
 def test_hf_and_native_generation_sample_the_same_texts(tmp_path):
@@ -106,17 +104,15 @@ def test_hf_responses_end_at_stop_strings(kind):
     stop = written[0][2:5]  # across tokens
     told = []
     engine = policy.create_generation(seed=5)
-    out = engine.generate(
-        {**data, "stop_strings": [stop] * 12}, on_finished=lambda rows, ids: told.extend(zip(rows, ids))
-    )
+    stopping = {**data, "stop_strings": [stop] * 12}
+    out = engine.generate(stopping, on_finished=lambda rows, ids: told.extend(zip(rows, ids)))
     for row, (text, end) in enumerate(zip(texts(out, data), whole)):
         assert text == end[: len(text)]
         said = tokenizer.decode(text, skip_special_tokens=True)
         assert said.endswith(stop) and said.count(stop) == 1 if stop in written[row] else len(text) == 12
         assert bool(out["truncated"][row]) == (stop not in written[row])
-    assert (
-        told and all(texts(out, data)[row] == ids for row, ids in told) and len({row for row, _ in told}) == len(told)
-    )
+    assert told and all(texts(out, data)[row] == ids for row, ids in told)
+    assert len({row for row, _ in told}) == len(told)
     ended = whole[3][4]
     by_id = texts(policy_of(kind, stop_token_ids=[ended]).create_generation(seed=5).generate(data), data)
     assert all(text == end[: end.index(ended) + 1] if ended in end else text == end for text, end in zip(by_id, whole))

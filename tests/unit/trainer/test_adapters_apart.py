@@ -58,10 +58,8 @@ def test_unmerged_and_merged_adapters_agree_in_float64(targets, changes):
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
 def test_float32_unmerged_adapter_gradients_match_float64_within_1e_5(targets):
     model = apart(torch.float32, targets)
-    ours, theirs = (
-        named_views(model.trained_layout.specs, backward(each)[1].grads.double())
-        for each in (model, apart(torch.float64, targets))
-    )
+    both = (backward(each)[1].grads.double() for each in (model, apart(torch.float64, targets)))
+    ours, theirs = (named_views(model.trained_layout.specs, grads) for grads in both)
     for name, gradient in theirs.items():
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 

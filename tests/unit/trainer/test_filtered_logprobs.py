@@ -176,9 +176,8 @@ def test_greedy_responses_are_scored_without_top_k_and_top_p(precision):
 def test_reference_logprobs_use_the_temperature_but_not_top_k():
     filtered, plain = make_policy(temperature=0.7, top_k=3), make_policy(temperature=0.7)
     data = rollout(filtered)
-    assert torch.equal(
-        filtered.get_reference_policy_logprobs(data)["reference_logprobs"], plain.get_logprobs(data)["logprobs"]
-    )
+    reference = filtered.get_reference_policy_logprobs(data)["reference_logprobs"]
+    assert torch.equal(reference, plain.get_logprobs(data)["logprobs"])
 
 
 def test_filtered_out_token_has_logprob_zero_and_no_gradient():
@@ -187,9 +186,7 @@ def test_filtered_out_token_has_logprob_zero_and_no_gradient():
     data["input_ids"] = torch.where(data["token_mask"] > 0, (data["input_ids"] + 1) % 14, data["input_ids"])
     assert (policy.get_logprobs(data)["logprobs"] == 0).all()
     settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
-    data["prev_logprobs"] = data["generation_logprobs"] = (
-        torch.full_like(data["generation_logprobs"], -0.1) * data["token_mask"]
-    )
+    data["prev_logprobs"] = data["generation_logprobs"] = -0.1 * data["token_mask"]
     result = policy.train(data, ClippedPGLossFn(settings), eval_mode=True)
     removed = sum(result["all_mb_metrics"]["num_filtered_out_tokens"])
     assert removed > 0.5 * float(data["token_mask"].sum())

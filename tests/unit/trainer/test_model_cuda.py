@@ -76,13 +76,13 @@ def test_filtered_logprobs_and_gradients_on_cuda_match_the_cpu(filters):
 def test_cuda_logprobs_do_not_depend_on_micro_batches_or_shared_prompts(dtype):
     trainer = C.Trainer(model_on("cuda", CONFIGS["qwen3"], dtype))
     batch, ids, _ = batch_of_groups()
-    results = []
-    for plan, share in [
-        ([[0, 1, 2, 3, 4, 5]], True),
-        ([[0, 1, 2, 3, 4, 5]], False),
-        ([[b] for b in range(6)], False),
+    whole, results = [0, 1, 2, 3, 4, 5], []
+    for plan, share in (
+        ([whole], True),
+        ([whole], False),
+        ([[b] for b in whole], False),
         ([[5, 0], [1, 2, 3, 4]], True),
-    ]:
+    ):
         out = torch.zeros(ids.shape)
         for rows in plan:
             trainer.forward(batch, rows, 1.0, share, False, False, out)
@@ -101,17 +101,13 @@ def test_weight_digest_on_cuda_equals_the_cpus(dtype):
 @pytest.mark.parametrize("sampling", [(), ("policy.generation.top_p=0.9",), ("policy.generation.top_k=5",)], ids=str)
 def test_grpo_on_cuda_is_exact_and_reproducible(tmp_path, precision, sampling):
     """Generation's log-probabilities are the training forward's, bit for bit, before the first update of every step."""
-    run = tiny.train(
-        tmp_path, *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling
-    )
+    options = ["cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling]
+    run = tiny.train(tmp_path, *tiny.SMALL, *options)
     assert run.policy.device == "cuda" and run.policy.model.device.startswith("cuda")
     for row in run.history:
         assert row["max_logprob_gap"] == 0.0 and row["logprob_mismatched_tokens"] == 0
         assert row["token_mult_prob_error"] == 1.0 and row["grad_norm"] > 0
-    again = tiny.train(
-        tmp_path / "again", *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}",
-        *sampling,
-    )  # fmt: skip
+    again = tiny.train(tmp_path / "again", *tiny.SMALL, *options)
     assert again.policy.weight_digest() == run.policy.weight_digest()
 
 

@@ -132,16 +132,9 @@ class Ranks:
         `in_turns` blocks are assigned to ranks round-robin; otherwise each rank gets consecutive blocks.
 
         A sample is trained where it was generated (`generated_by`), because its activations may be kept there, unless
-        the lengths of the responses make that too uneven.
-
-        Raise ValueError if `count` is not a multiple of the number of ranks.
-        """
-        count = self.size if count is None else count
-        if count % self.size:
-            raise ValueError(
-                f"gradient_blocks is {count}, which {self.size} processes cannot share equally: take another number of processes, or null"
-            )
-        return _blocks_of(_dealt(data, begin, end, count), self.rank, self.size, in_turns)
+        the lengths of the responses make that too uneven."""
+        dealt = _dealt(data, begin, end, self.size if count is None else count)
+        return _blocks_of(dealt, self.rank, self.size, in_turns)
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
         """Return (samples, moves): the samples that this rank trains, and the `Move`s of all ranks. The samples are

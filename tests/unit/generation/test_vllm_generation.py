@@ -194,10 +194,6 @@ def test_weight_digest_covers_names_dtypes_shapes_and_values():
     assert first == by_hand.hexdigest() and buffer.weight_bytes == 32
     weights["a"][4] = 4.0000005
     assert buffer.fill(weights) != first
-    with pytest.raises(ValueError, match="other names, types or shapes"):
-        buffer.fill({"a": weights["a"]})
-    with pytest.raises(ValueError, match="other names, types or shapes"):
-        buffer.fill({**weights, "b": weights["b"].float()})
     buffer.close()
     buffer.close()
 

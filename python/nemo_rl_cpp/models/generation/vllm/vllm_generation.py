@@ -2,9 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from struct import pack
 
 import torch
@@ -135,6 +137,7 @@ class VllmGeneration(BaseEngine):
                 "start it with the policy's model"
             )
         self._rows = min(self.config.max_batch_size or facts["max_num_seqs"], facts["max_num_seqs"])
+        self._call = partial(self._client.call, REFIT)
         self._transport = (NcclTransport if device == "cuda" else SharedMemoryTransport)(weights, self._client)
 
     # ---- token ids in, token ids out
@@ -187,10 +190,13 @@ class VllmGeneration(BaseEngine):
         body = {"token_ids": row.prompt, "stream": True, "sampling_params": _PLAIN | sampling | own}
         reason = None
         with contextlib.closing(self._client.stream(_GENERATE, GENERATE, body)) as events:
-            for choice in _choices(events, self._client.url):
-                ids, chances = _sampled(choice, self._client.url)
-                for token, chance in zip(ids, chances):
-                    row.add(token, chance)
+            for choice in chain.from_iterable(event["choices"] for event in events):
+                content = (choice.get("logprobs") or {}).get("content") or []
+                ids = [int(each["token_id"]) for each in content]
+                if ids != list(choice["token_ids"] or []):
+                    raise VllmError(f"vLLM at {self._client.url} gave log-probabilities of other tokens")
+                for token, each in zip(ids, content):
+                    row.add(token, each["logprob"])
                 if row.stopped:
                     break
                 reason = choice.get("finish_reason")
@@ -242,9 +248,6 @@ class VllmGeneration(BaseEngine):
         self._label, self.weight_version, self._arrived = label, version, sent
         return RefitResult(self._transport.weight_bytes, time.perf_counter() - began, sent)
 
-    def _call(self, method: str, path: str, body: object = None) -> dict:
-        return self._client.call(REFIT, method, path, body)
-
     def weight_digest(self) -> str:
         """Return the digest of the weights that vLLM received at the last refit, 32 hexadecimal digits. Raise
         RuntimeError before the first refit."""
@@ -259,30 +262,6 @@ class VllmGeneration(BaseEngine):
         if self.server is not None:
             self.server.close()
         return True
-
-
-def _choices(events: Iterator[dict], url: str) -> Iterator[dict]:
-    for event in events:
-        choices = event.get("choices")
-        if not isinstance(choices, list):
-            raise VllmError(f"vLLM at {url} answered with what is no answer: an event without choices")
-        yield from choices
-
-
-def _sampled(choice: dict, url: str) -> tuple[list[int], list[float]]:
-    """Return (token ids, log-probabilities) in a part of a streamed response. Raise VllmError if it is malformed."""
-    try:
-        ids = [int(token) for token in choice["token_ids"] or ()]
-        content = (choice.get("logprobs") or {}).get("content") or ()
-        scored = [int(each["token_id"]) for each in content]
-        logprobs = [float(each["logprob"]) for each in content]
-    except (KeyError, TypeError, ValueError) as error:
-        raise VllmError(f"vLLM at {url} answered with what is no answer ({type(error).__name__}: {error})") from error
-    if scored != ids:
-        raise VllmError(
-            f"vLLM at {url} answered with what is no answer: log-probabilities of other tokens than the response's"
-        )
-    return ids, logprobs
 
 
 def check_vllm(policy: PolicyConfig, device: str) -> None:

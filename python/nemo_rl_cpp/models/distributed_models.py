@@ -106,13 +106,11 @@ class DistributedModel(NoOffload):
         """Return the digest of the weights. Raise RuntimeError if the ranks' digests differ."""
         return self.group.call_for_one_value("weight_digest")
 
-    def _gather(
-        self, method: str, name: str, data: Batch, micro_batch_size: int | None, **options: object
-    ) -> BatchedDataDict:
+    def _gather(self, method: str, data: Batch, **options: object) -> BatchedDataDict:
         """Call `method` in all workers, each for its share of the batch. Return {name: tensor [T] or [B, S]} for the
         whole batch."""
         batch = plain_batch(data)
-        of_tokens = self.group.call_all(method, batch, micro_batch_size=micro_batch_size, **options)[0][name]
+        ((name, of_tokens),) = self.group.call_all(method, batch, **options)[0].items()
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
 
     def save_checkpoint(
@@ -158,27 +156,24 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def get_logprobs(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        return self._gather("get_logprobs", "logprobs", data, micro_batch_size)
+        return self._gather("get_logprobs", data, micro_batch_size=micro_batch_size)
 
     def get_reference_policy_logprobs(
         self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        return self._gather("get_reference_policy_logprobs", "reference_logprobs", data, micro_batch_size)
+        return self._gather("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
 
-    def get_entropies(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
-        return self._gather("get_entropies", "entropies", data, micro_batch_size)
+    def get_entropies(self, data: Batch) -> BatchedDataDict:
+        return self._gather("get_entropies", data)
 
-    def get_sum_pi_squared(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
-        return self._gather("get_sum_pi_squared", "sum_pi_squared", data, micro_batch_size)
+    def get_sum_pi_squared(self, data: Batch) -> BatchedDataDict:
+        return self._gather("get_sum_pi_squared", data)
 
-    def get_teacher_logprobs(self, data: Batch, teacher: str, micro_batch_size: int | None = None) -> BatchedDataDict:
-        return self._gather("get_teacher_logprobs", "teacher_logprobs", data, micro_batch_size, teacher=teacher)
+    def get_teacher_logprobs(self, data: Batch, teacher: str) -> BatchedDataDict:
+        return self._gather("get_teacher_logprobs", data, teacher=teacher)
 
-    def get_topk_logprobs(
-        self, data: RaggedBatch, k: int, teacher: str | None = None, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        batch = plain_batch(data)
-        return self.group.call_all("get_topk_logprobs", batch, k, teacher, micro_batch_size)[0]
+    def get_topk_logprobs(self, data: RaggedBatch, k: int, teacher: str | None = None) -> BatchedDataDict:
+        return self.group.call_all("get_topk_logprobs", plain_batch(data), k, teacher)[0]
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
@@ -227,13 +222,7 @@ class DistributedValue(DistributedModel, ValueInterface):
     def get_values(
         self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        return self._gather("get_values", "values", data, micro_batch_size)
-
-    def get_topk_logprobs(
-        self, data: RaggedBatch, k: int, teacher: str | None = None, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        batch = plain_batch(data)
-        return self.group.call_all("get_topk_logprobs", batch, k, teacher, micro_batch_size)[0]
+        return self._gather("get_values", data, micro_batch_size=micro_batch_size)
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,

@@ -121,7 +121,6 @@ class DistributedModel(NoOffload):
         self.group.call_all("save_checkpoint", absolute(weights_path), absolute(optimizer_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
-        """Return the total size in bytes of the tensors that `save_checkpoint` writes."""
         return self.group.call_all("checkpoint_bytes", optimizer)[0]
 
     def non_finite_parameters(self) -> list[str]:
@@ -129,7 +128,6 @@ class DistributedModel(NoOffload):
         return list(dict.fromkeys(name for names in self.group.call_all("non_finite_parameters") for name in names))
 
     def keep_bad_batches(self, folder: Path) -> None:
-        """From now on, save any batch whose loss or gradient is not finite to `folder` before raising the error."""
         self.group.call_all("keep_bad_batches", absolute(folder))
 
     def shutdown(self) -> bool:

@@ -112,11 +112,7 @@ class PolicyInterface(TrainedModelInterface, Protocol):
 
     def train(self, data: Mapping[str, object], loss_fn: Loss, *, timer: Timer | None = None) -> TrainingResult:
         """Train on the batch once, with one optimizer step per global batch. Afterwards the generation engine's weights
-        are stale.
-
-        Return {"loss", "grad_norm": one value per global batch, "all_mb_metrics": metric -> one value per micro-batch,
-        "prev_logprobs": float32 [T] or [B, S] under the weights before the first update}.
-        """
+        are stale."""
 
     def weight_digest(self) -> str:
         """Return a digest of the weights, used to check that generation and training use equal weights."""
@@ -141,7 +137,4 @@ class ValueInterface(TrainedModelInterface, Protocol):
         """Release the resources that only `get_values` needs."""
 
     def train(self, data: Mapping[str, object], loss_fn: Loss, *, timer: Timer | None = None) -> TrainingResult:
-        """Fit the values to the batch's `returns` in one pass, with one optimizer step per global batch.
-
-        Return {"loss", "grad_norm": one value per global batch, "all_mb_metrics": metric -> one value per micro-batch}.
-        """
+        """Fit the values to the batch's `returns` in one pass, with one optimizer step per global batch."""

@@ -43,11 +43,7 @@ class Value(TrainedModel, ValueInterface):
 
         Args:
             data: a batch with the loss's inputs: `returns`, and if the loss clips also `values` from `get_values`.
-            loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`.
-
-        Returns:
-            {"loss", "grad_norm": one value per global batch, "all_mb_metrics": metric -> one value per micro-batch}.
-        """
+            loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`."""
         return self.train_part(RaggedBatch.of(data), loss_fn, eval_mode, gbs, mbs).report()
 
     def train_part(

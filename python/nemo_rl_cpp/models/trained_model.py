@@ -393,8 +393,6 @@ class TrainedModel(NoOffload):
             self.lora.save(weights_path, self.trained.whole, adapters)
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
-        """Return the total size in bytes of the tensors that `save_checkpoint` writes; `optimizer` includes the
-        optimizer's tensors."""
         trained = list(self._optimizer_tensors().values()) if optimizer else []
         if self.lora is not None:
             trained.append(self.model.masters)
@@ -417,7 +415,6 @@ class TrainedModel(NoOffload):
         return list(bad)
 
     def keep_bad_batches(self, folder: Path) -> None:
-        """From now on, save any batch whose loss or gradient is not finite to `folder` before raising the error."""
         self.replay_dir = folder
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:

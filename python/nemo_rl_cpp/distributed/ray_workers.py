@@ -103,11 +103,8 @@ def let_ray_go() -> None:
 def surroundings() -> tuple[str, dict[str, str]]:
     """Return this process's working directory and environment variables, without variables that describe a machine or a
     process."""
-    return os.getcwd(), {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_A_MACHINE and not name.startswith(_OF_A_PROCESS)
-    }
+    kept = {name for name in os.environ if name not in _OF_A_MACHINE and not name.startswith(_OF_A_PROCESS)}
+    return os.getcwd(), {name: os.environ[name] for name in sorted(kept)}
 
 
 def enter(folder: str, variables: Mapping[str, str]) -> None:
@@ -217,9 +214,8 @@ class RayWorkers(Workers):
         """Return the result of `start` for each actor. Raise WorkerLostError for the first actor that has ended or is
         silent."""
         given = (surroundings(), self.host, self._store.port)
-        calls = [
-            self._started(rank, "starting", actor.start.remote(*given, rank)) for rank, actor in enumerate(self._actors)
-        ]
+        starting = [actor.start.remote(*given, rank) for rank, actor in enumerate(self._actors)]
+        calls = [self._started(rank, "starting", reference) for rank, reference in enumerate(starting)]
         self._ray.wait([self._calls[call] for call in calls], num_returns=len(calls), timeout=_START_SECONDS)
         for call in calls:
             self._look_at(call)

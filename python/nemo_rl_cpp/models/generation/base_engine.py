@@ -185,14 +185,9 @@ class BaseEngine(GenerationInterface):
             value = getattr(self.config, name) if validation is None else validation
             return default if value is None else value
 
-        temperature = setting("temperature", 1.0)
+        temperature, top_p, top_k = setting("temperature", 1.0), setting("top_p", 1.0), int(setting("top_k", 0))
         greedy = greedy or temperature == 0
-        return Sampling(
-            temperature=1.0 if greedy else temperature,
-            top_p=setting("top_p", 1.0),
-            top_k=max(int(setting("top_k", 0)), 0),
-            greedy=greedy,
-        )
+        return Sampling(1.0 if greedy else temperature, top_p, max(top_k, 0), greedy)
 
     def sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
         """Return the result of `sampling` as the settings of the native sampler."""
@@ -258,7 +253,7 @@ class ResponseBuffer:
         return Responses(
             torch.tensor(list(chain.from_iterable(self.tokens)), dtype=torch.int64),
             offsets_of(torch.tensor([len(row) for row in self.tokens])),
-            torch.tensor(list(chain.from_iterable(self.logprobs)), dtype=torch.float32), torch.tensor(self.truncated), version,
+            torch.tensor(list(chain.from_iterable(self.logprobs)), dtype=torch.float32), torch.tensor(self.truncated, dtype=torch.bool), version,
         )  # fmt: skip
 
 

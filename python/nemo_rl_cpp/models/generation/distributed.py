@@ -20,6 +20,7 @@ from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.distributed.ranks import Ranks, connect, deal, generated_by
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
+from nemo_rl_cpp.models.generation.base_engine import ResponseBuffer
 from nemo_rl_cpp.models.generation.interfaces import (
     Answer,
     GenerationDatumSpec,
@@ -64,10 +65,7 @@ class EngineHost:
     ) -> Responses:
         """Return the responses of engine `number`; empty responses for an empty batch."""
         if prompts.size == 0:
-            nothing = torch.zeros(0, dtype=torch.int64)
-            return Responses(
-                nothing, torch.zeros(1, dtype=torch.int64), torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-            )
+            return ResponseBuffer(0, None).responses()
         return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
 
     def generate_until(
@@ -146,8 +144,7 @@ class DistributedGeneration(GenerationInterface):
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
         """Return the responses of all ranks in the order of the batch. Rank r responded to the rows `shares[r]` of the
         batch with `parts[r]`."""
-        place = torch.empty(sum(map(len, shares)), dtype=torch.int64)
-        place[torch.tensor([row for rows in shares for row in rows], dtype=torch.int64)] = torch.arange(len(place))
+        place = torch.tensor([row for rows in shares for row in rows], dtype=torch.int64).argsort()
         order = place.tolist()
         ids = [row for part in parts for row in part.rows(part.token_ids)]
         logprobs = [row for part in parts for row in part.rows(part.logprobs)]

@@ -47,10 +47,8 @@ class ValueNet(nn.Module):
                 raise ModelFolderError(
                     f"{folder}: {SCORE} has the shape {list(raw.shape)}, but a critic's is {list(made.score.weight.shape)} (one label)"
                 )
-            with torch.no_grad():  # the bytes are only valid in this iteration
-                made.score.weight.copy_(
-                    torch.frombuffer(bytearray(raw.data), dtype=FILE_DTYPES[raw.dtype]).view(raw.shape)
-                )
+            head = torch.frombuffer(bytearray(raw.data), dtype=FILE_DTYPES[raw.dtype])  # valid in this iteration alone
+            made.score.weight.data.copy_(head.view(raw.shape))
         return made
 
     def get_input_embeddings(self) -> nn.Module:

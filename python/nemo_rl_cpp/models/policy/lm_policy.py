@@ -68,12 +68,8 @@ class Policy(TrainedModel, PolicyInterface):
     def _teacher(self, name: str, key: str) -> C.DecoderModel:
         """Load a frozen teacher. Raise ModelFolderError if the policy's sequences are too long for it, or if it cannot
         be split over the policy's tensor-parallel ranks."""
-        folder = open_model_folder(
-            name,
-            max_length=self.config.max_total_sequence_length,
-            length_key="policy.max_total_sequence_length",
-            key=key,
-        )
+        longest, length_key = self.config.max_total_sequence_length, "policy.max_total_sequence_length"
+        folder = open_model_folder(name, max_length=longest, length_key=length_key, key=key)
         folder.check_slices(self.ranks.tensor_size, self.config.tensor_parallel_key(self.section))
         return self._load(folder, trainable=False)
 
@@ -162,10 +158,8 @@ class Policy(TrainedModel, PolicyInterface):
         """Train on this rank's samples of the batch; see `train`."""
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
-        batching, blocks = self._batching("train", mbs), self.config.gradient_blocks
-        way = MicroBatchRunner(
-            self.trainer, loss_fn, batching, self.scoring, ranks=self.ranks, blocks=blocks, sums=self._sums()
-        )
+        shared = dict(ranks=self.ranks, blocks=self.config.gradient_blocks, sums=self._sums())
+        way = MicroBatchRunner(self.trainer, loss_fn, self._batching("train", mbs), self.scoring, **shared)
         on_policy = "prev_logprobs" not in batch.tokens
         exactness = Exactness() if on_policy and "generation_logprobs" in batch.tokens else None
         if exactness is not None:

@@ -34,9 +34,8 @@ class TorchLearningRate:
     def __init__(self, lr: float, weight_decay: float, schedule: TorchSchedule | None):
         self._optimizer, self.weight_decay = _StandInOptimizer(lr), weight_decay
         stages = [[stage.name, dict(stage.kwargs)] for stage in schedule.stages] if schedule is not None else []
-        self._definition = _plain(
-            {"lr": lr, "stages": stages, "milestones": list(schedule.milestones) if stages else []}
-        )
+        milestones = list(schedule.milestones) if stages else []
+        self._definition = _plain({"lr": lr, "stages": stages, "milestones": milestones})
         self._scheduler = self._build(schedule)
 
     def _build(self, schedule: TorchSchedule | None) -> LRScheduler:
@@ -160,11 +159,8 @@ def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) 
 def _plain(value: object) -> object:
     """Return a scheduler's state as JSON values (numbers, strings, lists, dictionaries); other values are dropped."""
     if isinstance(value, dict):
-        return {
-            k: _plain(v)
-            for k, v in value.items()
-            if isinstance(v, (int, float, str, bool, list, tuple, dict, type(None)))
-        }
+        kinds = int, float, str, bool, list, tuple, dict, type(None)
+        return {k: _plain(v) for k, v in value.items() if isinstance(v, kinds)}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value

@@ -219,10 +219,8 @@ class MicroBatchRunner:
             result.zero_gradient_tokens += packed_tokens
         elif batch.backward:
             trainer.backward(*batch.gradients(micro, loss))
-        counts = batch.counts
-        metrics = dict(
-            loss.metrics, global_valid_seqs=float(counts.valid_seqs), global_valid_toks=float(counts.valid_toks)
-        )
+        seqs, toks = float(batch.counts.valid_seqs), float(batch.counts.valid_toks)
+        metrics = dict(loss.metrics, global_valid_seqs=seqs, global_valid_toks=toks)
         if scoring.filters:
             metrics["num_filtered_out_tokens"] = float(removed)
         result.losses.append(loss.value)
@@ -300,9 +298,9 @@ class _GlobalBatch:
         self.unfiltered = torch.zeros_like(self.scored) if way.scoring.filters and has_kl else None
         takes_entropies = getattr(way.loss_fn, "takes_entropies", False)
         self.entropies = outputs.new_zeros(data.num_tokens) if takes_entropies else None
-        self.token_loss = (
-            fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring) if backward else None
-        )
+        self.token_loss: C.TokenLoss | None = None
+        if backward:
+            self.token_loss = fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring)
 
     def is_apart(self, rows: list[int]) -> bool:
         """Return whether the loss declared before the forward pass (`zero_gradient_rows`) that these samples have zero
@@ -397,11 +395,9 @@ def evaluate_loss(
 ) -> LossResult:
     """Evaluate a native loss or any callable on log-probabilities [b, width]. The loss does not receive column 0, whose
     token has no log-probability. A callable receives a tensor that requires grad."""
-    curr_logprobs = curr_logprobs[:, 1:]
+    curr_logprobs, seqs, toks = curr_logprobs[:, 1:], counts.valid_seqs, counts.valid_toks
     if hasattr(loss_fn, "native"):
-        result = loss_fn.native(
-            curr_logprobs.contiguous(), micro, counts.valid_seqs, counts.valid_toks, counts.valid_positive_toks
-        )
+        result = loss_fn.native(curr_logprobs.contiguous(), micro, seqs, toks, counts.valid_positive_toks)
         metrics = dict(result.metrics)
         if (error_sum := getattr(result, "mult_prob_error_sum", None)) is not None:
             metrics["token_mult_prob_error_sum"] = error_sum
@@ -416,12 +412,7 @@ def evaluate_loss(
         leaves.append(micro["curr_logprobs_unfiltered"].detach().clone().requires_grad_(need_grad))
         micro = {**micro, "curr_logprobs_unfiltered": leaves[1]}
     with torch.set_grad_enabled(need_grad):
-        out = loss_fn(
-            next_token_logprobs=leaf,
-            data=micro,
-            global_valid_seqs=counts.valid_seqs,
-            global_valid_toks=counts.valid_toks,
-        )
+        out = loss_fn(next_token_logprobs=leaf, data=micro, global_valid_seqs=seqs, global_valid_toks=toks)
     loss, metrics = out if isinstance(out, tuple) else (out, {})
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         raise ValueError(f"a loss must return a scalar tensor or (scalar tensor, metrics), got {type(loss).__name__}")

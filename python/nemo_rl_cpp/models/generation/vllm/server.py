@@ -88,9 +88,8 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
         "worker_extension_cls": "nemo_rl_cpp_vllm.Weights", "weight_transfer_config": {"backend": transfer_of(device)},
         "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
     }  # fmt: skip
-    if (
-        device != "cuda"
-    ):  # vLLM rewinds the seeded generator of a prompt prefilled in chunks, which CPU generators cannot do
+    if device != "cuda":
+        # vLLM rewinds the seeded generator of a prompt prefilled in chunks, which CPU generators cannot do
         options["enable_chunked_prefill"] = False
     return options
 

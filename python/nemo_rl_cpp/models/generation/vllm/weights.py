@@ -126,9 +126,7 @@ class NcclTransport:
     def send(self, weights: Mapping[str, Tensor]) -> str:
         """Broadcast the weights and let vLLM load them. Return the digest of the policy's weights. After an error the
         communicator is unusable."""
-        manifest = [
-            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in weights.items()
-        ]
+        manifest = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in weights.items()]
         digest = begin_digest(manifest)
         info = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*manifest))))
         thread = ThreadPoolExecutor(1, thread_name_prefix="nccl")

@@ -230,7 +230,10 @@ class Saver:
         if not known:  # not known yet
             return
         if name not in known:
-            raise _no_metric(manager, known)
+            raise ValueError(
+                f"checkpointing.metric_name={manager.metric_name!r}: the {kind} metrics have no {name!r}; there are "
+                f"{', '.join(sorted(known))}"
+            )
         manager.metric_seen = True
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
@@ -245,8 +248,6 @@ class Saver:
             return {}
         if there and name in there:
             return {manager.metric_name: float(there[name])}
-        if there and not manager.metric_seen:
-            raise _no_metric(manager, there)
         if not result.interrupted and not manager.metric_missed:
             manager.metric_missed = True
             why = (
@@ -292,14 +293,6 @@ class Saver:
                     f"{name}: after step {state.step} {len(bad)} parameters are not finite, first {', '.join(bad[:3])}; nothing "
                     f"was saved, earlier checkpoints are untouched. The learning rate is {to_json(model.learning_rate)}: lower it"
                 )
-
-
-def _no_metric(manager: CheckpointManager, known: Iterable[str]) -> ValueError:
-    kind, _, name = manager.metric_name.partition(":")
-    return ValueError(
-        f"checkpointing.metric_name={manager.metric_name!r}: the {kind} metrics have no {name!r}; there are "
-        f"{', '.join(sorted(known))}"
-    )
 
 
 # ---- model card and upload

@@ -209,6 +209,7 @@ class SyncCollector(RolloutCollector):
             self.leave_out(state, "rollouts are made in their own step now")
 
 
+@dataclass
 class Meeting:
     """A point in the middle of one batch's responses at which generation waits for new weights.
 
@@ -217,9 +218,8 @@ class Meeting:
         given: a future that is done once the engines have the new weights.
     """
 
-    def __init__(self) -> None:
-        self.reached: Future[bool] = Future()
-        self.given: Future[None] = Future()
+    reached: Future[bool] = field(default_factory=Future)
+    given: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:
         """Wait for the new weights, in the thread that generates. Raise GenerationEndedError if the run ends."""

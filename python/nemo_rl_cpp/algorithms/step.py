@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -129,11 +130,12 @@ def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metri
     )
 
 
+@dataclass
 class Critic:
     """The critic: a value model and its loss."""
 
-    def __init__(self, model: ValueInterface, loss_fn: LossFunction) -> None:
-        self.model, self.loss_fn = model, loss_fn
+    model: ValueInterface
+    loss_fn: LossFunction
 
     @property
     def models(self) -> dict[str, ValueInterface]:

@@ -5,6 +5,7 @@ Shapes: B samples have T tokens in total, concatenated. S is the length of the l
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ class MissingField(AttributeError, KeyError):
         return str(self.args[0])
 
 
+@dataclass
 class _Field:
     """A field of a batch, which raises MissingField if it is read before a stage has set it.
 
@@ -37,8 +39,8 @@ class _Field:
         source: what sets the field, for the error.
     """
 
-    def __init__(self, store: str, source: str) -> None:
-        self.store, self.source = store, source
+    store: str
+    source: str
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name

@@ -134,12 +134,8 @@ def unknown_option(words: Sequence[str]) -> str | None:
         name, equals, value = word.lstrip("-").partition("=")
         if "." not in name:
             return f"unknown option {word} (--help lists the options; a key of the configuration is set by section.key=value)"
-        following = (
-            words[i + 1]
-            if i + 1 < len(words) and "=" not in words[i + 1] and not words[i + 1].startswith("--")
-            else None
-        )
-        given = value if equals else following if following is not None else "VALUE"
+        following = words[i + 1] if i + 1 < len(words) else "--"
+        given = value if equals else "VALUE" if "=" in following or following.startswith("--") else following
         return f"unknown option {word}: a key of the configuration is set without dashes, write {name}={given}"
     return None
 
@@ -147,13 +143,8 @@ def unknown_option(words: Sequence[str]) -> str | None:
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
     """Print each warning issued in the `with` block in one line on stderr, without the line of source code."""
-
-    def plain(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-    ) -> str:
-        return f"warning: {' '.join(str(message).split())}\n"
-
-    before, warnings.formatwarning = warnings.formatwarning, plain
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *place, **line: f"warning: {' '.join(str(message).split())}\n"
     try:
         yield
     finally:

@@ -152,8 +152,8 @@ class TextGenerator:
         if isinstance(prompt, str):
             return prompt_ids(self.tokenizer, prompt)
 
+        from nemo_rl_cpp.data.chat_template import render_prompt
         from nemo_rl_cpp.data.checkpoint_template import settle_chat_template  # jinja2 takes time to load
-        from nemo_rl_cpp.data.prompt_rendering import render_prompt
 
         if not self._chat_settled:
             for remark in settle_chat_template(self.tokenizer, self._folder):

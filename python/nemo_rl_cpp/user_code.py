@@ -90,18 +90,20 @@ class _Caller:
         """Make a call in this thread and return its result, awaited if necessary."""
         with _outside_event_loop(), _ProcessState():
             result = self._called(call)
-            return self._loop.run_until_complete(_result_of(result)) if inspect.isawaitable(result) else result
+            return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     def ask(self, call: Callable[[], object]) -> object:
         """Make a call in the thread of this `_Caller`, on behalf of the current thread, and return its result."""
-        grad = _grad_mode()
+        torch = sys.modules.get("torch")
+        if torch is not None and hasattr(torch, "is_grad_enabled"):
+            call = partial(_with_grad_mode, torch.is_grad_enabled(), call)
         future = Future()
         with self._lock:
             if self._ended:
                 raise KeyboardInterrupt
             serves = self._depth > 0
             if serves:
-                self._calls.append((future, call if grad is None else partial(_with_grad_mode, grad, call)))
+                self._calls.append((future, call))
         if not serves:  # the run has ended in the meantime
             return _caller().run(call)
         self._wake()
@@ -230,10 +232,6 @@ def _caller() -> _Caller:
     return _of_thread.caller
 
 
-async def _result_of(result: Awaitable[object]) -> object:
-    return await result
-
-
 async def _finish(result: Awaitable[object], future: Future, state: _ProcessState) -> None:
     try:
         with state:
@@ -264,11 +262,6 @@ def _outside_event_loop() -> Iterator[None]:
         asyncio.set_event_loop(running)
         if task is not None:
             asyncio.tasks._enter_task(running, task)
-
-
-def _grad_mode() -> bool | None:
-    torch = sys.modules.get("torch")
-    return torch.is_grad_enabled() if torch is not None and hasattr(torch, "is_grad_enabled") else None
 
 
 def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:

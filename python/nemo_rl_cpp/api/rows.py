@@ -9,6 +9,7 @@ import torch
 
 from nemo_rl_cpp.argument_checks import described, in_a_line, is_iterable, names_of
 from nemo_rl_cpp.data.boundaries import prompt_ids
+from nemo_rl_cpp.data.chat_template import render_prompt
 from nemo_rl_cpp.data.conversation import (
     came_through_pandas,
     comes_from_arrow,
@@ -20,9 +21,8 @@ from nemo_rl_cpp.data.conversation import (
     without_padding,
 )
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset
-from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
+from nemo_rl_cpp.data.datasets.files import load_dataset_from_path
 from nemo_rl_cpp.data.interfaces import DatumSpec, Message, Row, TaskDataSpec, TokenizerType
-from nemo_rl_cpp.data.prompt_rendering import render_prompt
 
 FORMS = "give texts, conversations, rows with the key 'prompt', a data frame, a data set, or the path of a data file"
 TASK = "notebook"

@@ -62,7 +62,7 @@ def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None,
 
 def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield (dotted key, section with defaults filled in) for each data set."""
-    from nemo_rl_cpp.data.datasets.utils import sections_of
+    from nemo_rl_cpp.data.datasets.files import sections_of
 
     plain = as_written(data)
     if evaluation:
@@ -108,7 +108,7 @@ def made_up_quickly(section: Mapping[str, object]) -> bool:
 
 def _is_quick(section: dict[str, object]) -> bool:
     """Return whether a data set can be read now: it is generated quickly, or is a local file of limited size."""
-    from nemo_rl_cpp.data.datasets.utils import is_local
+    from nemo_rl_cpp.data.datasets.files import is_local
 
     name, path = section.get("dataset_name"), section.get("data_path")
     if made_up_quickly(section):

@@ -46,7 +46,7 @@ _MODULES = {
     "data": {},
     "data.datasets": {
         "AllTaskProcessedDataset": "data.datasets.processed_dataset",
-        "extract_necessary_env_names": "data.datasets.utils",
+        "extract_necessary_env_names": "data.datasets",
         "load_response_dataset": "data.datasets.response_datasets",
     },
     "data.datasets.raw_dataset": {"RawDataset": "data.datasets.processed_dataset"},

@@ -1,4 +1,4 @@
-"""Chat templates: the choice of a template, and its rendering. A chat template is a jinja program that renders messages
+"""Chat templates: the choice of a template, its rendering, and a check that a prompt loses no message. A chat template is a jinja program that renders messages
 as the text on which the model was trained.
 
 Templates come with downloaded models, so they are untrusted. As in transformers and vLLM, they run in jinja's immutable
@@ -19,6 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.files.prompt_files import find_file
 
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -28,6 +29,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message
 
 
 T = TypeVar("T")
+Messages = Sequence[Mapping[str, object]]
+Tools = Sequence[Mapping[str, object]] | None
 
 
 class ChatTemplateError(ValueError):
@@ -89,12 +92,6 @@ def _guarded(what: str, action: Callable[[], T]) -> T:
 @lru_cache(maxsize=64)
 def _compile(template: str) -> jinja2.Template:
     return _guarded("the chat template does not compile", lambda: _environment().from_string(template))
-
-
-def uses_messages(template: str) -> bool:
-    """Return whether a template reads the variable `messages`. Raise ChatTemplateError if it does not compile."""
-    _compile(template)
-    return "messages" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
 
 
 def render_chat_template(
@@ -223,12 +220,93 @@ def _read(file: Path, key: str) -> str:
 
 def _checked(template: str, what: str) -> str:
     try:
-        used = uses_messages(template)
+        _compile(template)
     except ChatTemplateError as error:
         raise ChatTemplateError(f"{what} is wrong: {error}") from error
-    if not used:
+    if "messages" not in jinja2.meta.find_undeclared_variables(_environment().parse(template)):
         raise ChatTemplateError(
             f"{what} never uses `messages`, so every prompt would lose its question; a template writes them out: "
             "{% for message in messages %}{{ message.content }}{% endfor %}"
         )
     return template
+
+
+_KEPT: set[tuple[object, ...]] = set()  # combinations (template, roles, ...) known to render all messages
+
+
+def render_prompt(
+    tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None
+) -> str:
+    """Return a conversation as text, rendered by the chat template. Raise ChatTemplateError if the template omits a
+    message.
+    """
+    text = _apply(tokenizer, messages, add_generation_prompt, tools)
+    missing = [i for i, message in enumerate(messages) if _content(message) not in text]
+    shape = (
+        type(tokenizer), str(getattr(tokenizer, "chat_template", None)), str(getattr(tokenizer, "chat_template_kwargs", None)),
+        tuple((message.get("role"), bool(_content(message))) for message in messages), bool(tools),
+    )  # fmt: skip
+    if missing or shape not in _KEPT:
+        # A template may change a content (escape it, drop its reasoning), and a short content may be in the text by
+        # chance. So render numbers in place of the contents, to find out which the template includes.
+        marks = [f"9001{i}1009" for i in range(len(messages))]  # digits, which filters for letters do not change
+        marked = [{**m, "content": mark} if _content(m) else m for m, mark in zip(messages, marks)]
+        try:
+            probe = _apply(tokenizer, marked, add_generation_prompt, tools)
+            lost = [i for i, message in enumerate(messages) if _content(message) and marks[i] not in probe]
+        except ValueError:  # the template inspects contents
+            lost = missing
+        if lost:
+            raise ChatTemplateError(_leaves_out(messages, lost[0], getattr(tokenizer, "section", "policy.tokenizer")))
+        if len(_KEPT) > 256:
+            _KEPT.clear()
+        _KEPT.add(shape)
+    return text
+
+
+def _leaves_out(messages: Messages, i: int, section: str) -> str:
+    role = messages[i]["role"]
+    begin = f"the chat template leaves out message {i} ({role}, {_content(messages[i])[:60]!r}): the model would never see it; "
+    if not section:
+        return f"{begin}leave it out, or put its text into the user's message"
+    return f"{begin}set {section}.chat_template to a template for these roles" + (
+        ", or put the text into prompt_file" if role == "system" else ""
+    )
+
+
+def _apply(tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool, tools: Tools) -> str:
+    options = {"tools": tools} if tools else {}
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, add_special_tokens=False, **options
+        )
+    except ValueError:
+        raise
+    except Exception as error:  # transformers does not catch errors in a template
+        raise ChatTemplateError(
+            f"the chat template failed on these messages: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _content(message: Mapping[str, object]) -> str:
+    content = message.get("content")
+    return content.strip() if isinstance(content, str) else ""
+
+
+def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
+    """Return how many leading characters of `text`, the prompt rendered from `messages`, belong to the first (system)
+    message.
+
+    This is the length of the message rendered alone, if `text` begins with that. If the template cannot render a system
+    message alone, or merges it into the user's turn, it is everything up to the end of its content. Return 0 if the
+    content is not in the text.
+    """
+    try:
+        alone = _apply(tokenizer, messages[:1], False, None)
+    except ValueError:  # many templates reject a system message alone
+        alone = ""
+    content = _content(messages[0])
+    if content in alone and text.startswith(alone):
+        return len(alone)
+    at = text.find(content)
+    return 0 if at < 0 else at + len(content)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp import _config
+from nemo_rl_cpp.argument_checks import in_a_line
 from nemo_rl_cpp.data.boundaries import passes_text_through
-from nemo_rl_cpp.data.tokenizer import Templates, Tokenizer
+from nemo_rl_cpp.data.tokenizer import Templates, Tokenizer, get_tokenizer
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.policy import TokenizerConfig
@@ -61,16 +62,12 @@ def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
     for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):
         before, here = run.get(key, default) if run else getattr(section, key), getattr(section, key)
         if (before or None) != (here or None):
+            now, then = ("null" if value is None else in_a_line(value) for value in (here, before))
             remarks.append(
-                f"tokenizer.{key} is {_short(here)}, and the run of this checkpoint had policy.tokenizer.{key}={_short(before)}: prompts begin "
+                f"tokenizer.{key} is {now}, and the run of this checkpoint had policy.tokenizer.{key}={then}: prompts begin "
                 "otherwise than in its training and validation"
             )
     return remarks
-
-
-def _short(value: object) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _run_config(folder: Path) -> Path:
@@ -91,8 +88,6 @@ def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -
     """Return the template that the run used, which is `own` if it used the model's. Return None if the run used no
     template.
     """
-    from nemo_rl_cpp.data.tokenizer import get_tokenizer
-
     value = own if run is None else run.get("chat_template", "default")
     if run is None or value is None:
         return value

@@ -25,14 +25,10 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     """
     length = torch.tensor([datum["length"] for datum in data_batch])
     return BatchedDataDict(
-        message_log=[datum["message_log"] for datum in data_batch],
+        **eval_collate_fn(data_batch),
         length=length,
         loss_multiplier=torch.tensor([float(datum["loss_multiplier"]) for datum in data_batch], dtype=torch.float32),
-        extra_env_info=[datum["extra_env_info"] for datum in data_batch],
-        task_name=[datum.get("task_name") for datum in data_batch],
-        idx=[datum["idx"] for datum in data_batch],
         batch_max_length=torch.ones_like(length) * length.max(),
-        stop_strings=[datum.get("stop_strings") for datum in data_batch],
     )
 
 
@@ -161,9 +157,7 @@ class MultipleDataloaderWrapper:
     never ends, because an exhausted loader starts over. As in NeMo RL, it has no epochs.
 
     `data.custom_dataloader` is the dotted path of a function that replaces this way of choosing prompts. It is called
-    with (data_iterators, dataloaders, **records) and returns (batch, data_iterators). A user program that drives the
-    loader may pass `records` to `set_records`; `train` passes none. They are saved with the position, so they must be
-    plain data. State inside the function is not saved.
+    with (data_iterators, dataloaders) and returns (batch, data_iterators). State inside the function is not saved.
     """
 
     def __init__(
@@ -173,7 +167,6 @@ class MultipleDataloaderWrapper:
         self.data_config = data_config
         self.dataloaders = dict(dataloaders)
         self.data_iterators = {name: iter(loader) for name, loader in dataloaders.items()}
-        self.records: dict[str, object] = {}
         self._turn = 0
         path = as_model(data_config, DataConfig, "data").custom_dataloader
         self._custom = import_object(path, "data.custom_dataloader") if path else None
@@ -185,15 +178,12 @@ class MultipleDataloaderWrapper:
                     f"data.num_prompts_per_dataloader ({', '.join(map(str, sorted(each)))})"
                 )
 
-    def set_records(self, records: Mapping[str, object]) -> None:
-        self.records = {**self.records, **records}
-
     def __iter__(self) -> MultipleDataloaderWrapper:
         return self
 
     def __next__(self) -> BatchedDataDict:
         if self._custom is not None:
-            batch, self.data_iterators = call_user(self._custom, self.data_iterators, self.dataloaders, **self.records)
+            batch, self.data_iterators = call_user(self._custom, self.data_iterators, self.dataloaders)
         else:
             batch = self._in_turn()
         size = batch.size if hasattr(batch, "size") else len(next(iter(batch.values())))
@@ -224,11 +214,8 @@ class MultipleDataloaderWrapper:
             return next(self.data_iterators[name])
 
     def state_dict(self) -> dict[str, object]:
-        return {
-            "turn": self._turn,
-            **({"records": self.records} if self.records else {}),
-            "dataloaders": {name: loader.state_dict() for name, loader in self.dataloaders.items()},
-        }
+        loaders = {name: loader.state_dict() for name, loader in self.dataloaders.items()}
+        return {"turn": self._turn, "dataloaders": loaders}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state["dataloaders"]
@@ -240,7 +227,6 @@ class MultipleDataloaderWrapper:
             loader.load_state_dict(saved[name])
             self.data_iterators[name] = iter(loader)
         self._turn = int(state["turn"])
-        self.records = dict(state.get("records", {}))
 
 
 def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:

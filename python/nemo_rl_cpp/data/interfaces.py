@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
 
@@ -56,16 +56,12 @@ PathLike = str | os.PathLike[str]
 class TokenizerType(Protocol):
     """The tokenizer methods that a run uses, as in `nemo_rl_cpp.data.tokenizer.Tokenizer` or transformers."""
 
-    @property
-    def bos_token_id(self) -> int | None: ...
-    @property
-    def eos_token(self) -> str | None: ...
-    @property
-    def eos_token_id(self) -> int | None: ...
-    @property
-    def pad_token_id(self) -> int | None: ...
-    @property
-    def all_special_ids(self) -> list[int]: ...
+    bos_token_id: int | None
+    eos_token: str | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    all_special_ids: list[int]
+
     def __len__(self) -> int: ...
     def __call__(
         self, text: str | list[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
@@ -139,20 +135,8 @@ class TaskDataSpec:
             self.system_prompt = from_spec.system_prompt
 
 
-class TaskDataProcessFnCallable(Protocol):
-    """A processor, which converts row `idx` of a data set to a DatumSpec."""
+TaskDataProcessFnCallable = Callable[[Row, TaskDataSpec, TokenizerType, int | None, int], DatumSpec]
+"""A processor: (row, task's settings, tokenizer, maximum length, index of the row) -> DatumSpec."""
 
-    def __call__(
-        self,
-        datum_dict: Row,
-        task_data_spec: TaskDataSpec,
-        tokenizer: TokenizerType,
-        max_seq_length: int | None,
-        idx: int,
-    ) -> DatumSpec: ...
-
-
-class TaskDataPreProcessFnCallable(Protocol):
-    """A preprocessor, which returns the changed row that the processor gets."""
-
-    def __call__(self, datum_dict: Row) -> Row: ...
+TaskDataPreProcessFnCallable = Callable[[Row], Row]
+"""A preprocessor, which returns the changed row that the processor gets."""

@@ -4,14 +4,15 @@ A processor is called with (datum_dict, task_data_spec, tokenizer, max_seq_lengt
 Configurations select it by name; `register_processor` adds one.
 """
 
+import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
-from nemo_rl_cpp.data.chat_template import ChatTemplateError
+from nemo_rl_cpp.data.chat_template import ChatTemplateError, render_prompt, system_part
 from nemo_rl_cpp.data.conversation import ChatMessage, split_conversation, text_of, tools_of
 from nemo_rl_cpp.data.interfaces import DatumSpec, Row, TaskDataProcessFnCallable, TaskDataSpec, TokenizerType
-from nemo_rl_cpp.data.prompt_rendering import fill_prompt, render_prompt, system_part
 
 
 class Entry(NamedTuple):
@@ -100,6 +101,64 @@ def _question(value: object, key: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key!r} must be a text that is not empty, but is {value!r}")
     return value
+
+
+_TOKEN = re.compile(r"\{\{|\}\}|\{0?\}|[{}]")
+# Text before a `{}` that is its argument: a LaTeX command with its earlier arguments, or a sub- or superscript.
+_LATEX = re.compile(r"(\\[A-Za-z]+\*?(\[[^\]\n]*\])?(\{[^{}\n]*\}|\{\{[^{}\n]*\}\})*|[\^_])$")
+
+
+def fill_prompt(prompt: str, question: str) -> str:
+    """Return `prompt` with the question in place of its placeholder. Raise ValueError unless it has exactly one
+    placeholder.
+    """
+    before, after = split_prompt(prompt)
+    return before + question + after
+
+
+@lru_cache(maxsize=64)
+def split_prompt(prompt: str) -> tuple[str, str]:
+    """Return the text before and after the placeholder `{}`. Raise ValueError, with the line in its message, unless
+    there is exactly one.
+
+    A file whose other braces are all doubled is parsed as by `str.format`. Otherwise other braces are literal, and a
+    `{}` that is the argument of a LaTeX command is not a placeholder.
+    """
+    tokens = [(found.start(), found[0]) for found in _TOKEN.finditer(prompt)]
+    places = [(start, token) for start, token in tokens if token in ("{}", "{0}")]
+    formatted = all(token in ("{{", "}}", "{}", "{0}") for _, token in tokens) and len(places) <= 1
+    if not formatted:
+        if "{{}}" in prompt:
+            raise ValueError(
+                f"line {_line(prompt, prompt.index('{{}}'))} has doubled braces {{{{}}}}, but other braces of the file are single: double all "
+                "braces that are text, or none"
+            )
+        places = [(found.start(), "{}") for found in re.finditer(r"\{\}", prompt)]
+    alone = [(start, token) for start, token in places if not _LATEX.search(prompt[:start])]
+    if len(alone) != 1:
+        raise ValueError(_wrong_places(prompt, [start for start, _ in places], [start for start, _ in alone]))
+    start, token = alone[0]
+    parts = prompt[:start], prompt[start + len(token) :]
+    return tuple(part.replace("{{", "{").replace("}}", "}") for part in parts) if formatted else parts
+
+
+def _line(prompt: str, at: int) -> int:
+    return prompt.count("\n", 0, at) + 1
+
+
+def _wrong_places(prompt: str, places: list[int], alone: list[int]) -> str:
+    if alone:
+        lines = " and ".join(str(_line(prompt, at)) for at in alone)
+        return f"the place {{}} for the question stands {len(alone)} times (lines {lines}), expected once"
+    if places:
+        found = _LATEX.search(prompt[: places[0]])
+        return (
+            f"line {_line(prompt, places[0])}: the only {{}} is the argument of {found[0]}, so the question has no place: write "
+            f"{found[0]}{{{{}}}} for the LaTeX and {{}} where the question goes"
+        )
+    named = re.search(r"\{[A-Za-z_]+\}", prompt)
+    instead = f" instead of {named[0]} (line {_line(prompt, named.start())})" if named else ""
+    return f"there is no place for the question: write {{}} where it goes{instead}"
 
 
 def system_message(spec: TaskDataSpec) -> list[ChatMessage]:

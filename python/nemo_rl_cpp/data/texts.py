@@ -208,8 +208,9 @@ class TextStream:
             return given
         text = "".join(self._held)
         at = min(((found, stop) for stop in self._stops if (found := text.find(stop)) >= 0), default=None)
-        if at is None:
-            end = len(text) - (0 if last else self._may_begin_a_stop(text))
+        if at is None:  # the end of the text may be the start of a stop string
+            sizes = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            end = len(text) - (0 if last else max(sizes, default=0))
         else:
             self._stopped = True
             end = at[0] + (len(at[1]) if self._keep_stop else 0)
@@ -221,11 +222,6 @@ class TextStream:
             end -= len(piece)
         self._held = self._held[len(given) :]
         return given
-
-    def _may_begin_a_stop(self, text: str) -> int:
-        """Return how many characters at the end of `text` may be the start of a stop string."""
-        sizes = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        return max(sizes, default=0)
 
 
 def _decoder(tokenizer: TokenizerType, skip_special: bool) -> Callable[[Sequence[int]], str]:
@@ -248,12 +244,13 @@ def _context(
     alone decodes to whole characters; if there is none, it holds all ids before `unfinished`.
     """
     before = list(before)
-    start = next((i for i in reversed(range(len(before))) if _is_text(decode([before[i]]), spelling(before[i]))), None)
+
+    def is_text(token: int) -> bool:
+        text = decode([token])
+        return bool(text) and _UNFINISHED not in text and not is_byte_token(spelling(token))
+
+    start = next((i for i in reversed(range(len(before))) if is_text(before[i])), None)
     tail = before[start or 0 :]
     ends = range(len(tail), max(len(tail) - _LONGEST_CHARACTER, 0), -1)
     end = next((end for end in ends if not decode(tail[:end]).endswith(_UNFINISHED)), len(tail))
     return tail[: end if start is None else 1], tail[end:]
-
-
-def _is_text(text: str, spelling: str | None) -> bool:
-    return bool(text) and _UNFINISHED not in text and not is_byte_token(spelling)

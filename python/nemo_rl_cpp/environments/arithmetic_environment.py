@@ -14,19 +14,6 @@ _BARE_INTEGER = re.compile(r"\s*-?[0-9]+\s*")
 _LONGEST_ANSWER = 4096  # only these characters are parsed; a number on one line is never longer
 
 
-def first_number(text: str) -> Decimal | None:
-    """Return the first number in the text, which may have commas as thousands separators, or None if there is none."""
-    found = _NUMBER.search(text[:_LONGEST_ANSWER])
-    return Decimal(found.group().replace(",", "")) if found else None
-
-
-def is_well_formed(text: str) -> bool:
-    """Return whether the response is a complete line (it contains a line end, the stop string), or consists only of an
-    integer.
-    """
-    return "\n" in text[:_LONGEST_ANSWER] or _BARE_INTEGER.fullmatch(text[:_LONGEST_ANSWER]) is not None
-
-
 def _expected(info: GroundTruth) -> Decimal:
     try:
         return Decimal(str(info["ground_truth"]).strip().replace(",", ""))
@@ -38,7 +25,8 @@ def _expected(info: GroundTruth) -> Decimal:
 
 class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
     """An environment that gives reward 1 if the response is well-formed and its first number equals
-    `metadata["ground_truth"]`, otherwise 0.
+    `metadata["ground_truth"]`, otherwise 0. A response is well-formed if it is a complete line (it contains a line
+    end, the stop string), or consists only of an integer.
 
     Metrics: `well_formed`, the fraction of well-formed responses, and `accuracy_of_well_formed`.
     """
@@ -54,8 +42,10 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
     ) -> EnvironmentReturn[GroundTruth]:
         rewards, answers = [], []
         for message_log, info in zip(message_log_batch, metadata):
-            text = assistant_text(message_log)
-            number, formed = first_number(text), is_well_formed(text)
+            text = assistant_text(message_log)[:_LONGEST_ANSWER]
+            found = _NUMBER.search(text)
+            number = Decimal(found.group().replace(",", "")) if found else None
+            formed = "\n" in text or _BARE_INTEGER.fullmatch(text) is not None
             right = formed and number is not None and number == _expected(info)
             self._responses += 1
             self._well_formed += formed
@@ -65,28 +55,19 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
         return self._finish(rewards, metadata, answers=answers)
 
     def pop_metrics(self) -> dict[str, float]:
-        metrics = {
-            "well_formed": self._well_formed / max(self._responses, 1),
-            "accuracy_of_well_formed": self._right / max(self._well_formed, 1),
-        }
         if not self._responses:
             return {}
+        metrics = {
+            "well_formed": self._well_formed / self._responses,
+            "accuracy_of_well_formed": self._right / max(self._well_formed, 1),
+        }
         self._responses = self._well_formed = self._right = 0
         return metrics
 
 
-def fraction_right(text: str, expected: str) -> float:
-    """Return the fraction of characters of `expected` that the stripped response has at the same position. Raise
-    ValueError if `expected` is empty.
-    """
-    if not expected:
-        raise ValueError("ground_truth is empty: reverse_digits needs the expected digits")
-    return sum(a == b for a, b in zip(text.strip(), expected)) / len(expected)
-
-
 class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
-    """An environment whose reward is the fraction of characters of `metadata["ground_truth"]` that the response has at
-    the same position. Metric: `exactly_right`, the fraction of responses with reward 1.
+    """An environment whose reward is the fraction of characters of `metadata["ground_truth"]` that the stripped
+    response has at the same position. Metric: `exactly_right`, the fraction of responses with reward 1.
     """
 
     can_be_asked_again = True
@@ -98,11 +79,14 @@ class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth]
     ) -> EnvironmentReturn[GroundTruth]:
-        texts = [assistant_text(message_log) for message_log in message_log_batch]
-        rewards = [fraction_right(text, truth_text(info["ground_truth"])) for text, info in zip(texts, metadata)]
+        answers = [assistant_text(message_log).strip() for message_log in message_log_batch]
+        truths = [truth_text(info["ground_truth"]) for info in metadata]
+        if not all(truths):
+            raise ValueError("ground_truth is empty: reverse_digits needs the expected digits")
+        rewards = [sum(a == b for a, b in zip(text, truth)) / len(truth) for text, truth in zip(answers, truths)]
         self._responses += len(rewards)
         self._exact += sum(reward == 1.0 for reward in rewards)
-        return self._finish(rewards, metadata, answers=[text.strip() for text in texts])
+        return self._finish(rewards, metadata, answers=answers)
 
     def pop_metrics(self) -> dict[str, float]:
         if not self._responses:

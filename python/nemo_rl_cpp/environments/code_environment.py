@@ -61,10 +61,13 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[CodeEnvMetadata]
     ) -> EnvironmentReturn[CodeEnvMetadata]:
-        for info in metadata:
+        programs = []
+        for log, info in zip(message_log_batch, metadata):
             parse_tests(info["ground_truth"])  # errors in the data are raised in the caller's process
+            prefix, response = info.get("code_prefix"), assistant_text(log)
+            programs.append(extract_code(response) if prefix is None else prefix + response)
         verdicts = self._verify(
-            [_program(assistant_text(log), info) for log, info in zip(message_log_batch, metadata)],
+            programs,
             [info["ground_truth"] for info in metadata],
             limits=vars(self._limits),
             total_time_s=self._total_time_s,
@@ -78,11 +81,6 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
         metrics |= {f"num_{reason}": count for reason, count in sorted(self._reasons.items()) if reason != "passed"}
         self._reasons.clear()
         return metrics
-
-
-def _program(response: str, info: CodeEnvMetadata) -> str:
-    prefix = info.get("code_prefix")
-    return extract_code(response) if prefix is None else prefix + response
 
 
 def extract_code(response: str) -> str:

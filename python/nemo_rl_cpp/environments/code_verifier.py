@@ -292,8 +292,10 @@ def reason_of(result: TestResult, limits: Limits) -> str:
     last = result.detail or errors.rstrip().rpartition("\n")[2]
     if last.startswith("MemoryError") or "No space left on device" in last:
         return f"memory_limit: {limits.memory_mb} MB"
-    if (found := _FILE_ERROR.match(last)) and (found[1] == _READ_ONLY or _outside(found[2])):
-        return f"file_access: {found[2][:100]}"
+    if found := _FILE_ERROR.match(last):
+        path = os.path.normpath(os.path.join(BOX, found[2]))
+        if found[1] == _READ_ONLY or not f"{path}/".startswith(f"{BOX}/"):
+            return f"file_access: {found[2][:100]}"
     if uncompiled(outcome):
         return "syntax_error"
     if outcome.exit_code in (-9, -24):  # SIGKILL, SIGXCPU: sent by the kernel at a limit, or by the program
@@ -301,8 +303,3 @@ def reason_of(result: TestResult, limits: Limits) -> str:
     if outcome.exit_code != 0 or result.detail:
         return f"runtime_error: {last[:200]}" if last else f"runtime_error: exit code {outcome.exit_code}"
     return f"wrong_answer: {result.passed} of {result.count} tests passed"
-
-
-def _outside(path: str) -> bool:
-    whole = os.path.normpath(os.path.join(BOX, path))
-    return whole != BOX and not whole.startswith(BOX + "/")

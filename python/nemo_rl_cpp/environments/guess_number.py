@@ -45,7 +45,7 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
         self.higher = cfg.higher
         self.lower = cfg.lower
         self.stop_strings = cfg.stop_strings
-        self._reset_counts()
+        self._games = self._solved = self._invalid = self._guesses = 0
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[GuessNumberMetadata]
@@ -85,8 +85,5 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
             "invalid_guess": self._invalid / self._games,
             "guesses_per_game": self._guesses / self._games,
         }
-        self._reset_counts()
-        return metrics
-
-    def _reset_counts(self) -> None:
         self._games = self._solved = self._invalid = self._guesses = 0
+        return metrics

@@ -7,7 +7,7 @@ It needs no torch, so both `nemo-rl-cpp check` and the run call it.
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING
@@ -81,7 +81,7 @@ def inspect_rows(
         )  # fmt: skip
     yield from _about_lengths([(prompt.length, number) for number, prompt in prompts], limits, where, len(rows))
     name, section = environment
-    if name in _COMPARING:
+    if name in _EXPECTED:
         truths = [(number, prompt.extra_env_info.get("ground_truth")) for number, prompt in prompts]
         yield from _about_truths(truths, section or {}, name, where)
 
@@ -110,23 +110,29 @@ def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, r
 _CERTAIN = re.compile(r"[-+\w\s.,/^*()\\{}=$%<>|!:;'\[\]]*[\w)}%]", re.ASCII)
 # math-verify parses three or more words as a product of letters, which equals only the same text
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|or)\b)[A-Za-z]{2,}")
-_COMPARING = ("math", "math_default", "math_multi_reward", "arithmetic", "reverse_digits", "code")
-"""The environments of this package that compare responses with a row's ground truth."""
-_Judge = Callable[[object], str | None]
+_EXPECTED = {
+    "math": "a number or an expression",
+    "math_default": "a number or an expression",
+    "math_multi_reward": "a text",
+    "arithmetic": "a number",
+    "reverse_digits": "a text that is not empty",
+    "code": "tests: inputs and outputs, or asserts",
+}
+"""The environments of this package that compare responses with a row's ground truth -> the ground truth they need."""
 
 
 def _about_truths(
     truths: list[tuple[int, object]], section: Mapping[str, object], name: str, where: str
 ) -> Iterator[Finding]:
-    expected, judge = _judge(name, section)
-    verdicts = [(number, truth, judge(truth)) for number, truth in truths]
+    verdicts = [(number, truth, _verdict(truth, name, section)) for number, truth in truths]
     bad = [(number, truth, verdict) for number, truth, verdict in verdicts if verdict is not None]
     if not bad:
         return
     number, truth, _ = next((each for each in bad if each[2] == "wrong"), bad[0])
     hopeless = all(verdict == "never" for _, _, verdict in verdicts)
     shown = "null" if truth is None else repr(truth if len(str(truth)) <= 60 else "..." + str(truth)[-57:])
-    advice = "give " + expected
+    multichoice = (section.get("verifier_type") or "math") != "math"
+    advice = "give " + ("the letter of an option" if multichoice else _EXPECTED[name])
     if "####" in str(truth):
         advice = "give what follows ####, the number alone (dataset_name: GSM8K takes it so)"
     yield Finding(
@@ -137,49 +143,27 @@ def _about_truths(
     )
 
 
-def _judge(name: str, section: Mapping[str, object]) -> tuple[str, _Judge]:
-    """Return (description of the ground truths that an environment needs, function that classifies a ground truth).
-
-    The function returns None if responses can be compared with the ground truth, "as text" if only the same text
-    matches, "never" if no response matches, and "wrong" for a value that the environment rejects or does not compare.
+def _verdict(truth: object, name: str, section: Mapping[str, object]) -> str | None:
+    """Return None if the environment `name` can compare responses with the ground truth, "as text" if only the same
+    text matches, "never" if no response matches, and "wrong" for a value that it rejects or does not compare.
     """
-    if name == "code":
-        return "tests: inputs and outputs, or asserts", _of_code
-    if name == "arithmetic":
-        return "a number", _of_text(_of_number)
-    if name == "reverse_digits":
-        return "a text that is not empty", _of_text(lambda text: None if text else "wrong")
-    if name == "math_multi_reward":
-        return "a text", _of_text(lambda text: None if text else "never")
-    if (section.get("verifier_type") or "math") != "math":
-        return "the letter of an option", _of_text(lambda text: None if len(normalize_response(text)) == 1 else "never")
-    dapo = section.get("math_verify_impl") == "dapo_math_verify"
-    return "a number or an expression", _of_text(lambda text: _of_math(text, dapo))
-
-
-def _of_text(judge: Callable[[str], str | None]) -> _Judge:
-    def of_any(truth: object) -> str | None:
+    try:
+        if name == "code":
+            parse_tests(truth)
+            return None
         if truth is not None and (isinstance(truth, bool) or not isinstance(truth, (str, int, float))):
             return "wrong"
-        return judge("" if truth is None else str(truth))
-
-    return of_any
-
-
-def _of_code(truth: object) -> str | None:
-    try:
-        parse_tests(truth)
-    except (ValueError, TypeError):
+        text = "" if truth is None else str(truth)
+        if name == "arithmetic":
+            Decimal(text.strip().replace(",", ""))
+            return None
+    except (ValueError, TypeError, InvalidOperation):
         return "wrong"
-    return None
-
-
-def _of_number(text: str) -> str | None:
-    try:
-        Decimal(text.strip().replace(",", ""))
-    except InvalidOperation:
-        return "wrong"
-    return None
+    if name in ("reverse_digits", "math_multi_reward"):
+        return None if text else "wrong" if name == "reverse_digits" else "never"
+    if (section.get("verifier_type") or "math") != "math":
+        return None if len(normalize_response(text)) == 1 else "never"
+    return _of_math(text, section.get("math_verify_impl") == "dapo_math_verify")
 
 
 def _of_math(text: str, dapo: bool) -> str | None:

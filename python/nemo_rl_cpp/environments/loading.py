@@ -10,7 +10,7 @@ from functools import partial
 
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.base import Section
-from nemo_rl_cpp.config.env import ENV_REGISTRY, EnvironmentEntry
+from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.dotted_names import LoadingError, import_object
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentInterface
 from nemo_rl_cpp.environments.remote import ActorSettings, Remotable, ray_environment, shut_down
@@ -20,32 +20,25 @@ from nemo_rl_cpp.user_code import serve
 INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 
 
-def environment_target(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> str:
+def environment_target(name: str) -> str:
     """Return the dotted name of the class for a registered name; a dotted name is returned unchanged. Raise
     LoadingError for any other name.
     """
-    if name in registry:
-        return registry[name]["actor_class_fqn"]
+    if name in ENV_REGISTRY:
+        return ENV_REGISTRY[name]["actor_class_fqn"]
     if "." not in name:
-        near = did_you_mean(name, registry)
+        near = did_you_mean(name, ENV_REGISTRY)
         raise LoadingError(
-            f"no environment is called {name!r}{near and f'; {near}'} (known: {', '.join(sorted(registry))}; register_env or a dotted class name adds one)"
+            f"no environment is called {name!r}{near and f'; {near}'} (known: {', '.join(sorted(ENV_REGISTRY))}; register_env or a dotted class name adds one)"
         )
     return name
 
 
-def environment_class(name: str, registry: Mapping[str, EnvironmentEntry] = ENV_REGISTRY) -> type[EnvironmentInterface]:
+def environment_class(name: str) -> type[EnvironmentInterface]:
     """Return the environment class with a registered or dotted name. Raise LoadingError if it does not have the
-    interface of environments.
+    interface of environments: `remote` and every method that `EnvironmentInterface` requires.
     """
-    found = import_object(environment_target(name, registry), "environment")
-    check_environment_class(found, name)
-    return found
-
-
-def check_environment_class(found: object, name: str) -> None:
-    """Raise LoadingError unless `found` is an environment class: it must have `remote` and every method that
-    `EnvironmentInterface` requires."""
+    found = import_object(environment_target(name), "environment")
     if not callable(getattr(found, "remote", None)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
         raise LoadingError(
@@ -53,6 +46,7 @@ def check_environment_class(found: object, name: str) -> None:
         )
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"environment {name!r} lacks {' and '.join(missing)}, which {INTERFACE} asks for")
+    return found
 
 
 def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
@@ -88,7 +82,7 @@ def create_env(
     `Environment.remote`). With `actors` it runs in a Ray actor, and Ray is started if needed. Raise ValueError for an
     unknown name, or for a class without the interface of environments.
     """
-    environment = environment_class(env_name, ENV_REGISTRY)
+    environment = environment_class(env_name)
     try:
         settings = dict(env_config or {})
     except (TypeError, ValueError):

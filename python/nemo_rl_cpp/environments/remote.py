@@ -101,21 +101,18 @@ def _told(call: Callable[[], Any]) -> Any:
         raise sent from None
 
 
-class RayMethod:
-    """A method of a `RayEnvironment`: `.remote(...)` starts it, and a direct call also waits for the result."""
+class RemoteMethod:
+    """A method of a handle: `.remote(...)` starts the call, and a direct call also waits for its result.
 
-    def __init__(self, environment: RayEnvironment, name: str) -> None:
-        self._environment, self._name = environment, name
+    Attributes:
+        remote: starts the call, and returns a Ray ObjectRef or a future.
+    """
 
-    def remote(self, *args: object, **kwargs: object) -> object:
-        """Start the call and return a Ray ObjectRef of the result."""
-        actor = self._environment._actor
-        return actor.end.remote() if self._name == "shutdown" else actor.call.remote(self._name, args, kwargs)
+    def __init__(self, start: Callable[..., object], wait: Callable[[Any], object]) -> None:
+        self.remote, self._wait = start, wait
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        import ray
-
-        return ray.get(self.remote(*args, **kwargs), timeout=self._environment.deadline)
+        return self._wait(self.remote(*args, **kwargs))
 
 
 class RayEnvironment:
@@ -136,7 +133,13 @@ class RayEnvironment:
         if name.startswith("_"):
             raise AttributeError(name)
         value = getattr(self._cls, name)
-        return RayMethod(self, name) if callable(value) else value
+        if not callable(value):
+            return value
+        actor = self._actor
+        start = (
+            actor.end.remote if name == "shutdown" else lambda *args, **kwargs: actor.call.remote(name, args, kwargs)
+        )
+        return RemoteMethod(start, partial(get, timeout=self.deadline))
 
     def close(self, patience: float | None = None) -> None:
         """End the environment's processes and its actor, and Ray if nothing else uses it. Further calls do nothing."""
@@ -154,7 +157,8 @@ class RayEnvironment:
 
 
 def ray_environment(
-    cls: type, args: tuple, kwargs: dict[str, object], settings: ActorSettings | None = None, options: dict[str, Any] | None = None
+    cls: type, args: tuple, kwargs: Mapping[str, object], settings: ActorSettings | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> RayEnvironment:  # fmt: skip
     """Make an environment of class `cls` in an actor with Ray's `options`, and return a handle. Errors of the
     constructor are raised here, and TimeoutError if the actor does not start.
@@ -193,21 +197,6 @@ def ray_environment(
 # ---- in this process
 
 
-class RemoteMethod:
-    """A method of a `LocalActor`: `.remote(...)` starts it, and a direct call also waits for the result."""
-
-    def __init__(self, actor: LocalActor, method: Callable[..., object]) -> None:
-        self._actor = actor
-        self._method = method
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.remote(*args, **kwargs).result()
-
-    def remote(self, *args: object, **kwargs: object) -> Future:
-        """Start the call and return a future."""
-        return self._actor._submit(partial(self._method, *args, **kwargs))
-
-
 class LocalActor:
     """A handle to an object in this process, with the interface of a Ray actor.
 
@@ -225,13 +214,13 @@ class LocalActor:
         if name.startswith("__"):
             raise AttributeError(name)
         value = getattr(self._instance, name)
-        return RemoteMethod(self, value) if callable(value) else value
+        return RemoteMethod(partial(self._submit, value), get) if callable(value) else value
 
     def __repr__(self) -> str:
         return f"LocalActor({self._instance!r})"
 
-    def _submit(self, call: Callable[[], object]) -> Future:
-        future = Future()
+    def _submit(self, method: Callable[..., object], *args: object, **kwargs: object) -> Future:
+        future, call = Future(), partial(method, *args, **kwargs)
         if is_users(type(self._instance)):
             call = partial(call_user, call)
         # an object that calls itself must not wait for its own thread
@@ -264,7 +253,7 @@ class Remotable:
         """Make an object and return a handle to it. It is in a Ray actor if Ray is in use, otherwise in
         this process.
         """
-        return _Options(cls, {}).remote(*args, **kwargs)
+        return _Options(cls).remote(*args, **kwargs)
 
     @classmethod
     def options(cls, **options: object) -> _Options:
@@ -277,11 +266,12 @@ class Remotable:
         return _Options(cls, options)
 
 
+@dataclass
 class _Options:
     """A class with Ray's options for its actors."""
 
-    def __init__(self, cls: type, options: dict[str, object]) -> None:
-        self._cls, self._options = cls, options
+    _cls: type
+    _options: Mapping[str, object] | None = None
 
     def remote(self, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
         if ray_in_use() is None:

@@ -8,8 +8,8 @@ from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.data import DataConfig, defaults_for
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, RawDataset, load_response_dataset, merge_datasets
+from nemo_rl_cpp.data.datasets.files import extract_necessary_env_names, sections_of
 from nemo_rl_cpp.data.datasets.response_datasets import check_dataset_config
-from nemo_rl_cpp.data.datasets.utils import extract_necessary_env_names, sections_of
 from nemo_rl_cpp.data.interfaces import Indexed, Row, TaskDataSpec, TokenizerType
 from nemo_rl_cpp.data.interfaces import TaskDataPreProcessFnCallable as Preprocessor
 from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor

@@ -9,7 +9,7 @@ from itertools import islice
 
 import torch
 
-from nemo_rl_cpp.argument_checks import LARGEST, in_a_line, is_iterable, number
+from nemo_rl_cpp.argument_checks import LARGEST, described, in_a_line, is_iterable, number
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.environments.loading import reward_function
@@ -51,54 +51,36 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
     no_list = isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not isinstance(returned, Iterable)
     if no_list or getattr(returned, "ndim", 1) == 0:
-        raise ValueError(f"{wanted}, but returned {_described(returned)}")
+        raise ValueError(f"{wanted}, but returned {described(returned)}")
     if hasattr(returned, "tolist"):
         values = returned.tolist()
     else:  # an iterator may be endless
         values = list(returned if hasattr(returned, "__len__") else islice(returned, rows + 1))
     if len(values) != rows:
         raise ValueError(f"reward function {name} returned {len(values)} rewards for {rows} completions")
-    return [_number(name, value, row) for row, value in enumerate(values)]
+    for row, value in enumerate(values):
+        if inspect.isawaitable(value):
+            if inspect.iscoroutine(value):
+                value.close()  # prevents Python's warning that the coroutine was never awaited
+            raise ValueError(
+                f"reward function {name} returned a coroutine for completion {row}: make the function async and await each of them"
+            )
+    return [
+        None if value is None else finite_number(value, f"the reward of {name} for completion {row}", " or None")
+        for row, value in enumerate(values)
+    ]
 
 
-def _number(name: str, value: object, row: int) -> float | None:
-    if value is None:
-        return None
-    if inspect.isawaitable(value):
-        if inspect.iscoroutine(value):
-            value.close()  # prevents Python's warning that the coroutine was never awaited
-        raise ValueError(
-            f"reward function {name} returned a coroutine for completion {row}: make the function async and await each of them"
-        )
-    number = _as_number(value)
-    if not math.isfinite(number):
-        raise ValueError(
-            f"reward function {name} returned {_described(value)} for completion {row}; it must be a finite number or None"
-        )
-    return number
-
-
-def finite_number(value: object, what: str) -> float:
-    """Return `value` as a float. Raise ValueError, with `what` in its message, unless it is a finite number."""
-    number = _as_number(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {_described(value)}; it must be a finite number")
-    return number
-
-
-def _as_number(value: object) -> float:
-    """Return the value as a float, or NaN if it is not a number."""
+def finite_number(value: object, what: str, otherwise: str = "") -> float:
+    """Return `value` as a float. Raise ValueError, with `what` and `otherwise` in its message, unless it is a finite
+    number."""
     try:
-        return math.nan if isinstance(value, (str, bytes)) else float(value)
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
-def _described(value: object) -> str:
-    kind = type(value).__name__
-    if value is None or isinstance(value, float):
-        return str(value)
-    return f"{kind} {in_a_line(value, 40)}" if isinstance(value, (bool, int, str, bytes)) else f"a {kind}"
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {described(value)}; it must be a finite number{otherwise}")
+    return number
 
 
 RewardFunction = Callable[..., Sequence[float | None]]

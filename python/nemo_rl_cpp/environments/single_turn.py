@@ -1,5 +1,6 @@
 """Base classes of single-turn environments, among them those whose verifiers run in processes."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
@@ -79,32 +80,20 @@ class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
 
     def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
         self._pool = VerifierPool(verifier, options, warm_up)
-        self._reset_counts()
+        self._counts: Counter[str] = Counter()
 
     def _verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
         verdicts = self._pool.verify(responses, ground_truths, **kwargs)
-        self._steps += 1
-        self._timed_out += verdicts.timed_out
-        self._crashed += verdicts.crashed
-        self._oversized += verdicts.oversized
-        self._unmatchable += verdicts.unmatchable
+        failed = verdicts.timed_out + verdicts.crashed + verdicts.oversized
+        self._counts.update(
+            verifier_timeouts=failed, verifier_crashes=verdicts.crashed, verifier_oversized=verdicts.oversized,
+            verifier_unmatchable_truths=verdicts.unmatchable,
+        )  # fmt: skip
         return verdicts
 
     def pop_metrics(self) -> dict[str, float]:
-        if not self._steps:
-            return {}
-        metrics: dict[str, float] = {"verifier_timeouts": self._timed_out + self._crashed + self._oversized}
-        if self._crashed:
-            metrics["verifier_crashes"] = self._crashed
-        if self._oversized:
-            metrics["verifier_oversized"] = self._oversized
-        if self._unmatchable:
-            metrics["verifier_unmatchable_truths"] = self._unmatchable
-        self._reset_counts()
-        return metrics
+        counts, self._counts = self._counts, Counter()
+        return {name: count for name, count in counts.items() if count or name == "verifier_timeouts"}
 
     def shutdown(self) -> None:
         self._pool.shutdown()
-
-    def _reset_counts(self) -> None:
-        self._steps = self._timed_out = self._crashed = self._oversized = self._unmatchable = 0

@@ -7,7 +7,7 @@ import io
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypedDict
 
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
@@ -153,23 +153,13 @@ class HFVerifyWorker(VerifierBase):
         if math_verify_impl == "dapo_math_verify":
             right, answer = judge(response, ground_truth)
             return float(right), answer
-        if math_verify_impl != "hf_math_verify":
-            raise ValueError(f"math_verify_impl is {math_verify_impl!r}: use hf_math_verify or dapo_math_verify")
-        return self._hf_verdict(response, ground_truth)
-
-    def warm_up(self, math_verify_impl: str = "hf_math_verify") -> None:
-        """Load what would otherwise delay the first verdict."""
-        if math_verify_impl == "hf_math_verify":
-            self._hf_verdict("\\boxed{1}", "1")
-
-    def _hf_verdict(self, response: str, ground_truth: str) -> Verdict:
         if threading.current_thread() is not threading.main_thread():
             # math-verify's time limit uses signals; on other threads it would silently give every response score 0
             raise VerifierUseError("hf_math_verify runs in the main thread only: use MathEnvironment")
         if self._metric is None:
             self._load()
         try:
-            with _muted():
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 score, extracted = self._metric(["\\boxed{" + ground_truth + "}"], [response])
         except ValueError as error:
             if "No gold targets" in str(error):
@@ -193,6 +183,10 @@ class HFVerifyWorker(VerifierBase):
             pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()),
         )
 
+    def warm_up(self, math_verify_impl: str = "hf_math_verify") -> None:
+        """Load what would otherwise delay the first verdict."""
+        self.judge("\\boxed{1}", "1", math_verify_impl)
+
     @staticmethod
     def shortcut(response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict | None:
         r"""Return the verdict without a worker if the ground truth is an integer and the only LaTeX of the response is
@@ -214,37 +208,6 @@ _BOXED_INTEGER = re.compile(r"\\boxed\{(0|-?[1-9][0-9]{0,8})\}")
 _OTHER_EXTRACTIONS = re.compile(r"[$\[\]]|final\s+answer", re.IGNORECASE)
 
 
-@contextlib.contextmanager
-def _muted() -> Iterator[None]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
-class EnglishMultichoiceVerifyWorker(VerifierBase):
-    """A verifier for multiple choice. A response is correct if the letter after its first "Answer:" equals the ground
-    truth.
-    """
-
-    _PATTERN = re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)
-
-    def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
-        found = self._PATTERN.search(normalize_response(response))
-        answer = normalize_extracted_answer(found[1]) if found else None
-        return float(answer == _letter(ground_truth)), answer
-
-
-class MultilingualMultichoiceVerifyWorker(VerifierBase):
-    """A verifier for multiple choice in many languages. A response is correct if the letter A-D (also in Arabic,
-    Bengali or full-width form) after a word for "answer" equals the ground truth.
-    """
-
-    def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
-        text = normalize_response(response)
-        found = next((match for pattern in _MULTILINGUAL_PATTERNS if (match := pattern.search(text))), None)
-        answer = normalize_extracted_answer(found[1]) if found else None
-        return float(answer == _letter(ground_truth)), answer
-
-
 _DRESS = [
     "**", "$\\boxed{", "}$", "\\$", "$\\text{", "$", "\\mathrm{", "\\{", "\\text", "\\(", "\\mathbf{", "{", "\\boxed",
 ]  # fmt: skip
@@ -260,9 +223,6 @@ _ANSWER_WORDS = (
     r"إجابة\s*:|Respuesta\s*:|Risposta\s*:|Resposta\s*:|Réponse\s*:|Jawaban\s*:|Jibu\s*:|"
     r"Idahun\s*:|Ìdáhùn\s*:|Idáhùn\s*:|Àmọ̀nà\s*:|Àdáhùn\s*:|Ànúgọ\s*:|Àṣàyàn\s*:"
 ).split("|")
-_MULTILINGUAL_PATTERNS = [
-    re.compile(f"{word}[ \t]*([A-D]|[{''.join(_TO_LATIN)}])", re.IGNORECASE) for word in _ANSWER_WORDS
-]
 
 
 def normalize_response(response: str) -> str:
@@ -272,19 +232,28 @@ def normalize_response(response: str) -> str:
     return response
 
 
-def normalize_extracted_answer(answer: str) -> str:
-    """Return an answer letter in Latin script, without surrounding spaces."""
-    return _TO_LATIN.get(answer.strip(), answer.strip())
-
-
-def _letter(ground_truth: str) -> str:
-    """Return the letter that is the ground truth of a multiple-choice question. Raise UnmatchableTruthError unless it
-    is a single character, as every extracted answer is.
+class MultilingualMultichoiceVerifyWorker(VerifierBase):
+    """A verifier for multiple choice in many languages. A response is correct if the letter A-D (also in Arabic,
+    Bengali or full-width form) after a word for "answer" equals the ground truth.
     """
-    truth = normalize_response(ground_truth)
-    if len(truth) != 1:
-        raise UnmatchableTruthError(f"the truth {ground_truth!r} is no letter of an option")
-    return truth
+
+    _patterns = [re.compile(f"{word}[ \t]*([A-D]|[{''.join(_TO_LATIN)}])", re.IGNORECASE) for word in _ANSWER_WORDS]
+
+    def judge(self, response: str, ground_truth: str, **kwargs: object) -> Verdict:
+        truth, text = normalize_response(ground_truth), normalize_response(response)
+        if len(truth) != 1:  # every extracted answer is a single character
+            raise UnmatchableTruthError(f"the truth {ground_truth!r} is no letter of an option")
+        found = next((match for pattern in self._patterns if (match := pattern.search(text))), None)
+        answer = _TO_LATIN.get(found[1], found[1]) if found else None
+        return float(answer == truth), answer
+
+
+class EnglishMultichoiceVerifyWorker(MultilingualMultichoiceVerifyWorker):
+    """A verifier for multiple choice. A response is correct if the letter after its first "Answer:" equals the ground
+    truth.
+    """
+
+    _patterns = [re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)]
 
 
 class GymEntry(TypedDict):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
+from nemo_rl_cpp.data.chat_template import render_prompt
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.data.prompt_rendering import render_prompt
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.serving.bodies import ChatMessage

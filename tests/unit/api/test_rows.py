@@ -79,7 +79,7 @@ def function(*args):
     [
         (None, "prompts is missing"), ([], "prompts is empty"), ({}, "without the key 'prompt'"), (3, "prompts is 3"),
         (b"1+1=", "prompts is a bytes"), ({"1+1="}, "prompts is a set"), (function, "prompts is a function.* the order of arguments is model"),
-        ([1], "row 0 of prompts is 1"), (["a", None], "row 1 of prompts is a NoneType"), (np.array("a"), "prompts is a"),
+        ([1], "row 0 of prompts is 1"), (["a", None], "row 1 of prompts is None"), (np.array("a"), "prompts is a"),
         ([("1+1=", "2")], 'row 0 of prompts is a tuple; a row is a text, .* such as {"prompt": "1[+]1=", "answer": "2"}'),
         ([["1+1="]], "row 0 of prompts is a list"), ([{"question": "1+1="}], r"row 0 of prompts has no key 'prompt', it has \['question'\]"),
         (pandas.DataFrame({"q": ["a"]}), r"has no key 'prompt', it has \['q'\]"), (pandas.DataFrame({"prompt": ["a", None]}), "row 1 of prompts: the prompt is"),

@@ -7,8 +7,13 @@ that is no template is never taken for one.
 import json
 
 import pytest
-from nemo_rl_cpp.data.chat_template import PASSTHROUGH, ChatTemplateError, choose_template, render_chat_template
-from nemo_rl_cpp.data.prompt_rendering import render_prompt
+from nemo_rl_cpp.data.chat_template import (
+    PASSTHROUGH,
+    ChatTemplateError,
+    choose_template,
+    render_chat_template,
+    render_prompt,
+)
 
 KEY = "policy.tokenizer.chat_template"
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
+from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 
 
 def loader(n=10, batch_size=3, **options):
@@ -187,26 +188,20 @@ def test_several_data_loaders_resume_with_the_next_batch():
         assert [taken(next(second)) for _ in range(9 - done)] == expected[done:], done
 
 
-def only_b(data_iterators, dataloaders, wanted="b"):
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-
-    return BatchedDataDict.from_batches([next(data_iterators[wanted]), next(data_iterators[wanted])]), data_iterators
+def a_and_b(data_iterators, dataloaders):
+    return BatchedDataDict.from_batches([next(data_iterators[name]) for name in "ab"]), data_iterators
 
 
-def test_custom_dataloader_function_selects_the_batches_and_resumes(monkeypatch):
-    import sys
-    import types
-
-    monkeypatch.setitem(sys.modules, "my_loading", types.SimpleNamespace(only_b=only_b))
-    batches = several(custom_dataloader="my_loading.only_b")
-    assert taken(next(batches)) == ["b0", "b1", "b2", "b3"]
-    batches.set_records({"wanted": "a"})
-    again = several(custom_dataloader="my_loading.only_b")
+def test_custom_dataloader_function_selects_the_batches_and_resumes():
+    custom = f"{__name__}.a_and_b"
+    batches = several(custom_dataloader=custom)
+    assert taken(next(batches)) == ["a0", "a1", "b0", "b1"]
+    again = several(custom_dataloader=custom)
     again.load_state_dict(json.loads(json.dumps(batches.state_dict())))
-    assert taken(next(batches)) == taken(next(again)) == ["a0", "a1", "a2", "a3"]
+    assert taken(next(batches)) == taken(next(again)) == ["a2", "a3", "b2", "b3"]
     with pytest.raises(ValueError, match="returned 4 prompts, expected 6"):
-        next(several(expected=6, custom_dataloader="my_loading.only_b"))
+        next(several(expected=6, custom_dataloader=custom))
     with pytest.raises(ValueError, match="has no none"):
-        several(custom_dataloader="my_loading.none")
+        several(custom_dataloader=f"{__name__}.none")
     with pytest.raises(ValueError, match="multiple of"):
         several(expected=5)

@@ -3,7 +3,7 @@ r"""The one place of a prompt file: its question is never lost, its other braces
 import pytest
 from nemo_rl_cpp.data.datasets.response_datasets import load_response_dataset
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
-from nemo_rl_cpp.data.prompt_rendering import fill_prompt
+from nemo_rl_cpp.data.processors import fill_prompt
 
 QUESTION = "{} \\boxed{x} {0}"
 

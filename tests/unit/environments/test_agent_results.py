@@ -49,7 +49,7 @@ def test_agent_rollouts_beyond_timeout_s_are_counted_and_reported_once(capsys):
     [
         (AgentResult(math.nan), "the agent's reward is nan; it must be a finite number"),
         (AgentResult(None), "the agent's reward is None"),
-        (AgentResult("1"), "the agent's reward is str"),
+        (AgentResult("1"), "the agent's reward is '1'"),
         (AgentResult({"a": 1.0, "b": math.inf}), "the agent's reward b is inf"),
         (AgentResult(1.0, metrics={"m": math.nan}), "the agent's metric m is nan"),
     ],

@@ -9,7 +9,6 @@ from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DatasetConfig
 from nemo_rl_cpp.data.conversation import row_at
 from nemo_rl_cpp.data.datasets.files import ListDataset
-from nemo_rl_cpp.data.datasets.utils import assert_no_double_bos
 from nemo_rl_cpp.data.interfaces import (
     DatumSpec,
     Indexed,
@@ -20,8 +19,7 @@ from nemo_rl_cpp.data.interfaces import (
     TaskDataSpec,
     TokenizerType,
 )
-from nemo_rl_cpp.data.processors import FILLS_A_PLACE, PROCESSOR_REGISTRY
-from nemo_rl_cpp.data.prompt_rendering import split_prompt
+from nemo_rl_cpp.data.processors import FILLS_A_PLACE, PROCESSOR_REGISTRY, split_prompt
 from nemo_rl_cpp.user_code import call_any
 
 if TYPE_CHECKING:
@@ -160,8 +158,12 @@ class AllTaskProcessedDataset:
 
 
 def _check_beginnings(message_log: LLMMessageLogType, tokenizer: TokenizerType) -> None:
-    """Raise AssertionError if a message, or the prompt as a whole, begins with two BOS tokens."""
+    """Raise AssertionError if a message, or the prompt as a whole, begins with two BOS tokens, for instance one from
+    the template and one from the tokenizer.
+    """
     pieces = [message["token_ids"] for message in message_log if "token_ids" in message]
-    whole = [int(token) for piece in pieces for token in piece[:2]]
-    for piece in [*pieces, whole]:
-        assert_no_double_bos(piece, tokenizer)
+    beginnings = [[int(token) for token in piece[:2]] for piece in pieces]
+    bos = tokenizer.bos_token_id
+    assert bos is None or [bos, bos] not in [*beginnings, sum(beginnings, [])[:2]], (
+        "Found double BOS token in the first two positions of the message."
+    )

@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from nemo_rl_cpp.environments.sandbox import inside
 
@@ -208,17 +209,17 @@ class _Run:
         limits; otherwise map it to the caller's user.
         """
         program, uid, gid = inside.PROGRAM_USER, os.getuid(), os.getgid()
-        folder = f"/proc/{self.keeper}"
+        folder = Path(f"/proc/{self.keeper}")
         try:
             try:
                 if uid != 0:
                     raise PermissionError
                 for name in ("uid_map", "gid_map"):
-                    _write(f"{folder}/{name}", f"0 0 1\n{program} {program} 1\n")
+                    (folder / name).write_text(f"0 0 1\n{program} {program} 1\n")
             except PermissionError:
-                _write(f"{folder}/uid_map", f"{program} {uid} 1\n")
-                _write(f"{folder}/setgroups", "deny")
-                _write(f"{folder}/gid_map", f"{program} {gid} 1\n")
+                (folder / "uid_map").write_text(f"{program} {uid} 1\n")
+                (folder / "setgroups").write_text("deny")
+                (folder / "gid_map").write_text(f"{program} {gid} 1\n")
             os.write(self.go, b"x")
         except OSError as error:
             self.failure = f"mapping users: {error}"
@@ -246,11 +247,6 @@ class _Run:
         self.outcome.stdout, self.outcome.stderr = bytes(self.streams[self.stdout]), bytes(self.streams[self.stderr])
         if self.failure:
             raise SandboxUnavailableError(f"the code sandbox could not be built: {self.failure}")
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
 
 
 def _read_only_file(contents: bytes) -> int:

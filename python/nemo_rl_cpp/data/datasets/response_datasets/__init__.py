@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.config.access import as_written
 from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetConfig, DatasetEntry, is_class_name
+from nemo_rl_cpp.data.datasets.files import merge_datasets
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
-from nemo_rl_cpp.data.datasets.utils import merge_datasets
 from nemo_rl_cpp.dotted_names import import_object
 
 _FOR_EVERY_DATASET = {

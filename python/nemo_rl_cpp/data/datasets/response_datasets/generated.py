@@ -2,13 +2,15 @@
 number-guessing game."""
 
 import difflib
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from nemo_rl_cpp.data.datasets.files import ListDataset
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
 from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
 
+Q = TypeVar("Q")  # a question
 HELD_OUT = 0.15
 """The fraction of all questions that belongs to validation."""
 
@@ -21,6 +23,7 @@ class GeneratedDataset(RawDataset):
 
     default_processor = "raw_completion_data_processor"
     eval_split = "validation"
+    num_shots = 0
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class GeneratedDataset(RawDataset):
             self.val_dataset = ListDataset(self.rows(True, count, seed))
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
+        """Return the rows of training, or of validation if `held_out`."""
         raise NotImplementedError
 
     def row(self, prompt: str, answer: str | None, stop: str | None, **extra: object) -> Row:
@@ -60,6 +64,15 @@ class GeneratedDataset(RawDataset):
             row["extra_env_info"] = extra
         return row
 
+    def few_shot(
+        self, questions: Sequence[Q], shown: Sequence[Q], held_out: bool, num_samples: int | None, seed: int, what: str
+    ) -> Iterator[tuple[Q, list[Q]]]:
+        """Yield each picked question with `num_shots` different others of `shown`. In training `shown` is
+        `questions`."""
+        for i, number in enumerate(self.pick(len(questions), num_samples, seed, what)):
+            shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
+            yield questions[number], [shown[s] for s in shots]
+
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
         """Return the indices of `num_samples` of the `available` questions. No question repeats before each has
@@ -72,6 +85,11 @@ class GeneratedDataset(RawDataset):
         while len(picked) < count:
             picked += permutation(available, seed, len(picked) // available)
         return picked[:count]
+
+
+def _sides(questions: Sequence[Q], text: Callable[[Q], str]) -> dict[bool, list[Q]]:
+    """Divide questions into training (False) and validation (True) by a hash of `text(question)`."""
+    return {side: [q for q in questions if is_held_out(text(q), HELD_OUT) == side] for side in (False, True)}
 
 
 class ArithmeticDataset(GeneratedDataset):
@@ -92,20 +110,14 @@ class ArithmeticDataset(GeneratedDataset):
             )
         self.num_shots = num_shots
         pairs = [(a, b) for a in range(1, max_number + 1) for b in range(1, max_number + 1)]
-        self.pairs = {side: [p for p in pairs if self._held_out(p) == side] for side in (False, True)}
+        self.pairs = _sides(pairs, lambda pair: f"arithmetic {min(pair)} {max(pair)}")
         super().__init__(**kwargs)
 
-    @staticmethod
-    def _held_out(pair: tuple[int, int]) -> bool:
-        return is_held_out(f"arithmetic {min(pair)} {max(pair)}", HELD_OUT)
-
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
-        questions, shown = self.pairs[held_out], self.pairs[False]
+        sides = self.pairs[held_out], self.pairs[False]
         rows = []
-        for i, number in enumerate(self.pick(len(questions), num_samples, seed, "pairs of numbers on this side")):
-            a, b = questions[number]
-            shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
-            lines = [f"{x} + {y} = {x + y}" for x, y in (shown[s] for s in shots)]
+        for (a, b), shots in self.few_shot(*sides, held_out, num_samples, seed, "pairs of numbers on this side"):
+            lines = [f"{x} + {y} = {x + y}" for x, y in shots]
             rows.append(self.row("\n".join([*lines, f"{a} + {b} = "]), str(a + b), stop="\n"))
         return rows
 
@@ -123,10 +135,7 @@ class ReverseDigitsDataset(GeneratedDataset):
     def __init__(self, num_digits: int = 3, **kwargs: Any):
         if not 1 <= num_digits <= 5:
             raise ValueError(f"data: num_digits must be 1 to 5, got {num_digits}")
-        words = [f"{n:0{num_digits}d}" for n in range(10**num_digits)]
-        self.words = {
-            side: [w for w in words if is_held_out(f"reverse {w}", HELD_OUT) == side] for side in (False, True)
-        }
+        self.words = _sides([f"{n:0{num_digits}d}" for n in range(10**num_digits)], lambda word: f"reverse {word}")
         super().__init__(**kwargs)
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
@@ -201,10 +210,9 @@ class ReasoningGymDataset(GeneratedDataset):
         one_line = all(entry["answer"] is not None and "\n" not in entry["answer"] for entry in [*questions, *shown])
         stop = "\n" if one_line else "\n\nQuestion:"
         rows = []
-        for i, number in enumerate(self.pick(len(questions), num_samples, seed, f"{self.task} questions on this side")):
-            entry = questions[number]
-            shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
-            parts = [f"Question: {shown[s]['question']}\nAnswer: {shown[s]['answer']}" for s in shots]
+        what = f"{self.task} questions on this side"
+        for entry, shots in self.few_shot(questions, shown, held_out, num_samples, seed, what):
+            parts = [f"Question: {shot['question']}\nAnswer: {shot['answer']}" for shot in shots]
             prompt = "\n\n".join([*parts, f"Question: {entry['question']}\nAnswer:"])
             rows.append(
                 self.row(prompt, entry["answer"], stop, reasoning_gym_task=self.task, reasoning_gym_entry=entry)
@@ -241,18 +249,14 @@ class PythonFunctionsDataset(GeneratedDataset):
         if num_shots < 0:
             raise ValueError(f"data: python_functions needs num_shots >= 0, got {num_shots}")
         self.num_shots = num_shots
-        self.functions = {
-            side: [f for f in _functions() if is_held_out(f"python {f[0]}", HELD_OUT) == side] for side in (False, True)
-        }
+        self.functions = _sides(_functions(), lambda function: f"python {function[0]}")
         super().__init__(**kwargs)
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
-        questions, shown = self.functions[held_out], self.functions[False]
+        sides = self.functions[held_out], self.functions[False]
         rows = []
-        for i, number in enumerate(self.pick(len(questions), num_samples, seed, "functions on this side")):
-            name, expression = questions[number]
-            shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
-            examples = [f"def {shown[s][0]}(x):\n    return {shown[s][1]}\n" for s in shots]
+        for (name, expression), shots in self.few_shot(*sides, held_out, num_samples, seed, "functions on this side"):
+            examples = [f"def {shown}(x):\n    return {returned}\n" for shown, returned in shots]
             beginning = f"def {name}(x):\n    return"
             asserts = [f"assert {name}({x}) == {eval(expression, {'x': x})}" for x in _TESTED]
             prompt = "\n".join([*examples, beginning])

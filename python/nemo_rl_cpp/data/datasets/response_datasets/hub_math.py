@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_cpp.data.conversation import text_of
+from nemo_rl_cpp.data.datasets.files import load_hub_dataset, merge_datasets
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
-from nemo_rl_cpp.data.datasets.utils import load_hub_dataset, merge_datasets
 from nemo_rl_cpp.data.interfaces import Row
 
 

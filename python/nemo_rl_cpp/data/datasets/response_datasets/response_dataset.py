@@ -13,8 +13,8 @@ from nemo_rl_cpp.data.conversation import (
     text_of,
     without_padding,
 )
+from nemo_rl_cpp.data.datasets.files import load_dataset_from_path
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
-from nemo_rl_cpp.data.datasets.utils import load_dataset_from_path
 from nemo_rl_cpp.data.interfaces import Row
 
 _INPUT, _OUTPUT = "input", "output"

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from nemo_rl_cpp import __version__
+from nemo_rl_cpp.errors import report
 from nemo_rl_cpp.interrupts import Ended, nobody_reads, say, startup
 
 
@@ -64,8 +65,6 @@ def program(debug: bool = False) -> Iterator[Outcome]:
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())
                 outcome.status = 128 + signal.SIGPIPE
                 return
-            from nemo_rl_cpp.errors import report
-
             report(error, debug)
             outcome.status = 1
 

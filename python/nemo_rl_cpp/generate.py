@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
+from nemo_rl_cpp._torch_version import check_torch_version
 from nemo_rl_cpp.argument_checks import LARGEST, SMALLEST, in_a_line, model_name, number, stop_texts, whole_number
 from nemo_rl_cpp.data.boundaries import end_token_ids, prompt_ids
 from nemo_rl_cpp.data.conversation import prompt_of
@@ -65,7 +66,9 @@ class TextGenerator:
         self.tokenizer = Tokenizer.from_pretrained(folder, section="")
         self._folder, self._end_token_ids = folder, end_token_ids(folder, opened.config, self.tokenizer)
         self._chat_settled = False
-        native = _native_module()
+        check_torch_version(version("torch"))
+        from nemo_rl_cpp import _text as native
+
         if num_threads is not None:
             native.set_num_threads(whole_number("num_threads", num_threads, 1, 4096))
         self._model = native.TextModel(opened.native(), precision, self.max_length)
@@ -161,17 +164,6 @@ class TextGenerator:
             self._chat_settled = True
         text = render_prompt(self.tokenizer, prompt)
         return prompt_ids(self.tokenizer, text, prompt)
-
-
-def _native_module() -> ModuleType:
-    from importlib.metadata import version
-
-    from nemo_rl_cpp._torch_version import check_torch_version
-
-    check_torch_version(version("torch"))
-    from nemo_rl_cpp import _text
-
-    return _text
 
 
 if __name__ == "__main__":

@@ -266,9 +266,7 @@ def _outside_event_loop() -> Iterator[None]:
 
 def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
     """Make a call under torch's gradient mode of the thread that requests it, because a loss needs autograd."""
-    import torch
-
-    with torch.set_grad_enabled(enabled):
+    with sys.modules["torch"].set_grad_enabled(enabled):
         return call()
 
 

@@ -150,10 +150,9 @@ def split_conversation(messages: object, key: str = "messages") -> tuple[list[Ch
     otherwise None. The prompt is the messages before it, and must end with the user or with a tool's result. Text parts
     of a content are joined. Raise ValueError, with `key` in its message, for anything else.
     """
-    checked = conversation_of(messages, key) if is_list(messages) else None
-    if checked is None:
+    if not is_list(messages):
         raise ValueError(f"{key!r} must be a list of messages, not {_kind(messages)}")
-    truth = None
+    checked, truth = conversation_of(messages, key), None
     if checked[-1]["role"] == "assistant":
         truth = checked.pop().get("content")
         truth = joined_text(truth) if is_parts(truth) else truth
@@ -282,6 +281,5 @@ def _kind(value: object) -> str:
         return f"a mapping with the keys {names_of(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} (an empty cell of a table, perhaps)"
-    return {str: "a text", bool: "a truth value", int: "a number", float: "a number"}.get(
-        type(value), type(value).__name__
-    )
+    kinds = {str: "a text", bool: "a truth value", int: "a number", float: "a number"}
+    return kinds.get(type(value), type(value).__name__)

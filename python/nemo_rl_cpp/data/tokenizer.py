@@ -77,7 +77,9 @@ class Tokenizer(SpecialTokens):
         super().__init__(tokenizer, config or {}, eos_token_ids)
         self.name_or_path = name_or_path
         self.init_kwargs = dict(config or {})
-        self._model_template = self._templates(self.init_kwargs.pop("chat_template", None))
+        given = self.init_kwargs.pop("chat_template", None)
+        several = isinstance(given, list)
+        self._model_template: Templates = {t["name"]: t["template"] for t in given} if several else given
         self._run_template: tuple[Templates] | None = None
         self.model_max_length = int(self.init_kwargs.get("model_max_length") or 10**30)
         # padding and truncation in a tokenizer.json are left over from a training script
@@ -126,12 +128,6 @@ class Tokenizer(SpecialTokens):
             several = isinstance(template, Mapping)
             config["chat_template"] = [{"name": k, "template": v} for k, v in template.items()] if several else template
         write_settings(target, config, {k: v for k, v in self._named.items() if v is not None}, self._additional)
-
-    @staticmethod
-    def _templates(value: str | list[dict[str, str]] | None) -> Templates:
-        if isinstance(value, list):
-            return {entry["name"]: entry["template"] for entry in value}
-        return value
 
     # -- chat template -------------------------------------------------------------------------------------------------
 

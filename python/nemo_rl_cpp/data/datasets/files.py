@@ -20,7 +20,6 @@ from nemo_rl_cpp.files.prompt_files import MissingFileError
 from nemo_rl_cpp.hub.sources import check_on_hub, unreachable
 
 if TYPE_CHECKING:
-    import pyarrow
     from datasets import Dataset
 
     Section = dict[str, object]  # one data set of a configuration, as plain data
@@ -170,12 +169,10 @@ def _are_columns(whole: object) -> bool:
     """Return whether a JSON object maps column names to lists of values. An object that contains a conversation is a
     row.
     """
-
-    def is_column(values: object) -> bool:
-        first = values[0] if isinstance(values, list) and values else None
-        return isinstance(values, list) and not (isinstance(first, dict) and {"role", "from"} & first.keys())
-
-    return isinstance(whole, dict) and bool(whole) and all(map(is_column, whole.values()))
+    if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
+        return False
+    firsts = [values[0] for values in whole.values() if values]
+    return not any(isinstance(first, dict) and {"role", "from"} & first.keys() for first in firsts)
 
 
 def _json_lines(path: Path, text: str) -> Iterable[object]:
@@ -212,21 +209,17 @@ def _arrow_rows(path: Path) -> list[Row]:
     except ImportError:
         raise ValueError(f"reading {path} needs pyarrow: pip install pyarrow, or convert the file to JSONL") from None
     try:
-        return [without_padding(row) for row in _arrow_table(path).to_pylist(maps_as_pydicts="lossy")]
+        if path.suffix.lower() == ".parquet":
+            table = pyarrow.parquet.read_table(path)
+        else:
+            with pyarrow.memory_map(str(path)) as source:
+                try:
+                    table = pyarrow.ipc.open_stream(source).read_all()
+                except pyarrow.ArrowInvalid:
+                    table = pyarrow.ipc.open_file(source).read_all()
+        return [without_padding(row) for row in table.to_pylist(maps_as_pydicts="lossy")]
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"data: {path}: not a readable {path.suffix} file: {str(error).splitlines()[0]}") from None
-
-
-def _arrow_table(path: Path) -> pyarrow.Table:
-    import pyarrow
-
-    if path.suffix.lower() == ".parquet":
-        return pyarrow.parquet.read_table(path)
-    with pyarrow.memory_map(str(path)) as source:
-        try:
-            return pyarrow.ipc.open_stream(source).read_all()
-        except pyarrow.ArrowInvalid:
-            return pyarrow.ipc.open_file(source).read_all()
 
 
 def _text_rows(path: Path) -> list[Row]:
@@ -368,27 +361,21 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
     HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT apply. Raise SourceError (a ValueError) if neither has the data
     set.
     """
-    reachable = check_on_hub(name, "dataset", "dataset_name or data_path")
-    if reachable:
-        datasets = _datasets_library(name)
-        return datasets.load_dataset(name, subset, split=split or "train")
+    if check_on_hub(name, "dataset", "dataset_name or data_path"):
+        return _datasets_library(name).load_dataset(name, subset, split=split or "train")
     try:
+        import huggingface_hub.constants as constants
+
         datasets = _datasets_library(name)
-        return _from_datasets_cache(datasets, name, subset, split)
+        before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+        # from the cache alone, because the library's online mode would retry for minutes
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+        try:
+            return datasets.load_dataset(name, subset, split=split or "train")
+        finally:
+            datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
     except Exception as error:  # noqa: BLE001 - any exception means that it is not cached
         raise unreachable(name, "data set") from error
-
-
-def _from_datasets_cache(datasets: ModuleType, name: str, subset: str | None, split: str | None) -> Dataset:
-    """Load a data set from the cache alone, because the library's online mode would retry for minutes."""
-    import huggingface_hub.constants as constants
-
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:
-        return datasets.load_dataset(name, subset, split=split or "train")
-    finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:

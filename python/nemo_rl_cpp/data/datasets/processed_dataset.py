@@ -56,6 +56,8 @@ class RawDataset:
             self.val_dataset = split["test"]
 
     def set_processor(self) -> None:
+        """Set the configured processor. Raise ValueError for an unknown name, or if the prompt file does not have
+        exactly one placeholder for the question."""
         name = self.data_config.get("processor") or self.default_processor
         if name not in PROCESSOR_REGISTRY:
             raise ValueError(
@@ -63,17 +65,12 @@ class RawDataset:
                 "with nemo_rl_cpp.data.processors.register_processor"
             )
         self.processor = PROCESSOR_REGISTRY[name]
-        self._check_prompt()
-
-    def _check_prompt(self) -> None:
-        """Raise ValueError if the prompt file does not have exactly one placeholder for the question."""
         spec = getattr(self, "task_spec", None)
-        if spec is None or not spec.prompt or self.processor not in FILLS_A_PLACE:
-            return
-        try:
-            split_prompt(spec.prompt)
-        except ValueError as error:
-            raise ValueError(f"prompt_file: {spec.prompt_file or 'the prompt'}: {error}") from None
+        if spec is not None and spec.prompt and self.processor in FILLS_A_PLACE:
+            try:
+                split_prompt(spec.prompt)
+            except ValueError as error:
+                raise ValueError(f"prompt_file: {spec.prompt_file or 'the prompt'}: {error}") from None
 
     def set_task_spec(self, data_config: DatasetConfig | Mapping[str, object]) -> None:
         self.data_config = as_written(data_config)

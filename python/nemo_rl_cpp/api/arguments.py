@@ -158,4 +158,5 @@ def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[Reward
     key = "grpo.adv_estimator.reward_weights"
     if keys.get(key, ("", None))[1] is not None:
         raise ValueError(f"reward_weights and {keys[key][0]} are the same thing: give one of them")
-    return environment, {key: ("reward_weights", environment.weights_by_name)}
+    weights_by_name = [weight for _, weight in sorted(environment.weight_of_name.items())]
+    return environment, {key: ("reward_weights", weights_by_name)}

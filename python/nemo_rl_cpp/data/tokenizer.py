@@ -174,11 +174,9 @@ class Tokenizer(SpecialTokens):
         return [self.backend_tokenizer.id_to_token(i) for i in _as_ids(ids) if i not in skip]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
-        def one(token: str) -> int | None:
-            found = self.backend_tokenizer.token_to_id(token)
-            return self.unk_token_id if found is None else found
-
-        return one(tokens) if isinstance(tokens, str) else [one(token) for token in tokens]
+        found = map(self.backend_tokenizer.token_to_id, [tokens] if isinstance(tokens, str) else tokens)
+        ids = [self.unk_token_id if i is None else i for i in found]
+        return ids[0] if isinstance(tokens, str) else ids
 
     # -- text to ids -------------------------------------------------------------------------------------------------
 

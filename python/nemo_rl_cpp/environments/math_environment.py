@@ -82,7 +82,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
     - `reward/integer`: that text consists only of digits.
     - `reward/format`: the whole response has this form, with exactly one pair of answer tags.
 
-    A response without tags is treated as the answer. `total_reward` of a rollout is the sum of the components.
+    The answer follows the last `<answer>`. A response without tags is treated as the answer. `total_reward` of a rollout is the sum of the components.
     """
 
     scores_rows_alone = can_be_asked_again = True
@@ -96,7 +96,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
         """Score the responses and end the conversations. Observations are as in `MathEnvironment`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
-        answers = [extract_answer(response) for response in responses]
+        answers = [response.rpartition("<answer>")[2].partition("</answer>")[0].strip() for response in responses]
         scores = [
             self._scores(response, answer, truth_text(info["ground_truth"]))
             for response, answer, info in zip(responses, answers, metadata)
@@ -111,10 +111,3 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
             return 0.0, 0.0, 0.0
         one_pair = response.count("<answer>") == response.count("</answer>") == 1
         return float(answer == truth), float(answer.isdigit()), float(one_pair and _FORMAT.search(response) is not None)
-
-
-def extract_answer(response: str) -> str:
-    """Return the stripped text after the last `<answer>`, up to the next `</answer>`; without tags, the
-    whole response.
-    """
-    return response.rpartition("<answer>")[2].partition("</answer>")[0].strip()

@@ -111,6 +111,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
     a column that the samples do not have. An exception in a function is raised to the caller, with a message that names
     the function and the line. If there are several functions, the metric `rewards/<function name>` is each function's
     mean; repeated names are numbered.
+
+    Attributes:
+        weight_of_name: the weight of each function, by the function's name.
     """
 
     can_be_asked_again = True
@@ -141,6 +144,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
             raise ValueError(
                 f"{len(self._functions)} reward functions and {len(self._weights)} weights were given: one weight a function is expected"
             )
+        self.weight_of_name = dict(zip(self._names, self._weights))
         self._said_unscored = False
         self._as_parts = as_parts
         self._sums = [0.0] * len(self._functions)
@@ -191,16 +195,6 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         return [
             name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in zip(self._names, self._weights)
         ]
-
-    @property
-    def weight_of_name(self) -> dict[str, float]:
-        """The weight of each function, by the function's name."""
-        return dict(zip(self._names, self._weights))
-
-    @property
-    def weights_by_name(self) -> list[float]:
-        """The weights as a list, sorted by the names of the functions."""
-        return [weight for _, weight in sorted(self.weight_of_name.items())]
 
     def pop_metrics(self) -> dict[str, float]:
         if len(self._functions) < 2 or not any(self._counts):

@@ -21,7 +21,6 @@ from nemo_rl_cpp.environments.agents import AgentEnvironment, AgentResult, Agent
 if TYPE_CHECKING:
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.env import Env
-    from verifiers.v1.trace import Trace
 
 CHAT = "nemo_rl_cpp_chat"
 """The id of `verifiers_chat.ChatHarness`. Verifiers imports a harness as a module of this name, so it has no dots."""
@@ -63,7 +62,10 @@ class VerifiersEnvironment(AgentEnvironment):
         errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
         if not episode.ok or not traces:
             return AgentResult(error=f"{errors[-1].type}: {errors[-1].message}" if errors else "no agent was run")
-        return AgentResult(traces[0].reward, metrics=_metrics(traces[0]))
+        trace = traces[0]
+        metrics = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
+        return AgentResult(trace.reward, metrics={name: float(value) for name, value in metrics.items()})
 
     def _env(self, taskset: str) -> Env:
         if taskset not in self._envs:
@@ -98,8 +100,3 @@ class VerifiersEnvironment(AgentEnvironment):
         )
         limit = self._config.max_tokens
         return ModelContext(task.model, client, SamplingConfig(**({} if limit is None else {"max_tokens": limit})))
-
-
-def _metrics(trace: Trace) -> dict[str, float]:
-    rewards = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
-    return rewards | {name: float(value) for name, value in trace.metrics.items() if value is not None}

@@ -59,10 +59,8 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    def text(value: str) -> bytes | None:
-        return os.fsencode(value) if value else None
-
-    result = _libc.mount(text(source), text(target), text(kind), ctypes.c_ulong(flags), text(options))
+    texts = [os.fsencode(value) or None for value in (source, target, kind, options)]
+    result = _libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3])
     _checked(result, f"mount {source or kind} on {target}")
 
 

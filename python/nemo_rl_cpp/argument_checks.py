@@ -135,6 +135,6 @@ def names_of(keys: Iterable[object]) -> list[str]:
 def described(value: object) -> str:
     """Return a text for messages: a number or string itself, or for any other value its type, as in "a function"."""
     kind = type(value).__name__
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+    if value is None or isinstance(value, (bool, int, float, str)):
         return in_a_line(value)
     return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

@@ -32,10 +32,8 @@ DOUBLE = {"inputs": ["1\n", "21\n", "-4"], "outputs": ["2", "42\n", "-8\n\n"]}
 
 def test_standard_input_and_output_tests_are_scored(env):
     assert score(env, "print(2 * int(input()))", DOUBLE) == (1.0, "passed")
-    assert score(env, "print(2 * int(input()), ' ')", json.dumps(DOUBLE)) == (
-        1.0,
-        "passed",
-    )  # spaces at the end of a line
+    spaces_at_the_end = "print(2 * int(input()), ' ')"
+    assert score(env, spaces_at_the_end, json.dumps(DOUBLE)) == (1.0, "passed")
     assert score(env, "print(abs(2 * int(input())))", DOUBLE) == (0.0, "wrong_answer: 2 of 3 tests passed")
     assert score(env, "print(int(input()) / 0)", DOUBLE)[1].startswith("runtime_error: ZeroDivisionError")
     assert score(env, "raise SystemExit(3)", DOUBLE)[1] == "runtime_error: exit code 3"
@@ -71,9 +69,8 @@ def test_programs_that_fake_passing_the_tests_score_zero(env):
     assert score(env, forged, truth)[0] == 0.0
     assert score(env, "class E:\n    def __eq__(self, other): return True\ndef f(x): return E()", truth)[0] == 0.0
     assert score(env, "class E(int):\n    def __repr__(self): return '4'\ndef f(x): return E()", truth)[0] == 0.0
-    assert (
-        score(env, "def f(x): return '4' if 0 else open('/box/checks.json').read()", truth)[0] == 0.0
-    )  # the answers are not in it
+    without_answers = "def f(x): return '4' if 0 else open('/box/checks.json').read()"
+    assert score(env, without_answers, truth)[0] == 0.0
     assert score(env, "def f(x): return [f] * 10**5", truth)[0] == 0.0
     deep = "def f(x):\n    class D:\n        def __repr__(self): return '(' * 5000\n    return D()"
     assert score(env, deep, truth)[0] == 0.0
@@ -85,28 +82,11 @@ def nested_finally(depth):
     return "\n".join([*lines, " " * depth + "x=y;" * 600])
 
 
-HARD_TO_COMPILE = {
+# name -> program; the first three take a compiler long
+BOMBS = {
     "nested finally": nested_finally(18),
     "one long sum": "x = " + "1+" * 200_000 + "1",
     "folded constants": "x = [" + "'%d' * 4000," * 20_000 % tuple(range(20_000)) + "]",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("truth", [DOUBLE, ["assert f(2) == 4"]], ids=["pairs", "asserts"])
-@pytest.mark.parametrize("name", HARD_TO_COMPILE)
-def test_programs_that_are_hard_to_compile_are_stopped_by_the_limits(name, truth):
-    env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
-    # it starts the worker, which takes longer than the limit on a busy machine
-    score(env, "print(2 * int(input()))", DOUBLE)
-    worker, before = verifier_pids(env), most_mb(env)
-    reward, reason = score(env, HARD_TO_COMPILE[name], truth)
-    assert reward == 0.0 and reason.partition(":")[0] in ("memory_limit", "time_limit", "syntax_error", "runtime_error")
-    assert verifier_pids(env) == worker and most_mb(env) < before + 16
-    env.shutdown()
-
-
-BOMBS = {
     "a power": "x = 9 ** 9 ** 9",
     "a long number": "x = " + "9" * 900_000,
     "brackets": "(" * 100_000,
@@ -118,7 +98,7 @@ BOMBS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)  # half an hour was needed by a pattern that looked for the compiler's words
+@pytest.mark.timeout(120)  # half an hour was needed by a pattern that looked for the compiler's words
 def test_resource_exhausting_programs_score_zero_and_leave_the_worker_running():
     """All on one worker: it lives on, and does not grow."""
     env = CodeEnvironment(
@@ -127,8 +107,9 @@ def test_resource_exhausting_programs_score_zero_and_leave_the_worker_running():
     # it starts the worker, which takes longer than the limit on a busy machine
     score(env, "print(2 * int(input()))", DOUBLE)
     worker, before = verifier_pids(env), most_mb(env)
-    for name, program in BOMBS.items():
-        reward, reason = score(env, program, DOUBLE)
+    cases = [(name, DOUBLE) for name in BOMBS] + [(name, ["assert f(2) == 4"]) for name in list(BOMBS)[:3]]
+    for name, truth in cases:
+        reward, reason = score(env, BOMBS[name], truth)
         assert reward == 0.0 and reason.partition(":")[0] in (
             "memory_limit", "time_limit", "syntax_error", "runtime_error", "wrong_answer",
         ), name  # fmt: skip

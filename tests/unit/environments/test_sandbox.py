@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.environments.code_environment import CodeEnvironment
-from processes import children_of, descendants, left_over, processes_inside, verifier_pids, wait_until_gone
+from processes import children_of, left_over, verifier_pids
 
 PACKAGE = Path(__file__).resolve().parents[3] / "python" / "nemo_rl_cpp"
 HERE = Path(__file__)
@@ -106,56 +106,34 @@ def test_attack_program_is_contained_by_the_sandbox(env, impatient, name, tmp_pa
     assert good.rewards.tolist() == [1.0]  # and goes on working
 
 
-def test_sandboxed_program_sees_no_folders_of_the_host(env):
-    truth = {"fn_name": "f", "inputs": [[]], "outputs": [[]]}
-    check = "import os\ndef f():\n    return [p for p in ('/tmp', '/home', '/proc', '/sys', '/var', '/run', '/mnt', '/opt', '/srv') if os.path.exists(p)]"
-    assert env.step([[{"role": "assistant", "content": check}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
+OPEN = "def is_open(i):\n    try: os.fstat(i)\n    except OSError: return False\n    return True"
+FOLDERS = ("/tmp", "/home", "/proc", "/sys", "/var", "/run", "/mnt", "/opt", "/srv")
+# name -> (a function of the program, what it returns)
+SEEN = {
+    "folders": (f"def f(): return [p for p in {FOLDERS} if os.path.exists(p)]", []),
+    # 3 is the harness' own copy of standard output
+    "descriptors": (f"{OPEN}\ndef f(): return [i for i in range(64) if is_open(i)]", [0, 1, 2, 3]),
+    "variables": ("def f(): return sorted(os.environ)", ["HOME", "LANG", "MALLOC_ARENA_MAX", "PATH", "PYTHONHASHSEED", "TMPDIR"]),
+}  # fmt: skip
 
 
-def test_sandboxed_program_inherits_only_the_standard_descriptors(env):
-    program = "import os\ndef f():\n    return [i for i in range(64) if is_open(i)]\ndef is_open(i):\n    try: os.fstat(i)\n    except OSError: return False\n    return True"
-    truth = {"fn_name": "f", "inputs": [[]], "outputs": [[0, 1, 2, 3]]}  # 3: the harness' own copy of standard output
+@pytest.mark.parametrize("name", SEEN)
+def test_sandboxed_program_sees_nothing_of_the_host(env, name):
+    program, seen = SEEN[name]
+    truth = {"fn_name": "f", "inputs": [[]], "outputs": [seen]}
     leaky = os.open("/etc/passwd", os.O_RDONLY)
     os.set_inheritable(leaky, True)
     try:
-        assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [
-            1.0
-        ]
+        result = env.step([[{"role": "assistant", "content": f"import os\n{program}"}]], [{"ground_truth": truth}])
     finally:
         os.close(leaky)
-
-
-def test_sandboxed_program_gets_no_environment_variables_of_the_host(env, monkeypatch):
-    program = "import os\ndef f(): return sorted(os.environ)"
-    truth = {
-        "fn_name": "f",
-        "inputs": [[]],
-        "outputs": [["HOME", "LANG", "MALLOC_ARENA_MAX", "PATH", "PYTHONHASHSEED", "TMPDIR"]],
-    }
-    assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
+    assert result.rewards.tolist() == [1.0]
 
 
 def test_files_written_by_a_sandboxed_program_are_gone_in_its_next_run(env):
     truth = {"inputs": ["", ""], "outputs": ["0", "0"]}
     program = "import os\nprint(len(os.listdir('.')) - 1)\nopen('left', 'w').write('x')"
     assert env.step([[{"role": "assistant", "content": program}]], [{"ground_truth": truth}]).rewards.tolist() == [1.0]
-
-
-def test_sandboxed_program_ends_if_its_worker_is_killed():
-    """As at the pool's own deadline, or when the run is killed."""
-    script = (
-        "import os, signal, sys, threading\n"
-        "from nemo_rl_cpp.environments.sandbox import Limits, run_program\n"
-        "run_program('print(1, flush=True)\\nwhile True: pass', limits=Limits(time_s=60))\n"
-    )
-    worker = subprocess.Popen([sys.executable, "-c", script])
-    own: set[str] = set()
-    while not own:
-        assert worker.poll() is None
-        own = descendants(worker.pid) & processes_inside()
-    worker.kill()
-    worker.wait()
-    assert wait_until_gone(own) == []
 
 
 def interpreter_for_everyone() -> str | None:

@@ -88,23 +88,6 @@ def test_reasoning_gym_answer_is_extracted_with_one_or_several_lines(text, answe
     assert extract_answer(text, answer_format, several_lines) == answer
 
 
-@pytest.mark.slow
-def test_reasoning_gym_reference_answers_score_one_without_tags():
-    """A grid, a list of moves, one line, and a task that checks responses without an answer of its own."""
-    reasoning_gym = pytest.importorskip("reasoning_gym")
-    env = create_env("reasoning_gym", {"num_workers": 1, "verifier_deadline_s": 20.0})
-    entries = [
-        reasoning_gym.create_dataset(task, size=1, seed=7)[0]
-        for task in ("mini_sudoku", "tower_of_hanoi", "rotate_matrix", "chain_sum")
-    ]
-    result = env.step(
-        says(*(entry["answer"] for entry in entries)), [{"reasoning_gym_entry": entry} for entry in entries]
-    )
-    env.shutdown()
-    assert ["\n" in entry["answer"] for entry in entries] == [True, True, True, False]
-    assert result.rewards.tolist() == [1.0] * 4
-
-
 def test_reasoning_gym_task_without_answers_rejects_few_shot_examples():
     pytest.importorskip("reasoning_gym")
     from nemo_rl_cpp.data.datasets import load_response_dataset
@@ -117,23 +100,24 @@ def test_reasoning_gym_task_without_answers_rejects_few_shot_examples():
 
 
 @pytest.mark.slow
-def test_reasoning_gym_environment_scores_tagged_and_plain_answers():
+def test_reasoning_gym_environment_scores_tagged_plain_and_multi_line_answers():
+    """The last three answers are a grid, a list of moves, and one of a task that has no answer of its own."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entries = [reasoning_gym.create_dataset("chain_sum", size=3, seed=1)[i] for i in range(3)]
-    entries.append(reasoning_gym.create_dataset("letter_counting", size=1, seed=1)[0])
+    tasks = ("letter_counting", "mini_sudoku", "rotate_matrix", "tower_of_hanoi")
+    entries += [reasoning_gym.create_dataset(task, size=1, seed=7)[0] for task in tasks]
+    answers = [entry["answer"] for entry in entries]
+    assert ["\n" in answer for answer in answers] == [False] * 4 + [True] * 3
     env = create_env("reasoning_gym", {"num_workers": 1, "verifier_deadline_s": 20.0})
-    answers = [e["answer"] for e in entries]
     texts = [
         f" {answers[0]}\nQuestion: more",
         f"<answer>{answers[1]}</answer>",
         "999999",
         f"well <answer>{answers[3]}</answer>.",
     ]
-    result = env.step(says(*texts), [{"reasoning_gym_entry": entry} for entry in entries])
-    assert result.rewards.tolist() == [1.0, 1.0, pytest.approx(result.rewards[2].item()), 1.0]
-    assert result.rewards[2] < 0.1
-    scorer = reasoning_gym.get_score_answer_fn("chain_sum")
-    assert result.rewards[2].item() == pytest.approx(scorer("999999", entries[2]))
+    result = env.step(says(*texts, *answers[4:]), [{"reasoning_gym_entry": entry} for entry in entries])
+    wrong = reasoning_gym.get_score_answer_fn("chain_sum")("999999", entries[2])
+    assert result.rewards.tolist() == [1.0, 1.0, pytest.approx(wrong), 1.0, 1.0, 1.0, 1.0] and wrong < 0.1
     assert result.answers[3] == answers[3]
     with pytest.raises(ValueError, match="no task 'nonsense'"):
         env.step(says("1"), [{"reasoning_gym_entry": entries[0], "reasoning_gym_task": "nonsense"}])

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import hostile_verifier
 import pytest
@@ -101,15 +100,13 @@ from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
 pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=2, deadline_s=1.0))
 assert pool.verify(["ok"], ["ok"]).scores == [1]
 print(*(worker.pid for worker in pool._workers), flush=True)
-if sys.argv[1] == "busy":
-    pool.verify(["bigint", "bigint"], ["ok", "ok"])
-elif sys.argv[1] == "idle":
+if sys.argv[1] == "idle":
     sys.stdin.read()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["exit", "idle", "busy"])
+@pytest.mark.parametrize("how", ["exit", "idle"])
 def test_no_verifier_process_remains_when_the_program_ends_or_is_killed(how, tmp_path):
     """A script without a main guard works too; killed with SIGKILL it can tell nobody, and still nothing stays."""
     script = tmp_path / "script.py"
@@ -123,22 +120,9 @@ def test_no_verifier_process_remains_when_the_program_ends_or_is_killed(how, tmp
     if how == "exit":
         assert program.wait(timeout=60) == 0
     else:
-        if how == "busy":
-            end = time.monotonic() + 10
-            while not all(_cpu_ticks(pid) > 20 for pid in pids) and time.monotonic() < end:
-                time.sleep(0.02)
         program.kill()
         program.wait()
     assert wait_until_gone(pids) == []
-
-
-def _cpu_ticks(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            fields = stat.read().rsplit(")", 1)[1].split()
-        return int(fields[11]) + int(fields[12])
-    except FileNotFoundError:
-        return 10**9
 
 
 HOSTILE = [

@@ -37,7 +37,7 @@ CALLED_FROM_OUTSIDE = {"_repr_html_", "call_binop", "forward", "backward", "laun
                        "visit_Concat", "visit_Getitem"}  # fmt: skip
 # methods that users' code calls, because classes of NeMo RL, transformers or Tinker have them
 CALLED_BY_USERS = {"batch_decode", "clear_logger_metrics", "convert_ids_to_tokens", "convert_tokens_to_ids",
-                   "get_logger_metrics", "global_post_process_and_metrics", "result_async", "set_records"}  # fmt: skip
+                   "get_logger_metrics", "global_post_process_and_metrics", "result_async"}  # fmt: skip
 
 
 @dataclass

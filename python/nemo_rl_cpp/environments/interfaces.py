@@ -10,8 +10,6 @@ from nemo_rl_cpp.environments.remote import Remotable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-
 MetadataT = TypeVar("MetadataT")
 
 
@@ -113,8 +111,7 @@ class Environment(Protocol):
 
 
 class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
-    """The base class of environments: an `Environment` with one further method of NeMo RL. It receives conversations
-    and returns observations and rewards.
+    """The base class of environments, which receive conversations and return observations and rewards.
 
     `Environment.remote(...)` returns a handle whose methods can run concurrently with the caller:
     `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. A directly constructed object also works.
@@ -132,12 +129,6 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
         """Do one turn of conversations that end with a message of the model (role "assistant"), and
         return the result.
         """
-
-    def global_post_process_and_metrics(self, batch: "BatchedDataDict") -> "tuple[BatchedDataDict, dict]":
-        """Post-process a whole batch of rollouts. Return the batch and its metrics. NeMo RL's validation calls this
-        method; this package does not.
-        """
-        return batch, {}
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics gathered since the last call; by default none."""

@@ -142,9 +142,6 @@ class EchoEnvironment(EnvironmentInterface[dict]):
             answers=None,
         )
 
-    def global_post_process_and_metrics(self, batch):
-        return batch, {}
-
 
 def prompts(texts: list[str], task_names: list[str], infos: list[dict], **columns: Any) -> BatchedDataDict:
     """Return a batch of one-message prompts in the format of `rl_collate_fn`."""

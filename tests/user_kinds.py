@@ -155,9 +155,6 @@ class Environment(EnvironmentInterface):
         self.scores = {name: [] for name in KINDS}
         return metrics
 
-    def global_post_process_and_metrics(self, batch):
-        return batch, {}
-
 
 async def agent(task):
     """Request a response and score it with every kind."""

@@ -16,41 +16,26 @@ def a_terminal_that_may_close():
     signal.signal(signal.SIGHUP, before)
 
 
-def test_first_ctrl_c_only_requests_a_stop():
-    said = []
-    before = signal.getsignal(signal.SIGINT)
-    with GracefulStop(said.append) as stop:
+@pytest.mark.parametrize(
+    ("number", "name", "reason"),
+    [
+        (signal.SIGINT, "Ctrl-C", "interrupted"), (signal.SIGTERM, "SIGTERM", "terminated"),
+        (signal.SIGHUP, "SIGHUP", "terminated"), (signal.SIGUSR1, "SIGUSR1", "terminated"),
+    ],
+)  # fmt: skip
+def test_first_signal_requests_a_stop_and_the_second_one_ends_the_run(number, name, reason):
+    before, said = signal.getsignal(number), []
+    with GracefulStop(said.append, saves=False) as stop:
         assert not stop.requested
-        signal.raise_signal(signal.SIGINT)
-        assert stop.requested and stop.reason == "interrupted"
-        assert "ends after this step" in said[0]
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_second_ctrl_c_raises_keyboard_interrupt():
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), GracefulStop(lambda text: None):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_second_sigterm_exits_with_status_143():
-    with pytest.raises(SystemExit) as caught, GracefulStop(lambda text: None) as stop:
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.reason == "terminated"
-        signal.raise_signal(signal.SIGTERM)
-    assert caught.value.code == 143
-
-
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
-def test_sighup_and_sigusr1_end_a_run_after_its_step_like_sigterm(number):
-    said, before = [], signal.getsignal(number)
-    with GracefulStop(said.append) as stop:
         signal.raise_signal(number)
-        assert stop.reason == "terminated" and said[0].startswith(
-            f"{signal.Signals(number).name}: the run ends after this step, with a checkpoint"
-        )
+        assert stop.requested and stop.reason == reason
+    lost = "and saves nothing, since checkpointing.enabled is false"
+    assert said == [f"{name}: the run ends after this step {lost}; once more to stop at once"]
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught, GracefulStop(said.append):
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+    assert said[1:] == [f"{name}: the run ends after this step, with a checkpoint; once more to stop at once"]
+    assert caught.type is KeyboardInterrupt if number == signal.SIGINT else caught.value.code == 143
     assert signal.getsignal(number) is before
 
 
@@ -124,19 +109,6 @@ def test_call_that_never_returns_is_ended_after_the_second_signal():
         os.kill(process.pid, second)
         process.communicate(timeout=60)
         assert process.returncode == status
-
-
-def test_interrupt_message_promises_no_checkpoint_if_checkpointing_is_disabled():
-    said = []
-    with GracefulStop(said.append, saves=False):
-        signal.raise_signal(signal.SIGINT)
-    with GracefulStop(said.append):
-        signal.raise_signal(signal.SIGTERM)
-    assert (
-        said[0]
-        == "Ctrl-C: the run ends after this step and saves nothing, since checkpointing.enabled is false; once more to stop at once"
-    )
-    assert said[1] == "SIGTERM: the run ends after this step, with a checkpoint; once more to stop at once"
 
 
 def test_forked_child_does_not_delay_exit_and_keeps_default_signals():

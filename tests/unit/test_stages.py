@@ -32,14 +32,15 @@ def test_progress_line_in_a_terminal_is_overwritten_and_finally_erased(clock, ca
     )
 
 
-def test_progress_is_printed_only_inside_the_stages_shown_context(clock, capsys):
+def test_stages_and_progress_are_printed_only_inside_the_stages_shown_context(clock, capsys):
     def read():
+        stages.stage("loading torch")
         with stages.work("reading", 2.0) as advance:
             clock[0] += 10.0
             advance(1.0)
 
     read()
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr() == ("", "")
     with stages.stages_shown():
         read()
-    assert capsys.readouterr().err == "reading: 50 %, 10 s\n"
+    assert capsys.readouterr() == ("[  0.0 s] loading torch\n", "reading: 50 %, 10 s\n")

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from nemo_rl_cpp.stages import stage, stages_shown
 from nemo_rl_cpp.threads import SPIN_COUNT, bound_spinning, cores, threads_at_start
 
 
@@ -33,12 +32,3 @@ def test_thread_count_is_the_key_else_omp_num_threads_else_the_cores():
     assert threads_at_start(None, {"OMP_NUM_THREADS": "3,2"}) == 3
     assert threads_at_start(None, {"OMP_NUM_THREADS": "no"}) == threads_at_start(None, {}) == cores()
     assert 1 <= cores() <= len(os.sched_getaffinity(0))
-
-
-def test_stages_are_printed_only_inside_the_stages_shown_context(capsys):
-    stage("unheard")
-    with stages_shown():
-        stage("loading torch")
-    stage("unheard")
-    shown = capsys.readouterr().out
-    assert shown.startswith("[  ") and shown.endswith(" s] loading torch\n") and "unheard" not in shown

@@ -20,18 +20,13 @@ def test_permutation_depends_only_on_seed_and_epoch():
 
 
 def test_random_draws_are_reproducible_and_distinct_draws_do_not_repeat():
-    draws = Draws(1, 2)
-    assert [draws.below(10) for _ in range(5)] == [Draws(1, 2).below(10), *[draws_n(i) for i in range(1, 5)]]
+    draws, again = Draws(1, 2), Draws(1, 2)
+    assert [draws.below(10) for _ in range(5)] == [again.below(10) for _ in range(5)] != [draws.below(10)] * 5
     assert sorted(Draws(0).distinct(4, 5, exclude=2)) == [0, 1, 3, 4]
     with pytest.raises(ValueError, match="cannot draw"):
         Draws(0).distinct(5, 5, exclude=0)
     share = sum(is_held_out(str(i), 0.15) for i in range(4000)) / 4000
     assert abs(share - 0.15) < 0.03
-
-
-def draws_n(turn):
-    draws = Draws(1, 2)
-    return [draws.below(10) for _ in range(turn + 1)][-1]
 
 
 @pytest.mark.parametrize("drop_last, sizes", [(True, [3, 3, 3]), (False, [3, 3, 3, 1])])

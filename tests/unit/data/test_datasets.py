@@ -116,14 +116,9 @@ class MyDataset:
         self.processor = math_hf_data_processor
 
 
-def test_data_set_class_is_loaded_by_its_dotted_name(monkeypatch):
-    import sys
-    import types
-
-    monkeypatch.setitem(sys.modules, "my_datasets", types.SimpleNamespace(MyDataset=MyDataset))
-    assert load_response_dataset({"dataset_name": "my_datasets.MyDataset", "greeting": "hi"}).dataset[0] == {
-        "greeting": "hi"
-    }
+def test_data_set_class_is_loaded_by_its_dotted_name():
+    section = {"dataset_name": f"{__name__}.MyDataset", "greeting": "hi"}
+    assert load_response_dataset(section).dataset[0] == {"greeting": "hi"}
 
 
 def test_load_eval_dataset_uses_the_held_out_split(tmp_path):
@@ -132,54 +127,6 @@ def test_load_eval_dataset_uses_the_held_out_split(tmp_path):
     assert list(data.dataset) == list(held_out.dataset)
     path = write(tmp_path / "d.jsonl", ROWS)
     assert len(load_eval_dataset({"dataset_name": "ResponseDataset", "data_path": path}).dataset) == 10
-
-
-# -- the hub's data sets, with the download replaced ------------------------------------------------------------------
-
-
-def test_hub_data_sets_give_question_and_ground_truth_in_one_format(monkeypatch):
-    from nemo_rl_cpp.data.datasets.response_datasets import hub_math
-
-    dapo = {"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "34"}, "extra": 0}
-    tables = {
-        "nvidia/OpenMathInstruct-2": {"problem": "Q", "generated_solution": "long", "expected_answer": "34"},
-        "BytedTsinghua-SIA/DAPO-Math-17k": dapo,
-        "BytedTsinghua-SIA/AIME-2024": dapo,
-        "agentica-org/DeepScaleR-Preview-Dataset": {"problem": "Q", "answer": "34"},
-        "HuggingFaceH4/aime_2024": {"problem": "Q", "answer": "34"},
-        "opencompass/AIME2025": {"question": "Q", "answer": "34"},
-        "openai/gsm8k": {"question": "Q", "answer": "because\n#### 3,4"},
-    }
-    asked = []
-
-    def fake(name, subset, split):
-        asked.append((name, subset, split))
-        return ListDataset([tables[name]] * 2)
-
-    monkeypatch.setattr(hub_math, "load_hub_dataset", fake)
-    sizes = {
-        "OpenMathInstruct-2": 2, "DAPOMath17K": 2, "DAPOMathAIME2024": 2, "DeepScaler": 2, "AIME2024": 32,
-        "AIME2025": 64, "GSM8K": 2,
-    }  # fmt: skip
-    for name, size in sizes.items():
-        data = load_response_dataset({"dataset_name": name})
-        assert len(data.dataset) == size and data.task_name == name
-        assert data.dataset[0] == {
-            "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "34"}],
-            "task_name": name,
-        }
-    assert asked[0] == ("nvidia/OpenMathInstruct-2", None, "train_1M") and asked[-1] == (
-        "openai/gsm8k",
-        "main",
-        "train",
-    )
-    solution = load_response_dataset({"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution"})
-    assert solution.dataset[0]["messages"][1]["content"] == "long"
-    assert len(load_eval_dataset({"dataset_name": "AIME2024", "repeat": 1}).dataset) == 2
-    load_eval_dataset({"dataset_name": "GSM8K"})
-    assert asked[-1] == ("openai/gsm8k", "main", "test")
-    split = load_response_dataset({"dataset_name": "DeepScaler", "split_validation_size": 0.5})
-    assert (len(split.dataset), len(split.val_dataset)) == (1, 1)
 
 
 # -- list data sets, joining, configuration ---------------------------------------------------------------------------

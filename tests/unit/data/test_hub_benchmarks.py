@@ -2,18 +2,25 @@
 
 import pytest
 from nemo_rl_cpp.config.data import defaults_for, is_class_name
-from nemo_rl_cpp.data.datasets import ListDataset, load_eval_dataset
+from nemo_rl_cpp.data.datasets import ListDataset, load_eval_dataset, load_response_dataset
 from nemo_rl_cpp.data.datasets.response_datasets import dataset_class, hub_math
 from nemo_rl_cpp.data.datasets.response_datasets.hub_math import last_boxed
 
 GPQA = {"Question": "Q", "Correct Answer": "yes", **{f"Incorrect Answer {i}": f"no{i}" for i in (1, 2, 3)}}
+DAPO = {"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "34"}, "extra": 0}
 TABLES = {
+    "nvidia/OpenMathInstruct-2": {"problem": "Q", "generated_solution": "long", "expected_answer": "34"},
+    "BytedTsinghua-SIA/DAPO-Math-17k": DAPO,
+    "BytedTsinghua-SIA/AIME-2024": DAPO,
+    "agentica-org/DeepScaleR-Preview-Dataset": {"problem": "Q", "answer": "34"},
+    "HuggingFaceH4/aime_2024": {"problem": "Q", "answer": "34"},
+    "opencompass/AIME2025": {"question": "Q", "answer": "34"},
     "EleutherAI/hendrycks_math": {"problem": "Q", "solution": r"so \boxed{1}, no: \boxed{\frac{1}{2}}."},
     "MathArena/aime_2026": {"problem": "Q", "answer": 34},
     "cais/mmlu": {"question": "Q", "choices": ["a", "b", "c", "d"], "answer": 2},
     "TIGER-Lab/MMLU-Pro": {"question": "Q", "options": list("abcdef"), "answer_index": 5},
     "Idavidrein/gpqa": GPQA,
-    "openai/gsm8k": {"question": "Q", "answer": "#### 3"},
+    "openai/gsm8k": {"question": "Q", "answer": "because\n#### 3,4"},
 }
 
 
@@ -23,7 +30,7 @@ def asked(monkeypatch):
 
     def fake(name, subset, split):
         calls.append((name, subset, split))
-        return ListDataset([TABLES[name]])
+        return ListDataset([TABLES[name]] * 2)
 
     monkeypatch.setattr(hub_math, "load_hub_dataset", fake)
     return calls
@@ -33,11 +40,34 @@ def first(name):
     return load_eval_dataset({"dataset_name": name}).dataset[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "call"),
+    [
+        ("OpenMathInstruct-2", 2, (None, "train_1M")), ("DAPOMath17K", 2, (None, "train")), ("DAPOMathAIME2024", 2, (None, "train")),
+        ("DeepScaler", 2, (None, "train")), ("AIME2024", 32, (None, "train")), ("AIME2025", 64, ("AIME2025-II", "test")),
+        ("AIME2026", 32, (None, "train")), ("GSM8K", 2, ("main", "train")),
+    ],
+)  # fmt: skip
+def test_hub_data_sets_give_question_and_ground_truth_in_one_format(asked, name, size, call):
+    data = load_response_dataset({"dataset_name": name})
+    assert len(data.dataset) == size and data.task_name == name and asked[-1][1:] == call
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "34"}]
+    assert data.dataset[0] == {"messages": messages, "task_name": name}
+
+
+def test_hub_data_sets_take_their_sections_keys(asked):
+    solution = load_response_dataset({"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution"})
+    assert solution.dataset[0]["messages"][1]["content"] == "long"
+    assert len(load_eval_dataset({"dataset_name": "AIME2024", "repeat": 1}).dataset) == 2
+    load_eval_dataset({"dataset_name": "gsm8k"})
+    assert asked[-1] == ("openai/gsm8k", "main", "test")
+    split = load_response_dataset({"dataset_name": "DeepScaler", "split_validation_size": 0.5})
+    assert (len(split.dataset), len(split.val_dataset)) == (1, 1)
+
+
 def test_math_benchmark_answers_are_extracted_from_the_solutions(asked):
     assert first("math")["messages"][1]["content"] == r"\frac{1}{2}"
     assert len(asked) == 7 and {split for _, _, split in asked} == {"test"}
-    assert first("AIME2026")["messages"][1]["content"] == "34"
-    assert first("gsm8k")["messages"][1]["content"] == "3"
 
 
 @pytest.mark.parametrize(

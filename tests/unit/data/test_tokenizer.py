@@ -1,12 +1,13 @@
 """Our tokenizer against transformers' on the same folder, and against bytes that can be counted by hand."""
 
 import json
+import pickle
 import random
 
 import pytest
 import torch
 from nemo_rl_cpp.config.policy import TokenizerConfig
-from nemo_rl_cpp.data.chat_template import PASSTHROUGH, render_chat_template
+from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.texts import TokenBytes, token_bytes_table
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS, tiny_tokenizer
 from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
@@ -82,6 +83,8 @@ def test_tokenizer_call_returns_tensors_as_items_and_attributes(smollm2):
     assert empty.shape == (1, 0) and empty.dtype == torch.int64
     with pytest.raises(ValueError, match="NoneType"):
         smollm2([None])
+    with pytest.raises(ValueError, match="return_tensors"):
+        smollm2("1", return_tensors="tf")
     with pytest.raises(AttributeError):
         ours.token_type_ids
 
@@ -109,47 +112,6 @@ def test_chat_template_gives_the_same_text_and_ids_as_transformers(
     assert smollm2.apply_chat_template(messages, **options) == ids
     assert smollm2.apply_chat_template(messages, return_tensors="pt", **options).tolist() == [ids]
     assert smollm2.apply_chat_template(messages, return_dict=True, **options).input_ids == ids
-
-
-DEMANDING = """{%- for tool in tools or [] %}
-    {{- tool | tojson }}
-    {{- tool | tojson(indent=2) }}
-{%- endfor %}
-{{- bos_token }}
-{%- for m in messages %}
-  {% if m.role == 'skip' %}{% continue %}{% endif %}
-  {%- if m.role == 'bad' %}{{ raise_exception('no ' + m.role) }}{% endif %}
-  {% generation %}{{ m['content'] | trim }}{% endgeneration %}
-{% endfor %}
-{%- if enable_thinking is defined and not enable_thinking %}<no-think>{% endif %}
-{%- if add_generation_prompt %}>>{% endif %}"""
-
-
-def test_demanding_chat_template_renders_as_in_transformers(smollm2, hf_smollm2):
-    messages = [
-        {"role": "user", "content": " a "},
-        {"role": "skip", "content": "b"},
-        {"role": "assistant", "content": "<c>&"},
-    ]
-    tools = [{"type": "function", "function": {"name": "f\u00e9", "parameters": {"x": [1, 2, "<&>"]}}}]
-    options = {"tools": tools, "chat_template": DEMANDING, "tokenize": False, "enable_thinking": False}
-    for generate in (False, True):
-        ours = smollm2.apply_chat_template(messages, add_generation_prompt=generate, **options)
-        assert ours == hf_smollm2.apply_chat_template(messages, add_generation_prompt=generate, **options)
-    assert "<no-think>" in ours and '"<&>"' in ours
-    with pytest.raises(ValueError, match="no bad"):
-        smollm2.apply_chat_template([{"role": "bad", "content": ""}], **options)
-
-
-def test_chat_templates_cannot_leave_the_sandbox():
-    with pytest.raises(ValueError, match="chat template failed"):
-        render_chat_template("{{ messages.__class__.__mro__[1].__subclasses__() }}", [])
-    with pytest.raises(ValueError, match="does not compile"):
-        render_chat_template("{% for %}", [])
-    messages = [{"role": "user", "content": "x"}]
-    with pytest.raises(ValueError, match="failed"):
-        render_chat_template("{{ messages.append(1) }}", messages)
-    assert len(messages) == 1
 
 
 def bytes_of(tokenizer):
@@ -191,6 +153,20 @@ def test_bytes_of_byte_fallback_tokens_concatenate_to_the_utf8_text(tmp_path):
     assert tokenizer.decode(ids) == "a a\u00e9\n"
 
 
+def assert_like_transformers(folder):
+    """Compare ids and texts of a folder's tokenizer with transformers' and with those of a saved copy. Return the ids."""
+    from transformers import AutoTokenizer
+
+    ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = [ours(text)["input_ids"] for text in PIECES]
+    assert ids == [theirs(text)["input_ids"] for text in PIECES]
+    for row in ids:
+        assert ours.decode(row, True) == theirs.decode(row, True, clean_up_tokenization_spaces=False)
+    ours.save_pretrained(folder / "saved")
+    again = Tokenizer.from_pretrained(folder / "saved")
+    assert ids == [again(text)["input_ids"] for text in PIECES]
+
+
 PIECES = ["Hello there", " Hello", "the <s> x</s> y", "x<s>", "  two"]
 
 
@@ -201,8 +177,6 @@ PIECES = ["Hello there", " Hello", "the <s> x</s> y", "x<s>", "  two"]
 @pytest.mark.parametrize("key", ["split_special_tokens", "add_prefix_space", "legacy", "clean_up_tokenization_spaces"])
 @pytest.mark.parametrize("value", [True, False])
 def test_tokenizer_config_keys_that_change_ids_work_as_in_transformers(name, key, value, tmp_path):
-    from transformers import AutoTokenizer
-
     makers = {"byte level": lambda: byte_level(["<s>", "</s>"], qwen=name == "Qwen2TokenizerFast")}
     if name not in ("GPT2Tokenizer", "Qwen2TokenizerFast"):  # those make a byte-level tokenizer of any file
         makers["byte fallback"] = byte_fallback
@@ -214,49 +188,30 @@ def test_tokenizer_config_keys_that_change_ids_work_as_in_transformers(name, key
         (folder / "tokenizer_config.json").write_text(
             json.dumps(settings | ({"tokenizer_class": name} if name else {}))
         )
-        ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-        ids = [ours(text)["input_ids"] for text in PIECES]
-        assert ids == [theirs(text)["input_ids"] for text in PIECES], kind
-        for row in ids:
-            assert ours.decode(row, True) == theirs.decode(row, True, clean_up_tokenization_spaces=False)
-        ours.save_pretrained(folder)
-        again = Tokenizer.from_pretrained(folder)
-        assert ids == [again(text)["input_ids"] for text in PIECES]
+        assert_like_transformers(folder)
 
 
 @pytest.mark.parametrize("flags", [{}, {"normalized": True}, {"lstrip": True}])
 @pytest.mark.parametrize("make", [byte_fallback, lambda: byte_level(["<s>", "</s>"])], ids=["fallback", "byte level"])
 def test_end_token_keeps_its_flags_from_added_tokens_decoder(make, flags, tmp_path):
     """`add_tokens` marks a token as ordinary and normalized; a later `eos_token` names it."""
-    from transformers import AutoTokenizer
-
     make().save(str(tmp_path / "tokenizer.json"))
     ordinary = {"special": False, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False} | flags
     listed = {str(make().token_to_id(text)): {"content": text, **ordinary} for text in ("<s>", "</s>")}
     settings = {"bos_token": "<s>", "eos_token": "</s>", "added_tokens_decoder": listed}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    ids = [ours(text)["input_ids"] for text in PIECES]
-    assert ids == [theirs(text)["input_ids"] for text in PIECES]
-    for row in ids:
-        assert ours.decode(row, True) == theirs.decode(row, True, clean_up_tokenization_spaces=False)
+    assert_like_transformers(tmp_path)
 
 
 @pytest.mark.parametrize("name", [None, "PreTrainedTokenizerFast", "GPT2Tokenizer"])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gpt2", "llama"])
 @pytest.mark.parametrize("value", [True, False])
 def test_add_prefix_space_depends_on_the_model_type_as_in_transformers(kind, name, value, tmp_path):
-    from transformers import AutoTokenizer
-
     byte_level(["<s>", "</s>"], qwen=True).save(str(tmp_path / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "add_prefix_space": value}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | ({"tokenizer_class": name} if name else {})))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    ids = [ours(text)["input_ids"] for text in PIECES]
-    assert ids == [theirs(text)["input_ids"] for text in PIECES]
-    ours.save_pretrained(tmp_path / "saved")
-    assert ids == [Tokenizer.from_pretrained(tmp_path / "saved")(text)["input_ids"] for text in PIECES]
+    assert_like_transformers(tmp_path)
 
 
 @pytest.mark.slow
@@ -374,26 +329,12 @@ def test_tokenizer_errors_name_the_section_of_the_configuration(tiny, tmp_path, 
         get_tokenizer({"name": str(tmp_path), "chat_template": "chatml"}, section=section)
     with pytest.raises(ValueError, match=f"^{section}.chat_template_kwargs must be"):
         get_tokenizer({"name": str(tmp_path), "chat_template_kwargs": [1]}, section=section)
-    with pytest.raises(ValueError, match=f": set {section}.chat_template to null"):
+    with pytest.raises(ValueError, match=f": set {section}.chat_template to null.*raw_completion_data_processor"):
         get_tokenizer({"name": str(tmp_path)}, section=section).apply_chat_template([{"role": "user", "content": "1"}])
     with pytest.raises(ValueError, match=f", and set {section}.name to that folder"):
         get_tokenizer({"name": str(tmp_path.parent)}, section=section)
 
 
-def test_unsupported_tokenizer_calls_are_rejected_with_the_reason(tiny, tmp_path):
-    tiny.chat_template = None
-    with pytest.raises(ValueError, match="raw_completion_data_processor"):
-        tiny.apply_chat_template([{"role": "user", "content": "1"}])
-    with pytest.raises(ValueError, match="tokenizer.json"):
-        Tokenizer.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="return_tensors"):
-        tiny("1", return_tensors="tf")
-    with pytest.raises(ValueError, match="JSON schemas"):
-        render_chat_template("", [], tools=[len])
-
-
 def test_tokenizer_survives_pickling(smollm2):
-    import pickle
-
     again = pickle.loads(pickle.dumps(smollm2))
     assert again.encode("1 + 1 = ") == smollm2.encode("1 + 1 = ") and again.chat_template == smollm2.chat_template

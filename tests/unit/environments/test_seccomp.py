@@ -9,17 +9,9 @@ NOT_SUPPORTED, TRY_AGAIN, DONE = 0x00050000 | 95, 0x00050000 | 11, 0x00050000
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # name -> (x86-64, arm64), from the kernels' tables (asm/unistd_64.h and asm-generic/unistd.h)
 FORBIDDEN = {
-    "socket": (41, 198),
-    "ptrace": (101, 117),
-    "mount": (165, 40),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "bpf": (321, 280),
-    "memfd_create": (319, 279),
-    "io_uring_setup": (425, 425),
-    "mbind": (237, 235),
-    "landlock_create_ruleset": (444, 444),
-}
+    "socket": (41, 198), "ptrace": (101, 117), "mount": (165, 40), "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280),
+    "memfd_create": (319, 279), "io_uring_setup": (425, 425), "mbind": (237, 235), "landlock_create_ruleset": (444, 444),
+}  # fmt: skip
 ALLOWED = {
     "read": (0, 63), "write": (1, 64), "mmap": (9, 222), "execve": (59, 221), "exit_group": (231, 94),
     "openat": (257, 56), "getrandom": (318, 278), "socketpair": (53, 199),
@@ -33,15 +25,13 @@ UNSUPPORTED = {  # setxattr, lsetxattr, fsetxattr, setxattrat
     "aarch64": {5, 6, 7, 463},
 }
 FORKS = {"x86_64": {57, 58}, "aarch64": set()}  # fork, vfork
+MMAP, FCNTL, PRCTL, SOCKETPAIR = (dict(zip(MACHINES, pair)) for pair in ((9, 222), (72, 25), (157, 167), (53, 199)))
 # (call, arguments, verdict); MAP_SHARED 1, MAP_PRIVATE 2, MAP_SHARED_VALIDATE 3, MAP_ANONYMOUS 0x20; F_DUPFD 0, F_SETLK 6, F_SETPIPE_SZ 1031
 BY_ARGUMENT = [
-    ({"x86_64": 9, "aarch64": 222}, (0, 4096, 3, 0x21), NOT_SUPPORTED), ({"x86_64": 9, "aarch64": 222}, (0, 4096, 3, 0x23), NOT_SUPPORTED),
-    ({"x86_64": 9, "aarch64": 222}, (0, 4096, 3, 0x22), ALLOW), ({"x86_64": 9, "aarch64": 222}, (0, 4096, 1, 0x01), ALLOW),
-    ({"x86_64": 72, "aarch64": 25}, (3, 1031), KILL), ({"x86_64": 72, "aarch64": 25}, (3, 6), DONE), ({"x86_64": 72, "aarch64": 25}, (3, 38), DONE),
-    ({"x86_64": 72, "aarch64": 25}, (3, 0), ALLOW), ({"x86_64": 72, "aarch64": 25}, (6, 4), ALLOW),
-    ({"x86_64": 157, "aarch64": 167}, (22,), KILL),
-    ({"x86_64": 157, "aarch64": 167}, (15,), ALLOW),
-    ({"x86_64": 53, "aarch64": 199}, (1,), ALLOW), ({"x86_64": 53, "aarch64": 199}, (2,), KILL), ({"x86_64": 53, "aarch64": 199}, (30,), KILL),
+    (MMAP, (0, 4096, 3, 0x21), NOT_SUPPORTED), (MMAP, (0, 4096, 3, 0x23), NOT_SUPPORTED), (MMAP, (0, 4096, 3, 0x22), ALLOW),
+    (MMAP, (0, 4096, 1, 0x01), ALLOW), (FCNTL, (3, 1031), KILL), (FCNTL, (3, 6), DONE), (FCNTL, (3, 38), DONE), (FCNTL, (3, 0), ALLOW),
+    (FCNTL, (6, 4), ALLOW), (PRCTL, (22,), KILL), (PRCTL, (15,), ALLOW), (SOCKETPAIR, (1,), ALLOW), (SOCKETPAIR, (2,), KILL),
+    (SOCKETPAIR, (30,), KILL),
 ]  # fmt: skip
 CLONE = {"x86_64": 56, "aarch64": 220}
 
@@ -82,11 +72,8 @@ def test_seccomp_verdict_depends_on_the_arguments_of_a_system_call(machine, case
 @pytest.mark.parametrize("machine", MACHINES)
 def test_system_calls_of_other_architectures_kill_the_program(machine):
     program = seccomp.filter_program(machine)
-    for architecture in (
-        0x40000003,
-        0x40000028,
-        *(MACHINES[name] for name in MACHINES if name != machine),
-    ):  # i386, arm, the other
+    i386, arm, other = 0x40000003, 0x40000028, next(MACHINES[name] for name in MACHINES if name != machine)
+    for architecture in (i386, arm, other):
         assert bpf.run(program, 0, architecture) == KILL
 
 

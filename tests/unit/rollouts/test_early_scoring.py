@@ -33,9 +33,6 @@ class Lengths(EnvironmentInterface):
             observations, list(metadata), [None] * len(texts), rewards, torch.ones(len(texts)), None
         )
 
-    def global_post_process_and_metrics(self, batch):
-        return batch, {}
-
 
 class Together(Lengths):
     scores_rows_alone = False

@@ -115,9 +115,6 @@ class Fixed(EnvironmentInterface):
         seen = [{"role": "environment", "content": str(info["r"])} for info in metadata]
         return EnvironmentReturn(seen, metadata, [None] * len(metadata), rewards, done, [str(i["r"]) for i in metadata])
 
-    def global_post_process_and_metrics(self, batch):
-        return batch, {}
-
 
 def test_rewards_of_several_environments_are_returned_in_batch_order():
     batch = prompts(list("abcde"), ["x", "y", "x", "z", "y"], [{"r": float(i)} for i in range(5)])

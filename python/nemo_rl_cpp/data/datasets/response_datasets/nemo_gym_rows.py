@@ -4,9 +4,8 @@ import json
 from collections.abc import Mapping
 
 from nemo_rl_cpp.data.conversation import is_list
-from nemo_rl_cpp.data.datasets.files import ListDataset
+from nemo_rl_cpp.data.datasets.files import ListDataset, load_dataset_from_path
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
-from nemo_rl_cpp.data.datasets.files import load_dataset_from_path
 from nemo_rl_cpp.data.interfaces import Row
 
 

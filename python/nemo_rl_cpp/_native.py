@@ -5,23 +5,17 @@ import importlib.util
 import os
 from types import ModuleType
 
+import torch
+
 from nemo_rl_cpp._torch_version import check_torch_version
 
 CPU_CAPABILITIES = ("base", "avx2", "avx512", "avx512_bf16", "amx", "software_tiles")
 
 
-def _check_capability() -> None:
-    """Raise ValueError if NEMO_RL_CPU_CAPABILITY has an unknown value, which the core would ignore."""
-    asked = os.environ.get("NEMO_RL_CPU_CAPABILITY")
+def _load() -> ModuleType:
+    asked = os.environ.get("NEMO_RL_CPU_CAPABILITY")  # the core would ignore an unknown value
     if asked and asked not in CPU_CAPABILITIES:
         raise ValueError(f"NEMO_RL_CPU_CAPABILITY is {asked!r}, but must be one of {', '.join(CPU_CAPABILITIES)}")
-
-
-def _load() -> ModuleType:
-    import torch
-
-    _check_capability()
-
     if importlib.util.find_spec("nemo_rl_cpp._C") is None:
         raise ImportError("nemo_rl_cpp's native core is missing: install the package with `pip install .` or `uv sync`")
     check_torch_version(torch.__version__)

@@ -120,6 +120,11 @@ def conversation_of(value: object, key: str) -> list[ChatMessage]:
     return [_message(message, f"{key}[{i}]") for i, message in enumerate(value)]
 
 
+def question_and_answer(question: str, answer: object) -> list[ChatMessage]:
+    """Return a conversation of one message of the user and one of the assistant."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def text_of(value: T) -> T | str:
     """Convert a number to a string, so that it can be the content of a message. Return anything else unchanged."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value

@@ -315,15 +315,12 @@ def answer_of(handle: object, result: object, name: str) -> Any:
             f"the environment {name} ({handle!r}) gave no answer for {deadline:g} s (cluster.communication_timeout_s)"
         ) from None
     except ray.exceptions.RayActorError as error:
+        why = "it is not started again, since what it knew of its conversations is lost (its class does not set can_be_asked_again)"
+        if getattr(handle, "can_be_asked_again", False) is True:
+            why = "it was started again as often as cluster.environment_restarts allows"
         raise EnvironmentLostError(
-            f"the environment {name} ({handle!r}) is lost: {str(error).splitlines()[0]}; {_why_for_good(handle)}"
+            f"the environment {name} ({handle!r}) is lost: {str(error).splitlines()[0]}; {why}"
         ) from None
-
-
-def _why_for_good(handle: object) -> str:
-    if getattr(handle, "can_be_asked_again", False) is True:
-        return "it was started again as often as cluster.environment_restarts allows"
-    return "it is not started again, since what it knew of its conversations is lost (its class does not set can_be_asked_again)"
 
 
 def shut_down(handle: object, patience: float | None = None) -> None:

@@ -5,7 +5,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 
 import torch
 
@@ -52,10 +51,7 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
     no_list = isinstance(returned, (str, bytes, Mapping, set, frozenset)) or not isinstance(returned, Iterable)
     if no_list or getattr(returned, "ndim", 1) == 0:
         raise ValueError(f"{wanted}, but returned {described(returned)}")
-    if hasattr(returned, "tolist"):
-        values = returned.tolist()
-    else:  # an iterator may be endless
-        values = list(returned if hasattr(returned, "__len__") else islice(returned, rows + 1))
+    values = returned.tolist() if hasattr(returned, "tolist") else list(returned)
     if len(values) != rows:
         raise ValueError(f"reward function {name} returned {len(values)} rewards for {rows} completions")
     for row, value in enumerate(values):

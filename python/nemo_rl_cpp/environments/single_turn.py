@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import TypedDict
 
 import torch
@@ -9,8 +10,6 @@ import torch
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, MetadataT
 from nemo_rl_cpp.environments.verifier_pool import PoolOptions, Verdicts, VerifierPool
-
-NO_OBSERVATION = {"role": "environment", "content": ""}
 
 
 class GroundTruth(TypedDict):
@@ -31,12 +30,8 @@ def assistant_text(message_log: LLMMessageLogType) -> str:
 
 def prompt_text(message_log: LLMMessageLogType) -> str:
     """Return the joined contents of the messages before the model's first message."""
-    texts = []
-    for message in message_log:
-        if message["role"] == "assistant":
-            break
-        texts.append(str(message["content"]))
-    return "".join(texts)
+    before = takewhile(lambda message: message["role"] != "assistant", message_log)
+    return "".join(str(message["content"]) for message in before)
 
 
 def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
@@ -58,7 +53,7 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
     ) -> EnvironmentReturn[MetadataT]:
         scores = torch.as_tensor(rewards, dtype=torch.float32)
         return EnvironmentReturn(
-            observations=observations or [dict(NO_OBSERVATION) for _ in metadata],
+            observations=observations or [{"role": "environment", "content": ""} for _ in metadata],
             metadata=metadata,
             next_stop_strings=[None] * len(metadata),
             rewards=scores,

@@ -15,17 +15,9 @@ INVALID = "[INVALID]"
 LOOKED_AT = 300  # only these last characters of a response are searched for an answer
 
 SUBSTITUTIONS = [
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    ("\\$", ""),
-    (r"\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (",\\text{and}", ","),
-    ("\\text{and}", ","),
-    ("\\text{m}", "\\text{}"),
-]
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
+    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+]  # fmt: skip
 
 _REMOVED_WORDS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
@@ -33,22 +25,9 @@ _REMOVED_WORDS = (
 ).split()
 
 REMOVED_EXPRESSIONS = _REMOVED_WORDS + [
-    "\\text{s}",
-    "\\text{.}",
-    "\\text{\ns}",
-    "\\text{}^2",
-    "\\text{}^3",
-    "\\text{\n}",
-    "\\text{}",
-    r"\mathrm{th}",
-    r"^\circ",
-    r"^{\circ}",
-    r"\;",
-    r",\!",
-    "{,}",
-    '"',
-    "\\dots",
-]
+    "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", r"\mathrm{th}", r"^\circ",
+    r"^{\circ}", r"\;", r",\!", "{,}", '"', "\\dots",
+]  # fmt: skip
 
 _REWRITES = [
     (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # text between dollar signs

@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from nemo_rl_cpp.data.conversation import question_and_answer
 from nemo_rl_cpp.data.datasets.files import ListDataset
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
@@ -54,10 +55,7 @@ class GeneratedDataset(RawDataset):
         raise NotImplementedError
 
     def row(self, prompt: str, answer: str | None, stop: str | None, **extra: object) -> Row:
-        row: Row = {
-            "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
-            "task_name": self.task_name,
-        }
+        row: Row = {"messages": question_and_answer(prompt, answer), "task_name": self.task_name}
         if stop is not None:
             row["stop_strings"] = [stop]
         if extra:

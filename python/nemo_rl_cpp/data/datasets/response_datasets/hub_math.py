@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_rl_cpp.data.conversation import text_of
+from nemo_rl_cpp.data.conversation import question_and_answer, text_of
 from nemo_rl_cpp.data.datasets.files import load_hub_dataset, merge_datasets
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
@@ -49,13 +49,7 @@ class HubMathDataset(RawDataset):
         return text_of(row[self.output_key])
 
     def format_data(self, row: Mapping[str, str]) -> Row:
-        return {
-            "messages": [
-                {"role": "user", "content": self.question(row)},
-                {"role": "assistant", "content": self.answer(row)},
-            ],
-            "task_name": self.task_name,
-        }
+        return {"messages": question_and_answer(self.question(row), self.answer(row)), "task_name": self.task_name}
 
 
 class OpenMathInstruct2Dataset(HubMathDataset):
@@ -185,15 +179,11 @@ class HubMultichoiceDataset(HubMathDataset):
         options = dict(zip(letters, [*texts, *[None] * (self.num_options - len(texts))]))
         listed = "\n".join(f"{letter}) {text}" for letter, text in options.items() if text is not None)
         question = self.question(row)
-        messages = [
-            {"role": "user", "content": f"{question}\n{listed}"},
-            {"role": "assistant", "content": letters[right]},
-        ]
         return {
             "question": question,
             "options": options,
             "answer": letters[right],
-            "messages": messages,
+            "messages": question_and_answer(f"{question}\n{listed}", letters[right]),
             "task_name": self.task_name,
         }
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from nemo_rl_cpp.data.conversation import is_list
+from nemo_rl_cpp.data.conversation import is_list, question_and_answer
 from nemo_rl_cpp.data.datasets.files import ListDataset, load_dataset_from_path
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
@@ -38,7 +38,7 @@ class NemoGymDataset(RawDataset):
         messages = asked if is_list(asked) else [{"role": "user", "content": asked}]
         text = "\n".join(_text(message.get("content")) for message in messages if isinstance(message, Mapping))
         return {
-            "messages": [{"role": "user", "content": text.strip() or "-"}, {"role": "assistant", "content": None}],
+            "messages": question_and_answer(text.strip() or "-", None),
             "task_name": self.task_name,
             "extra_env_info": {"nemo_gym_row": json.dumps(row)},
         }

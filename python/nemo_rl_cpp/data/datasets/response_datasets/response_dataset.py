@@ -60,11 +60,8 @@ class ResponseDataset(RawDataset):
         self.dataset = load_dataset_from_path(data_path, subset, split or "train")
         self._padded = comes_from_arrow(self.dataset)
         columns = self.dataset.column_names
-        ready = (
-            next((name for name in ("messages", "conversations") if name in columns), None)
-            if input_key == _INPUT
-            else None
-        )
+        whole = ("messages", "conversations") if input_key == _INPUT else ()
+        ready = next((name for name in whole if name in columns), None)
         self.input_key = ready or input_key
         self.output_key = output_key
         self._answers_inside = ready is not None and output_key == _OUTPUT
@@ -97,11 +94,9 @@ class ResponseDataset(RawDataset):
             formatted = self.format_data(without_padding(row) if self._padded else row)
         except ValueError as error:
             raise ValueError(f"data: {self.data_path}, row {number + 1}: {error}") from None
-        return (
-            {**formatted, "task_name": row["task_name"]}
-            if self.input_key == "messages" and row.get("task_name")
-            else formatted
-        )
+        if self.input_key == "messages" and row.get("task_name"):
+            formatted["task_name"] = row["task_name"]
+        return formatted
 
     def format_data(self, data: Row) -> Row:
         """Return a row as messages, of which the last is the answer. Raise ValueError if the row has no question or
@@ -136,15 +131,8 @@ def _answer(value: object, key: str) -> object:
 
 
 def _hint(columns: list[str]) -> str:
-    questions = [name for name in ("prompt", "question", "problem", "instruction", "query") if name in columns]
-    answers = [
-        name
-        for name in ("answer", "ground_truth", "reward_model", "completion", "solution", "response")
-        if name in columns
-    ]
-    if not questions:
-        return ""
-    answer = (
-        answers[0] + (".ground_truth" if answers[0] == "reward_model" else "") if answers else "the answer's column"
-    )
-    return f"; perhaps input_key: {questions[0]} and output_key: {answer}"
+    questions = ("prompt", "question", "problem", "instruction", "query")
+    answers = ("answer", "ground_truth", "reward_model", "completion", "solution", "response")
+    question, answer = (next((name for name in names if name in columns), None) for names in (questions, answers))
+    answer = "reward_model.ground_truth" if answer == "reward_model" else answer or "the answer's column"
+    return f"; perhaps input_key: {question} and output_key: {answer}" if question else ""

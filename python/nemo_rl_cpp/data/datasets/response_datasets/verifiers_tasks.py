@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.data.conversation import question_and_answer
 from nemo_rl_cpp.data.datasets.files import ListDataset
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
@@ -78,7 +79,7 @@ class VerifiersDataset(RawDataset):
     def _row(self, text: str, number: int, taskset: str, name: object, limit: int | None) -> Row:
         shown = text.strip() or f"task {number}"  # a task may have no prompt
         return {
-            "messages": [{"role": "user", "content": shown}, {"role": "assistant", "content": None}],
+            "messages": question_and_answer(shown, None),
             "task_name": self.task_name,
             "extra_env_info": {"taskset": taskset, "taskset_id": name, "task": number, "taskset_limit": limit},
         }

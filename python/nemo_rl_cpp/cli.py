@@ -4,6 +4,7 @@ import os
 import sys
 from _signal import SIGINT, signal  # the module `signal` is slow to import, because it creates enums
 from collections.abc import Sequence
+from importlib import import_module
 
 from nemo_rl_cpp import __version__
 
@@ -50,8 +51,6 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
     """
     if argv is None:
         signal(SIGINT, _leave)
-    from importlib import import_module
-
     from nemo_rl_cpp.command_line import program
     from nemo_rl_cpp.interrupts import GRACE_SECONDS, end_within
 

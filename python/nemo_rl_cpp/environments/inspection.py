@@ -180,8 +180,7 @@ def _of_math(text: str, dapo: bool) -> str | None:
 
 def _read_by_math_verify(text: str) -> str | None:
     try:
-        from math_verify import parse
-        from math_verify.parser import LatexExtractionConfig
+        from math_verify import LatexExtractionConfig, parse
     except ImportError:  # the environment reports the missing package
         return None
     logger = logging.getLogger("math_verify")

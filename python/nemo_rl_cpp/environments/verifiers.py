@@ -8,6 +8,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import TypedDict
 
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
@@ -251,7 +252,7 @@ class ReasoningGymVerifyWorker(VerifierBase):
 
     def warm_up(self, **kwargs: object) -> None:
         """Import reasoning_gym, which takes seconds."""
-        import reasoning_gym  # noqa: F401
+        import_module("reasoning_gym")
 
     def judge(self, response: str, ground_truth: GymEntry, task: str | None = None) -> Verdict:
         import reasoning_gym

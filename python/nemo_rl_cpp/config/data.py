@@ -58,8 +58,8 @@ DATASET_REGISTRY: Table[DatasetEntry] = Table(
         "guess_number": _dataset(
             "generated:GuessNumberDataset", *_GENERATED, "min_number", "max_number", "prompt", "stop_strings"
         ),
-        "NemoGymDataset": _dataset("nemo_gym_rows:NemoGymDataset", "data_path", "repeat"),
-        "verifiers": _dataset("verifiers_tasks:VerifiersDataset", "taskset", "num_samples"),
+        "NemoGymDataset": _dataset("agent_tasks:NemoGymDataset", "data_path", "repeat"),
+        "verifiers": _dataset("agent_tasks:VerifiersDataset", "taskset", "num_samples"),
         "reasoning_gym": _dataset("generated:ReasoningGymDataset", *_GENERATED, "task", "task_options", "num_shots"),
     },
 )

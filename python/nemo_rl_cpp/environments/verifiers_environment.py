@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import VerifiersEnvConfig
-from nemo_rl_cpp.data.datasets.response_datasets.verifiers_tasks import check_verifiers, tasks_of
+from nemo_rl_cpp.data.datasets.response_datasets.agent_tasks import check_verifiers, tasks_of
 from nemo_rl_cpp.environments.agents import AgentEnvironment, AgentResult, AgentTask
 
 if TYPE_CHECKING:

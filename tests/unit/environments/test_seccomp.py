@@ -1,7 +1,7 @@
 """The system call filter, on both machines, by a reference interpreter; what it does in a kernel is test_sandbox's business."""
 
 import pytest
-from nemo_rl_cpp.environments.sandbox import seccomp
+from nemo_rl_cpp.environments.sandbox import kernel
 from reference import bpf
 
 ALLOW, KILL, NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x00050000 | 38
@@ -38,18 +38,18 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_seccomp_filter_gives_the_expected_verdict_for_each_system_call(machine):
-    program = seccomp.filter_program(machine)
+    program = kernel.filter_program(machine)
 
     def verdict(number, *arguments):
         return bpf.run(program, number, MACHINES[machine], arguments)
 
     column = machine == "aarch64"
     for name, pair in FORBIDDEN.items():
-        assert verdict(pair[column]) == KILL and seccomp.FORBIDDEN[name] == pair, name
+        assert verdict(pair[column]) == KILL and kernel.FORBIDDEN[name] == pair, name
     for name, pair in ALLOWED.items():
         assert verdict(pair[column]) == ALLOW, name
-    numbers = {pair[machine == "aarch64"] for pair in seccomp.FORBIDDEN.values()}
-    assert len(numbers) == len(seccomp.FORBIDDEN)
+    numbers = {pair[machine == "aarch64"] for pair in kernel.FORBIDDEN.values()}
+    assert len(numbers) == len(kernel.FORBIDDEN)
     for number in range(600):
         expected = NO_SUCH_CALL if number in MISSING[machine] else ALLOW
         expected = NOT_SUPPORTED if number in UNSUPPORTED[machine] else KILL if number in numbers else expected
@@ -65,17 +65,17 @@ def test_seccomp_filter_gives_the_expected_verdict_for_each_system_call(machine)
 @pytest.mark.parametrize("case", BY_ARGUMENT)
 def test_seccomp_verdict_depends_on_the_arguments_of_a_system_call(machine, case):
     numbers, arguments, expected = case
-    verdict = bpf.run(seccomp.filter_program(machine), numbers[machine], MACHINES[machine], arguments)
+    verdict = bpf.run(kernel.filter_program(machine), numbers[machine], MACHINES[machine], arguments)
     assert verdict == expected
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_system_calls_of_other_architectures_kill_the_program(machine):
-    program = seccomp.filter_program(machine)
+    program = kernel.filter_program(machine)
     i386, arm, other = 0x40000003, 0x40000028, next(MACHINES[name] for name in MACHINES if name != machine)
     for architecture in (i386, arm, other):
         assert bpf.run(program, 0, architecture) == KILL
 
 
 def test_x32_system_calls_kill_the_program():
-    assert bpf.run(seccomp.filter_program("x86_64"), 0x40000000 | 41, MACHINES["x86_64"]) == KILL
+    assert bpf.run(kernel.filter_program("x86_64"), 0x40000000 | 41, MACHINES["x86_64"]) == KILL

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
-from nemo_rl_cpp.data.datasets.response_datasets.verifiers_tasks import VerifiersDataset
+from nemo_rl_cpp.data.datasets.response_datasets.agent_tasks import VerifiersDataset
 from nemo_rl_cpp.distributed.ray_workers import ray_module
 from nemo_rl_cpp.models.generation.vllm.server import TESTED_VERSION, check_interpreter
 from nemo_rl_cpp.models.hf import library

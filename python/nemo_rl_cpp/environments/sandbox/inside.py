@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from nemo_rl_cpp.environments.sandbox import kernel, seccomp
+from nemo_rl_cpp.environments.sandbox import kernel
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.environments.sandbox.run import Limits
@@ -131,7 +131,7 @@ def _program(job: Job) -> NoReturn:
     environment = {"HOME": BOX, "TMPDIR": BOX, **fixed}
     arguments = [job.python, "-s", "-S", "-P", "-B", f"{BOX}/main.py"]
     kernel.close_at_exec(3)
-    seccomp.install()
+    kernel.install_filter()
     job.limits.apply_memory()
     os.execve(job.python, arguments, environment)
 

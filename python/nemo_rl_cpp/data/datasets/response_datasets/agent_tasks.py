@@ -1,5 +1,5 @@
-"""Tasks of the package `verifiers` as rows of a data set. A row identifies one task of a task set; the environment
-`verifiers` runs it.
+"""Data sets for agents: tasks of the package `verifiers`, and rows of NeMo Gym as `ng_prepare_data` or `gym dataset`
+writes them. The environments `verifiers` and `nemo_gym` run them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.data.conversation import question_and_answer
-from nemo_rl_cpp.data.datasets.files import ListDataset
+from nemo_rl_cpp.data.conversation import is_list, question_and_answer
+from nemo_rl_cpp.data.datasets.files import ListDataset, load_dataset_from_path
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
 
@@ -46,7 +46,7 @@ def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
 
 
 class VerifiersDataset(RawDataset):
-    """The first `num_samples` tasks of a task set of `verifiers`. `taskset` is its id, or a mapping with `id` and
+    """The first `num_samples` tasks of a task set of `verifiers`, one a row. `taskset` is its id, or a mapping with `id` and
     settings.
 
     `split_validation_size`, a count or a fraction, holds out the last tasks for validation.
@@ -83,3 +83,45 @@ class VerifiersDataset(RawDataset):
             "task_name": self.task_name,
             "extra_env_info": {"taskset": taskset, "taskset_id": name, "task": number, "taskset_limit": limit},
         }
+
+
+class NemoGymDataset(RawDataset):
+    """A JSON Lines file of NeMo Gym, each row `repeat` times. A row has `responses_create_params`, whose `input` is the
+    prompt, and `agent_ref` or `task_source`. The environment `nemo_gym` gets the row unchanged.
+
+    `split_validation_size` rows (a count, or a fraction), chosen by `seed`, become the validation set.
+    """
+
+    task_name = "nemo_gym"
+    default_processor = "nemo_gym_data_processor"
+
+    def __init__(
+        self, data_path: str, repeat: int = 1, split_validation_size: float = 0, seed: int = 42, **kwargs: object
+    ) -> None:
+        rows = [
+            self._row(row, f"data: {data_path}, row {i + 1}") for i, row in enumerate(load_dataset_from_path(data_path))
+        ]
+        self.dataset = ListDataset(rows * repeat)
+        self.split_train_validation(split_validation_size, seed)
+
+    def _row(self, row: Row, where: str) -> Row:
+        params = row.get("responses_create_params")
+        if not isinstance(params, Mapping) or not params.get("input"):
+            raise ValueError(f"{where}: responses_create_params.input is missing; the row has {sorted(row)}")
+        if not row.get("agent_ref") and not row.get("task_source"):
+            raise ValueError(f"{where}: it has neither agent_ref nor task_source, which name the agent for the row")
+        asked = params["input"]
+        messages = asked if is_list(asked) else [{"role": "user", "content": asked}]
+        text = "\n".join(_text(message.get("content")) for message in messages if isinstance(message, Mapping))
+        return {
+            "messages": question_and_answer(text.strip() or "-", None),
+            "task_name": self.task_name,
+            "extra_env_info": {"nemo_gym_row": json.dumps(row)},
+        }
+
+
+def _text(content: object) -> str:
+    """Return a message's content as one text: its parts of type text, joined."""
+    if is_list(content):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""

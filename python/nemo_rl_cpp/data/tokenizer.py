@@ -61,8 +61,6 @@ class Tokenizer(SpecialTokens):
         eos_token_ids: the end tokens that the model in the tokenizer's folder lists, if any (see `data.boundaries`).
     """
 
-    is_fast = True
-    padding_side = "right"
     section = "policy.tokenizer"
     """The configuration section that error messages name; "" without a configuration."""
 

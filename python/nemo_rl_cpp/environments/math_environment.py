@@ -82,7 +82,8 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
     - `reward/integer`: that text consists only of digits.
     - `reward/format`: the whole response has this form, with exactly one pair of answer tags.
 
-    The answer follows the last `<answer>`. A response without tags is treated as the answer. `total_reward` of a rollout is the sum of the components.
+    The answer follows the last `<answer>`. A response without tags is treated as the answer. `total_reward` of a rollout
+    is the sum of the components.
     """
 
     scores_rows_alone = can_be_asked_again = True

@@ -101,9 +101,7 @@ BOMBS = {
 @pytest.mark.timeout(120)  # half an hour was needed by a pattern that looked for the compiler's words
 def test_resource_exhausting_programs_score_zero_and_leave_the_worker_running():
     """All on one worker: it lives on, and does not grow."""
-    env = CodeEnvironment(
-        {"time_limit_s": 1.0, "total_time_limit_s": 2.0, "memory_mb": 128, "max_output_kb": 256, "num_workers": 1}
-    )
+    env = CodeEnvironment({"time_limit_s": 1.0, "total_time_limit_s": 2.0, "memory_mb": 128, "num_workers": 1})
     # it starts the worker, which takes longer than the limit on a busy machine
     score(env, "print(2 * int(input()))", DOUBLE)
     worker, before = verifier_pids(env), most_mb(env)

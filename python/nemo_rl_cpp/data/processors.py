@@ -96,8 +96,7 @@ def _column(row: Row, key: str, processor: str) -> object:
 
 
 def _question(value: object, key: str) -> str:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = str(value)
+    value = text_of(value)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key!r} must be a text that is not empty, but is {value!r}")
     return value

@@ -135,14 +135,22 @@ def test_environment_calls_written_for_nemo_rl_work(ray):
 
 
 @pytest.mark.slow
-def test_environment_variables_of_the_run_reach_actors_of_an_already_running_ray(ray, monkeypatch):
+def test_reward_functions_run_in_the_actors_main_thread(ray):
+    """Python accepts a handler of a signal in the main thread alone."""
+    functions = [f"{__name__}.{function.__name__}" for function in (signals_itself, judged_by_math_verify)]
+    env = ray_environment(RewardFunctionEnvironment, ({"functions": functions},), {}, SETTINGS)
+    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"${i}$"}] for i in range(3)]
+    assert env.step(logs, [{}] * 3).rewards.tolist() == [2.0] * 3
+    env.close()
+
+
+@pytest.mark.slow
+def test_actor_has_folder_and_variables_of_the_run_and_its_loss_is_an_error(ray, tmp_path, monkeypatch):
+    """Ray is already running, in another folder. The environment cannot be asked again."""
+    monkeypatch.chdir(tmp_path)
     given = {
-        "JUDGE_KEY": "a secret key = 7\u00e4",
-        "EMPTY": "",
-        "OMP_NUM_THREADS": "7",
-        "HOSTNAME": "not here",
-        "SLURM_PROCID": "3",
-    }
+        "JUDGE_KEY": "a secret key = 7\u00e4", "EMPTY": "", "OMP_NUM_THREADS": "7", "HOSTNAME": "not here", "SLURM_PROCID": "3",
+    }  # fmt: skip
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     options = {"runtime_env": {"env_vars": {"EMPTY": "of the actor"}}}
@@ -150,36 +158,11 @@ def test_environment_variables_of_the_run_reach_actors_of_an_already_running_ray
     judge, empty, threads, host, process = env.variables(*given)
     assert (judge, empty, threads) == (given["JUDGE_KEY"], "of the actor", "1")
     assert host != "not here" and process is None
-    env.close()
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     texts = [file.read_text(errors="replace") for file in logs.rglob("*") if file.is_file()]
     assert any("OMP_NUM_THREADS" in text for text in texts)  # Ray logs what is in a runtime_env
     assert not any("a secret key" in text for text in texts)
 
-
-def says_where(prompts, completions, **columns):
-    return [float(os.getpid())] * len(completions)
-
-
-@pytest.mark.slow
-def test_reward_functions_run_in_the_actors_main_thread_and_again_after_its_death(ray):
-    """Python accepts a handler of a signal in the main thread alone."""
-    functions = [f"{__name__}.{function.__name__}" for function in (signals_itself, judged_by_math_verify, says_where)]
-    env = ray_environment(RewardFunctionEnvironment, ({"functions": functions},), {}, SETTINGS)
-    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": f"${i}$"}] for i in range(3)]
-    first = env.step(logs, [{}] * 3).rewards
-    pid = int(first[0]) - 2
-    assert first.tolist() == [2.0 + pid] * 3
-    os.kill(pid, signal.SIGKILL)
-    second = answer_of(env, env.step.remote(logs, [{}] * 3), "rewards").rewards
-    assert len(second) == 3 and second[0] != first[0]
-    env.close()
-
-
-@pytest.mark.slow
-def test_lost_environment_that_cannot_be_retried_is_an_error_that_names_it(ray, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # not where Ray was started
-    env = ray_environment(WhereItRuns, ({},), {}, SETTINGS)
     folder, pid = ray.get(env.where.remote())
     assert folder == str(tmp_path) and env.where() == (folder, pid) and env.is_in_main_thread()
     os.kill(pid, signal.SIGKILL)
@@ -187,12 +170,12 @@ def test_lost_environment_that_cannot_be_retried_is_an_error_that_names_it(ray, 
         EnvironmentLostError, match=r"the environment game \(RayEnvironment\(WhereItRuns.*is lost.*can_be_asked_again"
     ):
         answer_of(env, env.step.remote([], []), "game")
+    env.close()
     monkeypatch.setattr(remote, "DEADLINE_S", 0.2)
     never = ray.remote(lambda: time.sleep(30)).options(num_cpus=0).remote()
     with pytest.raises(EnvironmentLostError, match="gave no answer for 0.2 s"):
         answer_of(None, never, "theirs")
     ray.cancel(never, force=True)
-    env.close()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -203,9 +203,10 @@ class VerifierPool:
         for i, reply in replies.items():
             if isinstance(reply, dict):
                 verdicts.scores[i], verdicts.answers[i] = reply["score"], reply["answer"]
-        ends = Counter(reply if isinstance(reply, str) else "" for reply in replies.values())
-        verdicts.timed_out, verdicts.crashed = ends["timed_out"], ends["crashed"]
-        verdicts.unmatchable = sum(isinstance(reply, dict) and reply["unmatchable"] for reply in replies.values())
+                verdicts.unmatchable += reply["unmatchable"]
+            else:
+                verdicts.timed_out += reply == "timed_out"
+                verdicts.crashed += reply == "crashed"
         return verdicts
 
     def _in_threads(self, work: Callable[[int], None], count: int, waiting: deque[int]) -> None:

@@ -32,7 +32,7 @@ void bind_decoder_model(py::module_& m) {
                              })
       .def_property_readonly(
           "blocks", [](const DecoderModel& self) { return self.layout().blocks; },
-          "Every matrix outside the flat buffer, see csrc/ops/weight_blocks.h")
+          "Every tensor outside the flat buffer: quantised matrices (csrc/ops/weight_blocks.h) and buffers")
       .def("blocks_of", &DecoderModel::blocks, py::arg("spec"))
       .def_property_readonly("specs", [](const DecoderModel& self) { return self.layout().specs; })
       .def(

@@ -42,7 +42,12 @@ inline void set_experts(model::ModelConfig& c, const pybind11::dict& d) {
   auto& e = c.experts;
   get("count", e.count), get("chosen", e.chosen), get("intermediate_size", e.intermediate_size);
   get("renormalise", e.renormalise), get("shared_size", e.shared_size);
-  get("has_biases", e.has_biases);
+  get("has_biases", e.has_biases), get("shared_gate", e.shared_gate), get("shared", e.shared);
+  if (d.contains("sigmoid")) {
+    const auto s = d["sigmoid"].cast<pybind11::dict>();
+    e.sigmoid = ops::SigmoidRouter{s["groups"].cast<std::int64_t>(), s["chosen_groups"].cast<std::int64_t>(),
+                                   e.renormalise, s["scale"].cast<double>()};
+  }
   get("block", e.block), get("router", e.router), get("gate", e.gate), get("up", e.up), get("down", e.down);
   for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).has_experts = true;
 }

@@ -68,6 +68,7 @@ class TextModel {
     };
     const auto blocks = std::ranges::find(model_->layout().blocks, name, &model::BlockSpec::name);
     if (blocks != model_->layout().blocks.end()) {
+      if (blocks->shape.size() == 1) return void(model_->blocks(*blocks).copy_(values(blocks->shape[0])));
       const auto given = values(blocks->shape[0] * blocks->shape[1]).view(blocks->shape);
       const bool is_read = given.scalar_type() == at::kFloat || given.scalar_type() == at::kBFloat16;
       return ops::pack_blocks(is_read ? given : given.to(at::kFloat), model_->blocks(*blocks));

@@ -12,6 +12,7 @@
 #include "kernels/recurrence.h"
 #include "kernels/swiglu.h"
 #include "kernels/weight_blocks.h"
+#include "ops/experts.h"
 
 namespace nemo_rl::model {
 
@@ -49,16 +50,20 @@ struct RopeConfig {
 };
 
 /// A mixture of experts: a router sends each token through `chosen` of `count` MLPs. The result is their weighted sum.
-/// The weights are the softmax of the router's logits, over all experts or with `renormalise` over the chosen ones.
+/// The weights are the softmax of the router's logits, over all experts or with `renormalise` over the chosen ones, or
+/// those of a sigmoid router, whose bias is a buffer.
 struct ExpertsConfig {
   std::int64_t count = 0;              ///< E
   std::int64_t chosen = 0;             ///< k: experts per token; among equal logits the lower index is chosen
   std::int64_t intermediate_size = 0;  ///< of each expert
   bool renormalise = false;
-  std::int64_t shared_size = 0;  ///< of the shared expert, an MLP for all tokens with a sigmoid gate; 0: none
+  std::optional<ops::SigmoidRouter> sigmoid;
+  std::int64_t shared_size = 0;  ///< of the shared expert, an MLP for all tokens; 0: none
+  bool shared_gate = true;       ///< a sigmoid gate multiplies the shared expert's output
   bool has_biases = false;       ///< the router and each expert's matrices have biases: gpt-oss
-  /// Names in the checkpoint of the expert block, its router, and an expert's matrices.
-  std::string block = "mlp", router = "gate", gate = "gate_proj", up = "up_proj", down = "down_proj";
+  /// Names in the checkpoint of the expert block, its router, an expert's matrices, and the shared expert.
+  std::string block = "mlp", router = "gate", gate = "gate_proj", up = "up_proj", down = "down_proj",
+              shared = "shared_expert";
 };
 
 /// The tensor-parallel slice of the layers and of the vocabulary that a process holds.

@@ -68,7 +68,7 @@ DecoderModel::DecoderModel(const DecoderModel& adapted, DecoderParameters base)
 
 void DecoderModel::adapt(const LoraConfig& lora) {
   NRL_CHECK_ARG(!trainable_ && adapters_ == nullptr, "adapters are for a model that was built as a frozen one, once");
-  NRL_CHECK_ARG(!lora.merge || layout_.blocks.empty(), "adapters of a quantised model are not merged");
+  NRL_CHECK_ARG(!lora.merge || !config().quantization, "adapters of a quantised model are not merged");
   adapters_ = std::make_unique<Adapters>(config(), lora, decoder_.parameters());
   decoder_.add_adapters(adapters_->added());
   trainable_ = true;
@@ -80,7 +80,7 @@ std::shared_ptr<DecoderModel> DecoderModel::base() const {
 }
 
 at::Tensor DecoderModel::merged() const {
-  NRL_CHECK_ARG(layout_.blocks.empty(), "a quantised model has no room for merged weights");
+  NRL_CHECK_ARG(!config().quantization, "a quantised model has no room for merged weights");
   if (adds_adapters() == nullptr) return compute();
   const auto flat = runtime::empty_large({layout_.total}, compute().options());
   flat.copy_(compute());

@@ -59,7 +59,8 @@ class DecoderModel {
   void keep_master_shard(std::int64_t begin, std::int64_t end);
   /// The offset of masters() in compute(): 0 unless only a shard is kept.
   std::int64_t masters_begin() const { return masters_begin_; }
-  /// The quantised matrix, or the part of one, that `spec` of layout().blocks names: uint8 [rows, bytes of a row].
+  /// What `spec` of layout().blocks names: a quantised matrix or a part of one, uint8 [rows, bytes of a row], or a
+  /// buffer, [rows] A.
   at::Tensor blocks(const BlockSpec& spec) const;
   /// The weights that matrix products read, except quantised matrices.
   const at::Tensor& compute() const { return decoder_.parameters().flat; }
@@ -78,8 +79,8 @@ class DecoderModel {
   /// called after masters() were written.
   void masters_changed();
 
-  /// Returns a digest of the compute weights, quantised matrices and unmerged adapters: FNV-1a over blocks of their
-  /// bytes, combined in order. With peers it covers all slices, and all peers must call it together.
+  /// Returns a digest of the compute weights, quantised matrices, buffers and unmerged adapters: FNV-1a over blocks of
+  /// their bytes, combined in order. With peers it covers all slices, and all peers must call it together.
   std::uint64_t digest() const;
 
  private:

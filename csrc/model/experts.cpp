@@ -43,13 +43,17 @@ std::vector<LayerTensor> Experts::tensors() const {
   const std::string router = e_.block + "." + e_.router;
   add(&P::router_weight, {{router + ".weight", e_.count}}, D);
   if (e_.has_biases) add(&P::router_bias, {{router + ".bias", e_.count}}, 0);
+  if (e_.sigmoid) {
+    add(&P::choice_bias, {{router + ".e_score_correction_bias", e_.count}}, 0);
+    all.back().is_buffer = true;
+  }
   add(&P::experts_gate_up, std::move(gate_up), D);
   if (e_.has_biases) add(&P::experts_gate_up_bias, std::move(gate_up_bias), 0);
   add(&P::experts_down, std::move(down), I);
   if (e_.has_biases) add(&P::experts_down_bias, std::move(down_bias), 0);
   if (shared == 0) return all;
-  const std::string name = e_.block + ".shared_expert";
-  add(&P::shared_gate_weight, {{name + "_gate.weight", 1}}, D);
+  const std::string name = e_.block + "." + e_.shared;
+  if (e_.shared_gate) add(&P::shared_gate_weight, {{name + "_gate.weight", 1}}, D);
   add(&P::shared_gate_up, {{name + ".gate_proj.weight", shared}, {name + ".up_proj.weight", shared}}, D);
   add(&P::shared_down, {{name + ".down_proj.weight", D}}, shared);
   return all;
@@ -88,7 +92,8 @@ Experts::Routes Experts::route(const LayerWeights& w, const at::Tensor& x, at::S
            at::empty({T, e_.chosen}, options),
            {}};
   w.forward(&LayerParameters::router_weight, x, w.tensors().router_bias, r.logits);
-  ops::route_tokens(r.logits, e_.renormalise, r.expert, r.weight);
+  if (e_.sigmoid) ops::route_tokens_by_sigmoid(r.logits, w.tensors().choice_bias, *e_.sigmoid, r.expert, r.weight);
+  else ops::route_tokens(r.logits, e_.renormalise, r.expert, r.weight);
   r.groups = ops::group_by_expert(r.expert, e_.count);
   return r;
 }
@@ -128,14 +133,21 @@ void Experts::forward(const LayerWeights& w, const at::Tensor& x, const at::Tens
   if (e_.shared_size > 0) forward_shared(w, x, y, a, s);
 }
 
-/// y += sigmoid(the gate's logit) · the shared expert of x.
+/// [T, 1] A: the sigmoid of the gate's logit; undefined if there is no gate.
+at::Tensor Experts::shared_gate(const LayerWeights& w, const at::Tensor& x, const at::TensorOptions& sums) const {
+  if (!e_.shared_gate) return {};
+  auto gate = at::empty({x.size(0), 1}, sums);
+  w.forward(&LayerParameters::shared_gate_weight, x, {}, gate);
+  ops::sigmoid_gate(gate, gate);
+  return gate;
+}
+
+/// y += the shared expert of x, times the sigmoid of the gate's logit if there is a gate.
 void Experts::forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
                              const MlpScratch& s) const {
   const std::int64_t T = x.size(0), I = e_.shared_size;
   auto& workspace = *s.workspace;
-  const auto gate = at::empty({T, 1}, y.options());
-  w.forward(&LayerParameters::shared_gate_weight, x, {}, gate);
-  ops::sigmoid_gate(gate, gate);
+  const auto gate = shared_gate(w, x, y.options());
   const auto act = workspace.take(Slot::expert_act, {T, I}, x.scalar_type()),
              out = workspace.take(Slot::shared_y, y.sizes(), y.scalar_type());
   w.gated_product(&LayerParameters::shared_gate_up, x, {}, a.shared_gate_up, act);
@@ -217,7 +229,9 @@ void Experts::backward_router(const LayerWeights& w, const at::Tensor& x, const 
                               Workspace& workspace) const {
   const auto d_logits = at::empty_like(routes.logits),
              dy = workspace.take(Slot::expert_d_logits, routes.logits.sizes(), x.scalar_type());
-  ops::route_tokens_backward(routes.logits, e_.renormalise, routes.expert, routes.weight, d_weight, d_logits);
+  if (e_.sigmoid)
+    ops::route_tokens_by_sigmoid_backward(routes.logits, *e_.sigmoid, routes.expert, routes.weight, d_weight, d_logits);
+  else ops::route_tokens_backward(routes.logits, e_.renormalise, routes.expert, routes.weight, d_weight, d_logits);
   dy.copy_(d_logits);
   if (grads.wants(&LayerParameters::router_weight)) grads.add(&LayerParameters::router_weight, dy, x, workspace);
   if (const auto& bias = grads.dense().router_bias; bias.defined()) ops::add_column_sums(dy, bias);
@@ -230,24 +244,24 @@ void Experts::backward_shared(const LayerWeights& w, const at::Tensor& x, const 
                               Workspace& workspace) const {
   const std::int64_t T = dy.size(0), I = e_.shared_size;
   const auto S = dy.scalar_type();
-  const auto gate = at::empty({T, 1}, d_x.options()), d_gate = at::empty({T, 1}, d_x.options()),
-             d_logit = at::empty({T, 1}, dy.options());
-  w.forward(&LayerParameters::shared_gate_weight, x, {}, gate);
-  ops::sigmoid_gate(gate, gate);
+  const auto gate = shared_gate(w, x, d_x.options()), d_gate = at::empty({T, 1}, d_x.options());
   const auto act = workspace.take(Slot::expert_act, {T, I}, S), d_act = workspace.take(Slot::expert_d_act, {T, I}, S);
   ops::swiglu_forward(a.shared_gate_up, act, c_.activation);
   w.backward_input(&LayerParameters::shared_down, dy, d_act);
-  ops::row_products(d_act, act, d_gate);
-  ops::scale_rows(d_act, gate);
-  ops::scale_rows(act, gate);
+  if (e_.shared_gate) {
+    ops::row_products(d_act, act, d_gate);
+    ops::scale_rows(d_act, gate);
+    ops::scale_rows(act, gate);
+  }
   if (grads.wants(&LayerParameters::shared_down)) grads.add(&LayerParameters::shared_down, dy, act, workspace);
   const auto d_gate_up = workspace.take(Slot::expert_gate_up, {T, 2 * I}, S);
   ops::swiglu_backward(d_act, a.shared_gate_up, d_gate_up, c_.activation);
   if (grads.wants(&LayerParameters::shared_gate_up))
     grads.add(&LayerParameters::shared_gate_up, d_gate_up, x, workspace);
   w.backward_input(&LayerParameters::shared_gate_up, d_gate_up, d_x, /*accumulate=*/true);
+  if (!e_.shared_gate) return;
   ops::sigmoid_gate_backward(gate, d_gate);
-  d_logit.copy_(d_gate);
+  const auto d_logit = at::empty({T, 1}, dy.options()).copy_(d_gate);
   if (grads.wants(&LayerParameters::shared_gate_weight))
     grads.add(&LayerParameters::shared_gate_weight, d_logit, x, workspace);
   w.backward_input(&LayerParameters::shared_gate_weight, d_logit, d_x, /*accumulate=*/true);

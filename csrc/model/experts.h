@@ -1,7 +1,7 @@
 // A mixture of experts as the MLP of a layer (ExpertsConfig). The tokens of an expert are computed in one matrix
-// product, but each result row depends only on its own input row, and a token's experts are summed in the order of
-// their router logits. So the result of a token is bit-identical whichever other tokens chose its experts. The backward
-// pass recomputes the router's choice bit for bit.
+// product, but each result row depends only on its own input row, and a token's experts are summed in the order in
+// which the router has chosen them. So the result of a token is bit-identical whichever other tokens chose its experts.
+// The backward pass recomputes the router's choice bit for bit.
 #pragma once
 #include "model/mlp.h"
 #include "ops/experts.h"
@@ -31,6 +31,7 @@ class Experts : public Mlp {
   Routes route(const LayerWeights& w, const at::Tensor& x, at::ScalarType sums, Workspace& workspace) const;
   template <class F>
   void for_each_expert(const ops::ExpertGroups& groups, const F& f) const;
+  at::Tensor shared_gate(const LayerWeights& w, const at::Tensor& x, const at::TensorOptions& sums) const;
   void forward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, const LayerActivations& a,
                       const MlpScratch& s) const;
   void backward_down_bias(const LayerWeights& w, const at::Tensor& dy_rows, const at::Tensor& weight,

@@ -78,11 +78,11 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c, std::int64_t l) {
   return all;
 }
 
-bool lies_in_blocks(const ModelConfig& c, const LayerTensor& tensor) {
+bool lies_outside(const ModelConfig& c, const LayerTensor& tensor) {
   using P = LayerParameters;
   constexpr std::array kFields{&P::qkv_weight,      &P::o_weight,     &P::gate_up_weight, &P::down_weight,
                                &P::experts_gate_up, &P::experts_down, &P::shared_gate_up, &P::shared_down};
-  return c.quantization && std::ranges::find(kFields, tensor.field) != kFields.end();
+  return tensor.is_buffer || (c.quantization && std::ranges::find(kFields, tensor.field) != kFields.end());
 }
 
 ParameterLayout::ParameterLayout(const ModelConfig& c) {
@@ -91,13 +91,13 @@ ParameterLayout::ParameterLayout(const ModelConfig& c) {
   b.add_vocabulary(kEmbedding, c.vocab_rows(), c.vocab_size, c.hidden_size);
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : layer_tensors(c, l)) {
-      if (lies_in_blocks(c, tensor)) {
+      if (lies_outside(c, tensor)) {
         NRL_CHECK_ARG(tensor.columns % kernels::kBlockTerms == 0, "a quantised matrix has a multiple of ",
                       kernels::kBlockTerms, " columns, and ", tensor.parts.front().name, " has ", tensor.columns);
         std::int64_t begin = 0;
         for (const auto& part : tensor.parts) {
           blocks.push_back(
-              {layer_prefix(l) + part.name, {part.rows, tensor.columns}, l, tensor.field, begin, specs.size()});
+              {layer_prefix(l) + part.name, shape_of(part.rows, tensor.columns), l, tensor.field, begin, specs.size()});
           begin += part.rows;
         }
         continue;
@@ -196,7 +196,7 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   layers.resize(static_cast<std::size_t>(c.num_layers()));
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : layer_tensors(c, l)) {
-      if (lies_in_blocks(c, tensor)) continue;
+      if (lies_outside(c, tensor)) continue;
       std::int64_t rows = 0;
       for (const auto& part : tensor.parts) rows += part.rows;
       layers[static_cast<std::size_t>(l)].*tensor.field =
@@ -209,13 +209,18 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
 }
 
 void DecoderParameters::add_blocks(const ModelConfig& c) {
+  const auto sums = flat.options().dtype(flat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  for (std::int64_t l = 0; l < c.num_layers(); ++l)
+    for (const auto& tensor : layer_tensors(c, l))
+      if (tensor.is_buffer)
+        layers[static_cast<std::size_t>(l)].*tensor.field = at::zeros({tensor.parts.front().rows}, sums);
   if (!c.quantization) return;
   constexpr std::int64_t kLine = 64;
   const auto for_matrices = [&](const auto& f) {  // f(matrix, rows, bytes of a row, offset), returns where all end
     std::int64_t end = 0;
     for (std::int64_t l = 0; l < c.num_layers(); ++l)
       for (const auto& tensor : layer_tensors(c, l)) {
-        if (!lies_in_blocks(c, tensor)) continue;
+        if (!lies_outside(c, tensor) || tensor.is_buffer) continue;
         std::int64_t rows = 0;
         for (const auto& part : tensor.parts) rows += part.rows;
         const std::int64_t bytes = kernels::block_row_bytes(*c.quantization, tensor.columns);

@@ -24,8 +24,8 @@ struct ParameterSpec {
   static constexpr int kWhole = -1;
 };
 
-/// The tensors of one layer, as views of a flat buffer or as quantised matrices (ops/weight_blocks.h); undefined if the
-/// model has none.
+/// The tensors of one layer, as views of a flat buffer, as quantised matrices (ops/weight_blocks.h) or as buffers;
+/// undefined if the model has none.
 struct LayerParameters {
   at::Tensor norm_before_attention;  ///< [D]
   at::Tensor qkv_weight;             ///< [(N+2K)·H, D]
@@ -47,6 +47,7 @@ struct LayerParameters {
   at::Tensor down_bias;              ///< [D]
   at::Tensor router_weight;          ///< [E, D]
   at::Tensor router_bias;            ///< [E]
+  at::Tensor choice_bias;            ///< [E] A of a sigmoid router, a buffer
   at::Tensor experts_gate_up;        ///< [E · 2I, D], I of an expert
   at::Tensor experts_gate_up_bias;   ///< [E · 2I]
   at::Tensor experts_down;           ///< [E · D, I]
@@ -69,9 +70,10 @@ struct LayerTensor {
   int split = ParameterSpec::kWhole;  ///< as in ParameterSpec
   bool takes_adapters = true;
   bool is_depthwise = false;  ///< [rows, 1, columns] in the checkpoint: a depthwise convolution
+  bool is_buffer = false;     ///< a vector that is not trained, in A
 };
-/// Whether the matrix is quantised (ModelConfig::quantization) and so outside the flat buffer.
-bool lies_in_blocks(const ModelConfig& config, const LayerTensor& tensor);
+/// Whether the tensor lies outside the flat buffer: a quantised matrix (ModelConfig::quantization) or a buffer.
+bool lies_outside(const ModelConfig& config, const LayerTensor& tensor);
 /// Returns all tensors of layer `l`, in the order of their memory. Names are defined only here and in the classes of
 /// mixers and MLPs.
 std::vector<LayerTensor> layer_tensors(const ModelConfig& config, std::int64_t l);
@@ -84,10 +86,10 @@ struct AdapterSpec {
   std::size_t a = 0, b = 0;  ///< indices in ParameterLayout::specs
 };
 
-/// One quantised matrix of the checkpoint: rows [begin, begin + shape[0]) of a matrix of a layer.
+/// One quantised matrix of the checkpoint: rows [begin, begin + shape[0]) of a matrix of a layer; or one buffer.
 struct BlockSpec {
   std::string name;
-  std::vector<std::int64_t> shape;  ///< [rows, columns]
+  std::vector<std::int64_t> shape;  ///< [rows, columns], or [rows] of a buffer
   std::int64_t layer = 0;
   at::Tensor LayerParameters::* matrix = nullptr;
   std::int64_t begin = 0;
@@ -103,7 +105,7 @@ struct ParameterLayout {
   /// if there is no target.
   ParameterLayout(const ModelConfig& config, const LoraConfig& lora);
   std::vector<ParameterSpec> specs;
-  std::vector<BlockSpec> blocks;      ///< quantised matrices, outside the flat buffer, by layer and matrix
+  std::vector<BlockSpec> blocks;      ///< what lies outside the flat buffer, by layer and tensor
   std::vector<AdapterSpec> adapters;  ///< in the order of layers and matrices
   std::int64_t total = 0;             ///< length of the flat buffer, gaps included (they stay zero)
   const ParameterSpec& find(const std::string& name) const;
@@ -118,9 +120,9 @@ struct ParameterLayout {
 /// A decoder's parameters as views of a flat buffer (weights, a rounded copy of them, or their gradients).
 struct DecoderParameters {
   DecoderParameters() = default;
-  /// Quantised matrices are left undefined.
+  /// Quantised matrices and buffers are left undefined.
   DecoderParameters(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat);
-  /// Allocates the matrices of layout.blocks, filled with zeros.
+  /// Allocates the tensors of layout.blocks, filled with zeros.
   void add_blocks(const ModelConfig& config);
   at::Tensor flat;       ///< [layout.total]
   at::Tensor embedding;  ///< [V, D]

@@ -1,6 +1,8 @@
 #include "ops/experts.h"
 
 #include <cmath>
+#include <limits>
+#include <vector>
 
 #include "ops/kernel_types.h"
 #include "runtime/parallel_items.h"
@@ -28,7 +30,7 @@ void dispatch_sums(const at::Tensor& sums, const char* op, const F& f) {
   f(double{});
 }
 
-/// One token: the chosen experts in descending order of their logits.
+/// One token: the chosen experts in descending order of their logits, or of other values.
 template <class A>
 void choose_experts(const A* logits, std::int64_t E, std::int64_t k, std::int64_t* chosen) {
   for (std::int64_t j = 0; j < k; ++j) {
@@ -47,6 +49,29 @@ A sum_of_exps(const A* logits, std::int64_t E, A most) {
   A sum = 0;
   for (std::int64_t e = 0; e < E; ++e) sum += std::exp(logits[e] - most);
   return sum;
+}
+
+template <class A>
+A sigmoid(A x) {
+  return A(1) / (A(1) + std::exp(-x));
+}
+
+/// The values of experts outside the `chosen` groups become -infinity.
+template <class A>
+void keep_chosen_groups(std::vector<A>& values, std::int64_t groups, std::int64_t chosen) {
+  const auto size = static_cast<std::int64_t>(values.size()) / groups;
+  std::vector<A> sums;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    std::int64_t best[2];
+    choose_experts(values.data() + g * size, size, 2, best);
+    sums.push_back(values[static_cast<std::size_t>(g * size + best[0])] +
+                   values[static_cast<std::size_t>(g * size + best[1])]);
+  }
+  std::vector<std::int64_t> kept(static_cast<std::size_t>(chosen));
+  choose_experts(sums.data(), groups, chosen, kept.data());
+  for (std::int64_t g = 0; g < groups; ++g)
+    if (std::ranges::find(kept, g) == kept.end())
+      std::fill_n(values.begin() + g * size, size, -std::numeric_limits<A>::infinity());
 }
 
 void check_routes(const at::Tensor& logits, const at::Tensor& expert, const at::Tensor& weight) {
@@ -97,11 +122,61 @@ void route_tokens_backward(const at::Tensor& logits, bool renormalise, const at:
   });
 }
 
+void route_tokens_by_sigmoid(const at::Tensor& logits, const at::Tensor& bias, const SigmoidRouter& router,
+                             const at::Tensor& expert, const at::Tensor& weight) {
+  check_routes(logits, expert, weight);
+  const std::int64_t E = logits.size(1), k = expert.size(1), G = router.groups;
+  NRL_CHECK_ARG(bias.is_contiguous() && bias.numel() == E && bias.scalar_type() == logits.scalar_type(),
+                "route_tokens_by_sigmoid: a bias ", bias.sizes(), " for ", E, " experts");
+  NRL_CHECK_ARG(G >= 1 && E % G == 0 && (G == 1 || E / G >= 2) && router.chosen_groups >= 1 &&
+                    router.chosen_groups <= G && k <= router.chosen_groups * (E / G),
+                "route_tokens_by_sigmoid: ", k, " experts in ", router.chosen_groups, " of ", G, " groups of ", E);
+  dispatch_sums(logits, "route_tokens_by_sigmoid", [&](auto tag) {
+    using A = decltype(tag);
+    for_rows(logits.size(0), E * k, [&](std::int64_t t) {
+      const A *row = ptr<A>(logits) + t * E, *b = ptr<A>(bias);
+      auto* chosen = mutable_ptr<std::int64_t>(expert) + t * k;
+      A* w = mutable_ptr<A>(weight) + t * k;
+      std::vector<A> values(static_cast<std::size_t>(E));
+      for (std::int64_t e = 0; e < E; ++e) values[static_cast<std::size_t>(e)] = sigmoid(row[e]) + b[e];
+      if (G > 1) keep_chosen_groups(values, G, router.chosen_groups);
+      choose_experts(values.data(), E, k, chosen);
+      A sum = 0;
+      for (std::int64_t j = 0; j < k; ++j) sum += w[j] = sigmoid(row[chosen[j]]);
+      const A factor = static_cast<A>(router.scale) / (router.renormalise ? sum + A(1e-20) : A(1));
+      for (std::int64_t j = 0; j < k; ++j) w[j] *= factor;
+    });
+  });
+}
+
+void route_tokens_by_sigmoid_backward(const at::Tensor& logits, const SigmoidRouter& router, const at::Tensor& expert,
+                                      const at::Tensor& weight, const at::Tensor& d_weight,
+                                      const at::Tensor& d_logits) {
+  check_routes(logits, expert, weight);
+  const std::int64_t E = logits.size(1), k = expert.size(1);
+  dispatch_sums(logits, "route_tokens_by_sigmoid_backward", [&](auto tag) {
+    using A = decltype(tag);
+    for_rows(logits.size(0), E, [&](std::int64_t t) {
+      const A *row = ptr<A>(logits) + t * E, *w = ptr<A>(weight) + t * k, *dw = ptr<A>(d_weight) + t * k;
+      const auto* chosen = ptr<std::int64_t>(expert) + t * k;
+      A* out = mutable_ptr<A>(d_logits) + t * E;
+      A sum = 0, mean = 0;
+      for (std::int64_t j = 0; j < k; ++j) sum += sigmoid(row[chosen[j]]), mean += w[j] * dw[j];
+      if (router.renormalise) sum += A(1e-20);
+      else sum = 1, mean = 0;
+      std::fill(out, out + E, A(0));
+      for (std::int64_t j = 0; j < k; ++j) {
+        const A score = sigmoid(row[chosen[j]]);
+        out[chosen[j]] = (static_cast<A>(router.scale) * dw[j] - mean) / sum * score * (A(1) - score);
+      }
+    });
+  });
+}
+
 void sigmoid_gate(const at::Tensor& logit, const at::Tensor& gate) {
   dispatch_sums(logit, "sigmoid_gate", [&](auto tag) {
     using A = decltype(tag);
-    for (std::int64_t t = 0; t < logit.numel(); ++t)
-      mutable_ptr<A>(gate)[t] = A(1) / (A(1) + std::exp(-ptr<A>(logit)[t]));
+    for (std::int64_t t = 0; t < logit.numel(); ++t) mutable_ptr<A>(gate)[t] = sigmoid(ptr<A>(logit)[t]);
   });
 }
 

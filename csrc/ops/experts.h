@@ -19,6 +19,22 @@ void route_tokens(const at::Tensor& logits, bool renormalise, const at::Tensor& 
 void route_tokens_backward(const at::Tensor& logits, bool renormalise, const at::Tensor& expert,
                            const at::Tensor& weight, const at::Tensor& d_weight, const at::Tensor& d_logits);
 
+/// A router whose scores are sigmoids of its logits (DeepSeek-V3, GLM-4.5).
+struct SigmoidRouter {
+  std::int64_t groups = 1, chosen_groups = 1;  ///< consecutive experts are a group; experts of chosen groups are chosen
+  bool renormalise = true;                     ///< divides the chosen scores by their sum
+  double scale = 1;                            ///< multiplies the weights
+};
+
+/// Chooses the k experts of the highest score + bias, as route_tokens does; bias [E] A. A group's value is the sum of
+/// its two highest. weight = scale · score, or scale · score / (the sum of the chosen scores + 1e-20).
+void route_tokens_by_sigmoid(const at::Tensor& logits, const at::Tensor& bias, const SigmoidRouter& router,
+                             const at::Tensor& expert, const at::Tensor& weight);
+
+/// d_logits [T, E] A from d_weight [T, k] A of that choice. The bias has no gradient.
+void route_tokens_by_sigmoid_backward(const at::Tensor& logits, const SigmoidRouter& router, const at::Tensor& expert,
+                                      const at::Tensor& weight, const at::Tensor& d_weight, const at::Tensor& d_logits);
+
 /// gate = sigmoid(logit), and in place of d_gate the gradient of the logit; all [T] A.
 void sigmoid_gate(const at::Tensor& logit, const at::Tensor& gate);
 void sigmoid_gate_backward(const at::Tensor& gate, const at::Tensor& d_gate);

@@ -203,7 +203,7 @@ def test_repeated_run_gives_bit_identical_weights(tmp_path):
 @pytest.mark.parametrize(
     "architecture",
     [
-        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotron_h",
+        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotron_h", "glm4_moe",
     ],
 )  # fmt: skip
 def test_generation_and_training_logprobs_are_equal_for_every_architecture(architecture, precision, tmp_path):
@@ -215,6 +215,8 @@ def test_generation_and_training_logprobs_are_equal_for_every_architecture(archi
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 32,
         }
+    if architecture == "glm4_moe":
+        made |= {"n_group": 2, "topk_group": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5}
     if architecture == "qwen3_5_text":
         made |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         made |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}

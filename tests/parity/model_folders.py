@@ -50,6 +50,9 @@ def make_bases(root: Path) -> dict[str, Path]:
             **without(SMALL, "num_hidden_layers"), head_dim=16, ssm_state_size=16, mamba_num_heads=2, mamba_head_dim=16, n_groups=2,
             time_step_min=1e-9, layers_block_type=layers("M-*M"),
         ),
+        "glm4_moe": hf.Glm4MoeConfig(
+            **SMALL, head_dim=16, moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, routed_scaling_factor=2.5, use_qk_norm=True,
+        ),
         "gpt_oss": hf.GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
         "gelu": hf.Olmo2Config(**{**SMALL, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
     }  # fmt: skip
@@ -219,7 +222,8 @@ def _with_images(folder):
 WHOLE = {
     "gemma3 with images": of("gemma3", _with_images),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "gpt_oss", "nemotron_h")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "gpt_oss", "nemotron_h", "glm4_moe")},
+    "glm4_moe with a layer that predicts more tokens": of("glm4_moe", lambda f: f.tensors(lambda w: w | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)})),
     "nemotron_h as released folders have it": of("nemotron_h", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="M-*M", num_hidden_layers=4)),
     "nemotron_h, other names of layers": of("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp", "attention", "mamba"], time_step_limit=[0.0, float("inf")])),
     "text model within one of images": of("qwen3_5", lambda f: within_images(f)),

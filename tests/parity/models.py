@@ -43,6 +43,9 @@ def configurations() -> dict:
         head_dim=16, layer_norm_epsilon=1e-5, ssm_state_size=16, mamba_num_heads=4, mamba_head_dim=32, n_groups=2, chunk_size=16,
         time_step_min=1e-9,  # transformers' least time step in prefill, but not in decode
     )  # fmt: skip
+    sigmoid = dict(
+        moe_intermediate_size=24, n_routed_experts=6, num_experts_per_tok=3, n_group=1, topk_group=1, routed_scaling_factor=1.5, first_k_dense_replace=1,
+    )  # fmt: skip
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
         "llama": hf.LlamaConfig(**BASE, head_dim=16),
@@ -98,6 +101,11 @@ def configurations() -> dict:
             **{**qwen_moe, "hidden_size": 64}, shared_expert_intermediate_size=40, decoder_sparse_step=2, norm_topk_prob=True,
             use_sliding_window=True, sliding_window=11, max_window_layers=2,
         ),
+        "glm4_moe": hf.Glm4MoeConfig(**BASE, **sigmoid, head_dim=16, attention_bias=True, use_qk_norm=True),
+        "glm4_moe_groups": hf.Glm4MoeConfig(
+            **BASE, **sigmoid | dict(n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=0, n_shared_experts=2), head_dim=16,
+            norm_topk_prob=False, rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=1.0),
+        ),
         "qwen3_5": hf.Qwen3_5TextConfig(**{**BASE, "num_hidden_layers": 4}, **recurrent, head_dim=16),
         "qwen3_5_tied_other_layers": hf.Qwen3_5TextConfig(
             **BASE, **{**recurrent, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2}, head_dim=24, tie_word_embeddings=True,
@@ -134,6 +142,9 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return model.eval()
 

@@ -83,7 +83,9 @@ class Experts(NamedTuple):
         count, width: keys of the number of experts and of each expert's intermediate size.
         renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: they always
             are.
-        shared: key of the intermediate size of the shared expert, which processes all tokens; None: no shared expert.
+        shared: key of the intermediate size of the shared expert, which processes all tokens, or with `sigmoid` of the
+            number of shared experts, which are one MLP; None: no shared expert.
+        sigmoid: the router's scores are sigmoids, the choice adds a bias to them, and the shared expert has no gate.
         has_biases: router and experts have biases.
         block, router, gate, up, down: checkpoint names of a layer's expert block, of its router, and of an expert's
             matrices."""
@@ -93,6 +95,7 @@ class Experts(NamedTuple):
     renormalise: str | None = "norm_topk_prob"
     shared: str | None = None
     has_biases: bool = False
+    sigmoid: bool = False
     block: str = "mlp"
     router: str = "gate"
     gate: str = "gate_proj"
@@ -101,18 +104,20 @@ class Experts(NamedTuple):
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        return (self.count, "num_experts_per_tok", self.width, *([self.shared] if self.shared else []))
+        groups = ("n_group", "topk_group") if self.sigmoid else ()
+        return (self.count, "num_experts_per_tok", self.width, *([self.shared] if self.shared else []), *groups)
 
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""The two names that config.json may use for the number of experts."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The names that config.json may use for the number of experts."""
 
 
 def layers_with_experts(form: Form) -> list[int]:
-    """Return the indices of the layers with a mixture of experts, according to mlp_only_layers and
-    decoder_sparse_step."""
+    """Return the indices of the layers with a mixture of experts, according to mlp_only_layers, decoder_sparse_step and
+    first_k_dense_replace."""
     dense, every = form.get("mlp_only_layers") or (), form.get("decoder_sparse_step", 1)
-    return [layer for layer in range(form["num_hidden_layers"]) if layer not in dense and (layer + 1) % every == 0]
+    layers = range(form.get("first_k_dense_replace", 0), form["num_hidden_layers"])
+    return [layer for layer in layers if layer not in dense and (layer + 1) % every == 0]
 
 
 class Architecture(NamedTuple):
@@ -122,9 +127,10 @@ class Architecture(NamedTuple):
     Attributes:
         title: prefix of the class names in transformers, such as Llama.
         norms: name of each norm of a layer, by place: before or after attention and MLP (csrc/model/config.h).
-        qk_norm: norm of queries and keys: "none", "head" (each head separately) or "whole" (all heads together).
-        biases: which biases the architecture has: "qkv" (always), "attention" (if attention_bias is set), "mlp" (if
-            mlp_bias is set).
+        qk_norm: norm of queries and keys: "none", "head" (each head separately) or "whole" (all heads together);
+            use_qk_norm, if the defaults have it, switches it.
+        biases: which biases the architecture has: "qkv" (always), "attention" (if attention_bias is set), "qkv if set"
+            (the same, without that of o_proj), "mlp" (if mlp_bias is set).
         layer_types: returns the kind of each layer; a SLIDING layer attends to sliding_window tokens, unless that is
             null.
         lists_layers: the canonical config.json always has layer_types.
@@ -272,6 +278,12 @@ _NEMOTRON_H = {
     "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "time_step_limit": [0.0, float("inf")], "mamba_hidden_act": "silu",
     "use_conv_bias": True,
 }  # fmt: skip
+_GLM4_MOE = {
+    **_EVERY, **_EXPERTS, "vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": False, "partial_rotary_factor": 0.5,
+    "use_qk_norm": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+}  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
@@ -319,6 +331,10 @@ SUPPORTED_ARCHITECTURES = {
     "qwen2_moe": Architecture(
         "Qwen2Moe", _QWEN2_MOE, biases=("qkv",), layer_types=_alternating_where_switched_on, only={"qkv_bias": True},
         experts=Experts(shared="shared_expert_intermediate_size"),
+    ),
+    "glm4_moe": Architecture(
+        "Glm4Moe", _GLM4_MOE, biases=("qkv if set",), qk_norm="head", partial_rotary=True,
+        experts=Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True),
     ),
     "qwen3_5_text": Architecture(
         "Qwen3_5Text", _QWEN3_5, biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True,

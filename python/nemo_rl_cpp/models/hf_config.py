@@ -39,7 +39,7 @@ _SIZES = (
     "max_position_embeddings",
 )  # fmt: skip
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files of PEFT
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_qk_norm", "use_sliding_window")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -256,6 +256,8 @@ def _check(form: Mapping[str, Plain]) -> None:
 def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
     _check_sizes(form, experts.sizes)
     count, chosen = form[experts.count], form["num_experts_per_tok"]
+    if experts.sigmoid:
+        _check_router(form, count, chosen)
     if chosen > count:
         raise ModelFolderError(f"num_experts_per_tok is {chosen}, but there are {count} experts ({experts.count})")
     if form.get("output_router_logits") and form.get("router_aux_loss_coef"):
@@ -267,6 +269,17 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
     _check_sizes({"decoder_sparse_step": 1, **form}, ["decoder_sparse_step"])
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ModelFolderError(f"mlp_only_layers is {dense!r}, but a list of numbers of layers was expected")
+
+
+def _check_router(form: Mapping[str, Plain], count: int, chosen: int) -> None:
+    groups, of = form["n_group"], form["topk_group"]
+    if count % groups or (groups > 1 and count // groups < 2) or of > groups or chosen > of * (count // groups):
+        raise ModelFolderError(
+            f"num_experts_per_tok {chosen} of topk_group {of} of n_group {groups} groups of the {count} experts is no possible choice"
+        )
+    dense = form["first_k_dense_replace"]
+    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
+        raise ModelFolderError(f"first_k_dense_replace is {dense!r}, but a whole number from 0 was expected")
 
 
 def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
@@ -360,12 +373,12 @@ def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
 
 _EXPERTS = (
     *EXPERT_COUNTS, "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
-    "mlp_only_layers",
+    "mlp_only_layers", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace",
 )  # fmt: skip
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _FACTORS = (
-    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "query_pre_attn_scalar",
+    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "query_pre_attn_scalar", "routed_scaling_factor",
 )  # fmt: skip
 _LAYERS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "no_rope_layers")
 _ARCHITECTURE = (
@@ -429,10 +442,10 @@ def native_config(
         "head_dim": head_dim,
         "rms_norm_eps": float(form["rms_norm_eps"]),
         "tie_word_embeddings": bool(form["tie_word_embeddings"]) and not value_head,
-        "qkv_bias": "qkv" in made.biases or bias,
+        "qkv_bias": "qkv" in made.biases or bias or ("qkv if set" in made.biases and bool(form["attention_bias"])),
         "output_bias": bias,
         "mlp_bias": "mlp" in made.biases and bool(form["mlp_bias"]),
-        "qk_norm": made.qk_norm,
+        "qk_norm": made.qk_norm if form.get("use_qk_norm") or "use_qk_norm" not in made.defaults else "none",
         "norms": dict(made.norms),
         "activation": "clamped" if made.clamped else _ACTIVATIONS[form[made.activation]],
         "attention_sinks": made.sinks,
@@ -450,13 +463,21 @@ def native_config(
 
 
 def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
+    shared, sigmoid = form[experts.shared] if experts.shared else 0, {}
+    if experts.sigmoid:
+        shared *= form[experts.width]
+        groups = {"groups": form["n_group"], "chosen_groups": form["topk_group"]}
+        sigmoid = {"sigmoid": {**groups, "scale": float(form["routed_scaling_factor"])}}
     return {
+        **sigmoid,
         "layers": layers_with_experts(form),
         "count": form[experts.count],
         "chosen": form["num_experts_per_tok"],
         "intermediate_size": form[experts.width],
         "renormalise": experts.renormalise is None or bool(form[experts.renormalise]),
-        "shared_size": form[experts.shared] if experts.shared else 0,
+        "shared_size": shared,
+        "shared": "shared_experts" if experts.sigmoid else "shared_expert",
+        "shared_gate": not experts.sigmoid,
         **{name: getattr(experts, name) for name in ("has_biases", "block", "router", "gate", "up", "down")},
     }
 

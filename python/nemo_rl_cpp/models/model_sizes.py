@@ -214,6 +214,8 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
         found["intermediate_size"] = width
     if is_size(shared := known.get("shared_expert_intermediate_size")):
         found["shared_expert_size"] = shared
+    elif is_size(shared := known.get("n_shared_experts")):
+        found["shared_expert_size"] = shared * found.get("intermediate_size", 0)
     return found
 
 

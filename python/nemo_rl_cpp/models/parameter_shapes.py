@@ -88,10 +88,14 @@ def _expert_shapes(experts: Mapping[str, Plain], hidden: int) -> dict[str, list[
         prefix = f"{block}.experts.{expert}."
         shapes |= {f"{prefix}{experts[name]}.weight": [inner, hidden] for name in ("gate", "up")}
         shapes[f"{prefix}{experts['down']}.weight"] = [hidden, inner]
+    if "sigmoid" in experts:
+        shapes[f"{router}.e_score_correction_bias"] = [experts["count"]]
     if experts["has_biases"]:
         shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items()}
     if shared:
-        shapes[f"{block}.shared_expert_gate.weight"] = [1, hidden]
-        shapes |= {f"{block}.shared_expert.{name}_proj.weight": [shared, hidden] for name in ("gate", "up")}
-        shapes[f"{block}.shared_expert.down_proj.weight"] = [hidden, shared]
+        name = f"{block}.{experts['shared']}"
+        if experts["shared_gate"]:
+            shapes[f"{name}_gate.weight"] = [1, hidden]
+        shapes |= {f"{name}.{matrix}_proj.weight": [shared, hidden] for matrix in ("gate", "up")}
+        shapes[f"{name}.down_proj.weight"] = [hidden, shared]
     return shapes

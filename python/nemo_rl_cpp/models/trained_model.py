@@ -37,7 +37,7 @@ from nemo_rl_cpp.models.policy.train_step import (
     without_removed_tokens,
 )
 from nemo_rl_cpp.models.policy.updates import Updates
-from nemo_rl_cpp.models.weights import Slices, load_weights, named_views, save_config, save_weights
+from nemo_rl_cpp.models.weights import Slices, buffers, load_weights, named_views, save_config, save_weights
 
 if TYPE_CHECKING:
     from safetensors import PySafeSlice
@@ -188,7 +188,7 @@ class TrainedModel(NoOffload):
         others return {}."""
         weights = self.model.compute if self.lora is None else self.model.merged()
         whole = self.slices.gather(weights, "the weights")
-        return {} if whole is None else named_views(self.slices.whole.specs, whole)
+        return {} if whole is None else named_views(self.slices.whole.specs, whole) | buffers(self.model)
 
     def first_state_dict(self) -> dict[str, Tensor]:
         """Return `state_dict` in the first data-parallel group and {} in all others. All workers must call this."""

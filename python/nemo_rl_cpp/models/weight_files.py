@@ -222,7 +222,8 @@ def fill_parameters(
             missing.discard(name)
         if name not in shapes:
             # a tied LM head, or one that a critic does not need
-            if name != HEAD and not name.endswith("rotary_emb.inv_freq") and not name.startswith(_NOT_COMPUTED):
+            computed = name != HEAD and not name.endswith("rotary_emb.inv_freq") and not name.startswith(_NOT_COMPUTED)
+            if computed and not _predicts_more_tokens(name, shapes):
                 extra.append(name)
         elif list(tensor.shape) != list(shapes[name]):
             wrong.append(f"{name} is {list(tensor.shape)}, expected {list(shapes[name])}")
@@ -245,6 +246,17 @@ _NOT_COMPUTED = (
     "mtp.", "model.visual.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
 )  # fmt: skip
 """Prefixes of tensors that are ignored: multi-token-prediction heads and vision towers of Qwen3.5 and Gemma 3."""
+
+
+def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
+    """Return whether the tensor is one of the multi-token-prediction layer, which checkpoints with sigmoid routers
+    (GLM-4.5) hold behind the last layer. It is skipped: no loss and no sampling here uses it."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    if found is None:
+        return False
+    layer, last = int(found[1]), int(found[1]) - 1
+    is_behind = f"model.layers.{layer}.input_layernorm.weight" not in shapes
+    return is_behind and f"model.layers.{last}.mlp.gate.e_score_correction_bias" in shapes
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:

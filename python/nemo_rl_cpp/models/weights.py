@@ -105,6 +105,11 @@ def named_views(specs: Iterable[C.ParameterSpec], flat: Tensor) -> dict[str, Ten
     return {spec.name: _view(flat, spec) for spec in specs}
 
 
+def buffers(model: C.DecoderModel) -> dict[str, Tensor]:
+    """Return the tensors of the checkpoint that are not trained, by name (csrc/model/parameters.h)."""
+    return {spec.name: model.blocks_of(spec) for spec in model.blocks if len(spec.shape) == 1}
+
+
 def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
     """Fill a native `DecoderModel`, or its tensor-parallel slice, from the weights of a folder.
 
@@ -130,7 +135,9 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
         def put(name: str, raw: RawTensor) -> None:
             if name in blocks:
                 own = model.blocks_of(blocks[name])
-                if raw.dtype in ("Q8_0", "Q4_0") and raw.data.nbytes == own.nbytes:  # the model's format
+                if own.dim() == 1:
+                    own.copy_(tensor_of(raw))
+                elif raw.dtype in ("Q8_0", "Q4_0") and raw.data.nbytes == own.nbytes:  # the model's format
                     own.view(-1).copy_(torch.frombuffer(raw.data, dtype=torch.uint8))
                 else:
                     pack_blocks(model, blocks[name], tensor_of(raw))
@@ -179,7 +186,7 @@ def save_weights(
     `tensors`: the whole weights by name, if the model holds only a slice."""
     folder = Path(folder)
     save_config(folder, config, model.compute.dtype)
-    tensors = named_views(model.specs, model.compute) if tensors is None else tensors
+    tensors = named_views(model.specs, model.compute) | buffers(model) if tensors is None else tensors
     total = sum(t.nbytes for t in tensors.values())
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
@@ -253,7 +260,9 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
 
     for spec in _in_order(model):
         name = spec.name
-        if isinstance(spec, C.BlockSpec):
+        if isinstance(spec, C.BlockSpec) and len(spec.shape) == 1:
+            model.blocks_of(spec).zero_()
+        elif isinstance(spec, C.BlockSpec):
             pack_blocks(model, spec, draw(spec.shape, std))
         elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             views[name].fill_(1.0 - norm_offset)

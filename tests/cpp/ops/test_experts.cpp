@@ -45,6 +45,41 @@ TEST(Experts, RoutingWeightsAndGradientsMatchAten) {
   }
 }
 
+TEST(Experts, SigmoidRouterChoosesByScoreAndBiasWithinGroups) {
+  const auto logits = at::zeros({1, 6}, at::kDouble), bias = at::tensor({9.0, 0.0, 4.0, 6.0, 5.0, 5.0}, at::kDouble);
+  const auto expert = at::empty({1, 3}, at::kLong), weight = at::empty({1, 3}, at::kDouble);
+  route_tokens_by_sigmoid(logits, bias, {3, 2, true, 6.0}, expert, weight);
+  EXPECT_TRUE(at::equal(expert, at::tensor({3, 4, 5}, at::kLong).view({1, 3})));  // groups 9 + 0, 4 + 6, 5 + 5
+  EXPECT_TRUE(at::allclose(weight, at::full({1, 3}, 2.0, at::kDouble)));
+}
+
+TEST(Experts, SigmoidRoutingWeightsAndGradientsMatchAten) {
+  for (const bool renormalise : {false, true}) {
+    const auto logits = randn({11, 8}, 1, at::kDouble).set_requires_grad(true), bias = randn({8}, 3, at::kDouble),
+               d_weight = randn({11, 3}, 2, at::kDouble);
+    const SigmoidRouter router{1, 1, renormalise, 2.5};
+    const auto expert = at::empty({11, 3}, at::kLong), weight = at::empty({11, 3}, at::kDouble);
+    route_tokens_by_sigmoid(logits.detach(), bias, router, expert, weight);
+    const auto scores = at::sigmoid(logits);
+    auto expected = scores.gather(1, expert);
+    if (renormalise) expected = expected / (expected.sum(-1, /*keepdim=*/true) + 1e-20);
+    expected = 2.5 * expected;
+    EXPECT_TRUE(at::equal(expert, std::get<1>((scores.detach() + bias).topk(3))));
+    EXPECT_TRUE(at::allclose(weight, expected.detach(), 1e-12, 1e-14));
+    expected.backward(d_weight);
+    const auto d_logits = at::empty_like(logits.detach());
+    route_tokens_by_sigmoid_backward(logits.detach(), router, expert, weight, d_weight, d_logits);
+    EXPECT_TRUE(at::allclose(d_logits, logits.grad(), 1e-10, 1e-13));
+  }
+}
+
+TEST(Experts, SigmoidRouterOfNanLogitsChoosesDistinctExperts) {
+  const auto expert = at::empty({1, 3}, at::kLong), weight = at::empty({1, 3}, at::kFloat);
+  route_tokens_by_sigmoid(at::full({1, 4}, std::nan(""), at::kFloat), at::zeros({4}, at::kFloat), {2, 2, true, 1.0},
+                          expert, weight);
+  EXPECT_TRUE(at::equal(expert, at::tensor({0, 1, 2}, at::kLong).view({1, 3})));
+}
+
 TEST(Experts, TokensOfAnExpertAreGroupedInTheirOrder) {
   const auto groups = group_by_expert(at::tensor({2, 0, 0, 2, 2, 1}, at::kLong).view({3, 2}), 4);
   EXPECT_EQ(groups.begin, (std::vector<std::int64_t>{0, 2, 3, 6, 6}));

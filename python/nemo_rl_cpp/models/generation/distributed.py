@@ -36,7 +36,7 @@ from nemo_rl_cpp.models.generation.interfaces import (
 from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.trained_model import DTYPES
-from nemo_rl_cpp.models.weights import named_views
+from nemo_rl_cpp.models.weights import buffers, named_views
 
 ModelConfig = TypeVar("ModelConfig", bound=TrainedModelConfig)
 
@@ -263,7 +263,7 @@ class EngineWorker(EngineHost):
         """Join the refit rendezvous with trainer rank 0 and the other engines."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
-        weights = named_views(self.model.specs, self.model.compute)
+        weights = named_views(self.model.specs, self.model.compute) | buffers(self.model)
         self._receiver = C.RefitReceiver(ranks.communicator, list(weights.items()))
 
     def update_weights_from_collective(self, version: int) -> RefitResult:

@@ -88,6 +88,7 @@ class FlatModel:
     """
 
     masters_begin = 0
+    blocks = ()  # a module's buffers are read from the module
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, trainable: bool, device: str = "cpu") -> None:
         self.module = module.to(device)
@@ -166,6 +167,7 @@ class ShardedModel:
     """
 
     masters_begin = 0
+    blocks = ()  # a module's buffers are read from the module
     masters_dtype, device = torch.float32, "cpu"
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, trainable: bool, ranks: Ranks) -> None:

@@ -250,13 +250,7 @@ def build_run(
     tokenizer = make_tokenizer(config.policy)
     with ExitStack() as resources:  # released in reverse order: if a later part fails, or by `TrainingRun.close`
         made = data(config, tokenizer)
-
-        def close_environments(kind: object, error: object, trace: object) -> None:
-            """Wait for environments that do not answer, but only GRACE_SECONDS if the user ended the run."""
-            ended = isinstance(error, (KeyboardInterrupt, SystemExit))
-            made.environments.close(GRACE_SECONDS if ended else None)
-
-        resources.push(close_environments)
+        resources.push(lambda kind, error, trace: close_environments(made.environments, error))
         checkpoints = CheckpointManager(config.checkpointing)
         resources.callback(checkpoints.shutdown)
         resume = open_checkpoints(checkpoints, config)
@@ -303,6 +297,13 @@ def build_run(
         connect_hooks(run)
         run.resources = resources.pop_all()
     return run
+
+
+def close_environments(environments: Environments, error: BaseException | None) -> None:
+    """End the processes of the environments. Wait for those that do not answer, but only GRACE_SECONDS if the user
+    ended the run.
+    """
+    environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)
 
 
 def connect_hooks(run: TrainingRun) -> None:

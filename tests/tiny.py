@@ -20,6 +20,10 @@ FAST = (
 )  # fmt: skip
 LOGGED = "logger.report=true", "logger.tensorboard_enabled=true"  # switched off in the runs of `make`
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32")
+SMALL_PPO = (
+    "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
+    "value.train_global_batch_size=32",
+)  # fmt: skip
 
 
 def seeds_of(quick: dict[str, tuple[int, ...]], several: Iterable[int] = range(1, 6)) -> list[Any]:

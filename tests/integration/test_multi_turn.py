@@ -1,36 +1,15 @@
 """Conversations of several turns through the real engine and trainer: exact, and only the model's tokens are trained."""
 
+from functools import partial
+
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.build import build_run
-from nemo_rl_cpp.config import find_config, load_grpo_config
+from nemo_rl_cpp.config import find_config
 from nemo_rl_cpp.rollouts.batches import build_train_batch
 
 SMALL = ("grpo.num_prompts_per_step=7", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=28")
-
-
-def make(folder, *overrides, config="grpo_guess_number.yaml"):
-    torch.set_num_threads(1)
-    config = load_grpo_config(
-        config,
-        [
-            f"logger.log_dir={folder / 'logs'}",
-            "checkpointing.enabled=false",
-            "grpo.val_period=0",
-            "grpo.val_at_end=false",
-            *overrides,
-        ],
-    )
-    run = build_run(config)
-    run.terminal.progress.mode = "quiet"
-    return run
-
-
-def train(folder, *overrides, **options):
-    run = make(folder, *overrides, **options)
-    run.train()
-    return run
+make, train = (partial(function, config="grpo_guess_number.yaml") for function in (tiny.make, tiny.train))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -66,13 +66,7 @@ def test_length_penalty_changes_the_training_reward_but_not_the_accuracy_metric(
     assert row["reward"] == pytest.approx(row["accuracy"] + row["length_penalty/reward_delta_mean"])
 
 
-PPO = (
-    "ppo.num_prompts_per_step=8",
-    "ppo.num_generations_per_prompt=4",
-    "policy.train_global_batch_size=32",
-    "value.train_global_batch_size=32",
-    "ppo.ppo_epochs=1",
-)
+PPO = (*tiny.SMALL_PPO, "ppo.ppo_epochs=1")
 
 
 def test_warm_started_critic_takes_the_checkpoints_weights_and_not_its_optimizer(tmp_path):
@@ -92,7 +86,7 @@ def test_warm_started_critic_takes_the_checkpoints_weights_and_not_its_optimizer
 def test_critic_ppo_epochs_sets_the_number_of_critic_passes(tmp_path, epochs, critic, expected):
     run = tiny.make(
         tmp_path,
-        *PPO[:-1],
+        *tiny.SMALL_PPO,
         f"ppo.ppo_epochs={epochs}",
         f"ppo.critic_ppo_epochs={critic}",
         "ppo.max_num_steps=1",

@@ -5,10 +5,7 @@ import tiny
 from nemo_rl_cpp.algorithms.loop import train_loop
 from nemo_rl_cpp.algorithms.step import NothingToTrainOnError
 
-SMALL = (
-    "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
-    "value.train_global_batch_size=32", "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0",
-)  # fmt: skip
+SMALL = (*tiny.SMALL_PPO, "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0")
 
 
 def train(folder, *overrides, config="ppo_tiny.yaml", **options):

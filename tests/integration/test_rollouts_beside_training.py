@@ -114,10 +114,7 @@ def test_samples_kept_by_dynamic_sampling_are_counted_as_stale(tmp_path):
 
 
 def test_ppo_run_with_overlapping_generation_is_reproducible(tmp_path):
-    sizes = (
-        "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
-        "value.train_global_batch_size=32", "checkpointing.save_period=1000",
-    )  # fmt: skip
+    sizes = (*tiny.SMALL_PPO, "checkpointing.save_period=1000")
     first, history = trained(tmp_path / "1", 3, *sizes, section="ppo")
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1]
     again, _ = trained(tmp_path / "2", 3, *sizes, section="ppo")

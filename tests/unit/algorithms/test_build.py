@@ -34,10 +34,7 @@ def test_learning_rate_schedule_spans_the_policys_planned_optimizer_steps(steps,
     ("owner", "part"), [(build, "connect_hooks"), (parts, "MseValueLossFn"), (Logger, "log_hyperparams")]
 )
 def test_failed_build_releases_the_log_and_checkpoint_folders(tmp_path, monkeypatch, owner, part):
-    options = (
-        "checkpointing.enabled=true", "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4",
-        "policy.train_global_batch_size=32", "value.train_global_batch_size=32",
-    )  # fmt: skip
+    options = (*tiny.SMALL_PPO, "checkpointing.enabled=true")
     with monkeypatch.context() as patch:
         patch.setattr(owner, part, fail)
         with pytest.raises(RuntimeError, match="no more threads") as refused:  # whose traceback keeps every part alive

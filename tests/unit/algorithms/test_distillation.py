@@ -321,8 +321,7 @@ def test_grpo_with_a_teacher_reduces_the_logprob_gap_to_the_teacher(teacher, tmp
 @pytest.mark.slow
 def test_ppo_with_a_teacher_learns_from_both_repeats_and_resumes_to_the_bit(teacher, tmp_path):
     keys = (
-        *opd_keys(teacher, section="ppo"), "ppo.adv_estimator.outcome_advantage_weight=0.1", "ppo.num_prompts_per_step=8",
-        "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32", "value.train_global_batch_size=32",
+        *tiny.SMALL_PPO, *opd_keys(teacher, section="ppo"), "ppo.adv_estimator.outcome_advantage_weight=0.1",
         "ppo.policy_training_start_step=2", "checkpointing.enabled=true", "checkpointing.save_period=12",
         "checkpointing.metric_name=null",
     )  # fmt: skip

@@ -120,10 +120,7 @@ OF_WHOLE_DISTRIBUTIONS = (
     "grpo.adv_estimator.name=optimal_token_baseline", "loss_fn.name=gpg", "loss_fn.score_centering_k=2",
     "loss_fn.top_entropy_quantile=0.5",
 )  # fmt: skip
-PPO = (
-    "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
-    "value.train_global_batch_size=32", "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0",
-)  # fmt: skip
+PPO = (*tiny.SMALL_PPO, "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0")
 
 
 @pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)

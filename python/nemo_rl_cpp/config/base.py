@@ -3,7 +3,7 @@
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
@@ -71,9 +71,9 @@ class Section(BaseModel, metaclass=_Made):
     def __pydantic_init_subclass__(cls, **options: object) -> None:
         """Add the keys that idle_keys.toml lists for this class and its base classes."""
         for base in reversed(cls.__mro__):
-            for name, info in _idle_keys(base.__name__).items():
+            for name, row in _IDLE_KEYS.get(base.__name__, {}).items():
                 if base is cls or name not in cls.model_fields:
-                    cls.model_fields[name] = info
+                    cls.model_fields[name] = _idle_key(**row)
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
@@ -92,9 +92,14 @@ class Section(BaseModel, metaclass=_Made):
         return inner.takes_own_key(rest) if inner is not None else True
 
     @classmethod
+    @cache
     def aliases(cls) -> tuple[tuple[str, str], ...]:
         """Return the (alternative name, key) pairs from `spellings` of this section and its nested sections."""
-        return _aliases_of(cls)
+        found = dict(cls.spellings)
+        for name, info in fields_of(cls):
+            if (inner := section_type(info.annotation)) is not None:
+                found |= {f"{name}.{spelling}": f"{name}.{key}" for spelling, key in inner.aliases()}
+        return tuple(found.items())
 
     def check_all(self, report: Report) -> None:
         """Report mistakes that type checks do not detect, in a section created in Python."""
@@ -107,8 +112,14 @@ class Section(BaseModel, metaclass=_Made):
     def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("_"):  # private state, not a key
             super().__setattr__(name, value)
-        else:
-            _assign(self, super().__setattr__, name, value)
+            return
+        cls = type(self)
+        if name not in cls.model_fields and cls.model_config.get("extra") != "allow":
+            raise ConfigError([Problem(cls.__name__, name, unknown_key(name, cls))])
+        try:
+            super().__setattr__(name, plain(value))
+        except ValidationError as failure:
+            raise ConfigError([Problem(cls.__name__, p.key, p.message) for p in mistakes(failure, cls)]) from None
 
     def __setitem__(self, key: str, value: object) -> None:
         setattr(self, _field_name(type(self), key) or key, value)
@@ -225,10 +236,6 @@ _TYPES = {
 _IDLE_KEYS = tomllib.loads(Path(__file__).with_name("idle_keys.toml").read_text(encoding="utf-8"))
 
 
-def _idle_keys(section: str) -> dict[str, FieldInfo]:
-    return {name: _idle_key(**row) for name, row in _IDLE_KEYS.get(section, {}).items()}
-
-
 def _idle_key(
     type: str, default: object = None, refused: bool = False, why: str = "makes no difference here", **options: str
 ) -> FieldInfo:
@@ -280,11 +287,6 @@ def own_keys(model: type[Section]) -> frozenset[str]:
     return frozenset(key for key, _ in dotted_fields(model))
 
 
-def forget_keys() -> None:
-    """Clear the cache of `own_keys`. Call this after adding a key to a section."""
-    own_keys.cache_clear()
-
-
 def mark_of(info: FieldInfo) -> Mapping[str, object]:
     """Return the data that `only` or `no_effect` attached to a key; empty for other keys."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
@@ -316,26 +318,7 @@ def _is_mapping(annotation: object) -> bool:
     return annotation is dict or typing.get_origin(annotation) is dict
 
 
-@cache
-def _aliases_of(cls: type[Section]) -> tuple[tuple[str, str], ...]:
-    found = dict(cls.spellings)
-    for name, info in fields_of(cls):
-        if (inner := section_type(info.annotation)) is not None:
-            found |= {f"{name}.{spelling}": f"{name}.{key}" for spelling, key in inner.aliases()}
-    return tuple(found.items())
-
-
 # ---- values given in Python
-
-
-def _assign(section: Section, set_value: Callable[[str, object], None], name: str, value: object) -> None:
-    cls = type(section)
-    if name not in cls.model_fields and cls.model_config.get("extra") != "allow":
-        raise ConfigError([Problem(cls.__name__, name, unknown_key(name, cls))])
-    try:
-        set_value(name, plain(value))
-    except ValidationError as failure:
-        raise ConfigError([Problem(cls.__name__, p.key, p.message) for p in mistakes(failure, cls)]) from None
 
 
 def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:

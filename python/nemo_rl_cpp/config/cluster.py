@@ -63,17 +63,15 @@ class ClusterConfig(Section):
     )
     executor: Literal["auto", "in_process", "processes", "ray"] = key(
         "auto",
-        "Processes that train and generate. in_process: this process. processes: gpus_per_node * num_nodes "
-        "processes on this machine, on the CPU. ray: as many Ray actors, on the cluster of RAY_ADDRESS or on "
-        "a new local one. auto: the ranks that torchrun or srun has started; without a launcher in_process, "
-        "or two processes (one trains, one generates) for rollouts that overlap with training (async_grpo, "
-        "async_ppo).",
+        "Processes that train and generate. in_process: this process. processes: gpus_per_node * num_nodes processes "
+        "on this machine, on the CPU. ray: as many Ray actors, on the cluster of RAY_ADDRESS or on a new local one. "
+        "auto: the ranks that torchrun or srun has started; without a launcher in_process, or two processes (one "
+        "trains, one generates) for rollouts that overlap with training (async_grpo, async_ppo).",
     )
     cpus_per_worker: Positive | None = key(
         None,
-        "Number of CPU threads of the run; with executor processes or ray, of each worker. Ray also reserves "
-        "this number of CPUs per worker. null: OMP_NUM_THREADS or the number of cores, divided equally among "
-        "the workers.",
+        "Number of CPU threads of the run; with executor processes or ray, of each worker. Ray also reserves this "
+        "number of CPUs per worker. null: OMP_NUM_THREADS or the number of cores, divided equally among the workers.",
     )
     worker_timeout_s: Annotated[float, Field(gt=0)] = key(
         60.0, "Seconds without a heartbeat after which a worker counts as lost and the run ends."

@@ -35,18 +35,16 @@ class ConfigError(ValueError):
     """An invalid configuration. `problems` contains every mistake; `str()` lists them, one per line."""
 
     def __init__(self, problems: list[Problem]):
-        self.problems = sorted(
-            set(problems), key=lambda p: (p.where.rpartition(":")[0], _line(p.where), p.key, p.message)
-        )
+
+        def place(problem: Problem) -> tuple[str, int, str, str]:
+            file, _, line = problem.where.rpartition(":")
+            return file, int(line) if line.isdigit() else 0, problem.key, problem.message
+
+        self.problems = sorted(set(problems), key=place)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple:
         return type(self), (self.problems,)
-
-
-def _line(where: str) -> int:
-    tail = where.rpartition(":")[2]
-    return int(tail) if tail.isdigit() else 0
 
 
 class Report:

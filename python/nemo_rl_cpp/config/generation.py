@@ -25,9 +25,8 @@ class VllmConfig(Section):
 
     python: str | None = key(
         None,
-        "Python interpreter of an environment that has vLLM installed. With backend vllm, the run starts a "
-        "vLLM server with it, and that server generates. null: the trainer's own engine generates, unless "
-        "server_url is set.",
+        "Python interpreter of an environment that has vLLM installed. With backend vllm, the run starts a vLLM server "
+        "with it, and that server generates. null: the trainer's own engine generates, unless server_url is set.",
     )
     server_url: str | None = key(
         None,
@@ -168,10 +167,9 @@ class GenerationConfig(Section):
     spellings = {"max_model_len": "vllm_cfg.max_model_len", "vllm_cfg.expose_http_server": "expose_http_server"}
     backend: Literal["native", "hf", "vllm", "sglang", "megatron", "trtllm", "dynamo"] | None = key(
         None,
-        "Generation engine. native: the C++ engine. hf: transformers. vllm: a vLLM server, if "
-        "vllm_cfg.python or vllm_cfg.server_url is set. null: the engine of policy.backend. native and hf "
-        "need the same policy.backend. NeMo RL's other names, and vllm without a server, also select the "
-        "engine of policy.backend, with a notice.",
+        "Generation engine. native: the C++ engine. hf: transformers. vllm: a vLLM server, if vllm_cfg.python or "
+        "vllm_cfg.server_url is set. null: the engine of policy.backend. native and hf need the same policy.backend. "
+        "NeMo RL's other names, and vllm without a server, also select the engine of policy.backend, with a notice.",
     )
     max_new_tokens: Positive | None = key(
         None, "Maximum number of tokens in a response. null: policy.max_total_sequence_length."
@@ -201,9 +199,8 @@ class GenerationConfig(Section):
     )
     expose_http_server: bool = key(
         False,
-        "Serve the policy over HTTP during training, with the routes of OpenAI and vLLM, so that agents can "
-        "use it and be trained through it. See docs/serving.md. Alias: "
-        "policy.generation.vllm_cfg.expose_http_server.",
+        "Serve the policy over HTTP during training, with the routes of OpenAI and vLLM, so that agents can use it and "
+        "be trained through it. See docs/serving.md. Alias: policy.generation.vllm_cfg.expose_http_server.",
     )
     http_server: HttpServerConfig = section(HttpServerConfig, "where and within which limits it is served")
     kv_cache_gb: Real | None = key(

@@ -5,7 +5,6 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,7 +123,7 @@ class GivenValues:
         )
         if field is not None:
             try:  # checked strictly like an assignment, because the loader accepts strings as numbers
-                section.__pydantic_validator__.validate_assignment(_blank(section).model_copy(), field, value)
+                section.__pydantic_validator__.validate_assignment(section.model_construct(), field, value)
             except ValidationError as failure:
                 self.problems += [
                     Problem(place, key.removesuffix(name) + p.key, p.message) for p in mistakes(failure, section)
@@ -167,11 +166,6 @@ class GivenValues:
                 for inner in [known for known in positions if known.startswith(f"{key}.")]:
                     del positions[inner]
             positions[key] = self._places[key]
-
-
-@cache
-def _blank(section: type[Section]) -> Section:
-    return section.model_construct()
 
 
 Master = TypeVar("Master", bound=MasterConfig)

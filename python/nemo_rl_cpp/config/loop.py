@@ -143,15 +143,24 @@ class AsyncConfig(Section):
         "the KV cache of the old weights.",
     )
 
-    @property
-    def failures_allowed(self) -> int:
-        """The number of rounds of generation and scoring that may fail during a run."""
-        return 0
+    failures_allowed: ClassVar[int] = 0
+    """The number of rounds of generation and scoring that may fail during a run."""
 
 
 class OnePassLoop(Section):
-    """The base of the training loops. Its properties have the values for a loop in which the policy makes one pass over
+    """The base of the training loops. Its attributes have the values for a loop in which the policy makes one pass over
     each batch and nothing overlaps with training. Other loops override them."""
+
+    policy_epochs: ClassVar[int] = 1
+    """The number of passes of the policy over each batch of rollouts."""
+    critic_epochs: ClassVar[int] = 0
+    """The number of passes of the critic over each batch of rollouts."""
+    first_policy_step: ClassVar[int] = 0
+    """The first step (from 0) that trains the policy; earlier steps train only the critic."""
+    masked_rewards_are_out: ClassVar[bool] = False
+    """Whether samples that are not trained on are excluded from the statistics of their group."""
+    leave_one_out: ClassVar[bool] = True
+    """Whether the logged baseline of a sample excludes its own reward."""
 
     @property
     def beside_training(self) -> AsyncConfig:
@@ -163,31 +172,6 @@ class OnePassLoop(Section):
         """The maximum age of a batch, in weight versions, when it is trained on. 0: each step generates its own
         rollouts."""
         return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
-
-    @property
-    def policy_epochs(self) -> int:
-        """The number of passes of the policy over each batch of rollouts."""
-        return 1
-
-    @property
-    def critic_epochs(self) -> int:
-        """The number of passes of the critic over each batch of rollouts."""
-        return 0
-
-    @property
-    def first_policy_step(self) -> int:
-        """The first step (from 0) that trains the policy; earlier steps train only the critic."""
-        return 0
-
-    @property
-    def masked_rewards_are_out(self) -> bool:
-        """Whether samples that are not trained on are excluded from the statistics of their group."""
-        return False
-
-    @property
-    def leave_one_out(self) -> bool:
-        """Whether the logged baseline of a sample excludes its own reward."""
-        return True
 
 
 class LoopConfig(OnePassLoop):
@@ -289,11 +273,6 @@ class RolloutSamplerConfig(Section):
         1, "With windowed, the same: the number of steps by which the weights of a rollout may be older."
     )
 
-    @property
-    def max_age(self) -> int:
-        """The maximum number of steps by which rollouts are ahead of training."""
-        return self.max_staleness_versions if self.name == "windowed" else self.max_lookahead_versions
-
 
 class AsyncRLConfig(Section):
     """NeMo RL's SingleController, whose rollouts overlap with training. The section is converted to async_grpo (in a
@@ -305,7 +284,8 @@ class AsyncRLConfig(Section):
     @property
     def beside_training(self) -> dict[str, bool | int]:
         """The keys of `async_grpo` or `async_ppo` with the same effect as this section, with their values."""
-        age = self.sampler.max_age
+        windowed = self.sampler.name == "windowed"
+        age = self.sampler.max_staleness_versions if windowed else self.sampler.max_lookahead_versions
         return {"enabled": age > 0, "max_trajectory_age_steps": max(age, 1)}
 
 
@@ -368,9 +348,8 @@ class GRPOConfig(LoopConfig):
     )
     use_leave_one_out_baseline: bool = key(
         True,
-        "Value for adv_estimator.use_leave_one_out_baseline, which reads it as "
-        "${grpo.use_leave_one_out_baseline}. It also determines the baseline and standard deviation that are "
-        "logged.",
+        "Value for adv_estimator.use_leave_one_out_baseline, which reads it as ${grpo.use_leave_one_out_baseline}. It "
+        "also determines the baseline and standard deviation that are logged.",
     )
     advantage_clip_low: Real | None = key(None, "Lower bound of the advantages. null: none.")
     advantage_clip_high: Real | None = key(None, "Upper bound of the advantages. null: none.")

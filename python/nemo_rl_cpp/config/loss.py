@@ -55,10 +55,9 @@ class ClippedPGLossConfig(Section):
 
     name: LossName = key(
         "clipped_pg",
-        "Policy loss. clipped_pg: the clipped policy-gradient loss that the other keys configure. The losses "
-        "of docs/losses.md (dr_grpo, gspo, sapo, gmpo, ...) set some of these keys themselves. Your own "
-        "class or function is given by its dotted name, for example my_module.MyLoss; it receives the keys "
-        "as `loss_config`.",
+        "Policy loss. clipped_pg: the clipped policy-gradient loss that the other keys configure. The losses of "
+        "docs/losses.md (dr_grpo, gspo, sapo, gmpo, ...) set some of these keys themselves. Your own class or function "
+        "is given by its dotted name, for example my_module.MyLoss; it receives the keys as `loss_config`.",
     )
     kwargs: dict[str, object] = key({}, "Keyword arguments of your own loss.")
     reference_policy_kl_penalty: NonNegative = key(
@@ -99,10 +98,9 @@ class ClippedPGLossConfig(Section):
         Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
     ) = key(
         None,
-        "How the loss is aggregated. token-mean: mean over all tokens. The other modes take the mean over "
-        "sequences of: the mean of a sequence's tokens (seq-mean-token-mean), their sum "
-        "(seq-mean-token-sum), or their sum divided by loss_scale_factor (seq-mean-token-sum-norm). null: "
-        "chosen by token_level_loss.",
+        "How the loss is aggregated. token-mean: mean over all tokens. The other modes take the mean over sequences "
+        "of: the mean of a sequence's tokens (seq-mean-token-mean), their sum (seq-mean-token-sum), or their sum "
+        "divided by loss_scale_factor (seq-mean-token-sum-norm). null: chosen by token_level_loss.",
     )
     loss_scale_factor: Real | None = key(
         None,
@@ -256,11 +254,6 @@ class ClippedPGLossConfig(Section):
                 wanted and self.name != "nll" and not self.bypass_mode and self.score_centering_k is None
             )
 
-    def fill_scale_factor(self, max_new_tokens: int) -> None:
-        """Set `loss_scale_factor` to `max_new_tokens` if loss_agg_mode needs it and it is null."""
-        if self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None:
-            self.__dict__["loss_scale_factor"] = float(max_new_tokens)
-
 
 class MseValueLossConfig(Section):
     """The loss of the critic: the clipped squared error of its values."""
@@ -316,11 +309,12 @@ def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
     )
     prefix = "loss_fn.truncated_importance_sampling"
     if kind is None:
+        *others, last = TRUNCATIONS
         for name, value in (("ratio", high), ("ratio_min", low)):
             if value is not None:
                 report.add(
                     f"{prefix}_{name}",
-                    f"is {value:g} but no truncation is chosen; set truncated_importance_sampling_type to {_one_of_truncations()}, or "
+                    f"is {value:g} but no truncation is chosen; set truncated_importance_sampling_type to {', '.join(others)} or {last}, or "
                     "this to null",
                     f"{prefix}_type",
                 )
@@ -347,8 +341,3 @@ def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
             f"{kind} needs token-level ratios: set sequence_level_importance_ratios to false",
             "loss_fn.sequence_level_importance_ratios",
         )
-
-
-def _one_of_truncations() -> str:
-    *others, last = TRUNCATIONS
-    return f"{', '.join(others)} or {last}"

@@ -1,7 +1,7 @@
 """The classes of whole configurations: of training runs and of an evaluation."""
 
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from pydantic import PrivateAttr, ValidationError
 
@@ -25,7 +25,7 @@ from .errors import ConfigError, Problem, Report
 from .fold import exactness_of
 from .generation import EvalGenerationConfig, GenerationConfig
 from .logger import LoggerConfig
-from .loop import AsyncGRPOConfig, AsyncRLConfig, DataPlaneConfig, GRPOConfig, LoopConfig, PPOConfig
+from .loop import AsyncRLConfig, DataPlaneConfig, GRPOConfig, LoopConfig, PPOConfig
 from .loss import ClippedPGLossConfig, MseValueLossConfig
 from .penalties import RewardPenaltyConfig
 from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig, fill
@@ -68,10 +68,8 @@ class MasterConfig(Section):
         value in saved configurations (see `config.access.written`)."""
         return self._environment
 
-    @property
-    def has_critic(self) -> bool:
-        """Whether a critic is trained."""
-        return False
+    has_critic: ClassVar[bool] = False
+    """Whether a critic is trained."""
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
         """Return a mapping from section name to section for the models that are trained; empty for an evaluation."""
@@ -122,6 +120,11 @@ class MasterConfig(Section):
 class TrainMasterConfig(MasterConfig):
     """The base of the configurations of training runs: the sections that all algorithms share."""
 
+    algorithm: ClassVar[str]
+    """The name of the training loop's section: "grpo", "ppo", "distillation" or "sft"."""
+    candidates: ClassVar[int | None] = None
+    """The number of most likely tokens for which teacher and policy are compared at each position. None: they are
+    compared for the sampled token alone."""
     loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "loss of the policy")
     policy: PolicyConfig = key(..., "Model, training and generation.")
     data: DataConfig = section(DataConfig, "data sets")
@@ -155,21 +158,10 @@ class TrainMasterConfig(MasterConfig):
         return "policy.generation", self.policy.generation
 
     @property
-    def algorithm(self) -> str:
-        """The name of the training loop's section: "grpo", "ppo", "distillation" or "sft". Subclasses define it."""
-        raise NotImplementedError
-
-    @property
     def teachers(self) -> dict[str, str]:
         """A mapping from dotted key to model name for each teacher that the run loads in the native core; empty without
         teachers."""
         return {}
-
-    @property
-    def candidates(self) -> int | None:
-        """The number of most likely tokens for which teacher and policy are compared at each position. None: they are
-        compared for the sampled token alone."""
-        return None
 
     @property
     def loop(self) -> LoopConfig:
@@ -181,21 +173,17 @@ class TrainMasterConfig(MasterConfig):
         """A short name of the run for display."""
         return f"{self.algorithm.upper()} {self.policy.model_name}"
 
-    def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
-        """Convert `async_rl` to keys of the section `async_grpo` or `async_ppo`."""
-
     def fill_defaults(self) -> None:
         self.policy.fill_defaults()
         gym, flags = self.env.get("nemo_gym"), self.env.get("should_mask_flagged_samples")
         if isinstance(gym, dict) and flags is not None:
             gym.setdefault("should_mask_flagged_samples", flags)
-        if self.async_rl is not None:
-            self.take_async_rl(self.async_rl)
         if self.loop.beside_training.enabled and not self.policy.generation.colocated.enabled:
             self.cluster.note_beside_training()
         row = exactness_of(self.policy)
         self.loss_fn.fill_correction(row is not None and not row.equal)
-        self.loss_fn.fill_scale_factor(self.policy.generation.max_new_tokens)
+        if self.loss_fn.loss_agg_mode == "seq-mean-token-sum-norm":
+            fill(self.loss_fn, loss_scale_factor=float(self.policy.generation.max_new_tokens))
 
 
 class TaughtMasterConfig(TrainMasterConfig):
@@ -213,31 +201,28 @@ class TaughtMasterConfig(TrainMasterConfig):
             return {}
         return {f"{key}.{name}": model for name, model in teaching.models().items()}
 
+    def fill_defaults(self) -> None:
+        if self.async_rl is not None:
+            changed = self.loop.beside_training.model_copy(update=self.async_rl.beside_training)
+            setattr(self.loop, f"async_{self.algorithm}", changed)
+        super().fill_defaults()
+
 
 class GRPOMasterConfig(TaughtMasterConfig):
     """The configuration of a GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
 
+    algorithm = "grpo"
     grpo: GRPOConfig = section(GRPOConfig, "training loop")
-
-    def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
-        self.grpo.async_grpo = (self.grpo.async_grpo or AsyncGRPOConfig()).model_copy(update=async_rl.beside_training)
-
-    @property
-    def algorithm(self) -> str:
-        return "grpo"
 
 
 class DistillationMasterConfig(TrainMasterConfig):
     """The configuration of a distillation run (`run_distillation`): a teacher scores the policy's own samples, and the
     policy learns from these scores."""
 
+    algorithm = "distillation"
     distillation: DistillationConfig = section(DistillationConfig, "training loop")
     teacher: TeacherConfig = key(..., "The teacher.")
     loss_fn: DistillationLossConfig = section(DistillationLossConfig, "loss of the policy")
-
-    @property
-    def algorithm(self) -> str:
-        return "distillation"
 
     @property
     def teachers(self) -> dict[str, str]:
@@ -251,21 +236,15 @@ class DistillationMasterConfig(TrainMasterConfig):
 class PPOMasterConfig(TaughtMasterConfig):
     """The configuration of a PPO run (`run_ppo`)."""
 
+    algorithm = "ppo"
     ppo: PPOConfig = section(PPOConfig, "training loop")
     value_loss_fn: MseValueLossConfig = section(MseValueLossConfig, "loss of the critic")
     value: ValueConfig = section(ValueConfig, "critic")
 
     @property
-    def algorithm(self) -> str:
-        return "ppo"
-
-    @property
     def has_critic(self) -> bool:
         estimator = self.ppo.adv_estimator
         return estimator.computes_gae or (is_user_defined(estimator.name) and estimator.uses_critic)
-
-    def take_async_rl(self, async_rl: AsyncRLConfig) -> None:
-        self.ppo.async_ppo = self.ppo.async_ppo.model_copy(update=async_rl.beside_training)
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
         return {"policy": self.policy} | ({"value": self.value} if self.has_critic else {})
@@ -278,16 +257,13 @@ class PPOMasterConfig(TaughtMasterConfig):
 class SFTMasterConfig(TrainMasterConfig):
     """The configuration of supervised fine-tuning on the answers of a dataset (`run_sft`)."""
 
+    algorithm = "sft"
     sft: SFTConfig = section(SFTConfig, "training loop")
     loss_fn: SFTLossConfig = section(SFTLossConfig, "loss of the policy")
 
-    @property
-    def algorithm(self) -> str:
-        return "sft"
-
     def fill_defaults(self) -> None:
         super().fill_defaults()
-        self.sft.fill_rows(self.policy.train_global_batch_size)
+        self.sft._rows = self.policy.train_global_batch_size
         defaults = self.data.default or DatasetDefaults()
         if defaults.processor is None:
             self.data.default = defaults.model_copy(update={"processor": "sft_processor"})

@@ -201,9 +201,8 @@ class RewardPenaltyConfig(Section):
     penalize_unwanted_tokens: bool = key(False, "Set the reward to 0 if a response contains one of token_ids.unwanted.")
     penalize_malformed_think_tag: bool = key(
         False,
-        "Set the reward to 0 if a response contains `<think>`. Also if the prompt has opened thinking and "
-        "the response does not close it exactly once, or if the response closes thinking that the prompt has "
-        "not opened.",
+        "Set the reward to 0 if a response contains `<think>`. Also if the prompt has opened thinking and the response "
+        "does not close it exactly once, or if the response closes thinking that the prompt has not opened.",
     )
     token_ids: RewardPenaltyTokenIds | None = key(None, "Token ids that the penalties read.")
 

@@ -48,11 +48,11 @@ PACKERS: Table[Entry] = Table(
 """The table of bin-packing algorithms: name -> function (costs, capacity) that returns the indices of each bin."""
 
 
-def _packing(value: object) -> object:
-    return "modified_first_fit_decreasing" if isinstance(value, str) and value == "modified_ffd" else value
-
-
-PackingAlgorithm = Annotated[str, OneOf(lambda: list(PACKERS)), BeforeValidator(_packing)]
+PackingAlgorithm = Annotated[
+    str,
+    OneOf(lambda: list(PACKERS)),
+    BeforeValidator(lambda value: "modified_first_fit_decreasing" if value == "modified_ffd" else value),
+]
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_precision)]
 Quantization = Literal["q8_0", "q4_0"]
 Schedule = Annotated[list[SchedulerStage], BeforeValidator(lambda value: [value] if isinstance(value, dict) else value)]
@@ -198,18 +198,16 @@ class TrainedModelConfig(Section):
     )
     data_parallel_sharding_strategy: Literal["optim", "optim_grads"] | None = key(
         None,
-        "What is sharded over the training processes. optim: optimizer state and master weights (ZeRO-1). "
-        "optim_grads: gradients as well (ZeRO-2), which saves memory if a block of gradient_blocks is one "
-        "micro-batch. The weights are bit-identical. null: the strategy of "
-        "megatron_cfg.distributed_data_parallel_config if megatron_cfg is enabled, otherwise optim; for the "
-        "critic: the policy's key.",
+        "What is sharded over the training processes. optim: optimizer state and master weights (ZeRO-1). optim_grads: "
+        "gradients as well (ZeRO-2), which saves memory if a block of gradient_blocks is one micro-batch. The weights "
+        "are bit-identical. null: the strategy of megatron_cfg.distributed_data_parallel_config if megatron_cfg is "
+        "enabled, otherwise optim; for the critic: the policy's key.",
     )
     overlap_grad_reduce: bool | None = key(
         None,
-        "true: reduce gradients over the processes layer by layer during the last backward pass. false: "
-        "after it. The weights are bit-identical. null: the value of "
-        "megatron_cfg.distributed_data_parallel_config if megatron_cfg is enabled, otherwise false; for the "
-        "critic: the policy's key.",
+        "true: reduce gradients over the processes layer by layer during the last backward pass. false: after it. The "
+        "weights are bit-identical. null: the value of megatron_cfg.distributed_data_parallel_config if megatron_cfg "
+        "is enabled, otherwise false; for the critic: the policy's key.",
     )
     share_prompt_prefix: bool = key(True, "Compute the prompt of a group only once in training. backend native only.")
     dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")
@@ -338,9 +336,8 @@ class PolicyConfig(TrainedModelConfig):
     max_total_sequence_length: Positive = key(512, "Maximum length of a sequence (prompt and response) in tokens.")
     backend: Backend = key(
         "native",
-        "Implementation that trains. native: the C++ core, for the architectures in "
-        "docs/supported-models.md. hf: transformers, for any causal language model; slower, and needs the "
-        "extra `hf`.",
+        "Implementation that trains. native: the C++ core, for the architectures in docs/supported-models.md. hf: "
+        "transformers, for any causal language model; slower, and needs the extra `hf`.",
     )
     reuse_generation_logprobs: Literal["auto", "always", "never"] = key(
         "auto",
@@ -349,9 +346,8 @@ class PolicyConfig(TrainedModelConfig):
     )
     kept_activations_gb: NonNegative | None = key(
         None,
-        "CPU only: memory in GB for keeping the activations of generation, with which the first update needs "
-        "no forward pass. null: a quarter of the free memory, if the activations of a step fit in it. 0: "
-        "keep none.",
+        "CPU only: memory in GB for keeping the activations of generation, with which the first update needs no "
+        "forward pass. null: a quarter of the free memory, if the activations of a step fit in it. 0: keep none.",
     )
     kept_activations_check_period: Count = key(
         20,
@@ -369,10 +365,9 @@ class PolicyConfig(TrainedModelConfig):
     )
     refit: Literal["full", "delta"] = key(
         "full",
-        "With policy.generation.colocated.enabled false: weights that are sent to the engines. full: all. "
-        "delta: only those that have changed since the last refit, which pays with bfloat16 and small "
-        "learning rates; the trainer then keeps a copy of the previous weights. The engines' weights are the "
-        "same either way.",
+        "With policy.generation.colocated.enabled false: weights that are sent to the engines. full: all. delta: only "
+        "those that have changed since the last refit, which pays with bfloat16 and small learning rates; the trainer "
+        "then keeps a copy of the previous weights. The engines' weights are the same either way.",
     )
     generation: GenerationConfig = section(GenerationConfig, "sampling and engine")
     draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")

@@ -69,9 +69,7 @@ class SFTConfig(OnePassLoop):
         """The number of rows per step: policy.train_global_batch_size."""
         return self._rows
 
-    @property
-    def prompts_per_round(self) -> int:
-        return self._rows
+    prompts_per_round = num_prompts_per_step
 
     @property
     def val_batch_size(self) -> int:
@@ -80,10 +78,6 @@ class SFTConfig(OnePassLoop):
     @property
     def max_val_samples(self) -> int | None:
         return self.val_batches * self.val_global_batch_size if self.val_batches > 0 else None
-
-    def fill_rows(self, rows: int) -> None:
-        """Set the number of rows per step, which is policy.train_global_batch_size."""
-        self._rows = rows
 
 
 def check_sft(config: SFTMasterConfig, report: Report) -> None:

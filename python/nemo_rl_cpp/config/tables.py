@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from nemo_rl_cpp.dotted_names import PythonObjectRef, is_user_defined
 
-from .base import Section, forget_keys, section_type
+from .base import Section, own_keys, section_type
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> None:
 
 def rebuild(section: type[BaseModel]) -> None:
     """Make pydantic rebuild the validators of a section and of every section that contains it."""
-    forget_keys()
+    own_keys.cache_clear()
     level, done = _below(section), set()
     while level:
         for each in level:

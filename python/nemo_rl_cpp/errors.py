@@ -270,12 +270,8 @@ def _package_sentence(name: str, place: Place | None) -> str:
     package = name.partition(".")[0]
     if package != name and package in sys.modules:
         return f"there is no module {name}{wanted}"
-    return f"the package {package}{wanted}{',' if wanted else ''} is not installed: run `{install_command(package)}`"
-
-
-def install_command(package: str) -> str:
-    """Return the command that installs the package with the import name `package`."""
-    return f"pip install {_INSTALLED_AS.get(package, package)}"
+    install = f"pip install {_INSTALLED_AS.get(package, package)}"
+    return f"the package {package}{wanted}{',' if wanted else ''} is not installed: run `{install}`"
 
 
 def _os_sentence(error: OSError) -> str:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from nemo_rl_cpp.data.tokenizer import Tokenizer
     from nemo_rl_cpp.models.generation.base_engine import BaseEngine
 
-BASE_CONFIG = "evals/notebook.yaml"
 DEFAULT_NEW_TOKENS = 256
 _OPTIONS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")
 
@@ -214,7 +213,7 @@ def eval_config(given: Keys) -> EvalMasterConfig:
         raise ValueError(f"precision is {in_a_line(precision)}: expected float32 or bfloat16")
     length = "generation.vllm_cfg.max_model_len"
     return load_eval_config(
-        BASE_CONFIG,
+        "evals/notebook.yaml",
         [] if length in given else [f"~{length}"],  # by default the model's positions limit it
         values={key: value for key, (_, value) in given.items()},
         places={key: f"argument {name}" for key, (name, _) in given.items()},

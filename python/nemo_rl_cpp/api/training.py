@@ -19,7 +19,7 @@ from nemo_rl_cpp.api.result import TrainResult
 from nemo_rl_cpp.api.rows import TASK, dataset_of, rows_of
 from nemo_rl_cpp.argument_checks import folder_path, in_a_line, model_name, whole_number
 from nemo_rl_cpp.checks import preflight
-from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.loader import LOADERS
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Row, TokenizerType
 from nemo_rl_cpp.dotted_names import search_for_modules
@@ -111,7 +111,6 @@ def train_ppo(
     return _train_call("ppo", _DEFAULTS | given | first | more)
 
 
-_LOAD = {"grpo": load_grpo_config, "ppo": load_ppo_config}
 _KEYS = {  # argument -> configuration key; {} is the algorithm's section
     "model": "policy.model_name",
     "precision": "policy.precision",
@@ -209,7 +208,7 @@ def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainM
         pass  # the configuration rejects it with its own message
     values |= {key: value for key, (_, value) in given.items()}
     places = {key: f"argument {name}" for key, (name, _) in given.items()}
-    return _LOAD[section](f"{section}_notebook.yaml", values=values, places=places)
+    return LOADERS[section](f"{section}_notebook.yaml", values=values, places=places)
 
 
 def _preflight(config: TrainMasterConfig) -> None:

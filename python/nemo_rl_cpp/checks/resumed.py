@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nemo_rl_cpp import _config
 from nemo_rl_cpp.config.access import written
-from nemo_rl_cpp.config.errors import SCRIPTS, shown
+from nemo_rl_cpp.config.errors import KINDS, shown
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts
@@ -122,7 +122,7 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
     """Yield (key, reason) for every setting with which the checkpoint cannot be resumed."""
     before, loop = saved.config or {}, config.algorithm
     if saved.config is not None and not isinstance(before.get(loop), Mapping):
-        other = next((name for name in SCRIPTS if name in before), "grpo").upper()
+        other = next((name for name in KINDS if name in before), "grpo").upper()
         yield loop, f"the checkpoint is of a {other} run, this one is {loop.upper()}"
         return
     fixed = {

@@ -113,11 +113,15 @@ _DEAD = {
     "value_loss": "value_loss_fn",
 }
 """Keys in NeMo RL's own recipes that neither NeMo RL nor this package reads -> the key that has the effect."""
-SCRIPTS = {
-    "grpo": "examples/run_grpo_math.py", "ppo": "examples/run_ppo.py", "distillation": "examples/run_distillation.py",
-    "sft": "examples/run_sft.py",
-}  # fmt: skip
-"""Section of a training loop -> the script that runs its configurations."""
+KINDS = {
+    "grpo": ("a GRPO run", "run_grpo_math"),
+    "ppo": ("a PPO run", "run_ppo"),
+    "distillation": ("a distillation run", "run_distillation"),
+    "sft": ("supervised fine-tuning", "run_sft"),
+    "eval": ("an evaluation", "run_eval"),
+}
+"""Kind of a configuration, which is also the section that identifies its files -> (kind in words, script that runs
+it)."""
 
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
@@ -126,9 +130,11 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     if (right := _DEAD.get(name)) is not None:
         return f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"
     section = dotted.partition(".")[0]
-    if section in SCRIPTS and section not in model.model_fields:
-        own = next((f"; did you mean {name}?" for name in SCRIPTS if name in model.model_fields), "")
-        return f"is unknown here{own} (configurations with a section {section} are run by {SCRIPTS[section]})"
+    if section in KINDS and section not in model.model_fields:
+        own = next((f"; did you mean {name}?" for name in KINDS if name in model.model_fields), "")
+        return (
+            f"is unknown here{own} (configurations with a section {section} are run by examples/{KINDS[section][1]}.py)"
+        )
     if name == "_override_":
         return "works in a section at the top of the file only, not deeper"
     known = model.known_keys()

@@ -127,12 +127,6 @@ def devices_of(config: WholeConfig) -> int:
     return max(written, *(prod(sizes) for sizes in cut.values()), 1)
 
 
-def engine_of(config: WholeConfig) -> str | None:
-    """Return the configured engine of NeMo RL that the trainer's own engine replaces; None if there is none."""
-    generation = config.sampling[1]
-    return generation.backend if generation.backend in FOREIGN_ENGINES and not generation.runs_vllm else None
-
-
 def is_apart(config: WholeConfig) -> bool:
     """Return whether the configuration gives generation separate devices, although in this run generation shares the
     trainer's devices."""
@@ -145,13 +139,13 @@ def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
     """Return the line that compares the devices and the engine that the configuration file was written for with those
     of this run; None if they are the same. A run, `check` and `--dry-run` print it. `forecast` is a short text about
     the memory that the run needs, which is appended."""
-    devices, engine, apart = devices_of(config), engine_of(config), is_apart(config)
+    devices, generation, apart = devices_of(config), config.sampling[1], is_apart(config)
     written = []
     if devices > 1:
         sizes = ", ".join(f"{key} {size}" for key, size in sizes_of(config).items())
         written.append(f"{devices} devices ({sizes})")
-    if engine is not None:
-        written.append(f"the engine {engine}")
+    if generation.backend in FOREIGN_ENGINES and not generation.runs_vllm:
+        written.append(f"the engine {generation.backend}")
     if apart:
         written.append("generation on devices of its own")
     if not written:

@@ -17,7 +17,7 @@ from nemo_rl_cpp.errors import keep_out_of_files, short_path
 from .access import mapped, plain
 from .base import Section, additions, mistakes, section_at, walk
 from .env import environment_sections
-from .errors import ConfigError, Problem, Report, dotted_key, explained, sentence, unknown_key
+from .errors import KINDS, ConfigError, Problem, Report, dotted_key, explained, sentence, unknown_key
 from .master import (
     DistillationMasterConfig,
     EvalMasterConfig,
@@ -236,16 +236,6 @@ LOADERS = {
     "grpo": load_grpo_config, "ppo": load_ppo_config, "distillation": load_distillation_config, "sft": load_sft_config, "eval": load_eval_config,
 }  # fmt: skip
 """Kind of a configuration -> the function that loads it."""
-
-
-KINDS = {
-    "grpo": ("a GRPO run", "run_grpo_math"),
-    "ppo": ("a PPO run", "run_ppo"),
-    "distillation": ("a distillation run", "run_distillation"),
-    "sft": ("supervised fine-tuning", "run_sft"),
-    "eval": ("an evaluation", "run_eval"),
-}
-"""Kind, which is also the section that identifies its files -> (kind in words, script that runs it)."""
 
 
 def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None:

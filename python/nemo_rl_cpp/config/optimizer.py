@@ -206,18 +206,6 @@ class MegatronSchedule:
     weight_decay_incr_style: str
 
 
-def torch_optimizer(config: OptimizerConfig) -> OptimizerSettings:
-    kwargs = config.kwargs
-    return OptimizerSettings(
-        kwargs.lr,
-        kwargs.weight_decay,
-        (kwargs.betas[0], kwargs.betas[1]),
-        kwargs.eps,
-        kwargs.exp_avg_dtype,
-        kwargs.exp_avg_sq_dtype,
-    )
-
-
 def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:
     """Return the learning-rate schedule for the entries of `scheduler`; None for a constant learning rate."""
     if not stages:
@@ -230,13 +218,6 @@ def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:
     )
     milestones = next((tuple(stage.milestones) for stage in stages if stage.milestones is not None), ())
     return TorchSchedule(named, milestones)
-
-
-def megatron_optimizer(config: MegatronOptimizerConfig) -> OptimizerSettings:
-    betas = (config.adam_beta1, config.adam_beta2)
-    return OptimizerSettings(
-        config.lr, config.weight_decay, betas, config.adam_eps, config.exp_avg_dtype, config.exp_avg_sq_dtype
-    )
 
 
 def megatron_schedule(optimizer: MegatronOptimizerConfig, scheduler: MegatronSchedulerConfig) -> MegatronSchedule:

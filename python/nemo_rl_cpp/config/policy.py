@@ -20,9 +20,7 @@ from .optimizer import (
     OptimizerSettings,
     SchedulerStage,
     TorchSchedule,
-    megatron_optimizer,
     megatron_schedule,
-    torch_optimizer,
     torch_schedule,
 )
 from .tables import Entry, OneOf, Table
@@ -260,8 +258,12 @@ class TrainedModelConfig(Section):
         """Return the settings of AdamW, from megatron_cfg.optimizer if megatron_cfg is enabled, otherwise from
         `optimizer`."""
         if self.megatron_cfg.enabled:
-            return megatron_optimizer(self.megatron_cfg.optimizer)
-        return torch_optimizer(self.optimizer or OptimizerConfig())
+            given = self.megatron_cfg.optimizer
+            betas, eps = (given.adam_beta1, given.adam_beta2), given.adam_eps
+        else:
+            given = (self.optimizer or OptimizerConfig()).kwargs
+            betas, eps = (given.betas[0], given.betas[1]), given.eps
+        return OptimizerSettings(given.lr, given.weight_decay, betas, eps, given.exp_avg_dtype, given.exp_avg_sq_dtype)
 
     def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
         """Return the learning-rate schedule, from megatron_cfg if it is enabled, otherwise from `scheduler`. None: a

@@ -93,16 +93,8 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
         tokenizer = name if config.tokenizer.name in (None, given) else config.tokenizer.name
         backend, length_key = config.generation.backend, "generation.vllm_cfg.max_model_len"
-        yield _Use(
-            "generation.model_name",
-            name,
-            tokenizer,
-            "tokenizer.name",
-            backend,
-            length,
-            length_key,
-            device=config.cluster.device,
-        )
+        device, key = config.cluster.device, "generation.model_name"
+        yield _Use(key, name, tokenizer, "tokenizer.name", backend, length, length_key, device=device)
         return
     processes = max(trainers_of(config), 1)
     for section in ("policy", "value") if config.has_critic else ("policy",):
@@ -112,8 +104,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
             f"{section}.model_name", model.model_name, tokenizer, f"{section}.tokenizer.name", model.backend,
             model.max_total_sequence_length, f"{section}.max_total_sequence_length", model.hf_config_overrides,
             section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section), config.cluster.device,
-            model.quantization,
-            model,
+            model.quantization, model,
         )  # fmt: skip
         yield use
         if section == "policy":

@@ -1,6 +1,5 @@
 """`nemo-rl-cpp generate` generates text with a model or a checkpoint."""
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -34,10 +33,6 @@ def main(arguments: Sequence[str]) -> int:
     known, rest = parser.parse_known_args(arguments)
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)} (a prompt of several words goes into quotes)")
-    return _run(known)
-
-
-def _run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     first: list[float] = []
 
@@ -46,15 +41,15 @@ def _run(arguments: argparse.Namespace) -> int:
             first.append(time.perf_counter())
         print(piece, end="", flush=True)
 
-    if arguments.system is not None and not arguments.chat:
+    if known.system is not None and not known.chat:
         raise ValueError("--system goes with --chat")
-    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
-    generator = TextGenerator(arguments.model, precision=arguments.precision, num_threads=arguments.threads)
+    prompt = sys.stdin.read() if known.prompt is None else known.prompt
+    messages = [{"role": "system", "content": known.system}] if known.system is not None else []
+    generator = TextGenerator(known.model, precision=known.precision, num_threads=known.threads)
     done = generator.generate(
-        [*messages, {"role": "user", "content": prompt}] if arguments.chat else prompt,
-        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k,
-        greedy=arguments.greedy, seed=arguments.seed, stop_strings=arguments.stop, on_text=show,
+        [*messages, {"role": "user", "content": prompt}] if known.chat else prompt,
+        max_new_tokens=known.max_new_tokens, temperature=known.temperature, top_p=known.top_p, top_k=known.top_k,
+        greedy=known.greedy, seed=known.seed, stop_strings=known.stop, on_text=show,
     )  # fmt: skip
     print()
     print(f"[{_what_it_took(done, first[0] - start if first else None, time.perf_counter() - start)}]", file=sys.stderr)

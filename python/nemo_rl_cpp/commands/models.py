@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -47,22 +46,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--tokens", type=at_least(1), default=512, help="tokens of prompt and response together (default: 512)"
     )
-    return _show(parser.parse_args(arguments))
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    word, types = arguments.word.lower(), ", ".join(SUPPORTED_ARCHITECTURES)
+    known = parser.parse_args(arguments)
+    word, types = known.word.lower(), ", ".join(SUPPORTED_ARCHITECTURES)
     models = [model for model in KNOWN_MODELS if word in f"{model.name} {model.model_type}".lower()]
     if not models:
-        print(
-            f"no known model has {arguments.word!r} in its name; any folder or hub name of these types trains: {types}"
-        )
+        print(f"no known model has {known.word!r} in its name; any folder or hub name of these types trains: {types}")
         return 1
     memory = machine_memory()
     rows = [["model", "model_type", "parameters", *(task.heading for task in TASKS), "text alone"]]
-    rows += [_row(model, arguments.responses, arguments.tokens, memory) for model in models]
+    rows += [_row(model, known.responses, known.tokens, memory) for model in models]
     print(
-        f"Memory at the peak of a step: {arguments.responses} responses of up to {arguments.tokens} tokens, micro-batches of 4,\n"
+        f"Memory at the peak of a step: {known.responses} responses of up to {known.tokens} tokens, micro-batches of 4,\n"
         "activation checkpointing; bfloat16 where nothing is said.\n"
     )
     widths = [max(map(len, column)) for column in zip(*rows)]

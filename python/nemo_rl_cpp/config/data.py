@@ -129,12 +129,8 @@ class DatasetDefaults(Section):
 def _held_out(value: object) -> float | None:
     if value is None:
         return None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or value < 0
-        or (isinstance(value, float) and value >= 1)
-    ):
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_count and not (isinstance(value, float) and 0 <= value < 1):
         raise ValueError(f"must be a share from 0 to below 1, or a whole number of samples, not {value!r}")
     return value
 

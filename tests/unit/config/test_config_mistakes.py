@@ -283,6 +283,12 @@ def test_error_that_follows_from_another_config_error_is_not_reported():
     assert [p.key for p in caught.value.problems] == ["policy.max_total_sequence_length"]
 
 
+EVAL_CASES = {
+    "k": ("eval.k_value=2", "eval.k_value", ["eval.num_tests_per_prompt"]),
+    "greedy": ("eval.num_tests_per_prompt=4", "generation.temperature", ["above 0"]),
+    "metric": ("eval.metric=pass", "eval.metric", ["pass@k, cons@k"]),
+    "data set": ("data.dataset_name=AIME", "data.dataset_name", ["did you mean AIME20"]),
+}
 PPO_CASES = {
     "value batch": ("value.train_global_batch_size=500", "value.train_global_batch_size", ["256 or 512"]),
     "value length": ("value.max_total_sequence_length=512", "value.max_total_sequence_length", ["policy makes sequences"]),
@@ -300,16 +306,18 @@ PPO_CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PPO_CASES)
-def test_invalid_ppo_override_is_reported_with_its_key(case):
-    overrides, key, words = PPO_CASES[case]
+@pytest.mark.parametrize(
+    "load, overrides, key, words",
+    [(load_ppo_config, *case) for case in PPO_CASES.values()]
+    + [(load_eval_config, *case) for case in EVAL_CASES.values()],
+    ids=[*PPO_CASES, *EVAL_CASES],
+)
+def test_invalid_ppo_or_eval_override_is_reported_with_its_key(load, overrides, key, words):
     overrides = [overrides] if isinstance(overrides, str) else overrides
-    override = overrides[-1]
     with pytest.raises(ConfigError) as caught:
-        load_ppo_config(overrides=overrides)
+        load(overrides=overrides)
     [problem] = caught.value.problems
-    assert problem.key == key
-    assert problem.where == f"override '{override}'"
+    assert (problem.key, problem.where) == (key, f"override '{overrides[-1]}'")
     for word in words:
         assert word in problem.message
 
@@ -337,25 +345,6 @@ def test_max_num_epochs_with_several_loaders_requires_max_num_steps():
 
 def test_value_section_is_not_checked_with_the_raw_reward_estimator():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"])
-
-
-EVAL_CASES = {
-    "k": ("eval.k_value=2", "eval.k_value", ["eval.num_tests_per_prompt"]),
-    "greedy": ("eval.num_tests_per_prompt=4", "generation.temperature", ["above 0"]),
-    "metric": ("eval.metric=pass", "eval.metric", ["pass@k, cons@k"]),
-    "data set": ("data.dataset_name=AIME", "data.dataset_name", ["did you mean AIME20"]),
-}
-
-
-@pytest.mark.parametrize("case", EVAL_CASES)
-def test_invalid_eval_override_is_reported_with_its_key(case):
-    override, key, words = EVAL_CASES[case]
-    with pytest.raises(ConfigError) as caught:
-        load_eval_config(overrides=[override])
-    [problem] = caught.value.problems
-    assert (problem.key, problem.where) == (key, f"override '{override}'")
-    for word in words:
-        assert word in problem.message
 
 
 BROKEN_FILES = {

@@ -66,14 +66,9 @@ def test_unavailable_model_is_reported_before_torch_loads():
 
 
 SMOL = dict(
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=10,
+    hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=10,
     tie_word_embeddings=True,
-)
+)  # fmt: skip
 
 
 def test_parameter_count_matches_a_hand_computed_case():

@@ -5,17 +5,10 @@ from pathlib import Path
 
 import pytest
 from nemo_rl_cpp import _config
-from nemo_rl_cpp.config import (
-    find_config,
-    load_distillation_config,
-    load_eval_config,
-    load_grpo_config,
-    load_ppo_config,
-    load_sft_config,
-)
+from nemo_rl_cpp.config import find_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.data import DATASET_REGISTRY
 from nemo_rl_cpp.config.env import ENV_REGISTRY, environment_sections
-from nemo_rl_cpp.config.loader import kind_of
+from nemo_rl_cpp.config.loader import LOADERS, kind_of
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
 from nemo_rl_cpp.environments.loading import environment_class
 from nemo_rl_cpp.files.yaml_text import dump_yaml
@@ -41,20 +34,6 @@ LEFT_OPEN = {
 }  # null is NeMo RL's false, unless generation and training differ
 
 
-def loader(path):
-    return (
-        load_eval_config
-        if "evals" in path.parts
-        else load_ppo_config
-        if path.name.startswith(("ppo", "vapo"))
-        else load_distillation_config
-        if path.name.startswith("distillation")
-        else load_sft_config
-        if path.name.startswith("sft")
-        else load_grpo_config
-    )
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "agents").glob("*.yaml")), ids=lambda path: path.name)
 def test_agent_example_configurations_load(path):
     assert load_grpo_config(path).policy.generation.expose_http_server
@@ -62,10 +41,11 @@ def test_agent_example_configurations_load(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_dumped_configuration_loads_with_identical_values(path, tmp_path):
-    config = loader(path)(path, MUST_BE_GIVEN.get(path.name, []))
+    load = LOADERS[kind_of(path)]
+    config = load(path, MUST_BE_GIVEN.get(path.name, []))
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_yaml(config.model_dump()))
-    assert loader(path)(copy).model_dump() == config.model_dump()
+    assert load(copy).model_dump() == config.model_dump()
 
 
 @pytest.mark.parametrize("name", NEMO_RL)
@@ -111,7 +91,7 @@ def test_resolved_values_equal_nemo_rls_but_for_listed_exceptions(name, tmp_path
         node[last] = value
     (tmp_path / "theirs.yaml").write_text(dump_yaml(tree))
     resolved = _config.load(str(tmp_path / "theirs.yaml"), [], [], set())[0]
-    ours = loader(ROOT / "configs" / name)(ROOT / "configs" / name).model_dump()
+    ours = LOADERS[kind_of(name)](ROOT / "configs" / name).model_dump()
     different = {}
     for key in theirs:
         expected, actual = resolved, ours
@@ -120,17 +100,6 @@ def test_resolved_values_equal_nemo_rls_but_for_listed_exceptions(name, tmp_path
         if without_null(actual) != without_null(expected) and key not in EXCEPTIONS:
             different[key] = (expected, actual)
     assert different == {}
-
-
-def test_nemo_rl_math_configuration_loads_unchanged(tmp_path):
-    text = (
-        (ROOT / "configs/grpo_math_1B.yaml")
-        .read_text()
-        .replace("backend: null                   # that of policy.backend; NeMo RL: vllm", "backend: vllm")
-    )
-    theirs = "\n".join(line for line in text.splitlines() if line.strip() != "backend: native")
-    (tmp_path / "theirs.yaml").write_text(theirs)
-    assert load_grpo_config(tmp_path / "theirs.yaml").policy.generation.backend == "vllm"
 
 
 def test_shipped_configuration_is_found_by_each_of_its_names(monkeypatch, tmp_path):

@@ -192,14 +192,10 @@ def test_overrides_add_keys_to_free_form_mappings_without_a_plus(override, expec
     assert evaluation.tokenizer.chat_template_kwargs == expected
 
 
-def test_automodel_cfg_is_accepted_as_a_name_of_dtensor_cfg(tmp_path):
-    file = tmp_path / "new.yaml"
-    file.write_text("defaults: grpo_math_1B.yaml\n")
-    for overrides in (
-        ["++policy.automodel_cfg.activation_checkpointing=true"],
-        ["policy.dtensor_cfg.activation_checkpointing=true"],
-    ):
-        assert load_grpo_config("grpo_math_1B.yaml", overrides).policy.activation_checkpointing
+@pytest.mark.parametrize("section", ["++policy.automodel_cfg", "policy.dtensor_cfg"])
+def test_automodel_cfg_is_accepted_as_a_name_of_dtensor_cfg(section):
+    config = load_grpo_config("grpo_math_1B.yaml", [f"{section}.activation_checkpointing=true"])
+    assert config.policy.activation_checkpointing
 
 
 @pytest.mark.parametrize("enabled", ["false", "true"])

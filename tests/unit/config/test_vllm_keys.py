@@ -7,6 +7,7 @@ from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config
 from nemo_rl_cpp.config.fold import EXACTNESS, exactness_of, exactness_text, fold_text
 
 VLLM = ["policy.generation.backend=vllm", f"policy.generation.vllm_cfg.python={sys.executable}"]
+SERVER = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:8000"]
 
 
 def mistakes(*overrides):
@@ -44,56 +45,48 @@ def test_every_pair_of_trainer_and_engine_has_an_exactness_entry():
     assert [pair for pair, row in EXACTNESS.items() if row.equal] == [("native", "native")]
 
 
+OF_PYTHON = [
+    (["policy.generation.vllm_cfg.server_url=http://localhost:8000"], "is given beside policy.generation.vllm_cfg.python: set one of them to null"),
+    (["policy.generation.vllm_cfg.python=/nowhere/python"], "is /nowhere/python, which is no program that can be run"),
+    (["policy.generation.backend=native"], "names an interpreter with vLLM, but policy.generation.backend is native"),
+    (["cluster.executor=processes", "cluster.gpus_per_node=2"], "vLLM gets its weights from one training process: set it to auto"),
+    (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
+    (["policy.generation.temperature=0.009"], "policy.generation.temperature is 0.009, which vLLM would raise to 0.01: set it to 0.01 or more"),
+    (["policy.generation.val_temperature=1e-6"], "val_temperature is 1e-06, which vLLM would raise to 0.01: set it to 0.01 or more, or to 0"),
+    (["policy.kept_activations_gb=1"], "vLLM keeps no activations for training"),
+    (["++policy.generation.vllm_kwargs.dtype=float32"], "vllm_kwargs.dtype is given by the run itself: leave it out, and set policy.generation.vllm_cfg.precision"),
+    (["++policy.generation.vllm_kwargs.worker_cls=x"], "vllm_kwargs.worker_cls is given by the run itself: leave it out"),
+    (["++policy.generation.vllm_kwargs.quantization=fp8"], "quantised generation changes results"),
+    (["policy.generation.vllm_cfg.precision=fp8"], "quantised generation changes results"),
+    (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
+    (["policy.generation.vllm_cfg.timeout_s=0"], "timeout_s"),
+]  # fmt: skip
+OF_SERVER = [
+    (["policy.generation.backend=native"], "names a vLLM server, but policy.generation.backend is native: set it to vllm, or server_url to null"),
+    (["policy.generation.vllm_cfg.server_url=localhost:8000"], "is localhost:8000: expected http://HOST:PORT of a vLLM server"),
+    (["policy.generation.vllm_cfg.server_url=http://"], "expected http://HOST:PORT of a vLLM server"),
+    (["policy.generation.vllm_cfg.server_url=http://a:99999"], "expected http://HOST:PORT of a vLLM server"),
+    (["++policy.generation.vllm_kwargs.max_num_seqs=4"], "vllm_kwargs is said where the server is started: leave it out here, and give it to the server"),
+    (["++policy.generation.vllm_cfg.env_vars.A=1"], "vllm_cfg.env_vars is said where the server is started"),
+    (["policy.generation.kv_cache_gb=1"], "kv_cache_gb is said where the server is started"),
+    (["policy.generation.vllm_cfg.enable_prefix_caching=false"], "enable_prefix_caching is said where the server is started"),
+    (["cluster.executor=processes", "cluster.gpus_per_node=2"], "set it to auto, or set policy.generation.vllm_cfg.server_url to null"),
+    (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
+    (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["policy.generation.vllm_cfg.server_url=http://localhost:8000"], "is given beside policy.generation.vllm_cfg.python: set one of them to null"),
-        (["policy.generation.vllm_cfg.python=/nowhere/python"], "is /nowhere/python, which is no program that can be run"),
-        (["policy.generation.backend=native"], "names an interpreter with vLLM, but policy.generation.backend is native"),
-        (["cluster.executor=processes", "cluster.gpus_per_node=2"], "vLLM gets its weights from one training process: set it to auto"),
-        (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
-        (["policy.generation.temperature=0.009"], "policy.generation.temperature is 0.009, which vLLM would raise to 0.01: set it to 0.01 or more"),
-        (["policy.generation.val_temperature=1e-6"], "val_temperature is 1e-06, which vLLM would raise to 0.01: set it to 0.01 or more, or to 0"),
-        (["policy.kept_activations_gb=1"], "vLLM keeps no activations for training"),
-        (["++policy.generation.vllm_kwargs.dtype=float32"], "vllm_kwargs.dtype is given by the run itself: leave it out, and set policy.generation.vllm_cfg.precision"),
-        (["++policy.generation.vllm_kwargs.worker_cls=x"], "vllm_kwargs.worker_cls is given by the run itself: leave it out"),
-        (["++policy.generation.vllm_kwargs.quantization=fp8"], "quantised generation changes results"),
-        (["policy.generation.vllm_cfg.precision=fp8"], "quantised generation changes results"),
-        (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
-        (["policy.generation.vllm_cfg.timeout_s=0"], "timeout_s"),
-    ],
-)  # fmt: skip
-def test_settings_incompatible_with_vllm_are_rejected(overrides, text):
-    assert text in mistakes(*VLLM, *overrides)
-
-
-SERVER = ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.server_url=http://127.0.0.1:8000"]
+    "vllm, overrides, text", [(VLLM, *case) for case in OF_PYTHON] + [(SERVER, *case) for case in OF_SERVER]
+)
+def test_settings_incompatible_with_vllm_are_rejected(vllm, overrides, text):
+    assert text in mistakes(*vllm, *overrides)
 
 
 def test_server_url_selects_vllm_and_importance_sampling_correction():
     config = load_grpo_config("grpo_tiny.yaml", SERVER)
     assert config.policy.generation.runs_vllm and fold_text(config) is None
     assert config.loss_fn.use_importance_sampling_correction is True and not exactness_of(config.policy).equal
-
-
-@pytest.mark.parametrize(
-    ("overrides", "text"),
-    [
-        (["policy.generation.backend=native"], "names a vLLM server, but policy.generation.backend is native: set it to vllm, or server_url to null"),
-        (["policy.generation.vllm_cfg.server_url=localhost:8000"], "is localhost:8000: expected http://HOST:PORT of a vLLM server"),
-        (["policy.generation.vllm_cfg.server_url=http://"], "expected http://HOST:PORT of a vLLM server"),
-        (["policy.generation.vllm_cfg.server_url=http://a:99999"], "expected http://HOST:PORT of a vLLM server"),
-        (["++policy.generation.vllm_kwargs.max_num_seqs=4"], "vllm_kwargs is said where the server is started: leave it out here, and give it to the server"),
-        (["++policy.generation.vllm_cfg.env_vars.A=1"], "vllm_cfg.env_vars is said where the server is started"),
-        (["policy.generation.kv_cache_gb=1"], "kv_cache_gb is said where the server is started"),
-        (["policy.generation.vllm_cfg.enable_prefix_caching=false"], "enable_prefix_caching is said where the server is started"),
-        (["cluster.executor=processes", "cluster.gpus_per_node=2"], "set it to auto, or set policy.generation.vllm_cfg.server_url to null"),
-        (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
-        (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
-    ],
-)  # fmt: skip
-def test_settings_incompatible_with_a_vllm_server_are_rejected(overrides, text):
-    assert text in mistakes(*SERVER, *overrides)
 
 
 @pytest.mark.parametrize("key", [f"python={sys.executable}", "server_url=http://127.0.0.1:8000"])

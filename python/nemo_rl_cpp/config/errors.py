@@ -36,9 +36,9 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: list[Problem]):
 
-        def place(problem: Problem) -> tuple[str, int, str, str]:
+        def place(problem: Problem) -> tuple[str, int, tuple[str, str]]:
             file, _, line = problem.where.rpartition(":")
-            return file, int(line) if line.isdigit() else 0, problem.key, problem.message
+            return file, int(line) if line.isdigit() else 0, (problem.key, problem.message)
 
         self.problems = sorted(set(problems), key=place)
         super().__init__("\n".join(str(problem) for problem in self.problems))

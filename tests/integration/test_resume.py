@@ -49,6 +49,16 @@ def test_killed_and_resumed_run_ends_like_an_uninterrupted_one(check, mode, kill
     assert check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 
 
+MAMBA2 = [
+    f"++policy.hf_config_overrides.{key}"
+    for key in ("model_type=nemotron_h", "hybrid_override_pattern=M-*-", "n_groups=2", "mamba_num_heads=4", "ssm_state_size=16", "mamba_head_dim=16")
+]  # fmt: skip
+
+
+def test_killed_and_resumed_run_of_a_recurrent_model_ends_like_an_uninterrupted_one(check):
+    assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *MAMBA2], seed=7) == []
+
+
 # in the middle of the critic's warm-up, and after it; several optimizer steps an epoch
 PPO_RUN = [
     "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=16", "ppo.val_period=4",

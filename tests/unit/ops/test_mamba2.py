@@ -6,7 +6,7 @@ import pytest
 import torch
 from nemo_rl_cpp._native import C
 from reference import gated_delta, mamba2
-from test_gated_delta import SEQUENCES, TOKENS, TYPES, draw, full, gradients_of, relative_gap
+from test_gated_delta import SEQUENCES, TOKENS, TYPES, compare, draw, full, relative_gap
 from threads import on_threads
 
 #          P, U, dk, dv, W; the heads of Nemotron Nano v2 are of 128 and 80
@@ -20,15 +20,20 @@ def inputs(shape, dtype, tokens=TOKENS):
     return [draw(*size, dtype=dtype, seed=1 + i) for i, size in enumerate(sizes)]
 
 
+def compare_rule(shape, limits, arguments, d_out, bound):
+    rest = (full(SEQUENCES), shape, limits)
+    compare(
+        lambda *x: C.mamba2(*x, *rest), lambda *x: C.mamba2_backward(*x, *rest),
+        lambda *x: mamba2.mamba2(*x, SEQUENCES, shape, limits), arguments, d_out, bound,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("limits", [FREE, LIMITED], ids=["free", "limited"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
 def test_mamba2_and_its_gradients_agree_with_the_reference(shape, limits, dtype, bound):
-    arguments, d_out = inputs(shape, dtype), draw(TOKENS, shape[1] * shape[3], dtype=dtype, seed=9)
-    expected, gradients = gradients_of(lambda *x: mamba2.mamba2(*x, SEQUENCES, shape, limits), arguments, d_out)
-    assert relative_gap(C.mamba2(*arguments, full(SEQUENCES), shape, limits), expected) < bound
-    for mine, theirs in zip(C.mamba2_backward(d_out, *arguments, full(SEQUENCES), shape, limits), gradients):
-        assert relative_gap(mine, theirs) < bound
+    d_out = draw(TOKENS, shape[1] * shape[3], dtype=dtype, seed=9)
+    compare_rule(shape, limits, inputs(shape, dtype), d_out, bound)
 
 
 @pytest.mark.parametrize("rate", [-6.0, 3.0])
@@ -36,21 +41,19 @@ def test_gradients_with_slow_or_fast_decaying_states_match_the_reference(rate):
     shape, arguments = SHAPES[0], inputs(SHAPES[0], torch.float64)
     arguments[2].fill_(rate)
     d_out = draw(TOKENS, shape[1] * shape[3], dtype=torch.float64, seed=9)
-    _, gradients = gradients_of(lambda *x: mamba2.mamba2(*x, SEQUENCES, shape, FREE), arguments, d_out)
     for dtype, bound in TYPES[:2]:
-        ours = C.mamba2_backward(d_out.to(dtype), *(x.to(dtype) for x in arguments), full(SEQUENCES), shape, FREE)
-        for mine, theirs in zip(ours, gradients):
-            assert relative_gap(mine, theirs) < bound
+        compare_rule(shape, FREE, [x.to(dtype) for x in arguments], d_out.to(dtype), bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
 def test_short_conv_with_a_bias_and_its_gradients_agree_with_the_reference(dtype, bound):
     sizes = [(TOKENS, 80), (80, 4), (80,), (TOKENS, 80)]
     x, w, bias, dy = (draw(*size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
-    expected, gradients = gradients_of(lambda *a: gated_delta.short_conv(*a[:2], SEQUENCES, a[2]), [x, w, bias], dy)
-    assert relative_gap(C.short_conv(x, w, full(SEQUENCES), bias=bias), expected) < bound
-    for mine, theirs in zip(C.short_conv_backward(dy, x, w, full(SEQUENCES), bias), gradients):
-        assert relative_gap(mine, theirs) < bound
+    compare(
+        lambda x, w, bias: C.short_conv(x, w, full(SEQUENCES), bias=bias),
+        lambda dy, x, w, bias: C.short_conv_backward(dy, x, w, full(SEQUENCES), bias),
+        lambda x, w, bias: gated_delta.short_conv(x, w, SEQUENCES, bias), [x, w, bias], dy, bound,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -58,10 +61,10 @@ def test_short_conv_with_a_bias_and_its_gradients_agree_with_the_reference(dtype
 def test_norm_after_the_gate_and_its_gradients_agree_with_the_reference(groups, dtype, bound):
     x, z, dy = (draw(TOKENS, 96, dtype=dtype, seed=i) for i in range(3))
     w = draw(96, dtype=dtype, seed=4)
-    expected, gradients = gradients_of(lambda *a: mamba2.gated_norm(*a, 1e-6, groups), [x, z, w], dy)
-    assert relative_gap(C.gated_norm(x, z, w, 1e-6, groups), expected) < bound
-    for mine, theirs in zip(C.gated_norm_backward(dy, x, z, w, 1e-6, groups), gradients):
-        assert relative_gap(mine, theirs) < bound
+    compare(
+        lambda *a: C.gated_norm(*a, 1e-6, groups), lambda *a: C.gated_norm_backward(*a, 1e-6, groups),
+        lambda *a: mamba2.gated_norm(*a, 1e-6, groups), [x, z, w], dy, bound,
+    )  # fmt: skip
     assert torch.equal(C.gated_norm(x[7:9], z[7:9], w, 1e-6, groups), C.gated_norm(x, z, w, 1e-6, groups)[7:9])
 
 

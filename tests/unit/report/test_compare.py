@@ -11,18 +11,12 @@ from test_report import check, unpacked
 
 def write_log(folder, accuracy, lr=1e-3, interval=0.05):
     folder.mkdir(parents=True)
-    rows = [
-        {"step": step, "train/reward": step / 10, "timing/train/total_step_time": 2.0, "timing/train/generation": 1.0}
-        for step in (1, 2, 3)
-    ]
-    rows.append(
-        {"step": 3, "validation/accuracy": accuracy, "validation/num_samples": 100, "validation/right_or_wrong": 1.0}
-    )
+    times = {"timing/train/total_step_time": 2.0, "timing/train/generation": 1.0}
+    rows = [{"step": step, "train/reward": step / 10} | times for step in (1, 2, 3)]
+    validation = {"accuracy": accuracy, "num_samples": 100, "right_or_wrong": 1.0}
     if interval:
-        rows[-1] |= {
-            "validation/accuracy_ci95_low": accuracy - interval,
-            "validation/accuracy_ci95_high": accuracy + interval,
-        }
+        validation |= {"accuracy_ci95_low": accuracy - interval, "accuracy_ci95_high": accuracy + interval}
+    rows.append({"step": 3} | {f"validation/{name}": value for name, value in validation.items()})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {"policy": {"lr": lr, "name": "<m>"}, "logger": {"log_dir": str(folder)}}
     (folder / "hyperparams.json").write_text(json.dumps(config))
@@ -39,14 +33,12 @@ def test_compare_command_shows_metrics_and_configurations_of_two_runs(tmp_path, 
     assert lines["policy.lr"] == ["0.001", "0.0001"] and "logger.log_dir" not in text and "policy.name" not in text
     assert lines["generation"] == ["1", "1"] and lines["seconds a step"] == ["2", "2"]
     # sqrt(2) * 0.05 on both sides of 0.4
-    assert "b/exp_001 validates better than a/exp_001 at step 3, by 0.400 (95 % interval 0.329 to 0.471)." in " ".join(
-        text.split()
-    )
+    verdict = "b/exp_001 validates better than a/exp_001 at step 3, by 0.400 (95 % interval 0.329 to 0.471)."
+    assert verdict in " ".join(text.split())
     checker = check(page.read_text())
     data = unpacked(checker.scripts["data-metrics"])
-    assert [run["name"] for run in data["runs"]] == ["a/exp_001", "b/exp_001"] and data["panels"][0][
-        "title"
-    ] == "Reward"
+    assert [run["name"] for run in data["runs"]] == ["a/exp_001", "b/exp_001"]
+    assert data["panels"][0]["title"] == "Reward"
     assert "policy.lr" in "".join(checker.text)
 
 
@@ -63,11 +55,9 @@ def test_runs_of_different_lengths_are_compared_at_their_last_common_validation(
     folders = [write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.7)]
     with open(folders[1] / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "validation/accuracy": 0.8}\n')
-    verdict = compare_runs(folders).verdict
-    assert (
-        verdict
-        == "b validates better than a at step 3, the last that both have, by 0.200 (95 % interval 0.129 to 0.271)."
-    )
+    gap = "by 0.200 (95 % interval 0.129 to 0.271)"
+    verdict = f"b validates better than a at step 3, the last that both have, {gap}."
+    assert compare_runs(folders).verdict == verdict
 
 
 def test_interval_of_a_difference_matches_newcombes_published_example():

@@ -1,6 +1,5 @@
 """Conversations as token ids, text streams and tool calls."""
 
-import httpx
 import pytest
 from nemo_rl_cpp.data.texts import TextStream
 from nemo_rl_cpp.data.tokenizer import Tokenizer
@@ -16,7 +15,7 @@ from nemo_rl_cpp.serving.bodies import ChatBody, ChatMessage, CompletionBody
 from nemo_rl_cpp.serving.chat import MARKS, AssistantTurn, chat_prompt, find_calls, turn_of
 from nemo_rl_cpp.serving.engine import LENGTH, STOP_STRING, Progress, Sample, Sampling
 from nemo_rl_cpp.serving.model import ServedModel
-from served import SPECIAL, TEMPLATE, make_folder, serving
+from served import SPECIAL, TEMPLATE
 from tokenizer_folders import byte_fallback, byte_level
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -188,25 +187,23 @@ def test_top_logprobs_keep_tokens_that_decode_to_the_same_text():
     ]  # fmt: skip
 
 
-def test_chat_with_a_rollout_key_reuses_earlier_token_ids_and_renders_tools(tmp_path):
-    with serving(make_folder(tmp_path / "m")) as server, httpx.Client(base_url=f"{server.url}/v1", timeout=60) as http:
+def test_chat_with_a_rollout_key_reuses_earlier_token_ids_and_renders_tools(server, http):
+    def chat(conversation, **more):
+        body = {"messages": conversation, "max_tokens": 12, "return_token_ids": True, **more}
+        answer = http.post("/v1/chat/completions", json=body, headers={"X-Rollout-Key": "r"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
-        def chat(conversation, **more):
-            body = {"messages": conversation, "max_tokens": 12, "return_token_ids": True, **more}
-            answer = http.post("/chat/completions", json=body, headers={"X-Rollout-Key": "r"})
-            assert answer.status_code == 200, answer.text
-            return answer.json()
-
-        conversation = [{"role": "user", "content": "Hello there"}]
-        before: list[int] = []
-        for _ in range(4):
-            answer = chat(conversation)
-            assert answer["prompt_token_ids"][: len(before)] == before
-            before = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
-            conversation += [answer["choices"][0]["message"], {"role": "user", "content": "what is"}]
-        with_tools = chat([{"role": "user", "content": "x"}], tools=[TOOL])
-        assert '"add"' in server.model.tokenizer.decode(with_tools["prompt_token_ids"])
-        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-        asked, answered = {"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "1", "content": "5"}
-        called = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, answered]
-        assert "<tool_call>" in server.model.tokenizer.decode(chat(called, tools=[TOOL])["prompt_token_ids"])
+    conversation = [{"role": "user", "content": "Hello there"}]
+    before: list[int] = []
+    for _ in range(4):
+        answer = chat(conversation)
+        assert answer["prompt_token_ids"][: len(before)] == before
+        before = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
+        conversation += [answer["choices"][0]["message"], {"role": "user", "content": "what is"}]
+    with_tools = chat([{"role": "user", "content": "x"}], tools=[TOOL])
+    assert '"add"' in server.model.tokenizer.decode(with_tools["prompt_token_ids"])
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    asked, answered = {"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "1", "content": "5"}
+    called = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, answered]
+    assert "<tool_call>" in server.model.tokenizer.decode(chat(called, tools=[TOOL])["prompt_token_ids"])

@@ -2,31 +2,18 @@
 
 import json
 
-import httpx
 import pytest
 import torch
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.models.policy.lm_policy import Policy
-from served import make_folder, serving
 
 PROMPT = "what is 12"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("likeliest") / "model")
-
-
-@pytest.fixture(scope="module")
 def tokenizer(folder):
     return Tokenizer.from_pretrained(folder, section="")
-
-
-@pytest.fixture(scope="module")
-def http(folder):
-    with serving(folder) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 def scores(folder, tokenizer, before, temperature):

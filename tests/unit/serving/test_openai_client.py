@@ -1,7 +1,6 @@
 """OpenAI's client against the server: optional fields null, absent and set; earlier answers given back; several prompts."""
 
 import pytest
-from served import make_folder, serving
 
 openai = pytest.importorskip("openai")
 MESSAGES = [{"role": "user", "content": "what is"}]
@@ -22,10 +21,9 @@ SAME = {
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    with serving(make_folder(tmp_path_factory.mktemp("openai") / "model")) as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-            yield made
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
 
 
 def answer(client, route, **fields):

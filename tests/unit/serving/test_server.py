@@ -4,34 +4,15 @@ import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 from nemo_rl_cpp.generate import TextGenerator
-from served import make_folder, serving
 
 LONG = {"prompt": "Hello there, what", "ignore_eos": True, "max_tokens": 400, "temperature": 1}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("served") / "model")
-
-
-@pytest.fixture(scope="module")
 def library(folder):
     return TextGenerator(str(folder), precision="float32")
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    with serving(folder) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 def post(http, route, **body):

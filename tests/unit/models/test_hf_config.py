@@ -40,38 +40,29 @@ def test_transformers_4_and_5_configs_have_one_canonical_form():
     assert form["eos_token_id"] == [1, 2] and form["my_own"] is None and form["attention_bias"] is False
 
 
-def test_omitted_config_values_default_as_in_transformers():
-    assert canonical_config({"model_type": "llama"})["max_position_embeddings"] == 2048
-    qwen = canonical_config(QWEN)
-    assert (qwen["num_key_value_heads"], qwen["head_dim"], qwen["rms_norm_eps"], qwen["max_position_embeddings"]) == (
-        32, 2, 1e-6, 32768,
-    )  # fmt: skip
-    assert canonical_config(QWEN | {"model_type": "qwen3"})["head_dim"] == 128
-    assert canonical_config(QWEN | {"num_key_value_heads": None})["num_key_value_heads"] == 32
+THETA = TINY_CONFIG | {"rope_theta": 500.0}
 
 
-def test_overridden_sizes_update_sizes_derived_from_them():
-    form = canonical_config(
-        {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4},
-        {"hidden_size": 128, "num_key_value_heads": None},
-    )
-    assert (form["head_dim"], form["num_key_value_heads"]) == (32, 4)
-
-
-def test_override_of_rope_theta_with_null_keeps_the_models_value():
-    base = TINY_CONFIG | {"rope_theta": 500.0}
-    for overrides in (
-        {"rope_theta": None},
-        {"rope_parameters": {"rope_theta": None}},
-        {"rope_scaling": None},
-        {"rope_scaling": YARN | {"rope_theta": None}},
-    ):
-        assert canonical_config(base, overrides)["rope_theta"] == 500.0
-
-
-def test_null_yarn_factor_becomes_the_ratio_of_the_position_counts():
-    config = TINY_CONFIG | {"max_position_embeddings": 128, "rope_scaling": YARN | {"factor": None}}
-    assert canonical_config(config)["rope_scaling"]["factor"] == 4.0
+@pytest.mark.parametrize(
+    "config, overrides, expected",
+    [
+        ({"model_type": "llama"}, None, {"max_position_embeddings": 2048}),
+        (QWEN, None, {"num_key_value_heads": 32, "head_dim": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}),
+        (QWEN | {"model_type": "qwen3"}, None, {"head_dim": 128}),
+        (QWEN | {"num_key_value_heads": None}, None, {"num_key_value_heads": 32}),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}, {"hidden_size": 128, "num_key_value_heads": None},
+         {"head_dim": 32, "num_key_value_heads": 4}),
+        # null keeps the model's value
+        *((THETA, overrides, {"rope_theta": 500.0}) for overrides in (
+            {"rope_theta": None}, {"rope_parameters": {"rope_theta": None}}, {"rope_scaling": None}, {"rope_scaling": YARN | {"rope_theta": None}},
+        )),
+        # the ratio of the position counts
+        (TINY_CONFIG | {"max_position_embeddings": 128, "rope_scaling": YARN | {"factor": None}}, None, {"rope_scaling": YARN}),
+    ],
+)  # fmt: skip
+def test_omitted_and_null_values_are_filled_in_as_in_transformers(config, overrides, expected):
+    form = canonical_config(config, overrides)
+    assert {key: form[key] for key in expected} == expected
 
 
 def test_rope_frequencies_match_hand_computed_values():

@@ -60,20 +60,11 @@ class Policy:
     def weight_digest(self):
         return f"{self.version:016x}"
 
-    def prepare_for_lp_inference(self):
-        self.events.append("logprobs")
-
-    def prepare_for_training(self):
-        pass
-
-    def finish_training(self):
-        pass
-
     def get_logprobs(self, data):
         self.events.append("get_logprobs")
         return {"logprobs": data["generation_logprobs"].clone()}
 
-    def train(self, data, loss_fn, timer=None):
+    def train(self, data, loss_fn):
         self.events.append("train")
         self.trained.append(data)
         self.version += 1
@@ -104,7 +95,7 @@ class Policy:
     def performance(self):
         return {}
 
-    def save_checkpoint(self, weights_path, optimizer_path=None, *, checkpointing_cfg=None):
+    def save_checkpoint(self, weights_path, optimizer_path=None):
         self.events.append("save")
         for path in filter(None, (weights_path, optimizer_path)):
             path.mkdir(parents=True)

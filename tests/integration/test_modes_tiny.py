@@ -14,9 +14,9 @@ def recorded(run):
     """The batches that the policy is trained on, filled as the run continues."""
     batches, train = [], run.policy.train
 
-    def note_and_train(data, loss_fn, timer=None):
+    def note_and_train(data, loss_fn):
         batches.append({key: value.clone() if torch.is_tensor(value) else value for key, value in data.items()})
-        return train(data, loss_fn, timer=timer)
+        return train(data, loss_fn)
 
     run.policy.train = note_and_train
     return batches

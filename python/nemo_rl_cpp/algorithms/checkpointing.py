@@ -198,7 +198,7 @@ class Saver:
         with manager.saving(state.step, state.to_training_info(metric), self.config) as folder:
             for name, model in self.models.items():
                 optimizer = folder / name / "optimizer" if manager.save_optimizer else None
-                model.save_checkpoint(folder / name / "weights", optimizer, checkpointing_cfg=self.config.checkpointing)
+                model.save_checkpoint(folder / name / "weights", optimizer)
             validation = result.validation.metrics if result.validation else None
             facts = facts_of_step(self.card, state.step, result.metrics, validation)
             write_card(folder / "policy" / "weights", self.config, facts)

@@ -95,9 +95,7 @@ def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
             of_critic.append(run.critic.train(batch, timer))
         if epoch < loop.policy_epochs and run.state.step >= loop.first_policy_step:
             with timer("policy_training"):
-                run.policy.prepare_for_training()
-                result = run.policy.train(batch, run.loss_fn, timer=timer)
-                run.policy.finish_training()
+                result = run.policy.train(batch, run.loss_fn)
                 run.collector.refit.mark_stale()
                 if loop.policy_epochs > 1:
                     batch.prev_logprobs = result["prev_logprobs"]
@@ -145,18 +143,14 @@ class Critic:
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
         """Add `values` to the batch: the critic's value of the state before each token."""
         with timer("value_inference"):
-            self.model.prepare_for_inference()
-            batch.values = self.model.get_values(batch, timer=timer)["values"]
-            self.model.finish_inference()
+            batch.values = self.model.get_values(batch)["values"]
 
     def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
         """Train the critic for one pass over the batch, with the batch's `returns` as targets. Return the metrics
         `critic/*`.
         """
         with timer("value_training"):
-            self.model.prepare_for_training()
-            result = self.model.train(batch, self.loss_fn, timer=timer)
-            self.model.finish_training()
+            result = self.model.train(batch, self.loss_fn)
         return critic_metrics(result)
 
 

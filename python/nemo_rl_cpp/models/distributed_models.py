@@ -17,7 +17,6 @@ from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks, connect
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
-from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost, for_workers
 from nemo_rl_cpp.models.generation.interfaces import RefitRendezvous, RefitResult
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult, ValueInterface
@@ -25,7 +24,7 @@ from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.lm_policy import Policy, PolicyUpdates
 from nemo_rl_cpp.models.policy.train_step import Loss
 from nemo_rl_cpp.models.policy.updates import Updates
-from nemo_rl_cpp.models.trained_model import NoOffload, in_layout_of
+from nemo_rl_cpp.models.trained_model import in_layout_of
 
 
 class PolicyWorker(Policy, EngineHost):  # Policy is first, so that its create_generation is used
@@ -70,7 +69,7 @@ def value_class(config: ValueConfig) -> type[Value]:
     return HfValue
 
 
-class DistributedModel(NoOffload):
+class DistributedModel:
     """One model in all workers of a cluster. Every call goes to all workers with the same batch. Each worker processes
     its share of the samples (`Ranks`) with the whole model or a tensor-parallel slice, and this class combines the
     results.
@@ -113,9 +112,7 @@ class DistributedModel(NoOffload):
         ((name, of_tokens),) = self.group.call_all(method, batch, **options)[0].items()
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
 
-    def save_checkpoint(
-        self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
-    ) -> None:
+    def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """Save the same checkpoint as a single process would. Rank 0 gathers the optimizer's shards and writes the
         files."""
         self.group.call_all("save_checkpoint", absolute(weights_path), absolute(optimizer_path))
@@ -151,15 +148,11 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         training."""
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
-    def get_logprobs(
-        self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        return self._gather("get_logprobs", data, micro_batch_size=micro_batch_size)
+    def get_logprobs(self, data: Batch) -> BatchedDataDict:
+        return self._gather("get_logprobs", data)
 
-    def get_reference_policy_logprobs(
-        self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> BatchedDataDict:
-        return self._gather("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
+    def get_reference_policy_logprobs(self, data: Batch) -> BatchedDataDict:
+        return self._gather("get_reference_policy_logprobs", data)
 
     def get_entropies(self, data: Batch) -> BatchedDataDict:
         return self._gather("get_entropies", data)
@@ -175,7 +168,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
-        mbs: int | None = None, timer: Timer | None = None,
+        mbs: int | None = None,
     ) -> TrainingResult:  # fmt: skip
         """Train like `Policy.train`. The loss function is pickled, so every process must be able to import it."""
         batch = plain_batch(data)
@@ -217,14 +210,11 @@ class DistributedValue(DistributedModel, ValueInterface):
     ) -> None:
         super().__init__(value_class(config), cluster, config, tokenizer, **options)
 
-    def get_values(
-        self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        return self._gather("get_values", data, micro_batch_size=micro_batch_size)
+    def get_values(self, data: Batch) -> BatchedDataDict:
+        return self._gather("get_values", data)
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
-        timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
         parts = self.group.call_all("train_part", plain_batch(data), loss_fn, eval_mode, gbs, mbs)
         return Updates.of_ranks(self.group.first_of_groups(parts)).report()

@@ -9,7 +9,6 @@ import torch
 
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
-from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.interfaces import GenerationInterface
 from nemo_rl_cpp.models.policy.train_step import Exactness, Loss
 
@@ -43,15 +42,7 @@ class TrainedModelInterface(Protocol):
     def learning_rate(self) -> float:
         """Return the learning rate of the next optimizer step."""
 
-    def prepare_for_training(self) -> None:
-        """Prepare for `train`."""
-
-    def finish_training(self) -> None:
-        """Release the resources that only `train` needs."""
-
-    def save_checkpoint(
-        self, weights_path: Path, optimizer_path: Path | None = None, *, checkpointing_cfg: object = None
-    ) -> None:
+    def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
         """Save model and tokenizer in Hugging Face format to `weights_path`, and all other state that a bit-identical
         resume needs to `optimizer_path`. Neither folder exists before the call."""
 
@@ -78,9 +69,6 @@ class PolicyInterface(TrainedModelInterface, Protocol):
     def skips_prev_logprobs(self) -> bool:
         """Return whether generation's log-probabilities equal those of the first training forward pass bit for bit. If
         so, the loop does not score a batch before training on it."""
-
-    def prepare_for_lp_inference(self) -> None:
-        """Prepare for `get_logprobs` and `get_reference_policy_logprobs` of a step."""
 
     def get_logprobs(self, data: Mapping[str, object]) -> Mapping[str, object]:
         """Return {"logprobs": float32 [T] or [B, S]}: each token's log-probability given the preceding tokens, under
@@ -110,7 +98,7 @@ class PolicyInterface(TrainedModelInterface, Protocol):
         `candidate_ids` [T, k], return these ids and their log-probabilities. Called only with
         `distillation.topk_logits_k`."""
 
-    def train(self, data: Mapping[str, object], loss_fn: Loss, *, timer: Timer | None = None) -> TrainingResult:
+    def train(self, data: Mapping[str, object], loss_fn: Loss) -> TrainingResult:
         """Train on the batch once, with one optimizer step per global batch. Afterwards the generation engine's weights
         are stale."""
 
@@ -127,14 +115,8 @@ class PolicyInterface(TrainedModelInterface, Protocol):
 class ValueInterface(TrainedModelInterface, Protocol):
     """A critic in training. It takes the same batches as `PolicyInterface`."""
 
-    def prepare_for_inference(self) -> None:
-        """Prepare for `get_values`."""
-
-    def get_values(self, data: Mapping[str, object], timer: Timer | None = None) -> Mapping[str, object]:
+    def get_values(self, data: Mapping[str, object]) -> Mapping[str, object]:
         """Return {"values": float32 [T] or [B, S]}: the value of the state before each token; 0 at untrained tokens."""
 
-    def finish_inference(self) -> None:
-        """Release the resources that only `get_values` needs."""
-
-    def train(self, data: Mapping[str, object], loss_fn: Loss, *, timer: Timer | None = None) -> TrainingResult:
+    def train(self, data: Mapping[str, object], loss_fn: Loss) -> TrainingResult:
         """Fit the values to the batch's `returns` in one pass, with one optimizer step per global batch."""

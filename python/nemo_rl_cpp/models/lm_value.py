@@ -3,7 +3,6 @@
 from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
 from nemo_rl_cpp.models.policy.train_step import Loss, MicroBatchRunner, evaluate_value_loss
@@ -26,18 +25,15 @@ class Value(TrainedModel, ValueInterface):
     section = "value"
     value_head = True
 
-    def get_values(
-        self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
+    def get_values(self, data: Batch) -> BatchedDataDict:
         """Return {"values": [T], or [B, S] for padded `data`}: the value of the state before each token. It is 0 if
         `token_mask` or `sample_mask` is 0, at the first token of each sample and on padding. Without masks in `data`,
         all tokens but the first have values."""
         batch = RaggedBatch.of(data)
-        return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch, micro_batch_size)))
+        return BatchedDataDict(values=in_layout_of(data, batch, self._score(self.model, batch)))
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
-        timer: Timer | None = None,
     ) -> TrainingResult:  # fmt: skip
         """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
 

@@ -46,17 +46,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-class NoOffload:
-    """A model whose weights, gradients, optimizer state and workspace always stay on their device. So its methods that
-    begin or end a phase do nothing."""
-
-    def _nothing_to_do(self, *args: object, **kwargs: object) -> None: ...
-
-    prepare_for_training = finish_training = prepare_for_lp_inference = _nothing_to_do
-    prepare_for_inference = finish_inference = _nothing_to_do
-
-
-class TrainedModel(NoOffload):
+class TrainedModel:
     """The base of `Policy` and `Value`: a model in training, in one process on one device.
 
     Args:
@@ -210,13 +200,13 @@ class TrainedModel(NoOffload):
         )  # fmt: skip
 
     def _score(
-        self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring = Scoring(), rows: list[int] | None = None
-    ) -> Tensor:  # fmt: skip
+        self, model: C.DecoderModel, batch: RaggedBatch, scoring: Scoring = Scoring(), rows: list[int] | None = None
+    ) -> Tensor:
         """Return the log-probability (or critic's value) of each token to score, [T]; 0 at all other tokens. Each rank
         scores its share of the batch, or `rows`; every rank returns all results."""
         rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
         trainer = self.trainer if model is self.model else self._trainer_of(model)
-        batching = self._batching("logprob", micro_batch_size)
+        batching = self._batching("logprob")
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
         out = torch.zeros(batch.num_tokens, dtype=trainer.out_dtype)
         with self._together(trainer):
@@ -225,9 +215,9 @@ class TrainedModel(NoOffload):
                                 top_p=scoring.top_p, top_k=scoring.top_k)  # fmt: skip
         return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
 
-    def _entropies(self, batch: RaggedBatch, micro_batch_size: int | None, scoring: Scoring) -> Tensor:
+    def _entropies(self, batch: RaggedBatch, scoring: Scoring) -> Tensor:
         """Return the entropy in nats at each token to score, [T], without top-k and top-p; 0 at all other tokens."""
-        batching = self._batching("logprob", micro_batch_size)
+        batching = self._batching("logprob")
         rows = self.ranks.part(batch, 0, batch.size)
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
         out, entropies = (torch.zeros(batch.num_tokens, dtype=self.trainer.out_dtype) for _ in range(2))
@@ -238,12 +228,12 @@ class TrainedModel(NoOffload):
         return self.ranks.whole(entropies)
 
     def _score_candidates(
-        self, model: C.DecoderModel, batch: RaggedBatch, micro_batch_size: int | None, temperature: float, k: int
+        self, model: C.DecoderModel, batch: RaggedBatch, temperature: float, k: int
     ) -> tuple[Tensor, Tensor]:
         """Return (ids int64 [T, k], log-probabilities [T, k]) of the k most likely tokens at each token to score, or of
         the batch's `candidate_ids` if it has them; 0 at all other tokens."""
         trainer = self.trainer if model is self.model else self._trainer_of(model)
-        batching, rows = self._batching("logprob", micro_batch_size), self.ranks.part(batch, 0, batch.size)
+        batching, rows = self._batching("logprob"), self.ranks.part(batch, 0, batch.size)
         given = batch.tokens.get("candidate_ids")
         given = None if given is None else given.contiguous()
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching, targets=given)
@@ -348,9 +338,7 @@ class TrainedModel(NoOffload):
         """Return the config.json of a checkpoint."""
         return self.folder.config
 
-    def save_checkpoint(
-        self, weights_path: str | Path, optimizer_path: str | Path | None = None, *, checkpointing_cfg: object = None
-    ) -> None:
+    def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
         """Save the model in Hugging Face format (weights, config, generation config, tokenizer) to `weights_path`, and
         all other state that a bit-identical resume needs (moments, master weights, schedule) to `optimizer_path`. Of a
         quantised model only the adapter is saved, not the weights. If a parameter is infinite or NaN, write nothing and

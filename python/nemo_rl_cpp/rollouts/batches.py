@@ -267,7 +267,6 @@ def add_logprobs(
         or estimator in ("opd", "optimal_token_baseline")
         or is_user_defined(estimator)
     )
-    policy.prepare_for_lp_inference()
     stale = torch.zeros(batch.size, dtype=torch.bool)
     if "weight_version" in batch:
         stale = batch.weight_version != weight_version

@@ -15,22 +15,11 @@ class Critic:
     def __init__(self, events):
         self.events, self.version, self.trained = events, 0, []
 
-    def prepare_for_inference(self):
+    def get_values(self, data):
         self.events.append("values")
-
-    def finish_inference(self):
-        pass
-
-    def get_values(self, data, timer=None):
         return {"values": 0.25 * data["token_mask"].float()}
 
-    def prepare_for_training(self):
-        pass
-
-    def finish_training(self):
-        pass
-
-    def train(self, data, loss_fn, timer=None):
+    def train(self, data, loss_fn):
         self.events.append("train critic")
         self.trained.append(dict(data))
         self.version += 1
@@ -55,7 +44,7 @@ def test_ppo_step_calls_policy_and_critic_in_order(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=3", "checkpointing.enabled=false"))
     epoch = ["train critic", "train"]  # critic before actor
     generation = ["prepare_for_generation", "generate", "finish_generation"]
-    assert run.policy.events == [*generation, "values", "logprobs", *epoch * 3]
+    assert run.policy.events == [*generation, "values", *epoch * 3]
 
 
 def test_only_the_critic_trains_until_policy_training_start_step(tmp_path):

@@ -159,9 +159,6 @@ class OtherPolicy:
     skips_prev_logprobs = False
     learning_rate = 0.0
 
-    def prepare_for_lp_inference(self): ...
-    def prepare_for_training(self): ...
-    def finish_training(self): ...
     def keep_bad_batches(self, folder): ...
 
     def get_logprobs(self, data):
@@ -170,7 +167,7 @@ class OtherPolicy:
     def get_reference_policy_logprobs(self, data):
         return {"reference_logprobs": torch.full(data["input_ids"].shape, -2.0)}
 
-    def train(self, data, loss_fn, *, timer=None):
+    def train(self, data, loss_fn):
         self.steps += 1
         assert data["advantages"].shape == data["input_ids"].shape and "prev_logprobs" in data
         return {
@@ -184,7 +181,7 @@ class OtherPolicy:
     def create_generation(self, generation_config, *, seed):
         return OtherEngine(self)
 
-    def save_checkpoint(self, weights_path, optimizer_path=None, *, checkpointing_cfg=None):
+    def save_checkpoint(self, weights_path, optimizer_path=None):
         weights_path.mkdir(parents=True)
         (weights_path / "steps").write_text(str(self.steps))
 

@@ -53,8 +53,9 @@ def test_value_of_a_token_depends_only_on_earlier_tokens():
 def test_values_do_not_depend_on_batch_packing_or_shared_prompts(precision):
     value = with_a_head(make_value(precision))
     data = make_data(value)
-    for micro_batch_size in (1, 5):
-        assert torch.equal(value.get_values(data, micro_batch_size=micro_batch_size)["values"], data["values"])
+    for size in (1, 5):
+        value.config = value.config.model_copy(update={"logprob_batch_size": size})
+        assert torch.equal(value.get_values(data)["values"], data["values"])
     for row in range(12):
         length = int(data["input_lengths"][row])
         alone = value.get_values(

@@ -13,9 +13,6 @@ class Policy:
         self.skips_prev_logprobs = exact
         self.calls = []
 
-    def prepare_for_lp_inference(self):
-        self.calls.append("prepare")
-
     def get_logprobs(self, data):
         self.calls.append("policy")
         return {"logprobs": torch.full((2, 3), -1.0)}
@@ -45,14 +42,14 @@ def add(policy, data, kl=0.0, threshold=None, age=0, estimator="grpo", **loss):
 def test_no_logprobs_are_computed_if_generation_is_exact():
     policy, data = Policy(exact=True), batch()
     assert add(policy, data, use_kl_in_reward=True) == {"stale_samples": 0}
-    assert policy.calls == ["prepare"] and "prev_logprobs" not in data and "reference_policy_logprobs" not in data
+    assert policy.calls == [] and "prev_logprobs" not in data and "reference_policy_logprobs" not in data
 
 
 @pytest.mark.parametrize("exact, threshold", [(False, None), (True, 2.0)])
 def test_batch_is_scored_if_generation_is_inexact_or_old_logprobs_are_needed(exact, threshold):
     policy, data = Policy(exact), batch()
     add(policy, data, kl=0.01, threshold=threshold)
-    assert policy.calls == ["prepare", "policy", "reference"]
+    assert policy.calls == ["policy", "reference"]
     assert (data["prev_logprobs"] == -1).all() and (data["reference_policy_logprobs"] == -2).all()
 
 

@@ -20,7 +20,6 @@ from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.metrics.memory import available_bytes
-from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
 from nemo_rl_cpp.models.model_folder import open_model_folder
@@ -81,61 +80,49 @@ class Policy(TrainedModel, PolicyInterface):
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------
 
-    def get_logprobs(
-        self, data: Batch, timer: Timer | None = None, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
+    def get_logprobs(self, data: Batch) -> BatchedDataDict:
         """Return the log-probabilities [T], or [B, S] for padded `data`, as generation reports them. They are 0 if
         `token_mask` or `sample_mask` is 0, at the first token of each sample, on padding, and for a token that top-k or
         top-p removes."""
         batch = RaggedBatch.of(data)
-        logprobs = self._score(self.model, batch, micro_batch_size, self.scoring)
+        logprobs = self._score(self.model, batch, self.scoring)
         return BatchedDataDict(logprobs=in_layout_of(data, batch, logprobs))
 
-    def get_reference_policy_logprobs(
-        self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
-    ) -> BatchedDataDict:
+    def get_reference_policy_logprobs(self, data: Batch) -> BatchedDataDict:
         if self.reference is None:
             raise ValueError("the policy was built without a reference model (init_reference_model=False)")
         batch = RaggedBatch.of(data)
-        logprobs = self._score(self.reference, batch, micro_batch_size, self.scoring.unfiltered())
+        logprobs = self._score(self.reference, batch, self.scoring.unfiltered())
         return BatchedDataDict(reference_logprobs=in_layout_of(data, batch, logprobs))
 
-    def get_entropies(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_entropies(self, data: Batch) -> BatchedDataDict:
         batch = RaggedBatch.of(data)
-        entropies = self._entropies(batch, micro_batch_size, self.scoring)
+        entropies = self._entropies(batch, self.scoring)
         return BatchedDataDict(entropies=in_layout_of(data, batch, entropies))
 
-    def get_sum_pi_squared(self, data: Batch, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_sum_pi_squared(self, data: Batch) -> BatchedDataDict:
         """Return the sum of p^2 over the vocabulary at each token. With logits z, temperature T and log p_T(y) =
         z_y / T - log sum exp(z / T), it is p_T(y)^2 / p_{T/2}(y) for any token y. Here y is the sampled token."""
         batch, scoring = RaggedBatch.of(data), self.scoring.unfiltered()
         half = Scoring(scoring.temperature / 2)
-        ours, sharper = (self._score(self.model, batch, micro_batch_size, s) for s in (scoring, half))
+        ours, sharper = (self._score(self.model, batch, s) for s in (scoring, half))
         squares = torch.where(wanted_tokens(batch), (2 * ours - sharper).exp(), 0.0)
         return BatchedDataDict(sum_pi_squared=in_layout_of(data, batch, squares))
 
-    def get_teacher_logprobs(self, data: Batch, teacher: str, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_teacher_logprobs(self, data: Batch, teacher: str) -> BatchedDataDict:
         batch = RaggedBatch.of(data)
-        logprobs = self._score(self.teachers[teacher], batch, micro_batch_size, self.scoring.unfiltered())
+        logprobs = self._score(self.teachers[teacher], batch, self.scoring.unfiltered())
         return BatchedDataDict(teacher_logprobs=in_layout_of(data, batch, logprobs))
 
-    def get_topk_logprobs(
-        self, data: RaggedBatch, k: int, teacher: str | None = None, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
+    def get_topk_logprobs(self, data: RaggedBatch, k: int, teacher: str | None = None) -> BatchedDataDict:
         model = self.model if teacher is None else self.teachers[teacher]
-        ids, logprobs = self._score_candidates(model, data, micro_batch_size, self.scoring.temperature, k)
+        ids, logprobs = self._score_candidates(model, data, self.scoring.temperature, k)
         return BatchedDataDict(ids=ids, logprobs=logprobs)
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def train(
-        self,
-        data: Batch,
-        loss_fn: Loss,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-        timer: Timer | None = None,
+        self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> TrainingResult:
         """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
 
@@ -185,7 +172,7 @@ class Policy(TrainedModel, PolicyInterface):
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
         rows = sorted(row for blocks in own for block in blocks for row in block)
-        return self._score(self.model, batch, None, self.scoring, rows)
+        return self._score(self.model, batch, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
         """Discard kept activations every `kept_activations_check_period` steps, so that this step runs a full forward

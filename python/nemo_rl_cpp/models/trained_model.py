@@ -145,7 +145,7 @@ class TrainedModel:
         if self.ranks.size == 1:
             return GradientSums()
         sharded = self.config.shards_gradients
-        return GradientSums(sharded or self.config.overlaps_grad_reduce, sharded)
+        return GradientSums(self.config.overlaps_grad_reduce or sharded, sharded)
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> C.DecoderModel:
         folder.check_weights()

@@ -153,13 +153,11 @@ class ModelFolder:
     def check_recurrent(self, model: TrainedModelConfig, section: str) -> None:
         """Raise ModelFolderError if the model has recurrent layers, and the configuration section `model` requests what
         does not support them: vLLM, or adapters for Mamba-2. `section` is its name."""
-        if "recurrent" not in self.native():
-            return
         if "one_block" in self.native() and model.lora is not None:
             raise ModelFolderError(
                 f"{section}.dtensor_cfg.lora_cfg.enabled is true, but the matrices of {self.config['model_type']} get no adapters: set it to false"
             )
-        generation = getattr(model, "generation", None)
+        generation = getattr(model, "generation", None) if "recurrent" in self.native() else None
         if generation is not None and generation.runs_vllm:
             raise ModelFolderError(
                 f"{section}.generation.backend is vllm, but {self.config['model_type']} has recurrent layers, whose weights are not sent to vLLM: set it to native"

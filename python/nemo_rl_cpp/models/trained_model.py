@@ -142,10 +142,8 @@ class TrainedModel:
         return dtypes.get(settings.exp_avg_dtype), dtypes.get(settings.exp_avg_sq_dtype)
 
     def _sums(self) -> GradientSums:
-        if self.ranks.size == 1:
-            return GradientSums()
-        sharded = self.config.shards_gradients
-        return GradientSums(self.config.overlaps_grad_reduce or sharded, sharded)
+        sharded, overlaps = self.config.shards_gradients, self.config.overlaps_grad_reduce
+        return GradientSums() if self.ranks.size == 1 else GradientSums(overlaps or sharded, sharded)
 
     def _load(self, folder: ModelFolder, *, trainable: bool) -> C.DecoderModel:
         folder.check_weights()

@@ -213,6 +213,16 @@ class user_code:  # noqa: N801  (reads as a function; one made from a generator 
 # ---- the sentence
 
 
+def last_lines(log: Path) -> list[str]:
+    """Return the last twelve lines of a child process's output, for an error message; [] if there are none."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - 4000, 0))
+            return file.read().decode(errors="replace").strip().splitlines()[-12:]
+    except OSError:
+        return []
+
+
 def _flat(text: str) -> str:
     """Join the lines of a message into one, without the C++ stack trace and references to it."""
     text = re.split(r"\nException raised from |\nC\+\+ CapturedTraceback", text)[0]

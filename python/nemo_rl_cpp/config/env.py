@@ -162,7 +162,7 @@ class NemoGymEnvConfig(Section):
         gt=0,
     )
     invalid_tool_call_patterns: list[str] | None = no_effect(
-        None, "reward_penalties finds such calls in every environment"
+        None, "they are read for grpo.invalid_tool_call_advantage alone, which is not supported"
     )
     thinking_tags: list[str] | None = only(["<think>", "</think>"], why="reward_penalties reads these tags")
     rollout_max_attempts_to_avoid_lp_nan: Int = no_effect(1, "a log-probability that is not finite ends the run")

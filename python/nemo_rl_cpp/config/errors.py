@@ -99,8 +99,8 @@ class Report:
 # ---- unknown keys
 
 _DEAD = {
-    "penalize_invalid_tool_call": "grpo.invalid_tool_call_advantage, for NeMo Gym, which is not supported here",
-    "invalid_tool_call_strategy": "grpo.invalid_tool_call_advantage, for NeMo Gym, which is not supported here",
+    "penalize_invalid_tool_call": "grpo.invalid_tool_call_advantage, which is not supported here",
+    "invalid_tool_call_strategy": "grpo.invalid_tool_call_advantage, which is not supported here",
     "penalize_malformed_thinking": "reward_penalties.penalize_malformed_think_tag",
     "use_combined_training": "none: NeMo RL has no such setting",
     "dynamic_sampling_oversample_ratio": "grpo.batch_multiplier",

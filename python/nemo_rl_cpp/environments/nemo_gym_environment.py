@@ -8,6 +8,7 @@ identifies a rollout by the field `rollout_key` of its requests and keeps the sa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import math
@@ -26,6 +27,7 @@ from typing import Any
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import NemoGymEnvConfig
 from nemo_rl_cpp.environments.agents import Address, AgentEnvironment, AgentResult, AgentTask
+from nemo_rl_cpp.errors import last_lines
 
 _END_SECONDS = 60.0  # for NeMo Gym to end its servers
 _SAMPLING = ("temperature", "top_p", "top_k")  # the policy's server samples as `policy.generation` says
@@ -122,7 +124,7 @@ class _Servers:
         self._count += 1
         future = self._asked[self._count] = Future()
         if self._ended:
-            future.set_exception(RuntimeError(self._last_words()))
+            self._fail_all()
         else:
             self._write({"id": self._count, "row": row})
         return future
@@ -143,20 +145,23 @@ class _Servers:
                 else:
                     future.set_result(reply["result"])
         self._ended = True
-        for future in self._asked.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(RuntimeError(self._last_words()))
+        self._fail_all()
+
+    def _fail_all(self) -> None:
+        """Fail the rollouts that have no answer. Two threads call this; each future is taken by one of them."""
+        while self._asked:
+            with contextlib.suppress(KeyError):
+                _, future = self._asked.popitem()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(RuntimeError(self._last_words()))
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()[-5:]
-        return f"NeMo Gym has ended (log: {self._log}): {' | '.join(lines) or 'it printed nothing'}"
+        return f"NeMo Gym has ended (log: {self._log}): {' | '.join(last_lines(self._log)) or 'it printed nothing'}"
 
     def end(self) -> None:
         """End NeMo Gym: the end of its input asks it to end its servers. It is killed if that takes too long."""
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

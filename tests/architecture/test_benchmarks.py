@@ -35,7 +35,7 @@ def test_run_all_script_runs_every_benchmark_that_needs_no_gpu(run_all):
 
 @pytest.mark.slow
 def test_a_failing_benchmark_is_reported_and_the_remaining_ones_run(run_all, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(run_all, "RUNS", {"broken": "gae --no-such-option", "help": "gae --help"})
+    monkeypatch.setattr(run_all, "RUNS", {"broken": "adamw --no-such-option", "help": "adamw --help"})
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path)])
     assert run_all.main() == 1
     assert "failed: broken" in capfd.readouterr().err

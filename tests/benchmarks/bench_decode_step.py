@@ -16,8 +16,7 @@ import sys
 from functools import partial
 
 import torch
-from bench_generation import NEW, ours, prompts
-from harness import Report, alternate, begin, load_decoder, smollm2
+from harness import NEW, PROMPT, Report, alternate, begin, load_decoder, native_generation, smollm2
 from nemo_rl_cpp._native import C
 
 SHORT = 16
@@ -87,7 +86,7 @@ def torch_products(weights: list[list[torch.Tensor]], batch: int):
 
 
 def measure(report: Report, what: str, generations: dict, weights: list[list[torch.Tensor]], batch: int) -> None:
-    ids = prompts(batch, 49152)
+    ids = torch.randint(100, 49052, (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
     sides = {name: partial(run, ids) for name, run in generations.items()}
     sides |= {"ours": our_products(weights, batch), "torch": torch_products(weights, batch)}
     times = alternate(sides, report.args.repeats, warmup=1)
@@ -102,7 +101,9 @@ def main() -> None:
     report = begin(__doc__, 7, batches=[1, 16, 64], precision=["bfloat16", "float32"])
     folder = smollm2()
     for precision in report.args.precision:
-        generations = {"short": ours(folder, precision, new=SHORT), "long": ours(folder, precision)}
+        generations = {
+            name: native_generation(folder, precision, new) for name, new in (("short", SHORT), ("long", NEW))
+        }
         weights = step_weights(folder, precision)
         for batch in report.args.batches:
             measure(report, f"{precision}, batch {batch}", generations, weights, batch)

@@ -44,10 +44,10 @@ def prompts(batch: int, grouped: bool, round_: int) -> list[list[int]]:
 
 def ours(folder: str, precision: str, threads: int):
     import torch
-    from bench_generation import ours as generation
+    from harness import native_generation
 
     torch.set_num_threads(threads)
-    run = generation(folder, precision)
+    run = native_generation(folder, precision)
     return lambda ids: run(torch.tensor(ids))
 
 

@@ -1,4 +1,4 @@
-"""The LM head (hidden states to log-probabilities and back), compared with its matrix products alone and with torch.
+"""The LM head (hidden states to log-probabilities and back), compared with its matrix products alone.
 
     uv run python tests/benchmarks/bench_lm_head.py [--tokens 4096] [--vocab 49152] [--hidden 576] [--dtype bfloat16]
         [--device cuda]
@@ -70,14 +70,6 @@ def products(x, w, chunk):
     return run
 
 
-def compiled_step(x, w, targets, g):
-    def loss(x, w):
-        logits = (x @ w.t()).float()
-        return (torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0] * g).sum()
-
-    return torch.compile(torch.func.grad(loss, argnums=(0, 1)))
-
-
 def measure(report: Report, tokens: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     on = {"device": report.args.device}
@@ -106,14 +98,11 @@ def measure(report: Report, tokens: int, vocab: int, hidden: int, dtype: torch.d
     report.add(what, "forward", times["ours forward"], gflops=flops / times["ours forward"].median / 1e9)
     report.add(what, "forward + backward", times["ours"], gflops=4 * flops / times["ours"].median / 1e9,
                of_products=times["ours"].median / limit, memory_mb=memory.peak / 1e6)  # fmt: skip
-    if report.args.compile:
-        step = compiled_step(x, w, targets.to(x.device), g)
-        report.add(what, "torch.compile, whole logits", alternate({"step": lambda: step(x, w)}, 3, warmup=1)["step"])
 
 
 def main():
     report = begin(
-        __doc__, 5, tokens=4096, vocab=[49152, 151936], hidden=[576, 896], dtype=choices(("bfloat16", "float32")), compile=False
+        __doc__, 5, tokens=4096, vocab=[49152, 151936], hidden=[576, 896], dtype=choices(("bfloat16", "float32"))
     )  # fmt: skip
     tune_malloc()
     for vocab in report.args.vocab:

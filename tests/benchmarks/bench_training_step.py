@@ -21,10 +21,6 @@ warm-up, in which all gradient norms must agree within 5 %. All peers use sdpa a
   transformers_tuned         logits of trained tokens in checkpointed chunks of 256, large blocks kept by glibc, huge
                              pages, matmul precision "medium"
   transformers_tuned_sorted  the same in four micro-batches of samples with similar lengths
-  transformers_tuned_packed  the same on the row of transformers_packed
-  transformers_bf16_weights  transformers_tuned_sorted with weights and optimizer state in bfloat16 (fast, but not the
-                             same training)
-  transformers_tuned_float32 transformers_tuned in float32 in every precision: the fastest without bf16 instructions
 
 Memory is the peak growth of a process after the imports, minus 18 bytes per parameter in bfloat16 and 16 in float32.
 `of_peak` is 6 x parameters x tokens per second (of the tokens and parameters that ours computes), divided by the speed
@@ -122,23 +118,20 @@ def chunked_loss(model, batch: PeerBatch) -> torch.Tensor:
     return -sum(checkpoint(chunk, h, t, use_reentrant=False) for h, t in parts)
 
 
-def transformers(
-    folder: str, precision: str, tuned: bool = False, layout: Layout = padded, weights: torch.dtype = torch.float32
-):
+def transformers(folder: str, precision: str, tuned: bool = False, layout: Layout = padded):
     from transformers import AutoModelForCausalLM
 
     if tuned:
         tune_malloc()
         torch.set_float32_matmul_precision("medium")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=weights, attn_implementation="sdpa").train()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
-    autocast = precision == "bfloat16" and weights == torch.float32
     loss_of = chunked_loss if tuned else full_loss
 
     def run(samples: Samples) -> float:
         optimizer.zero_grad()
         for batch in layout(samples):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
                 loss = loss_of(model, batch) / samples.trained.sum()
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -155,9 +148,6 @@ SIDES = {
     "transformers_packed": partial(transformers, layout=packed),
     "transformers_tuned": partial(transformers, tuned=True),
     "transformers_tuned_sorted": partial(transformers, tuned=True, layout=sorted_by_length),
-    "transformers_tuned_packed": partial(transformers, tuned=True, layout=packed),
-    "transformers_bf16_weights": partial(transformers, tuned=True, layout=sorted_by_length, weights=torch.bfloat16),
-    "transformers_tuned_float32": lambda folder, _: transformers(folder, "float32", tuned=True),
 }
 PEERS = [name for name in SIDES if name.startswith("transformers")]
 

@@ -89,6 +89,27 @@ def load_decoder(folder: str, precision: str, trainable: bool):
     return model, config
 
 
+PROMPT, NEW = 40, 64
+
+
+def native_generation(folder: str, precision: str, new: int = NEW):
+    """Return a function that samples `new` tokens for each of its prompts [B, PROMPT], and returns their number."""
+    from nemo_rl_cpp.config.policy import PolicyConfig
+    from nemo_rl_cpp.data.tokenizer import Tokenizer
+    from nemo_rl_cpp.models.policy.lm_policy import Policy
+
+    config = PolicyConfig(model_name=folder, precision=precision, max_total_sequence_length=PROMPT + NEW,
+                          generation={"max_new_tokens": new, "stop_token_ids": []})  # fmt: skip
+    config.fill_defaults()
+    generation = Policy(None, config, Tokenizer.from_pretrained(folder), init_reference_model=False).create_generation()
+
+    def run(ids: torch.Tensor) -> int:
+        out = generation.generate({"input_ids": ids, "input_lengths": torch.full((len(ids),), PROMPT)})
+        return int(out["generation_lengths"].sum())
+
+    return run
+
+
 def tune_malloc() -> None:
     """Make glibc keep large blocks. Otherwise it returns them to the system, and each new tensor costs page faults."""
     libc = ctypes.CDLL(None)

@@ -15,15 +15,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RUNS = {
     "clipped_pg_loss": "clipped_pg_loss --repeats 31",
-    "whitening": "whitening --repeats 31",
-    "gae": "gae --repeats 31",
     "adamw": "adamw --repeats 15",
-    "packing": "packing",
     "linear": "linear --precision bfloat16",
     "attention": "attention --model SmolLM2-135M",
     "first_token": "first_token",
     "decode_step": "decode_step --precision bfloat16",
-    "generation": "generation --precision bfloat16",
     "vllm": "generation_engines --batches 16 64 --rounds 5 --peers vllm vllm_compiled",
     "llama_cpp": "generation_engines --batches 1 --rounds 15 --peers vllm vllm_compiled llama_cpp",
     "training_step": "training_step --rounds 9 --precision bfloat16",
@@ -33,7 +29,6 @@ RUNS = {
     " transformers_tuned_sorted",
     "training_step_padded": "training_step --rounds 5 --precision bfloat16 --lengths mixed --sides ours transformers",
     "training_step_float32": "training_step --rounds 3 --precision float32",
-    "time_per_token": "time_per_token --base 2048",
     "grpo_step": "grpo_step --steps 4 --rounds 3",
     "lm_head": "lm_head --repeats 3",
     "lora": "lora --rounds 9",

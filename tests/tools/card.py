@@ -66,8 +66,6 @@ STEPS = (
          "python tests/tools/card_profile.py --device cpu"),
     bench("long_training", 4, "a step on four texts of 16,384 tokens", "gpu_step", "--only training --samples 4 --length 16384 --repeats 2"),
     bench("clipped_pg_loss", 1, "loss, gradient, metrics", "clipped_pg_loss", "--device cuda"),
-    bench("whitening", 1, "whitened advantages", "whitening", "--device cuda"),
-    bench("gae", 1, "generalised advantage estimation", "gae", "--device cuda"),
     bench("adamw", 1, "the optimizer", "adamw", "--device cuda", "--repeats 1 --parameters 4096"),
     Step("memcheck", 8, "no kernel reads or writes outside its memory",
          "compute-sanitizer --tool memcheck --report-api-errors no python -m pytest -q -x -m gpu tests"),

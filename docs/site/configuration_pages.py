@@ -26,7 +26,8 @@ _DOCS = Path(__file__).resolve().parents[1]
 _INTRODUCTION = """# Configuration
 
 With this page you write the YAML file of a run and find every key. The page is made from the schema
-(`python docs/site/configuration_pages.py --write`).
+(`python docs/site/configuration_pages.py --write`). A key in the table of a section is written behind the section's name: `reward_scaling.enabled` of `grpo` is
+`grpo.reward_scaling.enabled`.
 
 ## The keys to change first
 
@@ -91,6 +92,8 @@ All mistakes are reported at once, each with file and line, before a model is lo
 out of range, and combinations that cannot work.
 
 ## Two names of one key
+
+Those of `grpo` also hold for `ppo` and `distillation`.
 
 | also known as | key |
 |---|---|
@@ -193,7 +196,11 @@ def _marked_type(info: FieldInfo) -> str:
 
 def _row(name: str, info: FieldInfo) -> str:
     cells = (f"`{name}`", _marked_type(info), _default(info), info.description or "")
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def status_of(info: FieldInfo) -> str:
@@ -225,28 +232,34 @@ _HEADER = ["| key | type | default | meaning |", "|---|---|---|---|"]
 
 
 def _section(model: type[Section], name: str, lines: list[str], shown: dict[str, list[str]]) -> None:
-    """Adds to `lines` the keys of a section, and of those within it, that do something. Rows that an earlier section, one of
-    `shown`, has too are named and not repeated."""
-    title = [f"### `{name}`", "", " ".join((model.__doc__ or "").split()), ""]
+    """Add to `lines` a heading and a table: the keys of a section, and of those within it, that do something."""
+    said, rows = _rows(model, name, "", shown)
+    lines += [f"### `{name}`", "", said, "", *([*_HEADER, *rows, ""] if rows else [])]
+
+
+def _rows(model: type[Section], name: str, prefix: str, shown: dict[str, list[str]]) -> tuple[str, list[str]]:
+    """Return what a section `name` is for, and the rows of its keys, which begin with `prefix`. Rows that an earlier
+    section, one of `shown`, has too are named and not repeated.
+    """
     inner = [(key, found) for key, info in fields_of(model) if (found := section_type(info.annotation)) is not None]
     plain = [(key, info) for key, info in fields_of(model) if section_type(info.annotation) is None]
     plain.sort(key=lambda field: field[0] != "enabled")  # the switch first, wherever the section has it from
-    rows = {row: key for key, info in plain if not _is_idle(info) for row in [_row(key, info)]}
-    like = max(shown, key=lambda other: len(rows.keys() & shown[other]), default="")
-    same = [key for row, key in rows.items() if row in shown.get(like, ())]
-    if len(same) > 3 or (same and len(same) == len(rows)):
-        link, names = f"[`{like}`](#{like.replace('.', '')})", ", ".join(f"`{key}`" for key in same)
-        title += [f"It has the keys of {link}." if len(same) == len(shown[like]) else f"As in {link}: {names}.", ""]
-        left = [row for row, key in rows.items() if key not in same]
+    keys = {_row(key, info): (key, info) for key, info in plain if not _is_idle(info)}
+    like = max(shown, key=lambda other: len(keys.keys() & shown[other]), default="")
+    same = [key for row, (key, _) in keys.items() if row in shown.get(like, ())]
+    said = " ".join((model.__doc__ or "").split())
+    if len(same) > 3 or (same and len(same) == len(keys)):
+        names = ", ".join(f"`{key}`" for key in same)
+        said += f" It has the keys of `{like}`." if len(same) == len(shown[like]) else f" As in `{like}`: {names}."
     else:
-        left = list(rows)
-    shown[name] = list(rows)
-    if rows:
-        lines += [*title, *([*_HEADER, *left, ""] if left else [])]
-    elif not plain:
-        lines += title
+        same = []
+    shown[name] = list(keys)
+    rows = [_row(prefix + key, info) for key, info in keys.values() if key not in same]
     for key, found in inner:
-        _section(found, f"{name}.{key}", lines, shown)
+        meaning, inside = _rows(found, f"{name}.{key}", f"{prefix}{key}.", shown)
+        if inside or shown[f"{name}.{key}"]:
+            rows += [f"| `{prefix}{key}` | section | | {_cell(meaning)} |", *inside]
+    return said, rows
 
 
 def _default_of(dotted: str) -> str:
@@ -259,6 +272,9 @@ def _default_of(dotted: str) -> str:
 def _introduction() -> list[str]:
     masters = (GRPOMasterConfig, PPOMasterConfig, DistillationMasterConfig, SFTMasterConfig, EvalMasterConfig)
     spelled = {each: key for master in masters for each, key in master.aliases() if ".automodel_cfg." not in each}
+    spelled = {
+        each: key for each, key in spelled.items() if not each.startswith(("ppo.", "distillation."))
+    }  # as grpo's
     first = "\n".join(f"| `{key}` | {_default_of(key)} | {meaning} |" for key, meaning in FIRST)
     spellings = "\n".join(f"| `{spelling}` | `{canonical}` |" for spelling, canonical in spelled.items())
     symptoms = "\n".join(f"| {seen} | `{key}` | {way} |" for seen, key, way in SYMPTOMS)

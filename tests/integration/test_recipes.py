@@ -81,11 +81,11 @@ def test_registered_components_are_documented_and_cannot_be_registered_twice(rec
     page = document()
     for text in (
         "or best_of_group or a dotted name |",
-        "`num_best`",
+        "| `adv_estimator.num_best` |",
         "### `env.even_digits`",
         "| `count_down` | `last` |",
         "`csv_enabled`",
-        "### `logger.csv`",
+        "| `csv.file` |",
     ):
         assert text in page
     with pytest.raises(

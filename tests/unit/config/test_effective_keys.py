@@ -371,4 +371,4 @@ def test_configuration_page_documents_every_effective_key():
     for master in MASTERS.values():
         for key, (_, _, info) in keys_of(master).items():
             if key != "env" and status_of(info) == "effective":  # env stands there section by section
-                assert f"| `{key.rpartition('.')[2]}` |" in page, key
+                assert re.search(rf"[`.]{key.rpartition('.')[2]}`", page), key

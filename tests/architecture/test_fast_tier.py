@@ -40,12 +40,3 @@ def test_every_package_has_fast_tests(package):
 @pytest.mark.parametrize("path", sorted((TESTS / "unit" / "ops").glob("test_*.py")), ids=lambda path: path.stem)
 def test_every_test_file_of_an_op_has_fast_tests(path):
     assert fast_tests(path) > 0
-
-
-def test_tests_marked_slow_are_not_counted_as_fast(tmp_path):
-    (tmp_path / "a.py").write_text(
-        "@pytest.mark.slow\ndef test_a(): pass\n@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.slow)])\n"
-        "def test_b(x): pass\ndef helper(): pass\n"
-    )
-    (tmp_path / "b.py").write_text("pytestmark = pytest.mark.slow\ndef test_a(): pass\n")
-    assert (fast_tests(tmp_path / "a.py"), fast_tests(tmp_path / "b.py")) == (1, 0)

@@ -5,8 +5,6 @@ import math
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 100
@@ -103,18 +101,3 @@ def test_functions_stay_within_the_parameter_limit():
 def test_functions_return_tuples_of_at_most_three_elements():
     many = {name: n for name, node in house_definitions() if (n := num_results(node)) > MAX_RESULTS}
     assert not many, "a NamedTuple or a dataclass gives its parts names"
-
-
-@pytest.mark.parametrize(
-    ("text", "parameters", "results"),
-    [
-        ("def f(self, a, /, b, *args, c=1, **more) -> tuple[int, str, int, int]: ...", 3, 4),
-        ("def f(a) -> 'tuple[int, str, int, int]': ...", 1, 4),
-        ("def f() -> tuple[int, ...]: ...", 0, 1),
-        ("def f() -> tuple[Any, ...]: ...", 0, math.inf),
-        ("def f() -> dict[str, int]: ...", 0, 1),
-    ],
-)
-def test_parameter_and_result_counts_match_hand_counted_signatures(text, parameters, results):
-    (node,) = ast.parse(text).body
-    assert (num_parameters(node), num_results(node)) == (parameters, results)

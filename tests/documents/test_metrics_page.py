@@ -31,12 +31,6 @@ def unexplained(logged):
     )
 
 
-def test_metric_without_a_row_on_the_metrics_page_is_detected():
-    assert unexplained(["train/reward", "train/rewards/short", "train/nobody_knows", "validation/solved"]) == [
-        "train/nobody_knows"
-    ]
-
-
 RUNS = {
     "prorlv2_tiny.yaml": (
         *tiny.SMALL, "grpo.max_num_steps=2", "loss_fn.positive_example_nll_weight=0.1", "grpo.seq_logprob_error_threshold=2",

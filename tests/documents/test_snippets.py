@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from documents.snippets import KINDS, NEEDS, ROOT, SHOWN, Command, Snippet, all_snippets, commands, lines_of, snippets
+from documents.snippets import KINDS, NEEDS, ROOT, SHOWN, Command, Snippet, all_snippets, commands, lines_of
 from nemo_rl_cpp import cli
 from nemo_rl_cpp.config.loader import LOADERS, kind_of
 
@@ -40,34 +40,6 @@ def complaint(snippet: Snippet) -> str | None:
 def test_every_code_block_has_a_valid_mark():
     assert len(SNIPPETS) > 40
     assert [f"{s}: {message}" for s in SNIPPETS if (message := complaint(s))] == []
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("```\nls\n```", "no language"),
-        ("```bash\nls\n```", "no mark"),
-        ("<!-- needs: luck -->\n```bash\nls\n```", "needs one of"),
-        ("<!-- check -->\n```bash\nls\n```", "no command"),
-        ("<!-- tested by: tests/documents/test_snippets.py::test_nothing_at_all -->\n```bash\nls\n```", "no test"),
-        ("<!-- run -->\n```bash\nls\n```", None),
-        ("```text\nls\n```", None),
-    ],
-)
-def test_invalid_snippet_mark_is_reported(text, message):
-    (snippet,) = snippets(text)
-    found = complaint(snippet)
-    assert found is None if message is None else message in found
-
-
-def test_commands_in_a_code_block_are_parsed():
-    text = (
-        "uv run examples/run_ppo.py --config a.yaml x.y=1 \\\n  z=2   # words\nA=1 nemo-rl-cpp train grpo.seed=3\nls\n"
-    )
-    assert list(commands(text)) == [
-        Command("run_ppo", "a.yaml", ("x.y=1", "z=2")),
-        Command("train", None, ("grpo.seed=3",)),
-    ]
 
 
 def test_every_test_named_on_the_troubleshooting_page_exists():

@@ -32,15 +32,6 @@ def test_generation_and_training_logprobs_are_equal_in_every_turn(tmp_path, prec
         assert row["global_valid_toks"] == pytest.approx(28 * row["mean_gen_tokens_per_sample"])
 
 
-def test_recomputed_and_reused_old_logprobs_give_identical_weights(tmp_path):
-    digests = {
-        reuse: train(tmp_path / reuse, *SMALL, "grpo.max_num_steps=3", "policy.train_global_batch_size=14",
-                     f"policy.reuse_generation_logprobs={reuse}").policy.weight_digest()
-        for reuse in ("auto", "never")
-    }  # fmt: skip
-    assert digests["auto"] == digests["never"]
-
-
 def test_advantages_at_environment_tokens_do_not_change_the_gradient(tmp_path):
     run = make(tmp_path, *SMALL)
     rollouts = run.collector.make(0, run.timer).samples

@@ -20,18 +20,6 @@ def test_progress_is_printed_occasionally_for_long_work_only(clock, capsys):
     assert capsys.readouterr().err == "reading: 50 %, 3 s\nreading: 90 %, 19 s\n"
 
 
-def test_progress_line_in_a_terminal_is_overwritten_and_finally_erased(clock, capsys, monkeypatch):
-    monkeypatch.setattr(stages.sys.stderr, "isatty", lambda: True)
-    with pytest.raises(KeyError), stages.work("reading", 4.0, always=True) as advance:
-        for _ in range(4):
-            clock[0] += 1.0
-            advance(1.0)
-        raise KeyError
-    assert capsys.readouterr().err == "".join(
-        f"\r{line}\033[K" for line in ("reading: 50 %, 2 s", "reading: 75 %, 3 s", "reading: 100 %, 4 s", "")
-    )
-
-
 def test_stages_and_progress_are_printed_only_inside_the_stages_shown_context(clock, capsys):
     def read():
         stages.stage("loading torch")

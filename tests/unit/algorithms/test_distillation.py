@@ -310,15 +310,6 @@ def test_distillation_run_reduces_the_logprob_gap_to_its_teacher(teacher, tmp_pa
 
 
 @pytest.mark.slow
-def test_grpo_with_a_teacher_reduces_the_logprob_gap_to_the_teacher(teacher, tmp_path):
-    keys = opd_keys(teacher, "grpo.adv_estimator.outcome_advantage_weight=0.1", "grpo.max_num_steps=30")
-    with tiny.make(tmp_path, *tiny.SMALL, *keys) as run:
-        run.train()
-    gaps = [-row[GAP] for row in run.history]
-    assert np.mean(gaps[-5:]) < np.mean(gaps[:5]), gaps
-
-
-@pytest.mark.slow
 def test_ppo_with_a_teacher_learns_from_both_repeats_and_resumes_to_the_bit(teacher, tmp_path):
     keys = (
         *tiny.SMALL_PPO, *opd_keys(teacher, section="ppo"), "ppo.adv_estimator.outcome_advantage_weight=0.1",

@@ -9,10 +9,8 @@ from functools import partial
 
 import pytest
 import tiny
-import torch
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig, TensorboardConfig, register_logger
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.loading import create_env, environment_class
 from nemo_rl_cpp.loggers.files import JsonlLogger
@@ -148,94 +146,3 @@ def test_native_classes_implement_protocol_methods_with_their_parameters(protoco
 
 
 # ---- a back end that knows the Protocols and nothing else of the house
-
-
-class OtherPolicy:
-    """Learns nothing, and says how often it was trained."""
-
-    def __init__(self, **given):
-        self.steps, self.tokenizer = 0, given["tokenizer"]
-
-    skips_prev_logprobs = False
-    learning_rate = 0.0
-
-    def keep_bad_batches(self, folder): ...
-
-    def get_logprobs(self, data):
-        return {"logprobs": torch.full(data["input_ids"].shape, -1.0)}
-
-    def get_reference_policy_logprobs(self, data):
-        return {"reference_logprobs": torch.full(data["input_ids"].shape, -2.0)}
-
-    def train(self, data, loss_fn):
-        self.steps += 1
-        assert data["advantages"].shape == data["input_ids"].shape and "prev_logprobs" in data
-        return {
-            "loss": torch.tensor([0.0]), "grad_norm": torch.tensor([0.0]), "all_mb_metrics": {"loss": [0.0]},
-            "prev_logprobs": data["prev_logprobs"],
-        }  # fmt: skip
-
-    def weight_digest(self):
-        return str(self.steps)
-
-    def create_generation(self, generation_config, *, seed):
-        return OtherEngine(self)
-
-    def save_checkpoint(self, weights_path, optimizer_path=None):
-        weights_path.mkdir(parents=True)
-        (weights_path / "steps").write_text(str(self.steps))
-
-    def checkpoint_bytes(self, optimizer):
-        return 1
-
-    def non_finite_parameters(self):
-        return []
-
-    def performance(self):
-        return {"other": 1.0}
-
-
-class OtherEngine:
-    """Answers every prompt with two equal tokens."""
-
-    reports_finished = False
-
-    def __init__(self, policy):
-        self.policy = policy
-
-    def prepare_for_generation(self):
-        return True
-
-    def finish_generation(self):
-        return True
-
-    def invalidate_kv_cache(self):
-        return False
-
-    def weight_digest(self):
-        return self.policy.weight_digest()
-
-    def generate(self, data, greedy=False):
-        lengths = data["input_lengths"]
-        ids = torch.nn.functional.pad(data["input_ids"], (0, 2), value=self.policy.tokenizer.pad_token_id)
-        logprobs = torch.zeros(ids.shape)
-        for row, length in enumerate(lengths.tolist()):
-            ids[row, length : length + 2] = 5 + row % 3
-            logprobs[row, length : length + 2] = -1.0
-        return BatchedDataDict(
-            output_ids=ids, generation_lengths=torch.full_like(lengths, 2), unpadded_sequence_lengths=lengths + 2,
-            logprobs=logprobs, truncated=torch.ones(len(ids), dtype=torch.bool),
-        )  # fmt: skip
-
-
-def test_custom_policy_backend_runs_the_whole_training_loop(tmp_path):
-    run = tiny.make(
-        tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "grpo.val_period=2", "checkpointing.enabled=true", "checkpointing.save_period=2",
-        "checkpointing.metric_name=val:accuracy", "loss_fn.reference_policy_kl_penalty=0.1",
-        "grpo.skip_reference_policy_logprobs_calculation=false", policy_factory=OtherPolicy,
-    )  # fmt: skip
-    with run:
-        run.train()
-    assert run.state.step == run.policy.steps == 3 and len(run.history) == 3
-    assert [row["other"] for row in run.history] == [1.0] * 3 and len(run.validations) == 1
-    assert (tmp_path / "checkpoints" / "step_3" / "policy" / "weights" / "steps").read_text() == "3"

@@ -58,12 +58,6 @@ def test_model_card_names_local_folders_without_their_path(tmp_path):
     assert "base_model" not in ModelCard(text).data.to_dict()
 
 
-def test_model_card_names_custom_loss_and_estimator(tmp_path):
-    config = load_grpo_config("grpo_notebook.yaml")
-    text = card_text(config, FACTS._replace(components={"loss_fn": "reinforce", "adv_estimator": "centred"}))
-    assert "advantage estimator centred, loss reinforce" in text and "rows given from Python" in text
-
-
 @pytest.mark.parametrize("there", [None, "ours", "# My model\n"])
 def test_user_written_model_card_is_not_overwritten(tmp_path, there):
     config = load_grpo_config("grpo_tiny.yaml")
@@ -78,13 +72,3 @@ def test_special_characters_in_reward_names_are_escaped_in_the_model_card():
     names = ["a|b", "<lambda>", "one\ntwo"]
     text = card_text(load_grpo_config("grpo_tiny.yaml"), FACTS._replace(rewards=names))
     assert r"| rewards | a\|b, \<lambda>, one two |" in text
-
-
-def test_failed_write_keeps_the_old_model_card(tmp_path, monkeypatch):
-    config = load_grpo_config("grpo_tiny.yaml")
-    write_card(tmp_path, config, FACTS)
-    before = (tmp_path / "README.md").read_text()
-    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("killed")))
-    with pytest.raises(OSError, match="killed"):
-        write_card(tmp_path, config, FACTS._replace(step=21))
-    assert (tmp_path / "README.md").read_text() == before and len(list(tmp_path.iterdir())) == 1

@@ -2,8 +2,8 @@
 
 import nemo_rl_cpp.checks.banner as banner
 import pytest
-from nemo_rl_cpp.checks.banner import banner_lines, count_text, rows_of
-from nemo_rl_cpp.config import load_eval_config, load_grpo_config
+from nemo_rl_cpp.checks.banner import banner_lines, rows_of
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.models.memory import certain_bytes
 
 
@@ -89,18 +89,6 @@ def test_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypat
     assert rows["folder"] == "none: checkpointing.enabled is false, nothing is saved"
     assert "report" not in rows and rows["logs"] == "/nowhere/logs/exp_001"
     assert rows["device"].startswith("cpu, 1 thread")
-
-
-def test_banner_of_an_evaluation_lists_model_device_and_data():
-    title, rows = lines_of(load_eval_config("configs/evals/arithmetic_smollm2.yaml", []))
-    assert title == "Evaluation of smollm2-135m-instruct" and list(rows) == ["model", "device", "data"]
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(134_515_008, "135 million"), (1_543_714_304, "1.54 billion"), (9_800, "9,800")]
-)
-def test_parameter_counts_are_shown_in_millions_or_billions(number, text):
-    assert count_text(number) == text
 
 
 def test_banner_counts_data_rows_only_of_existing_jsonl_files(tmp_path):

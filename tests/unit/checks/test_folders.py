@@ -1,9 +1,6 @@
 """What is known of a run's folders before anything is loaded."""
 
-import os
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 
 import pytest
@@ -118,18 +115,3 @@ def test_preflight_reports_a_checkpoint_folder_that_contradicts_the_resume_mode(
         (tmp_path / "ck" / f"step_{step}" / "policy" / "weights").mkdir(parents=True)
     found = errors(config_of(tmp_path, f"checkpointing.resume={mode}"))
     assert ([words in text for text in found] == [True]) if words else found == []
-
-
-@pytest.mark.slow
-def test_second_run_in_a_checkpoint_folder_ends_before_torch_is_loaded(tmp_path):
-    """Two starts with one folder: the second says who is in it, with a status that is not 0."""
-    (tmp_path / "ck").mkdir()
-    lock = FolderLock(tmp_path / "ck", "key")
-    argv = [f"checkpointing.checkpoint_dir={tmp_path / 'ck'}", f"logger.log_dir={tmp_path / 'logs'}"]
-    program = "import sys\nfrom nemo_rl_cpp.run_grpo_math import main\nstatus = main(sys.argv[1:])\nprint('torch' in sys.modules)\nsys.exit(status)"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--config", "grpo_tiny.yaml", *argv], capture_output=True, text=True
-    )
-    lock.close()
-    assert done.returncode == 2 and done.stdout.endswith("\nFalse\n")  # after the banner; torch was not loaded
-    assert f"in use by process {os.getpid()} on" in done.stderr and "Traceback" not in done.stderr

@@ -1,7 +1,6 @@
 """Prompts, truths and templates as `check`, --dry-run and the run scripts look at them, before anything is loaded."""
 
 import json
-import sys
 
 import pytest
 from nemo_rl_cpp.checks import data
@@ -158,17 +157,6 @@ def test_single_ground_truth_that_is_not_a_string_is_an_error(found, name, truth
     assert message.startswith(f"1 of 2 truths cannot be parsed (env.{name}): the first is row 2, {truth!r}; ")
 
 
-def test_ground_truth_that_is_not_a_string_is_an_error_with_custom_data_keys(found):
-    row = {"problem": "1=", "expected_answer": ["1", "2"]}
-    [(level, _, message)] = found(
-        [row],
-        "++data.train.input_key=problem",
-        "++data.train.output_key=expected_answer",
-        "++env.math.math_verify_impl=dapo_math_verify",
-    )
-    assert level == "error" and "the first is row 1, ['1', '2']" in message
-
-
 @pytest.mark.parametrize(
     "name, wrong, right",
     [
@@ -261,22 +249,6 @@ def test_evaluation_data_is_checked_for_cut_prompts(found):
         rows(("1" * 50, "1")), *less, "data.max_input_seq_length=20", "generation.vllm_cfg.max_model_len=60", **options
     )
     assert (level, key) == ("error", "data") and "1 of 1 prompts reach 20 tokens (data.max_input_seq_length)" in message
-
-
-@pytest.mark.slow
-def test_data_check_does_not_import_torch(tmp_path):
-    import subprocess
-
-    (tmp_path / "d.jsonl").write_text('{"input": "1=", "output": "5元"}\n')
-    program = (
-        "import sys\nfrom nemo_rl_cpp.config import load_grpo_config\nfrom nemo_rl_cpp.checks import data\n"
-        f"config = load_grpo_config('grpo_tiny.yaml', ['~data.train.num_digits', 'data.train.dataset_name=ResponseDataset', "
-        f"'++data.train.data_path={tmp_path}/d.jsonl', '++data.train.env_name=math', "
-        "'data.validation=null', '++env.math.num_workers=1'])\n"
-        "print(len(list(data.check(config))), 'torch' in sys.modules)"
-    )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["1", "False"]
 
 
 # -- the same in the run ----------------------------------------------------------------------------------------------

@@ -29,9 +29,6 @@ EXCEPTIONS = {
 MUST_BE_GIVEN = {
     "grpo_jsonl.yaml": ["data.train.data_path=my.jsonl", "env.reward_functions.functions=[my_rewards.right]"]
 }
-LEFT_OPEN = {
-    "loss_fn.use_importance_sampling_correction"
-}  # null is NeMo RL's false, unless generation and training differ
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "agents").glob("*.yaml")), ids=lambda path: path.name)
@@ -46,17 +43,6 @@ def test_dumped_configuration_loads_with_identical_values(path, tmp_path):
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_yaml(config.model_dump()))
     assert load(copy).model_dump() == config.model_dump()
-
-
-@pytest.mark.parametrize("name", NEMO_RL)
-def test_shipped_values_equal_nemo_rls_but_for_listed_exceptions(name):
-    data = _config.load_file(str(ROOT / "configs" / name))
-    for key, theirs in NEMO_RL[name].items():
-        ours = data
-        for part in key.split("."):
-            ours = ours[part]
-        expected = EXCEPTIONS.get(key, theirs) if key not in LEFT_OPEN else theirs or None
-        assert ours == expected, key
 
 
 PARENTS = {

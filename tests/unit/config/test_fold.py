@@ -213,15 +213,6 @@ def test_data_default_accepts_the_keys_of_its_data_set(tmp_path):
     assert data.default.dataset_name == "ResponseDataset" and data.default["output_key"] == "answer"
 
 
-@pytest.mark.parametrize(
-    "name", ["gsm8k", "GSM8K", "AIME2024", "AIME2025", "AIME2026", "math", "gpqa", "gpqa_diamond", "mmlu", "mmlu_pro"]
-)
-def test_data_set_names_from_nemo_rls_guides_load(name):
-    assert (
-        load_grpo_config("grpo_math_1B.yaml", [f"data.train={{dataset_name: {name}}}"]).data.train.dataset_name == name
-    )
-
-
 def test_evaluation_with_one_environment_needs_no_env_name():
     one = load_eval_config("evals/eval.yaml", ["~data.env_name"])
     assert one.data.env_name == "math"

@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nemo_rl_cpp.data.boundaries import (
-    end_token_ids,
-    named_ends,
-    passes_text_through,
-    prompt_ids,
-    save_generation_config,
-)
+from nemo_rl_cpp.data.boundaries import end_token_ids, named_ends, prompt_ids, save_generation_config
 from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import (
@@ -260,14 +254,3 @@ def test_tokenizer_without_a_chat_template_is_saved_without_one(tiny, tmp_path):
     get_tokenizer({"name": str(tmp_path / "base"), "chat_template": None}).save_pretrained(tmp_path / "saved")
     assert Tokenizer.from_pretrained(tmp_path / "saved").chat_template is None
     assert "chat_template" not in json.loads(Path(tmp_path / "saved" / "tokenizer_config.json").read_text())
-
-
-def test_chat_template_that_returns_messages_unchanged_is_recognised(tiny):
-    for template, through in [
-        (PASSTHROUGH, True),
-        (WRITES_BOS, False),
-        (None, False),
-        ("{{ raise_exception('no') }}", False),
-    ]:
-        tiny.chat_template = template
-        assert passes_text_through(tiny) is through

@@ -5,8 +5,6 @@ import re
 import pytest
 import tiny
 from nemo_rl_cpp import run_grpo_math
-from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.errors import UserCodeError
 
 OPTIONS = [
     "--config",
@@ -51,53 +49,10 @@ def test_run_with_constant_rewards_reports_that_nothing_was_learned(tmp_path, ca
     )
 
 
-def test_warning_about_cut_prompts_names_the_key_to_raise(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"849 of 849 prompts reach 3 tokens \(data.max_input_seq_length\)"):
-        tiny.train(tmp_path, *tiny.SMALL, "data.max_input_seq_length=3")
-    monkeypatch.setattr(
-        "nemo_rl_cpp.environments.response_data.say", lambda remarks: None
-    )  # data sets that are not looked at before
-    done = tiny.train(
-        tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "data.max_input_seq_length=3", "logger.tensorboard_enabled=false"
-    )
-    alerts = done.terminal.alerts
-    (row,) = [text for text in alerts.table().values() if "gradient" in text]
-    assert (
-        "All prompts have data.max_input_seq_length = 3 tokens or more (they have 4 on average)" in row
-        and alerts.learned_nothing
-    )
-    assert done.history[-1]["cut_prompts_rate"] == 1.0
-
-
-def test_warning_about_cut_off_responses_names_the_context_length_key(tmp_path):
-    lengths = [
-        "policy.max_total_sequence_length=5",
-        "policy.generation.max_new_tokens=30",
-        "policy.generation.vllm_cfg.max_model_len=5",
-    ]
-    done = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", *lengths, "logger.tensorboard_enabled=false")
-    (row,) = [text for text in done.terminal.alerts.table().values() if "cut off" in text]
-    assert "Prompts of 4 tokens leave 1 of policy.max_total_sequence_length = 5" in row
-
-
 def test_shipped_tiny_run_reports_no_serious_problem(tmp_path, capsys):
     """Its answers have three digits, and so have its responses: most end at the limit, as they should."""
     said, table = run(capsys, tmp_path, "grpo.max_num_steps=12")
     assert said == [] and table.startswith("GRPO tiny-random: finished ") and "serious" not in table
-
-
-def test_exception_of_a_reward_function_keeps_its_type_for_python_callers(tmp_path):
-    def reward(completions, ground_truth):
-        return [float(truth in text) for text, truth in zip(completions, ground_truth["text"])]
-
-    words = r"^reward function reward failed with TypeError: list indices .*, in .*reward \(.*test_serious_findings.py:\d+\)$"
-    with pytest.raises(TypeError, match=words) as caught:
-        tiny.train(
-            tmp_path, *tiny.LOGGED, *tiny.SMALL, "grpo.max_num_steps=1", environment=RewardFunctionEnvironment(reward)
-        )
-    assert isinstance(caught.value, UserCodeError) and type(caught.value.__cause__) is TypeError
-    page = next(tmp_path.rglob("report.html")).read_text()
-    assert "reward function reward failed with TypeError" in page
 
 
 def test_error_in_a_custom_loss_names_its_function_file_and_line(tmp_path):

@@ -123,30 +123,6 @@ def test_output_has_the_documented_shapes_dtypes_padding_and_tokens():
         assert out["logprobs"][r, :start].eq(0).all() and out["logprobs"][r, start + 8 :].eq(0).all()
 
 
-@pytest.mark.parametrize(
-    "limits", [{}, {"max_batch_size": 1}, {"max_batch_size": None, "prefill_chunk_tokens": 1}, {"kv_cache_gb": 6e-6}]
-)
-def test_batch_and_memory_limits_do_not_change_responses(limits):
-    rows = [[1 + i % 7] * (1 + 3 * (i // 4)) for i in range(20)]
-    more = {"draw_ids": torch.arange(20) // 4, "sample_index": torch.arange(20) % 4}
-    expected = make(max_batch_size=64, prefill_chunk_tokens=512).generate(batch(rows, **more))
-    out = make(PythonModel(block=3 if not limits.get("kv_cache_gb") else 5), **limits).generate(batch(rows, **more))
-    assert torch.equal(out["output_ids"], expected["output_ids"])
-    assert torch.equal(out["logprobs"], expected["logprobs"])
-
-
-def test_equal_prompts_are_prefilled_once():
-    model = PythonModel()
-    generation = make(model, max_batch_size=16, prefill_chunk_tokens=512)
-    generation.generate(batch([[3] * 12] * 6 + [[4] * 9] * 2))
-    metrics = generation.get_logger_metrics()
-    assert model.steps[0] == [12, 9]
-    assert metrics["prefill_tokens"] == 21 and metrics["shared_prompt_tokens"] == 5 * 12 + 9
-    assert metrics["generated_tokens"] == 64 and metrics["steps"] == 8
-    generation.clear_logger_metrics()
-    assert generation.get_logger_metrics()["steps"] == 0
-
-
 def test_requests_without_draw_ids_are_numbered_consecutively():
     generation = make()
     first, second = generation.generate(batch([[3, 4]] * 2)), generation.generate(batch([[3, 4]] * 2))
@@ -190,13 +166,6 @@ def test_logprobs_are_those_after_temperature_top_k_and_top_p():
     assert out["logprobs"][0, 2:].tolist() == logprobs
 
 
-def test_stop_token_ends_a_response_and_is_kept():
-    free = responses(batch([[3, 4]]), make().generate(batch([[3, 4]])))[0]
-    out = make(stop_token_ids=[free[3]]).generate(batch([[3, 4]]))
-    assert responses(batch([[3, 4]]), out)[0] == free[: free.index(free[3]) + 1]
-    assert not out["truncated"].any()
-
-
 def test_tokenizers_end_token_is_the_default_stop_token():
     data = batch([[3]] * 40)
     out = make(stop_token_ids=None, max_new_tokens=40).generate(data)
@@ -235,23 +204,6 @@ def test_kv_cache_is_allocated_on_demand_and_freed():
     assert generation.shutdown() and generation.shutdown()
     with pytest.raises(ValueError, match="kv_cache_gb"):
         make(kv_cache_gb=2e-6).generate(batch([[3] * 30]))
-
-
-def test_model_exception_reaches_the_caller_and_the_engine_stays_usable():
-    class Lost(Exception):
-        pass
-
-    def lose(step):
-        if step == 3:
-            raise Lost("the device is gone")
-
-    model = PythonModel()
-    generation = make(model)
-    model.before_step = lose
-    with pytest.raises(Lost, match="the device is gone"):
-        generation.generate(batch([[3, 4]] * 3))
-    model.before_step = lambda step: None
-    assert generation.generate(batch([[3, 4]]))["generation_lengths"].tolist() == [8]
 
 
 def test_ctrl_c_ends_generation_within_one_step(request):

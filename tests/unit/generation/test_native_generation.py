@@ -195,12 +195,6 @@ def test_generation_with_packed_weights_uses_the_weights_after_an_optimizer_step
     assert len(digests) == 1 and are_equal(*outputs)
 
 
-@pytest.mark.parametrize("packed", ["yes", "ON"])
-def test_packed_weights_other_than_off_on_or_auto_is_rejected(packed):
-    with pytest.raises(ValueError, match=f"packed_weights must be one of off, on, auto, not '{packed}'"):
-        generation_of(wide_model(), packed)
-
-
 def test_response_depends_only_on_its_sampling_key():
     inputs = prompts([5, 17, 40], generations=4)
     whole = make_policy(max_batch_size=64).create_generation().generate(inputs)

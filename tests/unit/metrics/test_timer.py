@@ -56,25 +56,6 @@ def test_timer_step_counts_its_time_without_counting_nested_stages_twice(clock):
     assert timer.step_timing_metrics() == {"total_step_time": 0.0, "accounted_share": 1.0}
 
 
-def test_timer_observers_receive_outermost_stages_with_depth_zero():
-    heard = []
-
-    class Observer:
-        def stage_started(self, label, depth):
-            heard.append(("start", label, depth))
-
-        def stage_stopped(self, label, depth):
-            heard.append(("stop", label, depth))
-
-    timer = Timer()
-    timer.subscribe(Observer())
-    timer.subscribe(object())
-    with timer.step(0), timer("generation"), timer("refit"):
-        pass
-    assert ("start", "generation", 0) in heard and ("stop", "generation", 0) in heard
-    assert ("start", "refit", 1) in heard and ("stop", "refit", 1) in heard
-
-
 def test_timeout_text_is_converted_to_seconds_or_rejected():
     assert convert_to_seconds("00:03:45:00") == 13500
     assert convert_to_seconds("01:00:00:01") == 86401
@@ -102,10 +83,3 @@ def test_save_deadline_leaves_time_for_the_slowest_step(clock):
     assert not checker.check_save()
     clock.wait(0.2)
     assert checker.check_save()
-
-
-def test_timeout_checker_without_a_timeout_never_asks_for_a_save(clock):
-    checker = TimeoutChecker(None)
-    clock.wait(1e9)
-    checker.mark_iteration()
-    assert not checker.check_save()

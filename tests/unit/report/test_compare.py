@@ -1,11 +1,9 @@
 import json
 import re
-from pathlib import Path
 
 import pytest
 from nemo_rl_cpp.commands import reports as command
-from nemo_rl_cpp.report import compare
-from nemo_rl_cpp.report.compare import Validated, compare_runs, different_folders, newcombe, run_folder
+from nemo_rl_cpp.report.compare import Validated, compare_runs, newcombe, run_folder
 from test_report import check, unpacked
 
 
@@ -82,27 +80,3 @@ def test_log_folder_resolves_to_its_newest_run(tmp_path):
     for number in ("exp_2", "exp_10", "exp_x"):
         write_log(tmp_path / number, 0.5)
     assert run_folder(tmp_path).name == "exp_10"
-
-
-def test_run_names_start_where_the_folder_paths_differ(tmp_path):
-    assert different_folders([tmp_path / "a", tmp_path / "b"]) == ["a", "b"]
-    assert different_folders([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
-    assert different_folders([tmp_path / "a" / "exp_001", tmp_path / "b" / "exp_002"]) == ["a/exp_001", "b/exp_002"]
-    assert different_folders([tmp_path / "exp_001", tmp_path / "exp_002"]) == ["exp_001", "exp_002"]
-
-
-def test_legend_and_table_colours_match_the_curves(tmp_path):
-    comparison = compare_runs([write_log(tmp_path / f"run{number}", 0.5, lr=number) for number in range(11)])
-    colors = int(re.search(r"COLORS = (\d+)", Path(compare.__file__).with_name("chart.js").read_text())[1])
-    shown = re.findall(r'<(?:i|span|b) class="(?:swatch )?b(\d+)"', comparison.page())
-    # the legend and the heads of three tables
-    assert list(map(int, shown)) == 4 * [number % colors for number in range(11)] and colors < 11
-
-
-def test_compare_reports_which_run_has_no_readable_configuration(tmp_path, capsys):
-    folders = [write_log(tmp_path / name, 0.5) for name in ("a", "b", "c")]
-    (folders[1] / "hyperparams.json").unlink()
-    page = tmp_path / "page.html"
-    assert command.compare([*map(str, folders), "--out", str(page)]) == 0
-    told = "Keys are not compared: b has no hyperparams.json that can be read."
-    assert told in " ".join(capsys.readouterr().out.split()) and told in page.read_text()

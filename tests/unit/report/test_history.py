@@ -2,14 +2,7 @@ import math
 
 import pytest
 from nemo_rl_cpp.report.findings import validation_trend
-from nemo_rl_cpp.report.history import (
-    MetricHistory,
-    downsample,
-    format_number,
-    panels_of,
-    read_metrics,
-    validation_word,
-)
+from nemo_rl_cpp.report.history import MetricHistory, downsample, read_metrics
 from synthetic_run import history_of
 
 
@@ -40,14 +33,6 @@ def test_incomplete_rows_of_metrics_jsonl_are_skipped(tmp_path):
     assert read_metrics(tmp_path / "m") == [{"step": 1}, {"step": 2}]
 
 
-def test_numbers_are_formatted_with_few_digits_and_a_suffix():
-    pairs = [
-        (0, "0"), (1.0, "1"), (0.12345678, "0.1235"), (2e-5, "2e-5"), (12345, "12.3k"), (1.5e6, "1.5M"),
-        (-3.2e9, "-3.2G"), (math.nan, "nan"), (math.inf, "∞"), (-math.inf, "-∞"), (9999, "9999"),
-    ]  # fmt: skip
-    assert [format_number(value) for value, _ in pairs] == [text for _, text in pairs]
-
-
 def test_downsampling_keeps_every_spike_and_both_ends():
     ys = [0.0] * 10_000
     ys[1234], ys[5678] = 9.0, -9.0
@@ -55,30 +40,6 @@ def test_downsampling_keeps_every_spike_and_both_ends():
     assert len(xs) <= 402 and max(kept) == 9.0 and min(kept) == -9.0 and (xs[0], xs[-1]) == (0, 9999)
     assert xs[kept.index(9.0)] == 1234
     assert downsample([1, 2], [math.nan, 2.0])[0] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("metrics", "word"),
-    [
-        ({"accuracy": 0.5, "num_samples": 100, "right_or_wrong": 1.0}, "accuracy"),
-        ({"accuracy": 0.5, "num_samples": 100, "right_or_wrong": 0.0}, "reward"),
-        ({"accuracy": 0.5, "num_samples": 100}, "accuracy"),
-        ({}, "accuracy"),
-    ],
-)
-def test_validation_is_called_accuracy_only_if_rewards_are_zero_or_one(metrics, word):
-    history = MetricHistory([{"step": 1} | {f"validation/{name}": value for name, value in metrics.items()}])
-    assert validation_word(history) == word
-
-
-def test_constant_curves_are_listed_separately_unless_they_have_one_point():
-    history = history_of(train__reward=[0.1, 0.2], train__lr=[1e-3, 1e-3], validation__accuracy=[0.5])
-    panels = panels_of([history])
-    assert [panel.title for panel in panels.moving] == ["Reward", "Validation accuracy"]
-    assert [panel.title for panel in panels.flat] == ["Learning rate"]
-    # two runs with constant but different rates differ
-    other = history_of(train__lr=[2e-3, 2e-3])
-    assert "Learning rate" in [panel.title for panel in panels_of([history, other]).moving]
 
 
 @pytest.mark.parametrize(("low", "level"), [(0.14, "info"), (0.2, "good")])

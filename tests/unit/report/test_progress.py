@@ -38,18 +38,6 @@ def test_progress_is_printed_as_plain_lines_without_a_terminal(capsys, clock):
     assert "0.5 -> 0.75" in table and "0.1235" in table
 
 
-def test_log_names_each_phase_of_the_first_step_once(capsys, clock):
-    from nemo_rl_cpp.stages import stages_shown
-
-    with stages_shown(), Progress(total_steps=2) as progress:
-        for phase in ("validation", "generation", "reward_calculation", "generation", "policy_training"):
-            progress.phase(phase)
-        progress.step(1)
-        progress.phase("generation")
-    said = [line[10:] for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert said == ["validating", "generating the first responses", "training on the first responses"]
-
-
 def test_live_progress_line_shows_phase_and_time_left(clock):
     out = io.StringIO()
     progress = Progress(10, mode="live", console=Console(file=out, force_terminal=True, width=120))
@@ -79,11 +67,6 @@ def test_resumed_run_estimates_time_left_from_its_own_first_step(clock):
     clock.now += 2
     progress.step(52)
     assert progress.eta_seconds() == pytest.approx(2 * 48)
-
-
-def test_run_of_unknown_length_shows_no_time_left():
-    assert Progress(None, mode="quiet").eta_seconds() is None
-    assert "left" not in Progress(None, mode="quiet").line()
 
 
 def test_quiet_mode_prints_nothing(capsys):

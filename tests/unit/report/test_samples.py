@@ -1,18 +1,6 @@
 import json
 
-from nemo_rl_cpp.report.samples import (
-    BUDGET,
-    MAX_ANSWERS,
-    MAX_CHARS,
-    MAX_TOKENS,
-    Answer,
-    SampleBook,
-    clip,
-    outside_in,
-    pick,
-    read_groups,
-    spread,
-)
+from nemo_rl_cpp.report.samples import BUDGET, MAX_ANSWERS, MAX_TOKENS, Answer, SampleBook, read_groups
 from synthetic_run import messages
 
 
@@ -52,14 +40,6 @@ def test_responses_are_grouped_by_group_id_or_by_prompt(tmp_path):
         del row["group_id"]
     groups = read_groups(write(tmp_path / "b", sorted(rows, key=lambda row: row["rewards"])))
     assert [len(group) for group in groups] == [2, 2]
-
-
-def test_shown_prompts_are_tagged_with_why_they_were_selected():
-    groups = [[answer(reward), answer(reward)] for reward in (0.5, 1.0, 0.0)] + [[answer(1.0), answer(-1.0, 9)]]
-    tags = {group.answers[0].reward: group.tags for group in pick(groups[:3])}
-    assert tags[1.0] == ["highest reward"] and tags[0.0] == ["lowest reward"] and tags[0.5] == ["longest answer"]
-    assert ["most different", "longest answer"] in [g.tags for g in pick(groups)]
-    assert pick([]) == [] and pick([[answer("nan", None)]])[0].tags == ["first"]
 
 
 def row(text, mask, logprobs, **more):
@@ -106,13 +86,3 @@ def test_first_and_last_steps_get_page_space_for_samples_first(tmp_path):
     assert set(tokens) == {MAX_TOKENS} and sum(tokens) <= BUDGET
     group = steps[0]["groups"][0]
     assert group["of"] == 17 and len(group["answers"]) == MAX_ANSWERS and group["answers"][0]["gap"] == [192, 444]
-
-
-def test_long_texts_are_clipped_and_the_selection_of_shown_steps_is_stable():
-    assert len(clip("x" * 100_000)) < MAX_CHARS + 100 and clip("short") == "short"
-    assert spread(list(range(10))) == list(range(10)) and spread([]) == []
-    for length in (24, 25, 100, 101, 5000):
-        chosen = spread(list(range(length)))
-        assert len(chosen) <= 26 and chosen[0] == 0 and chosen[-1] == length - 1
-    assert set(spread(list(range(100)))[:-1]) == set(spread(list(range(101)))[:-1]) & set(range(99))
-    assert outside_in(list(range(5))) == [4, 0, 2, 1, 3] and outside_in([7]) == [7] and outside_in([]) == []

@@ -45,11 +45,6 @@ def test_packers_give_the_bins_of_hand_worked_examples():
     assert PACKERS["modified_first_fit_decreasing"]([7, 3, 3, 4, 2], 13) == [[0, 1, 2], [3, 4]]
 
 
-def test_packers_order_equal_lengths_by_index():
-    assert PACKERS["first_fit_decreasing"]([2, 2, 2], 4) == [[2, 1], [0]]  # larger index first
-    assert PACKERS["modified_first_fit_decreasing"]([3, 3], 4) == [[0], [1]]  # lower index first
-
-
 @pytest.mark.parametrize("name", sorted(PACKERS))
 def test_packers_reject_a_length_beyond_the_capacity(name):
     with pytest.raises(ValueError, match="sequence 1 has length 9"):

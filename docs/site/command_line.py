@@ -14,23 +14,19 @@ INTRODUCTION = """# Command line
 `nemo-rl-cpp COMMAND --help` prints what stands here. The page is made from the commands' own help
 (`python docs/site/command_line.py --write`), and a test compares the two.
 
-In a source tree write `uv run nemo-rl-cpp ...`. The scripts of the guides are the same commands:
-
-| script | command |
-|---|---|
-| `examples/run_grpo_math.py`, `python -m nemo_rl_cpp.run_grpo_math` | `nemo-rl-cpp train` with a file of GRPO, RLOO, GDPO, DAPO or ProRLv2 |
-| `examples/run_ppo.py`, `python -m nemo_rl_cpp.run_ppo` | `nemo-rl-cpp train` with a file of PPO or VAPO |
-| `examples/run_distillation.py`, `python -m nemo_rl_cpp.run_distillation` | `nemo-rl-cpp train` with a file of distillation |
-| `examples/run_sft.py`, `python -m nemo_rl_cpp.run_sft` | `nemo-rl-cpp train` with a file of supervised fine-tuning |
-| `examples/run_eval.py`, `python -m nemo_rl_cpp.run_eval` | `nemo-rl-cpp eval` |
+In a source tree write `uv run nemo-rl-cpp ...`. The scripts of the guides are the same commands: `examples/run_eval.py` (or `python -m nemo_rl_cpp.run_eval`) is
+`nemo-rl-cpp eval`; `run_grpo_math`, `run_ppo`, `run_distillation` and `run_sft` are `nemo-rl-cpp train`, whose file names the algorithm.
 
 | exit status | meaning |
 |---|---|
-| 0 | done |
+| 0 | done; a run reached its end, or stopped with a checkpoint |
 | 1 | an error; one sentence says which |
 | 2 | the command line or the configuration has a mistake |
 | 130, 143 | Ctrl-C or SIGTERM ended the command at once |
 | 141 | nobody read its output any more: it went through a pipe to `head`, say |
+
+Every command also takes `--debug` (the traceback of an error) and `--version`. [configs/README.md](../configs/README.md) lists the
+shipped configurations.
 
 ## The commands
 
@@ -107,20 +103,9 @@ def section(name: str, said: str) -> str:
         shown = action.default not in (None, False, [], argparse.SUPPRESS) and "%(default)" not in (action.help or "")
         said = (action.help or "") % {**vars(action), "prog": f"nemo-rl-cpp {name}"}
         lines.append(f"| {_option(action, parser)} | {f'`{action.default}`' if shown else ''} | {_cell(said)} |")
-    names = {action.dest for action in parser._actions}
-    common = [option for option in ("debug", "version") if option in names]
-    if common:
-        lines.append(
-            f"| {', '.join(f'`--{option}`' for option in common)} | | the traceback of an error; the version |"
-        )
     if parser.epilog:
-        more, _, shipped = parser.epilog.partition("shipped configurations:")
+        more = parser.epilog.partition("shipped configurations:")[0]
         lines += ["", "```text", more.strip("\n") % {"prog": f"nemo-rl-cpp {name}"}, "```"]
-        lines += (
-            ["", "The shipped configurations are listed [on a page of their own](../configs/README.md)."]
-            if shipped
-            else []
-        )
     return "\n".join([*lines, ""])
 
 

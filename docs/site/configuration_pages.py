@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 import typing
@@ -37,12 +38,6 @@ With this page you write the YAML file of a run and find every key. The page is 
 
 In a PPO run the keys of `grpo` stand in the section `ppo`, in a distillation run in `distillation`. This page has the keys that do something. NeMo RL's other keys are accepted
 and change nothing; `--dry-run` lists those that your file sets.
-
-| command | what it does |
-|---|---|
-| `nemo-rl-cpp train --config FILE [overrides]` | trains |
-| `nemo-rl-cpp check --config FILE [overrides]` | reports every mistake and starts nothing |
-| `nemo-rl-cpp train --config FILE --dry-run` | shows a forecast of memory and the resolved configuration |
 
 ## Which way to turn them
 
@@ -234,6 +229,10 @@ _HEADER = ["| key | type | default | meaning |", "|---|---|---|---|"]
 def _section(model: type[Section], name: str, lines: list[str], shown: dict[str, list[str]]) -> None:
     """Add to `lines` a heading and a table: the keys of a section, and of those within it, that do something."""
     said, rows = _rows(model, name, "", shown)
+    alike = itertools.groupby((row[2:].split(" | ", 1) for row in rows), key=lambda cells: cells[1])
+    rows = [
+        f"| {', '.join(key for key, _ in group)} | {rest}" for rest, group in alike
+    ]  # of neighbours that differ in name
     lines += [f"### `{name}`", "", said, "", *([*_HEADER, *rows, ""] if rows else [])]
 
 

@@ -96,14 +96,9 @@ class Browser:
     def mouse(self, kind: str, x: float, y: float) -> None:
         """Send a mouse event at (x, y). `kind` is mouseMoved, mousePressed or mouseReleased."""
         self.send(
-            "Input.dispatchMouseEvent",
-            type=kind,
-            x=x,
-            y=y,
-            button="left",
-            buttons=int(kind != "mouseReleased"),
+            "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=int(kind != "mouseReleased"),
             clickCount=1,
-        )
+        )  # fmt: skip
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
         """Write a screenshot of the visible part, or of the whole page, to `path`."""

@@ -14,12 +14,8 @@ _LOCK = threading.Lock()
 async def ask(task: AgentTask, client: httpx.AsyncClient, prompt: list[int] | str, max_tokens: int = 1) -> dict:
     """Request one completion, and append what the client receives to SEEN."""
     body = {
-        "model": task.model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "return_token_ids": True,
-        "ignore_eos": True,
-    }
+        "model": task.model, "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True, "ignore_eos": True,
+    }  # fmt: skip
     answer = (await client.post("/completions", json=body)).raise_for_status().json()
     choice = answer["choices"][0]
     with _LOCK:

@@ -70,12 +70,9 @@ class Policy:
         self.version += 1
         valid = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         metrics = {
-            "loss": [0.5],
-            "token_mult_prob_error": [1.0],
-            "global_valid_toks": [float(valid)],
-            "lr": [1e-3],
+            "loss": [0.5], "token_mult_prob_error": [1.0], "global_valid_toks": [float(valid)], "lr": [1e-3],
             "num_valid_samples": [1.0],
-        }
+        }  # fmt: skip
         return {
             "loss": torch.tensor([0.5]),
             "grad_norm": torch.tensor([1.0]),

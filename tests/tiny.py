@@ -103,9 +103,6 @@ def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNam
     run = train(Path(folder), f"{section}.seed={seed}", f"{section}.max_num_steps=400", config=config, until=until)
     accuracy = [row["accuracy"] for row in run.history]
     return SimpleNamespace(
-        history=run.history,
-        first=accuracy[0],
-        last=sum(accuracy[-5:]) / 5,
-        held_out=run.validation.validator.run(run.state.step).metrics["accuracy"],
-        has_critic=run.config.has_critic,
-    )
+        history=run.history, first=accuracy[0], last=sum(accuracy[-5:]) / 5,
+        held_out=run.validation.validator.run(run.state.step).metrics["accuracy"], has_critic=run.config.has_critic,
+    )  # fmt: skip

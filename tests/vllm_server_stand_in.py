@@ -23,24 +23,16 @@ import vllm_stand_in
 
 EXTENSION = Path(nemo_rl_cpp.__file__).parent / "models" / "generation" / "vllm" / "server_extension"
 MODES = {
-    "good": "does what it is asked",
-    "old": "is another version of vLLM",
-    "no_dev": "was started without VLLM_SERVER_DEV_MODE=1",
-    "no_extension": "was started without our extension",
-    "no_scale_out": "was started without --enable-scale-out",
-    "locked": "wants the key that is `secret`",
-    "flipped": "sees a bit in the memory that the trainer has not set",
-    "missing": "leaves one tensor out",
-    "hangs": "makes no second token",
-    "dies": "closes the connection in the middle of a response",
-    "garbage": "answers with what is no event",
-    "aborts": "has its requests aborted by somebody",
-    "renamed": "has its weights changed by somebody",
-    "none": "is not installed in this interpreter",
-    "dies_loading": "ends while it loads",
-    "hangs_loading": "never listens",
+    "good": "does what it is asked", "old": "is another version of vLLM",
+    "no_dev": "was started without VLLM_SERVER_DEV_MODE=1", "no_extension": "was started without our extension",
+    "no_scale_out": "was started without --enable-scale-out", "locked": "wants the key that is `secret`",
+    "flipped": "sees a bit in the memory that the trainer has not set", "missing": "leaves one tensor out",
+    "hangs": "makes no second token", "dies": "closes the connection in the middle of a response",
+    "garbage": "answers with what is no event", "aborts": "has its requests aborted by somebody",
+    "renamed": "has its weights changed by somebody", "none": "is not installed in this interpreter",
+    "dies_loading": "ends while it loads", "hangs_loading": "never listens",
     "killed": "is killed in the middle of a response",
-}
+}  # fmt: skip
 
 
 class NcclTransfer(vllm_stand_in.Transfer):

@@ -26,14 +26,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {
-    "hub": "a model hub",
-    "network": "a package index or a repository",
-    "gpu": "a GPU",
-    "cluster": "several machines",
-    "minutes": "minutes of training",
-    "privileges": "rights of the system's administrator, or settings of the machine",
+    "hub": "a model hub", "network": "a package index or a repository", "gpu": "a GPU", "cluster": "several machines",
+    "minutes": "minutes of training", "privileges": "rights of the system's administrator, or settings of the machine",
     "code": "the reader's own code around it",
-}
+}  # fmt: skip
 SHOWN = {"text", "json"}
 KINDS = {"run", "file", "check", "loads", "tested by", "needs"}
 _MARK = re.compile(r"<!-- ([a-z ]+?)(?:: (.+?))? -->")

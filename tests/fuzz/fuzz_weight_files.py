@@ -19,19 +19,9 @@ from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.weight_files import INDEX_FILE, SINGLE_FILE, raw_tensors, tensor_entries, weight_files
 
 WORDS = [
-    b"null",
-    b"-1",
-    b"1e9",
-    b"[]",
-    b"{}",
-    b'""',
-    b"\\ud800",
-    b"18446744073709551616",
-    b"data_offsets",
-    b"../x.safetensors",
-    b"\x00",
-    b"\xff" * 8,
-]
+    b"null", b"-1", b"1e9", b"[]", b"{}", b'""', b"\\ud800", b"18446744073709551616", b"data_offsets",
+    b"../x.safetensors", b"\x00", b"\xff" * 8,
+]  # fmt: skip
 
 
 def mutated(content: bytes, dice: random.Random) -> bytes:

@@ -66,15 +66,12 @@ def test_backward_passes_accumulate_gradients_and_an_optimizer_step_resets_them(
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        (lambda logprobs: logprobs.sum() * float("nan"), "the loss is nan"),
-        (lambda logprobs: logprobs, "expected a scalar"),
-        (lambda logprobs: torch.tensor(1.0), "expected a scalar"),
-        (lambda logprobs: 1.0, "loss_fn gave 1.0"),
-    ],
-)
+@pytest.mark.parametrize(("loss_fn", "message"), [
+    (lambda logprobs: logprobs.sum() * float("nan"), "the loss is nan"),
+    (lambda logprobs: logprobs, "expected a scalar"),
+    (lambda logprobs: torch.tensor(1.0), "expected a scalar"),
+    (lambda logprobs: 1.0, "loss_fn gave 1.0"),
+])  # fmt: skip
 def test_non_finite_or_non_scalar_loss_raises_and_leaves_the_gradient_unchanged(loss_fn, message):
     model = nemo_rl_cpp.Model("tiny-random")
     trainer = nemo_rl_cpp.Trainer(model)

@@ -16,12 +16,9 @@ make, train = (partial(function, config="grpo_guess_number.yaml") for function i
 @pytest.mark.parametrize("packing", [True, False])
 def test_generation_and_training_logprobs_are_equal_in_every_turn(tmp_path, precision, packing):
     run = train(
-        tmp_path,
-        *SMALL,
-        "grpo.max_num_steps=5",
-        f"policy.precision={precision}",
+        tmp_path, *SMALL, "grpo.max_num_steps=5", f"policy.precision={precision}",
         f"policy.sequence_packing.enabled={packing}".lower(),
-    )
+    )  # fmt: skip
     assert len(run.history) == 5
     for row in run.history:
         assert row["avg_turns_per_sample"] > 1.5 and row["mean_env_tokens_per_sample"] > 0.5

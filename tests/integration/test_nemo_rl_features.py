@@ -54,12 +54,9 @@ def test_gdpo_normalises_each_reward_component_separately(tmp_path, monkeypatch)
 def test_length_penalty_changes_the_training_reward_but_not_the_accuracy_metric(tmp_path):
     environment = RewardFunctionEnvironment(first_is_even)
     run = tiny.train(
-        tmp_path,
-        *tiny.SMALL,
-        "+grpo.length_penalty.default={pass_rate_length_penalty_weight: 0.5}",
-        "grpo.max_num_steps=1",
-        environment=environment,
-    )
+        tmp_path, *tiny.SMALL, "+grpo.length_penalty.default={pass_rate_length_penalty_weight: 0.5}",
+        "grpo.max_num_steps=1", environment=environment,
+    )  # fmt: skip
     row = run.history[0]
     assert row["length_penalty/adjusted_frac"] > 0 > row["length_penalty/reward_delta_mean"]
     assert row["accuracy"] == pytest.approx(row["length_penalty/env_reward_mean"])
@@ -85,14 +82,9 @@ def test_warm_started_critic_takes_the_checkpoints_weights_and_not_its_optimizer
 @pytest.mark.parametrize("epochs, critic, expected", [(2, "null", (2, 2)), (1, 3, (1, 3)), (3, 1, (3, 1))])
 def test_critic_ppo_epochs_sets_the_number_of_critic_passes(tmp_path, epochs, critic, expected):
     run = tiny.make(
-        tmp_path,
-        *tiny.SMALL_PPO,
-        f"ppo.ppo_epochs={epochs}",
-        f"ppo.critic_ppo_epochs={critic}",
-        "ppo.max_num_steps=1",
-        "ppo.policy_training_start_step=0",
-        config="ppo_tiny.yaml",
-    )
+        tmp_path, *tiny.SMALL_PPO, f"ppo.ppo_epochs={epochs}", f"ppo.critic_ppo_epochs={critic}", "ppo.max_num_steps=1",
+        "ppo.policy_training_start_step=0", config="ppo_tiny.yaml",
+    )  # fmt: skip
     passes = {"policy": 0, "value": 0}
     for name, part in (("policy", run.policy), ("value", run.critic)):
 

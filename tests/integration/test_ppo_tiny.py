@@ -83,11 +83,8 @@ def test_policy_is_frozen_in_critic_warm_up_while_explained_variance_rises(tmp_p
 def test_weights_do_not_depend_on_reuse_of_generation_logprobs(tmp_path, epochs, updates):
     """Scoring the batch beforehand changes nothing, in the first pass over it and in later ones."""
     options = (
-        *SMALL,
-        "ppo.max_num_steps=3",
-        f"policy.train_global_batch_size={32 // updates}",
-        f"ppo.ppo_epochs={epochs}",
-    )
+        *SMALL, "ppo.max_num_steps=3", f"policy.train_global_batch_size={32 // updates}", f"ppo.ppo_epochs={epochs}",
+    )  # fmt: skip
     digests = []
     for reuse in ("auto", "never", "always"):
         run = train(tmp_path / reuse, *options, f"policy.reuse_generation_logprobs={reuse}")

@@ -58,18 +58,15 @@ def test_run_uses_registered_estimator_environment_data_set_and_logger(recipes, 
     assert (run.log_dir / "csv" / "numbers.algorithm").read_text() == "best_of_group"
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("++grpo.adv_estimator.num_bests=2", "num_bests is unknown; did you mean num_best?"),
-        ("++grpo.adv_estimator.num_best=0", "num_best must be at least 1, not 0"),
-        ("++env.even_digits.wait=1", "env.even_digits.wait is unknown; did you mean weight?"),
-        ("++data.train.lost=1", "data.train.lost is unknown; did you mean last?"),
-        ("++logger.csv.fil=x", "logger.csv.fil is unknown; did you mean file?"),
-        ("++logger.csv_enabled=2", "logger.csv_enabled must be true or false, not 2"),
-        ("grpo.adv_estimator.name=best_of_groups", "did you mean best_of_group?"),
-    ],
-)
+@pytest.mark.parametrize(("override", "said"), [
+    ("++grpo.adv_estimator.num_bests=2", "num_bests is unknown; did you mean num_best?"),
+    ("++grpo.adv_estimator.num_best=0", "num_best must be at least 1, not 0"),
+    ("++env.even_digits.wait=1", "env.even_digits.wait is unknown; did you mean weight?"),
+    ("++data.train.lost=1", "data.train.lost is unknown; did you mean last?"),
+    ("++logger.csv.fil=x", "logger.csv.fil is unknown; did you mean file?"),
+    ("++logger.csv_enabled=2", "logger.csv_enabled must be true or false, not 2"),
+    ("grpo.adv_estimator.name=best_of_groups", "did you mean best_of_group?"),
+])  # fmt: skip
 def test_keys_of_registered_components_are_checked_like_schema_keys(recipes, override, said):
     load_grpo_config("grpo_tiny.yaml", [*CHOSEN, "grpo.max_num_steps=1"])
     with pytest.raises(ConfigError) as refused:

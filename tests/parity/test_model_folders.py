@@ -156,15 +156,12 @@ def test_disabled_sliding_window_stays_disabled_after_saving(bases, tmp_path):
     check_equal(of_transformers(bases["qwen2"]), path, {"use_sliding_window": False}, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "overrides, sentence",
-    [
-        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling gives factor without rope_type.*add rope_type"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters is of type yarn but has no factor"),
-        ({"rope_theta": 0}, "rope_theta is 0"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
-    ],
-)
+@pytest.mark.parametrize("overrides, sentence", [
+    ({"rope_scaling": {"factor": 4.0}}, "rope_scaling gives factor without rope_type.*add rope_type"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters is of type yarn but has no factor"),
+    ({"rope_theta": 0}, "rope_theta is 0"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+])  # fmt: skip
 def test_invalid_hf_config_override_is_rejected(overrides, sentence, bases, a_run, tmp_path):
     path = built("llama", lambda f: f.format_4(), bases, tmp_path)
     with pytest.raises(SourceError, match=r"config\.json with hf_config_overrides: .*" + sentence):

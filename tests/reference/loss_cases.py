@@ -119,15 +119,10 @@ def batch(rng, max_rows=5, max_len=40):
     if rng.random() < 0.1:
         advantages[:] = 0.0
     data = {
-        "advantages": np.float32(advantages).astype(np.float64),
-        "prev_logprobs": prev,
-        "generation_logprobs": gen,
-        "reference_policy_logprobs": ref,
-        "token_mask": mask.astype(np.float64),
-        "sample_mask": sample,
-        "rewards": rng.choice([-1.0, 0.0, 1.0], B),
-        "kl_cov_penalty": 0.5 * (rng.random((B, S)) < 0.2),
-    }
+        "advantages": np.float32(advantages).astype(np.float64), "prev_logprobs": prev, "generation_logprobs": gen,
+        "reference_policy_logprobs": ref, "token_mask": mask.astype(np.float64), "sample_mask": sample,
+        "rewards": rng.choice([-1.0, 0.0, 1.0], B), "kl_cov_penalty": 0.5 * (rng.random((B, S)) < 0.2),
+    }  # fmt: skip
     x = curr[:, 1:].copy()
     if rng.random() < 0.3:
         data["curr_logprobs_unfiltered"] = near(x, 0.2)

@@ -16,13 +16,10 @@ def a_terminal_that_may_close():
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize(
-    ("number", "name", "reason"),
-    [
-        (signal.SIGINT, "Ctrl-C", "interrupted"), (signal.SIGTERM, "SIGTERM", "terminated"),
-        (signal.SIGHUP, "SIGHUP", "terminated"), (signal.SIGUSR1, "SIGUSR1", "terminated"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("number", "name", "reason"), [
+    (signal.SIGINT, "Ctrl-C", "interrupted"), (signal.SIGTERM, "SIGTERM", "terminated"),
+    (signal.SIGHUP, "SIGHUP", "terminated"), (signal.SIGUSR1, "SIGUSR1", "terminated"),
+])  # fmt: skip
 def test_first_signal_requests_a_stop_and_the_second_one_ends_the_run(number, name, reason):
     before, said = signal.getsignal(number), []
     with GracefulStop(said.append, saves=False) as stop:

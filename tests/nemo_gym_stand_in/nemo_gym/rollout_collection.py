@@ -29,9 +29,6 @@ class RolloutCollectionHelper:
             text = json.load(answer)["choices"][0]["text"]
         right = float(text == row["verifier_metadata"]["digit"])
         return {
-            "reward": right,
-            "is_seven": text == "7",
-            "mask_sample": text == "9",
-            "_internal": 1,
+            "reward": right, "is_seven": text == "7", "mask_sample": text == "9", "_internal": 1,
             "response": {"output": []},
-        }
+        }  # fmt: skip

@@ -134,14 +134,11 @@ def test_metrics_of_rollout_rounds_are_averaged_weighted_by_samples():
     assert found["accuracy_of_well_formed"] == (0.5 * 2 + 1.0 * 3) / 5  # 2 and 3 well-formed answers
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "expected"),
-    [
-        ("max_turns_reached_rate", (0.0, 1.0), 0.75), ("games/num_won_rate", (0.5, 0.1), 0.2), ("turns/max", (2, 1), 2),
-        ("turns/min", (2, 1), 1), ("min_len", (5, 7), 5), ("max_gen_tokens_per_sample", (4, 9), 9),
-        ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "values", "expected"), [
+    ("max_turns_reached_rate", (0.0, 1.0), 0.75), ("games/num_won_rate", (0.5, 0.1), 0.2), ("turns/max", (2, 1), 2),
+    ("turns/min", (2, 1), 1), ("min_len", (5, 7), 5), ("max_gen_tokens_per_sample", (4, 9), 9),
+    ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
+])  # fmt: skip
 def test_rates_are_averaged_and_minima_and_maxima_are_kept_over_rollout_rounds(name, values, expected):
     assert combined((4, 12), **{name: values}) == pytest.approx({name: expected})
 

@@ -49,15 +49,12 @@ def test_custom_estimator_receives_the_arguments_that_it_names():
     assert set(seen) == {"prompt_ids", "mask", "group_id", "values"}
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (lambda rewards: 1.0, r"must return advantages as a tensor of shape \[3\] or \[3, 3\], but returned 1.0"),
-        (lambda rewards: rewards[:2], r"but returned one of \[2\]"),
-        (lambda rewards: rewards / 0, "returned inf as advantages of sample 0, token 1"),
-        (lambda rewards: rewards[5], "failed with IndexError"),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), [
+    (lambda rewards: 1.0, r"must return advantages as a tensor of shape \[3\] or \[3, 3\], but returned 1.0"),
+    (lambda rewards: rewards[:2], r"but returned one of \[2\]"),
+    (lambda rewards: rewards / 0, "returned inf as advantages of sample 0, token 1"),
+    (lambda rewards: rewards[5], "failed with IndexError"),
+])  # fmt: skip
 def test_invalid_results_of_a_custom_estimator_are_rejected(given, words):
     with pytest.raises((ValueError, IndexError), match=words) as caught:
         advantages(estimator(given))
@@ -91,15 +88,12 @@ def test_custom_loss_is_called_with_only_the_arguments_it_accepts():
     assert gradient.tolist() == [[-0.5, -0.5], [-0.5, -0.5]] and metrics == {"own_loss_samples": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (lambda data: 3.0, "must return a scalar tensor, or .scalar tensor, metrics., but returned 3.0"),
-        (lambda next_token_logprobs: next_token_logprobs, r"but returned a Tensor of shape \[2, 2\]"),
-        (lambda data: torch.tensor(1.0), "does not depend on next_token_logprobs"),
-        (lambda data: data["rewards"], "failed with KeyError 'rewards'"),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), [
+    (lambda data: 3.0, "must return a scalar tensor, or .scalar tensor, metrics., but returned 3.0"),
+    (lambda next_token_logprobs: next_token_logprobs, r"but returned a Tensor of shape \[2, 2\]"),
+    (lambda data: torch.tensor(1.0), "does not depend on next_token_logprobs"),
+    (lambda data: data["rewards"], "failed with KeyError 'rewards'"),
+])  # fmt: skip
 def test_invalid_results_of_a_custom_loss_are_rejected(given, words):
     leaf = torch.zeros(2, 2, requires_grad=True)
     with pytest.raises((ValueError, KeyError), match=words):
@@ -119,13 +113,10 @@ def test_builtin_loss_is_used_without_a_wrapper():
     assert own_loss(loss, SECTION) is loss and hasattr(loss, "token_loss")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ([f"grpo.adv_estimator.name={OWN}Centerd"], "recipes.own_loss has no Centerd; did you mean Centred?"),
-        (["loss_fn.name=nowhere.Loss"], "there is no module nowhere"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "words"), [
+    ([f"grpo.adv_estimator.name={OWN}Centerd"], "recipes.own_loss has no Centerd; did you mean Centred?"),
+    (["loss_fn.name=nowhere.Loss"], "there is no module nowhere"),
+])  # fmt: skip
 def test_preflight_reports_custom_components_that_cannot_be_imported(overrides, words):
     (finding,) = check_environments(grpo(*overrides))
     assert finding.level == "error" and finding.key in ("grpo.adv_estimator.name", "loss_fn.name")
@@ -133,14 +124,11 @@ def test_preflight_reports_custom_components_that_cannot_be_imported(overrides, 
         raise AssertionError(finding.message)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ([f"grpo.adv_estimator.name={OWN}Centred", "grpo.adv_estimator.kwargs={powr:2}"], "Centred.* unexpected keyword argument 'powr'"),
-        (["grpo.adv_estimator.name=math.pi"], "is 3.14159.* without compute_advantage: derive its class from nemo_rl_cpp.AdvantageEstimator"),
-        ([f"loss_fn.name={OWN}Centred"], "Centred is a .* without __call__: derive its class from nemo_rl_cpp.LossFunction, or give a function"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "words"), [
+    ([f"grpo.adv_estimator.name={OWN}Centred", "grpo.adv_estimator.kwargs={powr:2}"], "Centred.* unexpected keyword argument 'powr'"),
+    (["grpo.adv_estimator.name=math.pi"], "is 3.14159.* without compute_advantage: derive its class from nemo_rl_cpp.AdvantageEstimator"),
+    ([f"loss_fn.name={OWN}Centred"], "Centred is a .* without __call__: derive its class from nemo_rl_cpp.LossFunction, or give a function"),
+])  # fmt: skip
 def test_error_names_a_custom_component_that_cannot_be_constructed(overrides, words):
     config = grpo(*overrides)
     with pytest.raises((ValueError, TypeError), match=words):

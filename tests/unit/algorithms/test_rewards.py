@@ -81,12 +81,9 @@ def error_data():
     )
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]])
     return {
-        "prev_logprobs": torch.zeros(4, 3),
-        "generation_logprobs": gap,
-        "token_mask": mask,
-        "sample_mask": torch.tensor([1.0, 1, 1, 0]),
-        "rewards": torch.tensor([0.0, 1.0, 1.0, 0.0]),
-    }
+        "prev_logprobs": torch.zeros(4, 3), "generation_logprobs": gap, "token_mask": mask,
+        "sample_mask": torch.tensor([1.0, 1, 1, 0]), "rewards": torch.tensor([0.0, 1.0, 1.0, 0.0]),
+    }  # fmt: skip
 
 
 def test_seq_logprob_error_masking_matches_hand_computed_values():

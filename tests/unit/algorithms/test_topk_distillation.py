@@ -152,14 +152,11 @@ def test_topk_distillation_run_reduces_the_divergence(tmp_path, side, kind):
     assert np.mean(losses[-3:]) < 0.5 * np.mean(losses[:2]), losses
 
 
-@pytest.mark.parametrize(
-    "override,reason",
-    [
-        ("loss_fn.kl_type=jensen", "not jensen"),
-        ("policy.generation.top_p=0.9", "compares whole distributions"),
-        ("loss_fn.entropy_coef=0.1", "is for the sampled token"),
-    ],
-)
+@pytest.mark.parametrize("override,reason", [
+    ("loss_fn.kl_type=jensen", "not jensen"),
+    ("policy.generation.top_p=0.9", "compares whole distributions"),
+    ("loss_fn.entropy_coef=0.1", "is for the sampled token"),
+])  # fmt: skip
 def test_keys_incompatible_with_topk_distillation_are_rejected(override, reason):
     with pytest.raises(ConfigError, match=reason):
         load_distillation_config("distillation_arithmetic_smollm2.yaml", ["distillation.topk_logits_k=64", override])

@@ -73,16 +73,13 @@ def test_second_call_with_the_same_checkpoint_dir_resumes(tmp_path):
 CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"prompts": ["1=", "1" * 16]}, "^prompt 1 has 16 tokens, which leaves no room to answer within max_length=16$"),
-        ({"validation": ["1=", "1" * 40]}, "^validation prompt 1 has 40 tokens"),
-        ({"prompts": [[{"role": "user", "content": "1" * 16}]]}, "^prompt 0 has 16 tokens"),
-        ({"prompts": [CHAT], "policy__tokenizer__chat_template": "{{ messages[1].content }}"}, r"^prompt 0: the chat template leaves out message 0"),
-        ({"prompts": [{"prompt": CHAT, "tools": 3}]}, r"^prompt 0: 'tools' must be a list of JSON schemas"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"prompts": ["1=", "1" * 16]}, "^prompt 1 has 16 tokens, which leaves no room to answer within max_length=16$"),
+    ({"validation": ["1=", "1" * 40]}, "^validation prompt 1 has 40 tokens"),
+    ({"prompts": [[{"role": "user", "content": "1" * 16}]]}, "^prompt 0 has 16 tokens"),
+    ({"prompts": [CHAT], "policy__tokenizer__chat_template": "{{ messages[1].content }}"}, r"^prompt 0: the chat template leaves out message 0"),
+    ({"prompts": [{"prompt": CHAT, "tools": 3}]}, r"^prompt 0: 'tools' must be a list of JSON schemas"),
+])  # fmt: skip
 def test_every_prompt_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, words):
     monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=words):

@@ -123,14 +123,11 @@ def test_invalid_train_grpo_call_is_a_one_line_error_before_training(tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"ppo__adv_estimator__uses_critic": False}, "ppo.adv_estimator.uses_critic is for an estimator of yours, but .* gae needs a critic"),
-        ({"critic_learning_rate": -1.0}, "argument critic_learning_rate: value.optimizer.kwargs.lr"),
-        ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, opd, a dotted name, not 'grpo'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "words"), [
+    ({"ppo__adv_estimator__uses_critic": False}, "ppo.adv_estimator.uses_critic is for an estimator of yours, but .* gae needs a critic"),
+    ({"critic_learning_rate": -1.0}, "argument critic_learning_rate: value.optimizer.kwargs.lr"),
+    ({"adv_estimator": "grpo"}, "argument adv_estimator: ppo.adv_estimator.name must be one of gae, raw_reward, opd, a dotted name, not 'grpo'"),
+])  # fmt: skip
 def test_invalid_train_ppo_call_is_a_one_line_error_before_training(tmp_path, monkeypatch, given, words):
     monkeypatch.setattr(training, "_train", lambda *parts: pytest.fail("training began"))
     with pytest.raises(ValueError) as caught:

@@ -188,15 +188,12 @@ def other_digit(content):
 
 
 DAMAGE = {
-    "first byte": flip_first_byte,
-    "digit": other_digit,
-    "gone": lambda content: None,
+    "first byte": flip_first_byte, "digit": other_digit, "gone": lambda content: None,
     "binary": lambda content: b"\xff\xfe" * 50,
     "escape": lambda content: b'{"files": {"../../../etc/passwd": {"size": 1, "sha256": "x"}}}',
     "wrong types": lambda content: b'{"files": {"training_info.json": 5}, "digest": "x"}',
-    "zeros": lambda content: bytes(len(content)),
-    "empty": lambda content: b"",
-}
+    "zeros": lambda content: bytes(len(content)), "empty": lambda content: b"",
+}  # fmt: skip
 FILES = ("training_info.json", "manifest.json", "config.yaml", "policy/weights/model.safetensors")
 
 

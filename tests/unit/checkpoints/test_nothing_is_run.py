@@ -103,16 +103,13 @@ def test_code_named_by_json_files_of_a_model_folder_is_not_run(root, weights, tm
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "{{ cycler.__init__.__globals__.os.system('touch ' ~ messages[0].content) }}",
-        "{{ ''.format.__globals__ }}",
-        "{% for m in messages %}{{ m.content.__reduce_ex__(2) }}{% endfor %}",
-        "{{ lipsum.__globals__['os'].popen('true').read() }}",
-    ],
-)
+@pytest.mark.parametrize("template", [
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch ' ~ messages[0].content) }}",
+    "{{ ''.format.__globals__ }}",
+    "{% for m in messages %}{{ m.content.__reduce_ex__(2) }}{% endfor %}",
+    "{{ lipsum.__globals__['os'].popen('true').read() }}",
+])  # fmt: skip
 def test_chat_template_cannot_reach_python_objects(weights, template):
     tokenizer = Tokenizer.from_pretrained(weights)
     try:

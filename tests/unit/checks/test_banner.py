@@ -61,29 +61,19 @@ def test_lora_line_counts_the_matrices_that_each_kind_of_layer_has():
     config = load_grpo_config("configs/grpo_tiny.yaml", [*overrides, "policy.dtensor_cfg.lora_cfg.enabled=true"])
     assert lines_of(config)[1]["lora"].startswith("dim 8, 23 of 23 matrices: ")  # 8 + 7 + 8
     some = "policy.dtensor_cfg.lora_cfg.target_modules=[q_proj,in_proj_a]"
-    config = load_grpo_config(
-        "configs/grpo_tiny.yaml",
-        [
-            *overrides,
-            "policy.dtensor_cfg.lora_cfg.enabled=true",
-            "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
-            some,
-        ],
-    )
+    config = load_grpo_config("configs/grpo_tiny.yaml", [
+        *overrides, "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
+        some,
+    ])  # fmt: skip
     assert lines_of(config)[1]["lora"].startswith("dim 8, 3 of 23 matrices: ")
 
 
 def test_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda: 1e9)
-    config = load_grpo_config(
-        "configs/grpo_arithmetic_smollm2.yaml",
-        [
-            "checkpointing.enabled=false",
-            "logger.report=false",
-            "cluster.cpus_per_worker=1",
-            "logger.log_dir=/nowhere/logs",
-        ],
-    )
+    config = load_grpo_config("configs/grpo_arithmetic_smollm2.yaml", [
+        "checkpointing.enabled=false", "logger.report=false", "cluster.cpus_per_worker=1",
+        "logger.log_dir=/nowhere/logs",
+    ])  # fmt: skip
     _, rows = lines_of(config)
     assert "does not fit into this machine's 1 GB" in rows["memory"]
     assert rows["folder"] == "none: checkpointing.enabled is false, nothing is saved"

@@ -88,14 +88,11 @@ def test_estimated_checkpoint_size_matches_hand_computed_values(tmp_path):
     assert checkpoint_bytes(load_grpo_config("grpo_math_1B.yaml")) is None  # sizes not on this machine
 
 
-@pytest.mark.parametrize(
-    "free, words",
-    [
-        (0.5, "is FOLDER with 506 kB free, but a checkpoint takes about 1.01 MB"),
-        (3, "up to 5 of them are held at once"),
-        (6, None),
-    ],
-)
+@pytest.mark.parametrize("free, words", [
+    (0.5, "is FOLDER with 506 kB free, but a checkpoint takes about 1.01 MB"),
+    (3, "up to 5 of them are held at once"),
+    (6, None),
+])  # fmt: skip
 def test_too_little_disk_space_for_checkpoints_gives_a_warning(tmp_path, monkeypatch, free, words):
     size = checkpoint_bytes(config_of(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(free * size)))

@@ -119,10 +119,7 @@ def test_data_processor_from_nemo_rls_documents_works_in_a_data_set():
 
     spec = TaskDataSpec(task_name="letters")
     data = AllTaskProcessedDataset(
-        [{"task_name": "letters", "text": "ab"}],
-        tiny_tokenizer(),
-        spec,
-        {"letters": (spec, processor)},
+        [{"task_name": "letters", "text": "ab"}], tiny_tokenizer(), spec, {"letters": (spec, processor)},
         max_seq_length=8,
-    )
+    )  # fmt: skip
     assert len(data) == 1 and data[0]["message_log"][0]["token_ids"].tolist() == [97, 98] and data[0]["length"] == 2

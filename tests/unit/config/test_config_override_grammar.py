@@ -21,11 +21,8 @@ def failures(overrides):
 
 def base():
     return {
-        "a": 1,
-        "b": {"c": 3, "d": [1, 2, 3], "e": "text", "n": None, "m": {"k": 1, "l": 2}},
-        "f": 1.5,
-        "h": "${b.c}",
-    }
+        "a": 1, "b": {"c": 3, "d": [1, 2, 3], "e": "text", "n": None, "m": {"k": 1, "l": 2}}, "f": 1.5, "h": "${b.c}",
+    }  # fmt: skip
 
 
 VALUES = {
@@ -53,22 +50,14 @@ def test_override_nan_is_parsed_as_a_float_nan():
 
 
 CHANGES = {
-    "b={c:9}": lambda c: c["b"].update(c=9),
-    "+b={z:9}": lambda c: c["b"].update(z=9),
-    "+b.z=9": lambda c: c["b"].update(z=9),
-    "++b.c=9": lambda c: c["b"].update(c=9),
-    "+b.n=5": lambda c: c["b"].update(n=5),
-    "+x.y.z=1": lambda c: c.update(x={"y": {"z": 1}}),
-    "b.m={k:5}": lambda c: c["b"]["m"].update(k=5),
-    "b.m=null": lambda c: c["b"].update(m=None),
-    "b.d.1=10": lambda c: c["b"].update(d=[1, 10, 3]),
-    "b.d=[9]": lambda c: c["b"].update(d=[9]),
-    "+b.d=[9]": lambda c: c["b"].update(d=[9]),
-    "~b.c": lambda c: c["b"].pop("c"),
-    "~b.c=3": lambda c: c["b"].pop("c"),
-    "~b": lambda c: c.pop("b"),
-    "h=5": lambda c: c.update(h=5),
-}
+    "b={c:9}": lambda c: c["b"].update(c=9), "+b={z:9}": lambda c: c["b"].update(z=9),
+    "+b.z=9": lambda c: c["b"].update(z=9), "++b.c=9": lambda c: c["b"].update(c=9),
+    "+b.n=5": lambda c: c["b"].update(n=5), "+x.y.z=1": lambda c: c.update(x={"y": {"z": 1}}),
+    "b.m={k:5}": lambda c: c["b"]["m"].update(k=5), "b.m=null": lambda c: c["b"].update(m=None),
+    "b.d.1=10": lambda c: c["b"].update(d=[1, 10, 3]), "b.d=[9]": lambda c: c["b"].update(d=[9]),
+    "+b.d=[9]": lambda c: c["b"].update(d=[9]), "~b.c": lambda c: c["b"].pop("c"), "~b.c=3": lambda c: c["b"].pop("c"),
+    "~b": lambda c: c.pop("b"), "h=5": lambda c: c.update(h=5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("override", CHANGES)

@@ -87,21 +87,16 @@ def test_interpolation_resolves_to_the_expected_value(case, monkeypatch):
 
 
 UNRESOLVED = {
-    "unknown key": ("a: ${zzz}\n", "there is no key zzz"),
-    "circle": ("a: ${b}\nb: ${a}\n", "refers to itself"),
-    "itself": ("a: ${a}\n", "refers to itself"),
-    "its own section": ("a: {b: '${a}'}\n", "refers to itself"),
+    "unknown key": ("a: ${zzz}\n", "there is no key zzz"), "circle": ("a: ${b}\nb: ${a}\n", "refers to itself"),
+    "itself": ("a: ${a}\n", "refers to itself"), "its own section": ("a: {b: '${a}'}\n", "refers to itself"),
     "mandatory": ("a: ???\nb: ${a}\n", "was not set"),
     "unknown resolver": ("a: ${foo:1}\n", "known: mul, add, sub, div, max, oc.env"),
-    "one argument": ("a: ${mul:2}\n", "two values"),
-    "division by zero": ("a: ${div:1,0}\n", "division by zero"),
-    "two texts": ("a: ${mul:x,y}\n", "not possible"),
-    "no variable": ("a: ${oc.env:CFG_NO}\n", "CFG_NO is not set"),
-    "not closed": ("a: ${b\n", "not closed"),
-    "above the top": ("a: ${...x}\n", "above the top"),
+    "one argument": ("a: ${mul:2}\n", "two values"), "division by zero": ("a: ${div:1,0}\n", "division by zero"),
+    "two texts": ("a: ${mul:x,y}\n", "not possible"), "no variable": ("a: ${oc.env:CFG_NO}\n", "CFG_NO is not set"),
+    "not closed": ("a: ${b\n", "not closed"), "above the top": ("a: ${...x}\n", "above the top"),
     "section in a text": ("d: {x: 1}\na: x${d}\n", "cannot stand inside a text"),
     "overflow": ("a: ${mul:9000000000000000000,2}\n", "64 bits"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNRESOLVED)
@@ -132,12 +127,8 @@ def test_child_file_overrides_parents_and_later_parents_override_earlier_ones():
         child="defaults: [one.yaml, two.yaml]\nb: {z: 3}\nl: [9]\nn: null\ns: {k: 1}\n",
     )
     assert _config.load_file("child.yaml") == {
-        "a": 2,
-        "b": {"x": 1, "y": 2, "z": 3},
-        "l": [9],
-        "n": None,
-        "s": {"k": 1},
-    }
+        "a": 2, "b": {"x": 1, "y": 2, "z": 3}, "l": [9], "n": None, "s": {"k": 1},
+    }  # fmt: skip
 
 
 def test_parents_are_relative_to_the_file_that_names_them(folder):
@@ -180,14 +171,7 @@ def test_position_of_each_value_names_its_file_and_line_or_its_override():
     _, positions, problems = _config.load("child.yaml", ["a.b=7", "+n.m={k: 1}"], [], set())
     assert problems == []
     assert positions == {
-        "a": "child.yaml:2",
-        "a.b": "override 'a.b=7'",
-        "a.c": "parent.yaml:3",
-        "a.c.0": "parent.yaml:3",
-        "a.c.1": "parent.yaml:3",
-        "a.c.1.d": "parent.yaml:3",
-        "a.e": "child.yaml:3",
-        "n": "override '+n.m={k: 1}'",
-        "n.m": "override '+n.m={k: 1}'",
-        "n.m.k": "override '+n.m={k: 1}'",
-    }
+        "a": "child.yaml:2", "a.b": "override 'a.b=7'", "a.c": "parent.yaml:3", "a.c.0": "parent.yaml:3",
+        "a.c.1": "parent.yaml:3", "a.c.1.d": "parent.yaml:3", "a.e": "child.yaml:3", "n": "override '+n.m={k: 1}'",
+        "n.m": "override '+n.m={k: 1}'", "n.m.k": "override '+n.m={k: 1}'",
+    }  # fmt: skip

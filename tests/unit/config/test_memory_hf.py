@@ -14,12 +14,9 @@ LAYER = D * (2 * HEADS * SIZE + 2 * 2 * SIZE) + 3 * D * INNER + 2 * D
 WEIGHTS = L * LAYER + V * D + D
 TOKENS = 512
 HF = (
-    MODEL,
-    "policy.backend=hf",
-    "policy.sequence_packing.enabled=true",
-    f"policy.sequence_packing.train_mb_tokens={TOKENS}",
-    f"policy.sequence_packing.logprob_mb_tokens={TOKENS}",
-)
+    MODEL, "policy.backend=hf", "policy.sequence_packing.enabled=true",
+    f"policy.sequence_packing.train_mb_tokens={TOKENS}", f"policy.sequence_packing.logprob_mb_tokens={TOKENS}",
+)  # fmt: skip
 TWO = ("cluster.executor=processes", "cluster.gpus_per_node=2")
 
 

@@ -17,23 +17,20 @@ def grpo(*overrides):
     return load_grpo_config("grpo_tiny.yaml", list(overrides))
 
 
-@pytest.mark.parametrize(
-    "overrides, sharded, beside",
-    [
-        ((), False, False),
-        ((f"{DDP}.use_custom_fsdp=true",), False, False),  # Megatron is not enabled
-        (MEGATRON, False, True),
-        ((*MEGATRON, f"{DDP}.overlap_grad_reduce=false"), False, False),
-        ((*MEGATRON, "policy.overlap_grad_reduce=false"), False, False),
-        (FSDP, True, True),
-        ((*FSDP, f"{DDP}.data_parallel_sharding_strategy=optim_grads"), True, True),
-        ((*FSDP, f"{DDP}.data_parallel_sharding_strategy=optim"), False, True),
-        ((*FSDP, f"{DDP}.data_parallel_sharding_strategy=no_shard"), False, True),
-        ((*FSDP, f"{STRATEGY}=optim"), False, True),
-        ((f"{STRATEGY}=optim_grads",), True, False),
-        (("policy.overlap_grad_reduce=true",), False, True),
-    ],
-)
+@pytest.mark.parametrize("overrides, sharded, beside", [
+    ((), False, False),
+    ((f"{DDP}.use_custom_fsdp=true",), False, False),  # Megatron is not enabled
+    (MEGATRON, False, True),
+    ((*MEGATRON, f"{DDP}.overlap_grad_reduce=false"), False, False),
+    ((*MEGATRON, "policy.overlap_grad_reduce=false"), False, False),
+    (FSDP, True, True),
+    ((*FSDP, f"{DDP}.data_parallel_sharding_strategy=optim_grads"), True, True),
+    ((*FSDP, f"{DDP}.data_parallel_sharding_strategy=optim"), False, True),
+    ((*FSDP, f"{DDP}.data_parallel_sharding_strategy=no_shard"), False, True),
+    ((*FSDP, f"{STRATEGY}=optim"), False, True),
+    ((f"{STRATEGY}=optim_grads",), True, False),
+    (("policy.overlap_grad_reduce=true",), False, True),
+])  # fmt: skip
 def test_sharding_strategy_decides_whether_gradients_are_sharded_and_overlapped(overrides, sharded, beside):
     policy = grpo(*overrides).policy
     assert (policy.shards_gradients, policy.overlaps_grad_reduce) == (sharded, beside)
@@ -81,14 +78,11 @@ def test_memory_estimate_is_smaller_if_a_gradient_block_is_one_micro_batch():
     assert sharded < gradients(*blocks, f"{STRATEGY}=optim_grads") < gradients(*blocks)
 
 
-@pytest.mark.parametrize(
-    "environment, ranks",
-    [
-        ({}, 1), ({"RANK": "0", "WORLD_SIZE": "4"}, 4), ({"WORLD_SIZE": "4"}, 1), ({"RANK": "0", "WORLD_SIZE": "many"}, 1),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 1), ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3"}, 3),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "2"}, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("environment, ranks", [
+    ({}, 1), ({"RANK": "0", "WORLD_SIZE": "4"}, 4), ({"WORLD_SIZE": "4"}, 1), ({"RANK": "0", "WORLD_SIZE": "many"}, 1),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 1), ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3"}, 3),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "2"}, 2),
+])  # fmt: skip
 def test_launched_rank_count_is_read_from_the_environment(environment, ranks):
     assert launched_ranks(environment) == ranks
 

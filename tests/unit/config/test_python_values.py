@@ -45,15 +45,10 @@ def changed(tree, dotted, value):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_strings_given_in_python_are_kept_verbatim(text):
-    config = load_grpo_config(
-        "grpo_notebook.yaml",
-        values=NOTEBOOK
-        | {
-            "policy.generation.stop_strings": [text, "x"],
-            "policy.model_name": text,
-            "policy.hf_config_overrides": {"a": [text]},
-        },
-    )
+    config = load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | {
+        "policy.generation.stop_strings": [text, "x"], "policy.model_name": text,
+        "policy.hf_config_overrides": {"a": [text]},
+    })  # fmt: skip
     assert config.policy.generation.stop_strings == [text, "x"]
     assert config.policy.model_name == config.policy.tokenizer.name == text  # the file's ${policy.model_name} sees it
     assert config.policy.hf_config_overrides == {"a": [text]}
@@ -67,21 +62,18 @@ def test_interpolations_of_the_file_use_values_given_in_python():
     assert config.positions["policy.generation.max_new_tokens"] == "value of policy.generation.max_new_tokens"
 
 
-@pytest.mark.parametrize(
-    ("key", "given", "held"),
-    [
-        ("policy.generation.stop_strings", "###", ["###"]),
-        ("policy.generation.stop_token_ids", 3, [3]),
-        ("policy.optimizer.kwargs.betas", (0.9, 0.95), [0.9, 0.95]),
-        ("policy.optimizer.kwargs.lr", np.float64(1e-5), 1e-5),
-        ("policy.optimizer.kwargs.lr", 0.1 + 0.2, 0.1 + 0.2),
-        ("grpo.seed", np.int64(7), 7),
-        ("grpo.max_num_steps", 1e3, 1000),
-        ("policy.model_name", Path("a") / "b", "a/b"),
-        ("grpo.reward_scaling", {"enabled": True, "correct": 2.0}, RewardScalingConfig(enabled=True, target_max=2.0)),
-        ("grpo.max_num_gen_batches", 3, 3),
-    ],
-)
+@pytest.mark.parametrize(("key", "given", "held"), [
+    ("policy.generation.stop_strings", "###", ["###"]),
+    ("policy.generation.stop_token_ids", 3, [3]),
+    ("policy.optimizer.kwargs.betas", (0.9, 0.95), [0.9, 0.95]),
+    ("policy.optimizer.kwargs.lr", np.float64(1e-5), 1e-5),
+    ("policy.optimizer.kwargs.lr", 0.1 + 0.2, 0.1 + 0.2),
+    ("grpo.seed", np.int64(7), 7),
+    ("grpo.max_num_steps", 1e3, 1000),
+    ("policy.model_name", Path("a") / "b", "a/b"),
+    ("grpo.reward_scaling", {"enabled": True, "correct": 2.0}, RewardScalingConfig(enabled=True, target_max=2.0)),
+    ("grpo.max_num_gen_batches", 3, 3),
+])  # fmt: skip
 def test_python_values_are_converted_to_the_types_of_the_schema(key, given, held):
     found = load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | {key: given})
     for part in key.split("."):
@@ -89,26 +81,23 @@ def test_python_values_are_converted_to_the_types_of_the_schema(key, given, held
     assert found == held and type(found) is type(held)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"grpo.seed": "7"}, "argument x: grpo.seed must be an integer, not '7'"),
-        ({"grpo.seed": True}, "argument x: grpo.seed must be a number, not true"),
-        ({"grpo.seed": -1}, "argument x: grpo.seed must be at least 0, not -1"),
-        ({"grpo.seed": 10**30}, "argument x: grpo.seed must be an integer of at most 64 bits"),
-        ({"grpo.seeed": 7}, "argument x: grpo.seeed is unknown; did you mean seed?"),
-        ({"grpo.overlong_filtering": "yes"}, "argument x: grpo.overlong_filtering must be true or false, not 'yes'"),
-        ({"policy.model_name": b"a"}, "argument x: policy.model_name must be a text, not b'a'"),
-        ({"policy.generation.stop_strings": {"a"}}, "argument x: policy.generation.stop_strings must be a list, not {'a'}"),
-        ({"policy.generation.temperature": float("nan")}, "argument x: policy.generation.temperature must be a finite number, not nan"),
-        ({"policy.generation.temperature": 1e-40},
-         "argument x: policy.generation.temperature must lie between 1e-38 and 1e+38, or be 0 for greedy decoding, not 1e-40"),
-        ({"policy.train_global_batch_size": 7}, "argument x: policy.train_global_batch_size is 7, which does not divide the 32 samples"),
-        ({"policy": 3}, "argument x: policy must be a section (lines of key: value), not 3"),
-        ({"grpo.reward_scaling": {1: 2}}, "argument x: grpo.reward_scaling the keys of a mapping must be texts, not int (1)"),
-        ({"größe": 1}, "argument x: größe is unknown"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "message"), [
+    ({"grpo.seed": "7"}, "argument x: grpo.seed must be an integer, not '7'"),
+    ({"grpo.seed": True}, "argument x: grpo.seed must be a number, not true"),
+    ({"grpo.seed": -1}, "argument x: grpo.seed must be at least 0, not -1"),
+    ({"grpo.seed": 10**30}, "argument x: grpo.seed must be an integer of at most 64 bits"),
+    ({"grpo.seeed": 7}, "argument x: grpo.seeed is unknown; did you mean seed?"),
+    ({"grpo.overlong_filtering": "yes"}, "argument x: grpo.overlong_filtering must be true or false, not 'yes'"),
+    ({"policy.model_name": b"a"}, "argument x: policy.model_name must be a text, not b'a'"),
+    ({"policy.generation.stop_strings": {"a"}}, "argument x: policy.generation.stop_strings must be a list, not {'a'}"),
+    ({"policy.generation.temperature": float("nan")}, "argument x: policy.generation.temperature must be a finite number, not nan"),
+    ({"policy.generation.temperature": 1e-40},
+     "argument x: policy.generation.temperature must lie between 1e-38 and 1e+38, or be 0 for greedy decoding, not 1e-40"),
+    ({"policy.train_global_batch_size": 7}, "argument x: policy.train_global_batch_size is 7, which does not divide the 32 samples"),
+    ({"policy": 3}, "argument x: policy must be a section (lines of key: value), not 3"),
+    ({"grpo.reward_scaling": {1: 2}}, "argument x: grpo.reward_scaling the keys of a mapping must be texts, not int (1)"),
+    ({"größe": 1}, "argument x: größe is unknown"),
+])  # fmt: skip
 def test_invalid_python_values_are_reported_by_argument(values, message):
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | values, places=dict.fromkeys(values, "argument x"))
@@ -158,13 +147,10 @@ def test_changed_ppo_and_evaluation_configurations_are_checked_at_setup():
     with pytest.raises(ConfigError, match="must be greater than 1"):
         build_run(changed(tree, "loss_fn.ratio_clip_c", 0.5))
     with pytest.raises(ConfigError, match="is greedy, so all responses"):
-        evals.main(
-            changed(
-                load_eval_config("evals/eval.yaml", ["generation.model_name=tiny-random"]).model_dump(),
-                "eval.num_tests_per_prompt",
-                2,
-            )
-        )
+        evals.main(changed(
+            load_eval_config("evals/eval.yaml", ["generation.model_name=tiny-random"]).model_dump(),
+            "eval.num_tests_per_prompt", 2,
+        ))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -236,16 +222,13 @@ def test_configuration_section_accepts_only_keyword_arguments():
         checked([], GRPOMasterConfig)
 
 
-@pytest.mark.parametrize(
-    ("changes", "refused"),
-    [
-        ({}, True),
-        ({"grpo.adv_estimator.use_leave_one_out_baseline": False, "grpo.adv_estimator.normalize_rewards": False}, True),
-        ({"grpo.adv_estimator.name": "reinforce_plus_plus"}, True),
-        ({"grpo.adv_estimator.name": "reinforce_plus_plus", "grpo.adv_estimator.minus_baseline": False}, False),
-        ({"loss_fn.positive_example_nll_weight": 0.5}, False),
-    ],
-)
+@pytest.mark.parametrize(("changes", "refused"), [
+    ({}, True),
+    ({"grpo.adv_estimator.use_leave_one_out_baseline": False, "grpo.adv_estimator.normalize_rewards": False}, True),
+    ({"grpo.adv_estimator.name": "reinforce_plus_plus"}, True),
+    ({"grpo.adv_estimator.name": "reinforce_plus_plus", "grpo.adv_estimator.minus_baseline": False}, False),
+    ({"loss_fn.positive_example_nll_weight": 0.5}, False),
+])  # fmt: skip
 def test_one_generation_per_prompt_is_rejected_if_every_advantage_is_zero(changes, refused):
     values = {
         "grpo.num_generations_per_prompt": 1,

@@ -19,40 +19,34 @@ def workers(nodes, each):
     return ("cluster.executor=processes", f"cluster.num_nodes={nodes}", f"cluster.gpus_per_node={each}")
 
 
-@pytest.mark.parametrize(
-    "overrides, trainers, engines",
-    [
-        ((*workers(1, 3), APART, f"{RESOURCES}.gpus_per_node=1"), 2, 1),
-        ((*workers(1, 3), APART, f"{RESOURCES}.gpus_per_node=2", f"{RESOURCES}.num_nodes=1"), 1, 2),
-        ((*workers(3, 2), APART, f"{RESOURCES}.num_nodes=1"), 4, 2),
-        ((*workers(3, 2), APART, f"{RESOURCES}.num_nodes=2", f"{RESOURCES}.gpus_per_node=2"), 2, 4),
-        ((*workers(1, 3), f"{RESOURCES}.gpus_per_node=1"), 3, 0),  # colocated: not read
-        ((APART, f"{RESOURCES}.gpus_per_node=1"), 1, 0),  # auto: folded
-    ],
-)
+@pytest.mark.parametrize("overrides, trainers, engines", [
+    ((*workers(1, 3), APART, f"{RESOURCES}.gpus_per_node=1"), 2, 1),
+    ((*workers(1, 3), APART, f"{RESOURCES}.gpus_per_node=2", f"{RESOURCES}.num_nodes=1"), 1, 2),
+    ((*workers(3, 2), APART, f"{RESOURCES}.num_nodes=1"), 4, 2),
+    ((*workers(3, 2), APART, f"{RESOURCES}.num_nodes=2", f"{RESOURCES}.gpus_per_node=2"), 2, 4),
+    ((*workers(1, 3), f"{RESOURCES}.gpus_per_node=1"), 3, 0),  # colocated: not read
+    ((APART, f"{RESOURCES}.gpus_per_node=1"), 1, 0),  # auto: folded
+])  # fmt: skip
 def test_dedicated_engines_leave_the_remaining_workers_for_training(overrides, trainers, engines):
     config = load(*overrides)
     assert (trainers_of(config), engines_of(config)) == (trainers, engines)
 
 
-@pytest.mark.parametrize(
-    "overrides, said",
-    [
-        (("cluster.executor=in_process",), "cluster.executor is in_process: set it to processes or ray"),
-        (workers(1, 2), "resources.gpus_per_node is missing: of the 2 workers"),
-        (workers(2, 1), "resources.num_nodes is missing: of the 2 nodes"),
-        ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=2"), "takes 2 of the cluster's 2 workers.*none for training"),
-        ((*workers(2, 2), f"{RESOURCES}.num_nodes=2"), "takes 4 of the cluster's 4 workers"),
-        ((*workers(1, 3), f"{RESOURCES}.gpus_per_node=1", f"{RESOURCES}.num_nodes=2"), "the cluster has one node"),
-        ((*workers(2, 2), f"{RESOURCES}.num_nodes=1", f"{RESOURCES}.gpus_per_node=1"), "takes whole ones, of 2 workers"),
-        ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.kept_activations_gb=1"), "keep no activations"),
-        ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", *LORA), r"lora_cfg.merge.* is false, but engines .* merged weights"),
-        ((*workers(1, 4), f"{RESOURCES}.gpus_per_node=1", "policy.gradient_blocks=4"), "which 3 processes .* cannot share"),
-        ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "cluster.device=cuda"), "processes runs on the CPU only"),
-        ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=0"), "gpus_per_node"),
-        ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.refit_buffer_size_gb=0"), "refit_buffer_size_gb"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("overrides, said", [
+    (("cluster.executor=in_process",), "cluster.executor is in_process: set it to processes or ray"),
+    (workers(1, 2), "resources.gpus_per_node is missing: of the 2 workers"),
+    (workers(2, 1), "resources.num_nodes is missing: of the 2 nodes"),
+    ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=2"), "takes 2 of the cluster's 2 workers.*none for training"),
+    ((*workers(2, 2), f"{RESOURCES}.num_nodes=2"), "takes 4 of the cluster's 4 workers"),
+    ((*workers(1, 3), f"{RESOURCES}.gpus_per_node=1", f"{RESOURCES}.num_nodes=2"), "the cluster has one node"),
+    ((*workers(2, 2), f"{RESOURCES}.num_nodes=1", f"{RESOURCES}.gpus_per_node=1"), "takes whole ones, of 2 workers"),
+    ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.kept_activations_gb=1"), "keep no activations"),
+    ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", *LORA), r"lora_cfg.merge.* is false, but engines .* merged weights"),
+    ((*workers(1, 4), f"{RESOURCES}.gpus_per_node=1", "policy.gradient_blocks=4"), "which 3 processes .* cannot share"),
+    ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "cluster.device=cuda"), "processes runs on the CPU only"),
+    ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=0"), "gpus_per_node"),
+    ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.refit_buffer_size_gb=0"), "refit_buffer_size_gb"),
+])  # fmt: skip
 def test_inconsistent_engine_sizes_are_rejected(overrides, said):
     with pytest.raises(ConfigError, match=said):
         load(APART, *overrides)

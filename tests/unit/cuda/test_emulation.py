@@ -24,16 +24,11 @@ def test_emulator_detects_a_removed_barrier(kernels, objects, tmp_path):
 
 # in the order of misuse.cu
 MISUSES = [
-    "shuffle that only 1 of 32 live lanes of a warp reach",
-    "mask that is not full",
-    "shuffle from lane 40 of 32",
-    "reads lane 3[0-9]|reads lane [4-6][0-9]",
-    "threads meet at different barriers",
-    "reads lane 3, which takes no part",
-    "matrix row that is not 16-byte aligned",
-    "matrix row outside of shared memory",
-    "matrix product without all lanes of a warp",
-]
+    "shuffle that only 1 of 32 live lanes of a warp reach", "mask that is not full", "shuffle from lane 40 of 32",
+    "reads lane 3[0-9]|reads lane [4-6][0-9]", "threads meet at different barriers",
+    "reads lane 3, which takes no part", "matrix row that is not 16-byte aligned",
+    "matrix row outside of shared memory", "matrix product without all lanes of a warp",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("number, message", list(enumerate(MISUSES, 1)))

@@ -43,23 +43,20 @@ def write(folder, **files):
 # ---- beginnings
 
 
-@pytest.mark.parametrize(
-    ("template", "text", "messages", "expected"),
-    [
-        (None, "12=", None, [BOS, 5, 6, 15]),
-        (None, "", None, [BOS]),
-        (None, "<bos>12", None, [BOS, 5, 6]),  # written by the user: no second one
-        (PASSTHROUGH, "12", [{"role": "user", "content": "12"}], [BOS, 5, 6]),  # nothing but contents is plain text
-        (PASSTHROUGH, "12", [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}], [BOS, 5, 6]),
-        (WRITES_BOS, "<bos>12=", [{"role": "user", "content": "12"}], [BOS, 5, 6, 15]),
-        (
-            "{{ messages[0].content }}=",
-            "12=",
-            [{"role": "user", "content": "12"}],
-            [5, 6, 15],
-        ),  # the template's business
-    ],
-)
+@pytest.mark.parametrize(("template", "text", "messages", "expected"), [
+    (None, "12=", None, [BOS, 5, 6, 15]),
+    (None, "", None, [BOS]),
+    (None, "<bos>12", None, [BOS, 5, 6]),  # written by the user: no second one
+    (PASSTHROUGH, "12", [{"role": "user", "content": "12"}], [BOS, 5, 6]),  # nothing but contents is plain text
+    (PASSTHROUGH, "12", [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}], [BOS, 5, 6]),
+    (WRITES_BOS, "<bos>12=", [{"role": "user", "content": "12"}], [BOS, 5, 6, 15]),
+    (
+        "{{ messages[0].content }}=",
+        "12=",
+        [{"role": "user", "content": "12"}],
+        [5, 6, 15],
+    ),  # the template's business
+])  # fmt: skip
 def test_bos_token_is_added_to_plain_text_but_not_to_chat_template_output(begins, template, text, messages, expected):
     if messages is not None:
         assert begins.apply_chat_template(messages, chat_template=template, tokenize=False) == text
@@ -109,19 +106,16 @@ def test_plain_text_system_prompt_gets_one_bos_token(begins, tmp_path):
 # ---- ends
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [
-        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, [5, 6]),
-        ({"eos_token_id": 5}, {"eos_token_id": 7}, [5]),
-        ({"eos_token_id": [5, 5, 6]}, {}, [5, 6]),
-        ({"temperature": 0.6}, {"eos_token_id": [7, 8]}, [7, 8]),
-        ({"eos_token_id": None}, {"eos_token_id": 0}, [0]),
-        (None, {"eos_token_id": [7]}, [7]),
-        (None, {"eos_token_id": -1}, []),
-        (None, {}, []),
-    ],
-)
+@pytest.mark.parametrize(("generation", "config", "expected"), [
+    ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, [5, 6]),
+    ({"eos_token_id": 5}, {"eos_token_id": 7}, [5]),
+    ({"eos_token_id": [5, 5, 6]}, {}, [5, 6]),
+    ({"temperature": 0.6}, {"eos_token_id": [7, 8]}, [7, 8]),
+    ({"eos_token_id": None}, {"eos_token_id": 0}, [0]),
+    (None, {"eos_token_id": [7]}, [7]),
+    (None, {"eos_token_id": -1}, []),
+    (None, {}, []),
+])  # fmt: skip
 def test_end_tokens_are_read_from_generation_config_or_model_config(tmp_path, tiny, generation, config, expected):
     if generation is not None:
         write(tmp_path, generation_config=generation)
@@ -154,23 +148,20 @@ def test_damaged_generation_config_is_an_error_that_names_the_file(tmp_path, tex
         named_ends(tmp_path, {})
 
 
-@pytest.mark.parametrize(
-    ("base", "config", "saved"),
-    [
-        (
-            {"eos_token_id": [5, 6], "temperature": 0.6},
-            {"eos_token_id": 5},
-            {"eos_token_id": [5, 6], "temperature": 0.6},
-        ),
-        ({"temperature": 0.6}, {"eos_token_id": 5}, {"eos_token_id": 5, "temperature": 0.6}),
-        (
-            None,
-            {"eos_token_id": [5, 6], "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8},
-            {"bos_token_id": 1, "eos_token_id": [5, 6]},
-        ),
-        (None, {}, {"eos_token_id": EOS}),
-    ],
-)
+@pytest.mark.parametrize(("base", "config", "saved"), [
+    (
+        {"eos_token_id": [5, 6], "temperature": 0.6},
+        {"eos_token_id": 5},
+        {"eos_token_id": [5, 6], "temperature": 0.6},
+    ),
+    ({"temperature": 0.6}, {"eos_token_id": 5}, {"eos_token_id": 5, "temperature": 0.6}),
+    (
+        None,
+        {"eos_token_id": [5, 6], "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8},
+        {"bos_token_id": 1, "eos_token_id": [5, 6]},
+    ),
+    (None, {}, {"eos_token_id": EOS}),
+])  # fmt: skip
 def test_saved_generation_config_contains_the_end_tokens(tmp_path, tiny, base, config, saved):
     (tmp_path / "out").mkdir()
     if base is not None:

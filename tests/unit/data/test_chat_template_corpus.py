@@ -244,13 +244,10 @@ def test_chat_template_that_never_uses_messages_is_rejected(value):
         choose_template(["x"], None, KEY)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ messages[9].content.x }}", "{{ {}[1].x }}", "{{ strftime_now(1) }}",
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{% for %}",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("template", [
+    "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ messages[9].content.x }}", "{{ {}[1].x }}", "{{ strftime_now(1) }}",
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{% for %}",
+])  # fmt: skip
 def test_any_error_in_a_template_is_raised_as_chat_template_error(template):
     messages = [ASK, ASK]
     with pytest.raises(ChatTemplateError, match="chat template (failed on these messages|does not compile)"):

@@ -65,12 +65,9 @@ def test_load_response_dataset_sets_the_configured_processor_and_prompts(tmp_pat
     path = write(tmp_path / "d.jsonl", ROWS)
     (tmp_path / "p.txt").write_text("P {}")
     config = {
-        "dataset_name": "ResponseDataset",
-        "data_path": path,
-        "processor": "math_data_processor",
-        "prompt_file": str(tmp_path / "p.txt"),
-        "env_name": "math",
-    }
+        "dataset_name": "ResponseDataset", "data_path": path, "processor": "math_data_processor",
+        "prompt_file": str(tmp_path / "p.txt"), "env_name": "math",
+    }  # fmt: skip
     data = load_response_dataset(config)
     assert (
         data.processor is math_data_processor
@@ -81,21 +78,18 @@ def test_load_response_dataset_sets_the_configured_processor_and_prompts(tmp_pat
     assert load_response_dataset(config).processor is math_hf_data_processor
 
 
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        ({"dataset_name": "OpenMathInstruct2"}, "did you mean OpenMathInstruct-2"),
-        ({"dataset_name": "arithmetic", "max_numbr": 9}, "did you mean max_number"),
-        ({"dataset_name": "no.such.module.Class"}, "cannot be imported: there is no module no"),
-        ({"data_path": "x.jsonl"}, "lacks dataset_name"),
-        ({"dataset_name": "arithmetic", "processor": "none"}, "register_processor"),
-        ({"dataset_name": "arithmetic", "split": "test"}, "split must be"),
-        ({"dataset_name": "arithmetic", "max_number": 2}, "max_number >= 4"),
-        ({"dataset_name": "reasoning_gym", "task": "letter_countin"}, "near are letter_counting"),
-        ({"dataset_name": "reasoning_gym", "task": "gcd", "task_options": {"min_numbrs": 2}}, "task_options"),
-        ({"dataset_name": "reverse_digits", "num_digits": 9}, "num_digits"),
-    ],
-)
+@pytest.mark.parametrize("config, message", [
+    ({"dataset_name": "OpenMathInstruct2"}, "did you mean OpenMathInstruct-2"),
+    ({"dataset_name": "arithmetic", "max_numbr": 9}, "did you mean max_number"),
+    ({"dataset_name": "no.such.module.Class"}, "cannot be imported: there is no module no"),
+    ({"data_path": "x.jsonl"}, "lacks dataset_name"),
+    ({"dataset_name": "arithmetic", "processor": "none"}, "register_processor"),
+    ({"dataset_name": "arithmetic", "split": "test"}, "split must be"),
+    ({"dataset_name": "arithmetic", "max_number": 2}, "max_number >= 4"),
+    ({"dataset_name": "reasoning_gym", "task": "letter_countin"}, "near are letter_counting"),
+    ({"dataset_name": "reasoning_gym", "task": "gcd", "task_options": {"min_numbrs": 2}}, "task_options"),
+    ({"dataset_name": "reverse_digits", "num_digits": 9}, "num_digits"),
+])  # fmt: skip
 def test_invalid_data_set_sections_are_rejected(config, message):
     with pytest.raises(ValueError, match=message):
         load_response_dataset(config)
@@ -220,25 +214,19 @@ def test_row_preprocessors_apply_to_all_tasks_or_to_the_task_they_are_given_for(
     )
     assert data[0]["message_log"][0]["content"] == "2"
     by_task = AllTaskProcessedDataset(
-        rows_of("a", "b"),
-        tiny,
-        TaskDataSpec(),
-        math_hf_data_processor,
+        rows_of("a", "b"), tiny, TaskDataSpec(), math_hf_data_processor,
         task_data_preprocessors={"a": lambda row: {**row, "task_name": "changed"}},
-    )
+    )  # fmt: skip
     assert [by_task[i]["task_name"] for i in range(2)] == ["changed", "b"]
     with pytest.raises(ValueError, match="default_task_data_spec"):
         AllTaskProcessedDataset(rows_of("a"), tiny, None, math_hf_data_processor)
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("data/math/train.jsonl", "math-train"), ("train.jsonl", "train"), ("/train.jsonl", "train"), ("./train.jsonl", "train"),
-        ("../a/train.jsonl", "a-train"), ("shards", "shards"), ("shards/", "shards"), ("data/shards//", "data-shards"), ("./shards/.", "shards"),
-        ("../shards/", "shards"), ("~/rows.csv", "rows"), (".cache/rows.csv", "cache-rows"), ("org/set", "org-set"), ("v1.5/rows.csv", "v1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "name"), [
+    ("data/math/train.jsonl", "math-train"), ("train.jsonl", "train"), ("/train.jsonl", "train"), ("./train.jsonl", "train"),
+    ("../a/train.jsonl", "a-train"), ("shards", "shards"), ("shards/", "shards"), ("data/shards//", "data-shards"), ("./shards/.", "shards"),
+    ("../shards/", "shards"), ("~/rows.csv", "rows"), (".cache/rows.csv", "cache-rows"), ("org/set", "org-set"), ("v1.5/rows.csv", "v1"),
+])  # fmt: skip
 def test_task_name_is_derived_from_the_data_path(path, name):
     assert task_name_of(path) == name
 

@@ -82,15 +82,10 @@ def test_reverse_digits_rows_are_correct_and_disjoint_from_validation(tiny):
 def test_reasoning_gym_rows_can_be_scored_by_the_reasoning_gym_package():
     import reasoning_gym
 
-    data = load_response_dataset(
-        {
-            "dataset_name": "reasoning_gym",
-            "task": "letter_counting",
-            "num_samples": 30,
-            "split_validation_size": 10,
-            "seed": 1,
-        }
-    )
+    data = load_response_dataset({
+        "dataset_name": "reasoning_gym", "task": "letter_counting", "num_samples": 30, "split_validation_size": 10,
+        "seed": 1,
+    })  # fmt: skip
     assert data.task_name == "reasoning_gym-letter_counting" and (len(data.dataset), len(data.val_dataset)) == (30, 10)
     asked = {
         side: {row["extra_env_info"]["reasoning_gym_entry"]["question"] for row in rows}

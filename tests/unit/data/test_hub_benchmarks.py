@@ -40,14 +40,11 @@ def first(name):
     return load_eval_dataset({"dataset_name": name}).dataset[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "call"),
-    [
-        ("OpenMathInstruct-2", 2, (None, "train_1M")), ("DAPOMath17K", 2, (None, "train")), ("DAPOMathAIME2024", 2, (None, "train")),
-        ("DeepScaler", 2, (None, "train")), ("AIME2024", 32, (None, "train")), ("AIME2025", 64, ("AIME2025-II", "test")),
-        ("AIME2026", 32, (None, "train")), ("GSM8K", 2, ("main", "train")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "size", "call"), [
+    ("OpenMathInstruct-2", 2, (None, "train_1M")), ("DAPOMath17K", 2, (None, "train")), ("DAPOMathAIME2024", 2, (None, "train")),
+    ("DeepScaler", 2, (None, "train")), ("AIME2024", 32, (None, "train")), ("AIME2025", 64, ("AIME2025-II", "test")),
+    ("AIME2026", 32, (None, "train")), ("GSM8K", 2, ("main", "train")),
+])  # fmt: skip
 def test_hub_data_sets_give_question_and_ground_truth_in_one_format(asked, name, size, call):
     data = load_response_dataset({"dataset_name": name})
     assert len(data.dataset) == size and data.task_name == name and asked[-1][1:] == call

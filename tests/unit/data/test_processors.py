@@ -58,12 +58,8 @@ def test_math_processor_keeps_system_and_user_messages_separate(chat, spec):
 
 def test_multichoice_processor_lists_the_options_in_the_prompt(chat, spec):
     row = {
-        "question": "5?",
-        "options": {"A": "x", "B": "y", "C": None},
-        "answer": "B",
-        "subject": "s",
-        "task_name": "m",
-    }
+        "question": "5?", "options": {"A": "x", "B": "y", "C": None}, "answer": "B", "subject": "s", "task_name": "m",
+    }  # fmt: skip
     datum = multichoice_qa_processor(row, spec, chat, 1000, 0)
     assert contents(datum)[1][1] == "[user]Q: {} \\boxed{{}}\n\nQuestion: 5?\nOptions:\nA) x\nB) y>"
     assert datum["extra_env_info"] == {"ground_truth": "B", "subject": "s"}

@@ -8,51 +8,45 @@ from nemo_rl_cpp.data.processors import fill_prompt
 QUESTION = "{} \\boxed{x} {0}"
 
 
-@pytest.mark.parametrize(
-    "prompt, expected",
-    [
-        ("{}", QUESTION),
-        ("Q: {}\n", f"Q: {QUESTION}\n"),
-        ("In \\boxed{{}}.\n{}", f"In \\boxed{{}}.\n{QUESTION}"),  # written for str.format
-        ('Return {{"answer": {{"x": 1}}}}. {}', f'Return {{"answer": {{"x": 1}}}}. {QUESTION}'),
-        ("Q: {0}", f"Q: {QUESTION}"),
-        ("\\boxed{{{}}}", f"\\boxed{{{QUESTION}}}"),
-        ("Answer in \\boxed{}.\n{}", f"Answer in \\boxed{{}}.\n{QUESTION}"),  # braces as they stand
-        (
-            "{}\nAnswer in \\boxed{} or $x^{}$ or \\frac{}{} or \\sqrt[3]{}.",
-            f"{QUESTION}\nAnswer in \\boxed{{}} or $x^{{}}$ or \\frac{{}}{{}} or \\sqrt[3]{{}}.",
-        ),
-        ('Return {"answer": 1}. {}', f'Return {{"answer": 1}}. {QUESTION}'),
-        ('{"a": {"b": 1}} {}', f'{{"a": {{"b": 1}}}} {QUESTION}'),
-        ("def f(x): return {x: 1}\n{}", f"def f(x): return {{x: 1}}\n{QUESTION}"),
-        ("A set {1, 2} or x^{0}. {}", f"A set {{1, 2}} or x^{{0}}. {QUESTION}"),
-        ("{problem} {}", f"{{problem}} {QUESTION}"),
-        ("An open { brace. {}", f"An open {{ brace. {QUESTION}"),
-        ("Question:{}", f"Question:{QUESTION}"),
-    ],
-)
+@pytest.mark.parametrize("prompt, expected", [
+    ("{}", QUESTION),
+    ("Q: {}\n", f"Q: {QUESTION}\n"),
+    ("In \\boxed{{}}.\n{}", f"In \\boxed{{}}.\n{QUESTION}"),  # written for str.format
+    ('Return {{"answer": {{"x": 1}}}}. {}', f'Return {{"answer": {{"x": 1}}}}. {QUESTION}'),
+    ("Q: {0}", f"Q: {QUESTION}"),
+    ("\\boxed{{{}}}", f"\\boxed{{{QUESTION}}}"),
+    ("Answer in \\boxed{}.\n{}", f"Answer in \\boxed{{}}.\n{QUESTION}"),  # braces as they stand
+    (
+        "{}\nAnswer in \\boxed{} or $x^{}$ or \\frac{}{} or \\sqrt[3]{}.",
+        f"{QUESTION}\nAnswer in \\boxed{{}} or $x^{{}}$ or \\frac{{}}{{}} or \\sqrt[3]{{}}.",
+    ),
+    ('Return {"answer": 1}. {}', f'Return {{"answer": 1}}. {QUESTION}'),
+    ('{"a": {"b": 1}} {}', f'{{"a": {{"b": 1}}}} {QUESTION}'),
+    ("def f(x): return {x: 1}\n{}", f"def f(x): return {{x: 1}}\n{QUESTION}"),
+    ("A set {1, 2} or x^{0}. {}", f"A set {{1, 2}} or x^{{0}}. {QUESTION}"),
+    ("{problem} {}", f"{{problem}} {QUESTION}"),
+    ("An open { brace. {}", f"An open {{ brace. {QUESTION}"),
+    ("Question:{}", f"Question:{QUESTION}"),
+])  # fmt: skip
 def test_question_replaces_only_the_prompt_placeholder(prompt, expected):
     assert fill_prompt(prompt, QUESTION) == expected
 
 
-@pytest.mark.parametrize(
-    "prompt, message",
-    [
-        ("No place.", "no place for the question: write {} where it goes"),
-        ("One \\boxed{{}} only.", "no place for the question"),
-        ("a\nQuestion: {question}\n", r"write \{\} where it goes instead of \{question\} \(line 2\)"),
-        ("{:>10}", "no place"),
-        ("{!r}", "no place"),
-        ("", "no place"),
-        ("{} and\n{}", r"stands 2 times \(lines 1 and 2\)"),
-        ("{0} {0}", "no place|stands 2 times"),
-        ('{"a": {}} {}', "stands 2 times"),
-        ("Write\n\\boxed{}.", r"line 2: the only \{\} is the argument of \\boxed.*write \\boxed\{\{\}\} for the LaTeX"),
-        ("\\frac{}{}", "argument of"),
-        ("x^{}", r"argument of \^"),
-        ('Use \\boxed{{}} and {"x": 1}.\n{}', "line 1 has doubled braces"),
-    ],
-)
+@pytest.mark.parametrize("prompt, message", [
+    ("No place.", "no place for the question: write {} where it goes"),
+    ("One \\boxed{{}} only.", "no place for the question"),
+    ("a\nQuestion: {question}\n", r"write \{\} where it goes instead of \{question\} \(line 2\)"),
+    ("{:>10}", "no place"),
+    ("{!r}", "no place"),
+    ("", "no place"),
+    ("{} and\n{}", r"stands 2 times \(lines 1 and 2\)"),
+    ("{0} {0}", "no place|stands 2 times"),
+    ('{"a": {}} {}', "stands 2 times"),
+    ("Write\n\\boxed{}.", r"line 2: the only \{\} is the argument of \\boxed.*write \\boxed\{\{\}\} for the LaTeX"),
+    ("\\frac{}{}", "argument of"),
+    ("x^{}", r"argument of \^"),
+    ('Use \\boxed{{}} and {"x": 1}.\n{}', "line 1 has doubled braces"),
+])  # fmt: skip
 def test_ambiguous_prompt_placeholder_is_rejected_with_its_line(prompt, message):
     with pytest.raises(ValueError, match=message):
         fill_prompt(prompt, "q")

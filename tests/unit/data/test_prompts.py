@@ -48,14 +48,11 @@ ROWS = [
 
 
 @pytest.mark.parametrize("process, row, question", ROWS)
-@pytest.mark.parametrize(
-    "template, system, user",
-    [
-        (BLOCKS, "{bos}<system>Be brief.<end>\n", "<user>{q}<end>\n<assistant>"),
-        (NEEDS_USER, "{bos}<system>Be brief.", "<end>\n<user>{q}<end>\n<assistant>"),
-        (INSIDE, "{bos}<user>Be brief.", "\n\n{q}<end>\n<assistant>"),
-    ],
-)
+@pytest.mark.parametrize("template, system, user", [
+    (BLOCKS, "{bos}<system>Be brief.<end>\n", "<user>{q}<end>\n<assistant>"),
+    (NEEDS_USER, "{bos}<system>Be brief.", "<end>\n<user>{q}<end>\n<assistant>"),
+    (INSIDE, "{bos}<user>Be brief.", "\n\n{q}<end>\n<assistant>"),
+])  # fmt: skip
 def test_chat_template_is_applied_once_to_system_and_user_message_together(
     chat, spec, process, row, question, template, system, user
 ):
@@ -145,31 +142,28 @@ def test_tools_of_a_row_are_passed_to_the_chat_template(chat):
             )
 
 
-@pytest.mark.parametrize(
-    "process, row, message",
-    [
-        (
-            math_data_processor,
-            {"messages": []},
-            r"row 4 of the data: math_data_processor reads the key 'problem', but the row has \['messages'\]",
-        ),
-        (math_data_processor, {"problem": "q"}, "'expected_answer'"),
-        (
-            math_data_processor,
-            {"problem": None, "expected_answer": 1},
-            "'problem' must be a text that is not empty, but is None",
-        ),
-        (math_data_processor, {"problem": " ", "expected_answer": 1}, "'problem' must be a text"),
-        (multichoice_qa_processor, {"question": "q", "options": {}}, "'answer'"),
-        (multichoice_qa_processor, {"question": ["q"], "answer": "A"}, "'question' must be a text"),
-        (math_hf_data_processor, {"problem": "q"}, "reads the key 'messages'"),
-        (
-            raw_completion_data_processor,
-            conversation(("system", "s"), ("user", "q"), ("assistant", "a")),
-            "roles system, user: .*math_hf_data_processor",
-        ),
-    ],
-)
+@pytest.mark.parametrize("process, row, message", [
+    (
+        math_data_processor,
+        {"messages": []},
+        r"row 4 of the data: math_data_processor reads the key 'problem', but the row has \['messages'\]",
+    ),
+    (math_data_processor, {"problem": "q"}, "'expected_answer'"),
+    (
+        math_data_processor,
+        {"problem": None, "expected_answer": 1},
+        "'problem' must be a text that is not empty, but is None",
+    ),
+    (math_data_processor, {"problem": " ", "expected_answer": 1}, "'problem' must be a text"),
+    (multichoice_qa_processor, {"question": "q", "options": {}}, "'answer'"),
+    (multichoice_qa_processor, {"question": ["q"], "answer": "A"}, "'question' must be a text"),
+    (math_hf_data_processor, {"problem": "q"}, "reads the key 'messages'"),
+    (
+        raw_completion_data_processor,
+        conversation(("system", "s"), ("user", "q"), ("assistant", "a")),
+        "roles system, user: .*math_hf_data_processor",
+    ),
+])  # fmt: skip
 def test_rows_of_an_unexpected_shape_are_rejected(process, row, message):
     with pytest.raises(ValueError, match=message):
         process(row, TaskDataSpec(), ByteTokenizer(), None, 3)

@@ -87,16 +87,13 @@ def test_data_defaults_do_not_override_keys_set_in_a_section(smollm2, tmp_path):
     assert train[0]["message_log"][0]["content"][0].isdigit()
 
 
-@pytest.mark.parametrize(
-    "sections, message",
-    [
-        ({}, "lacks `train`"),
-        ({"train": {"dataset_name": "arithmetic"}}, "lacks env_name"),
-        ({"train": {**ARITHMETIC, "env_name": "code"}}, "no section env.code"),
-        ({"train": ARITHMETIC, "validation": {**ARITHMETIC, "numsamples": 3}}, "did you mean num_samples"),
-        ({"train": {"dataset_name": "aritmetic", "env_name": "math"}}, "did you mean arithmetic"),
-    ],
-)
+@pytest.mark.parametrize("sections, message", [
+    ({}, "lacks `train`"),
+    ({"train": {"dataset_name": "arithmetic"}}, "lacks env_name"),
+    ({"train": {**ARITHMETIC, "env_name": "code"}}, "no section env.code"),
+    ({"train": ARITHMETIC, "validation": {**ARITHMETIC, "numsamples": 3}}, "did you mean num_samples"),
+    ({"train": {"dataset_name": "aritmetic", "env_name": "math"}}, "did you mean arithmetic"),
+])  # fmt: skip
 def test_invalid_data_sections_are_rejected_before_environments_start(smollm2, environments, sections, message):
     with pytest.raises(ValueError, match=message):
         load_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})

@@ -14,28 +14,11 @@ from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 from tokenizer_folders import byte_fallback, byte_level
 
 TEXTS = [
-    "",
-    " ",
-    "\n",
-    "\n\n\n",
-    "3 + 4 = 7\n42 + 17 = ",
-    " 42",
-    "x = 3.14159, y=2e-5;",
-    "Hello, world!",
-    "don't  stop",
-    "\u00e9\u00e0\u00fc \u00df",
-    "\u65e5\u672c\u8a9e\u306e\u6587",
-    "\U0001f642 \U0001f469\u200d\U0001f4bb",
-    "\u0627\u0644\u0639\u0631\u0628\u064a\u0629",
-    "<|im_end|>",
-    "a<|im_start|>b <|endoftext|>",
-    "<|im_en",
-    "def f(x):\n\treturn x ** 2  # \u00b2\r\n",
-    "\x00\x01\x7f",
-    "\\boxed{\\frac{1}{2}}",
-    "a" * 300,
-    "1234567890" * 20,
-]
+    "", " ", "\n", "\n\n\n", "3 + 4 = 7\n42 + 17 = ", " 42", "x = 3.14159, y=2e-5;", "Hello, world!", "don't  stop",
+    "\u00e9\u00e0\u00fc \u00df", "\u65e5\u672c\u8a9e\u306e\u6587", "\U0001f642 \U0001f469\u200d\U0001f4bb",
+    "\u0627\u0644\u0639\u0631\u0628\u064a\u0629", "<|im_end|>", "a<|im_start|>b <|endoftext|>", "<|im_en",
+    "def f(x):\n\treturn x ** 2  # \u00b2\r\n", "\x00\x01\x7f", "\\boxed{\\frac{1}{2}}", "a" * 300, "1234567890" * 20,
+]  # fmt: skip
 
 
 def random_texts(count, seed=0):
@@ -89,18 +72,15 @@ def test_tokenizer_call_returns_tensors_as_items_and_attributes(smollm2):
         ours.token_type_ids
 
 
-@pytest.mark.parametrize(
-    "messages",
+@pytest.mark.parametrize("messages", [
+    [{"role": "user", "content": "What is 2 + 2?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n"}],
     [
-        [{"role": "user", "content": "What is 2 + 2?"}],
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n"}],
-        [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b <|im_end|>"},
-            {"role": "user", "content": ""},
-        ],
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b <|im_end|>"},
+        {"role": "user", "content": ""},
     ],
-)
+])  # fmt: skip
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 def test_chat_template_gives_the_same_text_and_ids_as_transformers(
     smollm2, hf_smollm2, messages, add_generation_prompt

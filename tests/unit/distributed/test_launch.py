@@ -27,19 +27,16 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "MASTER_ADDR": "node1"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "wanted"),
-    [
-        ({}, None),
-        (TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
-        (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
-        (SRUN, Launch(3, 4, "node1", 29500, "SLURM_NTASKS")),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, Launch(3, 8, "node1", 29500, "SLURM_STEP_NUM_TASKS")),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the batch script itself, which nobody launched four times
-        (SRUN | TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
-    ],
-)
+@pytest.mark.parametrize(("environment", "wanted"), [
+    ({}, None),
+    (TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
+    (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
+    (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
+    (SRUN, Launch(3, 4, "node1", 29500, "SLURM_NTASKS")),
+    (SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, Launch(3, 8, "node1", 29500, "SLURM_STEP_NUM_TASKS")),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the batch script itself, which nobody launched four times
+    (SRUN | TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
+])  # fmt: skip
 def test_launcher_environment_variables_are_read(environment, wanted):
     assert launched(environment) == wanted
 

@@ -31,14 +31,11 @@ def test_wait_together_returns_the_results_per_cluster():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize(
-    "reason, consequence",
-    [
-        (WorkerLostError("engine worker 0 of 1"), RuntimeError("other")),
-        (C.RefitRefused("norm has another digest"), C.PeerRefused("rank 1 has refused")),
-        (ValueError("mine"), C.PeerRefused("rank 1 has refused")),
-    ],
-)
+@pytest.mark.parametrize("reason, consequence", [
+    (WorkerLostError("engine worker 0 of 1"), RuntimeError("other")),
+    (C.RefitRefused("norm has another digest"), C.PeerRefused("rank 1 has refused")),
+    (ValueError("mine"), C.PeerRefused("rank 1 has refused")),
+])  # fmt: skip
 def test_root_cause_is_raised_whichever_cluster_reports_it(order, reason, consequence):
     clusters = [Cluster(error=reason), Cluster(error=consequence)][::order]
     with pytest.raises(type(reason), match=str(reason)):

@@ -44,16 +44,13 @@ def test_agent_rollouts_beyond_timeout_s_are_counted_and_reported_once(capsys):
     assert capsys.readouterr().out.count("not over within 0.01 s") == 1
 
 
-@pytest.mark.parametrize(
-    ("result", "said"),
-    [
-        (AgentResult(math.nan), "the agent's reward is nan; it must be a finite number"),
-        (AgentResult(None), "the agent's reward is None"),
-        (AgentResult("1"), "the agent's reward is '1'"),
-        (AgentResult({"a": 1.0, "b": math.inf}), "the agent's reward b is inf"),
-        (AgentResult(1.0, metrics={"m": math.nan}), "the agent's metric m is nan"),
-    ],
-)
+@pytest.mark.parametrize(("result", "said"), [
+    (AgentResult(math.nan), "the agent's reward is nan; it must be a finite number"),
+    (AgentResult(None), "the agent's reward is None"),
+    (AgentResult("1"), "the agent's reward is '1'"),
+    (AgentResult({"a": 1.0, "b": math.inf}), "the agent's reward b is inf"),
+    (AgentResult(1.0, metrics={"m": math.nan}), "the agent's metric m is nan"),
+])  # fmt: skip
 def test_agent_reward_that_is_not_a_finite_number_is_an_error(result, said):
     playing = Playing(result)
     (failed,) = playing.play()

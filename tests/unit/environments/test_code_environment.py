@@ -152,37 +152,27 @@ def test_code_is_extracted_from_the_last_code_block_of_a_response(env):
 def test_failure_reasons_are_counted_in_the_metrics():
     env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
     programs = [
-        "print(2 * int(input()))",
-        "while True: pass",
-        "x = bytearray(10 * 2**30)",
-        "print(1)",
-        "x = 'y' * 2000",
-    ]
+        "print(2 * int(input()))", "while True: pass", "x = bytearray(10 * 2**30)", "print(1)", "x = 'y' * 2000",
+    ]  # fmt: skip
     logs = [[{"role": "assistant", "content": program}] for program in programs]
     result = env.step(logs, [{"ground_truth": DOUBLE}] * 5)
     assert result.rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert env.pop_metrics() == {
-        "verifier_timeouts": 0,
-        "num_time_limit": 1,
-        "num_memory_limit": 1,
-        "num_wrong_answer": 2,
-    }
+        "verifier_timeouts": 0, "num_time_limit": 1, "num_memory_limit": 1, "num_wrong_answer": 2,
+    }  # fmt: skip
     assert env.pop_metrics() == {}
     env.shutdown()
 
 
 MISTAKES = {
-    "not JSON": ("{", "must be tests as JSON"),
-    "nothing": ({}, "needs inputs and outputs"),
-    "number": ("3", "needs inputs and outputs"),
-    "empty": ({"inputs": [], "outputs": []}, "every program would pass"),
+    "not JSON": ("{", "must be tests as JSON"), "nothing": ({}, "needs inputs and outputs"),
+    "number": ("3", "needs inputs and outputs"), "empty": ({"inputs": [], "outputs": []}, "every program would pass"),
     "no asserts": ([], "every program would pass"),
     "lengths": ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-    "syntax": (["assert ("], "not one Python statement"),
-    "no text": ([5], "not one Python statement"),
+    "syntax": (["assert ("], "not one Python statement"), "no text": ([5], "not one Python statement"),
     "a long sum": (["assert " + "1+" * 20_000 + "1 == 1"], "not one Python statement"),
     "a digit after a digit": (["assert f(1) == " + "9" * 5000], "not one Python statement"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISTAKES)

@@ -84,15 +84,12 @@ def test_empty_ground_truth_matches_no_response_under_the_dapo_rule():
     assert worker.unmatchable == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "normal"),
-    [
-        ("x = 12", "12"), ("$\\frac12$", "\\frac{1}{2}"), ("\\sqrt3", "\\sqrt{3}"), ("1,234", "1234"),
-        ("1,2,x", "1,2,x"), ("\\text{abc}", "abc"), ("\\boxed{5}", "5"), ("so $7$ it is", "7"), ("12 inches", "12"),
-        ("90^\\circ", "90"), ("a 5", "5"), ("\\$100", "100"), ("\\textbf{B}", "B"), ("\\overline{AB}", "AB"),
-        ("(3,\\!4)", "(34)"), ("", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("answer", "normal"), [
+    ("x = 12", "12"), ("$\\frac12$", "\\frac{1}{2}"), ("\\sqrt3", "\\sqrt{3}"), ("1,234", "1234"),
+    ("1,2,x", "1,2,x"), ("\\text{abc}", "abc"), ("\\boxed{5}", "5"), ("so $7$ it is", "7"), ("12 inches", "12"),
+    ("90^\\circ", "90"), ("a 5", "5"), ("\\$100", "100"), ("\\textbf{B}", "B"), ("\\overline{AB}", "AB"),
+    ("(3,\\!4)", "(34)"), ("", ""),
+])  # fmt: skip
 def test_final_answer_is_normalized_as_expected(answer, normal):
     assert verifiers.normalize_final_answer(answer) == normal
 
@@ -126,19 +123,10 @@ def test_shortcut_for_plain_numbers_agrees_with_math_verify():
     assert taken > 300
 
 
-@pytest.mark.parametrize(
-    ("text", "truth"),
-    [
-        (r"\boxed{1} $2$", "1"),
-        (r"\boxed{1} \boxed{2}", "1"),
-        (r"\boxed{01}", "1"),
-        (r"\boxed{1}", "1.0"),
-        (r"final answer is 3 \boxed{1}", "1"),
-        (r"\boxed{1{2}}", "1"),
-        (r"\[ \boxed{1} \]", "1"),
-        ("1", "1"),
-    ],
-)
+@pytest.mark.parametrize(("text", "truth"), [
+    (r"\boxed{1} $2$", "1"), (r"\boxed{1} \boxed{2}", "1"), (r"\boxed{01}", "1"), (r"\boxed{1}", "1.0"),
+    (r"final answer is 3 \boxed{1}", "1"), (r"\boxed{1{2}}", "1"), (r"\[ \boxed{1} \]", "1"), ("1", "1"),
+])  # fmt: skip
 def test_shortcut_leaves_ambiguous_answers_to_math_verify(text, truth):
     assert HFVerifyWorker.shortcut(text, truth) is None
 

@@ -90,27 +90,24 @@ def test_rewards_are_accepted_in_any_kind_of_sequence(values):
     assert rewards(lambda completions: values) == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (0.5, "must return one number a completion, a list of 3, but returned 0.5"),
-        (3, "but returned 3"),
-        (None, "must return one number a completion, a list of 3, but returned None"),
-        (True, "but returned True"),
-        ("111", "but returned '111'"),
-        ({"a": 1}, "but returned a dict"),
-        ({1, 2, 3}, "but returned a set"),
-        (torch.tensor(0.5), "but returned a Tensor"),
-        (torch.zeros(3, 1), r"but returned a Tensor of shape \(3, 1\)"),
-        ([1, 2], "returned 2 rewards for 3 completions"),
-        ([1, 2, math.nan], "the reward of mine for completion 2 is nan; it must be a finite number or None"),
-        ([1, math.inf, 2], "completion 1 is inf"),
-        ([1, "2", 3], "completion 1 is '2'"),
-        ([1, [2], 3], "completion 1 is a list"),
-        ([1, 10**400, 3], "completion 1 is 1000"),
-        ([1, 2j, 3], "completion 1 is a complex"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "message"), [
+    (0.5, "must return one number a completion, a list of 3, but returned 0.5"),
+    (3, "but returned 3"),
+    (None, "must return one number a completion, a list of 3, but returned None"),
+    (True, "but returned True"),
+    ("111", "but returned '111'"),
+    ({"a": 1}, "but returned a dict"),
+    ({1, 2, 3}, "but returned a set"),
+    (torch.tensor(0.5), "but returned a Tensor"),
+    (torch.zeros(3, 1), r"but returned a Tensor of shape \(3, 1\)"),
+    ([1, 2], "returned 2 rewards for 3 completions"),
+    ([1, 2, math.nan], "the reward of mine for completion 2 is nan; it must be a finite number or None"),
+    ([1, math.inf, 2], "completion 1 is inf"),
+    ([1, "2", 3], "completion 1 is '2'"),
+    ([1, [2], 3], "completion 1 is a list"),
+    ([1, 10**400, 3], "completion 1 is 1000"),
+    ([1, 2j, 3], "completion 1 is a complex"),
+])  # fmt: skip
 def test_invalid_rewards_are_rejected_with_a_one_line_error(returned, message):
     def mine(completions):
         return returned
@@ -132,26 +129,23 @@ def test_completions_without_any_reward_are_reported_once(capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("functions", "weights", "message"),
-    [
-        (3, None, "reward_funcs is 3; it must be a function, the dotted name of one, or a list"),
-        (b"a.b", None, "reward_funcs is b'a.b'"),
-        ({scaled}, None, "reward_funcs is {<function"),
-        ([], None, "0 reward functions and 0 weights"),
-        ([scaled, 3], None, "reward function 3 is of type int, which cannot be called: give a function"),
-        ("scaled", None, "is no dotted name: write module.name"),
-        ("no_such_module.f", None, "cannot be imported: there is no module no_such_module"),
-        ("math.no_such_function", None, "math has no no_such_function"),
-        ("math.pi", None, "is of type float, which cannot be called"),
-        (scaled, "1", "must be a list of numbers"),
-        (scaled, ["1"], "a weight of a reward function = '1': expected a number"),
-        (scaled, [True], "a weight of a reward function = True"),
-        (scaled, [math.nan], "a weight of a reward function = nan"),
-        (scaled, [1, 2], "1 reward functions and 2 weights"),
-        ({"functions": scaled, 1: 2}, None, "takes functions, weights, names and as_parts"),
-    ],
-)
+@pytest.mark.parametrize(("functions", "weights", "message"), [
+    (3, None, "reward_funcs is 3; it must be a function, the dotted name of one, or a list"),
+    (b"a.b", None, "reward_funcs is b'a.b'"),
+    ({scaled}, None, "reward_funcs is {<function"),
+    ([], None, "0 reward functions and 0 weights"),
+    ([scaled, 3], None, "reward function 3 is of type int, which cannot be called: give a function"),
+    ("scaled", None, "is no dotted name: write module.name"),
+    ("no_such_module.f", None, "cannot be imported: there is no module no_such_module"),
+    ("math.no_such_function", None, "math has no no_such_function"),
+    ("math.pi", None, "is of type float, which cannot be called"),
+    (scaled, "1", "must be a list of numbers"),
+    (scaled, ["1"], "a weight of a reward function = '1': expected a number"),
+    (scaled, [True], "a weight of a reward function = True"),
+    (scaled, [math.nan], "a weight of a reward function = nan"),
+    (scaled, [1, 2], "1 reward functions and 2 weights"),
+    ({"functions": scaled, 1: 2}, None, "takes functions, weights, names and as_parts"),
+])  # fmt: skip
 def test_invalid_reward_functions_and_weights_are_rejected(functions, weights, message):
     with pytest.raises(ValueError, match=message) as caught:
         RewardFunctionEnvironment(functions, weights)

@@ -51,11 +51,8 @@ def test_reward_functions_are_called_with_the_arguments_that_trl_passes():
     result = RewardFunctionEnvironment(length).step(says("ab", "abc"), metadata)
     assert result.rewards.tolist() == [2, 3] and result.rewards.dtype == torch.float32
     assert seen == {
-        "prompts": ["3 + 4 = "] * 2,
-        "completions": ["ab", "abc"],
-        "ground_truth": ["ab", ""],
-        "level": [1, None],
-    }
+        "prompts": ["3 + 4 = "] * 2, "completions": ["ab", "abc"], "ground_truth": ["ab", ""], "level": [1, None],
+    }  # fmt: skip
 
     env = RewardFunctionEnvironment.remote(reward_funcs=[length, right], weights=[0.5, 10])
     assert env.step(says("ab", "abc"), metadata).rewards.tolist() == [11.0, 1.5]

@@ -163,12 +163,9 @@ def test_dry_run_prints_the_memory_estimate_and_whether_it_fits(capsys, monkeypa
 
 def started(*arguments, **environment):
     return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+    )  # fmt: skip
 
 
 HANGING = """\

@@ -7,14 +7,9 @@ import tiny
 from nemo_rl_cpp import run_grpo_math
 
 OPTIONS = [
-    "--config",
-    "grpo_tiny.yaml",
-    *tiny.SMALL,
-    "grpo.val_period=0",
-    "grpo.val_at_end=false",
-    "checkpointing.enabled=false",
-    "logger.tensorboard_enabled=false",
-]
+    "--config", "grpo_tiny.yaml", *tiny.SMALL, "grpo.val_period=0", "grpo.val_at_end=false",
+    "checkpointing.enabled=false", "logger.tensorboard_enabled=false",
+]  # fmt: skip
 
 
 def run(capsys, tmp_path, *overrides):

@@ -27,13 +27,8 @@ class Color(enum.Enum):
 def test_to_plain_converts_everything_to_json_types():
     value = {"m": Outer(), "p": Path("x/y"), "a": np.arange(2), "s": np.float32(0.5), "t": (1, 2), "c": Color.RED}
     assert to_plain(value) == {
-        "m": {"inner": {"project": "p"}, "level": 3},
-        "p": "x/y",
-        "a": [0, 1],
-        "s": 0.5,
-        "t": [1, 2],
-        "c": "red",
-    }
+        "m": {"inner": {"project": "p"}, "level": 3}, "p": "x/y", "a": [0, 1], "s": 0.5, "t": [1, 2], "c": "red",
+    }  # fmt: skip
 
 
 def test_non_finite_numbers_are_spelled_out_and_read_back():
@@ -43,31 +38,28 @@ def test_non_finite_numbers_are_spelled_out_and_read_back():
     assert as_number("accuracy") is None and as_number(True) == 1.0
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"lr": 1e-6, "eps": 1e-08, "big": 1e22, "n": 3, "f": 2.0, "none": None, "flag": True},
-        {
-            "words": [
-                "yes",
-                "null",
-                "1e-6",
-                "",
-                " padded ",
-                "a: b",
-                "# no",
-                "plain/path-1.txt",
-                "ünï",
-                "line\nbreak",
-                "'\"\\",
-            ]
-        },
-        {"nested": [{"name": "torch.optim.AdamW", "kwargs": {"betas": [0.9, 0.999]}}, [[1], []], {}], "empty": {}},
-        {"inf": math.inf, "minus": -math.inf, "1": "number as key"},
-        [1, "two"],
-        {},
-    ],
-)
+@pytest.mark.parametrize("value", [
+    {"lr": 1e-6, "eps": 1e-08, "big": 1e22, "n": 3, "f": 2.0, "none": None, "flag": True},
+    {
+        "words": [
+            "yes",
+            "null",
+            "1e-6",
+            "",
+            " padded ",
+            "a: b",
+            "# no",
+            "plain/path-1.txt",
+            "ünï",
+            "line\nbreak",
+            "'\"\\",
+        ]
+    },
+    {"nested": [{"name": "torch.optim.AdamW", "kwargs": {"betas": [0.9, 0.999]}}, [[1], []], {}], "empty": {}},
+    {"inf": math.inf, "minus": -math.inf, "1": "number as key"},
+    [1, "two"],
+    {},
+])  # fmt: skip
 def test_dumped_yaml_reads_back_equal(value):
     assert yaml.safe_load(dump_yaml(value)) == value
 

@@ -58,17 +58,14 @@ def test_chat_template_of_the_model_is_used_without_a_warning(tmp_path, capsys, 
     assert out.out.strip() == continued(folder, "12=") and "warning" not in out.err
 
 
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
-        ({"chat_template": None}, "the model's own chat template is used; the run trained on contents as they are"),
-        ({"chat_template": "{{ messages[0].content }}+"},
-         "the model's own chat template is used; the run trained with another one"),
-        ({"chat_template": "gone.jinja"}, "the model's own chat template is used; the run trained with another one"),
-        ({"chat_template_kwargs": {"enable_thinking": False}},
-         "the run gave its chat template the values {'enable_thinking': False}"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("run", "said"), [
+    ({"chat_template": None}, "the model's own chat template is used; the run trained on contents as they are"),
+    ({"chat_template": "{{ messages[0].content }}+"},
+     "the model's own chat template is used; the run trained with another one"),
+    ({"chat_template": "gone.jinja"}, "the model's own chat template is used; the run trained with another one"),
+    ({"chat_template_kwargs": {"enable_thinking": False}},
+     "the run gave its chat template the values {'enable_thinking': False}"),
+])  # fmt: skip
 def test_warning_if_the_runs_chat_template_differs_from_the_models(tmp_path, capsys, run, said):
     folder = checkpoint(tmp_path, OWN, run)
     out = chat(folder, capsys)
@@ -99,21 +96,18 @@ def test_warning_if_the_chat_template_returns_messages_unchanged(tmp_path, capsy
         TextGenerator(folder).generate([{"role": "user", "content": "12"}], max_new_tokens=2)
 
 
-@pytest.mark.parametrize(
-    ("run", "section", "said"),
-    [
-        (None, {"chat_template": None}, None),
-        ({"chat_template": None}, {"chat_template": None}, None),
-        ({}, {"chat_template": "default"}, None),
-        ({"chat_template_kwargs": {}}, {"chat_template_kwargs": None}, None),
-        ({"chat_template": None}, {},
-         "tokenizer.chat_template is 'default', and the run of this checkpoint had policy.tokenizer.chat_template=null"),
-        ({}, {"chat_template": None},
-         "tokenizer.chat_template is null, and the run of this checkpoint had policy.tokenizer.chat_template='default'"),
-        ({"chat_template_kwargs": {"a": 1}}, {},
-         "chat_template_kwargs is null, and the run of this checkpoint had policy.tokenizer.chat_template_kwargs={'a': 1}"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("run", "section", "said"), [
+    (None, {"chat_template": None}, None),
+    ({"chat_template": None}, {"chat_template": None}, None),
+    ({}, {"chat_template": "default"}, None),
+    ({"chat_template_kwargs": {}}, {"chat_template_kwargs": None}, None),
+    ({"chat_template": None}, {},
+     "tokenizer.chat_template is 'default', and the run of this checkpoint had policy.tokenizer.chat_template=null"),
+    ({}, {"chat_template": None},
+     "tokenizer.chat_template is null, and the run of this checkpoint had policy.tokenizer.chat_template='default'"),
+    ({"chat_template_kwargs": {"a": 1}}, {},
+     "chat_template_kwargs is null, and the run of this checkpoint had policy.tokenizer.chat_template_kwargs={'a': 1}"),
+])  # fmt: skip
 def test_evaluation_reports_prompt_settings_that_differ_from_the_runs(tmp_path, run, section, said):
     folder = checkpoint(tmp_path, OWN, run) / "policy" / "weights"
     remarks = differences_from_run(folder, TokenizerConfig(name=str(folder), **section))
@@ -133,15 +127,12 @@ def test_generation_continues_after_bytes_that_are_not_valid_utf8(tmp_path):
     assert all(len(ids) == 60 or ids[-1] == 2 for ids in done) and any(len(ids) == 60 for ids in done)
 
 
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        ([{"role": "system", "content": "Add."}, {"role": "user", "content": "12"}], "leaves out message 0 (system, 'Add.')"),
-        ([{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}], "ends with a message of the assistant"),
-        ([{"role": "User", "content": "12"}], "messages[0].role is 'User'"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "only text is supported"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("messages", "said"), [
+    ([{"role": "system", "content": "Add."}, {"role": "user", "content": "12"}], "leaves out message 0 (system, 'Add.')"),
+    ([{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}], "ends with a message of the assistant"),
+    ([{"role": "User", "content": "12"}], "messages[0].role is 'User'"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "only text is supported"),
+])  # fmt: skip
 def test_chat_content_dropped_by_the_template_is_rejected(tmp_path, messages, said):
     folder = checkpoint(tmp_path, "{% for m in messages if m.role == 'user' %}{{ m.content }}={% endfor %}")
     with pytest.raises(ValueError, match="^the ") as refused:

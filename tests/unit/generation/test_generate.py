@@ -133,25 +133,22 @@ def test_generate_command_finds_the_checkpoint_in_a_run_folder(folder, tmp_path,
     assert texts[0] == texts[1] == texts[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "{tmp}/nothing", "1+1="], "{tmp}/nothing"),
-        (["--model", "{folder}", "--system", "x", "1+1="], "--system goes with --chat"),
-        (["--model", "{folder}", "--top-p", "1.5", "1+1="], "top_p"),
-        (["--model", "{folder}", "--max-new-tokens", "0", "1+1="], "max_new_tokens = 0"),
-        (["--model", "{folder}", "--stop", "", "1+1="], "empty string"),
-        (["--model", "{folder}", ""], "is empty"),
-        (["--model", "{folder}", "--seed", "-1", "1+1="], "seed = -1: expected a whole number from 0 to 4294967295"),
-        (["--model", "{folder}", "--temperature", "-1", "1+1="],
-         "temperature = -1.0: expected a number from 1e-38 to 1e+38, or 0 for greedy"),
-        (["--model", "{folder}", "--temperature", "1e-40", "1+1="],
-         "temperature = 1e-40: expected a number from 1e-38"),
-        (["--model", "{folder}", "--temperature", "nan", "1+1="], "temperature = nan"),
-        (["--model", "{folder}", "--temperature", "1e39", "1+1="], "temperature = 1e+39"),
-        (["--model", "{folder}", "--top-k", "-2", "1+1="], "top_k = -2: expected a whole number of at least -1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--model", "{tmp}/nothing", "1+1="], "{tmp}/nothing"),
+    (["--model", "{folder}", "--system", "x", "1+1="], "--system goes with --chat"),
+    (["--model", "{folder}", "--top-p", "1.5", "1+1="], "top_p"),
+    (["--model", "{folder}", "--max-new-tokens", "0", "1+1="], "max_new_tokens = 0"),
+    (["--model", "{folder}", "--stop", "", "1+1="], "empty string"),
+    (["--model", "{folder}", ""], "is empty"),
+    (["--model", "{folder}", "--seed", "-1", "1+1="], "seed = -1: expected a whole number from 0 to 4294967295"),
+    (["--model", "{folder}", "--temperature", "-1", "1+1="],
+     "temperature = -1.0: expected a number from 1e-38 to 1e+38, or 0 for greedy"),
+    (["--model", "{folder}", "--temperature", "1e-40", "1+1="],
+     "temperature = 1e-40: expected a number from 1e-38"),
+    (["--model", "{folder}", "--temperature", "nan", "1+1="], "temperature = nan"),
+    (["--model", "{folder}", "--temperature", "1e39", "1+1="], "temperature = 1e+39"),
+    (["--model", "{folder}", "--top-k", "-2", "1+1="], "top_k = -2: expected a whole number of at least -1"),
+])  # fmt: skip
 def test_generate_reports_user_errors_in_one_line(arguments, message, folder, tmp_path, capsys):
     given = [a.format(tmp=tmp_path, folder=folder) for a in arguments]
     assert main(["generate", *given]) == 1

@@ -5,21 +5,13 @@ from nemo_rl_cpp.metrics.performance import Devices, group_reward_metrics, perfo
 def test_performance_metrics_match_hand_computed_values():
     timing = {"total_step_time": 10.0, "generation": 4.0, "policy_training": 3.0, "policy_and_reference_logprobs": 2.0}
     metrics = performance_metrics(timing, num_samples=64, total_num_tokens=1200, num_generated_tokens=800)
-    assert metrics == pytest.approx(
-        {
-            "samples_per_sec": 6.4,
-            "samples_per_sec_per_gpu": 6.4,
-            "tokens_per_sec": 120.0,
-            "tokens_per_sec_per_gpu": 120.0,
-            "generation_tokens_per_sec": 300.0,
-            "generation_tokens_per_sec_per_gpu": 300.0,
-            "policy_training_tokens_per_sec_per_gpu": 400.0,
-            "policy_and_reference_logprobs_tokens_per_sec_per_gpu": 600.0,
-            "training_worker_group_tokens_per_sec": 240.0,
-            "training_worker_group_tokens_per_sec_per_gpu": 240.0,
-            "decode_tokens_per_sec": 200.0,
-        }
-    )
+    assert metrics == pytest.approx({
+        "samples_per_sec": 6.4, "samples_per_sec_per_gpu": 6.4, "tokens_per_sec": 120.0,
+        "tokens_per_sec_per_gpu": 120.0, "generation_tokens_per_sec": 300.0, "generation_tokens_per_sec_per_gpu": 300.0,
+        "policy_training_tokens_per_sec_per_gpu": 400.0, "policy_and_reference_logprobs_tokens_per_sec_per_gpu": 600.0,
+        "training_worker_group_tokens_per_sec": 240.0, "training_worker_group_tokens_per_sec_per_gpu": 240.0,
+        "decode_tokens_per_sec": 200.0,
+    })  # fmt: skip
 
 
 def test_throughput_per_device_matches_hand_computed_values():

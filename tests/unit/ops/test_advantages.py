@@ -287,13 +287,10 @@ def test_estimators_are_bit_identical_on_ragged_and_padded_batches():
                 assert free.returns is None or torch.equal(padded.returns[inside], free.returns)
 
 
-@pytest.mark.parametrize(
-    "offsets, tokens, words",
-    [
-        ([0, 2, 3], 4, "offsets must go up from 0 to 4"), ([0, 4, 3], 3, "offsets must go up from 0 to 3"), ([1, 2, 3], 3, "offsets must go up"),
-        ([0, 3], 3, r"offsets have shape \[2\]; expected int64 \[3\]"), (None, 3, r"expected \[B, S\]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("offsets, tokens, words", [
+    ([0, 2, 3], 4, "offsets must go up from 0 to 4"), ([0, 4, 3], 3, "offsets must go up from 0 to 3"), ([1, 2, 3], 3, "offsets must go up"),
+    ([0, 3], 3, r"offsets have shape \[2\]; expected int64 \[3\]"), (None, 3, r"expected \[B, S\]"),
+])  # fmt: skip
 def test_inconsistent_offsets_are_rejected(offsets, tokens, words):
     given = None if offsets is None else torch.tensor(offsets)
     with pytest.raises(ValueError, match=words):

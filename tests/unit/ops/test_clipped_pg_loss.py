@@ -263,15 +263,11 @@ def random_batch(seed, rows, length, dtype=torch.float64):
     rng = np.random.default_rng(seed)
     gen = cases.logprobs(rng, (rows, length), 1.0)
     data = {
-        "generation_logprobs": gen,
-        "prev_logprobs": gen + rng.normal(0, 0.1, gen.shape),
-        "reference_policy_logprobs": gen + rng.normal(0, 0.3, gen.shape),
-        "advantages": rng.normal(0, 1, gen.shape),
-        "token_mask": (rng.random(gen.shape) < 0.7).astype(float),
-        "sample_mask": np.ones(rows),
-        "rewards": rng.choice([-1.0, 1.0], rows),
-        "kl_cov_penalty": (rng.random(gen.shape) < 0.2).astype(float),
-    }
+        "generation_logprobs": gen, "prev_logprobs": gen + rng.normal(0, 0.1, gen.shape),
+        "reference_policy_logprobs": gen + rng.normal(0, 0.3, gen.shape), "advantages": rng.normal(0, 1, gen.shape),
+        "token_mask": (rng.random(gen.shape) < 0.7).astype(float), "sample_mask": np.ones(rows),
+        "rewards": rng.choice([-1.0, 1.0], rows), "kl_cov_penalty": (rng.random(gen.shape) < 0.2).astype(float),
+    }  # fmt: skip
     return torch.as_tensor(gen[:, 1:] + rng.normal(0, 0.1, (rows, length - 1)), dtype=dtype), tensors(data, dtype)
 
 

@@ -60,15 +60,10 @@ def test_stale_samples_keep_their_logprobs_unless_the_loss_corrects_staleness(ag
     assert data["prev_logprobs"].tolist() == [[first] * 3, [-1.0] * 3]
 
 
-@pytest.mark.parametrize(
-    "settings, reads",
-    [
-        ({"kl": 0.01}, False),
-        ({"kl": 0.01, "use_kl_in_reward": True}, True),
-        ({"estimator": "mine.Estimator"}, True),
-        ({"estimator": "opd"}, True),
-    ],
-)
+@pytest.mark.parametrize("settings, reads", [
+    ({"kl": 0.01}, False), ({"kl": 0.01, "use_kl_in_reward": True}, True), ({"estimator": "mine.Estimator"}, True),
+    ({"estimator": "opd"}, True),
+])  # fmt: skip
 def test_messages_without_generation_logprobs_are_scored_if_the_estimator_needs_them(settings, reads):
     for lacks in (False, True):
         policy, data = Policy(exact=True), batch()

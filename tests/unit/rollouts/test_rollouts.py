@@ -193,18 +193,15 @@ def test_reward_component_names_are_not_prefixed_twice():
     assert result["reward/f"].tolist() == result["total_reward"].tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("section", "env"),
-    [
-        ({"dataset_name": "arithmetic", "num_samples": 4}, "arithmetic"),
-        ({"dataset_name": "reverse_digits", "num_samples": 4}, "reverse_digits"),
-        pytest.param(
-            {"dataset_name": "reasoning_gym", "task": "chain_sum", "num_samples": 4},
-            "reasoning_gym",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("section", "env"), [
+    ({"dataset_name": "arithmetic", "num_samples": 4}, "arithmetic"),
+    ({"dataset_name": "reverse_digits", "num_samples": 4}, "reverse_digits"),
+    pytest.param(
+        {"dataset_name": "reasoning_gym", "task": "chain_sum", "num_samples": 4},
+        "reasoning_gym",
+        marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
 def test_correct_answers_of_each_data_set_get_full_reward_from_its_environment(section, env):
     """What the data sets put into a row is what the environments read from it."""
     if env == "reasoning_gym":

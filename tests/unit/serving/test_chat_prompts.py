@@ -127,19 +127,16 @@ def test_tool_calls_are_parsed_and_malformed_ones_remain_text():
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("text", "thinks", "rest"),
-    [
-        (f"<think>Perhaps {CALL}</think>No call is needed.", False, None),
-        (f"<think>Perhaps {CALL}", False, None),
-        (f"Perhaps {CALL}</think>No call is needed.", True, None),
-        (f"Perhaps {CALL}", True, None),
-        (f"<think>{CALL}</think>So: {CALL}", False, f"<think>{CALL}</think>So:"),
-        (f"{CALL}</think>So: {CALL}", True, f"{CALL}</think>So:"),
-        (f"{CALL}<think>{CALL}</think>", False, f"<think>{CALL}</think>"),
-        (f"The mark is <tool_call>. <think>{CALL}{CALL}</think>No.", False, None),
-    ],
-)
+@pytest.mark.parametrize(("text", "thinks", "rest"), [
+    (f"<think>Perhaps {CALL}</think>No call is needed.", False, None),
+    (f"<think>Perhaps {CALL}", False, None),
+    (f"Perhaps {CALL}</think>No call is needed.", True, None),
+    (f"Perhaps {CALL}", True, None),
+    (f"<think>{CALL}</think>So: {CALL}", False, f"<think>{CALL}</think>So:"),
+    (f"{CALL}</think>So: {CALL}", True, f"{CALL}</think>So:"),
+    (f"{CALL}<think>{CALL}</think>", False, f"<think>{CALL}</think>"),
+    (f"The mark is <tool_call>. <think>{CALL}{CALL}</think>No.", False, None),
+])  # fmt: skip
 @pytest.mark.parametrize("special", [(), MARKS])
 def test_tool_call_within_the_thinking_tags_is_ignored(text, thinks, rest, special):
     """`rest`: what is left of the text beside a call; None: there is no call. The marks may be special tokens."""

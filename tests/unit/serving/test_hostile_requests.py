@@ -40,28 +40,13 @@ def still_serving(http):
 
 COMPLETIONS = {
     "prompt": [None, 5, [], ["a", 5], [[1], "b"], [-1], [10**6], [1.5], {"a": 1}, "", "x" * 5000, [[]], [True]],
-    "max_tokens": [0, -1, 1.5, "5", 10**400],
-    "temperature": [-1, "hot", 1e9, [1]],
-    "top_p": [0, 1.1, -1],
-    "top_k": [-2, 1.5],
-    "n": [0, 129, -1],
-    "seed": [-1, 2**64, "x"],
-    "stop": ["", [""], [1], ["x"] * 17, "x" * 2000],
-    "stop_token_ids": [[-1], ["a"], [2**40]],
-    "logprobs": [21, -1, True],
-    "presence_penalty": [0.5],
-    "logit_bias": [{"5": 1}],
-    "echo": [True],
-    "best_of": [3],
-    "suffix": ["x"],
-    "model": ["other", 5],
-    "stream": ["maybe"],
-    "no_such_field": [1],
-    "priority": [1],
-    "detokenize": [False],
-    "spaces_between_special_tokens": [False],
-    "rollout_key": ["", "k" * 300],
-}
+    "max_tokens": [0, -1, 1.5, "5", 10**400], "temperature": [-1, "hot", 1e9, [1]], "top_p": [0, 1.1, -1],
+    "top_k": [-2, 1.5], "n": [0, 129, -1], "seed": [-1, 2**64, "x"], "stop": ["", [""], [1], ["x"] * 17, "x" * 2000],
+    "stop_token_ids": [[-1], ["a"], [2**40]], "logprobs": [21, -1, True], "presence_penalty": [0.5],
+    "logit_bias": [{"5": 1}], "echo": [True], "best_of": [3], "suffix": ["x"], "model": ["other", 5],
+    "stream": ["maybe"], "no_such_field": [1], "priority": [1], "detokenize": [False],
+    "spaces_between_special_tokens": [False], "rollout_key": ["", "k" * 300],
+}  # fmt: skip
 CHATS = [
     {}, {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "king", "content": "x"}]}, {"messages": [{"content": "x"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -109,12 +94,8 @@ def test_unsupported_chat_fields_that_would_change_the_response_are_rejected(htt
         answer = http.post("/v1/chat/completions", json=chat | more)
         assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
     same = {
-        "max_completion_tokens": 2,
-        "parallel_tool_calls": True,
-        "priority": 0,
-        "logprobs": True,
-        "top_logprobs": 20,
-    }
+        "max_completion_tokens": 2, "parallel_tool_calls": True, "priority": 0, "logprobs": True, "top_logprobs": 20,
+    }  # fmt: skip
     assert http.post("/v1/chat/completions", json=chat | same).status_code == 200
 
 

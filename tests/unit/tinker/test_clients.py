@@ -140,11 +140,8 @@ def test_gspo_gradient_matches_its_formula(service: ServiceClient) -> None:
     data = []
     for old, a, mask in zip(olds, advantages, masks):
         inputs = {
-            "target_tokens": TOKENS[1 : len(old) + 1],
-            "logprobs": old,
-            "advantages": a,
-            "sequence_ratio_mask": mask,
-        }
+            "target_tokens": TOKENS[1 : len(old) + 1], "logprobs": old, "advantages": a, "sequence_ratio_mask": mask,
+        }  # fmt: skip
         data.append(Datum(TOKENS[: len(old)], inputs))
 
     def formula(data: list[Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:

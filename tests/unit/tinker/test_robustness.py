@@ -123,23 +123,19 @@ def test_invalid_training_data_is_a_user_error_and_changes_no_gradient(served: t
 
 
 HOSTILE = [
-    ("create_session", b"{", 400),
-    ("create_session", b"[]", 422),
-    ("create_session", b"\xff" * 100, 400),
-    ("forward_backward", b"\xff\xff", 422),
-    ("optim_step", {"model_id": "nobody", "seq_id": 1, "adam_params": {}}, 404),
+    ("create_session", b"{", 400), ("create_session", b"[]", 422), ("create_session", b"\xff" * 100, 400),
+    ("forward_backward", b"\xff\xff", 422), ("optim_step", {"model_id": "nobody", "seq_id": 1, "adam_params": {}}, 404),
     ("optim_step", {"model_id": "../../etc:train:0", "seq_id": 1, "adam_params": {}}, 404),
     ("optim_step", {"model_id": "MODEL", "seq_id": -1, "adam_params": {}}, 422),
     ("optim_step", {"model_id": "MODEL", "seq_id": 1, "adam_params": {"learning_rate": "much"}}, 422),
     ("asample", {"prompt": {"chunks": []}, "sampling_params": {}, "sampling_session_id": "none", "seq_id": 0}, 404),
     ("asample", {"prompt": {"chunks": []}, "sampling_params": {}, "num_samples": 10**9, "seq_id": 0}, 422),
-    ("retrieve_future", {"request_id": "none"}, 410),
-    ("weights_info", {"tinker_path": "tinker://../weights/x"}, 422),
+    ("retrieve_future", {"request_id": "none"}, 410), ("weights_info", {"tinker_path": "tinker://../weights/x"}, 422),
     ("weights_info", {"tinker_path": 3}, 422),
     ("load_weights", {"model_id": "MODEL", "seq_id": 1, "path": "tinker://a/b/../../c", "optimizer": True}, 422),
     ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": 0, "base_model": "other"}, 422),
     ("create_model", {"session_id": "../s", "model_seq_id": 0, "base_model": "tiny"}, 422),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("route", "body", "status"), HOSTILE)
@@ -153,14 +149,11 @@ def test_malformed_requests_are_rejected_with_a_reason(
     assert answered == status and told["detail"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"base_model": "other"},
-        {"lora_config": {"rank": 0}},
-        {"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}},
-    ],
-)
+@pytest.mark.parametrize("body", [
+    {"base_model": "other"},
+    {"lora_config": {"rank": 0}},
+    {"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}},
+])  # fmt: skip
 def test_invalid_model_creation_request_is_a_user_error(served: tuple[str, Service], body: dict) -> None:
     url = served[0]
     base = {"session_id": f"s{id(body)}", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}

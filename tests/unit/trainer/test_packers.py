@@ -1,4 +1,4 @@
-"""Packers give the bins of slow references and of small cases worked out by hand."""
+"""Packers give the bins of slow references; tests/cpp/batching has small cases worked out by hand."""
 
 import random
 
@@ -33,16 +33,6 @@ def test_first_fit_shuffle_uses_a_fixed_seed():
         order = list(range(len(lengths)))
         random.Random(0).shuffle(order)
         assert PACKERS["first_fit_shuffle"](lengths, capacity) == reference.first_fit(lengths, order, capacity)
-
-
-def test_packers_give_the_bins_of_hand_worked_examples():
-    # capacity 10; FFD places 7 5(idx 3 before 1) 4 3 2: 7+3, 5+5, 4+2
-    assert PACKERS["first_fit_decreasing"]([4, 5, 3, 5, 7, 2], 10) == [[4, 2], [3, 1], [0, 5]]
-    assert PACKERS["concatenative"]([4, 5, 3, 5, 7, 2], 10) == [[0, 1], [2, 3], [4, 5]]
-    # capacity 12: large 7 (0); medium > 4: 5 (1) joins it. Left over, descending 4 3 3 2: least-loaded bin each time
-    assert PACKERS["modified_first_fit_decreasing"]([7, 5, 3, 4, 3, 2], 12) == [[0, 1], [3, 2, 4, 5]]
-    # backward pass: 7 takes the two smalls (> 12/6, <= 12/3) 3 + the largest that fits with it (2 is tiny)
-    assert PACKERS["modified_first_fit_decreasing"]([7, 3, 3, 4, 2], 13) == [[0, 1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("name", sorted(PACKERS))

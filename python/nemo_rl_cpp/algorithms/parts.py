@@ -355,15 +355,25 @@ def make_collector(
     }
     if not settings.enabled:
         return SyncCollector(**parts)
-    pause = None
-    if settings.in_flight_weight_updates:
-        longest = config.policy.generation.max_new_tokens or config.policy.max_total_sequence_length
-        after = settings.in_flight_after_tokens or max(-(-longest // 2), 2)
-        pause = Pause(after, keep_cache=not settings.recompute_kv_cache_after_weight_updates)
     return AsyncCollector(
-        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps, pause=pause,
+        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps, pause=_pause(config),
         keeps=config.checkpointing.enabled, groups=(loop.num_prompts_per_step, loop.num_generations_per_prompt),
     )  # fmt: skip
+
+
+def _pause(config: TrainMasterConfig) -> Pause | None:
+    """Return the point at which responses wait for new weights, or None without in-flight weight updates. Print a note
+    if the loss does not correct for older weights."""
+    loop, settings = config.loop, config.loop.beside_training
+    section = f"{loop.section_name}.async_{loop.section_name}"
+    if not config.loss_fn.use_importance_sampling_correction and not config.loss_fn.bypass_mode:
+        text = "steps train on responses of older weights, and loss_fn.use_importance_sampling_correction is false"
+        print(f"note: {section}: {text}", flush=True)
+    if not settings.in_flight_weight_updates:
+        return None
+    longest = config.policy.generation.max_new_tokens or config.policy.max_total_sequence_length
+    after = settings.in_flight_after_tokens or max(-(-longest // 2), 2)
+    return Pause(after, keep_cache=not settings.recompute_kv_cache_after_weight_updates)
 
 
 def make_validation(

@@ -107,10 +107,7 @@ _DEAD = {
     "do_not_average_loss": "loss_fn.loss_agg_mode",
     "scale_loss_by_dp_cp_size": "none: gradients are sums over the tokens of the batch",
     "zero_variance_prompt_filtering": "grpo.use_dynamic_sampling",
-    "num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
     "enforce_monotonicity": "none: sampling has no such setting",
-    "steps_per_epoch": "ppo.ppo_epochs",
-    "value_loss": "value_loss_fn",
 }
 """Keys in NeMo RL's own recipes that neither NeMo RL nor this package reads -> the key that has the effect."""
 KINDS = {

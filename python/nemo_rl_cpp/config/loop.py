@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 
 from nemo_rl_cpp.dotted_names import is_dotted
 
@@ -422,11 +422,18 @@ class GAEConfig(Section):
         return self.name == "gae" or (self.name == "opd" and self.outcome_advantage_weight > 0)
 
 
+_ENDLESS = 100000
+Epochs = Annotated[Positive, BeforeValidator(lambda count: _ENDLESS if count == -1 else count)]
+
+
 class PPOConfig(LoopConfig):
     """The training loop of PPO. Keys that are also in `grpo` have the same meaning."""
 
     section_name = "ppo"
-    max_num_epochs: Positive = other_default("max_num_epochs", 100000)
+    max_num_epochs: Epochs = key(
+        _ENDLESS,
+        "Number of passes over the data. -1: no limit. Training ends after max_num_epochs or max_num_steps, whichever comes first.",
+    )
     max_num_steps: Count = other_default("max_num_steps", 100000)
     val_period: Int = other_default("val_period", 20)
     val_at_start: bool = other_default("val_at_start", True)
@@ -446,11 +453,11 @@ class PPOConfig(LoopConfig):
         "from it, with a new optimizer and schedule. null: none.",
     )
     adv_estimator: GAEConfig = section(GAEConfig, "how rewards become advantages")
-    async_ppo: AsyncPPOConfig = section(AsyncPPOConfig, "rollouts that overlap training")
+    async_ppo: AsyncPPOConfig | None = section(AsyncPPOConfig, "rollouts that overlap training; null: none")
 
     @property
     def beside_training(self) -> AsyncConfig:
-        return self.async_ppo
+        return self.async_ppo or AsyncPPOConfig()
 
     @property
     def policy_epochs(self) -> int:

@@ -90,7 +90,8 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
             "to processes or ray, with resources"
         )
         report.add(name, text, colocated)
-    if not loss.use_importance_sampling_correction and not loss.bypass_mode:
+    # NeMo RL requires it of async_grpo and async_ppo, and trains without it by async_rl; the run then prints a note
+    if not loss.use_importance_sampling_correction and not loss.bypass_mode and config.async_rl is None:
         key = "loss_fn.use_importance_sampling_correction"
         report.add(name, f"trains on responses of older weights: set {key}=true", key)
     if config.loop.beside_training.in_flight_weight_updates and config.loop.adv_estimator.name == "remax":

@@ -47,8 +47,6 @@ BAD_FILES = {
     "activation checkpointing": (
         "policy:\n  model_name: m\n  activation_checkpointing_enabled: true", "policy.activation_checkpointing_enabled", 3,
         ["activation_checkpointing of dtensor_cfg"]),
-    "critic further ahead": (
-        "async_rl: {sampler: {max_lookahead_versions: 0, warmup_lookahead_versions: 4}}", "async_rl.sampler.warmup_lookahead_versions", 1, ["max_lookahead_versions ahead"]),
     "KL type": ("loss_fn:\n  reference_policy_kl_type: k4", "loss_fn.reference_policy_kl_type", 2, ["one of k1, k2, k3"]),
     "truncation without correction": (
         "loss_fn:\n  truncated_importance_sampling_type: tis\n  truncated_importance_sampling_ratio: 2",
@@ -334,6 +332,22 @@ def test_keys_without_effect_are_accepted_from_a_parent_file_or_a_default():
     )
     Path("child.yaml").write_text("defaults: parent.yaml\ngrpo:\n  adv_estimator: {name: grpo}\n")
     assert load_grpo_config("child.yaml").grpo.adv_estimator.minus_baseline is False
+
+
+def test_async_rl_trains_without_the_correction_that_async_grpo_requires():
+    apart = ["policy.generation.colocated.enabled=false", "loss_fn.use_importance_sampling_correction=false"]
+    config = load_grpo_config(overrides=[*apart, "async_rl={sampler:{max_lookahead_versions:2}}"])
+    assert config.loop.trajectory_age == 2 and not config.loss_fn.use_importance_sampling_correction
+    with pytest.raises(ConfigError, match="async_grpo.enabled trains on responses of older weights"):
+        load_grpo_config(overrides=[*apart, "grpo.async_grpo.enabled=true"])
+
+
+def test_ppo_takes_minus_one_epoch_as_no_limit_and_null_as_no_async_ppo():
+    config = load_ppo_config(overrides=["ppo.max_num_epochs=-1", "ppo.async_ppo=null"])
+    assert config.ppo.max_num_epochs == load_ppo_config().ppo.max_num_epochs == 100000
+    assert not config.loop.beside_training.enabled
+    with pytest.raises(ConfigError, match="ppo.max_num_epochs must be at least 1"):
+        load_ppo_config(overrides=["ppo.max_num_epochs=0"])
 
 
 def test_max_num_epochs_with_several_loaders_requires_max_num_steps():

@@ -1,11 +1,15 @@
 """NeMo Gym's agents train the policy through its HTTP server; a stand-in has the protocol of the package nemo-gym."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import tiny
+import torch
+from nemo_rl_cpp.models.policy.lm_policy import Policy
+from test_rollouts_beside_training import BESIDE, TIMES
 
 STAND_IN = Path(__file__).parents[1] / "nemo_gym_stand_in"
 
@@ -16,7 +20,7 @@ def gym(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
     monkeypatch.setenv("NEMO_GYM_STAND_IN_ENDED", str(tmp_path / "ended"))
 
-    def train(*overrides, agents=("digit_agent",)):
+    def train(*overrides, agents=("digit_agent",), watch=None):
         rows = [
             {
                 "responses_create_params": {"input": digit, "temperature": 0.3, "metadata": {"chat_template_kwargs": "{}"}},
@@ -35,6 +39,8 @@ def gym(tmp_path, monkeypatch):
             "policy.generation.max_new_tokens=1", "policy.optimizer.kwargs.lr=1e-2", *tiny.SMALL, *overrides,
         )  # fmt: skip
         with run:
+            if watch is not None:
+                watch(run)
             run.train()
         return run.history
 
@@ -79,3 +85,46 @@ def test_interpreter_without_nemo_gym_is_an_error_before_the_model_is_loaded(gym
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(ValueError, match=rf"env\.nemo_gym\.python is .*{said}"):
         gym(f"++env.nemo_gym.python={python}")
+
+
+def test_gym_run_beside_training_trains_on_the_tokens_of_its_engine_and_resumes(gym, tmp_path):
+    """The engine of another process is served. Its log-probabilities are, to the bit, those of the version on the samples."""
+    batches, pids = [], []
+
+    def watch(run):
+        train = run.policy.train
+        pids.extend(run.cluster.workers.pids + run.engine_cluster.workers.pids)
+
+        def watched(batch, loss_fn, **given):
+            batches.append((run.state.step, run, batch))
+            return train(batch, loss_fn, **given)
+
+        run.policy.train = watched
+
+    options = [text.format("grpo", "grpo") for text in BESIDE]
+    options += [
+        "policy.precision=float32",
+        "checkpointing.save_period=1",
+        "grpo.async_grpo.in_flight_weight_updates=true",
+    ]
+    history = gym("grpo.max_num_steps=4", *options, watch=watch)
+    assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1, 1]
+    assert history[0]["token_mult_prob_error"] == 1 and history[0]["max_logprob_gap"] == 0
+    for step, run, batch in batches:
+        assert batch.weight_version.unique().tolist() == [max(0, step - 1)]
+        saved = tmp_path / "checkpoints" / f"step_{step - 1}" / "policy" / "weights"
+        own = Policy(
+            None, run.config.policy, run.tokenizer, weights_path=saved if step > 1 else None,
+            init_reference_model=False, seed=run.config.loop.seed,
+        )  # fmt: skip
+        sampled = batch.is_valid  # flagged samples are not scored
+        scored = batch.ragged(own.get_logprobs(batch)["logprobs"])
+        assert sampled.any() and torch.equal(scored[sampled], batch.generation_logprobs[sampled])
+
+    whole = [{k: v for k, v in row.items() if not any(t in k for t in TIMES)} for row in history]
+    for folder in (tmp_path / "checkpoints").glob("step_[34]"):
+        shutil.rmtree(folder)
+    later = gym("grpo.max_num_steps=4", *options)
+    assert [{k: v for k, v in row.items() if not any(t in k for t in TIMES)} for row in later] == whole[2:]
+    assert (tmp_path / "ended").read_text() == "ended\nended\n"
+    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)

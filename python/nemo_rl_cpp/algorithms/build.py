@@ -267,6 +267,8 @@ def build_run(
         listener = listener_of(config.policy)
         if listener is not None:
             resources.callback(listener.close)
+            if engine_cluster is not None:  # the engine's worker will listen there
+                listener.close()
         stage("loading the model")
         steps = planned_steps(loop, loader)
         policy = make_policy(config, tokenizer, resume, cluster, steps, policy_factory)
@@ -277,7 +279,7 @@ def build_run(
         loss_fn, advantages = make_loss(config.loss_fn, config.candidates), algorithm.make_advantages(config)
         logger = make_logger(config, state)
         resources.callback(logger.finish)
-        if config.policy.generation.expose_http_server:
+        if config.policy.generation.expose_http_server and engine_cluster is None:
             generation = serve_policy(policy, generation, config.policy, lambda: state.step, loop.seed, listener)
             resources.callback(end_engine, generation)
         collector = make_collector(config, policy, generation, tokenizer, loader, made.environments, state)

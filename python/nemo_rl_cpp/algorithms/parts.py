@@ -71,8 +71,10 @@ from nemo_rl_cpp.models.outside_teachers import HfTeacher, ServerTeacher
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import Scoring
 from nemo_rl_cpp.report import ReportWriter
+from nemo_rl_cpp.rollouts.agent_rollouts import is_agent
 from nemo_rl_cpp.rollouts.batches import Rollouts
 from nemo_rl_cpp.rollouts.rollouts import PromptSource, run_multi_turn_rollout, with_greedy_baseline
+from nemo_rl_cpp.serving.generation import ServedDedicatedGeneration
 from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
 
@@ -179,7 +181,8 @@ def make_generation(
         return vllm_of(policy, config.policy, tokenizer, config.loop.seed)
     if cluster is None:
         return policy.create_generation(config.policy.generation, seed=config.loop.seed)
-    return DedicatedGeneration(cluster, config.policy, tokenizer, seed=config.loop.seed)
+    engine = ServedDedicatedGeneration if config.policy.generation.expose_http_server else DedicatedGeneration
+    return engine(cluster, config.policy, tokenizer, seed=config.loop.seed)
 
 
 def make_policy(
@@ -356,20 +359,24 @@ def make_collector(
     if not settings.enabled:
         return SyncCollector(**parts)
     return AsyncCollector(
-        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps, pause=_pause(config),
+        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps, pause=_pause(config, environments),
         keeps=config.checkpointing.enabled, groups=(loop.num_prompts_per_step, loop.num_generations_per_prompt),
     )  # fmt: skip
 
 
-def _pause(config: TrainMasterConfig) -> Pause | None:
+def _pause(config: TrainMasterConfig, environments: Environments) -> Pause | None:
     """Return the point at which responses wait for new weights, or None without in-flight weight updates. Print a note
-    if the loss does not correct for older weights."""
+    if agents make the rollouts, which have no such point, and if the loss does not correct for older weights."""
     loop, settings = config.loop, config.loop.beside_training
     section = f"{loop.section_name}.async_{loop.section_name}"
     if not config.loss_fn.use_importance_sampling_correction and not config.loss_fn.bypass_mode:
         text = "steps train on responses of older weights, and loss_fn.use_importance_sampling_correction is false"
         print(f"note: {section}: {text}", flush=True)
     if not settings.in_flight_weight_updates:
+        return None
+    if any(map(is_agent, environments.train.values())):
+        text = "agents make the rollouts, so their weights change only between two batches"
+        print(f"note: {section}.in_flight_weight_updates: {text}", flush=True)
         return None
     longest = config.policy.generation.max_new_tokens or config.policy.max_total_sequence_length
     after = settings.in_flight_after_tokens or max(-(-longest // 2), 2)

@@ -448,10 +448,14 @@ def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_serving(config: TrainMasterConfig, report: Report) -> None:
-    """If the policy is served over HTTP, report settings that this does not support. It needs the native engine in this
-    process on the CPU, because the server reads the trainer's weights in place."""
+    """If the policy is served over HTTP, report settings that this does not support. It needs one native engine on the
+    CPU, in this process or in a worker that only generates, because the server reads the engine's weights in place."""
     generation, cluster = config.policy.generation, config.cluster
     _check_agents(config, report)
+    megatron = generation.mcore_generation_config.expose_http_server  # NeMo RL reads it with its engine alone
+    if megatron and generation.backend == "megatron" and not generation.expose_http_server:
+        key = f"{_GENERATION}.mcore_generation_config.expose_http_server"
+        report.add(key, f"is true, but {EXPOSED}, the key of every engine, is not: set it to true as well", EXPOSED)
     if not generation.expose_http_server:
         return
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
@@ -464,8 +468,15 @@ def check_serving(config: TrainMasterConfig, report: Report) -> None:
     needs = "is true, but the server needs the native engine in this process, on the CPU: set it to false, or"
     if config.policy.backend == "hf":
         report.add(EXPOSED, f"{needs} policy.backend to native", "policy.backend")
-    if cluster.has_workers:
+    engines = engines_of(config)
+    if cluster.has_workers and engines == 0:
         report.add(EXPOSED, f"{needs} cluster.executor to in_process", "cluster.executor")
+    elif engines > 1:
+        text = f"is true, but one engine can be served and {engines} generate: set it to false, or one of the workers to generate"
+        report.add(EXPOSED, text, f"{_COLOCATED}.resources")
+    elif engines and cluster.executor == "ray":
+        text = "is true, but agents reach an engine on this machine only: set it to false, or cluster.executor to processes"
+        report.add(EXPOSED, text, "cluster.executor")
     if cluster.device == "cuda":
         report.add(EXPOSED, f"{needs} cluster.device to cpu", "cluster.device")
 

@@ -13,17 +13,20 @@ from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.rollouts.batches import DatumBatch
 from nemo_rl_cpp.rollouts.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
-from nemo_rl_cpp.serving.generation import ServedGeneration
+from nemo_rl_cpp.serving.generation import ServedDedicatedGeneration, ServedGeneration
 from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
+
+
+def is_agent(environment: Environment | None) -> bool:
+    """Return whether an environment makes its own rollouts."""
+    return getattr(environment, "runs_rollouts", False) is True
 
 
 def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]) -> bool:
     """Return whether the environments of this batch make their own rollouts (`runs_rollouts`). Raise ValueError if only
     some of them do.
     """
-    by_agent = {
-        task: getattr(task_to_env.get(task), "runs_rollouts", False) is True for task in set(batch["task_name"])
-    }
+    by_agent = {task: is_agent(task_to_env.get(task)) for task in set(batch["task_name"])}
     if len(set(by_agent.values())) > 1:
         agents = sorted(task for task, is_agent in by_agent.items() if is_agent)
         raise ValueError(
@@ -33,7 +36,8 @@ def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]
 
 
 def run_agent_rollouts(
-    policy: ServedGeneration, batch: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment], greedy: bool = False
+    policy: ServedGeneration | ServedDedicatedGeneration, batch: DatumBatch, tokenizer: TokenizerType,
+    task_to_env: Mapping[str, Environment], greedy: bool = False
 ) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
     """Have the environments' agents make one rollout per row. Return (batch, metrics of the rollouts and the
     environments).
@@ -48,7 +52,7 @@ def run_agent_rollouts(
         raise ValueError(
             "the environment's agent asks the policy over HTTP: set policy.generation.expose_http_server=true"
         )
-    batch = batch.copy()
+    batch, address = batch.copy(), policy.address
     keys: list[str] = []
     try:
         for stream, draw, sample in zip(batch["stream"], batch["draw_ids"], batch["sample_index"]):
@@ -59,7 +63,7 @@ def run_agent_rollouts(
             messages = info.get("messages")  # of the data's row; otherwise the rendered prompt
             if not isinstance(messages, list):
                 messages = [{name: str(message[name]) for name in ("role", "content")} for message in log]
-            tasks.append(AgentTask(key, [dict(message) for message in messages], info, policy.address))
+            tasks.append(AgentTask(key, [dict(message) for message in messages], info, address))
         results = _results(tasks, batch["task_name"], task_to_env)
     finally:
         rollouts = [policy.end_rollout(key) for key in keys]

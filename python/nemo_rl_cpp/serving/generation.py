@@ -1,5 +1,5 @@
-"""An HTTP server for the policy of a run. It answers during rollouts and validations, while the weights are
-constant."""
+"""An HTTP server for the policy of a run, in the process of its engine. It answers during rollouts and validations,
+while the weights are constant."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
+from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.distributed.cluster import Cluster
+from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.generation.base_engine import STREAMS
-from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, Prompts
+from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration, EngineWorker
+from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, Pause, Prompts, Responses
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.serving import check_installed
@@ -52,6 +56,26 @@ class ServerAddress:
     max_model_len: int
 
 
+class _TokenizerFolder:
+    """A temporary folder with a tokenizer's files, which is made when its path is first read."""
+
+    def __init__(self, tokenizer: TokenizerType) -> None:
+        self._tokenizer = tokenizer
+        self._made: str | None = None
+
+    @property
+    def path(self) -> str:
+        if self._made is None:
+            self._made = tempfile.mkdtemp(prefix="nemo_rl_cpp_tokenizer_")
+            self._tokenizer.save_pretrained(self._made)
+        return self._made
+
+    def remove(self) -> None:
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
+            self._made = None
+
+
 class ServedGeneration(GenerationInterface):
     """The training loop's engine and an HTTP server for the same model, which never compute at the same time.
 
@@ -79,7 +103,7 @@ class ServedGeneration(GenerationInterface):
         self.inner, self.model, self.server = inner, model, server
         self.reports_finished = inner.reports_finished
         self._version, self._api_key, self._sampling = version, api_key, sampling
-        self._tokenizer_folder: Path | None = None
+        self._folder = _TokenizerFolder(model.tokenizer)
 
     # ---- as an engine
 
@@ -94,6 +118,20 @@ class ServedGeneration(GenerationInterface):
         with self.model.engine.set_aside():
             return self.inner.generate(data, greedy, **beside)
 
+    def generate_until(self, batch: RaggedBatch, pause: Pause, *given: object) -> Responses | None:
+        """Generate like `NativeGeneration.generate_until`. At the pause, close the server, because the weights are
+        about to change; `prepare_for_generation` opens it again."""
+        with self.model.engine.set_aside():
+            responses = self.inner.generate_until(batch, pause, *given)
+        if responses is None:
+            self.model.engine.close(_PATIENCE_S)
+        return responses
+
+    def resume(self, *given: object) -> Responses | None:
+        """Continue the generation that `generate_until` has paused while the server's requests wait."""
+        with self.model.engine.set_aside():
+            return self.inner.resume(*given)
+
     def finish_generation(self) -> bool:
         """Close the server until the next `prepare_for_generation`, and finish the inner engine's generation."""
         self.model.engine.close(_PATIENCE_S)
@@ -102,9 +140,7 @@ class ServedGeneration(GenerationInterface):
     def shutdown(self) -> bool:
         self.server.stop()
         self.model.engine.shut_down()
-        if self._tokenizer_folder is not None:
-            shutil.rmtree(self._tokenizer_folder, ignore_errors=True)
-            self._tokenizer_folder = None
+        self._folder.remove()
         return self.inner.shutdown()
 
     def invalidate_kv_cache(self) -> bool:
@@ -123,11 +159,11 @@ class ServedGeneration(GenerationInterface):
 
     @property
     def address(self) -> ServerAddress:
-        if self._tokenizer_folder is None:
-            self._tokenizer_folder = Path(tempfile.mkdtemp(prefix="nemo_rl_cpp_tokenizer_"))
-            self.model.tokenizer.save_pretrained(str(self._tokenizer_folder))
-        tokenizer, model = str(self._tokenizer_folder), self.model
-        url = f"{self.server.url}/v1"
+        return self.address_with(self._folder.path)
+
+    def address_with(self, tokenizer: str) -> ServerAddress:
+        """Return the server's address, with a folder of the tokenizer's files."""
+        url, model = f"{self.server.url}/v1", self.model
         return ServerAddress(url, self._api_key, model.names[0], HEADER, tokenizer, model.max_model_len)
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
@@ -144,6 +180,48 @@ class ServedGeneration(GenerationInterface):
         return self.model.rollouts.take(key)
 
 
+class ServedDedicatedGeneration(DedicatedGeneration):
+    """The engine of a worker that only generates, with a server for its weights in the same worker: agents ask the
+    worker, and this process gets the token ids, log-probabilities and versions of their requests at a rollout's end.
+
+    In the worker the engine is a `ServedGeneration`, so this class has its methods for agents."""
+
+    owns_process = True  # `shutdown` removes the tokenizer's folder
+
+    def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType, seed: int) -> None:
+        super().__init__(cluster, config, tokenizer, seed)
+        self._folder = _TokenizerFolder(tokenizer)
+        self.group.call_all("serve_engine", self._number, partial(_serve_worker, seed))
+        print(
+            f"the policy is served at {self._of_server('address_with', '').base_url} while rollouts are made",
+            flush=True,
+        )
+
+    def _of_server(self, method: str, *args: object) -> Any:
+        return self._ask(method, *args)[0]
+
+    @property
+    def address(self) -> ServerAddress:
+        return self._of_server("address_with", self._folder.path)
+
+    def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
+        """See `ServedGeneration.begin_rollout`."""
+        return self._of_server("begin_rollout", name, stream, greedy)
+
+    def end_rollout(self, key: str) -> Rollout:
+        """See `ServedGeneration.end_rollout`."""
+        return self._of_server("end_rollout", key)
+
+    def shutdown(self) -> bool:
+        self._folder.remove()
+        return super().shutdown()
+
+
+def _serve_worker(seed: int, worker: EngineWorker, engine: NativeGeneration) -> ServedGeneration:
+    listener = listener_of(worker.config)
+    return serve_policy(worker, engine, worker.config, lambda: worker.weight_version or 0, seed, listener)
+
+
 def trained_sampling(config: GenerationConfig, validation: bool = False) -> Sampling:
     """Return the sampling parameters that `policy.generation` sets for training, or with `validation` those for
     validation."""
@@ -158,7 +236,7 @@ def trained_sampling(config: GenerationConfig, validation: bool = False) -> Samp
 
 
 def serve_policy(
-    policy: Policy,
+    policy: Policy | EngineWorker,
     inner: NativeGeneration,
     config: PolicyConfig,
     version: Callable[[], int],
@@ -169,6 +247,7 @@ def serve_policy(
     called.
 
     Args:
+        policy: holds the model, its folder and its tokenizer.
         inner: the training loop's engine.
         version: a function that returns the step of the current weights.
         seed: the run's seed, which seeds all sampling.
@@ -218,7 +297,7 @@ def key_of(variable: str | None) -> str:
 
 
 def _model(
-    policy: Policy, inner: NativeGeneration, config: PolicyConfig, version: Callable[[], int], seed: int
+    policy: Policy | EngineWorker, inner: NativeGeneration, config: PolicyConfig, version: Callable[[], int], seed: int
 ) -> ServedModel:
     """Return the policy as a served model whose engine starts closed."""
     generation, folder, tokenizer = config.generation, policy.folder, policy.tokenizer

@@ -31,3 +31,24 @@ def test_http_server_requires_its_api_key_variable_and_packages(monkeypatch):
         importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else find(name, *rest)
     )
     assert "needs the package uvicorn" in mistakes(EXPOSE)
+
+
+APART = ["policy.generation.colocated.enabled=false", "cluster.executor=processes"]
+
+
+def workers(total, engines):
+    return [*APART, f"cluster.gpus_per_node={total}", f"policy.generation.colocated.resources.gpus_per_node={engines}"]
+
+
+def test_http_server_is_that_of_the_one_engine_in_its_own_process():
+    load_grpo_config("grpo_tiny.yaml", [EXPOSE, *workers(2, 1)])
+    assert "is true, but one engine can be served and 2 generate" in mistakes(EXPOSE, *workers(3, 2))
+    assert "cluster.executor to in_process" in mistakes(EXPOSE, "cluster.executor=processes", "cluster.gpus_per_node=2")
+
+
+def test_http_server_of_megatron_needs_the_key_of_every_engine():
+    megatron = "++policy.generation.mcore_generation_config.expose_http_server=true"
+    load_grpo_config("grpo_tiny.yaml", [megatron])  # NeMo RL reads it with its engine alone
+    load_grpo_config("grpo_tiny.yaml", [megatron, "policy.generation.backend=megatron", EXPOSE])
+    said = mistakes(megatron, "policy.generation.backend=megatron")
+    assert "mcore_generation_config.expose_http_server is true, but policy.generation.expose_http_server" in said

@@ -6,9 +6,10 @@ and its index among the samples of the prompt (`sample_index`), never by the oth
 """
 
 from collections import Counter
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -54,6 +55,10 @@ class EngineHost:
         number = max(self._engines, default=-1) + 1
         self._engines[number] = self.create_generation(config, **options)
         return number
+
+    def serve_engine(self, number: int, serve: Callable[[Self, NativeGeneration], NativeGeneration]) -> None:
+        """Put `serve(self, engine)`, an engine that is also served over HTTP, in place of engine `number`."""
+        self._engines[number] = serve(self, self._engines[number])
 
     def drop_engine(self, number: int) -> None:
         """Drop an engine and release its memory. Idempotent."""

@@ -136,7 +136,8 @@ def test_in_flight_weight_update_run_resumes_bit_identically_in_mid_response(tmp
     assert [row["total_tokens_of_older_weights"] for row in history] == [32 * 6, *[32 * 2] * 3]
     assert [row["mean_weight_versions"] for row in history] == [1, 2, 2, 2]
     assert stop_after(tmp_path / "parts", 2, 4, *options) == [1]
-    rest, later = trained(tmp_path / "parts", 4, *options)
+    served = "policy.generation.expose_http_server=true"  # whose server closes while weights change
+    rest, later = trained(tmp_path / "parts", 4, *options, served)
     assert rest == whole and later == history[2:]
 
 

@@ -101,8 +101,9 @@ at::Tensor AttentionMixer::raw_queries(const LayerActivations& a, Workspace& wor
   return queries;
 }
 
-at::Tensor AttentionMixer::backward(const LayerParameters& p, const at::Tensor& d_result, const LayerActivations& a,
-                                    const LayerParameters& g, const MixerStep& step) const {
+at::Tensor AttentionMixer::backward(const LayerWeights& w, const at::Tensor& d_result, const LayerActivations& a,
+                                    const LayerGradients& grads, const MixerStep& step) const {
+  const auto &p = w.tensors(), &g = grads.dense();
   const std::int64_t T = d_result.size(0), Q = c_.query_size(), KV = key_size();
   const auto S = d_result.scalar_type();
   at::Tensor d_raw;

@@ -99,10 +99,9 @@ const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64
     for (std::int64_t l = 0; l < config().num_layers(); ++l) {
       const auto layer = decoder_.weights(l, {workspace_});
       const auto& kind = config().layers[static_cast<std::size_t>(l)];
-      if (kind.has_mixer) {
-        layer.pack(&LayerParameters::qkv_weight, packed_);
-        layer.pack(&LayerParameters::o_weight, packed_);
-      }
+      if (kind.has_mixer)
+        for (const auto& tensor : decoder_.mixer(l).tensors())
+          if (tensor.columns > 0 && !tensor.is_depthwise) layer.pack(tensor.field, packed_);
       if (kind.has_mlp) decoder_.mlp(l).pack(layer, packed_);
     }
     packed_.pack(decoder_.parameters().lm_head, /*gated=*/false);

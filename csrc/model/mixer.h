@@ -1,7 +1,7 @@
 // The mixer of a layer, which combines a token with earlier tokens. It reads the normalised residual stream and returns
 // the input of the layer's output projection (LayerParameters::o_weight). The decoder computes norms, this projection
-// and the addition. Each kind of mixer is a class, which defines its tensors, its forward and backward pass, and the
-// activations that the backward pass reads.
+// and the addition, and the gradients of the products of qkv_weight and o_weight. Each kind of mixer is a class, which
+// defines its tensors, its forward and backward pass, and the activations that the backward pass reads.
 //
 // Letters and types as in decoder.h.
 #pragma once
@@ -65,9 +65,9 @@ class Mixer {
   /// Returns the result of a forward pass again, from the activations that it filled.
   virtual at::Tensor result(const LayerParameters& p, const LayerActivations& a, Workspace& workspace) const = 0;
   /// Returns the gradient [T, rows of qkv_weight] S of qkv_weight · x, from d_result, which is overwritten. Adds the
-  /// gradients of the mixer's tensors to `g`, except those of matrix products.
-  virtual at::Tensor backward(const LayerParameters& p, const at::Tensor& d_result, const LayerActivations& a,
-                              const LayerParameters& g, const MixerStep& step) const = 0;
+  /// gradients of the mixer's tensors to `grads`, except those of qkv_weight, o_weight and their biases.
+  virtual at::Tensor backward(const LayerWeights& w, const at::Tensor& d_result, const LayerActivations& a,
+                              const LayerGradients& grads, const MixerStep& step) const = 0;
 };
 
 /// Returns the mixer of layer `l`; nullptr: it has none.

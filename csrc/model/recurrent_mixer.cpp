@@ -66,8 +66,9 @@ at::Tensor RecurrentMixer::result(const LayerParameters& p, const LayerActivatio
   return y;
 }
 
-at::Tensor RecurrentMixer::backward(const LayerParameters& p, const at::Tensor& d_result, const LayerActivations& a,
-                                    const LayerParameters& g, const MixerStep& step) const {
+at::Tensor RecurrentMixer::backward(const LayerWeights& w, const at::Tensor& d_result, const LayerActivations& a,
+                                    const LayerGradients& grads, const MixerStep& step) const {
+  const auto &p = w.tensors(), &g = grads.dense();
   const auto& sequences = step.history.sequences;
   const auto S = d_result.scalar_type();
   const auto d_row = step.workspace.take(Slot::d_mixer_raw, a.qkv_raw.sizes(), S);

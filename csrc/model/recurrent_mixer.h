@@ -15,8 +15,8 @@ class RecurrentMixer : public Mixer {
   at::Tensor forward(const LayerWeights& w, const at::Tensor& x, LayerActivations& a,
                      const MixerStep& step) const override;
   at::Tensor result(const LayerParameters& p, const LayerActivations& a, Workspace& workspace) const override;
-  at::Tensor backward(const LayerParameters& p, const at::Tensor& d_result, const LayerActivations& a,
-                      const LayerParameters& g, const MixerStep& step) const override;
+  at::Tensor backward(const LayerWeights& w, const at::Tensor& d_result, const LayerActivations& a,
+                      const LayerGradients& grads, const MixerStep& step) const override;
 
  private:
   /// Parts of a row of the input projection, or of its gradient.

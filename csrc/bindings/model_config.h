@@ -65,6 +65,14 @@ inline void set_recurrent(model::ModelConfig& c, const pybind11::dict& d) {
   for (const auto l : d["layers"].cast<std::vector<std::size_t>>()) c.layers.at(l).is_recurrent = true;
 }
 
+inline model::LatentConfig latent_from(const pybind11::dict& d) {
+  model::LatentConfig c;
+  auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
+  get("query_rank", c.query_rank), get("rank", c.rank), get("rope_dim", c.rope_dim);
+  get("value_dim", c.value_dim), get("interleaved", c.interleaved);
+  return c;
+}
+
 /// For each layer, whether its only block is a mixer or (false) an MLP.
 inline void set_blocks(model::ModelConfig& c, const std::vector<bool>& is_mixer) {
   for (std::size_t l = 0; l < is_mixer.size(); ++l)
@@ -94,6 +102,7 @@ inline model::ModelConfig config_from(const pybind11::dict& d) {
   if (d.contains("quantization")) c.quantization = ops::block_format(d["quantization"].cast<std::string>());
   if (d.contains("output_gate")) get("output_gate", c.output_gate);
   if (d.contains("recurrent")) set_recurrent(c, d["recurrent"].cast<pybind11::dict>());
+  if (d.contains("latent")) c.latent = latent_from(d["latent"].cast<pybind11::dict>());
   if (d.contains("one_block")) set_blocks(c, d["one_block"].cast<std::vector<bool>>());
   if (d.contains("experts")) set_experts(c, d["experts"].cast<pybind11::dict>());
   return c;

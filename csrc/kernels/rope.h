@@ -1,5 +1,5 @@
-// Rotary position embedding (Su et al., 2021), Hugging Face's pairing: dimension i with i + R/2 of the first R of a
-// head.
+// Rotary position embedding (Su et al., 2021) of the first R dimensions of a head. Hugging Face pairs dimension i with
+// i + R/2; DeepSeek pairs 2i with 2i + 1 (interleaved).
 #pragma once
 #include <cstdint>
 
@@ -21,6 +21,7 @@ struct RopeArgs {
   std::int64_t heads, H;
   std::int64_t rotary;  ///< R, the dimensions of a head that are rotated
   bool inverse;
+  bool interleaved = false;  ///< on the CPU only
 };
 /// The pair (a, b) turned by the angle with this cosine and sine.
 template <class A>

@@ -1,5 +1,6 @@
 #include "model/attention_mixer.h"
 
+#include "model/latent_attention.h"
 #include "model/recurrent_mixer.h"
 #include "ops/rms_norm.h"
 #include "ops/rope.h"
@@ -136,6 +137,7 @@ std::unique_ptr<Mixer> mixer_of(const ModelConfig& config, std::int64_t l) {
   const auto& layer = config.layers[static_cast<std::size_t>(l)];
   if (!layer.has_mixer) return nullptr;
   if (layer.is_recurrent) return std::make_unique<RecurrentMixer>(config, l);
+  if (config.latent) return std::make_unique<LatentAttention>(config, l);
   return std::make_unique<AttentionMixer>(config, l);
 }
 

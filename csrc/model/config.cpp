@@ -19,6 +19,7 @@ ModelConfig ModelConfig::sliced(TensorSlice part) const {
   if (part.size == 1) return c;
   NRL_CHECK_ARG(!has_experts(), "tensor parallelism cannot split a mixture of experts");
   NRL_CHECK_ARG(!has_recurrent(), "tensor parallelism cannot split a recurrent layer");
+  NRL_CHECK_ARG(!latent, "tensor parallelism cannot split latent attention");
   divide(c.num_heads, "attention heads");
   divide(c.num_kv_heads, "key/value heads");
   divide(c.intermediate_size, "columns of the MLP");

@@ -66,6 +66,16 @@ struct ExpertsConfig {
               shared = "shared_expert";
 };
 
+/// Multi-head latent attention (DeepSeek-AI, 2024). The head size H is that of queries and keys, whose last `rope_dim`
+/// dimensions are rotated. The keys of all heads share these dimensions.
+struct LatentConfig {
+  std::int64_t query_rank = 0;  ///< columns of the queries' latent; 0: queries have none
+  std::int64_t rank = 0;        ///< columns of the latent of keys and values
+  std::int64_t rope_dim = 0;    ///< R
+  std::int64_t value_dim = 0;   ///< V', the size of a value head, at most H
+  bool interleaved = true;      ///< RoPE pairs adjacent dimensions (kernels/rope.h)
+};
+
 /// The tensor-parallel slice of the layers and of the vocabulary that a process holds.
 struct TensorSlice {
   int rank = 0, size = 1;
@@ -88,7 +98,8 @@ struct ModelConfig {
   std::vector<LayerConfig> layers;
   std::vector<RopeConfig> ropes;
   ExpertsConfig experts;
-  kernels::RecurrentShape recurrent;  ///< of recurrent layers
+  kernels::RecurrentShape recurrent;   ///< of recurrent layers
+  std::optional<LatentConfig> latent;  ///< attention is latent: DeepSeek-V3
   double rms_norm_eps = 1e-6;
   double norm_offset = 0;           ///< norms multiply by norm_offset + weight: 1 in Gemma
   double attention_scale = 0;       ///< multiplies the attention scores

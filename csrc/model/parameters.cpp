@@ -80,8 +80,9 @@ std::vector<LayerTensor> layer_tensors(const ModelConfig& c, std::int64_t l) {
 
 bool lies_outside(const ModelConfig& c, const LayerTensor& tensor) {
   using P = LayerParameters;
-  constexpr std::array kFields{&P::qkv_weight,      &P::o_weight,     &P::gate_up_weight, &P::down_weight,
-                               &P::experts_gate_up, &P::experts_down, &P::shared_gate_up, &P::shared_down};
+  constexpr std::array kFields{&P::qkv_weight,     &P::q_b_weight,  &P::kv_b_weight,     &P::o_weight,
+                               &P::gate_up_weight, &P::down_weight, &P::experts_gate_up, &P::experts_down,
+                               &P::shared_gate_up, &P::shared_down};
   return tensor.is_buffer || (c.quantization && std::ranges::find(kFields, tensor.field) != kFields.end());
 }
 

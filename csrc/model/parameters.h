@@ -30,7 +30,9 @@ struct LayerParameters {
   at::Tensor norm_before_attention;  ///< [D]
   at::Tensor qkv_weight;             ///< [(N+2K)·H, D]
   at::Tensor qkv_bias;               ///< [(N+2K)·H]
-  at::Tensor q_norm, k_norm;         ///< [H] each, or [N·H] and [K·H]
+  at::Tensor q_norm, k_norm;         ///< [H] each, or [N·H] and [K·H], or of the latents (LatentConfig)
+  at::Tensor q_b_weight;             ///< [N·H, query_rank] of latent attention, whose first products are qkv_weight
+  at::Tensor kv_b_weight;            ///< [N·(H - R + V'), rank]
   at::Tensor sinks;                  ///< [N]
   at::Tensor conv_weight;            ///< [C, W] of a recurrent layer, whose projection is qkv_weight
   at::Tensor conv_bias;              ///< [C] of Mamba-2

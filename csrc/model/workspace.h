@@ -31,10 +31,13 @@ enum class Slot {
   d_gate_up,        ///< [T, 2I]
   d_normed,         ///< [T, D]
   d_branch,         ///< [T, D] gradient after the norm of `branch`
-  mixed,            ///< [T, N·H] input of a layer's output projection, if its mixer has a gate
+  mixed,            ///< [T, N·H] input of a layer's output projection, if it is not the result of attention
   d_attn,           ///< [T, N·H] its gradient
   d_qkv,            ///< [T, (N+2K)H]
   d_mixer_raw,      ///< gradient of a layer's input projection, if it is not d_qkv
+  latent,           ///< [T, rank] a latent of queries, or of keys and values, normalised
+  expanded,         ///< [T, N(H - R + V')] keys and values from their latent, or their gradient
+  d_shared_key,     ///< [T, R] gradient of the part of the keys that heads share
   expert_logits,    ///< [T, E] logits of a router
   expert_d_logits,  ///< [T, E] their gradient in the compute type
   expert_x,         ///< [T · chosen, D] a layer's tokens, sorted by expert

@@ -182,6 +182,7 @@ def test_repeated_run_gives_bit_identical_weights(tmp_path):
     "architecture",
     [
         "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotron_h", "glm4_moe",
+        "deepseek_v3", "glm4_moe_lite",
     ],
 )  # fmt: skip
 def test_generation_and_training_logprobs_are_equal_for_every_architecture(architecture, precision, tmp_path):
@@ -195,6 +196,11 @@ def test_generation_and_training_logprobs_are_equal_for_every_architecture(archi
         }
     if architecture == "glm4_moe":
         made |= {"n_group": 2, "topk_group": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5}
+    if architecture in ("deepseek_v3", "glm4_moe_lite"):
+        made |= {"num_key_value_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "kv_lora_rank": 16}
+        made |= {"v_head_dim": 16, "q_lora_rank": "null" if architecture == "deepseek_v3" else 24}
+        made |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
+        made |= {"topk_group": 1, "first_k_dense_replace": 1, "hidden_act": "silu"}
     if architecture == "qwen3_5_text":
         made |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         made |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}

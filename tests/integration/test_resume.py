@@ -55,8 +55,19 @@ MAMBA2 = [
 ]  # fmt: skip
 
 
-def test_killed_and_resumed_run_of_a_recurrent_model_ends_like_an_uninterrupted_one(check):
-    assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *MAMBA2], seed=7) == []
+LATENT = [
+    f"++policy.hf_config_overrides.{key}"
+    for key in (
+        "model_type=deepseek_v3", "num_key_value_heads=4", "qk_rope_head_dim=16", "qk_nope_head_dim=16", "v_head_dim=16", "q_lora_rank=24",
+        "kv_lora_rank=16", "n_routed_experts=4", "num_experts_per_tok=2", "n_group=2", "topk_group=1", "moe_intermediate_size=32",
+        "first_k_dense_replace=1",
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [MAMBA2, LATENT], ids=["Mamba-2", "latent attention"])
+def test_killed_and_resumed_run_of_another_mixer_ends_like_an_uninterrupted_one(check, model):
+    assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *model], seed=7) == []
 
 
 # in the middle of the critic's warm-up, and after it; several optimizer steps an epoch

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 import torch
-from models import BASE, layers
+from models import BASE, layers, without
 from safetensors.torch import load_file, save_file
 
 SMALL = BASE | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
@@ -21,15 +21,15 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 TOKENS = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(BASE["vocab_size"] - 3))]
 
 
-def without(mapping, *names):
-    return {key: value for key, value in mapping.items() if key not in names}
-
-
 def make_bases(root: Path) -> dict[str, Path]:
     """Write a folder for each architecture with transformers, and a tokenizer whose words are w0, w1, ..."""
     import transformers as hf
 
     experts = dict(num_experts=4, num_experts_per_tok=2)
+    latent = dict(
+        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, moe_intermediate_size=24,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+    )  # fmt: skip
     made = {
         "qwen3_moe": hf.Qwen3MoeConfig(**SMALL, **experts, head_dim=16, moe_intermediate_size=24, norm_topk_prob=True),
         "olmoe": hf.OlmoeConfig(**{**SMALL, "hidden_size": 64}, **experts), "mixtral": hf.MixtralConfig(**SMALL, num_local_experts=4),
@@ -53,6 +53,9 @@ def make_bases(root: Path) -> dict[str, Path]:
         "glm4_moe": hf.Glm4MoeConfig(
             **SMALL, head_dim=16, moe_intermediate_size=24, n_routed_experts=4, num_experts_per_tok=2, routed_scaling_factor=2.5, use_qk_norm=True,
         ),
+        "deepseek_v3": hf.DeepseekV3Config(**SMALL | latent, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}, first_k_dense_replace=1),
+        "moonlight": hf.DeepseekV3Config(**SMALL | latent | {"q_lora_rank": None}, first_k_dense_replace=1),
+        "glm4_moe_lite": hf.Glm4MoeLiteConfig(**SMALL | latent),
         "gpt_oss": hf.GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
         "gelu": hf.Olmo2Config(**{**SMALL, "hidden_size": 64}, hidden_act="gelu_pytorch_tanh"),
     }  # fmt: skip
@@ -222,8 +225,10 @@ def _with_images(folder):
 WHOLE = {
     "gemma3 with images": of("gemma3", _with_images),
     "llama": of("llama"), "qwen2": of("qwen2"), "qwen3": of("qwen3"), "tied": of("tied"), "mistral": of("mistral"), "olmo2": of("olmo2"), "gelu": of("gelu"),
-    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "gpt_oss", "nemotron_h", "glm4_moe")},
+    **{name: of(name) for name in ("window", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5", "gpt_oss", "nemotron_h", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")},
     "glm4_moe with a layer that predicts more tokens": of("glm4_moe", lambda f: f.tensors(lambda w: w | {"model.layers.2.eh_proj.weight": torch.ones(32, 64)})),
+    "deepseek_v3 as released folders have it": of("deepseek_v3", lambda f: f.config(["head_dim", "qk_head_dim"]).format_4({"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0} | without(YARN, "rope_type"), num_nextn_predict_layers=1, topk_method="noaux_tc")),
+    "glm4_moe_lite as released folders have it": of("glm4_moe_lite", lambda f: f.config(["mlp_layer_types", "qk_head_dim"], first_k_dense_replace=1, num_nextn_predict_layers=1, partial_rotary_factor=1.0)),
     "nemotron_h as released folders have it": of("nemotron_h", lambda f: f.config(["layers_block_type"], hybrid_override_pattern="M-*M", num_hidden_layers=4)),
     "nemotron_h, other names of layers": of("nemotron_h", lambda f: f.config(layers_block_type=["mamba", "mlp", "attention", "mamba"], time_step_limit=[0.0, float("inf")])),
     "text model within one of images": of("qwen3_5", lambda f: within_images(f)),

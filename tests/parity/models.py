@@ -14,6 +14,10 @@ BASE = dict(
 )  # fmt: skip
 
 
+def without(mapping: dict, *names: str) -> dict:
+    return {key: value for key, value in mapping.items() if key not in names}
+
+
 @functools.cache
 def configurations() -> dict:
     import transformers as hf
@@ -39,12 +43,15 @@ def configurations() -> dict:
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
         linear_conv_kernel_dim=4,
     )  # fmt: skip
-    nemotron_h = {key: value for key, value in BASE.items() if key not in ("num_hidden_layers", "rms_norm_eps")} | dict(
+    nemotron_h = without(BASE, "num_hidden_layers", "rms_norm_eps") | dict(
         head_dim=16, layer_norm_epsilon=1e-5, ssm_state_size=16, mamba_num_heads=4, mamba_head_dim=32, n_groups=2, chunk_size=16,
         time_step_min=1e-9,  # transformers' least time step in prefill, but not in decode
     )  # fmt: skip
     sigmoid = dict(
         moe_intermediate_size=24, n_routed_experts=6, num_experts_per_tok=3, n_group=1, topk_group=1, routed_scaling_factor=1.5, first_k_dense_replace=1,
+    )  # fmt: skip
+    latent = {**BASE, **sigmoid, "num_key_value_heads": 4} | dict(
+        q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, rope_parameters=yarn | dict(mscale=0.7, mscale_all_dim=1.3),
     )  # fmt: skip
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
@@ -105,6 +112,13 @@ def configurations() -> dict:
         "glm4_moe_groups": hf.Glm4MoeConfig(
             **BASE, **sigmoid | dict(n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=0, n_shared_experts=2), head_dim=16,
             norm_topk_prob=False, rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=1.0),
+        ),
+        "deepseek_v3": hf.DeepseekV3Config(**latent | dict(n_routed_experts=8, n_group=4, topk_group=2)),
+        "deepseek_v3_queries_without_latent": hf.DeepseekV3Config(**latent | dict(q_lora_rank=None, rope_parameters=None)),
+        "deepseek_v3_halves": hf.DeepseekV3Config(**latent | dict(rope_interleave=False, qk_nope_head_dim=8, v_head_dim=8)),
+        "glm4_moe_lite": hf.Glm4MoeLiteConfig(**without(latent, "first_k_dense_replace") | dict(v_head_dim=24, rope_parameters=None)),
+        "glm4_moe_lite_layers": hf.Glm4MoeLiteConfig(
+            **without(latent, "first_k_dense_replace") | dict(mlp_layer_types=["dense", "sparse", "dense"], tie_word_embeddings=True)
         ),
         "qwen3_5": hf.Qwen3_5TextConfig(**{**BASE, "num_hidden_layers": 4}, **recurrent, head_dim=16),
         "qwen3_5_tied_other_layers": hf.Qwen3_5TextConfig(

@@ -40,6 +40,11 @@ REFUSED = {
     **dict.fromkeys(("mixtral", "mixtral_window"), "a model of type mixtral is not written as GGUF"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_tied_other_layers"), "a model of type qwen3_5_text is not written as GGUF"),
     **dict.fromkeys(("nemotron_h", "nemotron_h_other_layers"), "a model of type nemotron_h is not written as GGUF"),
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v3_queries_without_latent", "deepseek_v3_halves"),
+        "a model of type deepseek_v3 is not written as GGUF",
+    ),
+    **dict.fromkeys(("glm4_moe_lite", "glm4_moe_lite_layers"), "a model of type glm4_moe_lite is not written as GGUF"),
     **dict.fromkeys(("glm4_moe", "glm4_moe_groups"), "a model of type glm4_moe is not written as GGUF"),
     **dict.fromkeys(("qwen2_moe", "qwen2_moe_sparse_step"), "a model of type qwen2_moe is not written"),
     **dict.fromkeys(

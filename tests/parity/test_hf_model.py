@@ -59,7 +59,7 @@ def test_gradients_match_transformers(name, tmp_path, monkeypatch):
     if name.startswith(("qwen3_5", "nemotron_h")):
         recur_in_float64(monkeypatch)
     # gradients of sinks and of keys' biases cancel, so that the float32 of transformers' norms (and routers) would show
-    if name.startswith(("gpt_oss", "glm4_moe")):
+    if name.startswith(("gpt_oss", "glm4_moe", "deepseek_v3")):
         monkeypatch.setattr(sys.modules[type(hf).__module__], "torch", Float64Torch())
     model = load(tmp_path, torch.float64)
     trainer = C.Trainer(model)
@@ -81,7 +81,7 @@ def test_gradients_match_transformers(name, tmp_path, monkeypatch):
     "name",
     [
         "llama_tied", "qwen2", "qwen3", "olmo3", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "qwen2_moe",
-        "qwen3_5", "gpt_oss", "nemotron_h",
+        "deepseek_v3", "qwen3_5", "gpt_oss", "nemotron_h",
     ],
 )  # fmt: skip
 def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
@@ -119,7 +119,8 @@ def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
     "name",
     [
         "llama_biases", "qwen2_tied", "qwen3", "olmo3", "smollm3", "granite", "phi3", "phi3_longrope", "gemma2",
-        "gemma3", "qwen3_moe", "qwen3_moe_dense_layer", "olmoe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_groups", "qwen3_5",
+        "gemma3", "qwen3_moe", "qwen3_moe_dense_layer", "olmoe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_groups",
+        "deepseek_v3", "deepseek_v3_queries_without_latent", "glm4_moe_lite", "glm4_moe_lite_layers", "qwen3_5",
         "qwen3_5_tied_other_layers", "gpt_oss", "nemotron_h", "nemotron_h_other_layers",
     ],
 )  # fmt: skip

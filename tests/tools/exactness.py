@@ -31,6 +31,11 @@ RECURRENT = {
     },
 }  # fmt: skip
 """Sizes of the recurrent layers of small models, by family."""
+LATENT = {
+    "num_key_value_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "kv_lora_rank": 32, "q_lora_rank": 32,
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT}
 
 
 def ways_of(family: str) -> tuple[str, ...]:
@@ -41,14 +46,16 @@ def ways_of(family: str) -> tuple[str, ...]:
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
     """Return the largest token_mult_prob_error and the largest difference of log-probabilities in a run.
 
-    Experts get no adapters. Recurrent layers are small ones, which alternate with attention layers.
+    Experts get no adapters. Recurrent layers and latents are small, and recurrent layers alternate with attention layers.
     """
+    is_latent = SUPPORTED_ARCHITECTURES[family].latent
+    matrices = "q_a_proj,kv_a_proj_with_mqa,q_b_proj,kv_b_proj,o_proj" if is_latent else "q_proj,k_proj,v_proj,o_proj"
     attention = (
         "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
-        "policy.dtensor_cfg.lora_cfg.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+        f"policy.dtensor_cfg.lora_cfg.target_modules=[{matrices}]",
     )
     more = attention if "LoRA" in way and SUPPORTED_ARCHITECTURES[family].experts else ()
-    more += tuple(f"++policy.hf_config_overrides.{key}={value}" for key, value in RECURRENT.get(family, {}).items())
+    more += tuple(f"++policy.hf_config_overrides.{key}={value}" for key, value in SIZES.get(family, {}).items())
     with tempfile.TemporaryDirectory() as folder:
         run = tiny.make(
             Path(folder), *tiny.SMALL, "grpo.max_num_steps=2", *WAYS[way], *more, f"++policy.hf_config_overrides.model_type={family}",

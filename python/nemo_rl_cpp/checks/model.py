@@ -132,7 +132,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
         folder.check_slices(use.slices, use.slices_key)
         folder.check_device(use.device)
         if use.trained is not None:
-            folder.check_recurrent(use.trained, use.key.partition(".")[0])
+            folder.check_mixers(use.trained, use.key.partition(".")[0])
         folder.check_weights()
     except (SourceError, OSError) as error:
         yield Finding("error", use.key, f"is {use.name}: {error}")
@@ -200,7 +200,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
         return
     layers = LayerKinds.of(sizes)
     modules = adapted_modules(model.lora, layers)
-    fault = experts_adapted(model.lora, modules, model.model_name) if sizes.experts > 1 else None
+    fault = experts_adapted(model.lora, layers, model.model_name) if sizes.experts > 1 else None
     if not modules:
         fault = nothing_adapted(model.lora, model.model_name, layers)
     if fault is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -24,6 +24,10 @@ MATRICES = {
     "k_proj": "self_attn",
     "v_proj": "self_attn",
     "qkv_proj": "self_attn",
+    "q_a_proj": "self_attn",
+    "kv_a_proj_with_mqa": "self_attn",
+    "q_b_proj": "self_attn",
+    "kv_b_proj": "self_attn",
     "o_proj": "self_attn",
     "in_proj_qkv": "linear_attn",
     "in_proj_z": "linear_attn",
@@ -40,7 +44,7 @@ MATRICES = {
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """The fused matrices of Phi 3 -> the matrices that they replace."""
 _SIDE_BY_SIDE = (
-    ("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("out_proj",),
+    ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("qkv_proj",), ("o_proj",), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("out_proj",),
     ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
 )  # fmt: skip
 """Groups of matrices that a layer stores as one matrix (csrc/model/parameters.cpp)."""
@@ -61,7 +65,8 @@ class LoraConfig(Section):
     target_modules: list[str] = key(
         [],
         "With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, "
-        "gate_proj, up_proj, down_proj (qkv_proj and gate_up_proj in Phi 3; in_proj_qkv, in_proj_z, in_proj_b, "
+        "gate_proj, up_proj, down_proj (qkv_proj and gate_up_proj in Phi 3; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in "
+        "latent attention; in_proj_qkv, in_proj_z, in_proj_b, "
         "in_proj_a and out_proj in recurrent layers), or names with wildcards such as `*.layers.0.*.q_proj`. "
         "[]: all except exclude_modules.",
     )
@@ -111,26 +116,35 @@ class LayerKinds:
         count: the number of layers.
         fused: the model has the fused matrices of Phi 3.
         recurrent: the indices of the recurrent layers.
+        latent: attention is latent: keys and values are products of a latent.
+        latent_queries: queries are products of a latent, too.
     """
 
     count: int
     fused: bool = False
     recurrent: Collection[int] = ()
+    latent: bool = False
+    latent_queries: bool = False
 
     @classmethod
     def of(cls, sizes: ModelSizes) -> Self:
-        return cls(sizes.num_hidden_layers, sizes.fused_tensors, sizes.recurrent_layers)
+        latent = sizes.kv_lora_rank > 0, sizes.q_lora_rank > 0
+        return cls(sizes.num_hidden_layers, sizes.fused_tensors, sizes.recurrent_layers, *latent)
 
     @classmethod
     def of_native(cls, native: Mapping[str, Any]) -> Self:
         """Return the kinds of the layers of a native model; `native` is from `ModelFolder.native`."""
         recurrent = native.get("recurrent", {}).get("layers", ())
-        return cls(len(native["layers"]), native["fused_tensors"], recurrent)
+        latent = native.get("latent", {"query_rank": 0})
+        is_latent = "latent" in native, latent["query_rank"] > 0
+        return cls(len(native["layers"]), native["fused_tensors"], recurrent, *is_latent)
 
     def matrices(self, layer: int) -> Iterator[str]:
         """Yield the names of a layer's matrices (keys of MATRICES) that may have an adapter, in the order of the
         parameters."""
         missing = {name for parts in _FUSED.values() for name in parts} if self.fused else set(_FUSED)
+        missing |= {"k_proj", "v_proj"} if self.latent else {"kv_a_proj_with_mqa", "kv_b_proj"}
+        missing |= {"q_proj"} if self.latent_queries else {"q_a_proj", "q_b_proj"}
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
         yield from (name for name, block in MATRICES.items() if block in (mixer, "mlp") and name not in missing)
 
@@ -164,19 +178,20 @@ def nothing_adapted(lora: LoraConfig, model_name: str, layers: LayerKinds) -> st
     return f"{why}: name some of {', '.join(layers.names())}"
 
 
-def experts_adapted(lora: LoraConfig, modules: Iterable[str], model_name: str) -> str | None:
+def experts_adapted(lora: LoraConfig, layers: LayerKinds, model_name: str) -> str | None:
     """Return the error message for LoRA settings that select the MLP of a mixture-of-experts model, whose experts get
-    no adapters; None if `modules`, the selected modules, contain no MLP."""
-    wanted = next((module for module in modules if ".mlp." in module), None)
+    no adapters; None if they select no MLP."""
+    wanted = next((module for module in adapted_modules(lora, layers) if ".mlp." in module), None)
     if wanted is None:
         return None
     key = (
         "match_all_linear" if lora.match_all_linear else "target_modules" if lora.target_modules else "exclude_modules"
     )
     value = getattr(lora, key)
+    others = ",".join(name for name in layers.names() if MATRICES[name] != "mlp")
     return (
         f"{key} is {str(value).lower() if value is True else value}, which means {wanted} too, but {model_name} has experts, which get no "
-        "adapters: set match_all_linear=false and target_modules=[q_proj,k_proj,v_proj,o_proj]"
+        f"adapters: set match_all_linear=false and target_modules=[{others}]"
     )
 
 
@@ -218,11 +233,24 @@ def _shapes(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
         "in_proj_qkv": (sizes.convolved, hidden), "in_proj_z": (values, hidden), "in_proj_b": (heads, hidden), "in_proj_a": (heads, hidden),
         "out_proj": (hidden, values), "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
     }  # fmt: skip
+    latent = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), (0, 0))
+    if rank := sizes.kv_lora_rank:
+        shared, value = sizes.qk_rope_head_dim, sizes.num_attention_heads * sizes.v_head_dim
+        expanded = query - sizes.num_attention_heads * shared + value
+        latent |= {"kv_a_proj_with_mqa": (rank + shared, hidden), "kv_b_proj": (expanded, rank)}
+        shapes |= {"k_proj": (0, 0), "v_proj": (0, 0), "o_proj": (hidden, value)}
+        if query_rank := sizes.q_lora_rank:
+            latent |= {"q_a_proj": (query_rank, hidden), "q_b_proj": (query, query_rank)}
+            shapes["q_proj"] = (0, 0)
+    shapes |= latent
     return shapes | {name: (sum(shapes[part][0] for part in parts), hidden) for name, parts in _FUSED.items()}
 
 
 _MANY = 200  # more layers than any model has, to check patterns that name a layer
-_ANY_MODEL = (LayerKinds(_MANY), LayerKinds(_MANY, fused=True), LayerKinds(_MANY, recurrent=range(_MANY)))
+_ANY_MODEL = (
+    LayerKinds(_MANY), LayerKinds(_MANY, fused=True), LayerKinds(_MANY, recurrent=range(_MANY)),
+    LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),
+)  # fmt: skip
 _ASKING = (
     "dim",
     "alpha",

@@ -8,6 +8,7 @@ from nemo_rl_cpp.files.yaml_text import Plain
 
 Form = Mapping[str, Plain]  # a configuration with the defaults of its model_type
 FULL, SLIDING, RECURRENT, MLP = "full_attention", "sliding_attention", "linear_attention", "mlp"
+DENSE, SPARSE = "dense", "sparse"  # entries of mlp_layer_types
 PATTERN = {"M": RECURRENT, "*": FULL, "-": MLP}  # letters of hybrid_override_pattern
 
 
@@ -113,8 +114,10 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def layers_with_experts(form: Form) -> list[int]:
-    """Return the indices of the layers with a mixture of experts, according to mlp_only_layers, decoder_sparse_step and
-    first_k_dense_replace."""
+    """Return the indices of the layers with a mixture of experts, according to mlp_layer_types, or to mlp_only_layers,
+    decoder_sparse_step and first_k_dense_replace."""
+    if "mlp_layer_types" in SUPPORTED_ARCHITECTURES[form["model_type"]].defaults:
+        return [layer for layer, kind in enumerate(form["mlp_layer_types"]) if kind == SPARSE]
     dense, every = form.get("mlp_only_layers") or (), form.get("decoder_sparse_step", 1)
     layers = range(form.get("first_k_dense_replace", 0), form["num_hidden_layers"])
     return [layer for layer in layers if layer not in dense and (layer + 1) % every == 0]
@@ -150,7 +153,8 @@ class Architecture(NamedTuple):
         rope_section: default for rope_parameters if config.json has none.
         reads_mxfp4: the experts' matrices may be quantised to MXFP4, and are read into bfloat16.
         recurrent: keys of the sizes of RECURRENT layers: RECURRENT_SIZES or MAMBA2_SIZES.
-        one_block: each layer has only a mixer, or only an MLP without a gate (models/nemotron_h.py)."""
+        one_block: each layer has only a mixer, or only an MLP without a gate (models/nemotron_h.py).
+        latent: attention is latent (models/latent_attention.py)."""
 
     title: str
     defaults: dict[str, Plain]
@@ -176,6 +180,7 @@ class Architecture(NamedTuple):
     reads_mxfp4: bool = False
     recurrent: tuple[str, ...] = ()
     one_block: bool = False
+    latent: bool = False
 
 
 RECURRENT_SIZES = (
@@ -284,6 +289,19 @@ _GLM4_MOE = {
     "use_qk_norm": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
     "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
 }  # fmt: skip
+_DEEPSEEK_V3 = {
+    **_EVERY, **_EXPERTS, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "max_position_embeddings": 4096, "attention_bias": False, "rope_interleave": True, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+    "first_k_dense_replace": 3, "norm_topk_prob": True,
+}  # fmt: skip
+_GLM4_MOE_LITE = {
+    **_DEEPSEEK_V3, "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20,
+    "num_key_value_heads": 20, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+    "v_head_dim": 256, "moe_intermediate_size": 1536, "num_experts_per_tok": 4, "n_routed_experts": 64, "routed_scaling_factor": 1.8,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "mlp_layer_types": None,
+}  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
@@ -334,6 +352,14 @@ SUPPORTED_ARCHITECTURES = {
     ),
     "glm4_moe": Architecture(
         "Glm4Moe", _GLM4_MOE, biases=("qkv if set",), qk_norm="head", partial_rotary=True,
+        experts=Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True),
+    ),
+    "deepseek_v3": Architecture(
+        "DeepseekV3", _DEEPSEEK_V3, biases=(), latent=True, only={"attention_bias": False},
+        experts=Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True),
+    ),
+    "glm4_moe_lite": Architecture(
+        "Glm4MoeLite", _GLM4_MOE_LITE, biases=(), latent=True, only={"attention_bias": False},
         experts=Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True),
     ),
     "qwen3_5_text": Architecture(

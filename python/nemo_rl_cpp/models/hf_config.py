@@ -11,8 +11,9 @@ from typing import TypeGuard
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, find_policy_weights
-from nemo_rl_cpp.models import nemotron_h, rope
+from nemo_rl_cpp.models import latent_attention, nemotron_h, rope
 from nemo_rl_cpp.models.architectures import (
+    DENSE,
     EXPERT_COUNTS,
     FULL,
     MAMBA2_SIZES,
@@ -20,6 +21,7 @@ from nemo_rl_cpp.models.architectures import (
     RECURRENT,
     RECURRENT_SIZES,
     SLIDING,
+    SPARSE,
     SUPPORTED_ARCHITECTURES,
     WITH_A_TEXT_SECTION,
     Architecture,
@@ -39,7 +41,9 @@ _SIZES = (
     "max_position_embeddings",
 )  # fmt: skip
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # files of PEFT
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_qk_norm", "use_sliding_window")
+_FLAGS = (
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_qk_norm", "rope_interleave", "use_sliding_window",
+)  # fmt: skip
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -131,6 +135,9 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     form = {**made.defaults, **form}
     if made.one_block:
         form = nemotron_h.canonical(form)
+    if made.latent:
+        _check_sizes(form, latent_attention.SIZES)
+        form = latent_attention.canonical(form)
     _derive(form)
     _check(form)
     # transformers reads a null section as the default
@@ -138,6 +145,8 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
         raise ModelFolderError(
             f"rope_type default is not supported for {kind}, whose rotary embeddings are scaled by yarn"
         )
+    if "mlp_layer_types" in made.defaults:
+        form["mlp_layer_types"] = _mlp_layer_types(form)
     if made.lists_layers:
         form["layer_types"] = made.layer_types(form)
     section = rope.section_name(overrides if "rope_scaling" in overrides or "rope_parameters" in overrides else config)
@@ -251,6 +260,8 @@ def _check(form: Mapping[str, Plain]) -> None:
         _check_experts(form, made.experts)
     if made.recurrent:
         _check_recurrent(form, made)
+    if made.latent:
+        latent_attention.check(form)
 
 
 def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
@@ -280,6 +291,19 @@ def _check_router(form: Mapping[str, Plain], count: int, chosen: int) -> None:
     dense = form["first_k_dense_replace"]
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         raise ModelFolderError(f"first_k_dense_replace is {dense!r}, but a whole number from 0 was expected")
+
+
+def _mlp_layer_types(form: Mapping[str, Plain]) -> list[str]:
+    """Return mlp_layer_types, or the list that follows from first_k_dense_replace."""
+    layers, kinds = form["num_hidden_layers"], form["mlp_layer_types"]
+    if kinds is None:
+        dense = min(form["first_k_dense_replace"], layers)
+        return [DENSE] * dense + [SPARSE] * (layers - dense)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (DENSE, SPARSE) for kind in kinds):
+        raise ModelFolderError(
+            f"mlp_layer_types is {kinds!r}, but a list of num_hidden_layers {layers} entries, {DENSE} or {SPARSE}, was expected"
+        )
+    return kinds
 
 
 def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
@@ -374,6 +398,7 @@ def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
 _EXPERTS = (
     *EXPERT_COUNTS, "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
     "mlp_only_layers", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace",
+    "mlp_layer_types",
 )  # fmt: skip
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -383,7 +408,7 @@ _FACTORS = (
 _LAYERS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "no_rope_layers")
 _ARCHITECTURE = (
     "model_type", *_SIZES[:-1], "rms_norm_eps", *_FLAGS[:-1], *_LAYERS, "no_rope_layer_interval", *_FACTORS, *_SOFTCAPS, *_EXPERTS,
-    *RECURRENT_SIZES, *MAMBA2_SIZES, "hybrid_override_pattern", "time_step_limit", *_WINDOW,
+    "q_lora_rank", *latent_attention.SIZES, *RECURRENT_SIZES, *MAMBA2_SIZES, "hybrid_override_pattern", "time_step_limit", *_WINDOW,
 )  # fmt: skip
 
 
@@ -417,12 +442,13 @@ def native_config(
     Raises:
         ModelFolderError: the architecture or one of its options is not supported; the message names it."""
     form = canonical_config(config)
-    kind, head_dim = form["model_type"], form["head_dim"]
+    made = SUPPORTED_ARCHITECTURES[form["model_type"]]
+    head_dim = latent_attention.key_size(form) if made.latent else form["head_dim"]
     if head_dim % 8 or head_dim > 256:
+        name = "qk_nope_head_dim + qk_rope_head_dim" if made.latent else "head_dim"
         raise ModelFolderError(
-            f"head_dim {head_dim} is not supported: the attention kernels need a multiple of 8 up to 256"
+            f"{name} {head_dim} is not supported: the attention kernels need a multiple of 8 up to 256"
         )
-    made = SUPPORTED_ARCHITECTURES[kind]
     longest = max_length or max_positions(form)
     layers, ropes = _layers(form, made, longest)
     bias = "attention" in made.biases and bool(form["attention_bias"])
@@ -458,6 +484,7 @@ def native_config(
         "logit_multiplier": 1.0,
         "attention_softcap": 0.0,
         "logit_softcap": 0.0,
+        **(latent_attention.native(form) if made.latent else {}),
         **{name: value for name, value in made.factors(form).items() if not (value_head and name.startswith("logit"))},
     }
 

@@ -82,7 +82,7 @@ class Lora:
         modules = adapted_modules(wanted, layers)
         if not modules:
             raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{nothing_adapted(wanted, config.model_name, layers)}")
-        fault = experts_adapted(wanted, modules, config.model_name) if "experts" in folder.native() else None
+        fault = experts_adapted(wanted, layers, config.model_name) if "experts" in folder.native() else None
         if fault is not None:
             raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{fault}")
         return cls(

@@ -288,6 +288,9 @@ def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
     if model.backend == "hf":
         return float(tokens * tape_bytes(sizes, width))
     heads = 2 * (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
+    if sizes.kv_lora_rank:  # the latents, or the queries and the latent, before they are expanded
+        queries = sizes.q_lora_rank or sizes.num_attention_heads * sizes.head_dim
+        heads += queries + sizes.kv_lora_rank + sizes.qk_rope_head_dim
     if sizes.recurrent_layers:  # the average over all layers
         queries = 0 if sizes.mlp_layers else 2 * sizes.num_attention_heads * sizes.head_dim
         recurrent = 2 * sizes.convolved + 2 * sizes.recurrent_values

@@ -102,6 +102,9 @@ class ModelFolder:
             raise ModelFolderError(
                 f"{key} is {self.quantization}, but {self.config['model_type']} has recurrent layers, whose matrices are not quantised: set {key}=null"
             )
+        if latent := native.get("latent"):
+            widths |= {"q_lora_rank": latent["query_rank"], "kv_lora_rank": latent["rank"],
+                       "num_attention_heads * v_head_dim": native["num_heads"] * latent["value_dim"]}  # fmt: skip
         experts = native.get("experts", {"intermediate_size": 0, "shared_size": 0})
         widths |= {f"experts' {name}": experts[name] for name in ("intermediate_size", "shared_size")}
         for name, width in widths.items():
@@ -132,6 +135,7 @@ class ModelFolder:
         unsliced = {
             "the model is a mixture of experts": "experts" in native,
             "the model has recurrent layers": "recurrent" in native,
+            "the model has latent attention": "latent" in native,
             "tensors of the model hold queries, keys and values together": native["fused_tensors"],
             "the model normalises all heads of the queries and keys together": native["qk_norm"] == "whole",
         }
@@ -144,23 +148,30 @@ class ModelFolder:
     def check_device(self, device: str) -> None:
         """Raise ModelFolderError if the native core does not support the model on a device such as "cpu" or
         "cuda:0"."""
-        for part, what in (("experts", "is a mixture of experts"), ("recurrent", "has recurrent layers")):
+        cpu_only = {
+            "experts": "is a mixture of experts",
+            "recurrent": "has recurrent layers",
+            "latent": "has latent attention",
+        }
+        for part, what in cpu_only.items():
             if device != "cpu" and part in self.native():
                 raise ModelFolderError(
                     f"{self.config['model_type']} {what}, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
                 )
 
-    def check_recurrent(self, model: TrainedModelConfig, section: str) -> None:
-        """Raise ModelFolderError if the model has recurrent layers, and the configuration section `model` requests what
-        does not support them: vLLM, or adapters for Mamba-2. `section` is its name."""
+    def check_mixers(self, model: TrainedModelConfig, section: str) -> None:
+        """Raise ModelFolderError if the configuration section `model` requests what the model's mixers do not support:
+        vLLM, or adapters for Mamba-2. `section` is its name."""
         if "one_block" in self.native() and model.lora is not None:
             raise ModelFolderError(
                 f"{section}.dtensor_cfg.lora_cfg.enabled is true, but the matrices of {self.config['model_type']} get no adapters: set it to false"
             )
-        generation = getattr(model, "generation", None) if "recurrent" in self.native() else None
-        if generation is not None and generation.runs_vllm:
+        mixers = {"recurrent": "recurrent layers", "latent": "latent attention"}
+        what = next((name for part, name in mixers.items() if part in self.native()), None)
+        generation = getattr(model, "generation", None)
+        if what is not None and generation is not None and generation.runs_vllm:
             raise ModelFolderError(
-                f"{section}.generation.backend is vllm, but {self.config['model_type']} has recurrent layers, whose weights are not sent to vLLM: set it to native"
+                f"{section}.generation.backend is vllm, but {self.config['model_type']} has {what}, whose weights are not sent to vLLM: set it to native"
             )
 
     def fill(self, model: C.DecoderModel) -> None:

@@ -20,6 +20,7 @@ from nemo_rl_cpp.models.architectures import (
     SUPPORTED_ARCHITECTURES,
 )
 from nemo_rl_cpp.models.hf_config import is_size, read_config_file, text_section
+from nemo_rl_cpp.models.latent_attention import SIZES
 from nemo_rl_cpp.models.nemotron_h import canonical
 
 
@@ -51,9 +52,19 @@ class ModelSizes:
     mlp_layers: tuple[int, ...] = ()
     """indices of the layers that have only an MLP, without a gate; the other layers then have only a mixer"""
 
+    kv_lora_rank: int = 0
+    """columns of the latent of keys and values, of models with latent attention (models/latent_attention.py); 0: none"""
+    q_lora_rank: int = 0
+    """columns of the queries' latent; 0: none"""
+    qk_rope_head_dim: int = 0
+    """dimensions of a key that all heads share"""
+    v_head_dim: int = 0
+    """size of a value head; that of queries and keys is head_dim"""
+
     def as_config(self) -> dict[str, object]:
         """Return the sizes under the names of config.json."""
         own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers", "mlp_layers")
+        own += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")  # no known model has latent attention
         if not self.recurrent_layers:
             own += RECURRENT_SIZES
         sizes = {name: value for name, value in asdict(self).items() if name not in own}
@@ -85,6 +96,12 @@ class ModelSizes:
     def layer_parameters(self) -> int:
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         gates = query if self.recurrent_layers and not self.mlp_layers else 0
+        if self.kv_lora_rank:
+            queries = (self.hidden_size + query) * self.q_lora_rank if self.q_lora_rank else self.hidden_size * query
+            shared, values = self.qk_rope_head_dim, self.num_attention_heads * self.v_head_dim
+            expanded = query - self.num_attention_heads * shared + values
+            keys_values = self.hidden_size * (self.kv_lora_rank + shared) + self.kv_lora_rank * expanded
+            return queries + keys_values + self.hidden_size * values + self._mlp_beside_mixer
         return self.hidden_size * (2 * query + 2 * key_value + gates) + self._mlp_beside_mixer
 
     @property
@@ -237,6 +254,17 @@ def recurrent_sizes(known: Mapping[str, object]) -> dict[str, object]:
     return {"recurrent_layers": found, "mlp_layers": mlps, **{name: known[name] for name in names}} if found else {}
 
 
+def latent_sizes(known: Mapping[str, object]) -> dict[str, int]:
+    """Return the sizes of latent attention in a config.json under the names of `ModelSizes`; an empty mapping if it has
+    none."""
+    sizes = {name: value for name in SIZES if is_size(value := known.get(name))}
+    if len(sizes) < len(SIZES):
+        return {}
+    rank = known.get("q_lora_rank")
+    head_dim = sizes.pop("qk_nope_head_dim") + sizes["qk_rope_head_dim"]
+    return {**sizes, "q_lora_rank": rank if is_size(rank) else 0, "head_dim": head_dim}
+
+
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
     """Return the sizes from the model folder's config.json and the overrides.
 
@@ -268,5 +296,9 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
     tied = bool(known.get("tie_word_embeddings", False))
     fused = made is not None and made.fused_tensors
-    more = (expert_sizes(known) if made is None or not made.one_block else {}) | recurrent_sizes(known)
+    more = (
+        (expert_sizes(known) if made is None or not made.one_block else {})
+        | recurrent_sizes(known)
+        | latent_sizes(known)
+    )
     return ModelSizes(**derived | sizes | more, tie_word_embeddings=tied, fused_tensors=fused)

@@ -20,6 +20,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
             "self_attn.qkv": (query + 2 * key_value, hidden), "self_attn.o": (hidden, query),
             "mlp.gate_up": (2 * inner, hidden), "mlp.down": (hidden, inner),
         }  # fmt: skip
+    if "latent" in native:
+        products = _latent_products(native) | {name: products[name] for name in ("mlp.gate", "mlp.up", "mlp.down")}
     if native["activation"] == "relu_squared":
         del products["mlp.gate"]
     normed_heads = {"none": {}, "head": {"q": heads, "k": heads}, "whole": {"q": query, "k": key_value}}
@@ -42,6 +44,10 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
                 f"{prefix}self_attn.{norm}_norm.weight": [size]
                 for norm, size in normed_heads[native["qk_norm"]].items()
             }
+            shapes |= {
+                f"{prefix}self_attn.{norm}_a_layernorm.weight": [size]
+                for norm, size in _latents(native.get("latent")).items()
+            }
             if native["attention_sinks"]:
                 shapes[f"{prefix}self_attn.sinks"] = [native["num_heads"]]
         if layer in with_experts:
@@ -50,7 +56,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
             is_mlp = name.startswith("mlp.")
             if layer in (with_experts if is_mlp else recurrent) or not (has_mlp if is_mlp else has_mixer):
                 continue
-            shapes[f"{prefix}{name}_proj.weight"] = [rows, columns]
+            suffix = "_proj_with_mqa" if name == "self_attn.kv_a" else "_proj"
+            shapes[f"{prefix}{name}{suffix}.weight"] = [rows, columns]
             if native[biased.get(name, "mlp_bias")]:
                 shapes[f"{prefix}{name}_proj.bias"] = [rows]
     shapes["model.norm.weight"] = [hidden]
@@ -59,6 +66,25 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
     elif not native["tie_word_embeddings"]:
         shapes["lm_head.weight"] = [native["vocab_size"], hidden]
     return shapes
+
+
+def _latents(latent: Mapping[str, Plain] | None) -> dict[str, int]:
+    """Return the size of each latent: of queries ("q", if there is one) and of keys and values ("kv")."""
+    ranks = {} if latent is None else {"q": latent["query_rank"], "kv": latent["rank"]}
+    return {name: rank for name, rank in ranks.items() if rank}
+
+
+def _latent_products(native: Mapping[str, Plain]) -> dict[str, tuple[int, int]]:
+    """Return name -> (rows, columns) of the matrices of latent attention."""
+    hidden, heads, size, latent = native["hidden_size"], native["num_heads"], native["head_dim"], native["latent"]
+    rank, rotated, values = latent["rank"], latent["rope_dim"], heads * latent["value_dim"]
+    queries = {"self_attn.q": (heads * size, hidden)}
+    if query_rank := latent["query_rank"]:
+        queries = {"self_attn.q_a": (query_rank, hidden), "self_attn.q_b": (heads * size, query_rank)}
+    return queries | {
+        "self_attn.kv_a": (rank + rotated, hidden), "self_attn.kv_b": (heads * (size - rotated) + values, rank),
+        "self_attn.o": (hidden, values),
+    }  # fmt: skip
 
 
 def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:

@@ -290,18 +290,28 @@ def _longrope(
     return [f / by for f, by in zip(inv_freq, factors, strict=True)], float(attention_factor)
 
 
+def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def score_factor(form: Mapping[str, Plain]) -> float:
+    """Return the factor by which yarn's mscale_all_dim multiplies the attention scores of DeepSeek-V3."""
+    scaling = form["rope_scaling"] or {}
+    mscale = scaling.get("mscale_all_dim") if scaling.get("rope_type") == "yarn" else None
+    return _yarn_scale(float(scaling["factor"]), mscale) ** 2 if mscale else 1.0
+
+
 def _yarn(
     inv_freq: list[float], scaling: Mapping[str, Plain], theta: float, head_dim: int, factor: float
 ) -> tuple[list[float], float]:
     original = float(scaling[_ORIGINAL])
-
-    def scale(m: float = 1.0) -> float:
-        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
-
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention_factor = scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale()
+        both = mscale and mscale_all
+        attention_factor = (
+            _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all) if both else _yarn_scale(factor)
+        )
 
     def dimension(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))

@@ -118,7 +118,7 @@ class TrainedModel:
         folder.check_quantization(f"{self.section}.quantization")
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
         folder.check_device(str(self.device))
-        folder.check_recurrent(config, self.section)
+        folder.check_mixers(config, self.section)
         if config.megatron_cfg.enabled and config.megatron_cfg.freeze_moe_router and "experts" in folder.native():
             note_trained_router(f"{folder.config['model_type']}'s router", self.section)
         return folder

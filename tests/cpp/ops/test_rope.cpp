@@ -37,5 +37,25 @@ TEST(Rope, RotatesTheFirstHeadsByTheirPositionAndTheInverseRotatesBack) {
   }
 }
 
+TEST(Rope, InterleavedPairsOfALastPartOfEachHeadAreRotated) {
+  for (const auto type : kTypes) {
+    const std::int64_t T = 5, heads = 3, H = 24, R = 8, before_it = H - R;
+    const auto angles = randn({7, R / 2}, 1, at::kFloat), cos = angles.cos(), sin = angles.sin();
+    const auto positions = at::tensor({6L, 0L, 3L, 3L, 1L});
+    const auto before = randn({T, heads * H}, 2, type), x = before.clone();
+    const auto part = x.narrow(1, before_it, (heads - 1) * H + R);
+    rope(part, heads, H, positions, cos, sin, /*inverse=*/false, /*interleaved=*/true);
+    const auto turn =
+        at::complex(cos.index_select(0, positions).to(at::kDouble), sin.index_select(0, positions).to(at::kDouble))
+            .unsqueeze(1);
+    auto expected = before.to(at::kDouble).view({T, heads, H}).clone();
+    const auto pairs = expected.narrow(2, before_it, R).contiguous().view({T, heads, R / 2, 2});
+    expected.narrow(2, before_it, R).copy_(at::view_as_real(at::view_as_complex(pairs) * turn).view({T, heads, R}));
+    expect_close(x, expected.view({T, heads * H}), type == at::kDouble ? 1e-7 : bound_of(type), "rotated");
+    rope(part, heads, H, positions, cos, sin, /*inverse=*/true, /*interleaved=*/true);
+    expect_close(x, before, type == at::kDouble ? 1e-6 : 2 * bound_of(type), "rotated back");
+  }
+}
+
 }  // namespace
 }  // namespace nemo_rl::ops

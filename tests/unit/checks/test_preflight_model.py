@@ -424,6 +424,34 @@ def test_settings_unsupported_for_nemotron_h_are_reported_before_a_run(model, tm
     "override, sentence",
     [
         ("policy.max_total_sequence_length=256", None),
+        (
+            "policy.dtensor_cfg.lora_cfg.enabled=true",
+            "set match_all_linear=false and target_modules=[q_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj]",
+        ),
+        (
+            "policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1",
+            "policy.generation.backend is vllm, but deepseek_v3 has latent attention, whose weights are not sent to vLLM",
+        ),
+    ],
+)
+def test_settings_unsupported_for_latent_attention_are_reported_before_a_run(model, tmp_path, override, sentence):
+    sizes = dict(
+        num_key_value_heads=2, head_dim=8, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1, first_k_dense_replace=1,
+    )  # fmt: skip
+    folder = model_folder(tmp_path / "latent", model_type="deepseek_v3", **sizes)
+    found = [
+        finding.message
+        for finding in check(grpo(folder, *(f"++{part}" for part in override.split(" "))))
+        if finding.level == "error"
+    ]
+    assert found == [] if sentence is None else len(found) == 1 and sentence in found[0]
+
+
+@pytest.mark.parametrize(
+    "override, sentence",
+    [
+        ("policy.max_total_sequence_length=256", None),
         ("cluster.device=cuda", "qwen3_5_text has recurrent layers, which the native core computes on the CPU only"),
         ("policy.dtensor_cfg.lora_cfg.enabled=true", None),
         (

@@ -59,6 +59,15 @@ LAYERS = {
     "qwen2_moe": {
         "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1],
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    },
     "qwen3_5_text": {
         "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
         "linear_value_head_dim": 32,

@@ -197,6 +197,13 @@ def test_longrope_table_is_chosen_by_the_maximum_sequence_length():
         ({"model_type": "glm4_moe", "n_group": 0}, "n_group is 0, but a whole number above 0 was expected"),
         ({"model_type": "glm4_moe", "first_k_dense_replace": -1}, "first_k_dense_replace is -1, but a whole number from 0 was expected"),
         ({"model_type": "glm4_moe", "routed_scaling_factor": "x"}, "routed_scaling_factor is 'x', but a number above 0 was expected"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 1}, "num_key_value_heads is 1, but num_attention_heads 32 was expected"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 32, "head_dim": 48}, "head_dim is 48, but qk_rope_head_dim 64 was expected"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 32, "v_head_dim": 200}, "values of at most qk_nope_head_dim . qk_rope_head_dim = 192 are"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 32, "qk_nope_head_dim": 0}, "qk_nope_head_dim is 0, but a whole number above 0"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 32, "q_lora_rank": 0}, "q_lora_rank is 0, but a whole number above 0 or null"),
+        ({"model_type": "glm4_moe_lite", "num_key_value_heads": 32, "qk_nope_head_dim": 256}, "qk_nope_head_dim . qk_rope_head_dim 320 is not supported"),
+        ({"model_type": "glm4_moe_lite", "num_key_value_heads": 32, "mlp_layer_types": ["dense"]}, "mlp_layer_types is .'dense'., but a list of num_hidden_layers 4"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported: only 1 is"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor is .1.0., but a list of 4 numbers"),
     ],
@@ -231,7 +238,8 @@ VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", 
                                  "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "max_window_layers", "sliding_window",
                                  "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings", "quantization_config", "no_rope_layers",
                                  "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar", "final_logit_softcapping", "residual_multiplier", "num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-                                 "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "output_router_logits"])  # fmt: skip
+                                 "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "output_router_logits", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "rope_interleave",
+                                 "mlp_layer_types"])  # fmt: skip
 def test_any_config_value_is_accepted_or_rejected_with_a_message(key):
     base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
     for value in VALUES:
@@ -240,6 +248,7 @@ def test_any_config_value_is_accepted_or_rejected_with_a_message(key):
                 (base | {"model_type": kind, key: value},)
                 for kind in ("smollm3", "granite", "phi3", "olmo3", "gemma2", "gemma3_text", "qwen2_moe")
             ),
+            (base | {"model_type": "glm4_moe_lite", "num_key_value_heads": 32, key: value},),
             (base | {key: value},),
             (base, {key: value}),
             (base | {"rope_scaling": YARN | {key: value}},),

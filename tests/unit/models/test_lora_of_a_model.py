@@ -2,21 +2,26 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LayerKinds, LoraConfig, adapted_modules, adapter_sizes, matches
 from nemo_rl_cpp.config.policy import PolicyConfig
+from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import tiny_random
 from nemo_rl_cpp.models.model_sizes import model_sizes
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from row_batch import padded_rows
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=40)  # fmt: skip
 RECURRENT = dict(model_type="qwen3_5_text", layer_types=["full_attention", "linear_attention", "linear_attention"], linear_num_key_heads=2,
                  linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32)  # fmt: skip
+LATENT = dict(model_type="deepseek_v3", num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=24,
+              v_head_dim=32, first_k_dense_replace=3)  # fmt: skip
 Q = "model.layers.1.self_attn.q_proj"
 
 
@@ -36,7 +41,9 @@ def test_lora_module_patterns_match_the_expected_matrices(pattern, module, is_me
      ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "lm_head"]}, 12, {}),
      ({"match_all_linear": False, "target_modules": ["*.layers.2.*"]}, 7, {}), ({}, 23, RECURRENT),
      ({"match_all_linear": False, "target_modules": ["q_proj", "in_proj_a", "*.layers.2.*"]}, 10, RECURRENT),
-     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "*.in_proj_*"]}, 6, RECURRENT)],
+     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "*.in_proj_*"]}, 6, RECURRENT),
+     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*"]}, 15, LATENT),
+     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "q_proj"]}, 9, LATENT | {"q_lora_rank": None})],
 )  # fmt: skip
 def test_lora_parameter_count_equals_that_of_the_native_model(keys, count, more):
     """Elements of A and B, and of the matrices that are kept twice: as in the layouts of the core."""
@@ -48,7 +55,8 @@ def test_lora_parameter_count_equals_that_of_the_native_model(keys, count, more)
     trained = sum(math.prod(spec.shape) for spec in layout.specs)
     assert [spec.name for spec in layout.specs if spec.name.endswith("lora_A.weight")] == [f"{m}.lora_A.weight" for m in modules]  # fmt: skip
     recurrent = ({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}, {"out_proj"})
-    side_by_side = ({"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}, *recurrent)
+    first = {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"}
+    side_by_side = (first, {"q_b_proj"}, {"kv_b_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}, *recurrent)
     layers_parts = {(m.split(".")[2], part) for m in modules for part in map(frozenset, side_by_side) if m.rpartition(".")[2] in part}  # fmt: skip
     whole = {spec.name: math.prod(spec.shape) for spec in C.ParameterLayout(native).specs}
     kept = sum(
@@ -56,7 +64,8 @@ def test_lora_parameter_count_equals_that_of_the_native_model(keys, count, more)
         if any(name.startswith(f"model.layers.{layer}.") and name.split(".")[-2] in part for layer, part in layers_parts)
     )  # fmt: skip
     sizes = model_sizes("tiny-random", SIZES | {"head_dim": 16} | more)
-    assert LayerKinds.of(sizes) == LayerKinds(3, recurrent=tuple(LayerKinds.of_native(folder.native()).recurrent))
+    kinds = LayerKinds.of_native(folder.native())
+    assert LayerKinds.of(sizes) == replace(kinds, recurrent=tuple(kinds.recurrent))
     assert adapter_sizes(config, sizes) == (trained, kept)
 
 
@@ -199,3 +208,20 @@ def test_remove_adapter_deletes_own_adapter_files_and_no_others(tmp_path):
     other.write_text("{}")
     remove_adapter(tmp_path)
     assert other.is_file()
+
+
+@pytest.mark.parametrize("query_rank", [None, 24])
+def test_sizes_of_latent_attention_are_those_of_its_matrices(query_rank, tmp_path):
+    config = {
+        "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 40, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "q_lora_rank": query_rank, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
+        "moe_intermediate_size": 24, "n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes, shapes = model_sizes(str(tmp_path), None), parameter_shapes(native_config(config))
+    matrices = {
+        name: shape for name, shape in shapes.items() if len(shape) == 2 and not name.endswith("mlp.gate.weight")
+    }
+    assert sizes.parameters == sum(map(math.prod, matrices.values())) + (2 * 3 + 1) * 40
+    cached = 2 * sizes.num_key_value_heads * sizes.head_dim
+    assert cached == 2 * 4 * (16 + 8)  # the KV cache pads values to the size of keys

@@ -1,0 +1,52 @@
+"""Multi-head latent attention (DeepSeek-V3) in config.json: its sizes, their canonical form and their checks."""
+
+from collections.abc import Mapping
+
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.hub.sources import ModelFolderError
+from nemo_rl_cpp.models import rope
+
+SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Return the configuration with `head_dim`, which transformers sets to the number of dimensions that RoPE rotates.
+    All SIZES are whole numbers above 0."""
+    rotated = form["qk_rope_head_dim"]
+    if form.get("head_dim") not in (None, rotated):
+        raise ModelFolderError(f"head_dim is {form['head_dim']!r}, but qk_rope_head_dim {rotated} was expected")
+    return {**form, "head_dim": rotated}
+
+
+def check(form: Mapping[str, Plain]) -> None:
+    """Raise ModelFolderError if a size is not supported."""
+    heads, key_value = form["num_attention_heads"], form["num_key_value_heads"]
+    if heads != key_value:
+        raise ModelFolderError(
+            f"num_key_value_heads is {key_value}, but num_attention_heads {heads} was expected: each head has a key and a value"
+        )
+    rank = form["q_lora_rank"]
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise ModelFolderError(f"q_lora_rank is {rank!r}, but a whole number above 0 or null was expected")
+    if form["qk_rope_head_dim"] % 2 or form["v_head_dim"] > key_size(form):
+        raise ModelFolderError(
+            f"qk_rope_head_dim {form['qk_rope_head_dim']} and v_head_dim {form['v_head_dim']} are not supported: an even number of rotated "
+            f"dimensions, and values of at most qk_nope_head_dim + qk_rope_head_dim = {key_size(form)} are"
+        )
+
+
+def key_size(form: Mapping[str, Plain]) -> int:
+    """Return the head size of queries and keys."""
+    return form["qk_nope_head_dim"] + form["qk_rope_head_dim"]
+
+
+def native(form: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Return the keyword arguments of the native `DecoderModel` for latent attention (csrc/model/config.h)."""
+    latent = {
+        "query_rank": form["q_lora_rank"] or 0,
+        "rank": form["kv_lora_rank"],
+        "rope_dim": form["qk_rope_head_dim"],
+        "value_dim": form["v_head_dim"],
+        "interleaved": bool(form["rope_interleave"]),
+    }
+    return {"latent": latent, "attention_scale": key_size(form) ** -0.5 * rope.score_factor(form)}

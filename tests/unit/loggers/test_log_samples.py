@@ -1,5 +1,6 @@
 import io
 
+import pytest
 from nemo_rl_cpp.loggers.samples import choose_samples, print_message_log_samples
 from rich.console import Console
 
@@ -18,3 +19,12 @@ def test_printed_samples_show_markup_in_their_text_literally():
     text = out.getvalue()
     assert "USER: 2 + 2 = [/bold] [red]" in text and "[link=x] 4" in text and "(no text)" in text
     assert "Rewards of step 7" in text and "mean 0.25" in text
+
+
+def test_printing_samples_without_one_reward_each_is_an_error():
+    with pytest.raises(ValueError, match="2 message logs but 1 rewards"):
+        print_message_log_samples([[], []], [1.0])
+    out = io.StringIO()
+    print_message_log_samples([], [], console=Console(file=out))
+    print_message_log_samples([[]], [1.0], num_samples=0, console=Console(file=out))
+    assert out.getvalue() == ""

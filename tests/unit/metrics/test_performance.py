@@ -14,6 +14,12 @@ def test_performance_metrics_match_hand_computed_values():
     })  # fmt: skip
 
 
+def test_groups_of_one_sample_are_excluded_from_the_equal_and_mixed_shares():
+    assert group_reward_metrics([[1], [0], [0]]) == {"groups/num": 3.0}
+    metrics = group_reward_metrics([[1, 1], [0], [0]])
+    assert metrics["groups/num"] == 3.0 and metrics["groups/pct_equal"] == 100.0 and metrics["groups/pct_mixed"] == 0.0
+
+
 def test_throughput_per_device_matches_hand_computed_values():
     timing = {"total_step_time": 10.0, "generation": 4.0, "policy_training": 3.0, "policy_and_reference_logprobs": 2.0}
     counts = dict(num_samples=64, total_num_tokens=1200)

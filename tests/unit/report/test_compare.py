@@ -80,3 +80,12 @@ def test_log_folder_resolves_to_its_newest_run(tmp_path):
     for number in ("exp_2", "exp_10", "exp_x"):
         write_log(tmp_path / number, 0.5)
     assert run_folder(tmp_path).name == "exp_10"
+
+
+def test_compare_reports_which_run_has_no_readable_configuration(tmp_path, capsys):
+    folders = [write_log(tmp_path / name, 0.5) for name in ("a", "b", "c")]
+    (folders[1] / "hyperparams.json").unlink()
+    page = tmp_path / "page.html"
+    assert command.compare([*map(str, folders), "--out", str(page)]) == 0
+    told = "Keys are not compared: b has no hyperparams.json that can be read."
+    assert told in " ".join(capsys.readouterr().out.split()) and told in page.read_text()

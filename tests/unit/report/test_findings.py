@@ -94,6 +94,13 @@ def test_every_warning_rule_is_tested_and_accepts_empty_or_non_finite_metrics():
             assert finding.level in LEVELS
 
 
+def test_warnings_are_sorted_by_severity():
+    history = H(
+        train__token_mult_prob_error=[1.0] * 12, train__grad_norm=[1.0] * 11 + [20.0], train__loss=[math.nan] * 12
+    )
+    assert [finding.level for finding in find(history)] == ["bad", "warn", "good"]
+
+
 @pytest.mark.parametrize("best, words", [(65.0, "too easy"), (6.0, "too hard"), (35.0, "others too hard")])
 def test_equal_rewards_warning_distinguishes_too_easy_from_too_hard_prompts(best, words):
     shares = {"train__groups__pct_equal_best": [best], "train__groups__pct_equal_worst": [71.0 - best]}
@@ -143,6 +150,12 @@ def test_advice_names_the_actual_cause_of_missing_gradients(case):
     assert all("easier prompts" not in finding.advice for finding in found.values())
 
 
+def test_advice_for_a_full_context_is_not_to_raise_max_new_tokens():
+    found = findings.truncation(silent(truncation_rate=0.5, mean_gen_tokens_per_sample=30.0, mean_prompt_length=90.0))
+    assert found.title == "50 % of responses were cut off at the end of the context"
+    assert "max_total_sequence_length = 128" in found.advice
+
+
 def test_group_warnings_are_omitted_if_advantages_do_not_compare_groups():
     ppo = {"ppo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 1}}
     plus_plus = settings(grpo={"num_generations_per_prompt": 1, "adv_estimator": {"name": "reinforce_plus_plus"}})
@@ -185,3 +198,12 @@ def test_warning_that_becomes_serious_later_is_reported_then():
         assert alerts.step(step, ALIVE) == []
     said = [line for step in range(11, 14) for line in alerts.step(step, ALIVE | {"token_mult_prob_error": 1.2})]
     assert len(said) == 1 and "token_mult_prob_error reached 1.2" in said[0]
+
+
+def test_two_serious_causes_are_reported_in_two_rows():
+    alerts = Alerts({"data": {"max_input_seq_length": 9}})
+    for step in range(1, 4):
+        alerts.step(step, DEAD | {"cut_prompts_rate": 1.0, "token_mult_prob_error": 2.0})
+    rows = alerts.table()
+    assert list(rows) == ["serious", "serious 2"]
+    assert sum("data.max_input_seq_length = 9" in text for text in rows.values()) == 1

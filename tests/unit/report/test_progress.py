@@ -69,6 +69,11 @@ def test_resumed_run_estimates_time_left_from_its_own_first_step(clock):
     assert progress.eta_seconds() == pytest.approx(2 * 48)
 
 
+def test_run_of_unknown_length_shows_no_time_left():
+    assert Progress(None, mode="quiet").eta_seconds() is None
+    assert "left" not in Progress(None, mode="quiet").line()
+
+
 def test_quiet_mode_prints_nothing(capsys):
     with Progress(1, mode="quiet") as progress:
         progress.phase("x")

@@ -41,7 +41,7 @@ inline void set_experts(model::ModelConfig& c, const pybind11::dict& d) {
   auto get = [&](const char* key, auto& value) { value = d[key].cast<std::decay_t<decltype(value)>>(); };
   auto& e = c.experts;
   get("count", e.count), get("chosen", e.chosen), get("intermediate_size", e.intermediate_size);
-  get("renormalise", e.renormalise), get("shared_size", e.shared_size);
+  get("renormalise", e.renormalise), get("shared_size", e.shared_size), get("latent_size", e.latent_size);
   get("has_biases", e.has_biases), get("shared_gate", e.shared_gate), get("shared", e.shared);
   if (d.contains("sigmoid")) {
     const auto s = d["sigmoid"].cast<pybind11::dict>();

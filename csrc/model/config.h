@@ -58,6 +58,7 @@ struct ExpertsConfig {
   std::int64_t intermediate_size = 0;  ///< of each expert
   bool renormalise = false;
   std::optional<ops::SigmoidRouter> sigmoid;
+  std::int64_t latent_size = 0;  ///< of what the experts read and write, a projection of the stream; 0: the stream
   std::int64_t shared_size = 0;  ///< of the shared expert, an MLP for all tokens; 0: none
   bool shared_gate = true;       ///< a sigmoid gate multiplies the shared expert's output
   bool has_biases = false;       ///< the router and each expert's matrices have biases: gpt-oss

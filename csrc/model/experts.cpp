@@ -25,16 +25,17 @@ Experts::Experts(const ModelConfig& config) : c_(config), e_(config.experts) {
 std::vector<LayerTensor> Experts::tensors() const {
   using P = LayerParameters;
   const std::int64_t D = c_.hidden_size, I = e_.intermediate_size, shared = e_.shared_size;
+  const bool gated = kernels::has_gate(c_.activation);
   constexpr int kWhole = ParameterSpec::kWhole;
   std::vector<LayerTensor::Part> gate_up, down, gate_up_bias, down_bias;
   for (std::int64_t e = 0; e < e_.count; ++e) {
     const std::string expert = e_.block + ".experts." + std::to_string(e) + ".";
-    gate_up.push_back({expert + e_.gate + ".weight", I});
+    if (gated) gate_up.push_back({expert + e_.gate + ".weight", I});
     gate_up.push_back({expert + e_.up + ".weight", I});
-    down.push_back({expert + e_.down + ".weight", D});
+    down.push_back({expert + e_.down + ".weight", width()});
     gate_up_bias.push_back({expert + e_.gate + ".bias", I});
     gate_up_bias.push_back({expert + e_.up + ".bias", I});
-    down_bias.push_back({expert + e_.down + ".bias", D});
+    down_bias.push_back({expert + e_.down + ".bias", width()});
   }
   std::vector<LayerTensor> all;
   const auto add = [&](at::Tensor P::* field, std::vector<LayerTensor::Part> parts, std::int64_t columns) {
@@ -47,33 +48,42 @@ std::vector<LayerTensor> Experts::tensors() const {
     add(&P::choice_bias, {{router + ".e_score_correction_bias", e_.count}}, 0);
     all.back().is_buffer = true;
   }
-  add(&P::experts_gate_up, std::move(gate_up), D);
+  if (e_.latent_size > 0) {
+    add(&P::latent_down, {{e_.block + ".fc1_latent_proj.weight", e_.latent_size}}, D);
+    add(&P::latent_up, {{e_.block + ".fc2_latent_proj.weight", D}}, e_.latent_size);
+  }
+  add(&P::experts_gate_up, std::move(gate_up), width());
   if (e_.has_biases) add(&P::experts_gate_up_bias, std::move(gate_up_bias), 0);
   add(&P::experts_down, std::move(down), I);
   if (e_.has_biases) add(&P::experts_down_bias, std::move(down_bias), 0);
   if (shared == 0) return all;
   const std::string name = e_.block + "." + e_.shared;
   if (e_.shared_gate) add(&P::shared_gate_weight, {{name + "_gate.weight", 1}}, D);
-  add(&P::shared_gate_up, {{name + ".gate_proj.weight", shared}, {name + ".up_proj.weight", shared}}, D);
+  if (gated) add(&P::shared_gate_up, {{name + ".gate_proj.weight", shared}, {name + ".up_proj.weight", shared}}, D);
+  else add(&P::shared_gate_up, {{name + ".up_proj.weight", shared}}, D);
   add(&P::shared_down, {{name + ".down_proj.weight", D}}, shared);
   return all;
 }
 
-Mlp::Kept Experts::kept() const { return {e_.chosen * 2 * e_.intermediate_size, 2 * e_.shared_size}; }
+Mlp::Kept Experts::kept() const { return {e_.chosen * up_rows(), c_.up_rows(e_.shared_size), e_.latent_size}; }
+
+std::int64_t Experts::up_rows() const { return c_.up_rows(e_.intermediate_size); }
 
 MatrixRows Experts::gate_up(std::int64_t e) const {
-  return {&LayerParameters::experts_gate_up, e * 2 * e_.intermediate_size, 2 * e_.intermediate_size};
+  return {&LayerParameters::experts_gate_up, e * up_rows(), up_rows()};
 }
 
-MatrixRows Experts::down(std::int64_t e) const {
-  return {&LayerParameters::experts_down, e * c_.hidden_size, c_.hidden_size};
-}
+MatrixRows Experts::down(std::int64_t e) const { return {&LayerParameters::experts_down, e * width(), width()}; }
 
 void Experts::pack(const LayerWeights& w, ops::PackedWeights& packed) const {
   w.pack(&LayerParameters::router_weight, packed);
   for (std::int64_t e = 0; e < e_.count; ++e) {
     w.pack(gate_up(e), packed, /*gated=*/true);
     w.pack(down(e), packed);
+  }
+  if (e_.latent_size > 0) {
+    w.pack(&LayerParameters::latent_down, packed);
+    w.pack(&LayerParameters::latent_up, packed);
   }
   if (e_.shared_size == 0) return;
   w.pack(&LayerParameters::shared_gate_up, packed, /*gated=*/true);
@@ -110,27 +120,48 @@ void Experts::for_each_expert(const ops::ExpertGroups& groups, const F& f) const
 
 void Experts::forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
                       const LayerActivations& a, const MlpScratch& s) const {
-  const std::int64_t pairs = x.size(0) * e_.chosen, D = c_.hidden_size, I = e_.intermediate_size;
   auto& workspace = *s.workspace;
+  const auto routes = route(w, x, y.scalar_type(), workspace);
+  if (e_.latent_size > 0) {
+    const auto sum = workspace.take(Slot::latent_y, {x.size(0), e_.latent_size}, y.scalar_type());
+    forward_experts(w, latent_input(w, x, workspace), routes, sum, /*accumulate=*/false, a, workspace);
+    const auto latent = a.latent.defined() ? a.latent : workspace.take(Slot::latent_dy, sum.sizes(), x.scalar_type());
+    latent.copy_(sum);
+    w.forward(&LayerParameters::latent_up, latent, {}, y, accumulate);
+  } else {
+    forward_experts(w, x, routes, y, accumulate, a, workspace);
+  }
+  if (e_.shared_size > 0) forward_shared(w, x, y, a, s);
+}
+
+/// [T, L] S: what latent experts read.
+at::Tensor Experts::latent_input(const LayerWeights& w, const at::Tensor& x, Workspace& workspace) const {
+  const auto latent = workspace.take(Slot::latent_x, {x.size(0), e_.latent_size}, x.scalar_type());
+  w.forward(&LayerParameters::latent_down, x, {}, latent);
+  return latent;
+}
+
+/// y (+)= the weighted sum of the chosen experts of x.
+void Experts::forward_experts(const LayerWeights& w, const at::Tensor& x, const Routes& routes, const at::Tensor& y,
+                              bool accumulate, const LayerActivations& a, Workspace& workspace) const {
+  const std::int64_t pairs = x.size(0) * e_.chosen, D = width(), I = e_.intermediate_size, up = up_rows();
   const auto S = x.scalar_type(), A = y.scalar_type();
-  const auto routes = route(w, x, A, workspace);
   const auto& groups = routes.groups;
   auto rows = workspace.take(Slot::expert_x, {pairs, D}, S);
   at::index_select_out(rows, x, 0, groups.token);
   const bool keeps = a.gate_up.defined();
-  const auto gate_up = keeps ? workspace.take(Slot::expert_gate_up, {pairs, 2 * I}, S) : at::Tensor(),
+  const auto gate_up = keeps ? workspace.take(Slot::expert_gate_up, {pairs, up}, S) : at::Tensor(),
              act = workspace.take(Slot::expert_act, {pairs, I}, S), out = workspace.take(Slot::expert_y, {pairs, D}, A);
   for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-    w.gated_product(this->gate_up(e), of(rows), rows_of(w.tensors().experts_gate_up_bias, e, 2 * I),
+    w.gated_product(this->gate_up(e), of(rows), rows_of(w.tensors().experts_gate_up_bias, e, up),
                     keeps ? of(gate_up) : gate_up, of(act));
     w.forward(down(e), of(act), rows_of(w.tensors().experts_down_bias, e, D), of(out));
   });
   if (keeps) {
-    auto by_pair = a.gate_up.view({pairs, 2 * I});
+    auto by_pair = a.gate_up.view({pairs, up});
     at::index_select_out(by_pair, gate_up, 0, groups.row);
   }
   ops::add_up_experts(out, groups.row, routes.weight, e_.chosen, y, accumulate);
-  if (e_.shared_size > 0) forward_shared(w, x, y, a, s);
 }
 
 /// [T, 1] A: the sigmoid of the gate's logit; undefined if there is no gate.
@@ -155,21 +186,42 @@ void Experts::forward_shared(const LayerWeights& w, const at::Tensor& x, const a
   ops::add_up_experts(out, {}, gate, 1, y, /*accumulate=*/true);
 }
 
-/// With u = the gradient of an expert's activations before its weight w: that of w is u · act, and that of act is w ·
-/// u. With a bias b of the expert's last product, that of w is u · act + dy · b, and that of b is w · dy.
 void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>& x_of, const at::Tensor& dy,
                        const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
                        Workspace& workspace) const {
-  const std::int64_t T = dy.size(0), pairs = T * e_.chosen, D = c_.hidden_size, I = e_.intermediate_size;
+  const auto x = x_of();
+  const auto routes = route(w, x, d_x.scalar_type(), workspace);
+  at::Tensor d_weight;
+  if (e_.latent_size > 0) {
+    if (grads.wants(&LayerParameters::latent_up)) grads.add(&LayerParameters::latent_up, dy, a.latent, workspace);
+    const auto d_latent = workspace.take(Slot::latent_dy, a.latent.sizes(), dy.scalar_type()),
+               d_sum = workspace.take(Slot::latent_y, a.latent.sizes(), d_x.scalar_type());
+    w.backward_input(&LayerParameters::latent_up, dy, d_latent);
+    d_weight = backward_experts(w, latent_input(w, x, workspace), routes, d_latent, a, d_sum, grads, workspace);
+    d_latent.copy_(d_sum);
+    if (grads.wants(&LayerParameters::latent_down)) grads.add(&LayerParameters::latent_down, d_latent, x, workspace);
+    w.backward_input(&LayerParameters::latent_down, d_latent, d_x);
+  } else {
+    d_weight = backward_experts(w, x, routes, dy, a, d_x, grads, workspace);
+  }
+  backward_router(w, x, routes, d_weight, d_x, grads, workspace);
+  if (e_.shared_size > 0) backward_shared(w, x, dy, a, d_x, grads, workspace);
+}
+
+/// d_x = the gradient through the chosen experts of x. Returns that of their weights, [T · k] A.
+/// With u = the gradient of an expert's activations before its weight w: that of w is u · act, and that of act is w ·
+/// u. With a bias b of the expert's last product, that of w is u · act + dy · b, and that of b is w · dy.
+at::Tensor Experts::backward_experts(const LayerWeights& w, const at::Tensor& x, const Routes& routes,
+                                     const at::Tensor& dy, const LayerActivations& a, const at::Tensor& d_x,
+                                     const LayerGradients& grads, Workspace& workspace) const {
+  const std::int64_t pairs = dy.size(0) * e_.chosen, D = width(), I = e_.intermediate_size, up = up_rows();
   const auto S = dy.scalar_type(), A = d_x.scalar_type();
   const auto& g = grads.dense();
-  const auto x = x_of();
-  const auto routes = route(w, x, A, workspace);
   const auto& groups = routes.groups;
   auto dy_rows = workspace.take(Slot::expert_dy, {pairs, D}, S),
-       gate_up = workspace.take(Slot::expert_gate_up, {pairs, 2 * I}, S);
+       gate_up = workspace.take(Slot::expert_gate_up, {pairs, up}, S);
   at::index_select_out(dy_rows, dy, 0, groups.token);
-  at::index_select_out(gate_up, a.gate_up.view({pairs, 2 * I}), 0, groups.pair);
+  at::index_select_out(gate_up, a.gate_up.view({pairs, up}), 0, groups.pair);
   const auto act = workspace.take(Slot::expert_act, {pairs, I}, S),
              d_act = workspace.take(Slot::expert_d_act, {pairs, I}, S);
   ops::swiglu_forward(gate_up, act, c_.activation);
@@ -189,26 +241,25 @@ void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>&
     auto rows = workspace.take(Slot::expert_x, {pairs, D}, S);
     at::index_select_out(rows, x, 0, groups.token);
     for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-      ops::linear_backward_weight(of(gate_up), of(rows), g.experts_gate_up.narrow(0, e * 2 * I, 2 * I));
+      ops::linear_backward_weight(of(gate_up), of(rows), g.experts_gate_up.narrow(0, e * up, up));
     });
   }
   if (g.experts_gate_up_bias.defined())
     for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-      ops::add_column_sums(of(gate_up), rows_of(g.experts_gate_up_bias, e, 2 * I));
+      ops::add_column_sums(of(gate_up), rows_of(g.experts_gate_up_bias, e, up));
     });
   const auto d_rows = workspace.take(Slot::expert_y, {pairs, D}, A);
   for_each_expert(groups,
                   [&](std::int64_t e, const auto& of) { w.backward_input(this->gate_up(e), of(gate_up), of(d_rows)); });
   ops::add_up_experts(d_rows, groups.row, {}, e_.chosen, d_x, /*accumulate=*/false);
-  backward_router(w, x, routes, d_weight.index_select(0, groups.row), d_x, grads, workspace);
-  if (e_.shared_size > 0) backward_shared(w, x, dy, a, d_x, grads, workspace);
+  return d_weight.index_select(0, groups.row);
 }
 
 /// d_weight += dy · b of each pair, and d_bias += the sum of w · dy over the pairs of an expert.
 void Experts::backward_down_bias(const LayerWeights& w, const at::Tensor& dy_rows, const at::Tensor& weight,
                                  const ops::ExpertGroups& groups, const at::Tensor& d_weight, const at::Tensor& d_bias,
                                  Workspace& workspace) const {
-  const std::int64_t D = c_.hidden_size;
+  const std::int64_t D = width();
   const auto rows = workspace.take(Slot::expert_x, dy_rows.sizes(), dy_rows.scalar_type());
   const auto products = at::empty_like(d_weight);
   for_each_expert(groups, [&](std::int64_t e, const auto& of) {
@@ -254,7 +305,7 @@ void Experts::backward_shared(const LayerWeights& w, const at::Tensor& x, const 
     ops::scale_rows(act, gate);
   }
   if (grads.wants(&LayerParameters::shared_down)) grads.add(&LayerParameters::shared_down, dy, act, workspace);
-  const auto d_gate_up = workspace.take(Slot::expert_gate_up, {T, 2 * I}, S);
+  const auto d_gate_up = workspace.take(Slot::expert_gate_up, {T, c_.up_rows(I)}, S);
   ops::swiglu_backward(d_act, a.shared_gate_up, d_gate_up, c_.activation);
   if (grads.wants(&LayerParameters::shared_gate_up))
     grads.add(&LayerParameters::shared_gate_up, d_gate_up, x, workspace);

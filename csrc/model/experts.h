@@ -29,6 +29,12 @@ class Experts : public Mlp {
     ops::ExpertGroups groups;
   };
   Routes route(const LayerWeights& w, const at::Tensor& x, at::ScalarType sums, Workspace& workspace) const;
+  at::Tensor latent_input(const LayerWeights& w, const at::Tensor& x, Workspace& workspace) const;
+  void forward_experts(const LayerWeights& w, const at::Tensor& x, const Routes& routes, const at::Tensor& y,
+                       bool accumulate, const LayerActivations& a, Workspace& workspace) const;
+  at::Tensor backward_experts(const LayerWeights& w, const at::Tensor& x, const Routes& routes, const at::Tensor& dy,
+                              const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
+                              Workspace& workspace) const;
   template <class F>
   void for_each_expert(const ops::ExpertGroups& groups, const F& f) const;
   at::Tensor shared_gate(const LayerWeights& w, const at::Tensor& x, const at::TensorOptions& sums) const;
@@ -41,6 +47,10 @@ class Experts : public Mlp {
                        const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
   void backward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& dy, const LayerActivations& a,
                        const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
+  /// Columns that an expert reads and writes.
+  std::int64_t width() const { return e_.latent_size > 0 ? e_.latent_size : c_.hidden_size; }
+  /// Rows of an expert's first matrix.
+  std::int64_t up_rows() const;
   /// The matrices of expert `e`.
   MatrixRows gate_up(std::int64_t e) const;
   MatrixRows down(std::int64_t e) const;

@@ -26,28 +26,17 @@ struct LayerActivations {
   at::Tensor h_mid;           ///< [T, D] A: the residual stream after attention. Undefined: h_in is updated in place,
                               ///< or the layer has only a mixer or only an MLP
   at::Tensor rstd_mid;        ///< [T, 1] A (if there is a norm before the MLP)
-  at::Tensor gate_up;         ///< [T, 2I] S; with experts [T, chosen · 2I], the expert with the highest logit first
+  at::Tensor gate_up;         ///< [T, 2I] S; with experts [T, chosen · 2I], the expert with the highest logit first;
+                              ///< without gates I in place of 2I
   at::Tensor shared_gate_up;  ///< [T, 2I] S of the shared expert
+  at::Tensor latent;          ///< [T, L] S: the sum of latent experts
   Branch mlp_branch;          ///< output of the MLP, before its norm
 
   /// All tensors, some undefined; each is contiguous, with one row per token.
-  std::array<at::Tensor, 16> all() const {
-    return {h_in,
-            rstd_in,
-            qkv_raw,
-            q_rstd,
-            k_rstd,
-            qkv,
-            attn,
-            lse,
-            attn_branch.out,
-            attn_branch.rstd,
-            h_mid,
-            rstd_mid,
-            gate_up,
-            shared_gate_up,
-            mlp_branch.out,
-            mlp_branch.rstd};
+  std::array<at::Tensor, 17> all() const {
+    return {h_in,   rstd_in,         qkv_raw,          q_rstd, k_rstd,   qkv,     attn,
+            lse,    attn_branch.out, attn_branch.rstd, h_mid,  rstd_mid, gate_up, shared_gate_up,
+            latent, mlp_branch.out,  mlp_branch.rstd};
   }
 };
 

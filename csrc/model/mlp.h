@@ -28,13 +28,14 @@ class Mlp {
   struct Kept {
     std::int64_t gate_up = 0;         ///< columns of LayerActivations::gate_up
     std::int64_t shared_gate_up = 0;  ///< of LayerActivations::shared_gate_up
+    std::int64_t latent = 0;          ///< of LayerActivations::latent
   };
   virtual Kept kept() const = 0;
   virtual void pack(const LayerWeights& w, ops::PackedWeights& packed) const = 0;
   /// Prefetches the weights that `forward` reads first.
   virtual void ask_ahead(const LayerWeights& w) const = 0;
-  /// y [T, D] A = mlp(x), or y += mlp(x) with `accumulate`; x [T, D] S. Fills a.gate_up and a.shared_gate_up if they
-  /// are defined. Each row of y depends only on its row of x, bit for bit.
+  /// y [T, D] A = mlp(x), or y += mlp(x) with `accumulate`; x [T, D] S. Fills a.gate_up, a.shared_gate_up and
+  /// a.latent if they are defined. Each row of y depends only on its row of x, bit for bit.
   virtual void forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
                        const LayerActivations& a, const MlpScratch& s) const = 0;
   /// d_x [T, D] A = the gradient of x, from dy [T, D] S. Adds the gradients of the tensors to `grads`. x() returns the

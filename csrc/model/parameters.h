@@ -50,12 +50,14 @@ struct LayerParameters {
   at::Tensor router_weight;          ///< [E, D]
   at::Tensor router_bias;            ///< [E]
   at::Tensor choice_bias;            ///< [E] A of a sigmoid router, a buffer
-  at::Tensor experts_gate_up;        ///< [E · 2I, D], I of an expert
+  at::Tensor latent_down;            ///< [L, D]: the stream's projection for latent experts, which have L in place of D
+  at::Tensor latent_up;              ///< [D, L]
+  at::Tensor experts_gate_up;        ///< [E · 2I, D], I of an expert, or [E · I, D] without gates
   at::Tensor experts_gate_up_bias;   ///< [E · 2I]
   at::Tensor experts_down;           ///< [E · D, I]
   at::Tensor experts_down_bias;      ///< [E · D]
   at::Tensor shared_gate_weight;     ///< [1, D]
-  at::Tensor shared_gate_up;         ///< [2I, D], I of the shared expert
+  at::Tensor shared_gate_up;         ///< [2I, D], I of the shared expert, or [I, D]
   at::Tensor shared_down;            ///< [D, I]
   at::Tensor norm_after_mlp;         ///< [D]
 };

@@ -46,6 +46,9 @@ enum class Slot {
   expert_act,       ///< [T · chosen, I]
   expert_d_act,     ///< [T · chosen, I]
   expert_y,         ///< [T · chosen, D] their results, or the gradients of expert_x
+  latent_x,         ///< [T, L] what latent experts read
+  latent_y,         ///< [T, L] their sum, or the gradient of latent_x
+  latent_dy,        ///< [T, L] gradients in the compute type
   shared_y,         ///< [T, D] output of the shared expert, or the gradient of its input
   adapter_x,        ///< [T, parts · dim] a matrix's input times the A of its adapters
   adapter_input,    ///< [T, in] a matrix's input in the accumulation type
@@ -79,6 +82,7 @@ enum class LayerSlot {
   rstd_mid,
   gate_up,
   shared_gate_up,
+  latent,
   mlp_branch,
   mlp_branch_rstd,
   count_

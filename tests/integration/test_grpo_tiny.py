@@ -19,6 +19,10 @@ MAMBA2 = {
     "model_type": "nemotron_h", "hybrid_override_pattern": "M-*-", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
     "mamba_head_dim": 16,
 }  # fmt: skip
+NEMOTRON_3 = MAMBA2 | {
+    "hybrid_override_pattern": "ME*E", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5, "moe_latent_size": 32,
+}  # fmt: skip
 LEARNERS = [
     pytest.param(layers, seed, marks=() if (name, seed) in (("plain", 2), ("recurrent", 2), ("mamba2", 2)) else pytest.mark.long, id=f"{name}-{seed}")
     for name, layers, seeds in (("plain", {}, (1, 2, 3)), ("experts", EXPERTS, (2,)), ("recurrent", RECURRENT, (1, 2, 3)), ("mamba2", MAMBA2, (2,)))
@@ -181,7 +185,7 @@ def test_repeated_run_gives_bit_identical_weights(tmp_path):
 @pytest.mark.parametrize(
     "architecture",
     [
-        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotron_h", "glm4_moe",
+        "olmo2", "mistral", "olmo3", "smollm3", "granite", "phi3", "gemma2", "gemma3_text", "qwen3_moe", "olmoe", "mixtral", "qwen2_moe", "qwen3_5_text", "gpt_oss", "nemotron_h", "nemotron_h_moe", "glm4_moe",
         "deepseek_v3", "glm4_moe_lite",
     ],
 )  # fmt: skip
@@ -204,8 +208,8 @@ def test_generation_and_training_logprobs_are_equal_for_every_architecture(archi
     if architecture == "qwen3_5_text":
         made |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         made |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    if architecture == "nemotron_h":
-        made = MAMBA2
+    if architecture.startswith("nemotron_h"):
+        made = NEMOTRON_3 if architecture.endswith("moe") else MAMBA2
     overrides = [f"policy.hf_config_overrides.{key}={value}" for key, value in made.items()]
     run = tiny.train(tmp_path, *tiny.SMALL, *overrides, f"policy.precision={precision}", "grpo.max_num_steps=4")
     assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 4

@@ -49,9 +49,12 @@ def test_killed_and_resumed_run_ends_like_an_uninterrupted_one(check, mode, kill
     assert check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 
 
-MAMBA2 = [
+MAMBA2_AND_EXPERTS = [
     f"++policy.hf_config_overrides.{key}"
-    for key in ("model_type=nemotron_h", "hybrid_override_pattern=M-*-", "n_groups=2", "mamba_num_heads=4", "ssm_state_size=16", "mamba_head_dim=16")
+    for key in (
+        "model_type=nemotron_h", "hybrid_override_pattern=M-*E", "n_groups=2", "mamba_num_heads=4", "ssm_state_size=16", "mamba_head_dim=16",
+        "n_routed_experts=6", "moe_intermediate_size=32", "moe_shared_expert_intermediate_size=48",
+    )
 ]  # fmt: skip
 
 
@@ -65,7 +68,7 @@ LATENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", [MAMBA2, LATENT], ids=["Mamba-2", "latent attention"])
+@pytest.mark.parametrize("model", [MAMBA2_AND_EXPERTS, LATENT], ids=["Mamba-2 and experts", "latent attention"])
 def test_killed_and_resumed_run_of_another_mixer_ends_like_an_uninterrupted_one(check, model):
     assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *model], seed=7) == []
 

@@ -53,6 +53,7 @@ def configurations() -> dict:
     latent = {**BASE, **sigmoid, "num_key_value_heads": 4} | dict(
         q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, rope_parameters=yarn | dict(mscale=0.7, mscale_all_dim=1.3),
     )  # fmt: skip
+    nano = dict(moe_intermediate_size=24, moe_shared_expert_intermediate_size=40)
     granite = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.15, logits_scaling=8.0)
     return {
         "llama": hf.LlamaConfig(**BASE, head_dim=16),
@@ -131,12 +132,21 @@ def configurations() -> dict:
             **nemotron_h | dict(mamba_head_dim=48, n_groups=1, conv_kernel=2, ssm_state_size=32, time_step_min=0.4),
             time_step_limit=(0.4, float("inf")), layers_block_type=layers("-*MM"),
         ),
+        "nemotron_h_experts": hf.NemotronHConfig(
+            **nemotron_h, **nano, layers_block_type=layers("MEM*E-"), n_routed_experts=6, num_experts_per_tok=3, routed_scaling_factor=2.5,
+        ),
+        "nemotron_h_latent_experts": hf.NemotronHConfig(
+            **nemotron_h, **nano, layers_block_type=layers("EM*E"), n_routed_experts=6, num_experts_per_tok=3, routed_scaling_factor=5.0, moe_latent_size=32,
+        ),
+        "nemotron_h_groups_of_experts": hf.NemotronHConfig(
+            **nemotron_h, **nano, layers_block_type=layers("E*ME"), n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, norm_topk_prob=False,
+        ),
     }  # fmt: skip
 
 
 def layers(pattern: str) -> list[str]:
     """Return the kinds of layers of Nemotron-H by their letters."""
-    return [{"M": "linear_attention", "*": "full_attention", "-": "mlp"}[letter] for letter in pattern]
+    return [{"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}[letter] for letter in pattern]
 
 
 def build(name: str, folder, dtype=torch.float32, seed: int = 0):
@@ -173,8 +183,7 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
             found |= of_gpt_oss(name, tensor)
             continue
         if model_type == "nemotron_h":
-            found[our_name(name.replace("model.", "backbone.", 1))] = tensor
-            continue
+            name = our_name(name.replace("model.", "backbone.", 1))
         if model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
         matrices = ("w1", "w3", "w2") if model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -184,7 +193,7 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
             continue
         for expert, of_expert in enumerate(tensor):
             parts = of_expert.chunk(2) if matrix == "gate_up_proj" else [of_expert]
-            names = matrices[:2] if matrix == "gate_up_proj" else matrices[2:]
+            names = {"gate_up_proj": matrices[:2], "up_proj": matrices[1:2], "down_proj": matrices[2:]}[matrix]
             found |= {f"{block}.experts.{expert}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
     return found
 

@@ -39,7 +39,10 @@ REFUSED = {
     "olmoe": "a model of type olmoe is not written as GGUF",
     **dict.fromkeys(("mixtral", "mixtral_window"), "a model of type mixtral is not written as GGUF"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_tied_other_layers"), "a model of type qwen3_5_text is not written as GGUF"),
-    **dict.fromkeys(("nemotron_h", "nemotron_h_other_layers"), "a model of type nemotron_h is not written as GGUF"),
+    **dict.fromkeys(
+        [name for name in models.configurations() if name.startswith("nemotron_h")],
+        "a model of type nemotron_h is not written as GGUF",
+    ),
     **dict.fromkeys(
         ("deepseek_v3", "deepseek_v3_queries_without_latent", "deepseek_v3_halves"),
         "a model of type deepseek_v3 is not written as GGUF",

@@ -27,10 +27,11 @@ RECURRENT = {
         "linear_value_head_dim": 16,
     },
     "nemotron_h": {
-        "hybrid_override_pattern": "M-*-", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16, "mamba_head_dim": 16,
+        "hybrid_override_pattern": "M-*E", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16, "mamba_head_dim": 16,
+        "n_routed_experts": 6, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
     },
 }  # fmt: skip
-"""Sizes of the recurrent layers of small models, by family."""
+"""Sizes of the recurrent layers of small models, and of the experts beside them, by family."""
 LATENT = {
     "num_key_value_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "kv_lora_rank": 32, "q_lora_rank": 32,
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,

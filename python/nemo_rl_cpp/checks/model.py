@@ -200,7 +200,9 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
         return
     layers = LayerKinds.of(sizes)
     modules = adapted_modules(model.lora, layers)
-    fault = experts_adapted(model.lora, layers, model.model_name) if sizes.experts > 1 else None
+    fault = (
+        experts_adapted(model.lora, layers, model.model_name) if sizes.experts > 1 and not sizes.mlp_layers else None
+    )
     if not modules:
         fault = nothing_adapted(model.lora, model.model_name, layers)
     if fault is not None:

@@ -9,7 +9,7 @@ from nemo_rl_cpp.files.yaml_text import Plain
 Form = Mapping[str, Plain]  # a configuration with the defaults of its model_type
 FULL, SLIDING, RECURRENT, MLP = "full_attention", "sliding_attention", "linear_attention", "mlp"
 DENSE, SPARSE = "dense", "sparse"  # entries of mlp_layer_types
-PATTERN = {"M": RECURRENT, "*": FULL, "-": MLP}  # letters of hybrid_override_pattern
+PATTERN = {"M": RECURRENT, "*": FULL, "-": MLP, "E": MLP}  # letters of hybrid_override_pattern; E: experts
 
 
 def _all_full(form: Form) -> list[str]:
@@ -84,7 +84,7 @@ class Experts(NamedTuple):
         count, width: keys of the number of experts and of each expert's intermediate size.
         renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: they always
             are.
-        shared: key of the intermediate size of the shared expert, which processes all tokens, or with `sigmoid` of the
+        shared: key of the intermediate size of the shared expert, which processes all tokens; or n_shared_experts, the
             number of shared experts, which are one MLP; None: no shared expert.
         sigmoid: the router's scores are sigmoids, the choice adds a bias to them, and the shared expert has no gate.
         has_biases: router and experts have biases.
@@ -114,8 +114,10 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def layers_with_experts(form: Form) -> list[int]:
-    """Return the indices of the layers with a mixture of experts, according to mlp_layer_types, or to mlp_only_layers,
-    decoder_sparse_step and first_k_dense_replace."""
+    """Return the indices of the layers with a mixture of experts, according to hybrid_override_pattern, to
+    mlp_layer_types, or to mlp_only_layers, decoder_sparse_step and first_k_dense_replace."""
+    if pattern := form.get("hybrid_override_pattern"):
+        return [layer for layer, letter in enumerate(pattern) if letter == "E"]
     if "mlp_layer_types" in SUPPORTED_ARCHITECTURES[form["model_type"]].defaults:
         return [layer for layer, kind in enumerate(form["mlp_layer_types"]) if kind == SPARSE]
     dense, every = form.get("mlp_only_layers") or (), form.get("decoder_sparse_step", 1)
@@ -153,7 +155,7 @@ class Architecture(NamedTuple):
         rope_section: default for rope_parameters if config.json has none.
         reads_mxfp4: the experts' matrices may be quantised to MXFP4, and are read into bfloat16.
         recurrent: keys of the sizes of RECURRENT layers: RECURRENT_SIZES or MAMBA2_SIZES.
-        one_block: each layer has only a mixer, or only an MLP without a gate (models/nemotron_h.py).
+        one_block: each layer has only a mixer, or only an MLP or experts without gates (models/nemotron_h.py).
         latent: attention is latent (models/latent_attention.py)."""
 
     title: str
@@ -281,7 +283,9 @@ _NEMOTRON_H = {
     **_EVERY, "vocab_size": 131072, "intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
     "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2", "hybrid_override_pattern": "ME*-", "ssm_state_size": 128, "mamba_num_heads": 128,
     "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "time_step_limit": [0.0, float("inf")], "mamba_hidden_act": "silu",
-    "use_conv_bias": True,
+    "use_conv_bias": True, "n_routed_experts": 8, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+    "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "moe_latent_size": None,
 }  # fmt: skip
 _GLM4_MOE = {
     **_EVERY, **_EXPERTS, "vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
@@ -371,6 +375,7 @@ SUPPORTED_ARCHITECTURES = {
         "NemotronH", _NEMOTRON_H, biases=(), norms={"before_attention": "norm", "before_mlp": "norm"}, activation="mlp_hidden_act",
         layer_types=lambda form: [PATTERN[letter] for letter in form["hybrid_override_pattern"]],
         rotary=lambda form: [False] * form["num_hidden_layers"], recurrent=MAMBA2_SIZES, one_block=True,
+        experts=Experts("n_routed_experts", shared="moe_shared_expert_intermediate_size", sigmoid=True),
         only={
             "attention_bias": False, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True,
             "mamba_hidden_act": "silu", "sliding_window": None, "tie_word_embeddings": False,

@@ -256,7 +256,7 @@ def _check(form: Mapping[str, Plain]) -> None:
         if key in form and not rope.is_number(form[key]):
             raise ModelFolderError(f"{key} is {form[key]!r}, but a number above 0 was expected")
     _check_layers(form)
-    if made.experts is not None:
+    if made.experts is not None and _has_experts(form):
         _check_experts(form, made.experts)
     if made.recurrent:
         _check_recurrent(form, made)
@@ -265,7 +265,8 @@ def _check(form: Mapping[str, Plain]) -> None:
 
 
 def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
-    _check_sizes(form, experts.sizes)
+    latent = ["moe_latent_size"] if form.get("moe_latent_size") is not None else []
+    _check_sizes(form, (*experts.sizes, *latent))
     count, chosen = form[experts.count], form["num_experts_per_tok"]
     if experts.sigmoid:
         _check_router(form, count, chosen)
@@ -282,13 +283,18 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
         raise ModelFolderError(f"mlp_only_layers is {dense!r}, but a list of numbers of layers was expected")
 
 
+def _has_experts(form: Mapping[str, Plain]) -> bool:
+    """Return whether the pattern of layers has experts; other architectures have no pattern."""
+    return "E" in form.get("hybrid_override_pattern", "E")
+
+
 def _check_router(form: Mapping[str, Plain], count: int, chosen: int) -> None:
     groups, of = form["n_group"], form["topk_group"]
     if count % groups or (groups > 1 and count // groups < 2) or of > groups or chosen > of * (count // groups):
         raise ModelFolderError(
             f"num_experts_per_tok {chosen} of topk_group {of} of n_group {groups} groups of the {count} experts is no possible choice"
         )
-    dense = form["first_k_dense_replace"]
+    dense = form.get("first_k_dense_replace", 0)
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         raise ModelFolderError(f"first_k_dense_replace is {dense!r}, but a whole number from 0 was expected")
 
@@ -397,8 +403,8 @@ def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
 
 _EXPERTS = (
     *EXPERT_COUNTS, "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
-    "mlp_only_layers", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace",
-    "mlp_layer_types",
+    "mlp_only_layers", "n_shared_experts", "moe_shared_expert_intermediate_size", "moe_latent_size", "routed_scaling_factor", "n_group",
+    "topk_group", "first_k_dense_replace", "mlp_layer_types",
 )  # fmt: skip
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -423,6 +429,8 @@ def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
     kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept}
     kept["hidden_act"] = _ACTIVATIONS[form[made.activation]]
     kinds = made.layer_types(form)
+    if not _has_experts(form):
+        kept = {key: value for key, value in kept.items() if key not in _EXPERTS}
     if RECURRENT not in kinds and (SLIDING not in kinds or form.get("sliding_window") is None):
         kept = {key: value for key, value in kept.items() if key not in _WINDOW}
     return kept
@@ -452,9 +460,9 @@ def native_config(
     longest = max_length or max_positions(form)
     layers, ropes = _layers(form, made, longest)
     bias = "attention" in made.biases and bool(form["attention_bias"])
-    experts = {} if made.experts is None else {"experts": _experts(form, made.experts)}
+    experts = made.experts if made.experts is not None and _has_experts(form) else None
     return {
-        **experts,
+        **({} if experts is None else {"experts": _experts(form, experts)}),
         **_recurrent(form, made),
         **({"one_block": [kind != MLP for kind in made.layer_types(form)]} if made.one_block else {}),
         "output_gate": made.output_gate,
@@ -491,8 +499,9 @@ def native_config(
 
 def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
     shared, sigmoid = form[experts.shared] if experts.shared else 0, {}
-    if experts.sigmoid:
+    if experts.shared == "n_shared_experts":
         shared *= form[experts.width]
+    if experts.sigmoid:
         groups = {"groups": form["n_group"], "chosen_groups": form["topk_group"]}
         sigmoid = {"sigmoid": {**groups, "scale": float(form["routed_scaling_factor"])}}
     return {
@@ -503,6 +512,7 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
         "intermediate_size": form[experts.width],
         "renormalise": experts.renormalise is None or bool(form[experts.renormalise]),
         "shared_size": shared,
+        "latent_size": form.get("moe_latent_size") or 0,
         "shared": "shared_experts" if experts.sigmoid else "shared_expert",
         "shared_gate": not experts.sigmoid,
         **{name: getattr(experts, name) for name in ("has_biases", "block", "router", "gate", "up", "down")},

@@ -296,9 +296,10 @@ def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
         recurrent = 2 * sizes.convolved + 2 * sizes.recurrent_values
         heads = (heads + queries) * sizes.attention_layers + recurrent * len(sizes.recurrent_layers)
         heads //= sizes.num_hidden_layers
-    columns = 3 * (sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size)
+    columns = sizes.mlp_matrices * (sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size)
+    columns += sizes.latent_size
     if sizes.mlp_layers:
-        columns = 2 * sizes.intermediate_size * len(sizes.mlp_layers) // sizes.num_hidden_layers
+        columns = columns * len(sizes.mlp_layers) // sizes.num_hidden_layers
     return float(tokens * (4 * sizes.hidden_size + heads + columns) * width)
 
 
@@ -307,7 +308,7 @@ def _expert_rows(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> flo
     gradients (csrc/model/experts.cpp)."""
     if sizes.experts == 1 or model.backend == "hf":
         return 0.0
-    a_token = sizes.experts_per_token * (4 * sizes.hidden_size + 4 * sizes.intermediate_size)
+    a_token = sizes.experts_per_token * (4 * (sizes.latent_size or sizes.hidden_size) + 4 * sizes.intermediate_size)
     return float(_micro_batch_tokens(model, kind) * a_token * _width(model))
 
 

@@ -49,8 +49,14 @@ class ModelSizes:
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
+    latent_size: int = 0
+    """number of columns that an expert reads and writes; 0: hidden_size"""
     mlp_layers: tuple[int, ...] = ()
-    """indices of the layers that have only an MLP, without a gate; the other layers then have only a mixer"""
+    """indices of the layers that have only an MLP or experts, without gates; the other layers then have only a mixer"""
+    dense_mlps: int = 0
+    """number of layers with a dense MLP in place of experts"""
+    dense_size: int = 0
+    """its intermediate size"""
 
     kv_lora_rank: int = 0
     """columns of the latent of keys and values, of models with latent attention (models/latent_attention.py); 0: none"""
@@ -64,9 +70,8 @@ class ModelSizes:
     def as_config(self) -> dict[str, object]:
         """Return the sizes under the names of config.json."""
         own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers", "mlp_layers")
+        own += ("latent_size", "dense_mlps", "dense_size", *(() if self.recurrent_layers else RECURRENT_SIZES))
         own += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")  # no known model has latent attention
-        if not self.recurrent_layers:
-            own += RECURRENT_SIZES
         sizes = {name: value for name, value in asdict(self).items() if name not in own}
         if self.recurrent_layers:
             sizes["layer_types"] = [
@@ -79,6 +84,7 @@ class ModelSizes:
                 "num_experts_per_tok": self.experts_per_token,
                 "moe_intermediate_size": self.intermediate_size,
                 "shared_expert_intermediate_size": self.shared_expert_size,
+                "moe_latent_size": self.latent_size,
             }
         return sizes
 
@@ -105,10 +111,16 @@ class ModelSizes:
         return self.hidden_size * (2 * query + 2 * key_value + gates) + self._mlp_beside_mixer
 
     @property
+    def mlp_matrices(self) -> int:
+        """Return the number of matrices of an MLP: with or without a gate."""
+        return 2 if self.mlp_layers else 3
+
+    @property
     def _mlp_parameters(self) -> int:
-        """Return the number of weights of a layer's MLP."""
-        columns = self.experts * self.intermediate_size + self.shared_expert_size
-        return (2 if self.mlp_layers else 3) * self.hidden_size * columns
+        """Return the number of weights of a layer's MLP, or of its experts."""
+        expert = self.intermediate_size * (self.latent_size or self.hidden_size)
+        matrix = self.experts * expert + self.shared_expert_size * self.hidden_size
+        return self.mlp_matrices * matrix + 2 * self.hidden_size * self.latent_size
 
     @property
     def _mlp_beside_mixer(self) -> int:
@@ -141,6 +153,7 @@ class ModelSizes:
         """Return the number of weights of the model, without biases and head norms (far below one percent)."""
         attention, recurrent = self.attention_layers * self.layer_parameters, len(self.recurrent_layers)
         mlps = len(self.mlp_layers) * (self._mlp_parameters + self.hidden_size)
+        mlps -= self.dense_mlps * (self._mlp_parameters - self.mlp_matrices * self.hidden_size * self.dense_size)
         layers = attention + recurrent * self.recurrent_parameters + mlps
         return layers + self.embedding_parameters + self.hidden_size
 
@@ -231,8 +244,16 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
         found["intermediate_size"] = width
     if is_size(shared := known.get("shared_expert_intermediate_size")):
         found["shared_expert_size"] = shared
+    elif is_size(shared := known.get("moe_shared_expert_intermediate_size")):
+        found["shared_expert_size"] = shared
     elif is_size(shared := known.get("n_shared_experts")):
         found["shared_expert_size"] = shared * found.get("intermediate_size", 0)
+    if is_size(latent := known.get("moe_latent_size")):
+        found["latent_size"] = latent
+    pattern = known.get("hybrid_override_pattern")
+    dense = pattern.count("-") if isinstance(pattern, str) else known.get("first_k_dense_replace")
+    if is_size(dense) and is_size(width := known.get("intermediate_size")):
+        found |= {"dense_mlps": dense, "dense_size": width}
     return found
 
 
@@ -297,7 +318,7 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     tied = bool(known.get("tie_word_embeddings", False))
     fused = made is not None and made.fused_tensors
     more = (
-        (expert_sizes(known) if made is None or not made.one_block else {})
+        (expert_sizes(known) if "E" in str(known.get("hybrid_override_pattern", "E")) else {})
         | recurrent_sizes(known)
         | latent_sizes(known)
     )

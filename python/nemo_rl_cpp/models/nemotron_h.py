@@ -1,5 +1,5 @@
 """What config.json and the checkpoints of Nemotron-H have of their own: a pattern of layers, each with one block (a
-mixer or an MLP), and the names of its tensors. Needs no torch."""
+mixer, an MLP or a mixture of experts), and the names of its tensors. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ def pattern_of(form: Mapping[str, Plain]) -> str:
     pattern = form.get("hybrid_override_pattern")
     if listed is not None:
         pattern = "".join(_LETTERS.get(str(kind), "?") for kind in listed) if isinstance(listed, list) else None
-    if not isinstance(pattern, str) or not pattern or not set(pattern) <= {*PATTERN, "E"}:
+    if not isinstance(pattern, str) or not pattern or not set(pattern) <= set(PATTERN):
         raise ModelFolderError(
             f"layers_block_type or hybrid_override_pattern is {listed or pattern!r}, but a kind for each layer was expected: "
             "mamba (M), attention (*), mlp (-) or moe (E)"
-        )
-    if "E" in pattern:
-        raise ModelFolderError(
-            f"hybrid_override_pattern is {pattern}, but layers with experts (E) are not supported: use policy.backend=hf"
         )
     if not {"M", "*"} <= set(pattern):
         raise ModelFolderError(
@@ -68,7 +64,7 @@ _OURS = (
     (r"^backbone\.norm_f\.", "model.norm."),
     (r"^backbone\.", "model."),
     (r"\.mixer\.(?=[qkvo]_proj\.)", ".self_attn."),
-    (r"\.mixer\.(?=(up|down)_proj\.)", ".mlp."),
+    (r"\.mixer\.(?=(up_proj|down_proj|gate|experts|shared_experts|fc[12]_latent_proj)\.)", ".mlp."),
     (r"\.mixer\.", ".mamba."),
 )
 _THEIRS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from nemo_rl_cpp.files.yaml_text import Plain
 
@@ -51,7 +51,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
             if native["attention_sinks"]:
                 shapes[f"{prefix}self_attn.sinks"] = [native["num_heads"]]
         if layer in with_experts:
-            shapes |= {prefix + name: shape for name, shape in _expert_shapes(native["experts"], hidden).items()}
+            up = ["up"] if native["activation"] == "relu_squared" else ["gate", "up"]
+            shapes |= {prefix + name: shape for name, shape in _expert_shapes(native["experts"], hidden, up).items()}
         for name, (rows, columns) in products.items():
             is_mlp = name.startswith("mlp.")
             if layer in (with_experts if is_mlp else recurrent) or not (has_mlp if is_mlp else has_mixer):
@@ -105,15 +106,20 @@ def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list
     return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
-def _expert_shapes(experts: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
-    """Return name -> shape of every parameter of a mixture of experts, without the layer's prefix."""
+def _expert_shapes(experts: Mapping[str, Plain], hidden: int, up: Sequence[str]) -> dict[str, list[int]]:
+    """Return name -> shape of every parameter of a mixture of experts, without the layer's prefix. `up`: which of the
+    matrices gate and up an expert has."""
     block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
+    width = experts["latent_size"] or hidden
     router = f"{block}.{experts['router']}"
     shapes = {f"{router}.weight": [experts["count"], hidden]}
     for expert in range(experts["count"]):
         prefix = f"{block}.experts.{expert}."
-        shapes |= {f"{prefix}{experts[name]}.weight": [inner, hidden] for name in ("gate", "up")}
-        shapes[f"{prefix}{experts['down']}.weight"] = [hidden, inner]
+        shapes |= {f"{prefix}{experts[name]}.weight": [inner, width] for name in up}
+        shapes[f"{prefix}{experts['down']}.weight"] = [width, inner]
+    if experts["latent_size"]:
+        shapes[f"{block}.fc1_latent_proj.weight"] = [width, hidden]
+        shapes[f"{block}.fc2_latent_proj.weight"] = [hidden, width]
     if "sigmoid" in experts:
         shapes[f"{router}.e_score_correction_bias"] = [experts["count"]]
     if experts["has_biases"]:
@@ -122,6 +128,6 @@ def _expert_shapes(experts: Mapping[str, Plain], hidden: int) -> dict[str, list[
         name = f"{block}.{experts['shared']}"
         if experts["shared_gate"]:
             shapes[f"{name}_gate.weight"] = [1, hidden]
-        shapes |= {f"{name}.{matrix}_proj.weight": [shared, hidden] for matrix in ("gate", "up")}
+        shapes |= {f"{name}.{matrix}_proj.weight": [shared, hidden] for matrix in up}
         shapes[f"{name}.down_proj.weight"] = [hidden, shared]
     return shapes

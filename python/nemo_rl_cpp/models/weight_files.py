@@ -255,7 +255,7 @@ def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
     if found is None:
         return False
     layer, last = int(found[1]), int(found[1]) - 1
-    is_behind = f"model.layers.{layer}.input_layernorm.weight" not in shapes
+    is_behind = not any(f"model.layers.{layer}.{norm}.weight" in shapes for norm in ("input_layernorm", "norm"))
     return is_behind and f"model.layers.{last}.mlp.gate.e_score_correction_bias" in shapes
 
 

@@ -1,8 +1,12 @@
+from math import prod
+
 import pytest
 from nemo_rl_cpp.commands import models
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.memory import forecast, forecast_text, with_known_sizes
 from nemo_rl_cpp.models.model_sizes import KNOWN_MODELS, known_model, model_sizes
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 
 # billions of parameters as the models' cards give them
 PARAMETERS = {
@@ -15,6 +19,8 @@ PARAMETERS = {
     "gemma-3-4b": 3.884, "gemma-3-12b": 11.771, "gemma-3-27b": 27.016, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83,
     "Qwen3-30B-A3B": 30.53, "OLMoE-1B-7B-0924": 6.919, "Mixtral-8x7B": 46.70, "Qwen1.5-MoE-A2.7B": 14.32,
     "Qwen3.5-0.8B": 0.752, "Qwen3.5-9B": 8.954, "NVIDIA-Nemotron-Nano-9B-v2": 8.89, "NVIDIA-Nemotron-Nano-12B-v2": 12.31,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": 31.6, "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": 31.6,
+    "NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120.6,
 }  # fmt: skip
 
 
@@ -23,6 +29,30 @@ def test_parameter_counts_match_the_published_ones_of_known_models(model):
     sizes = model_sizes(model.name, model.sizes.as_config())
     assert sizes.parameters / 1e9 == pytest.approx(PARAMETERS[model.name.rpartition("/")[2]], rel=0.003)
     assert model.model_type in SUPPORTED_ARCHITECTURES
+
+
+TINY = {"vocab_size": 96, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+GLM = TINY | {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 5,
+    "first_k_dense_replace": 2,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 32,
+}
+NEMOTRON_3 = TINY | {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "ME*E-", "intermediate_size": 512, "n_groups": 2, "mamba_num_heads": 8, "ssm_state_size": 32,
+    "mamba_head_dim": 32, "n_routed_experts": 32, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", [GLM, NEMOTRON_3, NEMOTRON_3 | {"moe_latent_size": 128}], ids=["glm", "nano", "super"]
+)
+def test_parameter_count_of_experts_and_dense_layers_is_that_of_the_tensors(config):
+    tensors = parameter_shapes(native_config(config)).values()
+    routers = sum(prod(shape) for shape in tensors if shape == [32, 256])
+    assert model_sizes("none", config).parameters == pytest.approx(sum(map(prod, tensors)) - routers, rel=0.003)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,16 @@ LAYERS = {
         "hybrid_override_pattern": "M-M*-", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
         "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5,
     },
+    "nemotron_h with experts": {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "ME*E", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+        "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5,
+    },
+    "nemotron_h with latent experts": {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "EM*E", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+        "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 64, "moe_latent_size": 24,
+    },
 }  # fmt: skip
 
 

@@ -35,6 +35,11 @@ FAMILIES = {
         "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1,
         "topk_group": 1, "first_k_dense_replace": 1,
     },
+    "nemotron_h with latent experts": LLAMA | {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "ME*M-", "mlp_hidden_act": "relu2", "n_groups": 1, "mamba_num_heads": 2,
+        "ssm_state_size": 16, "mamba_head_dim": 16, "tie_word_embeddings": False, "n_routed_experts": 5, "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
+    },
     "granite": LLAMA | {"model_type": "granite", "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
 }  # fmt: skip
 PLENTY = 1 << 28

@@ -34,6 +34,15 @@ void bind_decoder_model(py::module_& m) {
           "blocks", [](const DecoderModel& self) { return self.layout().blocks; },
           "Every tensor outside the flat buffer: quantised matrices (csrc/ops/weight_blocks.h) and buffers")
       .def("blocks_of", &DecoderModel::blocks, py::arg("spec"))
+      .def_property_readonly(
+          "routers",
+          [](DecoderModel& self) {
+            std::vector<std::pair<at::Tensor, at::Tensor>> all;
+            for (const auto& layer : self.decoder().parameters().layers)
+              if (layer.choice_bias.defined()) all.emplace_back(layer.choice_bias, layer.load);
+            return all;
+          },
+          "(bias, load) of each sigmoid router; the load counts the tokens of each expert in backward passes")
       .def_property_readonly("specs", [](const DecoderModel& self) { return self.layout().specs; })
       .def(
           "adapt",

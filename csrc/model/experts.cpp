@@ -191,6 +191,9 @@ void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>&
                        Workspace& workspace) const {
   const auto x = x_of();
   const auto routes = route(w, x, d_x.scalar_type(), workspace);
+  if (const auto& load = w.tensors().load; load.defined())
+    for (std::size_t e = 0; e + 1 < routes.groups.begin.size(); ++e)
+      load.mutable_data_ptr<std::int64_t>()[e] += routes.groups.begin[e + 1] - routes.groups.begin[e];
   at::Tensor d_weight;
   if (e_.latent_size > 0) {
     if (grads.wants(&LayerParameters::latent_up)) grads.add(&LayerParameters::latent_up, dy, a.latent, workspace);

@@ -213,8 +213,11 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
   const auto sums = flat.options().dtype(flat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : layer_tensors(c, l))
-      if (tensor.is_buffer)
-        layers[static_cast<std::size_t>(l)].*tensor.field = at::zeros({tensor.parts.front().rows}, sums);
+      if (tensor.is_buffer) {
+        auto& layer = layers[static_cast<std::size_t>(l)];
+        layer.*tensor.field = at::zeros({tensor.parts.front().rows}, sums);
+        layer.load = at::zeros({tensor.parts.front().rows}, sums.dtype(at::kLong));
+      }
   if (!c.quantization) return;
   constexpr std::int64_t kLine = 64;
   const auto for_matrices = [&](const auto& f) {  // f(matrix, rows, bytes of a row, offset), returns where all end

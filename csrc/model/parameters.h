@@ -50,6 +50,7 @@ struct LayerParameters {
   at::Tensor router_weight;          ///< [E, D]
   at::Tensor router_bias;            ///< [E]
   at::Tensor choice_bias;            ///< [E] A of a sigmoid router, a buffer
+  at::Tensor load;                   ///< [E] int64: tokens that chose each expert in backward passes, no parameter
   at::Tensor latent_down;            ///< [L, D]: the stream's projection for latent experts, which have L in place of D
   at::Tensor latent_up;              ///< [D, L]
   at::Tensor experts_gate_up;        ///< [E · 2I, D], I of an expert, or [E · I, D] without gates
@@ -126,7 +127,7 @@ struct DecoderParameters {
   DecoderParameters() = default;
   /// Quantised matrices and buffers are left undefined.
   DecoderParameters(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat);
-  /// Allocates the tensors of layout.blocks, filled with zeros.
+  /// Allocates the tensors of layout.blocks and the loads of sigmoid routers, filled with zeros.
   void add_blocks(const ModelConfig& config);
   at::Tensor flat;       ///< [layout.total]
   at::Tensor embedding;  ///< [V, D]

@@ -42,6 +42,44 @@ def test_grpo_learns_to_reverse_digits(tmp_path, layers, seed):
         assert run.validation.validator.run(run.state.step).metrics["accuracy"] > 0.85
 
 
+BALANCED = [
+    *(f"++policy.hf_config_overrides.{key}={value}" for key, value in NEMOTRON_3.items()),
+    "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.moe_router_bias_update_rate=0.25",
+]  # fmt: skip
+
+
+def test_biases_of_routers_move_by_the_rate_toward_balanced_loads_whatever_the_micro_batches(tmp_path):
+    def biases(name, *overrides):
+        run = tiny.train(tmp_path / name, *tiny.SMALL, *BALANCED, "grpo.max_num_steps=1", *overrides)
+        assert run.history[0]["max_logprob_gap"] == 0.0
+        assert all(load.sum() == 0 for _, load in run.policy.model.routers)
+        return torch.stack([bias for bias, _ in run.policy.model.routers])
+
+    found = biases("packed")
+    assert (
+        found.shape == (2, 6)
+        and set(found.flatten().tolist()) <= {-0.25, 0.0, 0.25}
+        and (found > 0).any()
+        and (found < 0).any()
+    )
+    assert torch.equal(
+        found, biases("single", "policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3")
+    )
+    assert torch.equal(found, biases("recomputed", "policy.megatron_cfg.activation_checkpointing=true"))
+    run = tiny.train(tmp_path / "more", *tiny.SMALL, *BALANCED, "grpo.max_num_steps=3")
+    assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 3
+
+
+def test_bias_of_an_expert_with_less_than_the_average_load_is_raised(tmp_path):
+    policy = tiny.make(tmp_path, *tiny.SMALL, *BALANCED).policy
+    (bias, load), other = policy.model.routers
+    bias.copy_(torch.arange(6.0))
+    load.copy_(torch.tensor([7, 0, 3, 3, 4, 1]))  # 3 on average
+    policy._update_router_biases()
+    assert bias.tolist() == [-0.25, 1.25, 2.0, 3.0, 3.75, 5.25] and load.tolist() == [0] * 6
+    assert other[0].tolist() == [0.0] * 6
+
+
 def test_metrics_report_exact_agreement_of_generation_and_training(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4")
     for row in run.history:

@@ -77,6 +77,26 @@ def test_gradients_match_transformers(name, tmp_path, monkeypatch):
         assert (ours - expected).norm() <= 1e-6 * expected.norm() + 1e-12, parameter_name
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_groups", "nemotron_h_experts"])
+def test_loads_of_routers_match_the_choices_of_transformers(name, tmp_path):
+    hf, model = build(name, tmp_path), load(tmp_path)
+    trainer, (batch, ids, lengths, _) = C.Trainer(model), ragged_batch()
+    out = torch.zeros(ids.shape)
+    trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, out)
+    trainer.backward(torch.zeros(ids.shape))
+    chosen = []
+    for router in [module for module in hf.modules() if type(module).__name__.endswith("TopkRouter")]:
+        chosen.append([])
+        router.register_forward_hook(lambda _, inputs, found, to=chosen[-1]: to.append(found[2].flatten()))
+    for row, length in zip(ids, lengths):
+        if length > 1:  # the last token of a row predicts none, and is not computed
+            hf(input_ids=row[None, : length - 1])
+    loads = [load for _, load in model.routers]
+    assert [load.tolist() for load in loads] == [
+        torch.cat(of).bincount(minlength=len(load)).tolist() for of, load in zip(chosen, loads)
+    ]
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -214,7 +214,8 @@ def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]
     """Yield a problem if load balancing is requested for the experts of a native model."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
-        yield from (Finding("error", f"{section}.{key}", why) for key, why in balance_wanted(model))
+        wanted = balance_wanted(model, sizes.has_router_biases)
+        yield from (Finding("error", f"{section}.{key}", why) for key, why in wanted)
 
 
 def _check_tokenizer(use: _Use, folder: ModelFolder | None) -> Iterator[Finding]:

@@ -310,6 +310,12 @@ class MegatronConfig(Section):
     peft: PeftConfig = section(PeftConfig, "Megatron's LoRA (not supported; see dtensor_cfg.lora_cfg)")
     distributed_data_parallel_config: DDPConfig = section(DDPConfig, "gradient exchange")
     fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")
+    moe_router_bias_update_rate: NonNegative = key(
+        0.0,
+        "Balances the experts of sigmoid routers without a loss (Wang et al., 2024): each optimizer step adds the rate to "
+        "the bias of an expert that fewer tokens than the average chose, and subtracts it from the others. Shared "
+        "prompts are then computed for each response, so that every token counts. 0: biases keep their values.",
+    )
     freeze_moe_router: bool = key(
         True,
         "Accepted without effect, because NeMo RL's files contain it. The router of a mixture-of-experts "

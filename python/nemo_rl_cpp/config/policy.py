@@ -254,6 +254,11 @@ class TrainedModelConfig(Section):
         is_read = self.dtensor_cfg.enabled and not self.megatron_cfg.enabled
         return self.dtensor_cfg.lora_cfg if is_read and self.dtensor_cfg.lora_cfg.enabled else None
 
+    @property
+    def router_bias_update_rate(self) -> float:
+        """Return the rate of megatron_cfg if it is enabled, otherwise 0."""
+        return self.megatron_cfg.moe_router_bias_update_rate if self.megatron_cfg.enabled else 0.0
+
     def effective_optimizer(self) -> OptimizerSettings:
         """Return the settings of AdamW, from megatron_cfg.optimizer if megatron_cfg is enabled, otherwise from
         `optimizer`."""

@@ -300,9 +300,12 @@ def check_engines(config: TrainMasterConfig, report: Report) -> None:
 _BALANCE = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_router_load_balancing_type": "none"}
 
 
-def balance_wanted(model: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each key that requests load balancing of experts, which is not computed."""
+def balance_wanted(model: TrainedModelConfig, has_bias: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for each key that requests load balancing of experts which is not computed. `has_bias`: a
+    native model whose routers have biases."""
     for key, off in _BALANCE.items() if model.megatron_cfg.enabled else ():
+        if has_bias and model.lora is None and key == "moe_router_bias_update_rate":
+            continue
         if (given := getattr(model.megatron_cfg, key, off)) not in (off, None):
             text = f"is {given}, but no loss or bias that balances experts is computed: set it to {off}"
             yield f"megatron_cfg.{key}", text

@@ -57,6 +57,8 @@ class ModelSizes:
     """number of layers with a dense MLP in place of experts"""
     dense_size: int = 0
     """its intermediate size"""
+    has_router_biases: bool = False
+    """the routers of the experts are sigmoid ones, with biases"""
 
     kv_lora_rank: int = 0
     """columns of the latent of keys and values, of models with latent attention (models/latent_attention.py); 0: none"""
@@ -70,8 +72,10 @@ class ModelSizes:
     def as_config(self) -> dict[str, object]:
         """Return the sizes under the names of config.json."""
         own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers", "mlp_layers")
-        own += ("latent_size", "dense_mlps", "dense_size", *(() if self.recurrent_layers else RECURRENT_SIZES))
+        own += ("latent_size", "dense_mlps", "dense_size", "has_router_biases")
         own += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")  # no known model has latent attention
+        if not self.recurrent_layers:
+            own += RECURRENT_SIZES
         sizes = {name: value for name, value in asdict(self).items() if name not in own}
         if self.recurrent_layers:
             sizes["layer_types"] = [
@@ -317,9 +321,10 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
     tied = bool(known.get("tie_word_embeddings", False))
     fused = made is not None and made.fused_tensors
+    biased = made is not None and made.experts is not None and made.experts.sigmoid
     more = (
         (expert_sizes(known) if "E" in str(known.get("hybrid_override_pattern", "E")) else {})
         | recurrent_sizes(known)
         | latent_sizes(known)
     )
-    return ModelSizes(**derived | sizes | more, tie_word_embeddings=tied, fused_tensors=fused)
+    return ModelSizes(**derived | sizes | more, tie_word_embeddings=tied, fused_tensors=fused, has_router_biases=biased)

@@ -184,6 +184,20 @@ class TrainedModel:
 
     # ---- forward and optimizer step ---------------------------------------------------------------------------------
 
+    @property
+    def _bias_update_rate(self) -> float:
+        """Return moe_router_bias_update_rate if the model has sigmoid routers, otherwise 0."""
+        rate = self.config.router_bias_update_rate
+        return rate if rate and self.model.routers else 0.0
+
+    def _update_router_biases(self) -> None:
+        """Raise the bias of each expert with a load below the average of its router, and lower that of the others; then
+        clear the loads, which count every token of the global batch on all ranks."""
+        for bias, load in self.model.routers if self._bias_update_rate else ():
+            tokens = self.ranks.whole(load).double()
+            bias.add_(torch.sign(tokens.mean() - tokens), alpha=self._bias_update_rate)
+            load.zero_()
+
     def _batching(self, kind: str, micro_batch_size: int | None = None) -> MicroBatching:
         config = self.config
         packing, dynamic = config.sequence_packing, config.dynamic_batching
@@ -191,7 +205,7 @@ class TrainedModel:
         samples = micro_batch_size or (config.train_micro_batch_size if kind == "train" else config.logprob_batch_size)
         tokens = 0 if budget is None or micro_batch_size else getattr(budget, f"{kind}_mb_tokens")
         return MicroBatching(
-            max_samples=0 if tokens else samples, max_tokens=tokens, share_prefix=config.share_prompt_prefix,
+            max_samples=0 if tokens else samples, max_tokens=tokens, share_prefix=config.share_prompt_prefix and not (kind == "train" and self._bias_update_rate),
             checkpoint=config.activation_checkpointing, algorithm=packing.algorithm,
             largest_first=packing.microbatch_order == "largest_first",
             length_round=dynamic.sequence_length_round if budget is dynamic else 0,
@@ -317,6 +331,7 @@ class TrainedModel:
                 "were not updated"
             )
             raise self._with_replay(error, data) if self.ranks.is_first else error
+        self._update_router_biases()
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:

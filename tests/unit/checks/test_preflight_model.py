@@ -400,6 +400,22 @@ def test_settings_unsupported_for_mixture_of_experts_are_reported_before_a_run(m
 
 
 @pytest.mark.parametrize(
+    "key, refused",
+    [
+        ("moe_router_bias_update_rate=0.001", False),
+        ("moe_aux_loss_coeff=0.01", True),
+        ("moe_router_load_balancing_type=seq_aux_loss", True),
+    ],
+)
+def test_biases_alone_balance_the_experts_of_a_sigmoid_router(model, tmp_path, key, refused):
+    sizes = dict(n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=0)
+    folder = model_folder(tmp_path / "experts", model_type="glm4_moe", tie_word_embeddings=False, **sizes)
+    enabled = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")
+    found = [f.message for f in check(grpo(folder, f"++policy.megatron_cfg.{key}", *enabled)) if f.level == "error"]
+    assert len(found) == refused and all("no loss or bias that balances experts" in text for text in found)
+
+
+@pytest.mark.parametrize(
     "override, sentence",
     [
         ("cluster.device=cuda", "nemotron_h has recurrent layers, which the native core computes on the CPU only"),

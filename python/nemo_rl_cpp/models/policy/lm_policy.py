@@ -145,7 +145,12 @@ class Policy(TrainedModel, PolicyInterface):
         """Train on this rank's samples of the batch; see `train`."""
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
-        shared = dict(ranks=self.ranks, blocks=self.config.gradient_blocks, sums=self._sums())
+        shared = dict(
+            ranks=self.ranks,
+            blocks=self.config.gradient_blocks,
+            sums=self._sums(),
+            counts_loads=self._bias_update_rate > 0,
+        )
         way = MicroBatchRunner(self.trainer, loss_fn, self._batching("train", mbs), self.scoring, **shared)
         on_policy = "prev_logprobs" not in batch.tokens
         exactness = Exactness() if on_policy and "generation_logprobs" in batch.tokens else None

@@ -129,6 +129,7 @@ class MicroBatchRunner:
         ranks: the processes that share a global batch.
         blocks: number of gradient blocks, whose gradients are added along a fixed tree (see `Ranks.blocks`).
         sums: how gradients are summed over the ranks.
+        counts_loads: every sample gets a backward pass, in which the routers count the tokens of each expert.
     """
 
     trainer: C.Trainer
@@ -139,6 +140,7 @@ class MicroBatchRunner:
     ranks: Ranks = Ranks()
     blocks: int | None = None
     sums: GradientSums = GradientSums()
+    counts_loads: bool = False
 
     @property
     def own_blocks(self) -> int:
@@ -149,7 +151,7 @@ class MicroBatchRunner:
     def evens_out(self) -> bool:
         """Return whether samples move between ranks to balance backward passes; never with fixed gradient blocks."""
         asked = hasattr(self.loss_fn, "zero_gradient_rows") and hasattr(self.trainer, "move_kept")
-        return asked and self.blocks is None and self.ranks.size > 1
+        return asked and not self.counts_loads and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
         """Join a gradient sum that other ranks may have started, and discard its result. Called after any rank has
@@ -215,7 +217,7 @@ class MicroBatchRunner:
         check_finite(loss, rows, curr)
         if fused:
             trainer.finish_backward()
-        elif batch.backward and not any(grad.any() for grad in loss.grads):
+        elif batch.backward and not (self.counts_loads or any(grad.any() for grad in loss.grads)):
             result.zero_gradient_tokens += packed_tokens
         elif batch.backward:
             trainer.backward(*batch.gradients(micro, loss))
@@ -277,7 +279,7 @@ class _GlobalBatch:
         self.counts = GlobalCounts.of(data, begin, end)
         self.wanted = wanted_tokens(data)
         self.apart: Tensor | None = None
-        if backward and hasattr(way.loss_fn, "zero_gradient_rows"):
+        if backward and hasattr(way.loss_fn, "zero_gradient_rows") and not way.counts_loads:
             self.apart = way.loss_fn.zero_gradient_rows(data)
         self.moves: list[Move] = []
         if way.evens_out and self.apart is not None:

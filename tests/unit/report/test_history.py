@@ -2,7 +2,7 @@ import math
 
 import pytest
 from nemo_rl_cpp.report.findings import validation_trend
-from nemo_rl_cpp.report.history import MetricHistory, downsample, read_metrics
+from nemo_rl_cpp.report.history import MetricHistory, downsample, read_metrics, validation_word
 from synthetic_run import history_of
 
 
@@ -40,6 +40,20 @@ def test_downsampling_keeps_every_spike_and_both_ends():
     assert len(xs) <= 402 and max(kept) == 9.0 and min(kept) == -9.0 and (xs[0], xs[-1]) == (0, 9999)
     assert xs[kept.index(9.0)] == 1234
     assert downsample([1, 2], [math.nan, 2.0])[0] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "word"),
+    [
+        ({"accuracy": 0.5, "num_samples": 100, "right_or_wrong": 1.0}, "accuracy"),
+        ({"accuracy": 0.5, "num_samples": 100, "right_or_wrong": 0.0}, "reward"),
+        ({"accuracy": 0.5, "num_samples": 100}, "accuracy"),
+        ({}, "accuracy"),
+    ],
+)
+def test_validation_is_called_accuracy_only_if_rewards_are_zero_or_one(metrics, word):
+    history = MetricHistory([{"step": 1} | {f"validation/{name}": value for name, value in metrics.items()}])
+    assert validation_word(history) == word
 
 
 @pytest.mark.parametrize(("low", "level"), [(0.14, "info"), (0.2, "good")])

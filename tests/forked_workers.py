@@ -94,13 +94,13 @@ _forker: Forker | None = None
 
 def in_place(patch: pytest.MonkeyPatch) -> None:
     """Fork the workers until `patch` is undone."""
-    from nemo_rl_cpp.distributed import process_workers
+    from nemo_rl_cpp.distributed import launch
 
     global _forker
     if _forker is None:
         _forker = Forker()
         atexit.register(_forker.close)
-    patch.setattr(process_workers, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": _forker.start}))
+    patch.setattr(launch, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": _forker.start}))
 
 
 def serve(requests: socket.socket) -> None:

@@ -1,6 +1,6 @@
 """Removes what a test has registered in a table of the configuration."""
 
-from nemo_rl_cpp.config.tables import rebuild
+from nemo_rl_cpp.config.base import rebuild
 
 
 def forget(entries, name, section=None, keys=()):

@@ -8,7 +8,7 @@ import types
 import typing
 from pathlib import Path
 
-from nemo_rl_cpp.config.base import Section, fields_of, mark_of, section_at, section_type
+from nemo_rl_cpp.config.base import OneOf, Section, fields_of, mark_of, section_at, section_type
 from nemo_rl_cpp.config.data import dataset_keys
 from nemo_rl_cpp.config.env import environment_sections
 from nemo_rl_cpp.config.errors import shown
@@ -19,7 +19,6 @@ from nemo_rl_cpp.config.master import (
     PPOMasterConfig,
     SFTMasterConfig,
 )
-from nemo_rl_cpp.config.tables import OneOf
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 

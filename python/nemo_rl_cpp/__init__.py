@@ -10,8 +10,7 @@ wait (`threads.bound_spinning`), unless torch is already loaded.
     nemo_rl_cpp.ServiceClient       Tinker's training and sampling clients in this process
     nemo_rl_cpp.load_grpo_config    load and validate a configuration
     nemo_rl_cpp.build_run           build a run: `with build_run(config) as run: run.train()`
-    nemo_rl_cpp.write_report        write report.html for a log folder
-"""
+    nemo_rl_cpp.write_report        write report.html for a log folder"""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "AdvantageEstimator": "algorithms.custom_components",
-    "BatchedDataDict": "distributed.batched_data_dict",
+    "BatchedDataDict": "distributed.ragged_batch",
     "Callback": "algorithms.callbacks",
     "CheckpointManager": "checkpoints.manager",
     "ClippedPGLossFn": "algorithms.loss",
@@ -48,7 +47,7 @@ _EXPORTS = {
     "ServiceClient": "tinker.clients",
     "Tokenizer": "data.tokenizer",
     "TextGenerator": "generate",
-    "TrainResult": "api.result",
+    "TrainResult": "api.training",
     "Trainer": "api.primitives",
     "TrainingClient": "tinker.clients",
     "TrainingRun": "algorithms.build",

@@ -1,6 +1,5 @@
 """Checks of arguments. Each returns the value in its proper form or raises ValueError with a message of one sentence.
-Needs no torch.
-"""
+Needs no torch."""
 
 import difflib
 import os
@@ -30,8 +29,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
     """Return the known name that is most similar to `name`, or None if all have a difflib ratio below `cutoff`.
 
     If two names share whole words (`use_`), their remaining words must be similar, too: `use_rslora` does not suggest
-    `use_triton`.
-    """
+    `use_triton`."""
     for near in difflib.get_close_matches(name, list(known), 3, cutoff):
         words, others = _WORDS.findall(name), _WORDS.findall(near)
         own, its = ("".join(w for w in some if w not in rest) for some, rest in ((words, others), (others, words)))
@@ -62,8 +60,7 @@ def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> i
 
 def number(name: str, value: object, low: float, high: float, zero_is: str = "") -> float:
     """Return `value` as a float from `low` to `high`. Also accept 0 if `zero_is` is set; the message then explains 0 by
-    this text. Reject True and strings.
-    """
+    this text. Reject True and strings."""
     found = _scalar(value)
     if (
         isinstance(found, bool)
@@ -111,8 +108,7 @@ def model_name(model: object) -> str:
 
 def folder_path(value: object, name: str) -> Path:
     """Return `value` as a Path, which need not exist. Raise ValueError if it is not a path; `name` is the argument's
-    name in the message.
-    """
+    name in the message."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and path and "\0" not in path:
         return Path(path)

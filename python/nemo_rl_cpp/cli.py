@@ -11,8 +11,8 @@ from nemo_rl_cpp import __version__
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("runs:train", "train with GRPO, DAPO, ProRLv2 or PPO, as the configuration says"),
     "eval": ("runs:evaluate", "evaluate a model or a checkpoint"),
-    "generate": ("generate:main", "write text with a model or a checkpoint"),
-    "chat": ("chat:main", "talk to a model or a checkpoint"),
+    "generate": ("generate:generate", "write text with a model or a checkpoint"),
+    "chat": ("generate:chat", "talk to a model or a checkpoint"),
     "serve": ("serve:main", "serve a model or a checkpoint over HTTP, as OpenAI and vLLM do"),
     "export": ("export:main", "write a model or a checkpoint as a GGUF file, for llama.cpp, Ollama and LM Studio"),
     "check": ("runs:check", "check a configuration with its overrides, without loading anything else"),
@@ -36,8 +36,7 @@ nemo-rl-cpp COMMAND --help says more about one of them."""
 
 def _leave(number: int, frame: object) -> None:
     """End the program immediately, because an exception raised during an import might be lost or printed with a
-    traceback.
-    """
+    traceback."""
     os.write(2, b"\ninterrupted: stopped at once\n")
     os._exit(130)
 
@@ -47,8 +46,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
     command line or configuration; 130 after Ctrl-C.
 
     `command` is the subcommand; if it is None, the first argument is. `options` are passed to the subcommand's
-    function; scripts in examples/ use them.
-    """
+    function; scripts in examples/ use them."""
     if argv is None:
         signal(SIGINT, _leave)
     from nemo_rl_cpp.command_line import program
@@ -72,8 +70,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
 
 def _command(words: Sequence[str]) -> str | None:
     """Return the first argument if it is a subcommand. Otherwise print an error, or the help if there are no arguments,
-    and return None. For --help and --version, print the requested text and exit.
-    """
+    and return None. For --help and --version, print the requested text and exit."""
     from nemo_rl_cpp.argument_checks import did_you_mean
     from nemo_rl_cpp.command_line import Exit
 

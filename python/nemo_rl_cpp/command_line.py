@@ -125,8 +125,7 @@ def command_parser(name: str, description: str, examples: str) -> OneLineParser:
 
 def unknown_option(words: Sequence[str]) -> str | None:
     """Return an error message for the first argument that is an option, not a configuration override; None if all are
-    overrides.
-    """
+    overrides."""
     for i, word in enumerate(words):
         if not word.startswith("-") or word == "-":
             continue

@@ -27,8 +27,7 @@ def searched_folders() -> list[str]:
 
 def search_for_modules(*folders: str | Path) -> None:
     """Search these folders (the working directory, the configuration's folder) for user modules from now on, after the
-    installed packages.
-    """
+    installed packages."""
     _searched[:] = dict.fromkeys(map(str, folders))
     for folder in _searched:
         if folder not in sys.path and not ("" in sys.path and folder == str(Path.cwd())):
@@ -67,8 +66,7 @@ def is_user_defined(name: object) -> bool:
 def import_object(name: str, what: str) -> Any:
     """Import and return the object with a dotted name (`module.name`, also `package.module.Class.method`).
 
-    If that fails, raise LoadingError. Its message starts with `what`, such as "reward function".
-    """
+    If that fails, raise LoadingError. Its message starts with `what`, such as "reward function"."""
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise LoadingError(f"{what} {in_a_line(name)} is no dotted name: write module.name, as in my_module.my_name")

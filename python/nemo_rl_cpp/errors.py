@@ -2,8 +2,7 @@
 
 A command line prints the sentence and the name of the file with the traceback; `--debug` also prints the traceback. In
 Python, exceptions are raised as usual. An exception in user code keeps its type, and its message says in which
-function, file and line it was raised.
-"""
+function, file and line it was raised."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ _secrets: dict[str, str] = {}  # secret -> its replacement in files
 class UserCodeError(Exception):
     """Raised if user code failed: a reward function, an environment, a data set, a loss. The message is one sentence
     with the function, file and line. `__cause__` is the original exception, and the error is also an instance of its
-    type (see `in_user_code`).
-    """
+    type (see `in_user_code`)."""
 
     def __init__(self, sentence: str) -> None:
         Exception.__init__(self, sentence)
@@ -54,8 +52,7 @@ class Finding(NamedTuple):
     """A problem that a check found. An "error" ends the run before it starts; a "warning" is only printed.
 
     `key` is the dotted configuration key to change, or "". `message` is one sentence that says what is wrong and what
-    to do.
-    """
+    to do."""
 
     level: Literal["error", "warning"]
     key: str
@@ -63,6 +60,21 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.key} {self.message}" if self.key else self.message
+
+
+_SAID: set[str] = set()  # remarks that the user has seen, without their memory forecast
+
+
+def note_as_said(remark: str) -> str:
+    """Record that the caller shows `remark` to the user, so that `say_once` does not repeat it; return `remark`."""
+    _SAID.add(remark.partition("; memory forecast")[0])
+    return remark
+
+
+def say_once(kind: str, remark: str) -> None:
+    """Print a remark to stderr as a "warning" or "note", unless this process has shown it to the user."""
+    if remark.partition("; memory forecast")[0] not in _SAID:
+        print(f"{kind}: {note_as_said(remark)}", file=sys.stderr, flush=True)
 
 
 class Place(NamedTuple):
@@ -94,8 +106,7 @@ def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
 
 def keep_out_of_files(texts: Mapping[str, str]) -> None:
     """Make `save_traceback` replace each secret, a key of `texts`, by `texts[secret]`. Secrets below 6 characters are
-    ignored, since they occur in ordinary words.
-    """
+    ignored, since they occur in ordinary words."""
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
@@ -108,8 +119,7 @@ def _is_ours(file: str) -> bool:
 
 def _real(file: str) -> str:
     """Return the real path of a source file, and a name such as `<string>` unchanged. This also works if the working
-    directory no longer exists.
-    """
+    directory no longer exists."""
     return os.path.realpath(file) if os.path.isabs(file) else file
 
 
@@ -130,8 +140,7 @@ def user_place(error: BaseException) -> Place | None:
     it.
 
     Libraries are skipped: if the user's function passes a wrong argument to a library, the line in the user's function
-    is returned. Code that called this package is skipped, too.
-    """
+    is returned. Code that called this package is skipped, too."""
     places = _places(error)
     first = next((i for i, place in enumerate(places) if _is_ours(place.file)), len(places))
     for place in reversed(places[first:]):
@@ -144,8 +153,7 @@ def user_place(error: BaseException) -> Place | None:
 
 def _called_place(error: BaseException) -> Place | None:
     """Return the line of code that was called from this package's innermost frame. It counts as user code even in a
-    library.
-    """
+    library."""
     places = _places(error)
     last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
     return places[last + 1] if last + 1 < len(places) else None
@@ -175,8 +183,7 @@ def in_user_code(
 ) -> UserCodeError | None:
     """Return the exception to raise in place of an exception from user code: of the same type, with one sentence as its
     message. Return None if `error` is not from user code, for Ctrl-C, and if it already has such a message. If
-    `called`, this package was calling user code, so the exception counts as the user's even if a library raised it.
-    """
+    `called`, this package was calling user code, so the exception counts as the user's even if a library raised it."""
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)

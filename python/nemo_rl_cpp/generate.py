@@ -45,8 +45,7 @@ class TextGenerator:
         num_threads: the number of CPU threads; by default all cores.
 
     Raises:
-        ValueError: the model cannot be found, or the native engine does not support it.
-    """
+        ValueError: the model cannot be found, or the native engine does not support it."""
 
     def __init__(self, model: str | Path, *, precision: str = "bfloat16", num_threads: int | None = None):
         if precision not in ("bfloat16", "float32"):
@@ -111,8 +110,7 @@ class TextGenerator:
         Temperature 0 is greedy decoding. The same seed gives the same text. `on_text` is called with each piece of text
         once it is final (a character may take several tokens); bytes that form no character become U+FFFD, as in
         transformers. The text ends at a stop token, after a stop string, after `max_new_tokens`, or at the model's last
-        position. Raise ValueError for invalid arguments.
-        """
+        position. Raise ValueError for invalid arguments."""
         prompt = prompt_of(prompt, "the prompt", may_be_empty=True)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens, 1)
         temperature = number("temperature", temperature, SMALLEST, LARGEST, zero_is="for greedy decoding")

@@ -35,8 +35,7 @@ def say(text: str) -> None:
 
 def end_within(seconds: float, status: int, done: threading.Event | None = None, text: str | None = None) -> None:
     """Print `text` and end the process with `status` after `seconds`, unless `done` is set first. This works even if
-    another thread does not end or the main thread is stuck in a call.
-    """
+    another thread does not end or the main thread is stuck in a call."""
     done = done or threading.Event()
 
     def watch() -> None:

@@ -33,8 +33,7 @@ def call_user(function: Callable[..., object], *args: object, **kwargs: object) 
     """Call the user's `function` in the thread that started the run. Await the result if it is awaitable, and return
     it.
 
-    Raise what the function raises. Outside a run (see `serve`) the current thread makes the call.
-    """
+    Raise what the function raises. Outside a run (see `serve`) the current thread makes the call."""
     call = partial(function, *args, **kwargs)
     serving = _serving[-1] if _serving else None
     if serving is None or serving.is_here:
@@ -64,8 +63,7 @@ def serve(work: Callable[[], object]) -> Any:
     """Run `work()` in a new thread and return its result. Meanwhile the current thread makes the calls of `call_user`.
 
     Raise what `work` raises. If a signal raises KeyboardInterrupt or SystemExit, `work` is ended, too. Calls may be
-    nested: a callback may run a validation.
-    """
+    nested: a callback may run a validation."""
     return _caller().serve(work)
 
 
@@ -139,8 +137,7 @@ class _Caller:
 
     def _make_calls(self, done: Future, state: _ProcessState) -> None:
         """Make the requested calls until `done` is set and no thread waits for a call already started. The event loop
-        does not run during a function call, because the function may run its own.
-        """
+        does not run during a function call, because the function may run its own."""
         while True:
             with self._lock:
                 if not self._calls and done.done() and (self._depth > 1 or not self._tasks):
@@ -153,8 +150,7 @@ class _Caller:
 
     def _wait(self) -> None:
         """Run the event loop until `_stop_waiting` is called. The loop wakes every second, because a signal that
-        arrives just before the selector blocks would otherwise be handled only at the next event.
-        """
+        arrives just before the selector blocks would otherwise be handled only at the next event."""
 
         def wake() -> None:
             nonlocal beat

@@ -20,7 +20,7 @@ import time
 
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.distributed.process_workers import rendezvous_store
+from nemo_rl_cpp.distributed.launch import rendezvous_store
 from nemo_rl_cpp.distributed.ranks import connect
 from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES
 from sides import options

@@ -9,7 +9,7 @@ import torch
 from fakes import FakeGeneration
 from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.rollouts.rollouts import Conversations, EarlyScoring
 from nemo_rl_cpp.serving.answers import ChatAnswer, CompletionAnswer, Header

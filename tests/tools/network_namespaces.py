@@ -40,7 +40,7 @@ def remove() -> None:
 
 def member(rank: int, port: int) -> None:
     """Run one rank. It prints what it does, line by line, and waits for a line of input before each sum."""
-    from nemo_rl_cpp.distributed.process_workers import rendezvous_store
+    from nemo_rl_cpp.distributed.launch import rendezvous_store
     from nemo_rl_cpp.distributed.ranks import connect
 
     store = rendezvous_store(ADDRESSES[0], 60.0) if rank == 0 else None

@@ -5,8 +5,7 @@ compute_advantage(prompt_ids, rewards [B], mask [B, S], **inputs) returns advant
 (advantages, returns). If `offsets` [B + 1] is given, per-token values have the shape [T], without padding; training
 runs use this form. Samples with equal rows of `prompt_ids` form a group, or samples with equal `group_id` [B] if it is
 given. Estimators that whiten set `advantage/degenerate_whitening` in `last_metrics`: 1.0 if too few tokens were valid
-to whiten.
-"""
+to whiten."""
 
 import math
 from abc import abstractmethod
@@ -40,8 +39,7 @@ def calculate_baseline_and_std_per_prompt(
         rewards: [B].
         valid_mask: [B]; samples with 0 are ignored.
         leave_one_out_baseline: whether a sample's own reward is excluded.
-        std_rewards: [B], the rewards from which std is computed; by default `rewards`.
-    """
+        std_rewards: [B], the rewards from which std is computed; by default `rewards`."""
     result = ops.group_baseline(
         rewards,
         ops.group_ids_from_prompts(prompts),
@@ -58,8 +56,7 @@ def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
 
 class _Estimator(AdvantageEstimator):
     """The base class of the estimators below. The constructor takes configuration sections, or mappings with the same
-    keys, and raises ConfigError for an unknown key.
-    """
+    keys, and raises ConfigError for an unknown key."""
 
     section: type[AdvEstimatorConfig | GAEConfig] = AdvEstimatorConfig
 
@@ -79,8 +76,7 @@ class _Estimator(AdvantageEstimator):
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the log-probabilities (policy, reference) if the reward has a KL penalty and both are given, otherwise
-        (None, None).
-        """
+        (None, None)."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
@@ -93,8 +89,7 @@ class _SampleEstimator(_Estimator):
         valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **inputs: object,
     ) -> Tensor:  # fmt: skip
         """Return the advantages of all tokens, even of masked ones, as an expanded view [B, S], or [T] if `offsets` is
-        given. The statistics of a group exclude samples with valid_mask 0.
-        """
+        given. The statistics of a group exclude samples with valid_mask 0."""
         advantages = self._of_samples(
             rewards,
             _groups(prompt_ids, group_id),
@@ -127,8 +122,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     advantages is whitened over the samples.
 
     `reward_weights` of the configuration has one weight per component, in the order of the sorted names. If it is None,
-    `part_weights` maps names to weights, and a component without an entry has weight 1.
-    """
+    `part_weights` maps names to weights, and a component without an entry has weight 1."""
 
     part_weights: Mapping[str, float] = MappingProxyType({})
 
@@ -137,8 +131,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
         **of_batch: object,
     ) -> Tensor:  # fmt: skip
         """Return the advantages [B]. Raise ValueError if the batch has fewer than two reward components, or if the
-        number of weights differs from the number of components.
-        """
+        number of weights differs from the number of components."""
         keys = sorted(key for key in repeated_batch.keys() if str(key).startswith("reward/"))
         if len(keys) < 2:
             raise ValueError(
@@ -160,8 +153,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
 
 def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return (sums, index): the sum of `values` [B] over each group, float64 [number of groups], and the group of each
-    sample, int64 [B].
-    """
+    sample, int64 [B]."""
     _, group = torch.unique(groups, return_inverse=True)
     sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.to(torch.float64))
     return sums, group
@@ -170,8 +162,7 @@ def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 class OPOAdvantageEstimator(_SampleEstimator):
     """OPO (arXiv:2505.23585): the reward minus the length-weighted mean reward of the group, sum_i(length_i reward_i) /
     sum_i(length_i). This baseline minimises the variance if all tokens have equally large gradients. Lengths count
-    trained tokens.
-    """
+    trained tokens."""
 
     def _of_samples(
         self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, *, mask: Tensor, offsets: Tensor | None,
@@ -193,8 +184,7 @@ class OPOAdvantageEstimator(_SampleEstimator):
 class BestOfGroupAdvantageEstimator(_SampleEstimator):
     """verl's grpo_passk (arXiv:2503.19595): the best response of a group gets its reward minus the second-best reward,
     divided by the group's standard deviation if normalize_rewards. All other responses get 0. If several responses
-    share the best reward, all get 0.
-    """
+    share the best reward, all get 0."""
 
     def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
         advantages = torch.zeros_like(rewards)
@@ -216,8 +206,7 @@ class PassAtKAdvantageEstimator(_SampleEstimator):
     group. A set gets reward 1 if any of its responses is correct (reward above 0).
 
     With N responses, W of them wrong, and p = 1 - C(W, k) / C(N, k), a correct response gets (1 - p) / sd and a wrong
-    response (1 - p - C(W - 1, k - 1) / C(N - 1, k - 1)) / sd, where sd = sqrt(p (1 - p)).
-    """
+    response (1 - p - C(W - 1, k - 1) / C(N - 1, k - 1)) / sd, where sd = sqrt(p (1 - p))."""
 
     def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
         is_right = rewards > 0
@@ -229,8 +218,7 @@ class PassAtKAdvantageEstimator(_SampleEstimator):
 
     def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
         """Return (advantage of a correct response, advantage of a wrong response) in a group of `total` responses, of
-        which `wrong` are wrong.
-        """
+        which `wrong` are wrong."""
         k = min(self.config.pass_k, total)
         passed = 1.0 - math.comb(wrong, k) / math.comb(total, k)
         sd = math.sqrt(passed * (1.0 - passed))
@@ -242,8 +230,7 @@ class PassAtKAdvantageEstimator(_SampleEstimator):
 
 class MaxRLAdvantageEstimator(_SampleEstimator):
     """Maximum-likelihood RL (arXiv:2602.02710): (reward - mean) / mean over the group, or 0 if the mean is not
-    positive. For rewards of 0 and 1 the policy gradient is then that of log(success rate).
-    """
+    positive. For rewards of 0 and 1 the policy gradient is then that of log(success rate)."""
 
     def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
         mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
@@ -252,8 +239,7 @@ class MaxRLAdvantageEstimator(_SampleEstimator):
 
 class ReMaxAdvantageEstimator(_SampleEstimator):
     """ReMax (arXiv:2310.10505): the reward minus the reward of the greedy response to the same prompt, which
-    `repeated_batch["reward_baseline"]` [B] holds.
-    """
+    `repeated_batch["reward_baseline"]` [B] holds."""
 
     def _of_samples(
         self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, *, repeated_batch: Mapping[str, Tensor],
@@ -270,8 +256,7 @@ class OptimalTokenBaselineAdvantageEstimator(_Estimator):
 
     where i runs over the group's responses that have a t-th trained token. W_it is the squared norm of the gradient of
     the log-probability of response i's first t trained tokens with respect to the logits. If no other response has a
-    t-th trained token, A is 0.
-    """
+    t-th trained token, A is 0."""
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor, sum_pi_squared: Tensor,
@@ -325,8 +310,7 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
 
 class RawRewardAdvantageEstimator(_Estimator):
     """The reward itself as the advantage of every token, whitened over the valid tokens if normalize_advantages. The
-    returns, a critic's targets, are None.
-    """
+    returns, a critic's targets, are None."""
 
     section = GAEConfig
 
@@ -339,8 +323,7 @@ class RawRewardAdvantageEstimator(_Estimator):
 
 class GeneralizedAdvantageEstimator(_Estimator):
     """GAE (arXiv:1506.02438), optionally whitened. The recursion skips masked tokens. As in VAPO, lambda may differ
-    between policy and critic, and may depend on the length of the response.
-    """
+    between policy and critic, and may depend on the length of the response."""
 
     section = GAEConfig
 
@@ -378,8 +361,7 @@ class OPDAdvantageEstimator(_Estimator):
     constant does not change it). MOPD (arXiv:2601.02780) is the reverse KL plus `outcome_advantage_weight` times the
     advantage computed from the rewards: by GRPO, or in a PPO run by GAE, whitened if normalize_advantages. The critic
     learns from the rewards alone. TROPD replaces q with alpha q + (1 - alpha) p, so the reverse KL's advantage is at
-    least log(1 - alpha).
-    """
+    least log(1 - alpha)."""
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         self._in_ppo = isinstance(estimator_config, GAEConfig)
@@ -411,8 +393,7 @@ class OPDAdvantageEstimator(_Estimator):
     ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return advantages, or in a PPO run (advantages, returns), where returns are None without a critic. A token
         that the student's top-k or top-p filter removes (log-probability -inf) gets 0. `of_rewards` holds the inputs of
-        the estimator that computes advantages from rewards.
-        """
+        the estimator that computes advantages from rewards."""
         valid = (mask != 0) & torch.isfinite(prev_logprobs)
         gap = torch.where(valid, teacher_logprobs - prev_logprobs, 0.0).detach()
         advantages = self._of_divergence(gap)
@@ -455,8 +436,7 @@ def register_estimator(
     """Register a custom estimator, so that configurations can select it with `<algorithm>.adv_estimator.name`.
 
     The fields of `keys`, a pydantic model, become keys of the section `adv_estimator`, unless it already has them.
-    Raise ValueError if the name is taken.
-    """
+    Raise ValueError if the name is taken."""
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
     ADVANTAGE_ESTIMATORS.add(
         name, EstimatorEntry(cls, (algorithm,)), section, keys.model_fields if keys is not None else {}

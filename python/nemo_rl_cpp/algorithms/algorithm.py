@@ -1,22 +1,136 @@
 """The differences between GRPO (with DAPO and ProRLv2), distillation, supervised fine-tuning and PPO: which tokens are
-trained, and the stage of a training step that computes advantages. They share `algorithms/loop.py`.
-"""
+trained, and the stage of a training step that computes advantages. They share `algorithms/loop.py`."""
+
+from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from nemo_rl_cpp.algorithms.advantage_estimator import AdvantageEstimator, GDPOAdvantageEstimator, make_estimator
-from nemo_rl_cpp.algorithms.answers import EqualAdvantages
+from nemo_rl_cpp.algorithms.loss import LossFunction
+from nemo_rl_cpp.algorithms.step_metrics import Metrics
+from nemo_rl_cpp.algorithms.validation import ValidationResult, Validator
 from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.config.distillation import DistillationConfig
 from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.config.master import DistillationMasterConfig, GRPOMasterConfig, TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import Message
+from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
-from nemo_rl_cpp.rollouts.batches import TrainBatch, sampled_by_policy, spoken_by_assistant
+from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.models.interfaces import PolicyInterface
+from nemo_rl_cpp.models.policy.train_step import GlobalCounts
+from nemo_rl_cpp.rollouts.batches import (
+    DatumBatch,
+    TrainBatch,
+    build_train_batch,
+    sampled_by_policy,
+    spoken_by_assistant,
+)
+
+# ---- supervised fine-tuning: placeholders for engine, rollouts and advantages, and its validation
+
+
+class NoEngine:
+    """A placeholder for the engine in a run that generates nothing."""
+
+    owns_process = False
+
+    def prepare_for_generation(self) -> bool:
+        return True
+
+    def finish_generation(self) -> bool:
+        return True
+
+
+class NoRefit:
+    """A placeholder for the weight sync in a run without an engine."""
+
+    def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
+        return {}
+
+    def mark_stale(self) -> None:
+        pass
+
+    def verify_before_training(self) -> None:
+        pass
+
+
+def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
+    """Return the rows as finished rollouts with reward 0: their conversations already hold the answers to train on."""
+    rows["total_reward"] = torch.zeros(rows.size)
+    rows["truncated"] = torch.zeros(rows.size, dtype=torch.bool)
+    return rows, {}
+
+
+@dataclass
+class EqualAdvantages:
+    """A stage that gives every token the advantage 1.
+
+    Attributes:
+        keeps_logprobs: whether the policy generated the responses, so that `generation_logprobs` are kept."""
+
+    keeps_logprobs: bool = False
+    estimator: ClassVar[None] = None
+    metrics: ClassVar[Metrics] = {}
+
+    def add(self, batch: TrainBatch) -> None:
+        """Add `advantages` of 1. Remove `generation_logprobs` unless `keeps_logprobs`."""
+        batch.advantages = torch.ones(batch.num_tokens)
+        if not self.keeps_logprobs:
+            batch.tokens.pop("generation_logprobs", None)
+
+
+@dataclass(kw_only=True)
+class AnswerValidator(Validator):
+    """A validator that computes the loss on held-out answers.
+
+    Attributes:
+        model: the policy.
+        loss_fn: the training loss."""
+
+    model: PolicyInterface
+    loss_fn: LossFunction
+
+    def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str]:
+        return ["val_loss", "num_samples", "num_tokens"]
+
+    def run(self, step: int) -> ValidationResult:
+        """Return the metrics `val_loss` (the mean over the tokens of all batches), `num_samples` and `num_tokens`. A
+        last batch that is not full is ignored, unless it is the only one. Raise ValueError if the answers have no
+        tokens."""
+        start = time.perf_counter()
+        losses, tokens, samples = [], 0, 0
+        for number, rows in enumerate(self.loader):
+            if 0 < self.loop.val_batches <= number or (number and rows.size < self.loop.val_global_batch_size):
+                break
+            batch = build_train_batch(
+                given_answers(rows)[0], pad_token_id=self.tokenizer.pad_token_id, is_trained=spoken_by_assistant,
+                divisible_by=self.policy.make_sequence_length_divisible_by,
+            )  # fmt: skip
+            EqualAdvantages().add(batch)
+            if not self.model.skips_prev_logprobs:
+                batch.prev_logprobs = batch.ragged(self.model.get_logprobs(batch)["logprobs"])
+            result = self.model.train(
+                batch, self.loss_fn, eval_mode=True, gbs=batch.size, mbs=self.loop.val_micro_batch_size
+            )
+            count = int(GlobalCounts.of(batch).valid_toks)
+            losses.append(float(result["loss"].sum()) * count)
+            tokens, samples = tokens + count, samples + batch.size
+        if tokens == 0:
+            raise ValueError("the validation data have no token of an answer: check data.validation")
+        metrics = {"val_loss": math.fsum(losses) / tokens, "num_samples": samples, "num_tokens": tokens}
+        return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
+
+
+# ---- advantages
 
 
 class _EstimatedAdvantages:
@@ -34,8 +148,7 @@ class _EstimatedAdvantages:
     def _inputs(self, batch: TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
         """Return the keyword arguments of `compute_advantage`: those that all estimators take, the per-token tensors
         `of_tokens` (each [T] or None), and the log-probabilities of a teacher, if the batch has them. Per-token tensors
-        are padded to [B, S] unless `compute_advantage` has a parameter `offsets`.
-        """
+        are padded to [B, S] unless `compute_advantage` has a parameter `offsets`."""
         of_tokens["mask"] = batch.valid_mask
         if "teacher_logprobs" in batch:
             of_tokens |= {"teacher_logprobs": batch.teacher_logprobs, "prev_logprobs": batch.old_logprobs}
@@ -50,8 +163,7 @@ class GroupAdvantages(_EstimatedAdvantages):
     defines the groups, so two equal prompts of a batch are two groups.
 
     If `masked_reward_policy` is exclude, a group's statistics exclude samples that receive no gradient. Advantages are
-    clipped to [advantage_clip_low, advantage_clip_high]; None means no bound.
-    """
+    clipped to [advantage_clip_low, advantage_clip_high]; None means no bound."""
 
     def __init__(self, estimator: AdvantageEstimator, grpo: GRPOConfig | DistillationConfig) -> None:
         super().__init__(estimator)
@@ -78,8 +190,7 @@ class GroupAdvantages(_EstimatedAdvantages):
 
 class TokenAdvantages(_EstimatedAdvantages):
     """The stage that computes advantages in PPO, from the critic's values or from the raw rewards. With a critic it
-    also computes the returns, the critic's targets.
-    """
+    also computes the returns, the critic's targets."""
 
     def add(self, batch: TrainBatch) -> None:
         """Add `advantages` and, with a critic, `returns` to the batch."""
@@ -108,8 +219,7 @@ class Algorithm:
         needs_tokens: whether a step without any token to train on ends the run with an error. Without the error, PPO
             would continue and shrink both models by weight decay. GRPO needs no error: it makes a single update per
             step, and the report shows that nothing was learned.
-        has_rewards: whether samples have rewards. If not, metrics of rewards are omitted.
-    """
+        has_rewards: whether samples have rewards. If not, metrics of rewards are omitted."""
 
     make_advantages: Callable[[TrainMasterConfig], Advantages]
     is_trained: Callable[[Message], bool]
@@ -128,8 +238,7 @@ def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
     """Return GDPO's weights of reward components: the weights of the reward functions, keyed by function name. Return
     {} if no training data set uses reward functions, if their rewards are not components (`as_parts`), or if they have
-    no weights. Raise ValueError if `grpo.adv_estimator.reward_weights` is set, too.
-    """
+    no weights. Raise ValueError if `grpo.adv_estimator.reward_weights` is set, too."""
     section = config.env.get("reward_functions")
     if not isinstance(section, Mapping) or not section.get("as_parts") or section.get("weights") is None:
         return {}
@@ -144,8 +253,7 @@ def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
 
 def distillation_advantages(config: DistillationMasterConfig) -> GroupAdvantages | EqualAdvantages:
     """Return the `Advantages` object that `distillation.adv_estimator.name` selects. If the loss compares distributions
-    over the top-k tokens of each position, return one that sets all advantages to 1.
-    """
+    over the top-k tokens of each position, return one that sets all advantages to 1."""
     if config.candidates is not None:
         return EqualAdvantages(keeps_logprobs=True)
     estimator = make_estimator("grpo", config.distillation.adv_estimator, config.loss_fn)

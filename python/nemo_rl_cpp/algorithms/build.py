@@ -47,7 +47,6 @@ from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import ValidationResult
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
-from nemo_rl_cpp.checkpoints.model_card import CardFacts
 from nemo_rl_cpp.config.access import to_plain
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, checked, master_of
 from nemo_rl_cpp.data.dataloader import load_dataloader_state
@@ -64,6 +63,7 @@ from nemo_rl_cpp.metrics.memory import startup_objects_frozen
 from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
 from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm
+from nemo_rl_cpp.models.hub_upload import CardFacts
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, TrainedModelInterface
 from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.report.findings import Alerts

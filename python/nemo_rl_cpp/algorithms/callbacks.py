@@ -1,6 +1,5 @@
 """Callbacks: user code that is called after steps, validations and checkpoints and at the end of a run. It may stop the
-run.
-"""
+run."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class RunEvent:
         run: the whole run, with `history`, `policy`, `config` and `log_dir`.
         checkpoint: in `on_checkpoint` the folder that was just written; otherwise None.
         status: in `on_end` how the run ended: "finished", "stopped in time" (by checkpointing.checkpoint_must_save_by),
-            "interrupted" or "failed"; otherwise "".
-    """
+            "interrupted" or "failed"; otherwise ""."""
 
     step: int
     max_steps: int
@@ -47,8 +45,7 @@ class RunEvent:
 
     def stop(self, reason: str = "a callback") -> None:
         """End the run after this step, with a last validation and checkpoint. `reason` appears in the summary. If
-        called in `on_checkpoint`, that checkpoint is the last one, and no validation follows.
-        """
+        called in `on_checkpoint`, that checkpoint is the last one, and no validation follows."""
         self.run.state.stop(reason)
 
 
@@ -58,8 +55,7 @@ class Callback:
     class Plateau(nemo_rl_cpp.Callback):
         def on_validation(self, event):
             if event.metrics["accuracy"] > 0.9:
-                event.stop("90 % are right")
-    """
+                event.stop("90 % are right")"""
 
     def on_step(self, event: RunEvent) -> None:
         """Called after each step, when its metrics have been logged, and before its validation and checkpoint."""
@@ -96,8 +92,7 @@ class Callbacks:
 
     def end(self, status: str) -> None:
         """Call `on_end` of every callback, even if some raise. Raise the first error and print the others. If `status`
-        is "failed", print all errors, because the caller raises the run's failure.
-        """
+        is "failed", print all errors, because the caller raises the run's failure."""
         first = None
         for callback in self._callbacks:
             try:

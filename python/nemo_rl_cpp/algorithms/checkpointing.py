@@ -12,8 +12,7 @@
 No other part of this package has state: every random number is a function of the seed and of what is saved here. User
 code (`data.custom_dataloader`, rewards, callbacks) must not keep state, because a resumed run would lack it.
 
-The module also writes the model card and uploads checkpoints to the Hub.
-"""
+The module also writes the model card and uploads checkpoints to the Hub."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator, headline
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
-from nemo_rl_cpp.checkpoints.model_card import CardFacts, write_card
-from nemo_rl_cpp.checks import resumed
+from nemo_rl_cpp.checks import folders
 from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
 from nemo_rl_cpp.config.data import environments_of_training
@@ -49,7 +47,7 @@ from nemo_rl_cpp.files.folder_lock import FolderError
 from nemo_rl_cpp.files.plain_state import read_state, write_state
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.metrics.timer import Timer
-from nemo_rl_cpp.models.hub_upload import push_to_hub
+from nemo_rl_cpp.models.hub_upload import CardFacts, push_to_hub, write_card
 from nemo_rl_cpp.models.interfaces import TrainedModelInterface
 from nemo_rl_cpp.models.memory import size_text
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
@@ -75,8 +73,7 @@ class Resume(NamedTuple):
     def load_rollouts(self, collector: RolloutCollector) -> None:
         """Restore the prompt groups that dynamic sampling had kept for the next step, and the rollouts that were
         generated ahead for later steps. If the sampler no longer keeps groups, or now makes groups of a different size,
-        drop them and print a note.
-        """
+        drop them and print a note."""
         if self.path is None:
             return
         if (kept := _kept_groups(self.path)) is not None:
@@ -111,8 +108,7 @@ def find_resume(checkpoints: CheckpointManager) -> Resume:
     state if there is no checkpoint.
 
     Raise ResumeError (a ValueError) if `checkpointing.resume` does not allow the result. Raise it also if there are
-    checkpoints but none is complete, since a new run could overwrite files that can still be recovered.
-    """
+    checkpoints but none is complete, since a new run could overwrite files that can still be recovered."""
     if not checkpoints.enabled:
         return Resume(None, TrainState())
     path = checkpoints.get_latest_checkpoint_path()
@@ -130,8 +126,7 @@ class Saver:
     """The writer of a run's checkpoints. A checkpoint has everything that the run needs to resume.
 
     Attributes:
-        card: the facts of the model card that stay constant during the run.
-    """
+        card: the facts of the model card that stay constant during the run."""
 
     manager: CheckpointManager
     config: TrainMasterConfig
@@ -155,8 +150,7 @@ class Saver:
         disk that has space again.
 
         If the disk is full, warn once and continue; at the end of the run raise NotSavedError instead. Weights that are
-        not finite are never saved: raise NonFiniteError, whose message lists the first such parameters.
-        """
+        not finite are never saved: raise NonFiniteError, whose message lists the first such parameters."""
         self.check_metric_name(result)
         manager, state = self.manager, result.state
         reason = manager.save_reason(
@@ -189,8 +183,7 @@ class Saver:
 
     def _save(self, result: StepResult) -> Path:
         """Write the checkpoint and return its folder. Flush the logs first, so that no checkpoint is newer than its
-        logs.
-        """
+        logs."""
         manager, state, collector = self.manager, result.state, self.collector
         metric = self._metric_of(result)
         self.logger.flush()
@@ -212,8 +205,7 @@ class Saver:
 
     def check_metric_name(self, result: StepResult) -> None:
         """Raise ValueError if the run has no metric of the name in `checkpointing.metric_name`. Called before training
-        and after each step, so that the error comes before the first save. Do nothing once the metric was found.
-        """
+        and after each step, so that the error comes before the first save. Do nothing once the metric was found."""
         manager, validation = self.manager, result.validation
         kind, _, name = (manager.metric_name or "").partition(":")
         if not name or not manager.enabled or manager.metric_seen:
@@ -238,8 +230,7 @@ class Saver:
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
         """Return {name: value} of the metric by which checkpoints are ranked. If this step has no validation, or lacks
-        a metric that earlier steps had, return {} and warn once per run (not if the run was interrupted).
-        """
+        a metric that earlier steps had, return {} and warn once per run (not if the run was interrupted)."""
         manager = self.manager
         kind, _, name = (manager.metric_name or "").partition(":")
         validation = result.validation.metrics if result.validation else None
@@ -285,8 +276,7 @@ class Saver:
 
     def _check_weights(self, state: TrainState) -> None:
         """Raise NonFiniteError if a trained model has parameters that are not finite. The message lists the first such
-        parameters.
-        """
+        parameters."""
         for name, model in self.models.items():
             if bad := model.non_finite_parameters():
                 raise NonFiniteError(
@@ -309,8 +299,7 @@ def facts_of_run(
 
 def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metrics | None) -> CardFacts:
     """Return the facts of the model card after a step: `card`, with the step's metrics and those of its validation, if
-    any.
-    """
+    any."""
     results = {"reward, last step": metrics["reward"]} if "reward" in metrics else {}
     if validation is not None:
         word, value = headline(validation)
@@ -320,8 +309,7 @@ def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metr
 
 def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environment]) -> list[str]:
     """Return the names of the environments. An environment of reward functions is replaced by its functions' names with
-    their weights.
-    """
+    their weights."""
     found: list[str] = []
     used = environments_of_training(config.data)
     # if the run has further environments, the section may belong to a different task
@@ -339,8 +327,7 @@ def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environme
 
 def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, str]:
     """Upload a checkpoint to the Hub if `checkpointing.push_to_hub` is set, and return a row for the summary table. A
-    failed or interrupted upload is reported in that row and raises nothing.
-    """
+    failed or interrupted upload is reported in that row and raises nothing."""
     repository, private = config.push_to_hub, config.hub_private
     if repository is None or checkpoint is None:
         return {}
@@ -361,9 +348,8 @@ def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) 
     """Lock the checkpoint folder and return where to resume. The caller unlocks it (`CheckpointManager.shutdown`).
 
     If the run resumes, print the checkpoint, its time and each changed configuration key. Raise ResumeError (a
-    ValueError) if the checkpoint belongs to a different run (`checks/resumed.py`), and FolderError if a different run
-    has locked the folder.
-    """
+    ValueError) if the checkpoint belongs to a different run (`checks/folders.py`), and FolderError if a different run
+    has locked the folder."""
     checkpoints.claim()
     resume = find_resume(checkpoints)
     if resume.path is not None:
@@ -374,13 +360,12 @@ def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) 
 def announce(resume: Resume, config: TrainMasterConfig) -> None:
     """Print from which checkpoint the run resumes, which configuration keys changed, and if the checkpoint has already
     reached the configured steps or epochs, how to train on. Raise ResumeError if the checkpoint belongs to a different
-    run.
-    """
-    saved = resumed.read_saved(resume.path)
-    if refused := list(resumed.refusals(saved, config)):
-        raise ResumeError(resumed.refusal_text(saved, refused))
-    print(resumed.headline(saved, resumed.changes(saved, config)), flush=True)
-    if unknown := resumed.environment_keys(config):
+    run."""
+    saved = folders.read_saved(resume.path)
+    if refused := list(folders.refusals(saved, config)):
+        raise ResumeError(folders.refusal_text(saved, refused))
+    print(folders.headline(saved, folders.changes(saved, config)), flush=True)
+    if unknown := folders.environment_keys(config):
         print(f"Not compared, since their values come from environment variables: {', '.join(unknown)}", flush=True)
     section, loop, state = config.algorithm, config.loop, resume.state
     for unit, done, limit in (
@@ -390,7 +375,7 @@ def announce(resume: Resume, config: TrainMasterConfig) -> None:
         if limit is not None and done >= limit:
             key = f"{section}.max_num_{unit}"
             print(
-                f"{resumed.short(resume.path)} has {done} {unit}, and {key} is {limit}: nothing is left to train. Raise {key} to "
+                f"{folders.short(resume.path)} has {done} {unit}, and {key} is {limit}: nothing is left to train. Raise {key} to "
                 "train on; for a new run give another checkpointing.checkpoint_dir",
                 flush=True,
             )

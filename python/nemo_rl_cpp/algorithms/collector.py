@@ -5,8 +5,7 @@ Both collectors return batches in the same order. The content of a batch does no
     SyncCollector   batch k is generated during step k, with version k of the weights.
     AsyncCollector  batch k is generated with version max(0, k - A), while steps before k train. A is
                     `max_trajectory_age_steps`. With in-flight weight updates, a batch k >= A switches to version
-                    k - A + 1 in the middle of its responses, after a number of tokens that the configuration fixes.
-"""
+                    k - A + 1 in the middle of its responses, after a number of tokens that the configuration fixes."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -45,8 +44,7 @@ class Collected:
         finished_epochs: how many epochs of the data ended while the prompts were drawn.
         weight_version: the version of the weights that generated the rollouts.
         metrics: metrics of the weight sync, and of the wait for asynchronous rollouts.
-        seconds: durations of those stages of the collection that ran outside the step.
-    """
+        seconds: durations of those stages of the collection that ran outside the step."""
 
     samples: Rollouts
     rollout_metrics: dict[str, float]
@@ -73,8 +71,7 @@ class RolloutCollector(ABC):
         change_rewards: changes `total_reward` of finished rollouts and returns metrics (`grpo.length_penalty`).
         failures_left: how many failed rounds of generation or scoring may still be repeated in this run.
         pause: for in-flight weight updates (`AsyncCollector`): batch k >= A pauses here with version k - A while step
-            k - A trains, and continues with version k - A + 1. None: one version generates the whole batch.
-    """
+            k - A trains, and continues with version k - A + 1. None: one version generates the whole batch."""
 
     generation: GenerationInterface
     refit: WeightSynchronizer
@@ -96,8 +93,7 @@ class RolloutCollector(ABC):
 
     def settle(self) -> None:
         """Wait until no generation is in flight; called before a validation or checkpoint. Re-raise errors of
-        generation.
-        """
+        generation."""
 
     def state_dict(self) -> list[CollectedState]:
         """Return the batches that are ready for later steps, in the form of a checkpoint. Call `settle` first."""
@@ -128,8 +124,7 @@ class RolloutCollector(ABC):
 
         Add to the rollouts `raw_reward` float32 [B], the reward that the environments returned, and `weight_version`
         int64 [B]: the argument `weight_version`, or with in-flight weight updates the oldest version of the weights
-        that sampled any token of the row.
-        """
+        that sampled any token of the row."""
         while not self.sampler.full:
             prompts = self.prompts.next()
             with timer("generation"):
@@ -158,8 +153,7 @@ class RolloutCollector(ABC):
 
     def _count_failure(self, error: Exception) -> None:
         """Count a failed round of generation or scoring. Raise `error` if no more rounds may fail, or if a retry would
-        also fail, because a worker is lost or the run ends.
-        """
+        also fail, because a worker is lost or the run ends."""
         if isinstance(error, (WorkerLostError, GenerationEndedError)) or self.failures_left == 0:
             raise error
         self.failures_left -= 1
@@ -171,8 +165,7 @@ class RolloutCollector(ABC):
 
     def leave_out(self, batches: list[CollectedState], why: str) -> None:
         """Drop a checkpoint's batches and print why. Count their epochs, because the data loader is already past their
-        prompts.
-        """
+        prompts."""
         print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
         for _ in range(sum(saved["finished_epochs"] for saved in batches)):
             self.state.next_epoch()
@@ -180,8 +173,7 @@ class RolloutCollector(ABC):
 
 def oldest_versions(logs: list[LLMMessageLogType], version: int) -> torch.Tensor:
     """Return int64 [B]: for each conversation, the oldest version of the weights that sampled one of its tokens. Return
-    `version` for conversations whose messages do not record versions.
-    """
+    `version` for conversations whose messages do not record versions."""
     return torch.tensor(
         [
             min((int(m["token_versions"].min()) for m in log if len(m.get("token_versions", ()))), default=version)
@@ -215,8 +207,7 @@ class Meeting:
 
     Attributes:
         reached: a future of True once the generation waits here, or of False if the batch ended without waiting.
-        given: a future that is done once the engines have the new weights.
-    """
+        given: a future that is done once the engines have the new weights."""
 
     reached: Future[bool] = field(default_factory=Future)
     given: Future[None] = field(default_factory=Future)
@@ -253,8 +244,7 @@ class AsyncCollector(RolloutCollector):
         groups: (prompts per step, responses per prompt), which a checkpoint's batches must match; None: any.
         submit: starts a job, which generates one batch, and returns its future; None: jobs run in a thread. Jobs run
             one after the other.
-        make_meeting: makes the `Meeting` of a batch.
-    """
+        make_meeting: makes the `Meeting` of a batch."""
 
     age: int = 1
     keeps: bool = False
@@ -273,8 +263,7 @@ class AsyncCollector(RolloutCollector):
 
     def collect(self, timer: Timer) -> Collected:
         """Wait for the rollouts of this step and return them; start the generation of a later step's rollouts. The
-        timer's label `exposed_generation` has the time that training waits.
-        """
+        timer's label `exposed_generation` has the time that training waits."""
         with timer("exposed_generation"):
             paused = self._until_weights_may_change()
             if paused is None:
@@ -307,8 +296,7 @@ class AsyncCollector(RolloutCollector):
 
     def _batch_of(self, step: int, version: int, meeting: Meeting | None) -> Collected | None:
         """Generate the batch of `step`, counted from 0. Return None if the run ends before that step. Jobs run in the
-        order of steps. The weights change at `meeting`; if it is None, they do not change.
-        """
+        order of steps. The weights change at `meeting`; if it is None, they do not change."""
         state, timer = self.state, Timer()
         try:
             if state.max_num_steps is not None and step >= state.max_num_steps:
@@ -331,8 +319,7 @@ class AsyncCollector(RolloutCollector):
 
     def _until_weights_may_change(self) -> Meeting | None:
         """Wait until every batch has ended, or until the last batch waits for new weights. Return its meeting if it
-        waits, otherwise None.
-        """
+        waits, otherwise None."""
         for batch, meeting in zip(self._batches, self._meetings, strict=True):
             if meeting is not None and meeting.reached.result() and not meeting.given.done():
                 return meeting
@@ -341,8 +328,7 @@ class AsyncCollector(RolloutCollector):
 
     def settle(self) -> None:
         """Wait for all batches and end generation. A batch that waits for new weights gets the current weights, because
-        it waits for those of the step that has just trained.
-        """
+        it waits for those of the step that has just trained."""
         if (paused := self._until_weights_may_change()) is not None:
             self.refresh(Timer())
             paused.given.set_result(None)
@@ -361,8 +347,7 @@ class AsyncCollector(RolloutCollector):
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
         """Queue the batches of a checkpoint for training, in order, even if the run now allows only a smaller age. If
-        their size differs from this run's, drop them and print a note.
-        """
+        their size differs from this run's, drop them and print a note."""
         sizes = [
             torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
         ]
@@ -379,8 +364,7 @@ class AsyncCollector(RolloutCollector):
 
     def close(self, wait: bool = False) -> None:
         """Start no new work. Generations in flight run to completion or stop with their workers; a generation that
-        waits for new weights ends with an error.
-        """
+        waits for new weights ends with an error."""
         for meeting in self._meetings:
             if meeting is not None and not meeting.given.done():
                 meeting.given.set_exception(GenerationEndedError("the run ended"))

@@ -1,8 +1,7 @@
 """Custom losses and advantage estimators, given by dotted name in a configuration or as objects from Python.
 
 A wrapper passes to each component the inputs that it has parameters for, reports a wrong return value in one sentence,
-and distinguishes exceptions of user code from those of this package.
-"""
+and distinguishes exceptions of user code from those of this package."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class AdvantageEstimator(Protocol):
         def compute_advantage(self, rewards, group_id, **batch):
             return rewards - rewards.mean()
 
-    `last_metrics` holds metrics of the last call, which are logged with the step.
-    """
+    `last_metrics` holds metrics of the last call, which are logged with the step."""
 
     last_metrics: Mapping[str, float] = MappingProxyType({})
 
@@ -78,8 +76,7 @@ def make_component(
 
     A class is constructed with `kwargs` and with each entry of `sections` (name -> configuration section) for which its
     __init__ has a parameter. A function gets `kwargs` in each call. Raise LoadingError if `method` is missing; the
-    message contains `what`, which describes the component, and `base`, the class to derive from.
-    """
+    message contains `what`, which describes the component, and `base`, the class to derive from."""
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
     with user_code(what):
@@ -112,8 +109,7 @@ class OwnEstimator(AdvantageEstimator):
     """A custom advantage estimator: an object with `compute_advantage`, or a function with the same inputs.
 
     Advantages of shape [B], one per sample, apply to all tokens of the sample. A call raises ValueError if the
-    estimator returns no tensor, a different shape, or values that are not finite.
-    """
+    estimator returns no tensor, a different shape, or values that are not finite."""
 
     def __init__(
         self, found: object, algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig, name: str | None = None
@@ -167,8 +163,7 @@ class OwnEstimator(AdvantageEstimator):
 class OwnLoss(LossFunction):
     """A custom loss with the interface that the trainer expects. Other processes create it from its dotted name.
 
-    A call raises ValueError if the loss returns neither a scalar tensor nor (scalar tensor, metrics).
-    """
+    A call raises ValueError if the loss returns neither a scalar tensor nor (scalar tensor, metrics)."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB
@@ -216,8 +211,7 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
 
 def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> LossFunction:
     """Return the loss that the section `loss_fn` selects. If `candidates` is given, the default is the distillation
-    loss over that many tokens per position. Raise LoadingError (a ValueError) if a dotted name cannot be loaded.
-    """
+    loss over that many tokens per position. Raise LoadingError (a ValueError) if a dotted name cannot be loaded."""
     if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):
@@ -227,8 +221,7 @@ def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> Lo
 
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
     """Return a loss for an object that was passed from Python. Raise LoadingError (a ValueError) if the object cannot
-    be used as a loss.
-    """
+    be used as a loss."""
     if type(given) is ClippedPGLossFn:
         return given
     return OwnLoss(given, section)

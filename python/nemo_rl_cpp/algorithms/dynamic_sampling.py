@@ -1,7 +1,6 @@
 """Dynamic sampling (DAPO): train only on prompts whose responses are neither all correct nor all wrong.
 
-A group with equal rewards has zero advantages: it costs training time and yields no gradient.
-"""
+A group with equal rewards has zero advantages: it costs training time and yields no gradient."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,8 +24,7 @@ def raw_rewards(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return int64 [B], the number of each row's prompt group, counted in order of appearance. Groups are given by
-    `group_id`, or otherwise by `idx`. Raise ValueError if the batch has neither.
-    """
+    `group_id`, or otherwise by `idx`. Raise ValueError if the batch has neither."""
     ids = batch["group_id"] if "group_id" in batch else batch.get("idx")
     if ids is None:
         raise ValueError("dynamic sampling needs 'group_id' (or 'idx') in the batch, to know which rows share a prompt")
@@ -38,8 +36,7 @@ def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (smallest, largest) reward of each group over the rows where `voters` bool [B] is True, or 0 for a group
-    without such rows.
-    """
+    without such rows."""
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
     values = rewards.cpu()
@@ -75,8 +72,7 @@ class GroupSampler:
         keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
         weights: a function that returns [B], the weight of each row in the loss. Rows of weight 0 do not decide whether
             a group is mixed. None: all rows decide.
-        group_size: samples per group, which groups loaded from a checkpoint must match; None: any.
-    """
+        group_size: samples per group, which groups loaded from a checkpoint must match; None: any."""
 
     def __init__(
         self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False,
@@ -124,8 +120,7 @@ class GroupSampler:
         `unshaped_total_reward`.
 
         Raise ValueError for a reward that is not finite. Raise DynamicSamplingExhausted if this was the last allowed
-        batch and there are still fewer than `num_groups` groups.
-        """
+        batch and there are still fewer than `num_groups` groups."""
         rewards = raw_rewards(rollouts)
         bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
         if bad:
@@ -176,8 +171,7 @@ class GroupSampler:
         """Return the rollouts to train on, with `group_id` numbered from 0, and set `metrics` to statistics of their
         collection. Called when `full`.
 
-        `weight_version` is the policy's current version; `stale_samples` counts the rows of older versions.
-        """
+        `weight_version` is the policy's current version; `stale_samples` counts the rows of older versions."""
         batch, self._cache = self._cache, None
         if self.enabled:
             mine = batch["group_id"] < self.num_groups
@@ -217,8 +211,7 @@ class GroupSampler:
 
     def takes(self, cache: Mapping[str, torch.Tensor]) -> bool:
         """Return whether this sampler can use the groups of a checkpoint: whether it keeps surplus groups, and has the
-        same group size.
-        """
+        same group size."""
         sizes = torch.bincount(cache["group_id"]).unique().tolist()
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 

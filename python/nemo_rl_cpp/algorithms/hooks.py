@@ -1,8 +1,7 @@
 """Hooks that the loop calls after each step: logs, validation, checkpoints, the progress line, the decision to stop.
 
 A hook is called with the `StepResult` of the finished step. `TrainingRun.after_step` lists the hooks in call order;
-`TrainingRun.before_training` lists those called before the first step.
-"""
+`TrainingRun.before_training` lists those called before the first step."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from nemo_rl_cpp.errors import short_path
 from nemo_rl_cpp.interrupts import GracefulStop
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.metrics.memory import PhaseMemory
-from nemo_rl_cpp.metrics.performance import Devices, performance_metrics
-from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
+from nemo_rl_cpp.metrics.timer import Devices, TimeoutChecker, Timer, performance_metrics
 from nemo_rl_cpp.report.findings import Alerts
 from nemo_rl_cpp.report.page import duration
 from nemo_rl_cpp.report.progress import Progress
@@ -47,8 +45,7 @@ class StepResult:
         reached_target: whether the validation reached `stop_at_validation_threshold`.
         validation: the validation of this step, if there was one.
         checkpoint: the checkpoint folder written after this step, if there was one.
-        performance: rates, such as tokens per second.
-    """
+        performance: rates, such as tokens per second."""
 
     state: TrainState
     metrics: Metrics = field(default_factory=dict)
@@ -131,8 +128,7 @@ class StepLog:
         history: one dictionary per step that this process ran: `step`, its metrics, `seconds` and rates.
         validations: one dictionary per validation that this process ran: `step` and its metrics.
         model_performance: a function that returns the metrics `performance/*` that the policy measures
-            (`PolicyInterface.performance`).
-    """
+            (`PolicyInterface.performance`)."""
 
     logger: Logger
     timer: Timer
@@ -159,8 +155,7 @@ class StepLog:
 
     def times(self, result: StepResult) -> None:
         """Log the seconds per stage, rates and memory use, which, unlike other metrics, differ between identical
-        runs.
-        """
+        runs."""
         timing = self.timer.step_timing_metrics()
         result.performance = performance_metrics(
             timing,

@@ -2,8 +2,7 @@
 
 A feature that a configuration switches on or off is a different part of the run; the loop stays the same.
 `algorithms/build.py` describes and combines the parts. GRPO is this loop with a critic that does nothing and a single
-epoch.
-"""
+epoch."""
 
 from typing import TYPE_CHECKING
 

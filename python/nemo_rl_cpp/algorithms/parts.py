@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nemo_rl_cpp.algorithms.answers import AnswerValidator, NoEngine, NoRefit, given_answers
+from nemo_rl_cpp.algorithms.algorithm import AnswerValidator, NoEngine, NoRefit, given_answers
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.collector import AsyncCollector, RolloutCollector, SyncCollector
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
@@ -26,14 +26,22 @@ from nemo_rl_cpp.algorithms.reward_functions import (
     shaping_warning,
 )
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
-from nemo_rl_cpp.algorithms.teachers import NoTeacher, OutsideTeacher, Teachers, TopKTeachers, check_vocabulary
+from nemo_rl_cpp.algorithms.teachers import (
+    HfTeacher,
+    NoTeacher,
+    OutsideTeacher,
+    ServerTeacher,
+    Teachers,
+    TopKTeachers,
+    check_vocabulary,
+)
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
 from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.config.distillation import absolute_folder
-from nemo_rl_cpp.config.fold import exactness_text, say_fold
+from nemo_rl_cpp.config.fold import exactness_text, fold_text
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.master import (
     DistillationMasterConfig,
@@ -54,12 +62,12 @@ from nemo_rl_cpp.distributed.cluster import Cluster, check_device, use_threads
 from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.environments.remote import ActorSettings
 from nemo_rl_cpp.environments.response_data import Datasets, load_response_data
+from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.loggers.folders import get_experiment_dir
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.metrics.memory import PhaseMemory
-from nemo_rl_cpp.metrics.performance import Devices
-from nemo_rl_cpp.metrics.timer import Timer
+from nemo_rl_cpp.metrics.timer import Devices, Timer
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy, DistributedValue, value_class
 from nemo_rl_cpp.models.generation.distributed import DedicatedGeneration
 from nemo_rl_cpp.models.generation.interfaces import Pause
@@ -67,7 +75,6 @@ from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface
 from nemo_rl_cpp.models.memory import forecast_summary
 from nemo_rl_cpp.models.model_folder import TINY_RANDOM
-from nemo_rl_cpp.models.outside_teachers import HfTeacher, ServerTeacher
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import Scoring
 from nemo_rl_cpp.report import ReportWriter
@@ -153,7 +160,8 @@ def make_cluster(config: TrainMasterConfig) -> Cluster:
     processes or ray. A single process may run a configuration that was written for any number of devices
     (`config/fold.py`). Raise ValueError if `cluster.device` requests a GPU that cannot be used.
     """
-    say_fold(config, forecast_summary(config))
+    if (text := fold_text(config, forecast_summary(config))) is not None:
+        say_once("warning", text)
     use_threads(config.cluster)
     use_gpus = check_device(config.cluster.device) == "cuda"
     return Cluster([trainers_of(config)], use_gpus=use_gpus, name="train_cluster", settings=config.cluster)

@@ -1,6 +1,5 @@
 """The stages of a training step after its rollouts: masking by log-probability error, the selection of tokens, critic,
-training epochs, metrics.
-"""
+training epochs, metrics."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class NothingToTrainOnError(RuntimeError):
 
 def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> None:
     """Raise NothingToTrainOnError if every token is masked, because an optimizer step would then only decay the
-    weights.
-    """
+    weights."""
     if bool(batch.is_valid.any()):
         return
     cut = int(samples.truncated.sum())
@@ -51,8 +49,7 @@ def mask_by_logprob_error(batch: MutableMapping[str, Tensor], threshold: float |
     The error of sequence b is e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over its shifted tokens, with
     M the token mask. The metrics are max_, mean_ and min_seq_mult_prob_error over the sequences with a trained token (0
     if there are none); the same with `_after_mask` over the sequences that are not masked; num_masked_seqs; and
-    masked_correct_pct, the share of masked sequences with reward 1.
-    """
+    masked_correct_pct, the share of masked sequences with reward 1."""
     if "prev_logprobs" not in batch:
         return {}
     sample_mask = batch["sample_mask"]
@@ -87,8 +84,7 @@ def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
     """Train the critic and the policy on the batch, alternating, each for its configured number of epochs. Return the
     metrics, averaged over epochs.
 
-    The policy's first epoch stores the old policy's log-probabilities in the batch, for the epochs that follow.
-    """
+    The policy's first epoch stores the old policy's log-probabilities in the batch, for the epochs that follow."""
     loop, of_critic, of_policy = run.config.loop, [], []
     for epoch in range(max(loop.policy_epochs, loop.critic_epochs)):
         if epoch < loop.critic_epochs:
@@ -105,8 +101,7 @@ def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
 
 def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: step_metrics.Metrics) -> StepResult:
     """Return everything that is logged for a step, except its times. If the algorithm has no rewards, omit the metrics
-    of rewards.
-    """
+    of rewards."""
     samples, has_rewards = collected.samples, run.algorithm.has_rewards
     baseline, _ = calculate_baseline_and_std_per_prompt(
         batch.group_id[:, None], batch.rewards, torch.ones_like(batch.rewards), run.config.loop.leave_one_out
@@ -147,8 +142,7 @@ class Critic:
 
     def train(self, batch: TrainBatch, timer: Timer) -> dict[str, float]:
         """Train the critic for one pass over the batch, with the batch's `returns` as targets. Return the metrics
-        `critic/*`.
-        """
+        `critic/*`."""
         with timer("value_training"):
             result = self.model.train(batch, self.loss_fn)
         return critic_metrics(result)
@@ -173,8 +167,7 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
         critic/explained_var = 1 - Var(R - V) / max(Var(R), 1e-8)
 
     over the valid tokens. R and V are those of the training forward pass; the variances follow from means and mean
-    squares.
-    """
+    squares."""
     metrics = step_metrics.training_metrics(value_results)
     returns, values = metrics.get("returns_mean", 0.0), metrics.get("values_mean", 0.0)
     residual_variance = metrics.get("residual_sq_mean", 0.0) - (returns - values) ** 2
@@ -191,8 +184,7 @@ def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step:
 
     Tokens are compared over the whole step, before it is split into global batches, micro-batches and ranks. Return the
     metric `selected_tokens_share`: the share of trained tokens that keep their advantage (for kl_cov: that are
-    penalised). Return {} if the loss selects no tokens.
-    """
+    penalised). Return {} if the loss selects no tokens."""
     kept = valid = batch.is_valid
     if loss.name == "kl_cov":
         kept = _largest(_covariance(batch, valid), valid, loss.kl_cov_ratio)
@@ -212,8 +204,7 @@ def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step:
 def _covariance(batch: TrainBatch, valid: Tensor) -> Tensor:
     """Return float64 [T]: (A - mean A) (log p - mean log p) for each trained token, 0 elsewhere. p is the policy before
     the step, and means are over the trained tokens. The mean of this product is the covariance that sets how fast the
-    entropy falls (arXiv:2505.22617, eq. 7).
-    """
+    entropy falls (arXiv:2505.22617, eq. 7)."""
     covariance = torch.zeros(batch.num_tokens, dtype=torch.float64)
     advantages, logprobs = batch.advantages[valid].double(), batch.old_logprobs[valid].double()
     covariance[valid] = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
@@ -222,8 +213,7 @@ def _covariance(batch: TrainBatch, valid: Tensor) -> Tensor:
 
 def _largest(covariance: Tensor, valid: Tensor, share: float) -> Tensor:
     """Return bool [T], the tokens that KL-Cov penalises: the `share` of the trained tokens with the largest covariance,
-    at least one token.
-    """
+    at least one token."""
     chosen, places = torch.zeros_like(valid), valid.nonzero().flatten()
     order = covariance[places].argsort(descending=True, stable=True)
     chosen[places[order[: max(int(share * len(places)), 1)]]] = True
@@ -234,8 +224,7 @@ def _drawn(
     covariance: Tensor, valid: Tensor, within: tuple[float, float], share: float, seed: tuple[int, int]
 ) -> Tensor:
     """Return bool [T], the tokens that Clip-Cov excludes: a random `share` of the trained tokens, at least one, drawn
-    from those whose covariance is within the bounds. The draw depends only on `seed`.
-    """
+    from those whose covariance is within the bounds. The draw depends only on `seed`."""
     generator = random.Random((seed[0] << 32) + seed[1])
     chosen = torch.zeros_like(valid)
     places = (valid & (covariance > within[0]) & (covariance < within[1])).nonzero().flatten().tolist()
@@ -245,8 +234,7 @@ def _drawn(
 
 def _most_uncertain(entropies: Tensor, valid: Tensor, share: float) -> Tensor:
     """Return bool [T]: the trained tokens whose entropy is at least the quantile 1 - share of all trained tokens'
-    entropies (arXiv:2506.01939). The quantile is interpolated, as in TRL.
-    """
+    entropies (arXiv:2506.01939). The quantile is interpolated, as in TRL."""
     ordered = entropies[valid].double().sort().values
     if not len(ordered):
         return valid

@@ -28,8 +28,7 @@ def aggregate_microbatch_metrics(
 
     If the policy also returns `token_mult_prob_error_sum`, the numerators of `token_mult_prob_error`, they are summed
     before the division. The metric is then exactly 1.0 if trainer and generator agree in every token. It is the mean
-    over global batches.
-    """
+    over global batches."""
     valid = all_mb_metrics.get("num_valid_samples")
     result = {}
     for name, values in all_mb_metrics.items():
@@ -52,8 +51,7 @@ def aggregate_microbatch_metrics(
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
     """Return the sum over global batches of each batch's mean over tokens, given their `sums` and numbers of `tokens`.
-    The sums of global batches with equal numbers of tokens are added before the division.
-    """
+    The sums of global batches with equal numbers of tokens are added before the division."""
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
         total.setdefault(count, []).append(value)
@@ -65,8 +63,7 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
     NeMo RL.
 
     `max_logprob_gap` and `logprob_mismatched_tokens` compare the log-probabilities of generation with those of the
-    first training forward pass. Both are 0 if the two passes compute exactly the same on the same weights.
-    """
+    first training forward pass. Both are 0 if the two passes compute exactly the same on the same weights."""
     metrics = {"loss": float(result["loss"].mean()), "grad_norm": float(result["grad_norm"].mean())}
     metrics |= aggregate_microbatch_metrics(result["all_mb_metrics"], len(result["loss"]))
     exactness = result.get("exactness")
@@ -80,8 +77,7 @@ def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of several training epochs on one batch; each argument lists one model's epochs. Return means
     over the epochs, the minimum for `_min` and the maximum for `_max`. If a model trains for several epochs, add the
     metrics of each model's last epoch under `last_epoch/`. A metric that only some epochs have is computed from those
-    epochs.
-    """
+    epochs."""
     result, trained = {}, [epochs for epochs in models if any(epochs)]
     for epochs in trained:
         result |= _means(epochs)

@@ -1,9 +1,16 @@
-"""Teachers: frozen models that compute log-probabilities of the tokens that the policy sampled."""
+"""Teachers: frozen models that compute log-probabilities of the tokens that the policy sampled, in
+the policy's workers, on a server, or as a transformers model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,11 +21,13 @@ from nemo_rl_cpp.models.model_folder import TINY_RANDOM
 from nemo_rl_cpp.models.policy.micro_batches import wanted_tokens
 from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
     """Raise ValueError unless teacher and policy have the same vocabulary, because the teacher gets the policy's token
-    ids.
-    """
+    ids."""
     if teacher == TINY_RANDOM:  # tiny-random has no tokenizer
         return
     if Tokenizer.from_pretrained(teacher, section=key).get_vocab() != tokenizer.get_vocab():
@@ -42,8 +51,7 @@ class Teachers:
     Attributes:
         policy: holds the teachers' weights alongside its own, by model name.
         models: teacher name -> model name.
-        default: the teacher of tasks that have no entry in `models`; None: such a task raises ValueError.
-    """
+        default: the teacher of tasks that have no entry in `models`; None: such a task raises ValueError."""
 
     policy: PolicyInterface
     models: Mapping[str, str]
@@ -51,8 +59,7 @@ class Teachers:
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
         """Add `teacher_logprobs` [T] to the batch, 0 on untrained tokens. Raise ValueError for a task without a
-        teacher.
-        """
+        teacher."""
         scored = torch.zeros(batch.num_tokens)
         for model, own in self._chosen(batch, samples):
             scored = scored + batch.ragged(self.policy.get_teacher_logprobs(own, model)["teacher_logprobs"])
@@ -60,8 +67,7 @@ class Teachers:
 
     def _chosen(self, batch: TrainBatch, samples: Rollouts) -> list[tuple[str, TrainBatch]]:
         """Return, for each teacher, (its model, a copy of the batch in which the samples of all other teachers are
-        masked).
-        """
+        masked)."""
         chosen = []
         for task in samples.get("task_name") or [None] * batch.size:
             name = task if task in self.models else self.default
@@ -85,8 +91,7 @@ class OutsideTeacher:
 
     Attributes:
         score: a function that takes rows of token ids and returns the log-probability of each token given those before
-            it.
-    """
+            it."""
 
     score: Callable[[Sequence[list[int]]], Sequence[Sequence[float]]]
 
@@ -103,16 +108,14 @@ class OutsideTeacher:
 @dataclass
 class TopKTeachers(Teachers):
     """Teachers that compute log-probabilities of `k` candidate tokens at the position of each sampled token: the k most
-    likely tokens of the student if `of_student`, otherwise those of the teacher.
-    """
+    likely tokens of the student if `of_student`, otherwise those of the teacher."""
 
     k: int = 1
     of_student: bool = False
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
         """Add `candidate_ids` int64 [T, k] and `candidate_teacher_logprobs` [T, k] to the batch, 0 on untrained tokens.
-        Raise ValueError for a task without a teacher.
-        """
+        Raise ValueError for a task without a teacher."""
         ids = torch.zeros(batch.num_tokens, self.k, dtype=torch.int64)
         logprobs = torch.zeros(batch.num_tokens, self.k)
         if self.of_student:
@@ -125,3 +128,89 @@ class TopKTeachers(Teachers):
             logprobs = logprobs + scored["logprobs"]
             ids = ids if self.of_student else ids + scored["ids"]
         batch.tokens["candidate_ids"], batch.tokens["candidate_teacher_logprobs"] = ids, logprobs
+
+
+_ROWS, _REQUESTS = 8, 8  # rows per request, and concurrent requests
+
+
+class ServerTeacher:
+    """A teacher on a server that returns `prompt_logprobs` from `/v1/completions`, such as `vllm serve` or `nemo-rl-cpp
+    serve`.
+
+    Args:
+        base_url: ends with `/v1`.
+        model: the name under which the server knows the model.
+        api_key_env: the environment variable that holds the key; None: no key is sent.
+
+    Raises ValueError if that variable is not set."""
+
+    timeout_s = 600.0
+
+    def __init__(self, base_url: str, model: str, api_key_env: str | None = None) -> None:
+        self.url, self.model = base_url.rstrip("/") + "/completions", model
+        self.headers = {"content-type": "application/json"}
+        if api_key_env is not None:
+            if api_key_env not in os.environ:
+                raise ValueError(
+                    f"teacher.api_key_env names {api_key_env}, which is not set in the environment: set it"
+                )
+            self.headers["authorization"] = f"Bearer {os.environ[api_key_env]}"
+
+    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Return, for each row of token ids, the log-probability at temperature 1 of each token given the preceding
+        tokens; 0 for the first. Raise ValueError if the server rejects the request or sends no log-probabilities,
+        RuntimeError if it does not answer."""
+        parts = [rows[begin : begin + _ROWS] for begin in range(0, len(rows), _ROWS)]
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            return [row for part in pool.map(self._ask, parts) for row in part]
+
+    def _ask(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        body = {"model": self.model, "prompt": list(rows), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), self.headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                choices = json.load(answer)["choices"]
+        except urllib.error.HTTPError as error:
+            said = error.read(500).decode(errors="replace")
+            raise ValueError(f"teacher.base_url: {self.url} answered with status {error.code}: {said}") from None
+        except OSError as error:
+            raise RuntimeError(f"teacher.base_url: {self.url} does not answer: {error}") from None
+        by_index = {choice["index"]: choice.get("prompt_logprobs") for choice in choices}
+        return [list(self._of_row(ids, by_index.get(k))) for k, ids in enumerate(rows)]
+
+    def _of_row(self, ids: list[int], entries: list[dict[str, dict[str, float]] | None] | None) -> Iterator[float]:
+        if entries is None or len(entries) != len(ids):
+            raise ValueError(
+                f"teacher.base_url: {self.url} sends no prompt_logprobs for the {len(ids)} token ids of a prompt: take a server that "
+                "does, as vLLM"
+            )
+        yield 0.0
+        for token, entry in zip(ids[1:], entries[1:], strict=True):
+            yield entry[str(token)]["logprob"]
+
+
+class HfTeacher:
+    """A teacher that is a frozen transformers model, for architectures that the native core does not support.
+
+    Args:
+        model_name: a folder, or a name on the Hub.
+        precision: the dtype of the weights.
+        temperature: divides the logits."""
+
+    def __init__(self, model_name: str, precision: str, temperature: float, device: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.temperature, self.device = temperature, device
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_name, dtype=getattr(torch, precision))
+        self.model.to(device).eval()
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Return, for each row of token ids, the log-probability of each token given the preceding tokens; 0 for the
+        first."""
+        return [self._of_row(torch.tensor([ids], device=self.device)) for ids in rows]
+
+    def _of_row(self, ids: torch.Tensor) -> list[float]:
+        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float() / self.temperature
+        chosen = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+        return [0.0, *chosen.tolist()]

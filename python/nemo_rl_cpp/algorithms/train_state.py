@@ -12,8 +12,7 @@ class TrainState:
 
     This class counts steps from 0, logs count them from 1: `total_steps` steps are finished, and step `total_steps + 1`
     is next. `draw_counter` counts every prompt drawn in the whole run, including those that dynamic sampling drops. It
-    seeds the random numbers of generation, so a prompt that is drawn twice gets different responses.
-    """
+    seeds the random numbers of generation, so a prompt that is drawn twice gets different responses."""
 
     consumed_samples: int = 0
     current_step: int = 0
@@ -69,8 +68,7 @@ class TrainState:
 
     def note_metric(self, value: float, higher_is_better: bool = True) -> bool:
         """Record `value` if it is the best value of the checkpoint metric so far, and return whether it is. NaN is
-        never the best.
-        """
+        never the best."""
         if value != value:
             return False
         best = self.best_metric
@@ -81,8 +79,7 @@ class TrainState:
 
     def to_training_info(self, metric: dict[str, float] | None = None) -> dict[str, object]:
         """Return the content of training_info.json, to which `metric` is added. Omit `val_reward` before the first
-        validation.
-        """
+        validation."""
         info = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved", True)}
         if info["val_reward"] is None:
             del info["val_reward"]
@@ -91,8 +88,7 @@ class TrainState:
     @classmethod
     def from_training_info(cls, info: dict[str, object] | None) -> Self:
         """Return the state saved in `info`, or a fresh state if it is None. Unknown names are ignored, and missing
-        names keep their defaults. `stop_reason` is not restored, because the configuration may now allow more steps.
-        """
+        names keep their defaults. `stop_reason` is not restored, because the configuration may now allow more steps."""
         known = {f.name for f in fields(cls) if f.metadata.get("saved", True)} - {"stop_reason"}
         values = {name: value for name, value in (info or {}).items() if name in known}
         for name in ("val_reward", "best_metric"):

@@ -2,22 +2,25 @@
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
 
 from nemo_rl_cpp.algorithms.step_metrics import Metrics, truths
 from nemo_rl_cpp.config.loop import LoopConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import Environment
-from nemo_rl_cpp.evals.metrics import wilson_interval
+from nemo_rl_cpp.evals.results import wilson_interval
 from nemo_rl_cpp.loggers.logger import Logger
-from nemo_rl_cpp.loggers.samples import print_message_log_samples
 from nemo_rl_cpp.models.generation.interfaces import generating
 from nemo_rl_cpp.models.interfaces import GenerationInterface
 from nemo_rl_cpp.rollouts.rollout_metrics import combine_rollout_metrics
@@ -26,8 +29,7 @@ from nemo_rl_cpp.rollouts.rollouts import repeat_prompts, run_multi_turn_rollout
 
 class ValidationResult(NamedTuple):
     """The result of a validation. `metrics` has `accuracy` and more, see `Validator.run`. `timings` has
-    `total_validation_time` in seconds.
-    """
+    `total_validation_time` in seconds."""
 
     metrics: Metrics
     timings: dict[str, float]
@@ -48,8 +50,7 @@ class Validator:
 
     Attributes:
         task_to_env: the environment that scores the responses, by task.
-        loop: the configuration section of the training loop, such as `grpo` or `ppo`.
-    """
+        loop: the configuration section of the training loop, such as `grpo` or `ppo`."""
 
     generation: GenerationInterface
     loader: StatefulDataLoader
@@ -62,8 +63,7 @@ class Validator:
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
         """Return the names of a validation's metrics: its own, and those of training rollouts, `rollout_names`. Return
-        None if validation has other environments than training, `task_to_env`.
-        """
+        None if validation has other environments than training, `task_to_env`."""
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
@@ -86,8 +86,7 @@ class Validator:
                 "accuracy".
             pass_k: with several generations per prompt, the share of prompts with a positive reward.
 
-        and the metrics of rollouts and environments. Raise ValueError if there are no prompts.
-        """
+        and the metrics of rollouts and environments. Raise ValueError if there are no prompts."""
         start = time.perf_counter()
         logs: list[list[dict[str, str]]] = []
         rewards: list[float] = []
@@ -151,8 +150,7 @@ class Validator:
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
     """Return (name, value) of the main result of a validation: the loss on held-out answers, or the mean reward, which
-    is named "accuracy" if all rewards were 0 or 1, otherwise "reward".
-    """
+    is named "accuracy" if all rewards were 0 or 1, otherwise "reward"."""
     if "val_loss" in metrics:
         return "loss", float(metrics["val_loss"])
     word = "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"
@@ -161,8 +159,7 @@ def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
 
 def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
     """Return whether a validation reached `stop_at_validation_threshold`. Raise ValueError if the validation lacks the
-    metric `stop_at_validation_metric`.
-    """
+    metric `stop_at_validation_metric`."""
     name, threshold = loop.stop_at_validation_metric, loop.stop_at_validation_threshold
     if metrics is None or name is None or threshold is None:
         return False
@@ -171,3 +168,75 @@ def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
             f"{loop.section_name}.stop_at_validation_metric={name!r}: validation gives {', '.join(sorted(metrics))}"
         )
     return metrics[name] >= threshold
+
+
+# ---- conversations in the terminal
+
+_ROLE_COLORS = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow"}
+
+
+def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
+    """Return the indices of `num_samples` samples: half with the highest rewards, half with the lowest. If
+    `num_samples` is odd, one is from the middle. If there are at most `num_samples` samples, return all indices in
+    order."""
+    if len(rewards) <= num_samples:
+        return list(range(len(rewards)))
+    ranked = sorted(range(len(rewards)), key=lambda index: rewards[index], reverse=True)
+    half = num_samples // 2
+    middle = [ranked[len(ranked) // 2]] if num_samples % 2 else []
+    return ranked[:half] + middle + (ranked[-half:] if half else [])
+
+
+def print_message_log_samples(
+    message_logs: Sequence[Sequence[object]],
+    rewards: Sequence[float],
+    num_samples: int = 5,
+    step: int = 0,
+    console: Console | None = None,
+) -> None:
+    """Print the distribution of the rewards, and up to `num_samples` conversations.
+
+    Args:
+        message_logs: a list of messages (`role`, `content`) per sample.
+        rewards: a number per sample. Raise ValueError if there are not as many as message logs."""
+    if len(message_logs) != len(rewards):
+        raise ValueError(f"{len(message_logs)} message logs but {len(rewards)} rewards: one reward a log is expected")
+    if not message_logs or num_samples <= 0:
+        return
+    values = [float(reward) for reward in rewards]
+    console = console or Console()
+    console.print(Panel(_reward_bars(values), title=f"Rewards of step {step}", border_style="cyan"))
+    for number, index in enumerate(choose_samples(values, num_samples), start=1):
+        body = [
+            Text.assemble(
+                (f"{message['role'].upper()}: ", f"bold {_ROLE_COLORS.get(message['role'], 'white')}"),
+                str(message["content"]),
+            )
+            for message in message_logs[index]
+            if isinstance(message, dict) and "role" in message and "content" in message
+        ]
+        title = f"Sample {number} | Reward: {values[index]:.4f} | row {index}"
+        console.print(
+            Panel(Group(*body) if body else Text("(no text)"), title=title, border_style=_color(values[index]))
+        )
+
+
+def _reward_bars(values: list[float]) -> Text:
+    counts = Counter(values)
+    text = Text(
+        f"{len(values)} samples, mean {sum(values) / len(values):.4g}, "
+        f"lowest {min(values):.4g}, highest {max(values):.4g}\n"
+    )
+    # many different rewards (length penalties, mixed scores) would fill the screen
+    shown = sorted(counts, reverse=True)[:12]
+    for reward in shown:
+        bar = "█" * max(1, round(24 * counts[reward] / max(counts.values())))
+        text.append(f"{reward:>9.4g} {bar} {counts[reward]}\n", style=_color(reward))
+    if len(counts) > len(shown):
+        text.append(f"          and {len(counts) - len(shown)} lower values\n")
+    text.rstrip()
+    return text
+
+
+def _color(reward: float) -> str:
+    return "green" if reward > 0.5 else "white" if reward > 0 else "red" if reward < 0 else "yellow"

@@ -5,17 +5,15 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from nemo_rl_cpp.api.arguments import reward_environment
+from nemo_rl_cpp.api.arguments import dataset_of, reward_environment, rows_of
 from nemo_rl_cpp.api.model import DEFAULT_NEW_TOKENS, LoadedModel, eval_config, load
-from nemo_rl_cpp.api.result import TrainResult
-from nemo_rl_cpp.api.rows import dataset_of, rows_of
+from nemo_rl_cpp.api.training import TrainResult
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.master import EvalMasterConfig
 from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
 from nemo_rl_cpp.environments.reward_environment import RewardFunction
 from nemo_rl_cpp.evals.eval import measure
-from nemo_rl_cpp.evals.metrics import Interval
-from nemo_rl_cpp.evals.results import metric_name
+from nemo_rl_cpp.evals.results import Interval, metric_name
 
 _SHOWN = 20  # samples shown in a notebook
 
@@ -79,8 +77,7 @@ def evaluate(
     temperature (0: greedy, only for n=1), top_p, top_k, max_new_tokens (256), stop_strings and precision. For the
     result of a training, max_new_tokens and stop_strings default to the training's values.
 
-    Raise ValueError for invalid arguments, before a model is loaded.
-    """
+    Raise ValueError for invalid arguments, before a model is loaded."""
     rows = rows_of(prompts, "prompts")
     environment = reward_environment(reward_funcs, reward_weights, False)
     environment.check_columns({key for row in rows for key in row if key != "prompt"})

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_rl_cpp.api.rows import Prompt, prompt_message
+from nemo_rl_cpp.api.arguments import Prompt, prompt_message
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line, model_name, stop_texts, whole_number
 from nemo_rl_cpp.config import load_eval_config
 from nemo_rl_cpp.data.conversation import prompts_of
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.evals.eval import make_generation
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, find_policy_weights, resolve_model
 from nemo_rl_cpp.models.generation.interfaces import generating
@@ -57,8 +57,7 @@ class TextWriter:
         `options` are max_new_tokens, temperature, top_p, top_k and stop_strings. An option that is None has the value
         used in training; for a model from `load`, these are 256 tokens, temperature 0, and no top-p, top-k and stop
         strings. Decoding is greedy unless `greedy` is False or a sampling option is given. The same seed gives the same
-        texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response.
-        """
+        texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response."""
         greedy = _is_greedy(greedy, n, options)
         n = whole_number("n", n, 1, 4096)
         if n > 1 and greedy:
@@ -157,8 +156,7 @@ class LoadedModel(TextWriter):
     Attributes:
         name: the name that was passed to `load`.
         folder: the folder of the model's files.
-        precision: the precision of weights and matrix products.
-    """
+        precision: the precision of weights and matrix products."""
 
     name: str
     folder: Path

@@ -34,8 +34,7 @@ class Model:
     Attributes:
         tokenizer: the folder's tokenizer; for "tiny-random" a tokenizer of digits, "+" and "=".
 
-    Raise ModelFolderError for an unsupported model or damaged files.
-    """
+    Raise ModelFolderError for an unsupported model or damaged files."""
 
     def __init__(self, name: str, *, seed: int = 0, precision: str = "float32", **overrides: object) -> None:
         if precision not in DTYPES:
@@ -59,8 +58,7 @@ class Engine:
 
     Args:
         settings: keys of `policy.generation`, such as `max_new_tokens=64, temperature=0.7`.
-        seed: seeds the sampling; every call gives different samples.
-    """
+        seed: seeds the sampling; every call gives different samples."""
 
     def __init__(self, model: Model, *, seed: int = 0, **settings: object) -> None:
         ends = end_token_ids(model.folder.path, model.folder.config, model.tokenizer)
@@ -114,8 +112,7 @@ class Trainer:
         token whose `token_mask` is 0, or that `top_p` or `top_k` now removes, has log-probability 0 and no gradient. A
         prompt shared by several responses is computed once.
 
-        Return (loss, log-probabilities). Raise ValueError if the loss is not a scalar, or is infinite or NaN.
-        """
+        Return (loss, log-probabilities). Raise ValueError if the loss is not a scalar, or is infinite or NaN."""
         wanted = wanted_tokens(batch)
         rows = (batch.by_sample(wanted.int()) > 0).nonzero().flatten().tolist()
         logprobs = torch.zeros(batch.num_tokens, dtype=self._native.out_dtype)

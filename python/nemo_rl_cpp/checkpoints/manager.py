@@ -15,8 +15,7 @@ Old checkpoints are removed, and the newest complete one is found after any cras
 
 A save fills `tmp_step_N`, syncs every file, writes the manifest and renames the folder to `step_N`. At any moment the
 newest `step_N` with a valid manifest is complete. `recover` finishes or removes what a crash has left. An `old_step_N`
-is being replaced by a new `step_N`, a `del_step_N` is being removed, and a `corrupt_step_N` is damaged but kept.
-"""
+is being replaced by a new `step_N`, a `del_step_N` is being removed, and a `corrupt_step_N` is damaged but kept."""
 
 import json
 import os
@@ -63,13 +62,11 @@ class CheckpointManager:
         metric_seen: whether `metric_name` was found among the metrics of this run.
         metric_missed: whether the user was warned that a checkpoint lacks the metric.
         owed: whether a due checkpoint could not be saved because the disk was full.
-        facts: entries to add to the manifest of every checkpoint, besides the step and the time.
-    """
+        facts: entries to add to the manifest of every checkpoint, besides the step and the time."""
 
     def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
         """Read the section `checkpointing`, or a mapping with its keys, in which `metric_name` and `keep_top_k` default
-        to null and `save_period` to 1. Raise ValueError if `checkpoint_dir` is empty.
-        """
+        to null and `save_period` to 1. Raise ValueError if `checkpoint_dir` is empty."""
         if isinstance(config, Mapping):
             config = {"checkpoint_dir": "", "metric_name": None, "save_period": 1, "keep_top_k": None} | config
         config = as_model(config, CheckpointingConfig, "checkpointing")
@@ -95,8 +92,7 @@ class CheckpointManager:
         interrupted: bool = False,
     ) -> str | None:
         """Return the reason why a checkpoint is due after `step` (counted from 1), or None if none is due or if
-        checkpoints are disabled.
-        """
+        checkpoints are disabled."""
         reasons = {
             "interrupted": interrupted,
             "timeout": timeout,
@@ -117,8 +113,7 @@ class CheckpointManager:
         block ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove the
         checkpoints that no rule keeps.
 
-        Raise FolderInUseError (a RuntimeError) if another process uses the same checkpoint_dir.
-        """
+        Raise FolderInUseError (a RuntimeError) if another process uses the same checkpoint_dir."""
         make_folder(self.checkpoint_dir, _KEY)
         folder = self.checkpoint_dir / f"tmp_step_{step}"
         with self._locked():
@@ -156,8 +151,7 @@ class CheckpointManager:
 
     def _tidy_up(self, step: int, saved: Path) -> None:
         """Write the status file and remove old checkpoints. If that raises OSError, only warn, because the new
-        checkpoint is safe.
-        """
+        checkpoint is safe."""
         status = json.dumps({"latest_step": step, "checkpoint": saved.name}, indent=1)
         for work in (lambda: durable.write_atomic(self.checkpoint_dir / _STATUS, status), self._thin_out):
             try:
@@ -170,8 +164,7 @@ class CheckpointManager:
         """Lock the folder against other runs until `shutdown`, or until this process ends.
 
         Raise FolderInUseError (a ValueError) if another run uses the folder; the message gives its process, host and
-        time. Raise FolderError if the folder cannot be created or written. Do nothing if checkpoints are disabled.
-        """
+        time. Raise FolderError if the folder cannot be created or written. Do nothing if checkpoints are disabled."""
         if not self.enabled or self._claimed:
             return
         try:
@@ -201,8 +194,7 @@ class CheckpointManager:
         """Return the folder of the newest complete checkpoint, after every SHA-256 was verified, or None if there is
         none.
 
-        Call `recover` first. Skip damaged checkpoints with a warning.
-        """
+        Call `recover` first. Skip damaged checkpoints with a warning."""
         self.recover()
         for record in reversed(history(self.checkpoint_dir)):
             problem = self._problem(record.path)
@@ -213,8 +205,7 @@ class CheckpointManager:
 
     def _problem(self, folder: Path) -> str | None:
         """Return a description of what is wrong with a checkpoint's contents, or None if it is complete. A sealed
-        folder is read only the first time.
-        """
+        folder is read only the first time."""
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
         except OSError as error:
@@ -225,8 +216,7 @@ class CheckpointManager:
 
     def _unusable(self) -> list[str]:
         """Return the names of folders from which a run cannot resume: damaged folders, `corrupt_` folders, and folders
-        of other programs.
-        """
+        of other programs."""
         published = [path for prefix, _, path in _folders(self.checkpoint_dir) if prefix == ""]
         found = [path.name for path in published if _quick_problem(path) or self._problem(path)]
         aside = (path.name for path in self.checkpoint_dir.glob("corrupt_step_*") if _ASIDE.fullmatch(path.name))
@@ -234,8 +224,7 @@ class CheckpointManager:
 
     def check_resume_mode(self, latest: str | Path | None) -> None:
         """Raise ResumeError if `checkpointing.resume` does not allow `latest`, the newest complete checkpoint (None:
-        there is none), or if there are checkpoints and none of them is complete.
-        """
+        there is none), or if there are checkpoints and none of them is complete."""
         if latest is not None and self.config.resume == "never":
             raise ResumeError(
                 f"checkpointing.resume=never, but {self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name}): give the run "
@@ -261,8 +250,7 @@ class CheckpointManager:
         last_checkpoint_path: Path | str | None, *, model_component: Literal["policy", "value"] = "policy"
     ) -> tuple[Path | None, Path | None]:
         """Return (weights folder, optimizer folder) of the model `model_component` in a checkpoint. Both are None
-        without a checkpoint. If the optimizer was not saved, return None for its folder and warn.
-        """
+        without a checkpoint. If the optimizer was not saved, return None for its folder and warn."""
         if not last_checkpoint_path:
             return None, None
         component = Path(last_checkpoint_path) / model_component
@@ -285,8 +273,7 @@ class CheckpointManager:
         A sealed `tmp_step_N` is published, and an unsealed one is removed. An `old_step_N` without a `step_N` is
         renamed back to `step_N`. A `step_N` whose files or sizes differ from its manifest is renamed to
         `corrupt_step_N`. A `step_N` without a manifest was written by another program and stays until a save needs its
-        name. Do nothing during a save, or if the folder is locked or cannot be written.
-        """
+        name. Do nothing during a save, or if the folder is locked or cannot be written."""
         if not self.checkpoint_dir.is_dir() or self._saving:
             return []
         with ExitStack() as stack:
@@ -302,8 +289,7 @@ class CheckpointManager:
         The rules keep the latest checkpoint; among the steps that are multiples of `save_period`, the `keep_top_k` best
         by metric, or without a metric the newest (null: all); and the newest `ft_keep_latest_k` of any step. If both
         limits are null, nothing is removed. A checkpoint without the metric ranks last; in a tie the newer checkpoint
-        ranks first.
-        """
+        ranks first."""
         if self.config.keep_top_k is None and self.config.ft_keep_latest_k is None:
             return
         records = history(self.checkpoint_dir)
@@ -336,8 +322,7 @@ class CheckpointRecord(NamedTuple):
 
 def history(root: Path) -> list[CheckpointRecord]:
     """Return every step_N whose files and sizes match its manifest and whose training_info can be read, in order of
-    steps.
-    """
+    steps."""
     return [
         CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
         for prefix, step, path in _folders(root)
@@ -357,8 +342,7 @@ def _folders(root: Path) -> list[tuple[str, int, Path]]:
 
 def _quick_problem(path: Path) -> str | None:
     """Return a description of what is wrong with the checkpoint's manifest, file sizes or training_info, or None if
-    they are valid.
-    """
+    they are valid."""
     problem = durable.folder_problem(path, contents=False, verify=(TRAINING_INFO,))
     if problem is not None:
         return problem
@@ -385,8 +369,7 @@ def _recover(root: Path) -> list[str]:
 
 def _recover_one(prefix: str, step: int, path: Path) -> str | None:
     """Recover one folder and return a description of what was done, or None. `_folders` lists tmp_step_N before
-    old_step_N, so that an old_step_N is renamed back only if no newer folder could be published.
-    """
+    old_step_N, so that an old_step_N is renamed back only if no newer folder could be published."""
     target = path.with_name(f"step_{step}")
     if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
         _publish(path)
@@ -433,8 +416,7 @@ def _make_way(path: Path) -> None:
 
 def _set_aside(path: Path) -> Path:
     """Rename a folder step_N to `corrupt_step_N`, or if that exists to `corrupt_step_N_2`, `_3`, ..., and return the
-    new path.
-    """
+    new path."""
     aside, number = path.with_name(f"corrupt_{path.name}"), 2
     while os.path.lexists(aside):
         aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1

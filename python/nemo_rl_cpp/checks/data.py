@@ -13,7 +13,7 @@ from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.data.tokenizer import Tokenizer, get_tokenizer
 from nemo_rl_cpp.dotted_names import LoadingError, import_object, is_dotted
 from nemo_rl_cpp.environments.loading import environment_class, environment_target, reward_function
-from nemo_rl_cpp.errors import Finding
+from nemo_rl_cpp.errors import Finding, note_as_said
 from nemo_rl_cpp.hub import sources
 
 _MOST_BYTES = 16 * 2**20  # larger files are read once, by the run, which checks every row before it loads the model
@@ -24,8 +24,7 @@ _QUICK = ("arithmetic", "reverse_digits", "guess_number", "python_functions")  #
 def check(config: WholeConfig) -> Iterator[Finding]:
     """Yield problems with the chat template, and with every row of local data sets.
 
-    Hub data sets and users' data set classes are checked later, when the run loads them.
-    """
+    Hub data sets and users' data set classes are checked later, when the run loads them."""
     evaluation = not isinstance(config, TrainMasterConfig)
     tokenizer, findings = _tokenizer(config, evaluation)
     yield from findings
@@ -78,7 +77,7 @@ def _check_section(
     config: WholeConfig, where: str, section: dict[str, object], tokenizer: Tokenizer | None, evaluation: bool
 ) -> Iterator[Finding]:
     from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
-    from nemo_rl_cpp.environments.inspection import Limits, inspect_rows, note_as_said
+    from nemo_rl_cpp.environments.response_data import Limits, inspect_rows
 
     try:
         if not _is_quick(section):
@@ -98,7 +97,9 @@ def _check_section(
     environment = section.get("env_name"), (config.env or {}).get(section.get("env_name"))
     for place, rows in ((where, raw.dataset), (f"{where} (held out)", raw.val_dataset)):
         if rows is not None:
-            yield from map(note_as_said, inspect_rows(raw, rows, tokenizer, limits, place, environment))
+            for finding in inspect_rows(raw, rows, tokenizer, limits, place, environment):
+                note_as_said(str(finding))
+                yield finding
 
 
 def made_up_quickly(section: Mapping[str, object]) -> bool:

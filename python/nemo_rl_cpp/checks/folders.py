@@ -1,18 +1,248 @@
-"""Checks the folders to which a run writes: write access, free space, other runs, and incompatible checkpoints."""
+"""Checks the folders to which a run writes: write access, free space, other runs. Compares a run's configuration with
+that of the checkpoint from which it resumes: some differences are only reported, others are errors.
 
+The module needs neither torch nor weights. The package `checks` calls it before the run starts,
+`algorithms/checkpointing.py` when the run resumes."""
+
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+from nemo_rl_cpp import _config
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError, history
+from nemo_rl_cpp.config.access import written
+from nemo_rl_cpp.config.errors import KINDS, shown
 from nemo_rl_cpp.config.master import PPOMasterConfig, TrainMasterConfig, WholeConfig
+from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.errors import Finding
+from nemo_rl_cpp.files.durable import MANIFEST, manifest_facts
 from nemo_rl_cpp.files.folder_lock import held_by, holder_of
+from nemo_rl_cpp.hub.sources import TINY_RANDOM, local_folder
+from nemo_rl_cpp.loggers.interface import flatten_dict
+from nemo_rl_cpp.models.hf_config import native_config, read_config, read_config_file
 from nemo_rl_cpp.models.hub_upload import LOG_IN, can_push
 from nemo_rl_cpp.models.memory import checkpoint_bytes, size_text
+from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
 
-from .resumed import WHAT_TO_DO, read_saved, refusals, short
+# lines that `dump_yaml` writes for a configuration
+_OWN_LINE = re.compile(r"(?!defaults:)[A-Za-z_][A-Za-z0-9_]*:( .*)?|  .*|", re.ASCII)
+_HF_NAMES = {
+    "layers": (
+        "num_hidden_layers", "sliding_window", "use_sliding_window", "layer_types", "max_window_layers", "no_rope_layers",
+    ),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "ropes": ("rope_theta", "rope_scaling", "rope_parameters"),
+    "qkv_bias": ("attention_bias", "model_type"),
+    "output_bias": ("attention_bias",),
+    "qk_norm": ("model_type",),
+}  # fmt: skip
+WHAT_TO_DO = (
+    "set it back, or give the new run a checkpointing.checkpoint_dir of its own (to start from the checkpoint's weights set "
+    "policy.model_name to its policy/weights)"
+)
+
+
+class Saved(NamedTuple):
+    """A checkpoint: its folder, when it was saved, and its configuration (None if it cannot be read)."""
+
+    path: Path
+    time: str
+    config: dict[str, dict[str, object]] | None
+
+
+class Change(NamedTuple):
+    """A configuration key whose value changed, with both values in YAML."""
+
+    key: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} -> {self.now}"
+
+
+def read_saved(folder: Path) -> Saved:
+    """Return the `Saved` description of a checkpoint folder."""
+    try:
+        written_at = time.localtime((folder / MANIFEST).stat().st_mtime)
+        when = manifest_facts(folder).get("saved") or time.strftime("%Y-%m-%d %H:%M:%S", written_at)
+    except OSError:
+        when = "at a time that is not known"
+    return Saved(folder, str(when), _saved_config(folder / "config.yaml"))
+
+
+def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
+    """Load a checkpoint's config.yaml without resolving interpolations. Return None unless this package wrote the file,
+    since another program's file may include further files."""
+    try:
+        if all(_OWN_LINE.fullmatch(line) for line in file.read_text(encoding="utf-8").splitlines()):
+            tree = _config.load_file(str(file))
+            return {name: section for name, section in tree.items() if isinstance(section, dict)}
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def changes(saved: Saved, config: WholeConfig) -> list[Change]:
+    """Return every key whose value differs from the checkpoint's. A key that the checkpoint lacks is included only if a
+    file or the command line sets it."""
+    if saved.config is None:
+        return []
+    before = flatten_dict(saved.config, expand_lists=False)
+    now = flatten_dict(written(config), expand_lists=False)
+    return [
+        Change(
+            key, shown(before[key]) if key in before else "(not set)", shown(now[key]) if key in now else "(not set)"
+        )
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+        and key != "checkpointing.resume"
+        and (key in before or key in config.positions)
+    ]
+
+
+def headline(saved: Saved, changed: list[Change]) -> str:
+    """Return the first line that a resumed run prints."""
+    begin = f"Resuming {short(saved.path)}, saved {saved.time}."
+    if saved.config is None:
+        return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
+    return f"{begin} " + (
+        f"Changed since: {', '.join(map(str, changed))}" if changed else "Nothing in the configuration has changed."
+    )
+
+
+def environment_keys(config: WholeConfig) -> list[str]:
+    """Return the keys whose values come from environment variables. Those values are not saved, so they cannot be
+    compared."""
+    return sorted(key for key, value in flatten_dict(written(config)).items() if "${oc.env:" in str(value))
+
+
+# ---- changes with which a run cannot resume
+
+
+def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) for every setting with which the checkpoint cannot be resumed."""
+    before, loop = saved.config or {}, config.algorithm
+    if saved.config is not None and not isinstance(before.get(loop), Mapping):
+        other = next((name for name in KINDS if name in before), "grpo").upper()
+        yield loop, f"the checkpoint is of a {other} run, this one is {loop.upper()}"
+        return
+    fixed = {
+        f"{loop}.seed": "the order of the data and every random draw follow from it",
+        "data.shuffle": "the position in the data is of another order",
+        "data.use_multiple_dataloader": "the position in the data is of other loaders",
+    }
+    for section in ("policy", "value"):
+        fixed[f"{section}.precision"] = "weights and optimizer state are kept in it"
+        fixed[f"{section}.quantization"] = "adapters are those of weights in this format"
+        fixed[f"{section}.backend"] = "the optimizer's state lies in its order"
+        model = getattr(config, section, None)
+        adapters = ["enabled"]
+        if model is not None and model.lora is not None:
+            adapters += ["dim", "alpha", "target_modules", "exclude_modules", "match_all_linear", "merge", "use_rslora"]
+        for key in adapters:
+            fixed[f"{section}.dtensor_cfg.lora_cfg.{key}"] = "adapters and optimizer state are those of it"
+    now, old = flatten_dict(written(config), expand_lists=False), flatten_dict(before, expand_lists=False)
+    for key, why in fixed.items():
+        # the value of an environment variable is not saved, so it cannot be compared
+        if key in old and key in now and old[key] != now[key] and "${" not in f"{old[key]}{now[key]}":
+            yield key, f"{shown(old[key])} -> {shown(now[key])}: {why}"
+    key = "policy.tokenizer.name"
+    if _is_another(old.get(key), now.get(key)):
+        yield key, f"{old[key]} -> {now[key]} is another tokenizer"
+    names = [_data_sets(tree) for tree in (before, written(config))]
+    if saved.config is not None and names[0] != names[1]:
+        yield "data.train.dataset_name", f"{names[0]} -> {names[1]} is another data set"
+    for section in ("policy", "value") if config.has_critic else ("policy",):
+        yield from _model_refusals(saved, section, getattr(config, section))
+
+
+def _is_another(before: object, now: object) -> bool:
+    """Return whether two names of a model, or two of a tokenizer, differ. Of paths only the last part is compared,
+    since folders may move."""
+    known = before is not None and now is not None and "${" not in f"{before}{now}"
+    return known and Path(str(before)).name != Path(str(now)).name
+
+
+def _data_sets(tree: Mapping[str, Mapping[str, object]]) -> str:
+    train = (tree.get("data") or {}).get("train")
+    rows = [row for row in (train if isinstance(train, list) else [train]) if isinstance(row, Mapping)]
+    return ", ".join(shown(row.get("dataset_name")) for row in rows) or "none"
+
+
+def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
+    if not (saved.path / section / "weights").is_dir():
+        yield section, f"the checkpoint holds no {section} model"
+        return
+    before = ((saved.config or {}).get(section) or {}).get("model_name")
+    if _is_another(before, config.model_name):
+        yield f"{section}.model_name", f"{before} -> {config.model_name} is another model"
+    if config.backend == "hf":
+        yield from hf_architecture_refusals(saved, section, config)
+        return
+    value_head, overrides = section == "value", config.hf_config_overrides
+    try:
+        if config.model_name == TINY_RANDOM:
+            model = tiny_random(overrides, value_head=value_head)
+        elif (here := local_folder(config.model_name)) is not None:
+            model = read_model_folder(here, overrides, value_head=value_head)
+        else:  # the model is not on this machine: the run compares after the download
+            return
+    except (OSError, ValueError, RecursionError):  # no model folder: reported by the check of the model
+        return
+    yield from architecture_refusals(saved, section, config, model.config)
+
+
+def architecture_refusals(
+    saved: Saved, section: str, config: TrainedModelConfig, model_config: Mapping[str, object]
+) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) for each setting that would make the native decoder compute something else than in the
+    checkpoint's run. `model_config` is the model's config.json with the overrides applied."""
+    value_head = section == "value"
+    try:
+        saved_config = read_config(saved.path / section / "weights")
+        length = config.max_total_sequence_length
+        before, now = (native_config(c, value_head=value_head, max_length=length) for c in (saved_config, model_config))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # reported by the check of the model
+    for name in (name for name in now if before.get(name) != now[name]):
+        keys = [k for k in _HF_NAMES.get(name, (name,)) if saved_config.get(k) != model_config.get(k)] or [name]
+        for k in keys:
+            overridden = k in (config.hf_config_overrides or {})
+            key = f"{section}.hf_config_overrides.{k}" if overridden else f"{section}.model_name"
+            yield key, f"{k} {shown(saved_config.get(k))} -> {shown(model_config.get(k))} is another architecture"
+
+
+def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) for each override that makes a transformers model differ from the checkpoint's
+    config.json."""
+    try:
+        saved_config = read_config_file(saved.path / section / "weights")
+    except (OSError, ValueError):
+        return  # reported by other checks
+    for k, value in (config.hf_config_overrides or {}).items():
+        if isinstance(value, (dict, list)):  # transformers completes and moves nested values when it saves
+            continue
+        if k in saved_config and saved_config[k] != value:
+            why = f"{k} {shown(saved_config[k])} -> {shown(value)} is another architecture"
+            yield f"{section}.hf_config_overrides.{k}", why
+
+
+def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
+    """Return one sentence with all reasons (`refused`) why the checkpoint cannot be resumed, and what to do."""
+    listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
+    return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
+
+
+def short(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside it, otherwise unchanged."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
 
 _DIR, _LOGS = "checkpointing.checkpoint_dir", "logger.log_dir"
 

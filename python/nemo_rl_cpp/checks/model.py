@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nemo_rl_cpp.config.cluster import trainers_of
-from nemo_rl_cpp.config.fold import fold_text, note_as_said
+from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, experts_adapted, nothing_adapted
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.config.rules_model import balance_wanted
 from nemo_rl_cpp.data.tiny_tokenizer import TOKENS as TINY_TOKENS
 from nemo_rl_cpp.data.tokenizer import Tokenizer
-from nemo_rl_cpp.errors import Finding
+from nemo_rl_cpp.errors import Finding, note_as_said
 from nemo_rl_cpp.hub.sources import (
     TINY_RANDOM,
     SourceError,
@@ -27,7 +27,7 @@ from nemo_rl_cpp.hub.sources import (
     local_folder,
     nearest_model,
 )
-from nemo_rl_cpp.models import memory, model_folder
+from nemo_rl_cpp.models import memory
 from nemo_rl_cpp.models.hf_config import check_length, read_config_file
 from nemo_rl_cpp.models.memory import size_text
 from nemo_rl_cpp.models.model_folder import ModelFolder, read_model_folder, tiny_random
@@ -138,7 +138,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
         yield Finding("error", use.key, f"is {use.name}: {error}")
         return None
     for remark in folder.remarks:
-        yield Finding("warning", use.key, f"is {use.name}: {model_folder.note_as_said(remark)}")
+        yield Finding("warning", use.key, f"is {use.name}: {note_as_said(remark)}")
     return folder
 
 

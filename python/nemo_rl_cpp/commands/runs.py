@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 from nemo_rl_cpp.checks import banner_lines, preflight
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, command_parser, unknown_option
 from nemo_rl_cpp.config.access import written
-from nemo_rl_cpp.config.errors import ConfigError
+from nemo_rl_cpp.config.errors import KINDS, ConfigError
 from nemo_rl_cpp.config.fold import exactness_text, keys_without_effect_text
 from nemo_rl_cpp.config.loader import LOADERS, find_config, kind_of, shipped_configs
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
@@ -24,23 +23,6 @@ from nemo_rl_cpp.interrupts import nobody_reads, say
 from nemo_rl_cpp.models.memory import forecast_text
 from nemo_rl_cpp.stages import stage, stages_shown
 
-
-class Kind(NamedTuple):
-    """A kind of run (grpo, ppo, ...): the default of its --config option, and its description in the help text."""
-
-    default_config: str
-    description: str
-
-
-KINDS = {
-    "grpo": Kind("configs/grpo_math_1B.yaml", "Train a language model with GRPO, DAPO or ProRLv2."),
-    "ppo": Kind("configs/ppo_math_1B_megatron.yaml", "Train a language model with PPO."),
-    "distillation": Kind(
-        "configs/distillation_arithmetic_smollm2.yaml", "Train a language model on what a teacher says of its answers."
-    ),
-    "sft": Kind("configs/sft_arithmetic_smollm2.yaml", "Train a language model on the answers of a file."),
-    "eval": Kind("configs/evals/eval.yaml", "Evaluate a language model: pass@k or cons@k."),
-}
 _CHECK_EXAMPLES = """examples:
   nemo-rl-cpp check --config my.yaml
   nemo-rl-cpp check --config grpo_tiny.yaml grpo.num_generations_per_prompt=16"""
@@ -167,7 +149,7 @@ def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[W
     )
     parser.add_argument(
         "--config",
-        default=KINDS[default].default_config,
+        default=f"configs/{KINDS[default].default_config}",
         help="YAML file, or the name of a shipped one (default: %(default)s)",
     )
     parser.add_argument(

@@ -3,8 +3,7 @@ have the guides' import paths: in code that imports them, replace `nemo_rl` by `
 docs/porting-from-nemo-rl.md explains how to port the rest. No other part of the package imports this one.
 
 NeMo RL's modules are entries of `_MODULES`. Importing this package registers them in `sys.modules`; each of their names
-is imported when it is first used.
-"""
+is imported when it is first used."""
 
 import sys
 from importlib import import_module
@@ -64,7 +63,7 @@ _MODULES = {
         "register_processor": "data.processors",
     },
     "distributed": {},
-    "distributed.batched_data_dict": {"BatchedDataDict": "distributed.batched_data_dict"},
+    "distributed.batched_data_dict": {"BatchedDataDict": "distributed.ragged_batch"},
     "distributed.virtual_cluster": {"RayVirtualCluster": "distributed.cluster:Cluster"},
     "distributed.worker_groups": {"RayWorkerGroup": "distributed.cluster:WorkerGroup"},
     "environments": {},

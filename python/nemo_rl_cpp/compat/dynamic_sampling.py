@@ -15,7 +15,7 @@ from nemo_rl_cpp.algorithms.dynamic_sampling import (
 )
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.interfaces import DatumSpec
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.metrics.timer import Timer
 
 

@@ -151,8 +151,7 @@ def engines_of(config: TrainMasterConfig) -> int:
     """Return the number of workers that only generate; 0 if generation shares the trainers' processes and weights.
 
     With one node it is `colocated.resources.gpus_per_node`. With several nodes, all workers of `resources.num_nodes`
-    nodes only generate. With the executor `auto` it is 1 if rollouts overlap with training.
-    """
+    nodes only generate. With the executor `auto` it is 1 if rollouts overlap with training."""
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if cluster.is_split and not colocated.enabled:
         return 1

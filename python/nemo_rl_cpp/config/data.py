@@ -15,8 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from .base import Int, Positive, Section, key, section
-from .tables import Entry, Table
+from .base import Entry, Int, Positive, Section, Table, key, section
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic_core import ErrorDetails
 
@@ -110,15 +110,35 @@ _DEAD = {
     "enforce_monotonicity": "none: sampling has no such setting",
 }
 """Keys in NeMo RL's own recipes that neither NeMo RL nor this package reads -> the key that has the effect."""
+
+
+class Kind(NamedTuple):
+    """A kind of configuration in words, the script that runs it, the configuration that is loaded if none is named, and
+    the script's description in its help text."""
+
+    words: str
+    script: str
+    default_config: str
+    description: str
+
+
 KINDS = {
-    "grpo": ("a GRPO run", "run_grpo_math"),
-    "ppo": ("a PPO run", "run_ppo"),
-    "distillation": ("a distillation run", "run_distillation"),
-    "sft": ("supervised fine-tuning", "run_sft"),
-    "eval": ("an evaluation", "run_eval"),
-}
-"""Kind of a configuration, which is also the section that identifies its files -> (kind in words, script that runs
-it)."""
+    kind: Kind(*texts)
+    for kind, *texts in (
+        ("grpo", "a GRPO run", "run_grpo_math", "grpo_math_1B.yaml", "Train a language model with GRPO, DAPO or ProRLv2."),
+        ("ppo", "a PPO run", "run_ppo", "ppo_math_1B_megatron.yaml", "Train a language model with PPO."),
+        (
+            "distillation", "a distillation run", "run_distillation", "distillation_arithmetic_smollm2.yaml",
+            "Train a language model on what a teacher says of its answers.",
+        ),
+        (
+            "sft", "supervised fine-tuning", "run_sft", "sft_arithmetic_smollm2.yaml",
+            "Train a language model on the answers of a file.",
+        ),
+        ("eval", "an evaluation", "run_eval", "evals/eval.yaml", "Evaluate a language model: pass@k or cons@k."),
+    )
+}  # fmt: skip
+"""Name of each kind of configuration, which is also the section that identifies its files."""
 
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
@@ -129,9 +149,7 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     section = dotted.partition(".")[0]
     if section in KINDS and section not in model.model_fields:
         own = next((f"; did you mean {name}?" for name in KINDS if name in model.model_fields), "")
-        return (
-            f"is unknown here{own} (configurations with a section {section} are run by examples/{KINDS[section][1]}.py)"
-        )
+        return f"is unknown here{own} (configurations with a section {section} are run by examples/{KINDS[section].script}.py)"
     if name == "_override_":
         return "works in a section at the top of the file only, not deeper"
     known = model.known_keys()

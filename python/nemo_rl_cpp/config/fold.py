@@ -8,7 +8,6 @@ docs/vllm.md)."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,8 +27,7 @@ class Exactness(NamedTuple):
 
     Attributes:
         equal: whether they are bit-identical.
-        text: the explanation, a clause that completes the sentence built by `exactness_text`.
-    """
+        text: the explanation, a clause that completes the sentence built by `exactness_text`."""
 
     equal: bool
     text: str
@@ -171,23 +169,6 @@ def _own_engine(config: WholeConfig) -> str:
         return "vLLM"
     policy = config.trained_models().get("policy")
     return "transformers" if policy is not None and policy.backend == "hf" else "the native engine"
-
-
-_SAID: set[str] = set()  # lines that have been printed, without their memory forecast
-
-
-def note_as_said(text: str) -> str:
-    """Mark `text`, a line from `fold_text`, as already printed, so that `say_fold` does not repeat it. Return
-    `text`."""
-    _SAID.add(text.partition("; memory forecast")[0])
-    return text
-
-
-def say_fold(config: WholeConfig, forecast: str | None) -> None:
-    """Print the line of `fold_text` to stderr as a warning, once per process."""
-    text = fold_text(config, forecast)
-    if text is not None and text.partition("; memory forecast")[0] not in _SAID:
-        print(f"warning: {note_as_said(text)}", file=sys.stderr, flush=True)
 
 
 def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ result, and all mistakes are reported together."""
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,8 +64,7 @@ class GivenValues:
 
     Attributes:
         problems: mistakes found without the file: unknown keys and wrong types.
-        overrides: the overrides for `values`, to be applied after the caller's own overrides.
-    """
+        overrides: the overrides for `values`, to be applied after the caller's own overrides."""
 
     def __init__(self, values: Mapping[str, object], places: Mapping[str, str], model: type[Section]) -> None:
         self._model = model
@@ -172,13 +171,17 @@ Master = TypeVar("Master", bound=MasterConfig)
 Part = TypeVar("Part", bound=Section)
 
 
-def load_grpo_config(
-    path: str | os.PathLike[str] = "grpo_math_1B.yaml",
-    overrides: Sequence[str] = (),
-    values: Mapping[str, object] | None = None,
-    places: Mapping[str, str] | None = None,
-) -> GRPOMasterConfig:
-    """Load and check the configuration of a GRPO, DAPO or ProRLv2 run, without importing torch.
+def _loader(kind: str, model: type[Master]) -> Callable[..., Master]:
+    def load(
+        path: str | os.PathLike[str] = KINDS[kind].default_config,
+        overrides: Sequence[str] = (),
+        values: Mapping[str, object] | None = None,
+        places: Mapping[str, str] | None = None,
+    ) -> Master:
+        return _load(path, overrides, model, values, places)
+
+    load.__name__ = load.__qualname__ = f"load_{kind}_config"
+    load.__doc__ = f"""Load and check the configuration of {KINDS[kind].words}, without importing torch.
 
     Args:
         path: a YAML file, or the name of a shipped one.
@@ -189,52 +192,18 @@ def load_grpo_config(
 
     Raise ConfigError (a ValueError), which lists every mistake with file, line, key and remedy.
     """
-    return _load(path, overrides, GRPOMasterConfig, values, places)
+    return load
 
 
-def load_ppo_config(
-    path: str | os.PathLike[str] = "ppo_math_1B_megatron.yaml",
-    overrides: Sequence[str] = (),
-    values: Mapping[str, object] | None = None,
-    places: Mapping[str, str] | None = None,
-) -> PPOMasterConfig:
-    """Load and check the configuration of a PPO run. See `load_grpo_config` for arguments and errors."""
-    return _load(path, overrides, PPOMasterConfig, values, places)
-
-
-def load_distillation_config(
-    path: str | os.PathLike[str] = "distillation_arithmetic_smollm2.yaml",
-    overrides: Sequence[str] = (),
-    values: Mapping[str, object] | None = None,
-    places: Mapping[str, str] | None = None,
-) -> DistillationMasterConfig:
-    """Load and check the configuration of a distillation run. See `load_grpo_config` for arguments and errors."""
-    return _load(path, overrides, DistillationMasterConfig, values, places)
-
-
-def load_sft_config(
-    path: str | os.PathLike[str] = "sft_arithmetic_smollm2.yaml",
-    overrides: Sequence[str] = (),
-    values: Mapping[str, object] | None = None,
-    places: Mapping[str, str] | None = None,
-) -> SFTMasterConfig:
-    """Load and check the configuration of supervised fine-tuning. See `load_grpo_config` for arguments and errors."""
-    return _load(path, overrides, SFTMasterConfig, values, places)
-
-
-def load_eval_config(
-    path: str | os.PathLike[str] = "evals/eval.yaml",
-    overrides: Sequence[str] = (),
-    values: Mapping[str, object] | None = None,
-    places: Mapping[str, str] | None = None,
-) -> EvalMasterConfig:
-    """Load and check the configuration of an evaluation. See `load_grpo_config` for arguments and errors."""
-    return _load(path, overrides, EvalMasterConfig, values, places)
-
-
-LOADERS = {
-    "grpo": load_grpo_config, "ppo": load_ppo_config, "distillation": load_distillation_config, "sft": load_sft_config, "eval": load_eval_config,
-}  # fmt: skip
+load_grpo_config = _loader("grpo", GRPOMasterConfig)
+load_ppo_config = _loader("ppo", PPOMasterConfig)
+load_distillation_config = _loader("distillation", DistillationMasterConfig)
+load_sft_config = _loader("sft", SFTMasterConfig)
+load_eval_config = _loader("eval", EvalMasterConfig)
+LOADERS = dict(
+    grpo=load_grpo_config, ppo=load_ppo_config, distillation=load_distillation_config, sft=load_sft_config,
+    eval=load_eval_config,
+)  # fmt: skip
 """Kind of a configuration -> the function that loads it."""
 
 
@@ -245,10 +214,10 @@ def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None
     other = next((name for name in KINDS if name in there), None) if own not in there else None
     if other is None:
         return None
-    words, script = KINDS[other]
+    words, script, *_ = KINDS[other]
     return (
         other,
-        f"makes the file a configuration of {words}, not of {KINDS[own][0]}: it is run by examples/{script}.py (python -m nemo_rl_cpp.{script})",
+        f"makes the file a configuration of {words}, not of {KINDS[own].words}: it is run by examples/{script}.py (python -m nemo_rl_cpp.{script})",
     )
 
 
@@ -410,8 +379,7 @@ def find_config(path: str | os.PathLike[str]) -> Path:
     If `path` is an existing file, return it. Otherwise look it up in the shipped `configs/`, without a leading
     `examples/configs/` or `configs/`. `grpo.yaml` finds `grpo_math_1B.yaml`, `ppo.yaml` finds
     `ppo_math_1B_megatron.yaml`, and NeMo RL's `NAME.v2.yaml` finds `NAME.yaml`. If there is no such file, raise
-    ConfigError with the closest names.
-    """
+    ConfigError with the closest names."""
     given = Path(path).expanduser()
     if given.is_file():
         return given

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic.fields import FieldInfo
 
-from .base import Count, Real, Section, key, section
-from .tables import Entry, Table
+from .base import Count, Entry, Real, Section, Table, key, section
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.loggers.interface import LoggerBackend
@@ -87,8 +86,7 @@ class GPUMonitoringConfig(Section):
 class LoggerConfig(Section):
     """Logging. Metrics are always written to metrics.jsonl, and to each enabled backend.
 
-    A backend called NAME has two keys: the switch NAME_enabled, and the section NAME.
-    """
+    A backend called NAME has two keys: the switch NAME_enabled, and the section NAME."""
 
     def is_enabled(self, name: str) -> bool:
         return getattr(self, f"{name}_enabled")
@@ -160,8 +158,7 @@ def register_logger(
         keys: the class of the section NAME.
         doc: description of the two keys in docs/configuration.md.
 
-    Raise ValueError if `name` is taken.
-    """
+    Raise ValueError if `name` is taken."""
     entry = LoggerEntry(cls, keys, doc)
     if name in LoggerConfig.model_fields:
         raise ValueError(f"logger has a key {name} already: choose another name")

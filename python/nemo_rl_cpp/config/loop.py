@@ -10,10 +10,9 @@ from pydantic import BeforeValidator, ConfigDict
 
 from nemo_rl_cpp.dotted_names import is_dotted
 
-from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, Seed, key, section
+from .base import Count, Entry, Fraction, Int, NonNegative, OneOf, Positive, Real, Section, Seed, Table, key, section
 from .errors import Report
 from .penalties import LengthPenaltyConfig
-from .tables import Entry, OneOf, Table
 
 
 @dataclass(frozen=True)

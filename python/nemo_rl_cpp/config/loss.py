@@ -4,9 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import PrivateAttr, model_validator
 
-from .base import Fraction, NonNegative, Positive, Real, Section, key
+from .base import Fraction, NonNegative, OneOf, Positive, Real, Section, key
 from .errors import Report
-from .tables import OneOf
 
 LOSSES: dict[str, dict[str, object]] = {
     "clipped_pg": {},

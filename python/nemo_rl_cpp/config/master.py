@@ -17,6 +17,8 @@ from .distillation import (
     DistillationConfig,
     DistillationLossConfig,
     OnPolicyDistillationConfig,
+    SFTConfig,
+    SFTLossConfig,
     TeacherConfig,
     absolute_folder,
 )
@@ -29,7 +31,6 @@ from .loop import AsyncRLConfig, DataPlaneConfig, GRPOConfig, LoopConfig, PPOCon
 from .loss import ClippedPGLossConfig, MseValueLossConfig
 from .penalties import RewardPenaltyConfig
 from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConfig, fill
-from .sft import SFTConfig, SFTLossConfig
 
 
 class EvalConfig(Section):

@@ -1,8 +1,7 @@
 """Optimizers and schedules of torch and Megatron, and the backend sections `dtensor_cfg` and `megatron_cfg`.
 
 The native trainer replaces both backends of NeMo RL. It reads optimizer, schedule, gradient clipping, activation
-checkpointing and parallel sizes from the section of the enabled backend, and ignores the section's other keys.
-"""
+checkpointing and parallel sizes from the section of the enabled backend, and ignores the section's other keys."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from nemo_rl_cpp.files.prompt_files import find_prompt
 
-from .base import Count, NonNegative, Positive, Section, fields_of, key, no_effect, section
+from .base import Count, Entry, NonNegative, OneOf, Positive, Section, Table, fields_of, key, no_effect, section
 from .errors import Report
 from .generation import GenerationConfig
 from .lora import LoraConfig, check_lora
@@ -23,7 +23,6 @@ from .optimizer import (
     megatron_schedule,
     torch_schedule,
 )
-from .tables import Entry, OneOf, Table
 
 
 def _precision(value: object) -> object:

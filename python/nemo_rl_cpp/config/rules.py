@@ -24,14 +24,13 @@ from .data import (
     is_class_name,
     takes,
 )
-from .distillation import check_teachers
+from .distillation import check_sft, check_teachers
 from .env import EnvConfigs, GuessNumberEnvConfig
 from .errors import Report
 from .logger import LOGGER_BACKENDS
 from .loop import check_loop
 from .loss import check_policy_loss
 from .policy import check_tokenizer, check_trained_model
-from .sft import check_sft
 
 if TYPE_CHECKING:
     from .master import EvalMasterConfig, GRPOMasterConfig, PPOMasterConfig, TrainMasterConfig

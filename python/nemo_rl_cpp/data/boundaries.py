@@ -6,8 +6,7 @@ of a chat template gets none, because the template writes them. A passthrough te
 treated as plain text.
 
 Ends: the `eos_token_id` of generation_config.json, a number or a list; otherwise that of config.json; otherwise the
-tokenizer's end token.
-"""
+tokenizer's end token."""
 
 import json
 import warnings
@@ -28,8 +27,7 @@ def prompt_ids(
     tokenizer: TokenizerType, text: str, messages: Sequence[Mapping[str, object]] | None = None
 ) -> list[int]:
     """Return the token ids of a prompt. `messages` is the conversation that a chat template rendered as `text`, or None
-    for plain text. If plain text already starts with the BOS token, no second one is added.
-    """
+    for plain text. If plain text already starts with the BOS token, no second one is added."""
     plain = messages is None or text == "".join(str(message.get("content")) for message in messages)
     ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
@@ -64,8 +62,7 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
     """Return the ids of a tokenizer's end tokens: those that the model in the tokenizer's folder lists, if any,
-    otherwise the tokenizer's own. Return [] if `tokenizer` is None.
-    """
+    otherwise the tokenizer's own. Return [] if `tokenizer` is None."""
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
 
@@ -91,8 +88,7 @@ def save_generation_config(
     folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None, target: Path
 ) -> None:
     """Write the generation_config.json of a trained model to `target`: a copy of the one in `folder`, to which end
-    tokens are added if it has none.
-    """
+    tokens are added if it has none."""
     content = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     if not content:
         content = {key: config[key] for key in _FROM_CONFIG if config.get(key) is not None}

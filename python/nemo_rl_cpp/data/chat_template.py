@@ -2,8 +2,7 @@
 as the text on which the model was trained.
 
 Templates come with downloaded models, so they are untrusted. As in transformers and vLLM, they run in jinja's immutable
-sandbox, in which a template cannot access Python internals. Its time and memory are not limited.
-"""
+sandbox, in which a template cannot access Python internals. Its time and memory are not limited."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +38,7 @@ class ChatTemplateError(ValueError):
 
 class _GenerationBlock(jinja2.ext.Extension):
     """The block `{% generation %}...{% endgeneration %}`, which marks assistant text in some templates. It renders as
-    its body.
-    """
+    its body."""
 
     tags = {"generation"}
 
@@ -106,8 +104,7 @@ def render_chat_template(
 
     Keys of a message whose value is None (such as `content: null` with tool calls) are omitted. `variables` are further
     variables for the template (special tokens, `chat_template_kwargs`). Raise ChatTemplateError (a ValueError) if the
-    template has an error or rejects the messages.
-    """
+    template has an error or rejects the messages."""
     for tool in tools or ():
         if not isinstance(tool, Mapping):
             raise ChatTemplateError(
@@ -127,8 +124,7 @@ def render_chat_template(
 
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
     """Return copies of the messages with plain values, without None values, and with reasoning under the keys that
-    templates read. Raise ChatTemplateError if `messages` is not a list of messages.
-    """
+    templates read. Raise ChatTemplateError if `messages` is not a list of messages."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(
             f"a conversation is a list of messages {{'role', 'content'}}, got {type(messages).__name__}"
@@ -175,8 +171,7 @@ def choose_template(value: object, own: str | Mapping[str, str] | None, key: str
     None selects `PASSTHROUGH`, and "default" the tokenizer's template. A string with `{{` or `{%` is itself a template.
     The name of one of the tokenizer's named templates selects it. A path is read; a .json file must have the entry
     `chat_template`. Raise ChatTemplateError for a template that does not read `messages`, and for any other value.
-    Raise FileNotFoundError if the path does not exist.
-    """
+    Raise FileNotFoundError if the path does not exist."""
     if value is None:
         return PASSTHROUGH
     if not isinstance(value, str):
@@ -238,8 +233,7 @@ def render_prompt(
     tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None
 ) -> str:
     """Return a conversation as text, rendered by the chat template. Raise ChatTemplateError if the template omits a
-    message.
-    """
+    message."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools)
     missing = [i for i, message in enumerate(messages) if _content(message) not in text]
     shape = (
@@ -299,8 +293,7 @@ def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
 
     This is the length of the message rendered alone, if `text` begins with that. If the template cannot render a system
     message alone, or merges it into the user's turn, it is everything up to the end of its content. Return 0 if the
-    content is not in the text.
-    """
+    content is not in the text."""
     try:
         alone = _apply(tokenizer, messages[:1], False, None)
     except ValueError:  # many templates reject a system message alone

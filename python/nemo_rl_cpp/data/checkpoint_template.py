@@ -1,6 +1,5 @@
 """The choice of the chat template for a conversation with a checkpoint: the model's own template, even if the training
-run used a different one.
-"""
+run used a different one."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
     The model's template is used if it has one. Otherwise, if `folder` is in a checkpoint of a run
     (`step_N/policy/weights`, with `step_N/config.yaml`), the run's template is used. Raise ValueError if neither has a
-    template.
-    """
+    template."""
     run, own = run_section(folder), tokenizer.chat_template
     where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"
     used = _template_of_run(run, folder, own)
@@ -55,8 +53,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
     """Return how an evaluation's section `tokenizer` renders prompts differently from the checkpoint's run, one
-    sentence per difference.
-    """
+    sentence per difference."""
     run = run_section(folder) or {}
     remarks = []
     for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):
@@ -76,8 +73,7 @@ def _run_config(folder: Path) -> Path:
 
 def run_section(folder: Path) -> dict[str, Any] | None:
     """Return the section `policy.tokenizer` of the run that wrote the checkpoint `folder`, or None for any other
-    folder.
-    """
+    folder."""
     path = Path(os.path.abspath(folder))
     if (path.parent.name, path.name) != ("policy", "weights") or not _run_config(folder).is_file():
         return None
@@ -86,8 +82,7 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
     """Return the template that the run used, which is `own` if it used the model's. Return None if the run used no
-    template.
-    """
+    template."""
     value = own if run is None else run.get("chat_template", "default")
     if run is None or value is None:
         return value

@@ -1,8 +1,7 @@
 """Conversion of prompts and rows to conversations, with errors of one sentence.
 
 A conversation is a list of messages {"role", "content"}. Data sets, `train_grpo` and `generate` use the same rules. The
-messages of ValueErrors lack the file and the row, which the caller adds.
-"""
+messages of ValueErrors lack the file and the row, which the caller adds."""
 
 import json
 import math
@@ -20,8 +19,7 @@ def plain(value: object) -> object:
     """Convert a value recursively: arrays, Series and tuples to lists, mappings to dictionaries, numpy scalars to
     Python's. Other values stay unchanged.
 
-    Keys with null, which pandas adds to Arrow's structs, are removed from mappings inside an array of objects.
-    """
+    Keys with null, which pandas adds to Arrow's structs, are removed from mappings inside an array of objects."""
     names = ("tolist", "to_list", "as_py")  # numpy, torch and pandas; polars; scalars of pyarrow
     convert = next((getattr(value, name) for name in names if hasattr(value, name)), None)
     if convert is not None and not isinstance(value, type):
@@ -37,15 +35,13 @@ def plain(value: object) -> object:
 
 def comes_from_arrow(rows: object) -> bool:
     """Return whether `rows` is a table or data set of a library that keeps columns in Arrow's format or reads them from
-    it.
-    """
+    it."""
     return any(base.__module__.partition(".")[0] in _ARROW for base in type(rows).__mro__)
 
 
 def came_through_pandas(row: object) -> bool:
     """Return whether a row has come from Arrow through pandas: it is a mapping in which at least one value is a
-    one-dimensional array of objects.
-    """
+    one-dimensional array of objects."""
     return isinstance(row, Mapping) and any(_holds_objects(value) for value in row.values())
 
 
@@ -56,8 +52,7 @@ def _holds_objects(value: object) -> bool:
 def without_padding(row: Row) -> Row:
     """Remove the keys with null from mappings inside the columns of a row. A column that is itself null stays.
 
-    All structs of an Arrow column have the same keys, so a struct has null for keys that only other structs set.
-    """
+    All structs of an Arrow column have the same keys, so a struct has null for keys that only other structs set."""
     return {name: _unpadded(value) for name, value in row.items()}
 
 
@@ -86,8 +81,7 @@ ChatMessage = dict[str, object]
 
 def look_up(row: Mapping[str, object], key: str) -> object:
     """Return the value of a column, or with a dotted key (`reward_model.ground_truth`) a value inside a column. If it
-    does not exist, raise ValueError with the existing keys.
-    """
+    does not exist, raise ValueError with the existing keys."""
     if key in row:
         return row[key]
     value: object = row
@@ -102,8 +96,7 @@ def look_up(row: Mapping[str, object], key: str) -> object:
 
 def conversation_of(value: object, key: str) -> list[ChatMessage]:
     """Return a question as messages. A string or a number becomes a user message. A list of {"role", "content"} or of
-    {"from", "value"} (ShareGPT) is a conversation. Raise ValueError, with `key` in its message, for anything else.
-    """
+    {"from", "value"} (ShareGPT) is a conversation. Raise ValueError, with `key` in its message, for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         value = str(value)
     if isinstance(value, str):
@@ -153,8 +146,7 @@ def _message(message: object, key: str) -> ChatMessage:
 def split_conversation(messages: object, key: str = "messages") -> tuple[list[ChatMessage], object]:
     """Return (prompt, ground truth). The ground truth is the content of the last message if it is the assistant's,
     otherwise None. The prompt is the messages before it, and must end with the user or with a tool's result. Text parts
-    of a content are joined. Raise ValueError, with `key` in its message, for anything else.
-    """
+    of a content are joined. Raise ValueError, with `key` in its message, for anything else."""
     if not is_list(messages):
         raise ValueError(f"{key!r} must be a list of messages, not {_kind(messages)}")
     checked, truth = conversation_of(messages, key), None
@@ -194,8 +186,7 @@ def is_conversation(items: object) -> bool:
 
 def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | list[ChatMessage]:
     """Return a prompt as a string, or as the messages of a conversation that the model can continue. Raise ValueError,
-    with a message that begins with `where`, for anything else.
-    """
+    with a message that begins with `where`, for anything else."""
     if isinstance(value, str):
         if not value and not may_be_empty:
             raise ValueError(f"{where} is an empty text: a prompt needs at least one character")
@@ -220,8 +211,7 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
 
 def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
     """Return a list of prompts, each as returned by `prompt_of`. A string or a conversation is one prompt. Raise
-    ValueError for anything else.
-    """
+    ValueError for anything else."""
     if isinstance(prompts, str) or is_conversation(prompts):
         several: list[object] = [prompts]
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):
@@ -262,8 +252,7 @@ def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> 
 
 def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:
     """Return the column `tools` of a row as a list of JSON schemas, or None if it is empty. The column may be a JSON
-    string. Raise ValueError for anything else.
-    """
+    string. Raise ValueError for anything else."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

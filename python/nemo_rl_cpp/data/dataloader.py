@@ -14,15 +14,14 @@ from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.data import DataConfig
 from nemo_rl_cpp.data.interfaces import DatumSpec, Indexed
 from nemo_rl_cpp.data.random_order import permutation
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.dotted_names import import_object
 from nemo_rl_cpp.user_code import call_user
 
 
 def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     """Return the rows as a batch of prompts. `length`, `loss_multiplier` and `batch_max_length` are tensors [B], the
-    other columns are lists.
-    """
+    other columns are lists."""
     length = torch.tensor([datum["length"] for datum in data_batch])
     return BatchedDataDict(
         **eval_collate_fn(data_batch),
@@ -50,8 +49,7 @@ class StatefulDataLoader:
     that would have come next, whatever the batch size. `iter()` continues the unfinished epoch of a loaded state, or
     begins the next epoch. `drop_last` skips an incomplete last batch. With `num_workers` > 0, that many threads
     tokenize the next batch while the current one is in use. With several threads, the result of a processor must not
-    depend on its earlier calls.
-    """
+    depend on its earlier calls."""
 
     def __init__(
         self,
@@ -95,8 +93,7 @@ class StatefulDataLoader:
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
         """Restore a saved position. Raise ValueError if number of rows, seed or shuffling differ, because different
-        rows would follow.
-        """
+        rows would follow."""
         own = self.state_dict()
         for key in ("seed", "shuffle", "num_rows"):
             if state[key] != own[key]:
@@ -135,8 +132,7 @@ class StatefulDataLoader:
 
     def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
         """Start fetching rows. Return a function that waits for them and returns them, or raises the error of a
-        processor.
-        """
+        processor."""
         if self.num_workers < 1:
             return lambda: [self.dataset[i] for i in chunk]
         if self._pool is None:
@@ -157,8 +153,7 @@ class MultipleDataloaderWrapper:
     never ends, because an exhausted loader starts over. As in NeMo RL, it has no epochs.
 
     `data.custom_dataloader` is the dotted path of a function that replaces this way of choosing prompts. It is called
-    with (data_iterators, dataloaders) and returns (batch, data_iterators). State inside the function is not saved.
-    """
+    with (data_iterators, dataloaders) and returns (batch, data_iterators). State inside the function is not saved."""
 
     def __init__(
         self, expected_num_prompts: int, data_config: DataConfig | Mapping[str, object], dataloaders: Mapping[str, StatefulDataLoader]
@@ -239,8 +234,7 @@ def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
     """Restore the loader's position from a checkpoint.
 
     Raise FileNotFoundError if the checkpoint has no position, and ValueError if the number of rows, seed or shuffling
-    differ.
-    """
+    differ."""
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():
         raise FileNotFoundError(

@@ -1,8 +1,7 @@
 """Processors, which convert a row of a data set to a tokenized prompt with data for its environment.
 
 A processor is called with (datum_dict, task_data_spec, tokenizer, max_seq_length, idx) and returns a DatumSpec.
-Configurations select it by name; `register_processor` adds one.
-"""
+Configurations select it by name; `register_processor` adds one."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -43,8 +42,7 @@ def _datum(
 ) -> DatumSpec:
     """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response. It is truncated
     to a few tokens, so that it costs nothing, and masked; `length` remains the original length. Error messages contain
-    the row number.
-    """
+    the row number."""
     import torch
 
     try:
@@ -109,8 +107,7 @@ _LATEX = re.compile(r"(\\[A-Za-z]+\*?(\[[^\]\n]*\])?(\{[^{}\n]*\}|\{\{[^{}\n]*\}
 
 def fill_prompt(prompt: str, question: str) -> str:
     """Return `prompt` with the question in place of its placeholder. Raise ValueError unless it has exactly one
-    placeholder.
-    """
+    placeholder."""
     before, after = split_prompt(prompt)
     return before + question + after
 
@@ -121,8 +118,7 @@ def split_prompt(prompt: str) -> tuple[str, str]:
     there is exactly one.
 
     A file whose other braces are all doubled is parsed as by `str.format`. Otherwise other braces are literal, and a
-    `{}` that is the argument of a LaTeX command is not a placeholder.
-    """
+    `{}` that is the argument of a LaTeX command is not a placeholder."""
     tokens = [(found.start(), found[0]) for found in _TOKEN.finditer(prompt)]
     places = [(start, token) for start, token in tokens if token in ("{}", "{0}")]
     formatted = all(token in ("{{", "}}", "{}", "{0}") for _, token in tokens) and len(places) <= 1
@@ -162,16 +158,14 @@ def _wrong_places(prompt: str, places: list[int], alone: list[int]) -> str:
 
 def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
     """Return a list with the system message, or [] without a system prompt. Line ends at the end of the file are
-    dropped, because editors add them.
-    """
+    dropped, because editors add them."""
     text = (spec.system_prompt or "").rstrip("\r\n")
     return [{"role": "system", "content": text}] if text else []
 
 
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
     """Return the system message and the user message as two entries, by splitting the text of a single
-    template call.
-    """
+    template call."""
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
@@ -196,8 +190,7 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
     """Return the conversation of a row, with its last question inserted into the prompt file, and the data for the
-    environment.
-    """
+    environment."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -210,8 +203,7 @@ def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerTyp
     """Read rows {"messages"}. The system prompt and the conversation up to the last question become one user entry.
 
     If the last message is the assistant's, it is the ground truth. The last question is inserted into the prompt file.
-    A row's column "tools" is passed to the chat template.
-    """
+    A row's column "tools" is passed to the chat template."""
     messages, info = _asked(row, spec, "math_hf_data_processor")
     system = system_message(spec)
     if system and any(message["role"] in ("system", "developer") for message in messages):
@@ -230,8 +222,7 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
     text begins with a BOS token if the tokenizer adds one.
 
     The question is inserted into the prompt file and the system prompt is put before it, both literally. This processor
-    is for base models and for few-shot tasks, whose responses end at the row's "stop_strings".
-    """
+    is for base models and for few-shot tasks, whose responses end at the row's "stop_strings"."""
     messages, info = _asked(row, spec, "raw_completion_data_processor")
     if len(messages) > 1:
         raise ValueError(
@@ -256,8 +247,7 @@ def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType)
 @_processor
 def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Read rows {"question", "options": {letter: text}, "answer"} and optionally "subject". With a prompt file, its
-    text comes before the question, and the options are listed after it.
-    """
+    text comes before the question, and the options are listed after it."""
     name = "multichoice_qa_processor"
     question = _question(_column(row, "question", name), "question")
     if spec.prompt:
@@ -276,8 +266,7 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
 def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Read rows {"messages"} on whose assistant messages the model is trained. For each assistant message there are two
     entries: a user entry (not trained) with the conversation since the previous assistant message, and an assistant
-    entry (trained) that includes the template's end of the turn. The last entry ends with the end token.
-    """
+    entry (trained) that includes the template's end of the turn. The last entry ends with the end token."""
     messages, info = _asked(row, spec, "sft_processor")
     answer = info["ground_truth"]
     if not isinstance(answer, str) or not answer:

@@ -1,7 +1,6 @@
 """Random order without generator state: every random number is a function of a key, so no state has to be saved.
 
-It uses Philox's raw 64-bit numbers, whose values numpy guarantees. numpy's higher-level methods may change.
-"""
+It uses Philox's raw 64-bit numbers, whose values numpy guarantees. numpy's higher-level methods may change."""
 
 import hashlib
 
@@ -23,8 +22,7 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
 
 class Draws:
     """A source of a few random numbers for one row. `below(n)` is uniform in 0..n-1 (bias under 2**-50 for n below
-    2**14).
-    """
+    2**14)."""
 
     def __init__(self, seed: int, *key: int):
         self._seed, self._key, self._turn = seed, key, 0
@@ -36,8 +34,7 @@ class Draws:
 
     def distinct(self, count: int, n: int, exclude: int | None = None) -> list[int]:
         """Return `count` different numbers below n, none of which is `exclude`. Raise ValueError if there are not so
-        many.
-        """
+        many."""
         found: list[int] = []
         if count > n - (exclude is not None):
             raise ValueError(f"cannot draw {count} different numbers below {n}")
@@ -50,6 +47,5 @@ class Draws:
 
 def is_held_out(text: str, fraction: float) -> bool:
     """Return whether a question belongs to the validation set. The result depends only on the question, so no seed,
-    size or order can put the question into both training and validation.
-    """
+    size or order can put the question into both training and validation."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") < fraction * 2**64

@@ -24,8 +24,7 @@ def is_byte_token(spelling: str | None) -> bool:
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
     """Return character -> byte of GPT-2's byte alphabet. Printable Latin-1 characters represent themselves; the
-    characters from U+0100 on represent the other 68 bytes, in order.
-    """
+    characters from U+0100 on represent the other 68 bytes, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -47,8 +46,7 @@ class TokenBytes:
 
     It supports byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens,
     which are joined by spaces if there is no decoder. The bytes are those that a token adds to a text. Changes that a
-    decoder makes only at the start of a text (dropping one leading space) are ignored.
-    """
+    decoder makes only at the start of a text (dropping one leading space) are ignored."""
 
     def __init__(self, tokenizer: Backend):
         spec = json.loads(tokenizer.to_str())
@@ -69,8 +67,7 @@ class TokenBytes:
 
     def __call__(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         """Return the bytes of one token, or b"" for an id that the tokenizer does not have (a model's vocabulary may be
-        larger).
-        """
+        larger)."""
         if token_id in self._added:
             if skip_special_tokens and token_id in self._special:
                 return b""
@@ -107,8 +104,7 @@ def token_bytes_table(
     transformers.
 
     `size` is usually the model's vocabulary size, which may exceed the tokenizer's; the additional ids get b"". With
-    `skip_special_tokens`, special tokens also get b"".
-    """
+    `skip_special_tokens`, special tokens also get b""."""
     count = len(tokenizer) if size is None else size
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -142,8 +138,7 @@ class TextStream:
     Args:
         before: the prompt's token ids.
         stops: the stop strings.
-        skip_special: whether special tokens add no text, except those whose text is in `kept`.
-    """
+        skip_special: whether special tokens add no text, except those whose text is in `kept`."""
 
     def __init__(
         self, tokenizer: TokenizerType, before: Sequence[int] = (), *, stops: tuple[str, ...] = (), keep_stop: bool = False,
@@ -165,8 +160,7 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
         """Add the next tokens. Return the texts of the tokens that have become final, oldest first. With `last`, return
-        all remaining texts.
-        """
+        all remaining texts."""
         for token in token_ids:
             if not self._is_skipped(token):
                 self._window.append(token)
@@ -241,8 +235,7 @@ def _context(
     """Return (context, unfinished): the parts of the ids `before` on which the decoding of the next ids depends.
 
     `unfinished` holds the ids at the end whose bytes do not yet form a whole character. `context` is the last id that
-    alone decodes to whole characters; if there is none, it holds all ids before `unfinished`.
-    """
+    alone decodes to whole characters; if there is none, it holds all ids before `unfinished`."""
     before = list(before)
 
     def is_text(token: int) -> bool:

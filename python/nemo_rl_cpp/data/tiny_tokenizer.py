@@ -12,8 +12,7 @@ TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=")
 
 def tiny_tokenizer() -> Tokenizer:
     """Return a tokenizer of digits, `+`, `=` and four special tokens. Its chat template joins the contents of the
-    messages.
-    """
+    messages."""
     backend = Backend(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()

@@ -2,8 +2,7 @@
 templates.
 
 It needs only the `tokenizers` library and jinja2. Where a function takes this tokenizer, it also takes one of
-transformers.
-"""
+transformers."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class Tokenizer(SpecialTokens):
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         config: the keys of tokenizer_config.json.
-        eos_token_ids: the end tokens that the model in the tokenizer's folder lists, if any (see `data.boundaries`).
-    """
+        eos_token_ids: the end tokens that the model in the tokenizer's folder lists, if any (see `data.boundaries`)."""
 
     section = "policy.tokenizer"
     """The configuration section that error messages name; "" without a configuration."""
@@ -91,8 +89,7 @@ class Tokenizer(SpecialTokens):
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
         """Read tokenizer.json and the files next to it, from a folder or for a model name. Raise ValueError if there is
-        no tokenizer.json.
-        """
+        no tokenizer.json."""
         folder = resolve_tokenizer(
             name_or_path, key="tokenizer.name" if section == "tokenizer" else "policy.model_name"
         )
@@ -114,8 +111,7 @@ class Tokenizer(SpecialTokens):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json (including the model's chat template) and
-        special_tokens_map.json.
-        """
+        special_tokens_map.json."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         self.backend_tokenizer.save(str(target / "tokenizer.json"))
@@ -132,8 +128,7 @@ class Tokenizer(SpecialTokens):
     @property
     def chat_template(self) -> Templates:
         """The template in use (or name -> template): the run's if `use_chat_template` has set it, otherwise the
-        model's.
-        """
+        model's."""
         return self._model_template if self._run_template is None else self._run_template[0]
 
     @chat_template.setter
@@ -142,8 +137,7 @@ class Tokenizer(SpecialTokens):
 
     def use_chat_template(self, template: Templates) -> None:
         """Use `template` from now on. As it belongs to the run and not to the model, `save_pretrained` does not write
-        it.
-        """
+        it."""
         self._run_template = (template,)
 
     # -- vocabulary --------------------------------------------------------------------------------------------------
@@ -187,8 +181,7 @@ class Tokenizer(SpecialTokens):
     ) -> Encoding:
         """Return the token ids of one or several texts, as lists, or with `return_tensors="pt"` as int64 tensors [B, S]
         (B is 1 for one text). Raise ValueError if tensors are requested and texts have different lengths, because there
-        is no padding.
-        """
+        is no padding."""
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors must be None or 'pt', got {return_tensors!r}")
         texts = [text] if isinstance(text, str) else list(text)
@@ -224,8 +217,7 @@ class Tokenizer(SpecialTokens):
         return the text; otherwise return ids as a list, a tensor [1, S] with `return_tensors="pt"`, or an Encoding with
         `return_dict`. No special tokens are added unless `add_special_tokens`, because the template writes them.
         `kwargs` are variables for the template (such as `enable_thinking=False`). Raise ValueError if there is no
-        template or if it rejects the messages.
-        """
+        template or if it rejects the messages."""
         from nemo_rl_cpp.data.chat_template import render_chat_template  # jinja2 takes a fifth of a second to load
 
         text = render_chat_template(
@@ -266,8 +258,7 @@ class Tokenizer(SpecialTokens):
         """Return the text of a list or 1-D tensor of ids. Bytes that form no character become U+FFFD.
 
         Spaces are never cleaned up, whatever the argument or the folder's settings say; transformers ignores both for
-        BPE, too.
-        """
+        BPE, too."""
         return self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
     def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
@@ -281,8 +272,7 @@ def get_tokenizer(
     message, if the section has no `name`.
 
     The key `name` is a folder or model name. `chat_template` selects the template (see `choose_template`); by default
-    it is the folder's. `chat_template_kwargs` are variables for every call of `apply_chat_template`.
-    """
+    it is the folder's. `chat_template_kwargs` are variables for every call of `apply_chat_template`."""
     # `nemo-rl-cpp generate` has no configuration: it starts without pydantic
     from nemo_rl_cpp.config.base import as_model
     from nemo_rl_cpp.config.policy import TokenizerConfig

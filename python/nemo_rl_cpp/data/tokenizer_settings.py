@@ -1,6 +1,5 @@
 """The files next to tokenizer.json, which hold the special tokens and the tokenizer class. They are read and written as
-transformers 5 does.
-"""
+transformers 5 does."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or {} if the file does not exist. Raise ValueError if the file contains
-    anything else.
-    """
+    anything else."""
     if not path.is_file():
         return {}
     try:
@@ -65,8 +63,7 @@ def write_settings(
     folder: Path, settings: Mapping[str, object], named: Mapping[str, str], additional: list[str]
 ) -> None:
     """Write two files into an existing folder: tokenizer_config.json with `settings` (including the chat template), and
-    special_tokens_map.json with the special tokens by role (`named`) and those without a role (`additional`).
-    """
+    special_tokens_map.json with the special tokens by role (`named`) and those without a role (`additional`)."""
     special: dict[str, str | list[str]] = dict(named)
     if additional:
         special["additional_special_tokens"] = additional
@@ -85,8 +82,7 @@ def _take_special_tokens_map(settings: dict[str, Any], special: Mapping[str, Any
 
 def extra_special_tokens(settings: Mapping[str, Any]) -> list[str]:
     """Return the special tokens without a role: those under separate keys (such as `image_token`), and those under the
-    common key `additional_special_tokens` or `extra_special_tokens`.
-    """
+    common key `additional_special_tokens` or `extra_special_tokens`."""
     own = [token_text(token) for key, token in settings.items() if key.endswith("_token") and key not in NAMED_TOKENS]
     extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
     common = [token_text(token) for token in (extra.values() if isinstance(extra, Mapping) else extra)]
@@ -107,8 +103,7 @@ _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # their fo
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
     """Return the tokenizer class that transformers 5 uses for a folder: the class that tokenizer_config.json
     (`settings`) or config.json names. If neither names one, and for some model types always, return the class of the
-    `model_type`.
-    """
+    `model_type`."""
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
@@ -117,8 +112,7 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
 
 def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
     """Apply `split_special_tokens` to `backend`, and `add_prefix_space` and `legacy` as the `tokenizer_class`
-    interprets them. Classes unknown here use the pipeline of tokenizer.json and ignore these two keys.
-    """
+    interprets them. Classes unknown here use the pipeline of tokenizer.json and ignore these two keys."""
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     prefix = settings.get("add_prefix_space")
@@ -158,8 +152,7 @@ def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> Add
 
 class SpecialTokens:
     """The base class of the tokenizer. It registers the special tokens of tokenizer_config.json with the
-    `tokenizers.Tokenizer`, so that each is a single token, and decoding can skip them.
-    """
+    `tokenizers.Tokenizer`, so that each is a single token, and decoding can skip them."""
 
     def __init__(self, backend: Backend, config: Mapping[str, Any], eos_token_ids: Iterable[int]):
         self.backend_tokenizer = backend
@@ -173,8 +166,7 @@ class SpecialTokens:
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
         """Add the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or has with different flags.
-        Warn if a token has a different id.
-        """
+        Warn if a token has a different id."""
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])

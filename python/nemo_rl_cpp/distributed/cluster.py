@@ -9,8 +9,7 @@ from itertools import count
 import torch
 
 from nemo_rl_cpp.config.cluster import ClusterConfig
-from nemo_rl_cpp.distributed.launch import launched
-from nemo_rl_cpp.distributed.process_workers import LaunchedWorkers, ProcessWorkers
+from nemo_rl_cpp.distributed.launch import LaunchedWorkers, ProcessWorkers, launched
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.distributed.ray_workers import RayWorkers
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, Workers
@@ -62,8 +61,7 @@ class Cluster:
         settings: section `cluster` of the configuration: executor, threads and timeouts.
         role: the word for a worker in messages, such as "rank".
 
-    Raise ValueError for GPU workers outside this process.
-    """
+    Raise ValueError for GPU workers outside this process."""
 
     def __init__(
         self,
@@ -126,8 +124,7 @@ class WorkerGroup:
 
     Args:
         remote_worker_builder: builds the object from the `Ranks` of its worker.
-        tensor_size: number of tensor-parallel ranks, which hold slices of one model and process the same samples.
-    """
+        tensor_size: number of tensor-parallel ranks, which hold slices of one model and process the same samples."""
 
     def __init__(
         self, cluster: Cluster, remote_worker_builder: Callable[[Ranks], object], tensor_size: int = 1
@@ -140,8 +137,7 @@ class WorkerGroup:
 
     def first_of_groups(self, values: list) -> list:
         """Return, from one value per worker, those of the first worker of each tensor-parallel group. All workers of a
-        group return the same value.
-        """
+        group return the same value."""
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:
@@ -155,8 +151,7 @@ class WorkerGroup:
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
         """Call a method on all workers together and return the results in rank order. An error says which rank failed,
-        and no rank waits forever for that rank.
-        """
+        and no rank waits forever for that rank."""
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:

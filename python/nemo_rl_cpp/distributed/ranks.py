@@ -1,7 +1,6 @@
 """The processes ("ranks") that train one model together. Each processes some of the samples of every global batch.
 
-With tensor parallelism, a group of processes processes the same samples, and each holds a slice of the model.
-"""
+With tensor parallelism, a group of processes processes the same samples, and each holds a slice of the model."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class GradientSums:
     Attributes:
         beside: sum layer by layer during the last backward pass; otherwise sum after it.
         sharded: each rank keeps only its shard, and gradient blocks are assigned round-robin (ZeRO-2). Requires
-            `beside`.
-    """
+            `beside`."""
 
     beside: bool = False
     sharded: bool = False
@@ -109,8 +107,7 @@ class Ranks:
 
     def tensor_least(self, value: int) -> int:
         """Return the minimum of `value` over the processes of this tensor-parallel group, so that all use the same
-        number.
-        """
+        number."""
         if self.tensor is None:
             return value
         every = torch.empty(self.tensor_size, 1, dtype=torch.int64)
@@ -119,8 +116,7 @@ class Ranks:
 
     def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
         """Return this rank's share of the samples [begin, end), for work whose result does not depend on their
-        order.
-        """
+        order."""
         return deal(data, begin, end, self.size)[self.rank]
 
     def blocks(
@@ -139,8 +135,7 @@ class Ranks:
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
         """Return (samples, moves): the samples that this rank trains, and the `Move`s of all ranks. The samples are
         those of `blocks` with one gradient block per rank, except that samples with a backward pass (not `idle`, bool
-        [B]) are balanced, so some are not trained on the rank that generated them.
-        """
+        [B]) are balanced, so some are not trained on the rank that generated them."""
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
         blocks = [set(rows) for rows in dealt]
@@ -151,8 +146,7 @@ class Ranks:
 
     def whole(self, of_tokens: Tensor) -> Tensor:
         """Assemble a tensor [T] on every rank from the samples of all ranks, as a sum: each rank passes 0 for the
-        samples of other ranks.
-        """
+        samples of other ranks."""
         if self.communicator is None:
             return of_tokens
         parts = of_tokens.new_empty(self.size, *of_tokens.shape)
@@ -165,8 +159,7 @@ class Ranks:
 
     def fail_together(self, error: Exception | None) -> None:
         """Raise `error` if it is not None, and OtherRankFailedError if another rank has passed an error, so that no
-        rank waits for a rank that has stopped. Collective call.
-        """
+        rank waits for a rank that has stopped. Collective call."""
         world = self.world or self.communicator
         failed = _sum(world, 0.0 if error is None else 1.0)
         if error is not None:
@@ -210,8 +203,7 @@ def deal(
 
     Consecutive samples of one group (`group_id`; for prompts `draw_ids`) stay together, so that they share their
     prompt, unless there are fewer groups than parts. Groups are assigned in descending order of length, each to the
-    part with the fewest tokens so far; among equals, to the first part.
-    """
+    part with the fewest tokens so far; among equals, to the first part."""
     if parts == 1:
         return [list(range(begin, end))]
     lengths = data.lengths.tolist() if weights is None else weights
@@ -249,8 +241,7 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
     """Return, for each group, (its samples with a backward pass, their token count). A shared prompt's tokens count
-    once.
-    """
+    once."""
     groups, lengths, prompts, units = _groups_of(data), data.lengths.tolist(), prompt_lengths(data), {}
     for row in rows:
         if not idle[row]:
@@ -331,8 +322,7 @@ def connect(
         backend: "gloo" sends tensors on the CPU. "nccl" also sends tensors on this rank's GPU, which becomes torch's
             current device: the visible GPU number `rank`, modulo the number of visible GPUs.
 
-    Raise ValueError for "nccl" without a GPU, and C.CommunicatorError for errors of NCCL.
-    """
+    Raise ValueError for "nccl" without a GPU, and C.CommunicatorError for errors of NCCL."""
     if size == 1:
         return Ranks(address=address)
     gpu = _own_gpu(rank) if backend == "nccl" else None
@@ -358,8 +348,7 @@ def connect(
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
     """Return a Gloo backend that connects the ranks with the same `store` prefix; `place` is (rank, number of
-    ranks).
-    """
+    ranks)."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline)

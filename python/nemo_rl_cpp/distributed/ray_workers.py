@@ -1,6 +1,5 @@
 """Workers as Ray actors on one or more machines, one actor per device, in a placement group. Ray is imported only if it
-is configured. A Ray cluster is started if none is running, and shut down after the last `let_ray_go`.
-"""
+is configured. A Ray cluster is started if none is running, and shut down after the last `let_ray_go`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from nemo_rl_cpp.distributed.process_workers import rendezvous_store
+from nemo_rl_cpp.distributed.launch import rendezvous_store
 from nemo_rl_cpp.distributed.worker import WorkerObjects, answer, worker_environment
 from nemo_rl_cpp.distributed.worker_calls import (
     Answer,
@@ -112,11 +111,8 @@ def enter(folder: str, variables: Mapping[str, str]) -> None:
     Ray's `runtime_env` sets keep their values.
 
     If the node lacks the folder, print a warning and keep the current working directory; relative paths then refer to
-    different files.
-    """
-    import ray
-
-    given = ray.get_runtime_context().runtime_env.get("env_vars", {})
+    different files."""
+    given = ray_module().get_runtime_context().runtime_env.get("env_vars", {})
     os.environ.update({name: value for name, value in variables.items() if name not in given})
     try:
         os.chdir(folder)
@@ -135,18 +131,16 @@ class ActorWorker:
         """Apply the run's working directory and environment variables (`surroundings`). Start to send heartbeats to the
         store at `host` and `port`.
 
-        Return (the address at which other nodes reach this node, the process id).
-        """
+        Return (the address at which other nodes reach this node, the process id)."""
 
         def make() -> tuple[str, int]:
             enter(*surroundings)
-            import ray
             import torch.distributed as dist
 
             timeout = timedelta(seconds=_PLACES_SECONDS)
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
             threading.Thread(target=_beat, args=(store, rank), daemon=True).start()
-            return ray.util.get_node_ip_address(), os.getpid()
+            return ray_module().util.get_node_ip_address(), os.getpid()
 
         return answer(make)
 
@@ -181,8 +175,7 @@ class RayWorkers(Workers):
         threads: threads per worker; also the number of CPUs reserved for it in the cluster.
         all_workers: number of workers in all clusters of the run; a Ray cluster started here gets CPUs for all of them.
 
-    Raise ValueError if the cluster has no room for all workers.
-    """
+    Raise ValueError if the cluster has no room for all workers."""
 
     tells_events = False
 

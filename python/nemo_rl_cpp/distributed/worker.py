@@ -1,8 +1,7 @@
 """A worker process. It creates objects and calls their methods, as the run's main process requests through a socket.
 
 `ProcessWorker` starts it as `python -m nemo_rl_cpp.distributed.worker`. It exits once the socket is closed, even in
-the middle of a call, so that a killed run leaves no process behind.
-"""
+the middle of a call, so that a killed run leaves no process behind."""
 
 import json
 import os
@@ -52,8 +51,7 @@ class WorkerObjects:
     ) -> Answer:
         """Call `method` of object number `target` with a pickled (args, kwargs), or read the attribute of this name.
         The method `__create__` makes the object with a builder. `tell` is passed to the method as its argument named
-        `event`.
-        """
+        `event`."""
 
         def make() -> object:
             args, kwargs = pickle.loads(payload)

@@ -24,8 +24,7 @@ class WorkerLostError(RuntimeError):
 
 class Answer(NamedTuple):
     """The outcome of a worker's call: a value, or an error with its traceback as text. If user code raised the error,
-    `told` is the sentence to show the user.
-    """
+    `told` is the sentence to show the user."""
 
     value: object = None
     error: BaseException | None = None
@@ -39,8 +38,7 @@ class Future:
     Attributes:
         error: the exception that the call raised; None while it runs, or if it succeeded.
         done: returns whether the call has ended.
-        wait: waits for at most a number of seconds, and returns whether the call has ended.
-    """
+        wait: waits for at most a number of seconds, and returns whether the call has ended."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -82,8 +80,7 @@ def is_done(result: object) -> bool:
 def as_raised(error: BaseException) -> BaseException:
     """Return the exception that a Ray actor raised, without Ray's wrapper and with its traceback as a note. If user
     code raised it, its message is the actor's sentence for the user. Return an exception that is not from an actor
-    unchanged.
-    """
+    unchanged."""
     ray = sys.modules.get("ray")
     if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
         return error
@@ -98,8 +95,7 @@ def as_raised(error: BaseException) -> BaseException:
 
 def get(result: object, timeout: float | None = None) -> Any:
     """Wait for a Future, a Ray ObjectRef, or a list of them, and return the values. Return any other object
-    unchanged.
-    """
+    unchanged."""
     if isinstance(result, Future):
         return result.result(timeout)
     if isinstance(result, list):
@@ -152,8 +148,7 @@ class Workers(Protocol):
 
     Attributes:
         tells_events: whether a call can report events while it runs.
-        host: the address at which workers, even of another cluster, reach this process.
-    """
+        host: the address at which workers, even of another cluster, reach this process."""
 
     tells_events: bool
     host: str
@@ -165,8 +160,7 @@ class Workers(Protocol):
         """Return the results of `calls`, which the ranks run together, in the same order.
 
         If a rank failed, raise its error, with its traceback as a note. If other ranks would wait for the failed rank,
-        or a worker is lost (WorkerLostError), first kill all workers.
-        """
+        or a worker is lost (WorkerLostError), first kill all workers."""
 
     def kill(self) -> None:
         """Kill all workers. Idempotent."""
@@ -174,8 +168,7 @@ class Workers(Protocol):
 
 def _depth(error: BaseException) -> int:
     """Return how far an error is from the root cause: 0 for a lost worker, 1 for a rank's own failure, 2 if the rank
-    stopped because another rank failed.
-    """
+    stopped because another rank failed."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 
@@ -204,8 +197,7 @@ class Patience:
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
     """Return the values of the calls once waiting for them is over, or raise the error closest to the root cause. First
-    kill the workers if they cannot continue.
-    """
+    kill the workers if they cannot continue."""
     if error := min((call.error for call in calls if call.error is not None), key=_depth, default=None):
         if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
             workers.kill()
@@ -217,8 +209,7 @@ def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]
     """Return, for each cluster, the results of its calls, in which workers of several clusters wait for each other.
 
     Raise the error closest to the root cause. If the calls of one cluster fail, those of the others have two grace
-    periods; workers that still wait after them are killed.
-    """
+    periods; workers that still wait after them are killed."""
     waits = [Future() for _ in clusters]
     for wait, (workers, calls) in zip(waits, clusters):
         threading.Thread(target=wait.run, args=(partial(workers.wait, calls),), daemon=True).start()

@@ -28,8 +28,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
     `metadata["ground_truth"]`, otherwise 0. A response is well-formed if it is a complete line (it contains a line
     end, the stop string), or consists only of an integer.
 
-    Metrics: `well_formed`, the fraction of well-formed responses, and `accuracy_of_well_formed`.
-    """
+    Metrics: `well_formed`, the fraction of well-formed responses, and `accuracy_of_well_formed`."""
 
     can_be_asked_again = True
 
@@ -67,8 +66,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
 
 class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
     """An environment whose reward is the fraction of characters of `metadata["ground_truth"]` that the stripped
-    response has at the same position. Metric: `exactly_right`, the fraction of responses with reward 1.
-    """
+    response has at the same position. Metric: `exactly_right`, the fraction of responses with reward 1."""
 
     can_be_asked_again = True
 

@@ -23,8 +23,7 @@ class CodeEnvMetadata(TypedDict):
     Attributes:
         ground_truth: the tests, see `code_verifier.parse_tests`.
         code_prefix: the beginning of the program, which the response continues. Without it, the response contains the
-            whole program, with or without a fenced block.
-    """
+            whole program, with or without a fenced block."""
 
     ground_truth: object
     code_prefix: NotRequired[str]
@@ -39,8 +38,7 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
     `VerifyingEnvironment`. `answers` holds each program's result, such as `passed` or `wrong_answer`.
 
     Programs run only after generation has ended, because generation would use processor time that counts against their
-    time limits.
-    """
+    time limits."""
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
         cfg = as_model(cfg or {}, CodeEnvConfig, "env.code")

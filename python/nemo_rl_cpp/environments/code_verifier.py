@@ -101,8 +101,7 @@ class CodeTests:
             trailing empty lines are ignored.
         checks: the tests for `HARNESS`, all in one run.
         expected: the expected value of each check, or None for a statement. It is compared outside the sandbox, so that
-            the program never sees it.
-    """
+            the program never sees it."""
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
@@ -142,8 +141,7 @@ class CodeTests:
 
 def uncompiled(outcome: Outcome) -> bool:
     """Return whether the program is not valid Python. For such a program, Python reports an error
-    without a traceback.
-    """
+    without a traceback."""
     errors = outcome.stderr.decode(errors="replace")
     last = errors.rstrip().rpartition("\n")[2]  # no regex, which may never end on a megabyte of output
     return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)
@@ -186,8 +184,7 @@ def parse_tests(ground_truth: object) -> CodeTests:
     - {"asserts": [statement, ...]} or just the list. For `assert EXPRESSION == LITERAL` the value is compared outside
       the program. Any other statement runs inside the program, where a malicious program could fake its success.
 
-    Raise ValueError with the mistake for anything else.
-    """
+    Raise ValueError with the mistake for anything else."""
     truth = ground_truth
     if isinstance(truth, str):
         try:
@@ -249,8 +246,7 @@ class CodeVerifyWorker(VerifierBase):
     The score is 1 if all tests pass, otherwise 0, or with `reward="fraction"` the fraction of tests that pass. The
     answer is the result, possibly with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error,
     no_code, time_limit, memory_limit, process_limit, output_limit, forbidden_call, or file_access (an error at a file
-    outside the program's folder).
-    """
+    outside the program's folder)."""
 
     caught = ()  # errors in the sandbox raise nothing here, so an exception is a usage error
 

@@ -1,8 +1,7 @@
 """A game: the model guesses a number and the environment says higher or lower, until the guess is correct or no guesses
 are left.
 
-It is the smallest useful multi-turn task. A player who halves the range with each guess always wins.
-"""
+It is the smallest useful multi-turn task. A player who halves the range with each guess always wins."""
 
 import re
 from typing import NamedTuple, NotRequired, TypedDict
@@ -36,8 +35,7 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
     without a number ends the game.
 
     A guess is the first number in the model's last message. Metrics: `solved` and `invalid_guess`, fractions of the
-    games that ended, and `guesses_per_game`.
-    """
+    games that ended, and `guesses_per_game`."""
 
     def __init__(self, cfg: GuessNumberConfig | None = None) -> None:
         cfg = as_model(cfg or {}, GuessNumberConfig, "env.guess_number")

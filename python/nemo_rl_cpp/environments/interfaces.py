@@ -15,8 +15,7 @@ MetadataT = TypeVar("MetadataT")
 
 class WeightedParts(dict[str, "Tensor"]):
     """The unweighted components of a reward, name -> [B], and their weights in the total reward (`weights`). They are
-    unweighted because the estimator gdpo normalizes each component before it applies the weights.
-    """
+    unweighted because the estimator gdpo normalizes each component before it applies the weights."""
 
     def __init__(self, parts: "Mapping[str, Tensor]", weights: Mapping[str, float]) -> None:
         super().__init__(parts)
@@ -40,8 +39,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
         rewards: [B] reward of this turn, or a dictionary of components [B]. The total reward of a rollout is the sum
             over its turns and components. With `WeightedParts` the components have weights.
         terminateds: [B] whether the conversation has ended.
-        answers: [B] the answers extracted from the responses, or None if they were not requested.
-    """
+        answers: [B] the answers extracted from the responses, or None if they were not requested."""
 
     observations: list[dict[str, str]]
     metadata: list[MetadataT]
@@ -53,8 +51,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
     """Return the result of an environment's `step` for `size` conversations as an EnvironmentReturn. A plain sequence
-    of the same six fields is also accepted. Raise ValueError with the task's name for anything else.
-    """
+    of the same six fields is also accepted. Raise ValueError with the task's name for anything else."""
     fields = EnvironmentReturn._fields
     if not isinstance(answer, (tuple, list)) or len(answer) != len(fields):
         given = f"{len(answer)} things" if isinstance(answer, (tuple, list)) else type(answer).__name__
@@ -83,8 +80,7 @@ class Environment(Protocol):
 
     A method may have `.remote(...)`, like the methods of the handle that `EnvironmentInterface.remote(...)` returns.
     The run then starts the call, continues, and waits for the result later. Calls of one environment never overlap. An
-    exception in a method ends the run, with a message that names the environment.
-    """
+    exception in a method ends the run, with a message that names the environment."""
 
     scores_rows_alone: bool
     """Whether a conversation's result depends only on that conversation. If True, rollouts may call `step` with some
@@ -98,13 +94,11 @@ class Environment(Protocol):
 
         `metadata` has one entry per conversation: the data set's metadata, or what the previous `step` returned. Every
         field of the result has one entry per conversation, in the same order. A plain sequence of the same six fields
-        is also accepted.
-        """
+        is also accepted."""
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics gathered since the last call, which are logged with the step. A run calls the method once
-        after the rollouts of a step.
-        """
+        after the rollouts of a step."""
 
     def shutdown(self) -> None:
         """End the environment's processes. Afterwards only `shutdown` may be called, which then does nothing."""
@@ -114,8 +108,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     """The base class of environments, which receive conversations and return observations and rewards.
 
     `Environment.remote(...)` returns a handle whose methods can run concurrently with the caller:
-    `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. A directly constructed object also works.
-    """
+    `nemo_rl_cpp.distributed.get(env.step.remote(logs, metadata))`. A directly constructed object also works."""
 
     scores_rows_alone: bool = False
     runs_rollouts: bool = False
@@ -127,8 +120,7 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
         """Do one turn of conversations that end with a message of the model (role "assistant"), and
-        return the result.
-        """
+        return the result."""
 
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics gathered since the last call; by default none."""

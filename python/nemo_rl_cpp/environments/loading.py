@@ -22,8 +22,7 @@ INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 
 def environment_target(name: str) -> str:
     """Return the dotted name of the class for a registered name; a dotted name is returned unchanged. Raise
-    LoadingError for any other name.
-    """
+    LoadingError for any other name."""
     if name in ENV_REGISTRY:
         return ENV_REGISTRY[name]["actor_class_fqn"]
     if "." not in name:
@@ -36,8 +35,7 @@ def environment_target(name: str) -> str:
 
 def environment_class(name: str) -> type[EnvironmentInterface]:
     """Return the environment class with a registered or dotted name. Raise LoadingError if it does not have the
-    interface of environments: `remote` and every method that `EnvironmentInterface` requires.
-    """
+    interface of environments: `remote` and every method that `EnvironmentInterface` requires."""
     found = import_object(environment_target(name), "environment")
     if not callable(getattr(found, "remote", None)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
@@ -51,8 +49,7 @@ def environment_class(name: str) -> type[EnvironmentInterface]:
 
 def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
     """Return the reward function to which the dotted name `name` refers. If `name` is already a function, return it
-    unchanged. Raise LoadingError if what the name refers to cannot be called.
-    """
+    unchanged. Raise LoadingError if what the name refers to cannot be called."""
     found = import_object(name, "reward function") if isinstance(name, str) else name
     if not callable(found):
         raise LoadingError(
@@ -66,8 +63,7 @@ def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | N
     `env_name`.
 
     `section` describes the keys of `env.<env_name>`; without it any key is accepted. Raise ValueError if the name is
-    taken.
-    """
+    taken."""
     if env_name in ENV_REGISTRY:
         raise ValueError(f"Env name {env_name} already registered as {ENV_REGISTRY[env_name]['actor_class_fqn']}")
     ENV_REGISTRY[env_name] = {"actor_class_fqn": actor_class_fqn}
@@ -80,8 +76,7 @@ def create_env(
 ) -> EnvironmentInterface:
     """Make an environment with a registered or dotted name from its section, and return a handle to it (see
     `Environment.remote`). With `actors` it runs in a Ray actor, and Ray is started if needed. Raise ValueError for an
-    unknown name, or for a class without the interface of environments.
-    """
+    unknown name, or for a class without the interface of environments."""
     environment = environment_class(env_name)
     try:
         settings = dict(env_config or {})
@@ -102,8 +97,7 @@ class Environments:
     Attributes:
         train: environments that score the responses of training.
         validation: environments that score the responses of validation.
-        owned: whether `close` ends them; environments passed in by a caller stay alive.
-    """
+        owned: whether `close` ends them; environments passed in by a caller stay alive."""
 
     train: Mapping[str, Environment]
     validation: Mapping[str, Environment] = field(default_factory=dict)
@@ -111,8 +105,7 @@ class Environments:
 
     def close(self, patience: float | None = None) -> None:
         """End the processes of every environment, once. Abandon an environment that does not answer for `patience`
-        seconds; with None, wait without limit.
-        """
+        seconds; with None, wait without limit."""
         if not self.owned:
             return
         self.owned = False

@@ -41,8 +41,7 @@ _VERIFIERS: dict[str, type] = {
 
 class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
     """An environment that compares the model's joined messages with `metadata["ground_truth"]`, gives reward 1 or 0,
-    and ends the conversation.
-    """
+    and ends the conversation."""
 
     scores_rows_alone = True
 
@@ -60,8 +59,7 @@ class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
         """Score the responses. Observations are "Environment: correct" or "Environment: incorrect". `answers` is None
-        unless `return_extracted_answer`.
-        """
+        unless `return_extracted_answer`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         truths = [truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
@@ -83,8 +81,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
     - `reward/format`: the whole response has this form, with exactly one pair of answer tags.
 
     The answer follows the last `<answer>`. A response without tags is treated as the answer. `total_reward` of a rollout
-    is the sum of the components.
-    """
+    is the sum of the components."""
 
     scores_rows_alone = can_be_asked_again = True
 

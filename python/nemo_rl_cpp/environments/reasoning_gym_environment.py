@@ -19,8 +19,7 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 def extract_answer(text: str, answer_format: str = "auto", several_lines: bool = False) -> str:
     """Return the answer in a response. `answer_format` "tag" selects the last `<answer>...</answer>` ("" without tags),
     "line" the first nonempty line, and "auto" the tag if there is one, otherwise the line. For tasks whose answers have
-    `several_lines`, "auto" without a tag returns everything up to the next question of a few-shot prompt.
-    """
+    `several_lines`, "auto" without a tag returns everything up to the next question of a few-shot prompt."""
     tagged = _TAGGED.findall(text) if answer_format in ("auto", "tag") else []
     if tagged:
         return tagged[-1].strip()
@@ -46,8 +45,7 @@ class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
 
     Args:
         cfg: `answer_format`, which is "auto" (default), "tag" or "line" (see `extract_answer`), and the keys of
-            `PoolOptions`.
-    """
+            `PoolOptions`."""
 
     scores_rows_alone = True
 

@@ -7,8 +7,7 @@ several run concurrently. `nemo_rl_cpp.distributed.get` waits for results of bot
 
 An actor runs its calls in the main thread of its process, one after another, because user code may set signal handlers
 there. It has neither concurrency groups nor async methods, with which Ray would use other threads. If results depend
-only on the arguments (`can_be_asked_again`), Ray restarts a lost actor and repeats the call.
-"""
+only on the arguments (`can_be_asked_again`), Ray restarts a lost actor and repeats the call."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class ActorSettings:
     Attributes:
         deadline: the maximum seconds per call.
         restarts: how often an actor may be restarted.
-        cpus: the number of CPUs of a Ray cluster that this process starts.
-    """
+        cpus: the number of CPUs of a Ray cluster that this process starts."""
 
     deadline: float
     restarts: int
@@ -60,8 +58,7 @@ class ActorSettings:
 
 class EnvironmentActor:
     """The Ray actor of one environment. It makes the environment at the first call, so that errors of the constructor
-    reach the caller.
-    """
+    reach the caller."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
         """Enter `folder`, set `variables`, and store `make`, the pickled function that makes the environment. It is
@@ -88,8 +85,7 @@ class EnvironmentActor:
 
 def _told(call: Callable[[], Any]) -> Any:
     """Return the result of a call of user code. If the call raises, attach to the exception its traceback and the
-    sentence that locates the error in user code. Both are known only in this process.
-    """
+    sentence that locates the error in user code. Both are known only in this process."""
     try:
         return call_user(call)
     except BaseException as error:
@@ -105,8 +101,7 @@ class RemoteMethod:
     """A method of a handle: `.remote(...)` starts the call, and a direct call also waits for its result.
 
     Attributes:
-        remote: starts the call, and returns a Ray ObjectRef or a future.
-    """
+        remote: starts the call, and returns a Ray ObjectRef or a future."""
 
     def __init__(self, start: Callable[..., object], wait: Callable[[Any], object]) -> None:
         self.remote, self._wait = start, wait
@@ -117,8 +112,7 @@ class RemoteMethod:
 
 class RayEnvironment:
     """A handle to an environment in an actor. It may be passed to other actors; only its creator can end the actor with
-    `close`.
-    """
+    `close`."""
 
     def __init__(self, cls: type, actor: Any, deadline: float, held: bool = False) -> None:
         self._cls, self._actor, self.deadline, self._held = cls, actor, deadline, held
@@ -161,8 +155,7 @@ def ray_environment(
     options: Mapping[str, Any] | None = None,
 ) -> RayEnvironment:  # fmt: skip
     """Make an environment of class `cls` in an actor with Ray's `options`, and return a handle. Errors of the
-    constructor are raised here, and TimeoutError if the actor does not start.
-    """
+    constructor are raised here, and TimeoutError if the actor does not start."""
     settings = ActorSettings.of(ClusterConfig()) if settings is None else settings
     ray = hold_ray(settings.cpus)
     actor = None
@@ -200,8 +193,7 @@ def ray_environment(
 class LocalActor:
     """A handle to an object in this process, with the interface of a Ray actor.
 
-    Its thread starts with the first call. It is a daemon, so it does not keep the program from ending.
-    """
+    Its thread starts with the first call. It is a daemon, so it does not keep the program from ending."""
 
     def __init__(self, instance: object) -> None:
         self._instance = instance
@@ -245,14 +237,12 @@ def _work(calls: queue.SimpleQueue) -> None:
 
 class Remotable:
     """A base class that adds `Class.remote(...)` and `Class.options(...).remote(...)` to a class, as Ray's decorator
-    does.
-    """
+    does."""
 
     @classmethod
     def remote(cls, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
         """Make an object and return a handle to it. It is in a Ray actor if Ray is in use, otherwise in
-        this process.
-        """
+        this process."""
         return _Options(cls).remote(*args, **kwargs)
 
     @classmethod
@@ -284,14 +274,12 @@ class _Options:
 
 class EnvironmentLostError(WorkerLostError):
     """Raised if an environment's actor has ended and is not restarted, or does not answer; the message names the
-    environment.
-    """
+    environment."""
 
 
 def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
     """Call `handle.method(...)`. If the method has `.remote`, start the call and return a future or a Ray ObjectRef;
-    otherwise return the result.
-    """
+    otherwise return the result."""
     function = getattr(handle, method)
     if hasattr(function, "remote"):
         return function.remote(*args, **kwargs)
@@ -302,8 +290,7 @@ def answer_of(handle: object, result: object, name: str) -> Any:
     """Wait for the result of `call_remote` and return it. `name` is the environment's name in error messages.
 
     Raise the method's exception, or EnvironmentLostError if an actor is lost or misses its deadline
-    (`cluster.communication_timeout_s`). A call in this process has no deadline, because it runs user code.
-    """
+    (`cluster.communication_timeout_s`). A call in this process has no deadline, because it runs user code."""
     ray = ray_in_use()
     if ray is None or not isinstance(result, ray.ObjectRef):
         return get(result)
@@ -325,8 +312,7 @@ def answer_of(handle: object, result: object, name: str) -> Any:
 
 def shut_down(handle: object, patience: float | None = None) -> None:
     """End an environment's processes and its actor. Raise TimeoutError if it does not answer for `patience` seconds.
-    With None, wait without limit for an environment in this process.
-    """
+    With None, wait without limit for an environment in this process."""
     if isinstance(handle, RayEnvironment):
         handle.close(patience)
         return

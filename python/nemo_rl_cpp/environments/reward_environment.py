@@ -43,8 +43,7 @@ def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
     """Return the result of a reward function as a list with a finite number or None per completion. Raise ValueError
-    for any other result.
-    """
+    for any other result."""
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
@@ -109,8 +108,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
     mean; repeated names are numbered.
 
     Attributes:
-        weight_of_name: the weight of each function, by the function's name.
-    """
+        weight_of_name: the weight of each function, by the function's name."""
 
     can_be_asked_again = True
 
@@ -179,8 +177,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
 
     def check_columns(self, names: Iterable[str]) -> None:
         """Raise ValueError if a function requires a column that is not in `names`, the columns that at least one sample
-        has.
-        """
+        has."""
         columns: Columns = {name: [] for name in (*names, "prompts", "completions")}
         for function, name in zip(self._functions, self._names):
             _asked_for(function, name, columns)

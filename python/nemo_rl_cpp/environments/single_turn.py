@@ -36,8 +36,7 @@ def prompt_text(message_log: LLMMessageLogType) -> str:
 
 def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
     """Return the observations: "Environment: incorrect" for a score of 0, and "Environment: correct" for any other
-    score.
-    """
+    score."""
     return [{"role": "environment", "content": f"Environment: {'' if score else 'in'}correct"} for score in scores]
 
 
@@ -68,8 +67,7 @@ class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
     Metrics: `verifier_timeouts` is the number of responses that got score 0 because the verifier failed on them: it
     missed its deadline (or ended: `verifier_crashes`), or the response was longer than `max_answer_chars`
     (`verifier_oversized`). `verifier_unmatchable_truths` is the number of responses that got score 0 because no
-    response could match their ground truth. All but the first are logged only if they are not 0.
-    """
+    response could match their ground truth. All but the first are logged only if they are not 0."""
 
     can_be_asked_again = True
 

@@ -29,8 +29,7 @@ class WorkerProcess:
     """A worker process, which runs `verifier_process`, and the socket to it.
 
     The process is started by exec, not by fork, in a new session. It shares no thread, lock or file with this process,
-    and it is killed together with all its children.
-    """
+    and it is killed together with all its children."""
 
     def __init__(self, target: str, options: Mapping[str, object]) -> None:
         self._errors = tempfile.TemporaryFile()
@@ -61,8 +60,7 @@ class WorkerProcess:
 
     def ask(self, request: Request, seconds: float) -> Reply:
         """Send a request and return the reply. Raise TimeoutError after `seconds`, and EOFError if the process has
-        ended.
-        """
+        ended."""
         end = time.monotonic() + seconds
         try:
             self._socket.settimeout(seconds)
@@ -110,8 +108,7 @@ class Verdicts:
         timed_out: the number of responses whose worker missed its deadline and was killed.
         crashed: the number of responses whose worker ended by itself (for instance, out of memory).
         oversized: the number of responses longer than the limit, which no worker reads.
-        unmatchable: the number of responses whose ground truth no response can match.
-    """
+        unmatchable: the number of responses whose ground truth no response can match."""
 
     scores: list[float]
     answers: list[str | None]
@@ -129,8 +126,7 @@ class PoolOptions:
         num_workers: the number of processes, at most the number of cores (on a single core, at most two).
         deadline_s: seconds per response, after which its worker is killed.
         memory_mb: address space that a worker may use beyond its size at the start; None for no limit.
-        max_answer_chars: a longer response gets score 0 unread.
-    """
+        max_answer_chars: a longer response gets score 0 unread."""
 
     num_workers: int = 1
     deadline_s: float = 5.0
@@ -147,8 +143,7 @@ class VerifierPool:
 
     The processes start in the background, and the first call waits until they are ready. A worker that misses its
     deadline or ends is replaced. All workers are killed by `shutdown`, at the end of the program, and when the pool is
-    garbage-collected.
-    """
+    garbage-collected."""
 
     def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
@@ -174,8 +169,7 @@ class VerifierPool:
         the verifier.
 
         Raise RuntimeError after `shutdown`, or if workers cannot start, with their error output. Raise ValueError if
-        the verifier reports a usage error.
-        """
+        the verifier reports a usage error."""
         verdicts = Verdicts([0.0] * len(responses), [None] * len(responses))
         waiting: deque[int] = deque()
         for i, (response, truth) in enumerate(zip(responses, ground_truths)):

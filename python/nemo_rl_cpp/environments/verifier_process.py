@@ -1,8 +1,7 @@
 """The worker process of `verifier_pool`: `python -m nemo_rl_cpp.environments.verifier_process module:Class options`.
 
 Standard input and output are one socket. Requests are pickled; replies are JSON, one per line. The scored texts come
-from a model: whatever they make this process do, its replies cannot make the parent run code.
-"""
+from a model: whatever they make this process do, its replies cannot make the parent run code."""
 
 import fcntl
 import importlib
@@ -54,8 +53,7 @@ class _Lifeline:
 
 def _limit_memory(megabytes: int) -> None:
     """Limit the address space to the process's current size plus `megabytes`. Larger allocations fail
-    with MemoryError.
-    """
+    with MemoryError."""
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
@@ -65,8 +63,7 @@ def _limit_memory(megabytes: int) -> None:
 
 def main(target: str, options_json: str) -> None:
     """Make the verifier, report that the process is ready, then score one response per request until the
-    socket closes.
-    """
+    socket closes."""
     options = json.loads(options_json)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")

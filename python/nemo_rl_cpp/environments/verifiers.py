@@ -1,6 +1,5 @@
 """Verifiers, which score a response against its ground truth. They run in a process of the verifier pool or in this
-process.
-"""
+process."""
 
 import contextlib
 import io
@@ -43,8 +42,7 @@ _REWRITES = [
 
 def normalize_final_answer(final_answer: str) -> str:
     """Return an answer without units, articles, spaces and LaTeX decoration, and with braces around the arguments of
-    fractions and roots.
-    """
+    fractions and roots."""
     answer = final_answer.split("=")[-1]
     for before, after in SUBSTITUTIONS:
         answer = answer.replace(before, after)
@@ -82,8 +80,7 @@ class UnmatchableTruthError(ValueError):
 class VerifierBase:
     """The base class of verifiers, which score responses one by one. A response that raises an error gets score 0.
 
-    `unmatchable` is the number of responses so far whose ground truth no response can match; they also get score 0.
-    """
+    `unmatchable` is the number of responses so far whose ground truth no response can match; they also get score 0."""
 
     unmatchable = 0
 
@@ -98,8 +95,7 @@ class VerifierBase:
         self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
     ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
         """Return the scores [B]. With `return_extracted_answer`, return (scores, extracted answers [B], None for a
-        response without an answer).
-        """
+        response without an answer)."""
         verdicts = []
         for response, truth in zip(pred_responses, ground_truths):
             try:
@@ -121,8 +117,7 @@ class HFVerifyWorker(VerifierBase):
     hf_math_verify is the package math-verify. The ground truth, wrapped in `\boxed{}`, is parsed as LaTeX, the response
     as LaTeX or as a plain expression. The response is correct if the values are equal. Several boxes in the response
     are compared as a set. The package's time limits need the main thread; on other threads use MathEnvironment, which
-    scores in processes.
-    """
+    scores in processes."""
 
     def __init__(self) -> None:
         self._metric: Callable[..., tuple[float, tuple[list[str], list[str]] | None]] | None = None
@@ -170,8 +165,7 @@ class HFVerifyWorker(VerifierBase):
     @staticmethod
     def shortcut(response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict | None:
         r"""Return the verdict without a worker if the ground truth is an integer and the only LaTeX of the response is
-        one `\boxed{integer}`, because the verdict is then certain. Otherwise return None.
-        """
+        one `\boxed{integer}`, because the verdict is then certain. Otherwise return None."""
         if math_verify_impl != "hf_math_verify" or not _PLAIN_INTEGER.fullmatch(ground_truth):
             return None
         if len(response) > 100_000 or response.count("\\") != 1 or response.count("{") != 1 or response.count("}") != 1:
@@ -214,8 +208,7 @@ def normalize_response(response: str) -> str:
 
 class MultilingualMultichoiceVerifyWorker(VerifierBase):
     """A verifier for multiple choice in many languages. A response is correct if the letter A-D (also in Arabic,
-    Bengali or full-width form) after a word for "answer" equals the ground truth.
-    """
+    Bengali or full-width form) after a word for "answer" equals the ground truth."""
 
     _patterns = [re.compile(f"{word}[ \t]*([A-D]|[{''.join(_TO_LATIN)}])", re.IGNORECASE) for word in _ANSWER_WORDS]
 
@@ -230,8 +223,7 @@ class MultilingualMultichoiceVerifyWorker(VerifierBase):
 
 class EnglishMultichoiceVerifyWorker(MultilingualMultichoiceVerifyWorker):
     """A verifier for multiple choice. A response is correct if the letter after its first "Answer:" equals the ground
-    truth.
-    """
+    truth."""
 
     _patterns = [re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)]
 

@@ -34,8 +34,7 @@ class ChatHarnessConfig(vf.HarnessConfig):
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
     """A harness that calls the policy until a response calls no tool. Verifiers calls it again with the user's next
-    message.
-    """
+    message."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -79,8 +78,7 @@ class _Tools:
 
     async def result_of(self, call: Json) -> Json:
         """Make a tool call, and return the message with its result. If the call is invalid, the message describes the
-        error, so that the model can retry.
-        """
+        error, so that the model can retry."""
         function = call["function"]
         name, text = function["name"], function["arguments"] or "{}"
         try:

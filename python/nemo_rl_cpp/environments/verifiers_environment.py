@@ -2,8 +2,7 @@
 model is this run's policy.
 
 Verifiers' training client does its own tokenization and calls the policy with token ids (`/inference/v1/generate`). The
-policy's server samples the tokens on which the policy is trained.
-"""
+policy's server samples the tokens on which the policy is trained."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class VerifiersEnvironment(AgentEnvironment):
     the one in the episode's trace: the weighted sum of the task's rewards.
 
     Metrics: those of verifiers (each reward and metric of the task by its name), and `agent_errors` and
-    `agent_timeouts`.
-    """
+    `agent_timeouts`."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         check_verifiers("env.verifiers")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.fold import say_fold
+from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
 from nemo_rl_cpp.config.master import checked
 from nemo_rl_cpp.data.boundaries import end_token_ids
@@ -21,14 +21,14 @@ from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.cluster import check_device, use_threads
-from nemo_rl_cpp.environments.inspection import Limits, inspect_rows, say
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
-from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k
-from nemo_rl_cpp.evals.results import EvalResult, interval_of_mean, save_evaluation_data, show
+from nemo_rl_cpp.environments.response_data import Limits, inspect_rows, say
+from nemo_rl_cpp.errors import say_once
+from nemo_rl_cpp.evals.results import EvalResult, cons_at_k, interval_of_mean, pass_at_k, save_evaluation_data, show
 from nemo_rl_cpp.hub.sources import find_policy_weights
 from nemo_rl_cpp.models.generation.base_engine import BaseEngine
 from nemo_rl_cpp.models.generation.interfaces import generating
@@ -43,8 +43,7 @@ from nemo_rl_cpp.user_code import serve
 
 def main(config: MasterConfig) -> EvalResult:
     """Evaluate the configured model, print the table and return the result. Raise ConfigError if the configuration has
-    mistakes.
-    """
+    mistakes."""
     config = checked(config, MasterConfig)
     folder = find_policy_weights(config.generation.model_name)
     for remark in differences_from_run(Path(folder), config.tokenizer):
@@ -63,8 +62,7 @@ def evaluate_policy(
 ) -> EvalResult:
     """Evaluate the current weights of a policy that is being trained. In `config`, the section `tokenizer` and the
     model and precision of `generation` are ignored. Conversations have at most `longest` tokens, or
-    `generation.vllm_cfg.max_model_len` if that is less. Raise ConfigError if the configuration has mistakes.
-    """
+    `generation.vllm_cfg.max_model_len` if that is less. Raise ConfigError if the configuration has mistakes."""
     config = checked(config, MasterConfig)
     with _environment(config) as environment:
         loader = make_loader(config, tokenizer)
@@ -104,9 +102,9 @@ def make_loader(config: MasterConfig, tokenizer: TokenizerType) -> StatefulDataL
 
 def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:
     """Return the generation engine, native or transformers (`generation.backend: hf`), with its own copy of the
-    weights. If the configuration gives no maximum length, the model's number of positions limits it.
-    """
-    say_fold(config, None)
+    weights. If the configuration gives no maximum length, the model's number of positions limits it."""
+    if (text := fold_text(config)) is not None:
+        say_once("warning", text)
     use_threads(config.cluster)
     engine = config.generation.vllm_cfg
     given = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
@@ -133,7 +131,7 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
 
 def _hf_generation(config: MasterConfig, tokenizer: TokenizerType, given: int | None) -> BaseEngine:
     from nemo_rl_cpp.models.generation.hf import HfGeneration
-    from nemo_rl_cpp.models.hf.folder import open_frozen
+    from nemo_rl_cpp.models.hf.trained import open_frozen
 
     name, precision = find_policy_weights(config.generation.model_name), config.generation.vllm_cfg.precision
     folder, module = open_frozen(name, precision, device=check_device(config.cluster.device), longest=given)
@@ -150,8 +148,7 @@ def run_env_eval(
 
     A response is correct if its reward is 1. Sampling is seeded by (eval.seed, the name "eval", prompt index, response
     index), so the score does not depend on generation.num_prompts_per_step. Any engine may be passed. Raise ValueError
-    for cons@k if the environment extracts no answers.
-    """
+    for cons@k if the environment extracts no answers."""
     result, samples = measure(vllm_generation, dataloader, env, master_config)
     if master_config.eval.save_path is not None:
         save_evaluation_data(samples, master_config, Path(master_config.eval.save_path), result)
@@ -196,8 +193,7 @@ def _answer(
     batch: BatchedDataDict, generation: BaseEngine, env: Environment, config: MasterConfig
 ) -> tuple[list[dict[str, object]], dict[str, float]]:
     """Roll out and score a batch of prompts. Return (one sample per row, metrics of the rollouts and the
-    environment).
-    """
+    environment)."""
     prompts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
     conversations = Conversations(batch, generation.tokenizer, config.generation.vllm_cfg.max_model_len)
     answers: list[str | None] = [None] * batch.size

@@ -1,22 +1,89 @@
-"""The results of evaluations: a table, all samples as JSON, an HTML page, and comparisons of evaluations."""
+"""The results of evaluations: pass@k and cons@k, estimated from n responses, with confidence intervals; a table, all
+samples as JSON, an HTML page, and comparisons of evaluations."""
 
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from nemo_rl_cpp.config.master import EvalConfig, EvalMasterConfig
-from nemo_rl_cpp.evals.metrics import Interval, normal_interval, wilson_interval
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.report.compare import Block, Comparison, Row, different_folders, differing_keys
 from nemo_rl_cpp.report.page import PageSection, document, duration, parts
 from nemo_rl_cpp.report.samples import clip, printable, writable
+
+
+def pass_at_k(num_tests: int, num_correct: int, k: int) -> float:
+    """Return an unbiased estimate of pass@k if c = `num_correct` of n = `num_tests` responses are correct: 1 -
+    C(n - c, k) / C(n, k) (Chen et al., "Evaluating Large Language Models Trained on Code", 2021)."""
+    subsets = math.comb(num_tests, k)
+    return (subsets - math.comb(num_tests - num_correct, k)) / subsets
+
+
+def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> float:
+    """Return cons@k: the share of all k-subsets of the responses whose majority answer has reward 1.
+
+    In a tie, the answer that comes first in the subset wins. An answer's reward is that of its first response in the
+    subset. "No answer" (None) is an answer like any other. The subsets are counted by formula, not enumerated: if the
+    winner has v votes and its first vote is response i, then every other answer has fewer than v votes, or v votes that
+    all come after i."""
+    places: dict[Hashable, list[int]] = {}
+    for i, answer in enumerate(answers):
+        places.setdefault(answer, []).append(i)
+    good = 0
+    for answer, own in places.items():
+        others = [place for other, place in places.items() if other != answer]
+        for rank, first in enumerate(own):
+            if rewards[first] != 1:
+                continue
+            later = len(own) - rank - 1
+            for votes in range(1, min(k, later + 1) + 1):
+                good += math.comb(later, votes - 1) * _ways(others, votes, first, k - votes)
+    return good / math.comb(len(answers), k)
+
+
+def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
+    """Return in how many ways `remaining` votes can go to answers that lose against an answer with `votes` votes, the
+    first of which is response `first`."""
+    ways = [1] + [0] * remaining  # ways[m]: the number of ways in which m votes go to the answers so far
+    for place in others:
+        after = sum(i > first for i in place)
+        each = [math.comb(len(place), w) for w in range(votes)] + [math.comb(after, votes)]
+        ways = [sum(ways[m - w] * each[w] for w in range(min(m, votes) + 1)) for m in range(remaining + 1)]
+    return ways[remaining]
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+
+_Z = 1.959963984540054  # 95 % of a normal distribution lie within this many standard deviations
+
+
+def normal_interval(values: Sequence[float]) -> Interval:
+    """Return the 95 % interval of the mean of two or more values: mean +- 1.96 s / sqrt(n), with s the standard
+    deviation."""
+    mean, half = math.fsum(values) / len(values), _Z * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean - half, mean + half)
+
+
+def wilson_interval(share: float, count: int) -> Interval:
+    """Return the 95 % interval of a proportion `share` observed in `count` trials (Wilson, 1927), with z = 1.96:
+
+    (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)"""
+    center = share + _Z * _Z / (2 * count)
+    spread = _Z * math.sqrt(share * (1 - share) / count + _Z * _Z / (4 * count * count))
+    scale = 1 + _Z * _Z / count
+    return Interval(max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale))
+
 
 PAGE, DATA = "evaluation.html", "evaluation_data.json"
 _MOST = 60  # prompts shown per section of the page; evaluation_data.json contains all
@@ -32,8 +99,7 @@ class EvalResult:
         interval: 95 % confidence interval of the score, for prompts drawn from the same source.
         prompts: number of prompts.
         mean_reward: mean of the environment's rewards over all responses.
-        metrics: metrics of the rollouts and the environment.
-    """
+        metrics: metrics of the rollouts and the environment."""
 
     score: float
     interval: Interval
@@ -45,8 +111,7 @@ class EvalResult:
 
 def interval_of_mean(scores: list[float]) -> Interval:
     """Return the 95 % interval of the mean of `scores`, one per prompt: Wilson's interval if all are 0 or 1, otherwise
-    mean +- 1.96 s / sqrt(P), clipped to [0, 1], with s the standard deviation.
-    """
+    mean +- 1.96 s / sqrt(P), clipped to [0, 1], with s the standard deviation."""
     if set(scores) <= {0.0, 1.0} or len(scores) < 2:
         return wilson_interval(math.fsum(scores) / len(scores), len(scores))
     low, high = normal_interval(scores)
@@ -108,8 +173,7 @@ def save_evaluation_data(
     samples: list[dict[str, object]], config: EvalMasterConfig, folder: Path, result: EvalResult
 ) -> None:
     """Write `evaluation_data.json` ({"evaluation_data": [one dictionary per response]}), `config.json` (the settings of
-    the evaluation) and `evaluation.html` (the prompts with their responses) into `folder`.
-    """
+    the evaluation) and `evaluation.html` (the prompts with their responses) into `folder`."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": config.data.dataset_name}
@@ -130,8 +194,7 @@ def save_evaluation_data(
 @dataclass(frozen=True)
 class Prompt:
     """A prompt with its responses. `rewards`, `responses` and `cut` (whether it was truncated) have one entry per
-    response; `truth` is the ground truth or None.
-    """
+    response; `truth` is the ground truth or None."""
 
     text: str
     truth: str | None
@@ -166,8 +229,7 @@ def prompts_of(samples: Sequence[Mapping[str, object]], n: int) -> list[Prompt]:
 
 def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prompt]) -> str:
     """Return the HTML page of an evaluation, with wrongly answered prompts first. `facts` are the rows of the table
-    that the terminal shows.
-    """
+    that the terminal shows."""
     wrong = [prompt for prompt in prompts if max(prompt.rewards) <= 0]
     right = [prompt for prompt in prompts if min(prompt.rewards) >= 1]
     part = [prompt for prompt in prompts if max(prompt.rewards) > 0 and min(prompt.rewards) < 1]
@@ -183,8 +245,7 @@ def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prom
 
 def _cards(found: Sequence[tuple[Prompt, Iterable[tuple[float, str, str]]]]) -> str:
     """Return as HTML the first prompts with their answers, and the number of omitted prompts; "" without prompts. An
-    answer is (reward, note shown above the response, response).
-    """
+    answer is (reward, note shown above the response, response)."""
     cards = [
         (clip(prompt.text), clip(prompt.truth or ""), [(reward, note, clip(text)) for reward, note, text in answers])
         for prompt, answers in found[:_MOST]
@@ -204,8 +265,7 @@ def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
     """Compare evaluations on the same prompts with the first of them: rewards, differing configuration keys, and
     prompts whose reward changed.
 
-    Raise ValueError if a folder cannot be read, is given twice, or has different prompts.
-    """
+    Raise ValueError if a folder cannot be read, is given twice, or has different prompts."""
     names = different_folders(folders)
     configs, prompts = zip(*(_read(Path(folder)) for folder in folders))
     for folder, other in zip(folders, prompts):
@@ -253,8 +313,7 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
     """Return the prompts whose mean reward rose (sign 1) or fell (-1) from the first to the last evaluation, largest
-    change first.
-    """
+    change first."""
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

@@ -1,8 +1,7 @@
 """Crash-safe files: fsync, atomic replacement, and manifests that distinguish complete folders from partial ones.
 
 Every rename uses `rename` or `write_atomic`, which sync the parent folder. After they return, neither a killed process
-nor a power failure can undo the rename.
-"""
+nor a power failure can undo the rename."""
 
 import errno
 import hashlib
@@ -13,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_cpp.files.yaml_text import Plain
 
@@ -66,8 +66,7 @@ def write_durable(path: Path, text: str) -> None:
 def write_atomic(path: Path, text: str, durable: bool = True) -> None:
     """Replace the content of `path` by `text` atomically: readers never see a partial file.
 
-    With `durable=False` nothing is synced: the file survives a killed process, but perhaps not a power failure.
-    """
+    With `durable=False` nothing is synced: the file survives a killed process, but perhaps not a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -111,8 +110,7 @@ def folder_problem(root: Path, contents: bool, verify: Collection[str] = (), wit
     names in the manifest begin with `within` are examined.
 
     If `contents`, every SHA-256 is checked; otherwise only the manifest, the sizes, and the SHA-256 of the (small)
-    files in `verify`. Files that the manifest does not list are allowed, unless they are in `verify`.
-    """
+    files in `verify`. Files that the manifest does not list are allowed, unless they are in `verify`."""
     try:
         files = _manifest_files(root)
     except FileNotFoundError:
@@ -150,12 +148,16 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
 
 def manifest_facts(root: Path) -> dict[str, Plain]:
     """Return the `facts` that `seal_folder` stored for a folder, or an empty mapping if the manifest cannot be read."""
+    return {key: value for key, value in json_object(root / MANIFEST).items() if key not in ("files", "digest")}
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if the file is missing, damaged, or holds no object."""
     try:
-        manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    facts = manifest if isinstance(manifest, dict) else {}
-    return {key: value for key, value in facts.items() if key not in ("files", "digest")}
+    return found if isinstance(found, dict) else {}
 
 
 def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:

@@ -10,6 +10,7 @@ import time
 import warnings
 from pathlib import Path
 
+from nemo_rl_cpp.files.durable import json_object
 from nemo_rl_cpp.files.yaml_text import Plain
 
 LOCK = ".lock"
@@ -41,7 +42,7 @@ class FolderLock:
         try:
             self._lock.acquire(timeout=_PATIENCE, poll_interval=_PATIENCE / 5)
         except Timeout:
-            holder = held_by(_read(self._path))
+            holder = held_by(json_object(self._path))
             raise FolderInUseError(f"{folder} {holder}: end that run, or give this one a {key} of its own") from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -73,18 +74,9 @@ def holder_of(folder: Path) -> dict[str, Plain] | None:
         with FileLock(path, timeout=0, fallback_to_soft=False):
             return None
     except Timeout:
-        return _read(path)
+        return json_object(path)
     except OSError:
         return None
-
-
-def _read(path: Path) -> dict[str, Plain]:
-    """Return the holder recorded in the lock file, or an empty mapping if the file cannot be read."""
-    try:
-        holder = json.loads(path.read_bytes()[:4096])
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def held_by(holder: dict[str, Plain]) -> str:

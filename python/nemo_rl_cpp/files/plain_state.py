@@ -1,8 +1,7 @@
 """Saves nested plain data with tensors without pickle: in NAME.json and, for tensors, NAME.safetensors.
 
 write_state(folder / "sampler", {"cache": {"ids": tensor}, "counts": [1, 2]})
-read_state(folder / "sampler")
-"""
+read_state(folder / "sampler")"""
 
 import base64
 import json

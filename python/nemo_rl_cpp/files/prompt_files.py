@@ -30,8 +30,7 @@ def find_prompt(path: str | Path) -> Path | None:
 def find_file(path: str | Path, key: str) -> Path:
     """Return the file for a path in a configuration.
 
-    If there is none, raise MissingFileError naming `key` and every place searched.
-    """
+    If there is none, raise MissingFileError naming `key` and every place searched."""
     if (found := find_prompt(path)) is not None:
         return found
     tried = ", ".join(map(str, _places(path)))

@@ -1,8 +1,7 @@
 """Converts the metadata of a GGUF file (ggml's docs/gguf.md) to a Hugging Face folder: config.json and the tokenizer.
 
 transformers' converter is not used, because it takes 4 s to import and would add a dependency to the extra `smollm2`.
-`models.gguf_weights` reads the tensors.
-"""
+`models.gguf_weights` reads the tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Finds models: a folder, a GGUF file, a model inside a Python package, or a model on the Hugging Face Hub.
 
-The result is always a Hugging Face folder on this machine.
-"""
+The result is always a Hugging Face folder on this machine."""
 
 import contextlib
 import difflib

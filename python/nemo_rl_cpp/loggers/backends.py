@@ -1,6 +1,5 @@
 """Experiment trackers: wandb, mlflow, swanlab and trackio. A tracker's Python package is imported only if its backend
-is enabled.
-"""
+is enabled."""
 
 import importlib
 import os
@@ -86,13 +85,11 @@ class TrackerLogger(LoggerInterface):
     @abstractmethod
     def restart(self, step: int) -> None:
         """Start a new tracker run, because the current one has metrics of steps after `step`, which no tracker can
-        remove. The new run records the name of the current one if the tracker can store it.
-        """
+        remove. The new run records the name of the current one if the tracker can store it."""
 
     def accepted(self, name: str) -> str:
         """Return a metric name with `_` in place of each character that the tracker does not allow, truncated to the
-        maximum length.
-        """
+        maximum length."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     def send(self, row: dict[str, float], step: int) -> None:
@@ -124,15 +121,13 @@ class InitTracker(TrackerLogger):
 
     Attributes:
         id_key: the argument of `init`, and the attribute of its result, that identify a run.
-        folder_key: the argument of `init` for the folder of the tracker's files, if there is one.
-    """
+        folder_key: the argument of `init` for the folder of the tracker's files, if there is one."""
 
     id_key, folder_key = "id", ""
 
     def __init__(self, cfg: Section | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """Start the run. The keys of `cfg`, the section `logger.NAME`, are arguments of `init` (project, name, ...).
-        Raise ValueError if the package is not installed or does not start.
-        """
+        Raise ValueError if the package is not installed or does not start."""
         super().__init__(log_dir)
         self._options = self.given(cfg) | ({self.folder_key: log_dir} if self.folder_key else {})
         is_given = self.id_key == "id" and ("id" in self._options or os.getenv(self.variables["id"]))
@@ -191,8 +186,7 @@ class WandbLogger(InitTracker):
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
         """Log a W&B histogram of the finite values. If all are equal, log the value itself, because it cannot be
-        binned.
-        """
+        binned."""
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
@@ -221,8 +215,7 @@ class MLflowLogger(TrackerLogger):
     def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """Start or continue the MLflow run. `cfg` is the section `logger.mlflow` with experiment_name, run_name,
         run_id, tracking_uri and artifact_location. Raise ValueError if MLflow is not installed or its server does not
-        answer.
-        """
+        answer."""
         super().__init__(log_dir)
         options = self.options(cfg)
         self._run_name = options.get("run_name")
@@ -273,8 +266,7 @@ class MLflowLogger(TrackerLogger):
 
     def accepted(self, name: str) -> str:
         """Return a metric name that MLflow allows. Special characters become `_`, and so do the parts of a path that
-        are empty, `.` or `..`.
-        """
+        are empty, `.` or `..`."""
         parts = [part if part.strip(".") else part.replace(".", "_") or "_" for part in name.split("/")]
         return super().accepted("/".join(parts)).rstrip("/")
 
@@ -302,8 +294,7 @@ class MLflowLogger(TrackerLogger):
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         """Log the flattened configuration as parameters. MLflow does not allow a parameter to change: if a run resumes
-        from step N with another value, it logs that value as the parameter `NAME.from_step_N`.
-        """
+        from step N with another value, it logs that value as the parameter `NAME.from_step_N`."""
         with self._own_server() as mlflow:
             known = {} if self._resumed_step is None else mlflow.get_run(self.run_id).data.params
             if new := self._new_params(params, known):
@@ -345,8 +336,7 @@ _MLFLOW_ADDRESS = "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI"
 
 def check_server(uri: str, what: str) -> None:
     """Raise ValueError if no server answers at the address of a tracker within three seconds. Folders, databases and
-    servers behind a proxy are not checked.
-    """
+    servers behind a proxy are not checked."""
     address = urlsplit(uri)
     if address.scheme not in ("http", "https") or address.hostname is None:
         return

@@ -1,12 +1,17 @@
-"""The log folders exp_NNN of runs, and the record of which run owns a folder."""
+"""The log folders exp_NNN of runs, the record of which run owns a folder, and the files metrics.jsonl, system.jsonl and
+hyperparams.json in it. metrics.jsonl can be truncated to a step."""
 
 import json
+import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_rl_cpp.files.durable import fsync_path, json_rows, manifest_facts
+from nemo_rl_cpp.config.access import to_json
+from nemo_rl_cpp.files.durable import fsync_path, json_object, json_rows, manifest_facts, write_atomic
+from nemo_rl_cpp.files.yaml_text import Plain
+from nemo_rl_cpp.loggers.interface import LoggerInterface, Metrics, flatten_dict, prefixed
 
 LEDGER = ".run_files"
 _STEP_FILE = re.compile(r"(?:train|val)_data_step(\d+)\.jsonl", re.ASCII)
@@ -17,8 +22,7 @@ class LogLedger:
 
     Attributes:
         owner: the checkpoint folder of the run that wrote the logs; None if no run is recorded.
-        run: a random number that identifies the run.
-    """
+        run: a random number that identifies the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / LEDGER
@@ -83,8 +87,7 @@ def get_experiment_dir(
     Only the name of the folder is taken from the checkpoint, because a checkpoint may have been copied or moved. The
     folder belongs to the run if two conditions hold. Its ledger file has the same run number as the manifest of
     `checkpoint` (a folder step_N). And the checkpoint folder recorded in the ledger contains `checkpoint`, or no longer
-    exists. Print a line if a new folder replaces the recorded one.
-    """
+    exists. Print a line if a new folder replaces the recorded one."""
     recorded = (training_info or {}).get("log_dir")
     candidate = _recorded(base_log_dir, training_info)
     if candidate is None:
@@ -108,15 +111,10 @@ def get_experiment_dir(
 
 def foreseen_experiment_dir(base_log_dir: str | Path, checkpoint: Path | None) -> Path:
     """Return the path that `get_experiment_dir` will return for a run that resumes from `checkpoint` (None: a new run),
-    without creating a folder.
-    """
+    without creating a folder."""
     base = Path(base_log_dir)
     if checkpoint is not None:
-        try:
-            info = json.loads((checkpoint / _TRAINING_INFO).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            info = {}
-        candidate = _recorded(base_log_dir, info if isinstance(info, dict) else {})
+        candidate = _recorded(base_log_dir, json_object(checkpoint / _TRAINING_INFO))
         if candidate is not None and _is_own(candidate, checkpoint):
             return candidate
     return base / _name(_next_number(base))
@@ -146,3 +144,84 @@ def _is_own(candidate: Path, checkpoint: str | Path | None) -> bool:
     home = str(Path(checkpoint or "").absolute().parent.resolve())  # step_N may be a link into another run's folder
     at_home = owner is not None and (owner == home or not Path(owner).is_dir())
     return at_home and run is not None and ledger.run == run
+
+
+METRICS = "metrics.jsonl"
+SYSTEM = "system.jsonl"
+HYPERPARAMS = "hyperparams.json"
+
+
+class JsonlLogger(LoggerInterface):
+    """A backend that writes one line per call to metrics.jsonl: `{"step": 3, "train/loss": 0.1, ...}`, with sorted
+    names.
+
+    Non-finite values are written as strings. Metrics with a separate x axis (`step_metric`, such as GPU samples by
+    second) are written to system.jsonl. Each line is one write, so a killed process leaves at most an incomplete last
+    line, which readers skip. If the disk is full, lines are kept in memory and written with the next line."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self._files: dict[str, int] = {}
+        self._waiting: dict[str, bytes] = {}
+
+    def log_metrics(
+        self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
+    ) -> None:
+        flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
+        row = {"step": int(step)} | {name: to_json(flat[name]) for name in sorted(flat)}
+        own_axis = step_metric is not None and step_metric in metrics
+        self._append(SYSTEM if own_axis else METRICS, json.dumps(row, allow_nan=False))
+
+    def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
+        write_atomic(self.log_dir / HYPERPARAMS, json.dumps(to_json(params), indent=1), durable=False)
+
+    def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
+        """Do nothing, because the rollout files of each step contain every value."""
+
+    def flush(self) -> None:
+        for name, descriptor in self._files.items():
+            self._write(name, descriptor)
+            os.fsync(descriptor)
+
+    def finish(self) -> None:
+        files, self._files = self._files, {}
+        try:
+            for name, descriptor in files.items():
+                self._write(name, descriptor)
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the lines of later steps, and incomplete lines, atomically. The other lines keep their exact bytes."""
+        self.finish()
+        path = self.log_dir / METRICS
+        if not path.is_file():
+            return
+
+        def kept(line: bytes) -> bool:
+            try:
+                return line.endswith(b"\n") and json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError):
+                return False
+
+        temporary = path.with_name(f".{path.name}.tmp")
+        with open(path, "rb") as source, open(temporary, "wb") as target:
+            target.writelines(line for line in source if kept(line))
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(temporary, path)
+
+    def _append(self, name: str, line: str) -> None:
+        if name not in self._files:
+            path = self.log_dir / name
+            content = path.read_bytes() if path.is_file() else b""
+            if content and not content.endswith(b"\n"):  # an incomplete last line, which an interrupted write may leave
+                os.truncate(path, content.rfind(b"\n") + 1)
+            self._files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._waiting[name] = self._waiting.get(name, b"") + (line + "\n").encode()
+        self._write(name, self._files[name])
+
+    def _write(self, name: str, descriptor: int) -> None:
+        while waiting := self._waiting.get(name):
+            self._waiting[name] = waiting[os.write(descriptor, waiting) :]

@@ -14,8 +14,7 @@ from nemo_rl_cpp.files.durable import disk_trouble, json_rows
 from nemo_rl_cpp.files.folder_lock import FolderLock
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.backends import TrackerLogger, WandbLogger
-from nemo_rl_cpp.loggers.files import METRICS, JsonlLogger
-from nemo_rl_cpp.loggers.folders import LogLedger
+from nemo_rl_cpp.loggers.folders import METRICS, JsonlLogger, LogLedger
 from nemo_rl_cpp.loggers.interface import LoggerBackend, LoggerInterface, Metrics
 from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger
 
@@ -26,13 +25,11 @@ class Logger(LoggerInterface):
 
     `cfg` is the `logger` section, or a mapping with its keys. TensorBoard is enabled unless `tensorboard_enabled` is
     false; a tracker is disabled unless its key is true. If a tracker fails, or if the disk is full, one warning is
-    shown and the run continues. Other errors of files end the run.
-    """
+    shown and the run continues. Other errors of files end the run."""
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
         """Create the folder and the backends. Raise ValueError if an enabled tracker is not installed, or for an
-        unknown key.
-        """
+        unknown key."""
         if isinstance(cfg, Mapping):
             cfg = {"log_dir": "", "monitor_gpus": False} | cfg
         section = as_model(cfg, LoggerConfig, "logger")
@@ -64,8 +61,7 @@ class Logger(LoggerInterface):
     @staticmethod
     def backends() -> Mapping[str, Callable[..., LoggerBackend]]:
         """Return the factories of the backends in the order of creation. The key of a factory is the NAME in
-        `NAME_enabled`. Looking up a factory imports its module.
-        """
+        `NAME_enabled`. Looking up a factory imports its module."""
         return LOGGER_BACKENDS
 
     new_monitor: Callable[..., RayGpuMonitorLogger] = staticmethod(RayGpuMonitorLogger)
@@ -74,14 +70,12 @@ class Logger(LoggerInterface):
     @property
     def run_id(self) -> str | None:
         """The random number that identifies the run of this log folder, for the manifests of checkpoints. None before
-        `claim`.
-        """
+        `claim`."""
         return self._ledger.run
 
     def claim(self, checkpoint_dir: Path | None = None) -> None:
         """Lock the folder against other runs until `finish`, and record that the logs belong to the run that saves into
-        `checkpoint_dir`. Raise FolderInUseError (a ValueError) if another run uses the folder.
-        """
+        `checkpoint_dir`. Raise FolderInUseError (a ValueError) if another run uses the folder."""
         self._lock = self._lock or FolderLock(self.log_dir, "logger.log_dir")
         if checkpoint_dir is not None:
             self._ledger.own(checkpoint_dir.resolve())
@@ -115,8 +109,7 @@ class Logger(LoggerInterface):
         """Write (or overwrite) a file in the log folder with one line per sample, to which the sample's index `idx` is
         added.
 
-        Every value is a tensor, array or list with one entry per sample. Raise ValueError if the lengths differ.
-        """
+        Every value is a tensor, array or list with one entry per sample. Raise ValueError if the lengths differ."""
         columns = {
             key: value if isinstance(value, list) else cast("list[Plain]", to_plain(value))
             for key, value in to_log.items()
@@ -154,8 +147,7 @@ class Logger(LoggerInterface):
 
     def flush(self) -> None:
         """Sync the files to disk. Call this before a checkpoint is published, so that no checkpoint is newer than its
-        logs.
-        """
+        logs."""
         self._each(lambda logger: logger.flush())
         self._ledger.sync()
 

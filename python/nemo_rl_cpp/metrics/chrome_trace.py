@@ -18,8 +18,7 @@ class ChromeTrace:
     Each stage is an event in the row of its thread, with start and duration. Its arguments are `busy_cores`, the
     process's CPU seconds per second of the stage, and `rss_gb`, the resident memory at the end of the stage. The file
     is complete JSON after every event, so a killed run leaves a usable timeline. An existing file is replaced. Raises
-    OSError.
-    """
+    OSError."""
 
     def __init__(self, path: str | Path, title: str = "nemo_rl_cpp") -> None:
         self.path = Path(path)

@@ -1,6 +1,5 @@
 """Memory and GPU use: the peak memory per phase, of the process (resident set) and of the GPU if one is in use, and a
-thread that samples the memory of the machine.
-"""
+thread that samples the memory of the machine."""
 
 import gc
 import os
@@ -47,8 +46,7 @@ def _kib(path: Path, key: str) -> int:
 
 def available_bytes() -> int:
     """Return the bytes that can be allocated without swapping, within the memory limit of the container,
-    if it has one.
-    """
+    if it has one."""
     available = _kib(_MEMINFO, "MemAvailable") * 1024
     try:
         limit, used = _CGROUP_LIMIT.read_text().strip(), int(_CGROUP_USED.read_text())
@@ -70,8 +68,7 @@ def reset_peak_rss() -> bool:
 def startup_objects_frozen() -> Iterator[None]:
     """Exclude the existing objects from garbage collection during the `with` block. Several hundred thousand of them
     (modules, tables) live as long as the run, and scanning them takes 1 % of a small step. If the caller has already
-    used `gc.freeze`, change nothing.
-    """
+    used `gc.freeze`, change nothing."""
     mine = gc.get_freeze_count() == 0
     if mine:
         gc.freeze()
@@ -86,8 +83,7 @@ class PhaseMemory:
     """An observer that measures peak memory per phase and of the whole run. `timer.subscribe(PhaseMemory())` makes the
     outermost stages its phases.
 
-    If the system cannot reset the peak, a phase reports the memory in use at its end.
-    """
+    If the system cannot reset the peak, a phase reports the memory in use at its end."""
 
     def __init__(self) -> None:
         self.peak_bytes: dict[str, int] = {}
@@ -111,8 +107,7 @@ class PhaseMemory:
 
     def step_metrics(self) -> dict[str, float]:
         """Return memory in GiB: `peak_rss_gb/<phase>` since the last call, the present `rss_gb`, `peak_rss_gb/run`
-        since the start, and with a GPU `peak_gpu_gb/<phase>`. They are logged with the prefix `memory`.
-        """
+        since the start, and with a GPU `peak_gpu_gb/<phase>`. They are logged with the prefix `memory`."""
         self._fold()
         metrics = {f"peak_rss_gb/{label}": value / GIB for label, value in self.peak_bytes.items()}
         metrics |= {f"peak_gpu_gb/{label}": value / GIB for label, value in self.gpu_peak_bytes.items()}
@@ -146,8 +141,7 @@ _QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--form
 class RayGpuMonitorLogger:
     """A logger of `ray/node.0.gpu.<i>.util` (percent), `ray/node.0.gpu.<i>.mem_gb`, `ray/node.0.mem_gb` and
     `ray/node.0.mem_total_gb`. The x axis is `ray/ray_step`, the seconds since the start. The names are NeMo RL's; the
-    values come from nvidia-smi and the operating system, not from Ray.
-    """
+    values come from nvidia-smi and the operating system, not from Ray."""
 
     def __init__(
         self, collection_interval: float, flush_interval: float, parent_logger: "LoggerBackend | None" = None
@@ -200,8 +194,7 @@ class RayGpuMonitorLogger:
 
 def parse_gpu_table(text: str) -> dict[str, float]:
     """Return the metrics from nvidia-smi's lines `index, utilization in percent, used MiB`. Values that a line does not
-    report are omitted.
-    """
+    report are omitted."""
     metrics = {}
     for line in text.splitlines():
         index, utilization, used = (line.split(",") + ["", ""])[:3]

@@ -1,11 +1,11 @@
-"""The times of a training step's stages, and the time limit of a run."""
+"""The times of a training step's stages, the rates `performance/*` that follow from them, and the time limit of a run."""
 
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Self
+from typing import NamedTuple, Self
 
 TOTAL = "total_step_time"
 
@@ -15,8 +15,7 @@ class Timer:
 
     If a label is measured several times, `sums` adds the times. `with timer.step(n) as timer:` begins a training step:
     it discards the previous step's times and measures `total_step_time`. Times are seconds of a monotonic clock. The
-    timer is thread-safe; stages nest within each thread.
-    """
+    timer is thread-safe; stages nest within each thread."""
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
@@ -59,8 +58,7 @@ class Timer:
         """Discard the times of the previous step, measure `total_step_time`, and yield this timer.
 
         The times can be read until the next step begins. Stages measured after the `with` block (validation, saving a
-        checkpoint) belong to the same step.
-        """
+        checkpoint) belong to the same step."""
         with self._lock:
             self._times, self._accounted = {}, 0.0
         with self.time(TOTAL):
@@ -73,8 +71,7 @@ class Timer:
 
     def step_timing_metrics(self) -> dict[str, float]:
         """Return the metrics `timing/train/*` of the step: the seconds of each label, and `accounted_share`, the share
-        of the step's time that the outermost stages cover (1.0 if they cover all of it).
-        """
+        of the step's time that the outermost stages cover (1.0 if they cover all of it)."""
         metrics = self.sums()
         if TOTAL in metrics:
             metrics["accounted_share"] = min(self._accounted / metrics[TOTAL], 1.0) if metrics[TOTAL] > 0 else 1.0
@@ -84,8 +81,7 @@ class Timer:
         """Call `observer.stage_started(label, depth)` and `observer.stage_stopped(label, depth)`, if they exist, for
         every stage.
 
-        `depth` is the number of enclosing stages, not counting the step, so an outermost stage has depth 0.
-        """
+        `depth` is the number of enclosing stages, not counting the step, so an outermost stage has depth 0."""
         self._observers.append(observer)
 
     def _tell(self, event: str, label: str, depth: int) -> None:
@@ -108,8 +104,7 @@ class TimeoutChecker:
     fit: another step as slow as the slowest so far would exceed the limit.
 
     `timeout` is a duration `DD:HH:MM:SS` that starts with the creation of this object
-    (`checkpointing.checkpoint_must_save_by`); None means no limit.
-    """
+    (`checkpointing.checkpoint_must_save_by`); None means no limit."""
 
     def __init__(self, timeout: str | None) -> None:
         self.limit = float("inf") if timeout is None else float(convert_to_seconds(timeout))
@@ -132,3 +127,52 @@ class TimeoutChecker:
         if self._step_began is not None:
             self._slowest = max(self._slowest, now - self._step_began)
         self._step_began = now
+
+
+# ---- rates
+
+
+class Devices(NamedTuple):
+    """The number of devices: in total, for training and for generation. A device is a GPU, or the CPU of
+    one process."""
+
+    total: int = 1
+    training: int = 1
+    generation: int = 1
+
+
+ONE_DEVICE = Devices()
+
+
+def performance_metrics(
+    timing: Mapping[str, float], *, num_samples: int, total_num_tokens: float, num_generated_tokens: float | None = None,
+    num_rollout_tokens: float | None = None, devices: Devices = ONE_DEVICE,
+) -> dict[str, float]:  # fmt: skip
+    """Return the metrics `performance/*` of a step. Names that end in `_per_gpu` are rates per device of the stage;
+    other names are rates of all devices together.
+
+    A rate is a count divided by the seconds of a stage. `timing` has the seconds of each stage, under NeMo RL's labels.
+    `total_num_tokens` counts the prompt and response tokens of the trained samples. As in NeMo RL, it is the numerator
+    of every token rate except generation's, whose numerator is `num_rollout_tokens` (of all generated rollouts) if
+    given. `decode_tokens_per_sec` is the rate of `num_generated_tokens` alone. Rates of stages that did not run are
+    omitted."""
+    step, generation = timing.get("total_step_time", 0.0), timing.get("generation", 0.0)
+    training, logprobs = timing.get("policy_training", 0.0), timing.get("policy_and_reference_logprobs", 0.0)
+    metrics: dict[str, float] = {}
+
+    def rate(name: str, count: float, seconds: float, of: int, whole: bool = True) -> None:
+        if seconds > 0:
+            metrics[f"{name}_per_gpu"] = count / seconds / of
+            if whole:
+                metrics[name] = count / seconds
+
+    rate("samples_per_sec", num_samples, step, devices.total)
+    rate("tokens_per_sec", total_num_tokens, step, devices.total)
+    made = total_num_tokens if num_rollout_tokens is None else num_rollout_tokens
+    rate("generation_tokens_per_sec", made, generation, devices.generation)
+    rate("policy_training_tokens_per_sec", total_num_tokens, training, devices.training, whole=False)
+    rate("policy_and_reference_logprobs_tokens_per_sec", total_num_tokens, logprobs, devices.training, whole=False)
+    rate("training_worker_group_tokens_per_sec", total_num_tokens, training + logprobs, devices.training)
+    if num_generated_tokens is not None and generation > 0:
+        metrics["decode_tokens_per_sec"] = num_generated_tokens / generation
+    return metrics

@@ -12,9 +12,8 @@ from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig, ValueConfig
 from nemo_rl_cpp.config.rules_model import checked_policy
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
-from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
+from nemo_rl_cpp.distributed.ragged_batch import Batch, BatchedDataDict, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks, connect
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall
 from nemo_rl_cpp.models.generation.distributed import DistributedGeneration, EngineHost, for_workers

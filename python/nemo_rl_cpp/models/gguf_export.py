@@ -1,8 +1,7 @@
 """Writes a model folder as a GGUF file, the format of llama.cpp, Ollama and LM Studio (ggml's docs/gguf.md).
 
 llama.cpp derives the computation from the architecture's name and from metadata, so a GGUF file cannot represent every
-variant of a model family. Variants that it cannot represent raise ModelFolderError.
-"""
+variant of a model family. Variants that it cannot represent raise ModelFolderError."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
         kind: the quantization format of the matrices, one of FORMATS.
 
     Raises:
-        ModelFolderError: GGUF cannot represent the model or tokenizer so that llama.cpp computes the same results.
-    """
+        ModelFolderError: GGUF cannot represent the model or tokenizer so that llama.cpp computes the same results."""
     config = hf_config.read_config(folder)
     check_family(config)
     tokenizer = Tokenizer.from_pretrained(folder, section="")
@@ -257,8 +255,7 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
     """Write the tokenizer into the file. The model has `vocab_size` tokens, and its responses end at the tokens `ends`.
 
-    Raise ModelFolderError for a kind of tokenizer that llama.cpp does not support.
-    """
+    Raise ModelFolderError for a kind of tokenizer that llama.cpp does not support."""
     written = json.loads(tokenizer.backend_tokenizer.to_str())
     model = written["model"]
     if model["type"] != "BPE":

@@ -35,8 +35,7 @@ class TrainingResult(TypedDict):
 class TrainedModelInterface(Protocol):
     """A model in training, policy or critic: the methods for monitoring and saving that both share.
 
-    If a call fails, its error names the cause (a rank, a file, a parameter), and its partial results are discarded.
-    """
+    If a call fails, its error names the cause (a rank, a file, a parameter), and its partial results are discarded."""
 
     @property
     def learning_rate(self) -> float:

@@ -1,7 +1,6 @@
 """PPO's critic on the native core: the policy's architecture with a scalar head in place of the LM head."""
 
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
+from nemo_rl_cpp.distributed.ragged_batch import Batch, BatchedDataDict, RaggedBatch
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface

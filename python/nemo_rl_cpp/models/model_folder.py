@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, ModelFolderError, resolve_model
 from nemo_rl_cpp.models import hf_config
@@ -29,20 +29,6 @@ if TYPE_CHECKING:
 
 BLOCK_WEIGHTS = 32
 """Number of weights of a row that share one scale in a quantised matrix (csrc/kernels/weight_blocks.h)."""
-_SAID: set[str] = set()
-
-
-def note_as_said(remark: str) -> str:
-    """Record that the caller shows `remark` to the user, so that loading a model does not repeat it; return
-    `remark`."""
-    _SAID.add(remark)
-    return remark
-
-
-def say_once(kind: str, remark: str) -> None:
-    """Print a remark to stderr as a "warning" or "note", unless this process has shown it to the user."""
-    if remark not in _SAID:
-        print(f"{kind}: {note_as_said(remark)}", file=sys.stderr, flush=True)
 
 
 def note_trained_router(router: str, section: str) -> None:

@@ -28,7 +28,6 @@ from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import ModelFolder, note_trained_router, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
-from nemo_rl_cpp.models.policy.schedule import create_schedule
 from nemo_rl_cpp.models.policy.train_step import (
     GlobalBatchResult,
     MicroBatchRunner,
@@ -36,7 +35,7 @@ from nemo_rl_cpp.models.policy.train_step import (
     Scoring,
     without_removed_tokens,
 )
-from nemo_rl_cpp.models.policy.updates import Updates
+from nemo_rl_cpp.models.policy.updates import Updates, create_schedule
 from nemo_rl_cpp.models.weights import Slices, buffers, load_weights, named_views, save_config, save_weights
 
 if TYPE_CHECKING:

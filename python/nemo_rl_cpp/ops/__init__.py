@@ -4,8 +4,7 @@ Advantages are computed by csrc/kernels/{group_baseline,reinforce_plus_plus,gae,
 any dtype. A masked position never influences a valid token's advantage. Per-token tensors are [B, S]. If `offsets`
 (int64 [B + 1]) are given, they are [T], without padding (`RaggedBatch`); the results are bit-identical.
 
-Losses return value, gradient and metrics from one pass, by the formulas of csrc/kernels/clipped_pg_loss.h.
-"""
+Losses return value, gradient and metrics from one pass, by the formulas of csrc/kernels/clipped_pg_loss.h."""
 
 import math
 from dataclasses import dataclass, fields
@@ -60,8 +59,7 @@ def group_baseline(
 
     All arguments are [B]. `std_rewards` replaces the rewards in the standard deviation only. For a group with at most
     one valid sample they are (the sample's own reward, 0). The computation uses float64 and two passes, so equal
-    rewards give exactly 0.
-    """
+    rewards give exactly 0."""
     return GroupBaseline(*C.group_baseline(rewards, group_ids, valid_mask, leave_one_out, std_rewards))
 
 
@@ -211,8 +209,7 @@ class ClippedPGInputs:
     [B, S], not shifted: advantages, token_mask, and the log-probabilities of generation, of the old policy (`prev`; not
     read with ratio_mode on_policy) and of the reference (read with a kl_penalty). [B]: sample_mask, and rewards (read
     with a positive_nll_weight). curr_logprobs_unfiltered [B, S-1], without top-k and top-p, replaces curr_logprobs in
-    the KL term. kl_cov_penalty [B, S] weighs |curr - prev| with ratio_mode kl_cov.
-    """
+    the KL term. kl_cov_penalty [B, S] weighs |curr - prev| with ratio_mode kl_cov."""
 
     advantages: Tensor
     generation_logprobs: Tensor
@@ -229,8 +226,7 @@ class ClippedPGInputs:
 class LossCounts:
     """The counts that the loss is divided by, over the global batch: valid tokens, valid sequences, and valid tokens of
     samples with a positive reward. With them, the losses of micro-batches add up to that of the global batch. For a
-    count that is None, the micro-batch's count is used.
-    """
+    count that is None, the micro-batch's count is used."""
 
     valid_toks: Tensor | float | None = None
     valid_seqs: Tensor | float | None = None
@@ -278,8 +274,7 @@ def clipped_pg_loss(
     curr_logprobs: [B, S-1], float32 or float64; column t is the log-probability of token t+1.
 
     Positions with token_mask or sample_mask 0 have no effect and get gradient 0. Raise ValueError for a missing input,
-    a wrong shape or a contradictory config. A term that is not finite raises no error; `nonfinite` reports it.
-    """
+    a wrong shape or a contradictory config. A term that is not finite raises no error; `nonfinite` reports it."""
     loss, grad, grad_unfiltered, values = C.clipped_pg_loss(
         curr_logprobs, inputs.advantages, inputs.prev_logprobs, inputs.generation_logprobs, inputs.reference_policy_logprobs,
         inputs.token_mask, inputs.sample_mask, inputs.kl_cov_penalty, inputs.curr_logprobs_unfiltered, inputs.rewards, *counts.scalars(), config.native,
@@ -299,8 +294,7 @@ def token_loss(
     losses and seq-mask-tis.
 
     `counts.valid_toks` and `counts.valid_seqs` must be given. If `inputs.prev_logprobs` is None, the current
-    log-probabilities replace it.
-    """
+    log-probabilities replace it."""
     if not C.TokenLoss.separable(config.native):
         return None
     return C.TokenLoss(

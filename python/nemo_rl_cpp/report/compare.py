@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl_cpp.files.durable import json_object
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.loggers.files import HYPERPARAMS, METRICS
+from nemo_rl_cpp.loggers.folders import HYPERPARAMS, METRICS
 from nemo_rl_cpp.loggers.interface import flatten_dict
-from nemo_rl_cpp.report.history import MetricHistory, metric_data, panels_of, read_json, read_metrics, validation_word
+from nemo_rl_cpp.report.history import MetricHistory, metric_data, panels_of, read_metrics, validation_word
 from nemo_rl_cpp.report.page import (
+    FACTS,
     STEP_TIME,
     PageSection,
     curves_section,
@@ -29,7 +31,6 @@ from nemo_rl_cpp.report.page import (
     timing_name,
 )
 from nemo_rl_cpp.report.samples import printable, writable
-from nemo_rl_cpp.report.writer import FACTS
 
 _WHERE_ONLY = ("logger.", "checkpointing.checkpoint_dir")
 """Keys that say where a run writes and nothing else."""
@@ -63,8 +64,7 @@ class Comparison:
         verdict: sentences on which one is better, or that the difference may be chance.
         blocks: the parts, in the order of the page.
         histories: metric histories by name, for the page's charts; empty for no charts.
-        examples: additional lines for the terminal.
-    """
+        examples: additional lines for the terminal."""
 
     what: str
     names: list[str]
@@ -137,8 +137,8 @@ class LoggedRun:
 
     @classmethod
     def read(cls, folder: Path) -> "LoggedRun":
-        config = read_json(folder / HYPERPARAMS)
-        return cls(MetricHistory(read_metrics(folder / METRICS), config), config, read_json(folder / FACTS))
+        config = json_object(folder / HYPERPARAMS)
+        return cls(MetricHistory(read_metrics(folder / METRICS), config), config, json_object(folder / FACTS))
 
 
 def run_folder(folder: Path) -> Path:
@@ -155,8 +155,7 @@ def run_folder(folder: Path) -> Path:
 def compare_runs(folders: Sequence[Path | str]) -> Comparison:
     """Compare the runs in log folders: results, curves, differing keys, and times.
 
-    Raise ValueError if a folder contains no run or is given twice.
-    """
+    Raise ValueError if a folder contains no run or is given twice."""
     found = [run_folder(Path(folder)) for folder in folders]
     names, runs = different_folders(found), [LoggedRun.read(folder) for folder in found]
     histories = [run.history for run in runs]
@@ -269,7 +268,6 @@ def _compare_validations(names: Sequence[str], histories: Sequence[MetricHistory
 def newcombe(a: Validated, b: Validated) -> tuple[float, float]:
     """Return the 95 % confidence interval of the difference d = a - b of two proportions (Newcombe's hybrid score):
 
-    d - sqrt((a - a_low)^2 + (b_high - b)^2),  d + sqrt((a_high - a)^2 + (b - b_low)^2)
-    """
+    d - sqrt((a - a_low)^2 + (b_high - b)^2),  d + sqrt((a_high - a)^2 + (b - b_low)^2)"""
     gap = a.mean - b.mean
     return gap - math.hypot(a.mean - a.low, b.high - b.mean), gap + math.hypot(a.high - a.mean, b.mean - b.low)

@@ -431,8 +431,7 @@ class Alerts:
     """Warnings from the metrics of the steps that this process has run, with or without a report.
 
     The rules are applied from the third step on: at first after every step, later after each twentieth of the steps so
-    far, so that long runs spend almost no time on them.
-    """
+    far, so that long runs spend almost no time on them."""
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
         """Store the run's configuration, a plain mapping (see `MetricHistory`)."""

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import as_number
 from nemo_rl_cpp.files.durable import json_rows
@@ -138,15 +138,6 @@ def read_metrics(path: Path) -> list[dict[str, Plain]]:
             return list(json_rows(file))
     except FileNotFoundError:
         return []
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file, or an empty mapping if the file is missing, invalid, or holds no mapping."""
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return read if isinstance(read, dict) else {}
 
 
 def validation_word(*histories: MetricHistory) -> str:

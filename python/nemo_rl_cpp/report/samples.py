@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from nemo_rl_cpp.config.access import as_number
-from nemo_rl_cpp.files.durable import json_rows, write_atomic
+from nemo_rl_cpp.files.durable import json_object, json_rows, write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.report.history import read_json
 
 _FILE = re.compile(r"(train|val)_data_step(\d+)\.jsonl")
 _MOST_BYTES = 64 << 20  # larger files are not read
@@ -115,14 +114,13 @@ class SampleBook:
     """The picked prompts of a log folder. Each rollout file is read once.
 
     `token_bytes` returns the bytes of a token id. The bytes of all shown tokens are saved in the folder, so that the
-    page can be rewritten without the tokenizer.
-    """
+    page can be rewritten without the tokenizer."""
 
     def __init__(self, log_dir: Path, token_bytes: TokenBytes | None = None) -> None:
         self.log_dir = log_dir
         self._token_bytes = token_bytes
         self._pages: dict[Step, _Page] = {}
-        stored = read_json(log_dir / TOKENS)
+        stored = json_object(log_dir / TOKENS)
         self._bytes = {int(number): str(text).encode("latin-1") for number, text in stored.items()}
         self._kept = len(self._bytes)
 

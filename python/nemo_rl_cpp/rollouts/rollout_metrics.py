@@ -1,12 +1,11 @@
-"""Counts of turns and tokens per rollout, and NeMo RL's metrics of a batch of rollouts."""
+"""Counts of turns and tokens per rollout, and metrics of a batch of rollouts and of its prompt groups."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
-from nemo_rl_cpp.metrics.performance import group_reward_metrics, is_equal, rewards_by_group
 from nemo_rl_cpp.rollouts.batches import Rollouts
 
 
@@ -20,8 +19,7 @@ class SampleStats:
         env_tokens: the number of tokens in the environment's replies.
         done: whether the environment ended the conversation, or an observation did not fit.
         truncated: whether a response or an observation was truncated at a length limit.
-        max_turns_reached: whether the conversation was still going after the last allowed turn.
-    """
+        max_turns_reached: whether the conversation was still going after the last allowed turn."""
 
     turns: int = 0
     assistant_tokens: int = 0
@@ -57,8 +55,7 @@ def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str
     `version`.
 
     mean_weight_versions is the mean number of versions per conversation. total_tokens_of_older_weights and
-    total_tokens_of_newer_weights count the tokens sampled before and after the weights changed.
-    """
+    total_tokens_of_newer_weights count the tokens sampled before and after the weights changed."""
     of_samples, older, newer = [], 0, 0
     for log in logs:
         sampled = [message for message in log if "generation_logprobs" in message]
@@ -77,8 +74,7 @@ def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, flo
     """Return the environments' metrics since the last call (`pop_metrics`).
 
     With one environment, names are unchanged. With several, they become `task/name`, and the sum of all
-    `verifier_timeouts` is added under that name.
-    """
+    `verifier_timeouts` is added under that name."""
     environments: dict[int, tuple[str, Environment]] = {}
     for task, environment in task_to_env.items():
         environments.setdefault(id(environment), (task, environment))
@@ -105,8 +101,7 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
 
     Take the maximum of maxima and the minimum of minima; add totals and the counts of verifiers and agents. Average
     `accuracy_of_X`, weighted by each round's number of samples that are X. Average all other metrics, such as rates,
-    weighted by each round's number of samples. A metric is combined over the rounds that have it.
-    """
+    weighted by each round's number of samples. A metric is combined over the rounds that have it."""
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
     combined: dict[str, float] = {}
     for name in names:
@@ -144,8 +139,7 @@ class RoundMetrics:
 
     def pop(self) -> dict[str, float]:
         """Return the combined metrics since the last call: NeMo RL's rollout metrics, `accuracy` (mean raw reward),
-        `groups/*`, and `zero_std_groups` (the number of groups of two or more whose raw rewards are all equal).
-        """
+        `groups/*`, and `zero_std_groups` (the number of groups of two or more whose raw rewards are all equal)."""
         metrics = combine_rollout_metrics(self._rounds)
         if self._rewards:
             groups = rewards_by_group(self._rewards, self._groups)
@@ -154,3 +148,44 @@ class RoundMetrics:
             metrics["accuracy"] = sum(self._rewards) / len(self._rewards)
         self._rounds, self._rewards, self._groups = [], [], []
         return metrics
+
+
+# ---- how informative the prompt groups are
+
+
+def rewards_by_group(rewards: Iterable[float], group_ids: Iterable[int]) -> list[list[float]]:
+    """Return the rewards of each group, in order of first appearance. `rewards` and `group_ids` are [B]."""
+    groups: dict[int, list[float]] = {}
+    for group, value in zip(group_ids, rewards, strict=True):
+        groups.setdefault(group, []).append(value)
+    return list(groups.values())
+
+
+def is_equal(group: list[float]) -> bool:
+    """Return whether a group has two or more rewards that are all equal."""
+    return len(group) > 1 and min(group) == max(group)
+
+
+def group_reward_metrics(groups: list[list[float]]) -> dict[str, float]:
+    """Return metrics of the prompt groups that give no gradient because all their rewards are equal. `groups` are those
+    of `rewards_by_group`.
+
+    `groups/num` is the number of groups. The others are percentages of the groups of two or more, and are omitted if
+    there are none: `groups/pct_equal`, and its parts `groups/pct_equal_best` (all rewards equal the highest of the
+    batch) and `groups/pct_equal_worst` (all equal the lowest), and `groups/pct_mixed`. If all rewards of the batch are
+    equal, a reward of 1 or more counts as best, and a smaller one as worst."""
+    number = {"groups/num": float(len(groups))}
+    compared = [group for group in groups if len(group) > 1]
+    if not compared:
+        return number
+    low, high = min(map(min, groups)), max(map(max, groups))
+    equal = [group[0] for group in compared if is_equal(group)]
+    best = sum(value == high and (high > low or value >= 1.0) for value in equal)
+    worst = sum(value == low and (high > low or value < 1.0) for value in equal)
+    share = 100.0 / len(compared)
+    return number | {
+        "groups/pct_equal": len(equal) * share,
+        "groups/pct_equal_best": best * share,
+        "groups/pct_equal_worst": worst * share,
+        "groups/pct_mixed": (len(compared) - len(equal)) * share,
+    }

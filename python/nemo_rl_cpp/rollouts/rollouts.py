@@ -1,8 +1,7 @@
 """Rollouts: draw prompts, then let the policy respond and the environment reply, turn by turn, until the conversation
 ends.
 
-Training uses exactly the token ids that were sampled. Only environments and people read the text.
-"""
+Training uses exactly the token ids that were sampled. Only environments and people read the text."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ import torch
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType, tokens_of
 from nemo_rl_cpp.data.texts import text_of
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict, RaggedBatch, offsets_of
 from nemo_rl_cpp.distributed.worker_calls import Future, is_done
 from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, WeightedParts, checked_return
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
@@ -73,8 +71,7 @@ def calculate_rewards(
     dictionary of such tensors if the environments return reward components. `begun` lists (rows, future) of environment
     calls that are already in flight (`EarlyScoring`).
 
-    Raise ValueError for a task without an environment, or if only some environments return components.
-    """
+    Raise ValueError for a task without an environment, or if only some environments return components."""
     rows_of: dict[str, list[int]] = {}
     asked = {row for rows, _ in begun for row in rows}
     for row, task in enumerate(batch["task_name"]):
@@ -99,8 +96,7 @@ def calculate_rewards(
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
     """Merge the environments' results into one, in the order of the rows. Raise ValueError if only some environments
-    return reward components.
-    """
+    return reward components."""
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
         raise ValueError("some environments of this batch give one reward, others a dictionary of them")
     order = [row for rows, _ in parts for row in rows]
@@ -142,8 +138,7 @@ class EarlyScoring:
 
     Only environments that score rows independently (`scores_rows_alone`) and run concurrently with the caller
     (`.remote`) take part, so the rewards equal those of one call at the end. Rows that end while an environment is busy
-    form its next call.
-    """
+    form its next call."""
 
     def __init__(self, active: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment]) -> None:
         self._active, self._tokenizer = active, tokenizer
@@ -200,8 +195,7 @@ class Turn(NamedTuple):
 
     Attributes:
         active: their rows of the batch, with the current stop strings and environment state.
-        inputs: the engine's inputs.
-    """
+        inputs: the engine's inputs."""
 
     active: BatchedDataDict
     inputs: RaggedBatch
@@ -209,8 +203,7 @@ class Turn(NamedTuple):
 
 class Conversations:
     """The conversations of a batch between turns. A turn consists of `begin`, generation, `respond`, the environments'
-    calls and `observe`.
-    """
+    calls and `observe`."""
 
     def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:
         size = len(batch["message_log"])
@@ -253,8 +246,7 @@ class Conversations:
 
         An observation is tokenized without a chat template, and truncated at `max_seq_len`. It overflows if the
         conversation reaches `max_seq_len`, even if it just fits, because no response can follow. Raise ValueError if
-        prompt and response already exceed `max_seq_len`.
-        """
+        prompt and response already exceed `max_seq_len`."""
         self._add_rewards(answer.rewards)
         terminated = answer.terminateds.bool().tolist()
         going_on = []
@@ -286,8 +278,7 @@ class Conversations:
 
     def _mask(self, row: int, metadata: object) -> None:
         """Record whether the environment masks the conversation (`mask_sample` in its metadata). A later turn overrides
-        an earlier one. Raise ValueError if the value is not a Boolean.
-        """
+        an earlier one. Raise ValueError if the value is not a Boolean."""
         if not isinstance(metadata, Mapping) or "mask_sample" not in metadata:
             return
         if metadata["mask_sample"] not in (True, False):
@@ -309,8 +300,7 @@ class Conversations:
     def finish(self) -> DatumBatch:
         """Return the batch with `total_reward`, `reward/<component>`, `truncated` and the last `stop_strings`, and with
         `mask_sample` bool [B] if an environment set it. Conversations that have not ended are counted as having reached
-        the turn limit.
-        """
+        the turn limit."""
         for row in self.active:
             self.stats[row].max_turns_reached = True
         self.batch["extra_env_info"] = self.extra_env_info
@@ -332,8 +322,7 @@ def repeat_prompts(
 
     Three added columns are int64 [B * num_generations]: `group_id` (the index of the prompt in this batch), `draw_ids`
     (`first_draw_id` + group_id, which counts prompts over the whole run) and `sample_index` (the index of the copy).
-    `stream` is a list with the argument `stream` for every copy.
-    """
+    `stream` is a list with the argument `stream` for every copy."""
     logs = batch["message_log"]
     repeated = type(batch)({key: value for key, value in batch.items() if key != "message_log"}).repeat_interleave(
         num_generations
@@ -360,8 +349,7 @@ def run_multi_turn_rollout(
     engine.
 
     An environment that scores rows independently starts to score while other rows are still generated, if the engine
-    reports ended rows. Agents of environments with `runs_rollouts` make the rollouts instead.
-    """
+    reports ended rows. Agents of environments with `runs_rollouts` make the rollouts instead."""
     if are_made_by_agents(input_batch, task_to_env):
         return run_agent_rollouts(policy_generation, input_batch, tokenizer, task_to_env, greedy)
     conversations = Conversations(input_batch.copy(), tokenizer, max_seq_len)
@@ -386,8 +374,7 @@ def with_greedy_baseline(
     """Roll out one greedy response to each prompt, then roll out `prompts`, for ReMax.
 
     The returned batch has `reward_baseline` float32 [B], the greedy response's reward after `final_rewards` (scaling
-    and shaping). The metric `greedy_reward` is its mean over the prompts.
-    """
+    and shaping). The metric `greedy_reward` is its mean over the prompts."""
     groups, group = torch.unique(prompts["group_id"], return_inverse=True)
     firsts = [int((group == g).nonzero()[0]) for g in range(len(groups))]
     greedy, _ = roll_out(copy.deepcopy(prompts.select_indices(firsts)), greedy=True)
@@ -402,8 +389,7 @@ class PromptSource:
 
     When the loader ends, it starts over, so a step that needs more prompts than the epoch has left continues with the
     next epoch. Every drawn prompt gets the next draw id of the run, which `state` counts and saves. The draw id seeds
-    the sampling of the prompt's responses, and is its `group_id`.
-    """
+    the sampling of the prompt's responses, and is its `group_id`."""
 
     def __init__(
         self, loader: StatefulDataLoader | MultipleDataloaderWrapper, num_generations: int, state: TrainState
@@ -415,8 +401,7 @@ class PromptSource:
 
     def next(self) -> BatchedDataDict:
         """Return the next prompts, each repeated G times, with the columns of `repeat_prompts`; `group_id` is the draw
-        id.
-        """
+        id."""
         batch = self._draw()
         repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
         repeated["group_id"] = repeated["draw_ids"].clone()  # unique in the run: a group may be kept for a later step

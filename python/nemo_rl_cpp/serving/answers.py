@@ -43,8 +43,7 @@ class Header:
     Attributes:
         id: the id of the request.
         model: the model name in the request.
-        version: the version of the weights that generate the response.
-    """
+        version: the version of the weights that generate the response."""
 
     id: str
     model: str
@@ -143,8 +142,7 @@ def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
     """Return `logprobs` of /v1/chat/completions.
 
     The `token` entries joined, or the `bytes` joined, are the response's text. A partial character has its bytes in
-    `bytes`. `top_logprobs` gives the text of each token, also of special tokens.
-    """
+    `bytes`. `top_logprobs` gives the text of each token, also of special tokens."""
     content = []
     for token, text, logprob, likeliest in zip_longest(
         spelled.sample.token_ids, spelled.texts, spelled.sample.logprobs, spelled.sample.likeliest, fillvalue=()
@@ -186,8 +184,7 @@ class Answer:
         streams: whether each token is sent immediately.
         prompts: the token ids of each prompt.
         samples: responses per prompt; choice `i` belongs to prompt `i // samples`.
-        seed: the seed of the request.
-    """
+        seed: the seed of the request."""
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
         """Store the conversation for later requests of the rollout; here, do nothing."""

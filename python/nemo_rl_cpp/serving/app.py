@@ -154,8 +154,7 @@ class Service:
 
     Args:
         model: the served model.
-        api_key: the key that requests must send as `Authorization: Bearer`; None: no key is needed.
-    """
+        api_key: the key that requests must send as `Authorization: Bearer`; None: no key is needed."""
 
     def __init__(self, model: ServedModel, api_key: str | None = None) -> None:
         self.model, self._api_key = model, api_key

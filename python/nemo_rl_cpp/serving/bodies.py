@@ -1,7 +1,6 @@
 """Validated request bodies: OpenAI's fields, and the fields that vLLM adds.
 
-A field that would change the response but is not supported is rejected by name. No field is silently ignored.
-"""
+A field that would change the response but is not supported is rejected by name. No field is silently ignored."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCa
     """Extract the tool calls outside the reasoning block. Return (calls, text without them).
 
     `thinks` says that the prompt already opened the reasoning block. A block without an end tag reaches to the end of
-    the text. A call that is not a JSON object with a name stays in the text.
-    """
+    the text. A call that is not a JSON object with a name stays in the text."""
     calls: list[Call] = []
     kept, copied = [], 0
     at = _end_of_thinking(text, 0) if thinks else 0
@@ -97,8 +96,7 @@ class AssistantTurn:
         turns: the messages of the conversation, with the response last.
         ids: the token ids of prompt and response.
         stopped: whether the last token is a stop token.
-        tools: the tools in the prompt.
-    """
+        tools: the tools in the prompt."""
 
     turns: tuple[Turn, ...]
     ids: list[int]

@@ -32,8 +32,7 @@ class ServingError(RuntimeError):
 class Sampling:
     """The sampling parameters of a request, and the conditions that end its response. Temperature 0 is greedy.
 
-    `num_likeliest` is the number of most likely tokens to return for each sampled token.
-    """
+    `num_likeliest` is the number of most likely tokens to return for each sampled token."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -48,8 +47,7 @@ class Sampling:
 class Draw:
     """The seed of a request's sampling. Samples depend only on this seed, the prompt and the sampling parameters.
 
-    `number` is the request's index among the rollout's requests with this prompt; `draw_id` was computed from it.
-    """
+    `number` is the request's index among the rollout's requests with this prompt; `draw_id` was computed from it."""
 
     seed: int
     stream: int = 2  # "eval", csrc/common/random.h
@@ -132,8 +130,7 @@ class EngineThread:
     Args:
         make_engine: makes the engine; called in this thread when the engine is first needed.
         version: the version of the weights until `open` sets another.
-        is_open: whether the thread starts open.
-    """
+        is_open: whether the thread starts open."""
 
     step_seconds = 600.0
     """The longest time that a step may take."""

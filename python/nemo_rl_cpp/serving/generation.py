@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
@@ -222,17 +221,10 @@ def _serve_worker(seed: int, worker: EngineWorker, engine: NativeGeneration) -> 
     return serve_policy(worker, engine, worker.config, lambda: worker.weight_version or 0, seed, listener)
 
 
-def trained_sampling(config: GenerationConfig, validation: bool = False) -> Sampling:
-    """Return the sampling parameters that `policy.generation` sets for training, or with `validation` those for
-    validation."""
-    given: dict[str, float | None] = {}
-    for name in ("temperature", "top_p", "top_k"):
-        of_validation = getattr(config, f"val_{name}") if validation else None
-        given[name] = getattr(config, name) if of_validation is None else of_validation
-    if given["temperature"] == 0:
-        return Sampling(0.0)
-    found = {name: 1.0 if given[name] is None else float(given[name]) for name in ("temperature", "top_p")}
-    return Sampling(**found, top_k=max(int(given["top_k"] or 0), 0))
+def _sampling(inner: NativeGeneration, stream: str) -> Sampling:
+    """Return the sampling parameters of a stream, "train" or "val", for requests."""
+    found = inner.sampling(False, stream)
+    return Sampling(0.0) if found.greedy else Sampling(found.temperature, found.top_p, found.top_k)
 
 
 def serve_policy(
@@ -268,7 +260,7 @@ def serve_policy(
         server.start()
         print(f"the policy is served at {server.url}/v1 while rollouts are made", flush=True)
         stack.pop_all()
-    sampling = {"train": trained_sampling(generation), "val": trained_sampling(generation, validation=True)}
+    sampling = {stream: _sampling(inner, stream) for stream in ("train", "val")}
     return ServedGeneration(inner, model, server, version, api_key=key, sampling=sampling)
 
 
@@ -320,5 +312,5 @@ def _model(
     return ServedModel(
         (config.model_name, "policy"), tokenizer, engine, int(folder.config["vocab_size"]), longest, tuple(ends), Rollouts(seed),
         limits=Limits(settings.max_queue, int(settings.max_body_mb * (1 << 20)), settings.request_timeout_s),
-        default=replace(trained_sampling(generation), max_new_tokens=most_new, stop_strings=texts),
+        default=replace(_sampling(inner, "train"), max_new_tokens=most_new, stop_strings=texts),
     )  # fmt: skip

@@ -39,8 +39,7 @@ class HttpServer:
 
     Args:
         log_level: uvicorn's log level; at "error" it writes the exceptions of handlers to stderr.
-        most_connections: further connections are answered with 503; None: no limit.
-    """
+        most_connections: further connections are answered with 503; None: no limit."""
 
     def __init__(
         self,

@@ -37,8 +37,7 @@ class Limits:
         max_queue: responses running or waiting, over all clients; further requests get status 503.
         max_body_bytes: the largest request body.
         request_timeout_s: the time from the last byte of a request to the last byte of its response.
-        body_timeout_s: the time for a request's body to arrive.
-    """
+        body_timeout_s: the time for a request's body to arrive."""
 
     max_queue: int = 1024
     max_body_bytes: int = 8 << 20
@@ -160,8 +159,7 @@ class EngineSizes:
         max_model_len: tokens of the longest sequence (prompt and response); None: what the model and the cache allow.
         kv_cache_gb: size of the KV cache; None: half of the free memory, at most 4 GiB.
         max_batch_size: the number of responses generated concurrently.
-        prefill_chunk_tokens: prompt tokens prefilled per step, so that a long prompt does not delay other requests.
-    """
+        prefill_chunk_tokens: prompt tokens prefilled per step, so that a long prompt does not delay other requests."""
 
     max_model_len: int | None = None
     kv_cache_gb: float | None = None
@@ -266,8 +264,7 @@ def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list
 def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:
     """Return how many tokens of one sequence fit in the cache, at most `longest`; warn if fewer than `longest` fit.
 
-    Raise ValueError if `longest` was given by the user (`is_given`) and does not fit, or if no sequence fits.
-    """
+    Raise ValueError if `longest` was given by the user (`is_given`) and does not fit, or if no sequence fits."""
     fits = longest_in_cache(runner, cache_bytes)
     if longest <= fits:
         return longest

@@ -56,8 +56,7 @@ class Rollout:
         sampling: the temperature, top_p and top_k that all requests of a training rollout must have, because training
             computes log-probabilities under them; None: each request sets them.
         turns: the rollout's chat conversations, each with its token ids.
-        drawn: for each prompt, the indices of its responses, finished or in flight.
-    """
+        drawn: for each prompt, the indices of its responses, finished or in flight."""
 
     key: str
     seed: int
@@ -74,8 +73,7 @@ class Rollouts:
     other rollouts, the server keeps the latest few thousand, only to continue their conversations.
 
     Args:
-        seed: seeds all sampling.
-    """
+        seed: seeds all sampling."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -120,8 +118,7 @@ class Rollouts:
         """Return the sampling seed (`Draw`) for the rollout's next response to this prompt.
 
         It depends on the run's seed, the rollout, the prompt, and the smallest response index that is not yet used for
-        this prompt. So a repeated rollout gets the same samples, in whatever order concurrent requests arrive.
-        """
+        this prompt. So a repeated rollout gets the same samples, in whatever order concurrent requests arrive."""
         prompt = _digest_of(rollout, prompt_ids)
         with self._lock:
             drawn = rollout.drawn.setdefault(prompt, set())

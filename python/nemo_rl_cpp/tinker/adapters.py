@@ -28,8 +28,7 @@ from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 from nemo_rl_cpp.models.trained_model import DTYPES
 from nemo_rl_cpp.serving.engine import longest_in_cache, score_sequence
-from nemo_rl_cpp.tinker.losses import Loss
-from nemo_rl_cpp.tinker.types import UserError
+from nemo_rl_cpp.tinker.types import Loss, UserError
 
 ALPHA = 32
 """An adapter is scaled by ALPHA / rank, as in Tinker."""
@@ -51,8 +50,7 @@ class Base:
 
     Attributes:
         names: the model names that clients may use; the server lists the first.
-        cache_bytes: size of the KV cache of one sampler, in bytes.
-    """
+        cache_bytes: size of the KV cache of one sampler, in bytes."""
 
     names: tuple[str, ...]
     folder: ModelFolder
@@ -159,8 +157,7 @@ class Row:
         tokens: the N input tokens.
         targets: int64 [N, K], the tokens to score after each input token.
         shape: the shape in which the targets were given, [N] or [N, K].
-        inputs: the other inputs by name, float32 of that shape.
-    """
+        inputs: the other inputs by name, float32 of that shape."""
 
     tokens: list[int]
     targets: Tensor
@@ -253,8 +250,7 @@ class AdaptedModel:
 
         Return (the loss, the log-probabilities of each row's targets, float32 [N, K] per row).
 
-        Raise UserError if the loss is not finite; in that case no gradient is accumulated.
-        """
+        Raise UserError if the loss is not finite; in that case no gradient is accumulated."""
         self._take_up(state)
         width = max(row.targets.shape[1] for row in rows)
         groups = prompt_groups(rows, factor)
@@ -309,8 +305,7 @@ class AdaptedModel:
     ) -> float:  # fmt: skip
         """Update the adapters with AdamW and reset the gradient to zero. Return the gradient's norm before clipping.
 
-        Raise UserError if the norm is not finite; in that case the adapters are unchanged.
-        """
+        Raise UserError if the norm is not finite; in that case the adapters are unchanged."""
         self._take_up(state)
         done = self.trainer.step(learning_rate, *betas, eps, weight_decay, max_grad_norm)
         self.trainer.zero_grad()

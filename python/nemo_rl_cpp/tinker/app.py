@@ -24,9 +24,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from nemo_rl_cpp.files.durable import MANIFEST
 from nemo_rl_cpp.serving.http_server import HttpServer, listen, read_json, read_raw, serve_until_ended
 from nemo_rl_cpp.serving.model import EngineSizes
-from nemo_rl_cpp.tinker import wire
 from nemo_rl_cpp.tinker.adapters import Base
-from nemo_rl_cpp.tinker.service import NotFoundError, Service
+from nemo_rl_cpp.tinker.service import NotFoundError, Service, encoded
 from nemo_rl_cpp.tinker.store import KINDS, Place, Store
 from nemo_rl_cpp.tinker.types import UserError
 
@@ -43,8 +42,7 @@ class Routes:
 
     Args:
         api_key: the key that requests must send as `X-API-Key`; None: any key is accepted.
-        max_body_bytes: the largest request body.
-    """
+        max_body_bytes: the largest request body."""
 
     def __init__(self, service: Service, api_key: str | None, max_body_bytes: int) -> None:
         self.service, self._api_key, self._most = service, api_key, max_body_bytes
@@ -105,7 +103,7 @@ class Routes:
             kinds = types.RequestErrorCategory
             category = kinds.User if isinstance(error, ValueError) else kinds.Server
             return _json(types.RequestFailedResponse(error=str(error) or type(error).__name__, category=category))
-        result = wire.encoded(future.result())
+        result = encoded(future.result())
         if isinstance(result, bytes):
             return Response(result, media_type="application/x-protobuf")
         return JSONResponse(result)

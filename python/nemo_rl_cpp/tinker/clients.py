@@ -1,8 +1,7 @@
 """Tinker's clients in this process. They have the SDK's methods and train the same models as the server, without HTTP.
 
 Every method returns an `APIFuture` at once; `.result()` or `await` gives the result. Calls run in the order in which
-they are made, in one thread. Their argument types are in `nemo_rl_cpp.tinker.types`, or in the SDK's `tinker.types`.
-"""
+they are made, in one thread. Their argument types are in `nemo_rl_cpp.tinker.types`, or in the SDK's `tinker.types`."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class ServiceClient:
         folder: the folder of the checkpoints.
         precision: "float32", "float64" or "bfloat16".
         max_batch_size: the number of responses generated concurrently.
-        cache_gb: size of the KV cache of one sampler, in GB.
-    """
+        cache_gb: size of the KV cache of one sampler, in GB."""
 
     def __init__(
         self, model: str, folder: str | Path = "results/tinker", *, precision: str = "bfloat16", max_batch_size: int = 64,
@@ -134,7 +132,7 @@ class TrainingClient:
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Compute a built-in loss (`nemo_rl_cpp.tinker.losses.LOSSES`), summed over tokens, without its gradient."""
+        """Compute a built-in loss (`nemo_rl_cpp.tinker.types.LOSSES`), summed over tokens, without its gradient."""
         return self._do(lambda core, model: core.forward(model, data, loss_fn, loss_fn_config, backward=False))
 
     def forward_backward(

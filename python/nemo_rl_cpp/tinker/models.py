@@ -18,9 +18,10 @@ from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.weight_files import ADAPTER
 from nemo_rl_cpp.serving.engine import STOP_STRING, STOP_TOKEN, Sample
 from nemo_rl_cpp.tinker.adapters import AdaptedModel, Base, Row, Shape, TrainingState
-from nemo_rl_cpp.tinker.losses import FACTORS, LOSSES, loss_of
 from nemo_rl_cpp.tinker.store import Facts, Place, Store
 from nemo_rl_cpp.tinker.types import (
+    FACTORS,
+    LOSSES,
     AdamParams,
     Datum,
     ForwardBackwardOutput,
@@ -28,6 +29,7 @@ from nemo_rl_cpp.tinker.types import (
     SampleRequest,
     SampleResponse,
     UserError,
+    loss_of,
     tokens_of,
 )
 from nemo_rl_cpp.tinker.worker import Answers, Sampler, Worker
@@ -136,8 +138,7 @@ class Models:
         Args:
             kind: "weights" includes the optimizer state, "sampler_weights" are the adapters for sampling, and
                 "external_weights" are adapters in PEFT's format for download.
-            next_seq: the number of the model's next request.
-        """
+            next_seq: the number of the model's next request."""
         state, adapted = model.trained, model.adapted
         if ttl_seconds is not None and not 0 < ttl_seconds < _LONGEST_LIFE:
             raise UserError(f"ttl_seconds is {ttl_seconds}, expected 1 to 2^32")
@@ -211,8 +212,7 @@ class Models:
         """Submit a request for samples. `future` later receives its SampleResponse.
 
         Args:
-            draws: a text that seeds the sampling of a request without a seed.
-        """
+            draws: a text that seeds the sampling of a request without a seed."""
         prompt, params = request.prompt, request.params
         self.base.check_tokens(prompt, "the prompt", room=1)
         room, V = self.base.max_length - len(prompt), self.base.vocab_size
@@ -266,8 +266,7 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
         needed: the inputs that each datum must have in addition to target_tokens.
         known: the inputs that a datum may have.
 
-    Raise UserError with the index of the invalid datum and its fault.
-    """
+    Raise UserError with the index of the invalid datum and its fault."""
     if not data:
         raise UserError("the request has no datum")
     rows = []

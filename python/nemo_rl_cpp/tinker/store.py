@@ -51,8 +51,7 @@ class Facts:
     """The metadata of a checkpoint.
 
     Attributes:
-        next_seq: the number of the model's next request when the checkpoint was saved.
-    """
+        next_seq: the number of the model's next request when the checkpoint was saved."""
 
     base_model: str
     shape: Shape

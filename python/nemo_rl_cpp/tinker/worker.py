@@ -77,8 +77,7 @@ class Sampler:
 
     Args:
         path: the path of the checkpoint; None for the base model and for snapshots.
-        snapshot_of: the model of which this is a snapshot, kept in memory without a checkpoint.
-    """
+        snapshot_of: the model of which this is a snapshot, kept in memory without a checkpoint."""
 
     def __init__(
         self, adapted: AdaptedModel, adapter: Tensor, path: str | None = None, snapshot_of: str | None = None

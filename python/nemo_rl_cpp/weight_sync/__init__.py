@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
-from nemo_rl_cpp.distributed.process_workers import rendezvous_store
+from nemo_rl_cpp.distributed.launch import rendezvous_store
 from nemo_rl_cpp.distributed.worker_calls import WorkerCall, wait_together
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
@@ -80,8 +80,7 @@ class SentWeights(CheckedWeights, abc.ABC):
     """The base for engines with a separate copy of the weights, which is updated after the policy has been trained.
 
     Args:
-        version: returns the version number of the current weights; engines attach it to their responses.
-    """
+        version: returns the version number of the current weights; engines attach it to their responses."""
 
     def __init__(self, policy: PolicyInterface, generation: GenerationInterface, version: Callable[[], int]) -> None:
         super().__init__(policy, generation)
@@ -93,8 +92,7 @@ class SentWeights(CheckedWeights, abc.ABC):
         `refit/bytes`, `refit/seconds` (digests included), `refit/gb_per_s`, `refit/version` and `weights/digest`, the
         digest of the policy's weights.
 
-        Raise RuntimeError if an engine's weights differ from the policy's afterwards.
-        """
+        Raise RuntimeError if an engine's weights differ from the policy's afterwards."""
         if self._stale:
             with timer("prepare_for_generation/transfer_and_update_weights") if timer is not None else nullcontext():
                 self._refit()
@@ -133,8 +131,7 @@ class CollectiveWeights(SentWeights):
     Trainers and engines rendezvous at the first `sync_weights`. If an engine rejects the weights or a worker is lost,
     an error is raised and no engine uses the new weights. Between two calls engines and trainers run independently.
     `sync_weights` needs both, so it must not run while either works in another thread. `refit/bytes` is the sum over
-    all engines.
-    """
+    all engines."""
 
     _policy: DistributedPolicy
     _generation: DedicatedGeneration
@@ -189,8 +186,7 @@ def create_weight_synchronizer(
     `DedicatedGeneration`), and `version` returns the version number of the policy's weights. A `VllmGeneration` always
     has a separate copy.
 
-    Raise ValueError if no synchronizer supports this policy with this engine.
-    """
+    Raise ValueError if no synchronizer supports this policy with this engine."""
     if isinstance(generation, VllmGeneration):
         return SharedMemoryWeights(policy, generation, version)
     if colocated:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from nemo_rl_cpp.algorithms.collector import AsyncCollector, Collected, GenerationEndedError, Meeting, SyncCollector
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.generation.interfaces import Pause

@@ -5,7 +5,7 @@ import torch
 from nemo_rl_cpp.algorithms.dynamic_sampling import DynamicSamplingExhausted, GroupSampler
 from nemo_rl_cpp.compat.algorithms.grpo import dynamic_sampling
 from nemo_rl_cpp.config.loop import GRPOConfig
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 
 def rollouts(*groups, start=0, version=0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from nemo_rl_cpp.algorithms.reward_functions import apply_length_penalty, band_factor, penalized, reasoning_and_answer
 from nemo_rl_cpp.config.penalties import LengthPenaltyConfig, LengthPenaltyParams, ProfileBandChannel
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 REWARDS = [1.0, 0.0, 1.0, 1.0]
 LENGTHS = {"reasoning": [4, 1, 0, 8], "answer": [6, 1, 4, 2], "total": [10, 2, 4, 10]}

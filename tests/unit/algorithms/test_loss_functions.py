@@ -6,7 +6,7 @@ import pytest
 import torch
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, LossInputType, LossType, MseValueLossFn
 from nemo_rl_cpp.config import ConfigError
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 TIS = dict(
     use_importance_sampling_correction=True,

@@ -6,7 +6,7 @@ from nemo_rl_cpp.algorithms.advantage_estimator import GRPOAdvantageEstimator
 from nemo_rl_cpp.algorithms.algorithm import GroupAdvantages
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.config.loop import AdvEstimatorConfig, GRPOConfig
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.rollouts.batches import TrainBatch
 
 

@@ -13,7 +13,7 @@ from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig, TensorboardConfig, register_logger
 from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.loading import create_env, environment_class
-from nemo_rl_cpp.loggers.files import JsonlLogger
+from nemo_rl_cpp.loggers.folders import JsonlLogger
 from nemo_rl_cpp.loggers.interface import LoggerBackend
 from nemo_rl_cpp.loggers.tensorboard import TensorboardLogger
 from nemo_rl_cpp.models.generation.hf import HfGeneration

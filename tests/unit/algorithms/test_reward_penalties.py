@@ -4,7 +4,7 @@ import pytest
 import torch
 from nemo_rl_cpp.algorithms.reward_functions import apply_reward_penalties
 from nemo_rl_cpp.config.penalties import RewardPenaltyConfig
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 OPEN, CLOSE = 12, 13
 

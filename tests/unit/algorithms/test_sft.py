@@ -5,18 +5,18 @@ import math
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.answers import EqualAdvantages, given_answers
+from nemo_rl_cpp.algorithms.algorithm import EqualAdvantages, given_answers
 from nemo_rl_cpp.algorithms.build import build_run
 from nemo_rl_cpp.algorithms.hooks import summary
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
 from nemo_rl_cpp.algorithms.parts import make_tokenizer
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
+from nemo_rl_cpp.config.distillation import SFTLossConfig
 from nemo_rl_cpp.config.loader import load_sft_config
-from nemo_rl_cpp.config.sft import SFTLossConfig
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import sft_processor
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.rollouts.batches import build_train_batch, spoken_by_assistant
 

@@ -75,7 +75,7 @@ def test_run_stopped_by_a_callback_continues_with_resume_true(tmp_path, monkeypa
     result = train(tmp_path, heard, resume=True)
     assert [row["step"] for row in result.history] == [2, 3] and heard.said[0] == "step 2"
     sent = {}
-    monkeypatch.setattr("nemo_rl_cpp.api.result.push_to_hub", lambda *folder, **options: sent.update(options))
+    monkeypatch.setattr("nemo_rl_cpp.api.training.push_to_hub", lambda *folder, **options: sent.update(options))
     result.push_to_hub("org/x")
     assert sent["message"] == "GRPO tiny-random, 3 steps, by nemo_rl_cpp"  # of the run, not of this call
     card = (result.save(tmp_path / "model") / "README.md").read_text()

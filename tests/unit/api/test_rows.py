@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from nemo_rl_cpp.api.rows import rows_of
+from nemo_rl_cpp.api.arguments import rows_of
 
 pandas = pytest.importorskip("pandas")
 datasets = pytest.importorskip("datasets")

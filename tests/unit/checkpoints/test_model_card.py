@@ -3,8 +3,8 @@
 import pytest
 from huggingface_hub import ModelCard
 from nemo_rl_cpp import __version__
-from nemo_rl_cpp.checkpoints.model_card import CardFacts, card_text, write_card
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.models.hub_upload import CardFacts, card_text, write_card
 
 FACTS = CardFacts(20, ["right", "short (weight 0.1)"], {"reward, last step": 0.51234}, {})
 

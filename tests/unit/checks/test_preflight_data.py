@@ -3,12 +3,11 @@
 import json
 
 import pytest
+from nemo_rl_cpp import errors
 from nemo_rl_cpp.checks import data
 from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
-from nemo_rl_cpp.environments import inspection
-from nemo_rl_cpp.environments.inspection import Limits, inspect_rows
-from nemo_rl_cpp.environments.response_data import load_response_data
+from nemo_rl_cpp.environments.response_data import Limits, inspect_rows, load_response_data
 
 
 @pytest.fixture
@@ -197,7 +196,7 @@ def test_chat_template_of_a_randomly_initialised_model_is_checked_and_used():
 
 
 def test_chat_template_is_checked_even_if_the_model_is_not_available(found):
-    for template, errors in (
+    for template, number in (
         ("gone.j2", 1),
         ("Question: {question}", 1),
         ("tool_use", 0),
@@ -209,7 +208,7 @@ def test_chat_template_is_checked_even_if_the_model_is_not_available(found):
             "policy.tokenizer.name=someone/some-model",
             f"policy.tokenizer.chat_template={json.dumps(template)}",
         )
-        assert len(findings) == errors
+        assert len(findings) == number
 
 
 def test_chat_template_of_the_model_folder_must_keep_the_question(found, tokenizer_folder):
@@ -256,7 +255,7 @@ def test_evaluation_data_is_checked_for_cut_prompts(found):
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(inspection, "_SAID", set())
+    monkeypatch.setattr(errors, "_SAID", set())
 
 
 def section_of(tmp_path, pairs):
@@ -289,7 +288,7 @@ def test_run_does_not_repeat_warnings_of_the_preflight_check(tmp_path, tiny, cap
     section = section_of(tmp_path, [("1" * 10, "1"), ("1", "1")])
     raw = load_response_dataset(section)
     for remark in inspect_rows(raw, raw.dataset, tiny, Limits(10), "data.train"):
-        inspection.note_as_said(remark)
+        errors.note_as_said(str(remark))
     load_response_data(tiny, {"max_input_seq_length": 10, "train": section})
     assert capsys.readouterr().err == ""
 

@@ -298,7 +298,7 @@ def tied_with_a_head_of_its_own(folder):
 
 def resumed(model, tmp_path, saved_keys, *overrides):
     """What is refused when a run of `model` resumes from a checkpoint whose config.json has `saved_keys`."""
-    from nemo_rl_cpp.checks.resumed import Saved, _model_refusals
+    from nemo_rl_cpp.checks.folders import Saved, _model_refusals
 
     (tmp_path / "step_1/policy/weights").mkdir(parents=True)
     (tmp_path / "step_1/policy/weights/config.json").write_text(json.dumps(CONFIG | saved_keys))

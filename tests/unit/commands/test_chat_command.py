@@ -1,7 +1,7 @@
 import argparse
 
 import pytest
-from nemo_rl_cpp.commands.chat import talk
+from nemo_rl_cpp.commands.generate import talk
 from nemo_rl_cpp.generate import GeneratedText
 
 

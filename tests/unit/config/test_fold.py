@@ -104,15 +104,15 @@ def test_check_and_dry_run_print_the_message_about_fewer_devices_once(capsys, tm
 
 
 def test_python_configuration_gives_the_same_message_about_fewer_devices(capsys, monkeypatch):
+    from nemo_rl_cpp import errors
     from nemo_rl_cpp.algorithms.parts import make_cluster
-    from nemo_rl_cpp.config import fold
 
-    monkeypatch.setattr(fold, "_SAID", set())
+    monkeypatch.setattr(errors, "_SAID", set())
     config = load_grpo_config("grpo_tiny.yaml", EIGHT)
     for _ in range(2):
         make_cluster(config)
     assert capsys.readouterr().err == f"warning: {fold_text(config, forecast_summary(config))}\n"
-    fold._SAID.clear()
+    errors._SAID.clear()
     preflight(config)
     make_cluster(config)
     make_cluster(load_grpo_config("grpo_tiny.yaml"))

@@ -5,7 +5,7 @@ import json
 import pytest
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
 from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 
 def loader(n=10, batch_size=3, **options):

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from nemo_rl_cpp.api.rows import rows_of
+from nemo_rl_cpp.api.arguments import rows_of
 from nemo_rl_cpp.data.chat_template import render_chat_template
 from nemo_rl_cpp.data.conversation import prompts_of
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, ListDataset, load_dataset_from_path, merge_datasets

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
 
 def make(rows, width=12, seed=0):

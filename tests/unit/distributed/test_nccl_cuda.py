@@ -8,7 +8,7 @@ import torch.distributed as dist
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
-from nemo_rl_cpp.distributed.process_workers import ProcessWorkers
+from nemo_rl_cpp.distributed.launch import ProcessWorkers
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]

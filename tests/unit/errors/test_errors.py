@@ -127,7 +127,7 @@ def test_errors_raised_by_this_package_are_reported_unchanged():
 
 
 def test_file_and_import_errors_are_reported_in_one_line(tmp_path):
-    from nemo_rl_cpp.report.writer import write_report
+    from nemo_rl_cpp.report.page import write_report
 
     assert (
         one_sentence(caught(write_report, tmp_path))

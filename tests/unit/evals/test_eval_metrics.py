@@ -4,8 +4,7 @@ import math
 import random
 
 import pytest
-from nemo_rl_cpp.evals.metrics import cons_at_k, pass_at_k, wilson_interval
-from nemo_rl_cpp.evals.results import interval_of_mean
+from nemo_rl_cpp.evals.results import cons_at_k, interval_of_mean, pass_at_k, wilson_interval
 from reference import evaluation as reference
 
 

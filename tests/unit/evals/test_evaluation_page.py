@@ -7,9 +7,9 @@ import statistics
 
 from nemo_rl_cpp.commands import reports as command
 from nemo_rl_cpp.config import load_eval_config
-from nemo_rl_cpp.evals.metrics import Interval
 from nemo_rl_cpp.evals.results import (
     EvalResult,
+    Interval,
     compare_evaluations,
     difference,
     evaluation_page,

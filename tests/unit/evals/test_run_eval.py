@@ -12,7 +12,7 @@ from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.evals import eval as evaluation
-from nemo_rl_cpp.evals.metrics import pass_at_k
+from nemo_rl_cpp.evals.results import pass_at_k
 from nemo_rl_cpp.files.durable import seal_folder
 from nemo_rl_cpp.hub.sources import find_policy_weights
 

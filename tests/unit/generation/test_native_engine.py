@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 
 VOCABULARY = 29

@@ -27,7 +27,7 @@ from nemo_rl_cpp.models.generation.vllm.server import (
     started_options,
 )
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
-from nemo_rl_cpp.models.generation.vllm.weights import WeightBuffer
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import WeightBuffer
 from paired_prompts import prompts, texts
 from processes import wait_until_gone
 from vllm_policies import MODEL, change, engine_of

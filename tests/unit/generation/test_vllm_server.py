@@ -16,9 +16,14 @@ from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.generation.vllm import server as server_module
 from nemo_rl_cpp.models.generation.vllm import vllm_generation
-from nemo_rl_cpp.models.generation.vllm import weights as weights_module
-from nemo_rl_cpp.models.generation.vllm.client import VllmError
-from nemo_rl_cpp.models.generation.vllm.server import EXTENSION, PROTOCOL, check_server, client_of, server_command
+from nemo_rl_cpp.models.generation.vllm.server import (
+    EXTENSION,
+    PROTOCOL,
+    VllmError,
+    check_server,
+    client_of,
+    server_command,
+)
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
 from paired_prompts import prompts, texts
@@ -275,7 +280,7 @@ def test_error_in_on_finished_cancels_open_vllm_requests(joined):
 def by_nccl(model, monkeypatch):
     """A server with the extension's NCCL, a policy, its engine, and the phases of the trainer's communicator, which the server hears."""
     monkeypatch.setattr(server_module, "transfer_of", lambda device: "nemo_rl_cpp_nccl")
-    monkeypatch.setattr(vllm_generation, "SharedMemoryTransport", weights_module.NcclTransport)
+    monkeypatch.setattr(vllm_generation, "SharedMemoryTransport", vllm_generation.NcclTransport)
     with vllm_server_stand_in.serving("good", model[True], backend="nemo_rl_cpp_nccl") as server:
 
         class Communicator:
@@ -290,7 +295,7 @@ def by_nccl(model, monkeypatch):
             Communicator.phases.append(size)
             return Communicator()
 
-        monkeypatch.setattr(weights_module, "connect", connect)
+        monkeypatch.setattr(vllm_generation, "connect", connect)
         policy = policy_of(True, {"server_url": server.url, "timeout_s": 20.0})
         engine = engine_of(policy)
         yield server, policy, engine, Communicator
@@ -339,7 +344,7 @@ def test_vllm_workers_missing_from_the_nccl_rendezvous_are_an_error(by_nccl, mon
     def alone(store, size, device, seconds):
         raise C.TimedOut("rank 0 of 3: meeting the other ranks failed after 20 s")
 
-    monkeypatch.setattr(weights_module, "connect", alone)
+    monkeypatch.setattr(vllm_generation, "connect", alone)
     with pytest.raises(WorkerLostError, match="did not meet the trainer: rank 0 of 3: meeting"):
         engine.update_weights(policy.state_dict(), 0)
     assert not server.paused

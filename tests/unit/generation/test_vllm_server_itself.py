@@ -13,8 +13,7 @@ import pytest
 import torch
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 from nemo_rl_cpp.models.generation.native import NativeGeneration
-from nemo_rl_cpp.models.generation.vllm.client import VllmError
-from nemo_rl_cpp.models.generation.vllm.server import server_command
+from nemo_rl_cpp.models.generation.vllm.server import VllmError, server_command
 from paired_prompts import prompts, texts
 from vllm_policies import change, engine_of, policy_of
 

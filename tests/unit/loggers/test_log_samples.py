@@ -1,7 +1,7 @@
 import io
 
 import pytest
-from nemo_rl_cpp.loggers.samples import choose_samples, print_message_log_samples
+from nemo_rl_cpp.algorithms.validation import choose_samples, print_message_log_samples
 from rich.console import Console
 
 

@@ -1,5 +1,6 @@
 import pytest
-from nemo_rl_cpp.metrics.performance import Devices, group_reward_metrics, performance_metrics, rewards_by_group
+from nemo_rl_cpp.metrics.timer import Devices, performance_metrics
+from nemo_rl_cpp.rollouts.rollout_metrics import group_reward_metrics, rewards_by_group
 
 
 def test_performance_metrics_match_hand_computed_values():

@@ -7,7 +7,7 @@ import sys
 import pytest
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
 from nemo_rl_cpp.config.fold import exactness_text
-from nemo_rl_cpp.models.hf import library
+from nemo_rl_cpp.models.hf import outputs
 
 
 @pytest.fixture
@@ -16,9 +16,9 @@ def no_transformers(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "transformers" else found(name, *more)
     )
-    library.transformers.cache_clear()
+    outputs.transformers.cache_clear()
     yield
-    library.transformers.cache_clear()
+    outputs.transformers.cache_clear()
 
 
 def test_error_for_missing_transformers_names_the_install_command(no_transformers):
@@ -27,7 +27,7 @@ def test_error_for_missing_transformers_names_the_install_command(no_transformer
     ):
         load_grpo_config("grpo_tiny.yaml", ["policy.backend=hf"])
     with pytest.raises(ValueError, match=r"pip install 'nemo_rl_cpp\[hf\]'"):
-        library.transformers()
+        outputs.transformers()
     assert load_grpo_config("grpo_tiny.yaml").policy.backend == "native"
 
 

@@ -8,7 +8,7 @@ from hf_players import batch, hf_policy, hf_value, make, relative
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn, MseValueLossConfig, MseValueLossFn
 from nemo_rl_cpp.config.policy import ValueConfig
 from nemo_rl_cpp.hub.sources import ModelFolderError
-from nemo_rl_cpp.models.hf.folder import open_frozen
+from nemo_rl_cpp.models.hf.trained import open_frozen
 from nemo_rl_cpp.models.lm_value import Value
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError

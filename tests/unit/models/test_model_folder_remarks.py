@@ -5,10 +5,10 @@ import json
 import nemo_rl_cpp
 import pytest
 import torch
+from nemo_rl_cpp import errors
 from nemo_rl_cpp.checks import model
 from nemo_rl_cpp.config import load_grpo_config
-from nemo_rl_cpp.models import model_folder
-from nemo_rl_cpp.models.hf.folder import open_frozen
+from nemo_rl_cpp.models.hf.trained import open_frozen
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A whole file of weights beside an index that is left over: model.safetensors counts, which is said."""
-    monkeypatch.setattr(model_folder, "_SAID", set())
+    monkeypatch.setattr(errors, "_SAID", set())
     shapes = parameter_shapes(open_model_folder("tiny-random").native())
     (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIG))
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")

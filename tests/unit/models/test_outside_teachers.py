@@ -7,12 +7,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.algorithms.teachers import OutsideTeacher
+from nemo_rl_cpp.algorithms.teachers import HfTeacher, OutsideTeacher, ServerTeacher
 from nemo_rl_cpp.config import ConfigError, load_grpo_config
 from nemo_rl_cpp.config.loader import load_distillation_config
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import offsets_of
-from nemo_rl_cpp.models.outside_teachers import HfTeacher, ServerTeacher
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.rollouts.batches import TrainBatch
 from nemo_rl_cpp.serving.model import EngineSizes

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from nemo_rl_cpp.config.optimizer import MegatronSchedule, TorchSchedule, TorchStage
-from nemo_rl_cpp.models.policy.schedule import MegatronLearningRate, TorchLearningRate
+from nemo_rl_cpp.models.policy.updates import MegatronLearningRate, TorchLearningRate
 
 WARMUP = TorchSchedule(
     (TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 5}), TorchStage("ConstantLR", {"factor": 1.0, "total_iters": 10**10})),

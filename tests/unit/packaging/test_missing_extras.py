@@ -8,7 +8,7 @@ from nemo_rl_cpp.config import load_eval_config, load_grpo_config
 from nemo_rl_cpp.data.datasets.response_datasets.agent_tasks import VerifiersDataset
 from nemo_rl_cpp.distributed.ray_workers import ray_module
 from nemo_rl_cpp.models.generation.vllm.server import TESTED_VERSION, check_interpreter
-from nemo_rl_cpp.models.hf import library
+from nemo_rl_cpp.models.hf import outputs
 from nemo_rl_cpp.serving import check_installed
 
 EXTRAS = {
@@ -38,10 +38,10 @@ def without(monkeypatch):
         for name in [name for name in sys.modules if name.partition(".")[0] in names]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setattr(sys, "meta_path", [Without(names, list(sys.meta_path))])
-        library.transformers.cache_clear()
+        outputs.transformers.cache_clear()
 
     yield remove
-    library.transformers.cache_clear()
+    outputs.transformers.cache_clear()
 
 
 def tiny(*overrides):
@@ -50,7 +50,7 @@ def tiny(*overrides):
 
 NEEDS = {
     "trainer": ("hf", lambda: tiny("policy.backend=hf"), "pip install 'nemo_rl_cpp[hf]'"),
-    "library": ("hf", library.transformers, "pip install 'nemo_rl_cpp[hf]'"),
+    "library": ("hf", outputs.transformers, "pip install 'nemo_rl_cpp[hf]'"),
     "evaluation": ("hf", lambda: load_eval_config("evals/reverse_digits.yaml", ["generation.backend=hf"]), "pip install 'nemo_rl_cpp[hf]'"),
     "server of a run": ("serve", lambda: tiny("policy.generation.expose_http_server=true"), "pip install 'nemo-rl-cpp[serve]'"),
     "command serve": ("serve", lambda: check_installed("serve"), "pip install 'nemo-rl-cpp[serve]'"),

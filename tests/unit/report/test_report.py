@@ -14,9 +14,8 @@ from nemo_rl_cpp.commands.reports import report
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.report import ReportWriter, write_report
 from nemo_rl_cpp.report.history import MetricHistory
-from nemo_rl_cpp.report.page import RunFacts, duration, render, stage_shares
+from nemo_rl_cpp.report.page import RunFacts, duration, keys_set, render, stage_shares
 from nemo_rl_cpp.report.samples import SampleBook
-from nemo_rl_cpp.report.writer import keys_set
 
 VOID = {"wbr", "meta", "link", "br", "img", "input", "hr"}
 
@@ -136,7 +135,7 @@ def test_report_replaces_lone_surrogates_in_text_and_folder_names(tmp_path, caps
     assert writer.update(force=True) and write_report(folder) == writer.path
     samples = unpacked(check(writer.path.read_text(encoding="utf-8")).scripts["data-samples"])
     assert samples[0]["groups"][0]["truth"] == "?"
-    monkeypatch.setattr("nemo_rl_cpp.report.writer.render", lambda *args: float("no number"))
+    monkeypatch.setattr("nemo_rl_cpp.report.page.render", lambda *args: float("no number"))
     writer.finish("finished")
     assert "could not be written: could not convert" in capsys.readouterr().err
 
@@ -168,7 +167,7 @@ def test_report_that_cannot_be_written_is_reported_once_and_does_not_end_the_run
         raise OSError(28, "No space left on device")
 
     writer = ReportWriter(tmp_path)
-    monkeypatch.setattr("nemo_rl_cpp.report.writer.write_atomic", fail)
+    monkeypatch.setattr("nemo_rl_cpp.report.page.write_atomic", fail)
     assert not writer.update(force=True) and not writer.update(force=True)
     assert capsys.readouterr().err.count("No space left") == 1
 

@@ -1,7 +1,7 @@
 """Conversations to training tensors."""
 
 import torch
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.rollouts.batches import build_train_batch, spoken_by_assistant
 
 

@@ -12,8 +12,8 @@ import torch
 from nemo_rl_cpp import Trainer
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
 from nemo_rl_cpp.tinker.adapters import Shape
-from nemo_rl_cpp.tinker.losses import LOSSES
 from nemo_rl_cpp.tinker.service import Service
+from nemo_rl_cpp.tinker.types import LOSSES
 from safetensors.torch import load, load_file
 from tinker import types
 from tinker_server import KEY, serving, tiny_base

@@ -12,7 +12,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
-from nemo_rl_cpp.distributed.process_workers import rendezvous_store
+from nemo_rl_cpp.distributed.launch import rendezvous_store
 from nemo_rl_cpp.distributed.ranks import connect
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))

@@ -1,6 +1,5 @@
 """The interface of losses, and losses computed with the native ops: for policies (PPO, GRPO, DAPO, GSPO, CISPO,
-REINFORCE and on-policy losses with KL), for critics, and for distillation.
-"""
+REINFORCE and on-policy losses with KL), for critics, and for distillation."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class LossFunction(Protocol):
     """The base class of losses. A loss is called with the model output by keyword, the data and the global counts, and
     returns (scalar, metrics). Derive custom losses from it.
 
-    The results of micro-batches and ranks are added, never averaged, so a loss must divide by the global counts.
-    """
+    The results of micro-batches and ranks are added, never averaged, so a loss must divide by the global counts."""
 
     loss_type: LossType = LossType.TOKEN_LEVEL
     input_type: LossInputType = LossInputType.LOGPROB
@@ -58,8 +56,7 @@ class LossFunction(Protocol):
 
         `next_token_logprobs` [b, S-1] requires grad; entry t is the log-probability of token t+1. `data` has
         `token_mask` and `advantages` [b, S], `sample_mask` [b], `prev_logprobs` and `generation_logprobs` [b, S], and
-        with a KL weight `reference_policy_logprobs` [b, S]. The counts are those of the whole global batch.
-        """
+        with a KL weight `reference_policy_logprobs` [b, S]. The counts are those of the whole global batch."""
 
 
 class NativeGradient(torch.autograd.Function):
@@ -85,8 +82,7 @@ class ClippedPGLossFn:
 
     A call returns (loss, metrics). The loss has a gradient with respect to `next_token_logprobs` if they require grad.
     `native` returns loss, gradient and metrics without autograd. The constructor raises ConfigError if settings
-    contradict each other.
-    """
+    contradict each other."""
 
     input_type = LossInputType.LOGPROB
 
@@ -177,8 +173,7 @@ class ClippedPGLossFn:
 
         `global_valid_positive_toks` is the number of valid tokens in samples with positive reward, over the global
         batch. If neither it nor the key of this name in `data` is given, the NLL term is divided by this batch's
-        number.
-        """
+        number."""
         positive = (
             data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
         )
@@ -209,8 +204,7 @@ class ClippedPGLossFn:
 
         The sum is over the k most likely tokens of q. All other tokens together are taken to have p's distribution,
         scaled to q's mass by a = (1 - sum q) / (1 - sum p). As sum_v p_v d(log p_v) = 0, they add -a w(1 / a) p_v to
-        the k coefficients.
-        """
+        the k coefficients."""
         x, q = data["curr_candidates"].double(), data["candidate_old_logprobs"][:, 1:].double().exp()
         p, weights = x.exp(), self._token_weights(data, counts)
         rest = 1 - p.sum(-1, keepdim=True)
@@ -232,8 +226,7 @@ class ClippedPGLossFn:
         self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.ClippedPGResult:
         """Subtract entropy_coef times the mean of `curr_entropies` [B, S-1], with the same token weights
-        as the loss.
-        """
+        as the loss."""
         entropies, weights = data["curr_entropies"], self._token_weights(data, counts)
         bonus = torch.where(weights != 0, weights * entropies, 0.0).sum()
         metrics = {**result.metrics, "entropy": float(bonus)}
@@ -272,8 +265,7 @@ class ClippedPGLossFn:
     ) -> C.TokenLoss | None:
         """Return the loss of `native` as a per-token loss (ops.token_loss), or None if the settings do not allow it;
         the trainer then calls `native`. `data` is the global batch. If it has no `prev_logprobs`, the current
-        log-probabilities replace them.
-        """
+        log-probabilities replace them."""
         if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
         prev = None if self.op_config.ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
@@ -285,8 +277,7 @@ class ClippedPGLossFn:
 
     def zero_gradient_rows(self, data: RaggedBatch) -> Tensor | None:
         """Return bool [B]: whether a sample's gradient is zero because its advantages are 0 (in GRPO, if all rewards of
-        its group are equal). Return None if a token with advantage 0 may have a gradient, as with a KL term.
-        """
+        its group are equal). Return None if a token with advantage 0 may have a gradient, as with a KL term."""
         config, advantages = self.op_config, data.tokens.get("advantages")
         if config.kl_penalty != 0 or config.positive_nll_weight > 0 or config.ratio_mode == "dro" or advantages is None:
             return None
@@ -306,8 +297,7 @@ class ClippedPGLossFn:
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Return (loss, metrics), differentiable in `next_token_logprobs` [B, S-1] and
-        `data["curr_logprobs_unfiltered"]`.
-        """
+        `data["curr_logprobs_unfiltered"]`."""
         x = _floating(next_token_logprobs)
         result = self.native(x, data, global_valid_seqs, global_valid_toks, global_valid_positive_toks)
         if not torch.is_grad_enabled():
@@ -327,8 +317,7 @@ class MseValueLossFn:
     """Squared error of the critic's values. If `cliprange` is set, values are clipped around the old values (PPO).
 
     `data` has token_mask, returns and, with a cliprange, values, all [B, S], and sample_mask [B]. Unlike
-    log-probabilities, columns are not shifted by one token.
-    """
+    log-probabilities, columns are not shifted by one token."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGIT
@@ -345,8 +334,7 @@ class MseValueLossFn:
         global_valid_toks: Tensor | float | None,
     ) -> ops.ValueLossResult:
         """Return the loss, its gradient with respect to `values` [B, S], metrics, and the first (sample, token) whose
-        loss is not finite.
-        """
+        loss is not finite."""
         result = ops.mse_value_loss(
             values.detach(),
             returns=data["returns"],
@@ -380,8 +368,7 @@ LOG_OF_ZERO = -100.0
 class DistillationResult(NamedTuple):
     """The scalar loss, its metrics, and its gradients with respect to three inputs: the student's log-probabilities of
     the sampled tokens [b, S-1] (always zero), those of the k candidate tokens [b, S-1, k], and the entropies [b, S-1]
-    (None if unused).
-    """
+    (None if unused)."""
 
     loss: Tensor
     metrics: dict[str, float]
@@ -401,8 +388,7 @@ def divergence(student: Tensor, teacher: Tensor, entropies: Tensor | None, cfg: 
 
     With `zero_outside_topk`, P keeps its mass r outside the candidates, where Q is e^LOG_OF_ZERO. This adds (sum of P
     log P over all other tokens) - r LOG_OF_ZERO to the reverse KL. The sum is the candidates' part of the student's
-    entropy minus the whole entropy, which is `entropies` [...]; nothing else reads them.
-    """
+    entropy minus the whole entropy, which is `entropies` [...]; nothing else reads them."""
     teacher = torch.log_softmax(teacher, -1)
     if not cfg.zero_outside_topk:
         student = torch.log_softmax(student, -1)
@@ -418,8 +404,7 @@ class TopKDistillationLossFn:
     """The mean of `divergence` over the trained tokens (NeMo RL's DistillationLossFn), computed in float64.
 
     The data has `candidate_teacher_logprobs` [b, S, k]. The trainer adds the student's log-probabilities of the
-    candidates, `curr_candidates` [b, S-1, k], and with `zero_outside_topk` also `curr_entropies` [b, S-1].
-    """
+    candidates, `curr_candidates` [b, S-1, k], and with `zero_outside_topk` also `curr_entropies` [b, S-1]."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.LOGPROB

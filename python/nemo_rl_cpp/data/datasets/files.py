@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 class ListDataset:
     """A list of rows (dictionaries). It can be indexed by row number or by column name. `map` and `select` return a new
-    data set.
-    """
+    data set."""
 
     def __init__(self, rows: Iterable[Mapping[str, object]]):
         self._rows: list[Row] = [dict(row) for row in rows]
@@ -55,8 +54,7 @@ class ListDataset:
 
     def __getitem__(self, key: int | str) -> Row | list[object]:
         """Return the row whose index is `key`, or the list of values of the column whose name is `key`. Raise KeyError
-        for an unknown column.
-        """
+        for an unknown column."""
         if isinstance(key, str):
             if key not in self.column_names:
                 raise KeyError(f"the data set has no column {key!r}; it has {self.column_names}")
@@ -73,8 +71,7 @@ class ListDataset:
         with_indices: bool = False,
     ) -> ListDataset:
         """Return the rows without `remove_columns`, updated with the result of `function(row)`, or of `function(row,
-        index)` if `with_indices`.
-        """
+        index)` if `with_indices`."""
         removed = set(remove_columns or ())
         return ListDataset(
             {
@@ -86,8 +83,7 @@ class ListDataset:
 
     def train_test_split(self, test_size: float | int, seed: int = 42) -> dict[str, ListDataset]:
         """Return {"train": rows, "test": rows}. `test` has `test_size` rows, or that fraction of the rows, rounded up.
-        The seed determines which rows. Raise ValueError if either part is empty.
-        """
+        The seed determines which rows. Raise ValueError if either part is empty."""
         count = test_size if isinstance(test_size, int) else math.ceil(test_size * len(self))
         if not 0 < count < len(self):
             raise ValueError(
@@ -122,8 +118,7 @@ _LISTED = re.compile(rf"({'|'.join(_SPLITS)})(?=[-_.]|$)")  # a split's name at 
 
 def _text(path: Path) -> str:
     """Return the text of a file, without a byte order mark. If it is not UTF-8, raise ValueError with the file and the
-    byte.
-    """
+    byte."""
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -167,8 +162,7 @@ def _json_rows(path: Path) -> list[Row]:
 
 def _are_columns(whole: object) -> bool:
     """Return whether a JSON object maps column names to lists of values. An object that contains a conversation is a
-    row.
-    """
+    row."""
     if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
         return False
     firsts = [values[0] for values in whole.values() if values]
@@ -250,8 +244,7 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
     """Return the rows of all data files in a folder and in its subfolder `data`, sorted by file name.
 
     All files must have the same extension. If their names begin with a split's name (`train-00000-of-00002.parquet`),
-    only the files of `split` are read. Raise ValueError if there is no such file.
-    """
+    only the files of `split` are read. Raise ValueError if there is no such file."""
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [
         file for file in files if file.is_file() and file.suffix.lower() in READERS and not file.name.startswith(".")
@@ -295,8 +288,7 @@ def load_dataset_from_path(
     folder written by `datasets.save_to_disk`, or a data set on the Hub.
 
     A local file has the single split "train". Raise ValueError with the configuration key. For a missing file it is a
-    MissingFileError.
-    """
+    MissingFileError."""
     path = Path(os.fspath(data_path)).expanduser()
     if path.suffix.lower() in READERS and not path.is_dir():
         if data_subset is not None:
@@ -359,8 +351,7 @@ def _datasets_library(what: str) -> ModuleType:
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
     """Load a data set from the Hub, or from the local cache if the Hub is unreachable. The environment variables
     HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT apply. Raise SourceError (a ValueError) if neither has the data
-    set.
-    """
+    set."""
     if check_on_hub(name, "dataset", "dataset_name or data_path"):
         return _datasets_library(name).load_dataset(name, subset, split=split or "train")
     try:
@@ -395,8 +386,7 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
 
 def sections_of(side: Section | Sequence[Section] | None) -> list[Section]:
     """Return the data sets in `data.train` or `data.validation` as a list. The value may be a section, a list of
-    sections, or None.
-    """
+    sections, or None."""
     return [] if side is None else list(side) if isinstance(side, (list, tuple)) else [side]
 
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 class RawDataset:
     """The base class of all data sets. A subclass sets `task_name` and `dataset`, then calls `split_train_validation`.
 
-    `val_dataset` is None unless rows of this data set are held out for validation.
-    """
+    `val_dataset` is None unless rows of this data set are held out for validation."""
 
     data_config: DatasetConfig | Mapping[str, object]
     dataset: ListDataset | Dataset
@@ -93,8 +92,7 @@ class AllTaskProcessedDataset:
             processed.
         max_seq_length: the length in tokens at which the processor truncates and masks a prompt; None: no limit.
 
-    Reading the first row of each task raises AssertionError if the row begins with two BOS tokens.
-    """
+    Reading the first row of each task raises AssertionError if the row begins with two BOS tokens."""
 
     def __init__(
         self,
@@ -156,8 +154,7 @@ class AllTaskProcessedDataset:
 
 def _check_beginnings(message_log: LLMMessageLogType, tokenizer: TokenizerType) -> None:
     """Raise AssertionError if a message, or the prompt as a whole, begins with two BOS tokens, for instance one from
-    the template and one from the tokenizer.
-    """
+    the template and one from the tokenizer."""
     pieces = [message["token_ids"] for message in message_log if "token_ids" in message]
     beginnings = [[int(token) for token in piece[:2]] for piece in pieces]
     bos = tokenizer.bos_token_id

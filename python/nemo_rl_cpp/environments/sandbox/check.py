@@ -1,7 +1,6 @@
 """A check of whether this machine can sandbox untrusted programs: `python -m nemo_rl_cpp.environments.sandbox.check`.
 
-The check builds a sandbox and runs a program in it that tries to escape.
-"""
+The check builds a sandbox and runs a program in it that tries to escape."""
 
 import os
 import subprocess
@@ -53,8 +52,7 @@ _NEEDS = (
 
 def missing_protections() -> list[str]:
     """Return one sentence for each protection of the sandbox that this machine lacks, or [] if it lacks none. The
-    calling process must have only one thread.
-    """
+    calling process must have only one thread."""
     if sys.platform != "linux":
         return [f"Linux: this is {sys.platform}"]
     limits = Limits(time_s=10, memory_mb=256, threads=4)

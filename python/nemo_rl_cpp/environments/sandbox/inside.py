@@ -4,8 +4,7 @@ previous one:
 1. The keeper leaves the caller's namespaces and waits. If the caller ends, the kernel kills the keeper.
 2. The first process of the new PID namespace builds the file system and waits for the program. If this process ends,
 for whatever reason, the kernel kills the program.
-3. The program.
-"""
+3. The program."""
 
 import os
 import sys
@@ -40,8 +39,7 @@ class Job:
         files: name in the program's folder -> contents; `main.py` is run.
         stdin, stdout, stderr: the program's standard streams.
         status: the keeper and the first process report here, one line each time.
-        go: becomes readable when the caller has mapped the users of the new namespace.
-    """
+        go: becomes readable when the caller has mapped the users of the new namespace."""
 
     python: str
     files: dict[str, bytes]
@@ -55,8 +53,7 @@ class Job:
 
 def guarded(job: Job, work: Callable[[Job], None]) -> NoReturn:
     """Call `work(job)` in a forked process and then end the process, so that it never returns into the
-    caller's code.
-    """
+    caller's code."""
     try:
         work(job)
     except MemoryError:
@@ -141,15 +138,13 @@ def _program(job: Job) -> NoReturn:
 
 def interpreter() -> str:
     """Return the path of the Python interpreter that runs programs: this process's interpreter, outside its virtual
-    environment.
-    """
+    environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def _visible_paths() -> list[str]:
     """Return the paths that are mounted in the sandbox at the same place: interpreter, standard library, system
-    libraries.
-    """
+    libraries."""
     standard_library = os.path.dirname(os.__file__)
     names = [interpreter(), standard_library, sysconfig.get_config_var("LIBDIR") or ""]
     names += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
@@ -162,8 +157,7 @@ def _visible_paths() -> list[str]:
 
 def _enter_new_root(folder_mb: int) -> None:
     """Build a new root file system with `_visible_paths` and an empty `BOX`, and enter it. The caller must be the only
-    process in its mount namespace. If a mount fails, raise OSError that says which.
-    """
+    process in its mount namespace. If a mount fails, raise OSError that says which."""
     staging = "/tmp"
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # nothing that follows is visible outside
     # /dev/zero is omitted: when mapped, it is shared memory, which can be held without address space

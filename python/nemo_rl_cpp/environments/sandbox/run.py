@@ -31,8 +31,7 @@ class Limits:
             kernel enforces both.
         threads: concurrent threads.
         output_kb: maximum size of standard output and standard error together.
-        folder_mb: size of the program's folder, which is in memory.
-    """
+        folder_mb: size of the program's folder, which is in memory."""
 
     time_s: float = 5.0
     memory_mb: int = 512
@@ -49,8 +48,7 @@ class Limits:
     def apply(self, other_processes: int) -> None:
         """Set the kernel's limits for the calling process, except the memory limit. They cannot be raised again.
 
-        `other_processes` is the number of processes of the same user that do not belong to the program.
-        """
+        `other_processes` is the number of processes of the same user that do not belong to the program."""
         _lower(resource.RLIMIT_CPU, int(self.time_s) + 1)
         _lower(resource.RLIMIT_NPROC, self.threads + other_processes)
         _lower(resource.RLIMIT_FSIZE, self.folder_mb * _MB)
@@ -78,8 +76,7 @@ class Outcome:
     Attributes:
         exit_code: the program's exit code; a negative number is the signal that ended it; None: the run was stopped.
         stopped: why the run was stopped: "time_limit", "output_limit" or "forbidden_call"; None: it was not.
-        detail: the limit that was reached.
-    """
+        detail: the limit that was reached."""
 
     stdout: bytes = b""
     stderr: bytes = b""
@@ -96,8 +93,7 @@ def run_program(
     function returns, no process of the run is left.
 
     The calling process must have only one thread, because it forks. Raise SandboxUnavailableError if the sandbox cannot
-    be built; in that case the program has not run.
-    """
+    be built; in that case the program has not run."""
     run = _Run(limits or Limits())
     try:
         run.start(
@@ -206,8 +202,7 @@ class _Run:
 
     def _name_users(self) -> None:
         """Map the user ids inside to user ids outside. As root, map the program's user to nobody, because root has no
-        limits; otherwise map it to the caller's user.
-        """
+        limits; otherwise map it to the caller's user."""
         program, uid, gid = inside.PROGRAM_USER, os.getuid(), os.getgid()
         folder = Path(f"/proc/{self.keeper}")
         try:
@@ -236,8 +231,7 @@ class _Run:
 
     def end(self) -> None:
         """End all processes and close all descriptors, whatever happened. Raise SandboxUnavailableError if the sandbox
-        was not built.
-        """
+        was not built."""
         if self.keeper:
             if not self.finished or self.outcome.stopped:
                 self._kill()

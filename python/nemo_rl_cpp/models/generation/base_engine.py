@@ -42,8 +42,7 @@ class GenerationRequest(NamedTuple):
         max_new_tokens: int64 [B] maximum number of tokens of each response.
         draws, samples: int64 [B] `draw_ids` and `sample_index` of each row (see `GenerationDatumSpec`), which seed its
             sampling.
-        stops: the distinct stop strings of each row.
-    """
+        stops: the distinct stop strings of each row."""
 
     batch: RaggedBatch
     greedy: bool

@@ -15,7 +15,7 @@ from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, GenerationRequest, ResponseBuffer
 from nemo_rl_cpp.models.generation.interfaces import OnFinished, Responses
-from nemo_rl_cpp.models.hf.library import accepts, quietly
+from nemo_rl_cpp.models.hf.outputs import accepts, quietly
 
 _SHRINK = 4  # a batch is compacted once a quarter of its rows has ended
 
@@ -29,8 +29,7 @@ class HfGeneration(BaseEngine):
 
     Args:
         module: the trainer's module, read in place.
-        config, tokenizer, options: see `BaseEngine`.
-    """
+        config, tokenizer, options: see `BaseEngine`."""
 
     def __init__(
         self,

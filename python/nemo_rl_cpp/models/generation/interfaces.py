@@ -11,8 +11,7 @@ from typing import NamedTuple, NotRequired, Protocol, TypedDict
 
 import torch
 
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch, offsets_of
+from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict, RaggedBatch, offsets_of
 
 _AT_ONCE_SECONDS = 1.0
 
@@ -46,8 +45,7 @@ class GenerationOutputSpec(TypedDict):
     unpadded_sequence_lengths: [B] number of tokens of prompt and response.
     logprobs: float32 [B, S'] log-probability of every sampled token under the distribution it was sampled from; 0 on
         prompt and padding.
-    truncated: bool [B] whether the response ended at a length limit, not at a stop token or string.
-    """
+    truncated: bool [B] whether the response ended at a length limit, not at a stop token or string."""
 
     output_ids: torch.Tensor
     generation_lengths: torch.Tensor
@@ -134,8 +132,7 @@ class Pause(NamedTuple):
 
     Attributes:
         after_tokens: number of tokens after which each response stops, at least 2.
-        keep_cache: continue with the KV cache of the old weights; otherwise it is recomputed with the new ones.
-    """
+        keep_cache: continue with the KV cache of the old weights; otherwise it is recomputed with the new ones."""
 
     after_tokens: int
     keep_cache: bool
@@ -148,8 +145,7 @@ class WeightChange:
 
     Attributes:
         wait: blocks until the engines have the new weights. It is called once every response has ended or paused.
-        done: whether the weights have changed.
-    """
+        done: whether the weights have changed."""
 
     pause: Pause
     wait: Callable[[], None]
@@ -201,8 +197,7 @@ def finished_on_error(generation: GenerationInterface) -> Iterator[None]:
 
     An error that `finish_generation` raises is added as a note to the error that ended the context. After Ctrl-C the
     program may end within seconds, so `finish_generation` then runs in a separate thread, for which the context waits
-    one second.
-    """
+    one second."""
     try:
         yield
     except Exception as error:
@@ -242,8 +237,7 @@ class RefitRendezvous(NamedTuple):
         size: number of participants.
         deadline: timeout of one message in seconds.
         bucket_bytes: bytes of weights per message.
-        delta: send only the weights that have changed since the last refit.
-    """
+        delta: send only the weights that have changed since the last refit."""
 
     host: str
     port: int

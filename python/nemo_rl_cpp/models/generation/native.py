@@ -130,8 +130,7 @@ class NativeGeneration(BaseEngine):
 
         steps, generated_tokens, prefill_tokens (including recomputation after a preemption), decode_tokens,
         shared_prompt_tokens (not prefilled, because prompts are shared), mean_batch_size (sequences per step),
-        peak_blocks (largest number of KV-cache blocks in use), preemptions, forward_seconds, sampling_seconds.
-        """
+        peak_blocks (largest number of KV-cache blocks in use), preemptions, forward_seconds, sampling_seconds."""
         metrics = dict(self._engine.metrics)
         sequence_steps = metrics.pop("sequence_steps")
         return metrics | {"mean_batch_size": sequence_steps / max(metrics["steps"], 1)}
@@ -177,8 +176,7 @@ def generation_on(
     Args:
         folder: the model's folder, whose files define the end tokens.
         config: the engine's configuration section; None: `policy.generation`.
-        options: further arguments of `NativeGeneration`.
-    """
+        options: further arguments of `NativeGeneration`."""
     config = config or policy.generation
     options = engine_options(policy, config, options)
     options.setdefault("end_token_ids", end_token_ids(folder.path, folder.config, tokenizer))

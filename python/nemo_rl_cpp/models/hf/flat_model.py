@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_rl_cpp.distributed.ranks import Ranks
-from nemo_rl_cpp.models.hf.library import quietly
-from nemo_rl_cpp.models.hf.outputs import ModelRows, ValueNet, outputs_of
+from nemo_rl_cpp.models.hf.outputs import ModelRows, ValueNet, outputs_of, quietly
 from nemo_rl_cpp.models.policy.train_step import Scoring
 
 if TYPE_CHECKING:
@@ -68,8 +67,7 @@ class Piece(NamedTuple):
 
     Attributes:
         masters: float32 master weights of the range.
-        compute: rounded copy of `masters` that matrix products read; None if they read `masters`.
-    """
+        compute: rounded copy of `masters` that matrix products read; None if they read `masters`."""
 
     begin: int
     end: int
@@ -84,8 +82,7 @@ class FlatModel:
         module: the module, in `dtype`; its parameters are views of `compute`.
         layout: (name, shape, offset) of each parameter, in the module's order; tied parameters once.
         compute: [n] the weights that matrix products read.
-        masters: [n] float32 master weights; `compute` itself if that is float32; None for a frozen model.
-    """
+        masters: [n] float32 master weights; `compute` itself if that is float32; None for a frozen model."""
 
     masters_begin = 0
     blocks = ()  # a module's buffers are read from the module
@@ -163,8 +160,7 @@ class ShardedModel:
         module: the sharded module.
         flat_layout: layout of this rank's rows.
         whole: layout of the whole model in one process.
-        layouts: layouts of all ranks.
-    """
+        layouts: layouts of all ranks."""
 
     masters_begin = 0
     blocks = ()  # a module's buffers are read from the module

@@ -1,20 +1,72 @@
-"""The input of a transformers module for a batch, and its output for each token to score: the log-probability, or with
-a critic the value of the state before the token."""
+"""The transformers library, and the input of its modules for a batch with their output for each token to score: the
+log-probability, or with a critic the value of the state before the token."""
 
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from nemo_rl_cpp.hub.sources import ModelFolderError
-from nemo_rl_cpp.models.hf.library import accepts
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch
 from nemo_rl_cpp.models.policy.train_step import Scoring
 from nemo_rl_cpp.models.weight_files import raw_tensors, weight_files
 from nemo_rl_cpp.models.weights import FILE_DTYPES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+INSTALL = "pip install 'nemo_rl_cpp[hf]'"
+OLDEST = 5
+"""The oldest supported major version of transformers: it is known to separate packed sequences."""
+
+
+@lru_cache(maxsize=1)
+def transformers() -> ModuleType:
+    """Import and return transformers. If it is missing or too old, raise ValueError with the install command."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"backend hf: transformers is not installed: {INSTALL}")
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < OLDEST:
+        raise ValueError(
+            f"backend hf needs transformers {OLDEST} or newer, and {transformers.__version__} is installed: {INSTALL} --upgrade"
+        )
+    return transformers
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence transformers' progress bars and notices inside the context; this package prints what users need to
+    know."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def accepts(module: nn.Module, *names: str) -> str | None:
+    """Return the first of `names` that is a parameter of the module's forward method; None if none is."""
+    known = inspect.signature(module.forward).parameters
+    return next((name for name in names if name in known), None)
+
 
 SCORE = "score.weight"
 
@@ -250,8 +302,7 @@ def keeps_packed_samples_apart(module: nn.Module) -> bool:
     """Return whether transformers separates packed samples in this architecture if positions restart in each sample.
 
     To test this, two packed samples are computed. If the output of the second has a gradient with respect to the
-    embeddings of the first, they are not separated. The result depends on the architecture, not on its weights.
-    """
+    embeddings of the first, they are not separated. The result depends on the architecture, not on its weights."""
     base = module.backbone if isinstance(module, ValueNet) else module
     if accepts(base, "position_ids") is None or accepts(base, "inputs_embeds") is None:
         return False

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.ranks import OtherRankFailedError, Ranks
 from nemo_rl_cpp.models.hf.flat_model import FlatModel, ShardedModel
-from nemo_rl_cpp.models.hf.library import quietly
-from nemo_rl_cpp.models.hf.outputs import ModelRows, Outputs, ValueNet, outputs_of
+from nemo_rl_cpp.models.hf.outputs import ModelRows, Outputs, ValueNet, outputs_of, quietly
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch
 from nemo_rl_cpp.models.policy.train_step import Scoring
 
@@ -41,8 +40,7 @@ class HfTrainer:
         model: the trained model, or a frozen one, for which `forward` only works with keep=False.
         packed: put the samples of a micro-batch in one row; the architecture must keep them separate.
         chunk: number of tokens whose float32 logits exist at a time (`policy.logprob_chunk_size`).
-        moments: dtypes of AdamW's two moments; None: float32.
-    """
+        moments: dtypes of AdamW's two moments; None: float32."""
 
     out_dtype = torch.float32
     reused_tokens = 0
@@ -207,8 +205,7 @@ class ShardedTrainer(HfTrainer):
 
     Every pass gathers weights from all ranks, but ranks have different numbers of micro-batches, and some micro-batches
     have no backward pass. So before each pass the ranks tell each other which pass they need, and a rank takes part in
-    the passes of other ranks: in a forward pass with two dummy tokens, in a backward pass with a gradient of 0.
-    """
+    the passes of other ranks: in a forward pass with two dummy tokens, in a backward pass with a gradient of 0."""
 
     model: ShardedModel
 

@@ -15,9 +15,8 @@ from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.config.rules_model import checked_policy
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_cpp.distributed.cluster import Cluster
-from nemo_rl_cpp.distributed.ragged_batch import Batch, RaggedBatch
+from nemo_rl_cpp.distributed.ragged_batch import Batch, BatchedDataDict, RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on

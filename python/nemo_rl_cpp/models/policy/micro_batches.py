@@ -30,8 +30,7 @@ def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefi
 
     `rows` is ascending, and each row has a token to score (see `wanted_tokens`). With `share_prefix`, adjacent rows
     with the same prompt stay in one bin if the budget allows, because their prompt is then computed once. A row longer
-    than the budget gets a separate bin.
-    """
+    than the budget gets a separate bin."""
     units, costs = C.prompt_units(batch, rows, max_tokens, share_prefix)
     chosen = PACKERS[algorithm]([min(cost, max_tokens) for cost in costs], max_tokens) if units else []
     return sorted(sorted(row for unit in places for row in units[unit]) for places in chosen if places)
@@ -55,8 +54,7 @@ class MicroBatching:
     """The settings by which rows are split into micro-batches: a number of samples, or a token budget.
 
     With a budget, rows are packed by `algorithm` (`sequence_packing`). If `length_round` > 0, they are grouped by
-    length instead, rounded up to a multiple of `length_round` (`dynamic_batching`).
-    """
+    length instead, rounded up to a multiple of `length_round` (`dynamic_batching`)."""
 
     max_samples: int = 0
     max_tokens: int = 0
@@ -73,8 +71,7 @@ class RowBatch(C.RowBatch):
     Attributes:
         wanted: bool [T] the tokens to score, see `wanted_tokens`.
         targets: int64 [T, K] tokens that are scored in place of each token to score, which gives results [T, K]; if
-            None, the tokens themselves are scored, which gives results [T].
-    """
+            None, the tokens themselves are scored, which gives results [T]."""
 
     def __init__(self, data: RaggedBatch, wanted: Tensor, targets: Tensor | None = None) -> None:
         ids = data.tokens["input_ids"].to(torch.int64).contiguous()
@@ -137,8 +134,7 @@ class MicroBatch:
         rows: indices of the samples.
         width: tokens of the longest sample, at least 2.
         places: int64 [b, width] index of each position's token in the batch.
-        inside: bool [b, width] whether the position holds a token, not padding.
-    """
+        inside: bool [b, width] whether the position holds a token, not padding."""
 
     rows: list[int]
     width: int

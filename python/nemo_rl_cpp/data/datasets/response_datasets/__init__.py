@@ -1,32 +1,34 @@
 """The data sets, found by the names that configurations use."""
 
-import inspect
 from collections.abc import Mapping
 
 from nemo_rl_cpp.argument_checks import did_you_mean
 from nemo_rl_cpp.config.access import as_written
-from nemo_rl_cpp.config.data import DATASET_ALIASES, DATASET_REGISTRY, DatasetConfig, DatasetEntry, is_class_name
+from nemo_rl_cpp.config.data import (
+    DATASET_ALIASES,
+    DATASET_REGISTRY,
+    DatasetConfig,
+    DatasetEntry,
+    dataset_keys,
+    is_class_name,
+    takes,
+)
 from nemo_rl_cpp.data.datasets.files import merge_datasets
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.dotted_names import import_object
 
-_FOR_EVERY_DATASET = {
-    "dataset_name", "env_name", "processor", "prompt_file", "system_prompt_file", "seed", "split_validation_size",
-}  # fmt: skip
 _OF_THE_EVAL_SECTION = frozenset({"max_input_seq_length", "shuffle", "num_workers", "repeat"})
 
 
 def register_dataset(dataset_name: str, cls: type[RawDataset], keys: tuple[str, ...] = ()) -> None:
     """Register a data set by a name that configurations can use. `keys` are the keys that it takes in addition to the
-    common ones. Raise ValueError if the name is taken.
-    """
+    common ones. Raise ValueError if the name is taken."""
     DATASET_REGISTRY.add(dataset_name, DatasetEntry(cls, keys))
 
 
 def dataset_class(dataset_name: str) -> type[RawDataset]:
     """Return the data set class with a registered name, or with a dotted path (`my_package.my_module.MyDataset`). Raise
-    ValueError if there is none.
-    """
+    ValueError if there is none."""
     dataset_name = DATASET_ALIASES.get(dataset_name, dataset_name)
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
@@ -42,41 +44,25 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
     )
 
 
-def _accepted(cls: type) -> set[str]:
-    """Return the names of the constructor's parameters, including those of base classes whose constructors it calls
-    with **kwargs.
-    """
-    names: set[str] = set()
-    for base in cls.__mro__:
-        if "__init__" not in vars(base) or base is object:
-            continue
-        parameters = inspect.signature(base.__init__).parameters.values()
-        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-            break
-    return names - {"self"}
-
-
 def check_dataset_config(data_config: dict[str, object], further: frozenset[str] = frozenset()) -> type[RawDataset]:
     """Return the data set class that a section selects by `dataset_name`. Raise ValueError for a key that is neither
     common to all data sets nor a key of this class, so that no misspelt key is ignored. The keys of a custom class are
-    not checked.
-    """
+    not checked."""
     if "dataset_name" not in data_config:
         raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")
-    cls = dataset_class(data_config["dataset_name"])
-    name = DATASET_ALIASES.get(data_config["dataset_name"], data_config["dataset_name"])
-    if name not in DATASET_REGISTRY:
-        return cls
-    known = _accepted(cls) | _FOR_EVERY_DATASET | further
-    for key in data_config:
-        if key not in known:
-            near = did_you_mean(key, known)
-            raise ValueError(
-                f"data: {key} is unknown for dataset_name {data_config['dataset_name']}"
-                f"{near and f'; {near}'} Known are {', '.join(sorted(known))}"
-            )
+    name = str(data_config["dataset_name"])
+    cls = dataset_class(name)
+    known = {*DatasetConfig.model_fields, *further, *_keys_of(name)}
+    if (key := next((key for key in data_config if key not in known), None)) is not None and not takes(name, key):
+        near = did_you_mean(key, known)
+        raise ValueError(
+            f"data: {key} is unknown for dataset_name {name}{near and f'; {near}'} Known are {', '.join(sorted(known))}"
+        )
     return cls
+
+
+def _keys_of(name: str) -> tuple[str, ...]:
+    return dataset_keys().get(DATASET_ALIASES.get(name, name), ())
 
 
 def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
@@ -92,7 +78,7 @@ def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawD
     """Load the data set of an evaluation's section `data`. Unless `split` is set, use its test or held-out split."""
     config = as_written(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
-    repeat = 1 if "repeat" in _accepted(cls) else config.pop("repeat", 1)
+    repeat = 1 if "repeat" in _keys_of(str(config["dataset_name"])) else config.pop("repeat", 1)
     if getattr(cls, "eval_split", None) is not None and config.get("split") is None:
         config["split"] = cls.eval_split
     dataset = cls(**config)

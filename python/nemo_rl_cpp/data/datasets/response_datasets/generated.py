@@ -19,8 +19,7 @@ HELD_OUT = 0.15
 class GeneratedDataset(RawDataset):
     """The base class of generated data sets. It makes the rows of `split` ("train" or "validation"). If
     `split_validation_size` is set, `val_dataset` has that many held-out rows; a fraction is relative to the number of
-    training rows.
-    """
+    training rows."""
 
     default_processor = "raw_completion_data_processor"
     eval_split = "validation"
@@ -74,8 +73,7 @@ class GeneratedDataset(RawDataset):
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
         """Return the indices of `num_samples` of the `available` questions. No question repeats before each has
-        occurred once.
-        """
+        occurred once."""
         if available == 0:
             raise ValueError(f"data: there are no {what}: allow more different questions")
         count = available if num_samples is None else num_samples
@@ -96,8 +94,7 @@ class ArithmeticDataset(GeneratedDataset):
 
     Numbers are from 1 to `max_number`. a + b and b + a belong to the same split. Without `num_samples`, every pair of
     the split occurs once. The prompt ends with the space after "=". Tokenizers that split numbers into digits keep that
-    space as a separate token, so the prompt ends at a token boundary, and the first sampled token is a digit.
-    """
+    space as a separate token, so the prompt ends at a token boundary, and the first sampled token is a digit."""
 
     task_name = "arithmetic"
 
@@ -125,8 +122,7 @@ class ReverseDigitsDataset(GeneratedDataset):
     from random weights in seconds.
 
     The data set is made for the 16-token character tokenizer. A response ends with the end token, so there is no stop
-    string.
-    """
+    string."""
 
     task_name = "reverse_digits"
 
@@ -147,8 +143,7 @@ class ReasoningGymDataset(GeneratedDataset):
     questions are different.
 
     `task` is the task's name in the package, and `task_options` are its options (such as {"max_terms": 2}). The data
-    for the environment includes the package's entry, for tasks with more than one correct answer.
-    """
+    for the environment includes the package's entry, for tasks with more than one correct answer."""
 
     def __init__(
         self,
@@ -238,8 +233,7 @@ class PythonFunctionsDataset(GeneratedDataset):
     """Coding tasks as plain text: `num_shots` complete functions, then one that ends after `return`, which the response
     completes. The name of each function describes what it does.
 
-    The environment `code` gets the beginning of the program (`code_prefix`), and asserts as `ground_truth`.
-    """
+    The environment `code` gets the beginning of the program (`code_prefix`), and asserts as `ground_truth`."""
 
     task_name = "python_functions"
 
@@ -268,8 +262,7 @@ class GuessNumberDataset(GeneratedDataset):
 
     `{low}` and `{high}` in the prompt are replaced by the bounds. No number repeats before each has occurred once.
     Training and validation have the same games: as the prompt does not depend on the secret number, nothing can be held
-    out.
-    """
+    out."""
 
     task_name = "guess_number"
 

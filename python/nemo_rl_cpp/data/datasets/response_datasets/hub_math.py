@@ -15,8 +15,7 @@ class HubMathDataset(RawDataset):
     become {"messages": [user, assistant], "task_name"}.
 
     `split` overrides the default split, and `repeat` repeats the rows, because small test sets are noisy.
-    `split_validation_size` and `seed` have the same meaning as in ResponseDataset.
-    """
+    `split_validation_size` and `seed` have the same meaning as in ResponseDataset."""
 
     repository: str
     subsets: tuple[str | None, ...] = (None,)
@@ -161,8 +160,7 @@ _LETTERS = "ABCDEFGHIJ"
 class HubMultichoiceDataset(HubMathDataset):
     """The base class of multiple-choice data sets on the Hub. Rows become {"question", "options": {letter: text or
     None}, "answer": letter, "messages", "task_name"}, which both `multichoice_qa_processor` and the processors of
-    messages accept.
-    """
+    messages accept."""
 
     default_processor = "multichoice_qa_processor"
     default_split = "test"
@@ -208,8 +206,7 @@ class MMLUProDataset(HubMultichoiceDataset):
 
 class GPQADataset(HubMultichoiceDataset):
     """GPQA's main questions. The order of a question's options depends only on the question, so it is the same in every
-    run.
-    """
+    run."""
 
     task_name = "gpqa"
     repository = "Idavidrein/gpqa"

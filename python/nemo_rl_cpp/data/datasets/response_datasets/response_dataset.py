@@ -24,8 +24,7 @@ _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage
 
 def task_name_of(data_path: str) -> str:
     """Return the last two names of the path joined by "-", up to the first dot: `data/math/train.jsonl` becomes
-    `math-train`.
-    """
+    `math-train`."""
     names = [part for part in str(data_path).split("/") if part not in ("", ".", "..", "~")][-2:]
     return "-".join(names).split(".")[0] or "-".join(name.lstrip(".") for name in names).split(".")[0]
 
@@ -41,8 +40,7 @@ class ResponseDataset(RawDataset):
     as the conversation. A conversation that ends with an assistant message includes its answer.
 
     Rows become {"messages": [..., user, assistant], "task_name"}. The constructor raises ValueError with file, row
-    (from 1) and key for a row of any other form.
-    """
+    (from 1) and key for a row of any other form."""
 
     def __init__(
         self,
@@ -100,8 +98,7 @@ class ResponseDataset(RawDataset):
 
     def format_data(self, data: Row) -> Row:
         """Return a row as messages, of which the last is the answer. Raise ValueError if the row has no question or
-        answer.
-        """
+        answer."""
         messages = conversation_of(look_up(data, self.input_key), self.input_key)
         answered = messages[-1]["role"] == "assistant"
         if answered and self._answers_inside:
@@ -120,8 +117,7 @@ class ResponseDataset(RawDataset):
 
 def _answer(value: object, key: str) -> object:
     """Return an answer as the environment gets it: of a conversation that ends with an assistant message this message's
-    content, None for an empty cell, a number as a string.
-    """
+    content, None for an empty cell, a number as a string."""
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")
     value = None if isinstance(value, float) and not math.isfinite(value) else text_of(value)

@@ -10,8 +10,7 @@ this package, which needs a different torch, so a remote machine needs only this
     nemo_rl_cpp_nccl            the trainer's GPU broadcasts each tensor, as vLLM's own engine `nccl` expects (unpacked)
 
 Both compute a digest of the received weights, which the trainer requests. The trainer imports this file for the names
-of the transfers and for `begin_digest`.
-"""
+of the transfers and for `begin_digest`."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ void Gradients::use_free_buffer() {
 double Gradients::flat_norm() const { return flat_.defined() ? ops::l2_norm(flat_) : 0.0; }
 
 bool Gradients::are_finite() {
-  const bool own = std::isfinite(flat().sum(at::kDouble).item<double>());  // infinities and NaN survive a sum
+  const bool own = std::isfinite(ops::l2_norm(flat()));  // at::sum would copy all of it to float64
   if (model_.peers() == nullptr) return own;
   return model_.peers()->gather(at::full({1}, own ? 1 : 0, at::kInt), "looking for a gradient").all().item<bool>();
 }

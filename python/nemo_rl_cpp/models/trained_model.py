@@ -407,7 +407,9 @@ class TrainedModel:
             (self.trained.own, self.model.masters_begin, self.model.masters),
         )
         for layout, begin, flat in places:
-            if flat is None or bool(torch.isfinite(flat.sum(dtype=torch.float64))):  # inf or NaN spreads to the sum
+            if flat is None or all(  # inf or NaN spreads to the sum, for which torch copies its input to float64
+                bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in flat.split(1 << 22)
+            ):
                 continue
             finite = torch.ones(layout.total, dtype=torch.bool)
             finite[begin : begin + flat.numel()] = torch.isfinite(flat)

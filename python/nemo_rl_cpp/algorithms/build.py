@@ -61,6 +61,7 @@ from nemo_rl_cpp.loggers.backends import check_trackers
 from nemo_rl_cpp.metrics.chrome_trace import ChromeTrace
 from nemo_rl_cpp.metrics.memory import startup_objects_frozen
 from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
+from nemo_rl_cpp.models.budget import within_budget
 from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm
 from nemo_rl_cpp.models.hub_upload import CardFacts
@@ -243,7 +244,7 @@ def build_run(
     Raise ConfigError, ResumeError (the checkpoint belongs to a different run) or FolderError (a different run has
     locked the folder), all ValueErrors, before a model is loaded.
     """
-    config = checked(config, master_of(config))
+    config = within_budget(checked(config, master_of(config)))
     loop, algorithm = config.loop, ALGORITHMS[config.algorithm]
     set_seed(loop.seed)
     stage("preparing tokenizer, data and environments")

@@ -37,6 +37,7 @@ from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.environments.reward_environment import RewardFunction
+from nemo_rl_cpp.models.budget import within_budget
 from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.hub_upload import CardFacts, push_to_hub, write_card
 from nemo_rl_cpp.models.policy.lm_policy import Policy
@@ -279,7 +280,7 @@ def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainM
         pass  # the configuration rejects it with its own message
     values |= {key: value for key, (_, value) in given.items()}
     places = {key: f"argument {name}" for key, (name, _) in given.items()}
-    return LOADERS[section](f"{section}_notebook.yaml", values=values, places=places)
+    return within_budget(LOADERS[section](f"{section}_notebook.yaml", values=values, places=places))
 
 
 def _preflight(config: TrainMasterConfig) -> None:

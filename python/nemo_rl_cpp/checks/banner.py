@@ -20,6 +20,7 @@ from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
 from nemo_rl_cpp.models import memory
+from nemo_rl_cpp.models.budget import budget_text
 from nemo_rl_cpp.models.model_sizes import known_model, model_sizes
 from nemo_rl_cpp.threads import cores, threads_at_start
 
@@ -48,6 +49,8 @@ def _training(config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
     yield "steps", f"{loop.max_num_steps}{epochs}, of {each}"
     yield "device", _device(config)
     yield "memory", _memory(config)
+    if (budget := budget_text(config)) is not None:
+        yield "budget", budget
     checkpointing, newest = config.checkpointing, None
     if checkpointing.enabled:
         newest = _newest(Path(checkpointing.checkpoint_dir))

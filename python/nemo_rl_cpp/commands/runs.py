@@ -15,11 +15,13 @@ from nemo_rl_cpp.config.errors import KINDS, ConfigError
 from nemo_rl_cpp.config.fold import exactness_text, keys_without_effect_text
 from nemo_rl_cpp.config.loader import LOADERS, find_config, kind_of, shipped_configs
 from nemo_rl_cpp.config.master import EvalMasterConfig, TrainMasterConfig, WholeConfig
+from nemo_rl_cpp.config.policy import MEMORY_BUDGET
 from nemo_rl_cpp.distributed.launch import serving
 from nemo_rl_cpp.dotted_names import search_for_modules
 from nemo_rl_cpp.files.yaml_text import dump_yaml
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, resolve_tokenizer
 from nemo_rl_cpp.interrupts import nobody_reads, say
+from nemo_rl_cpp.models.budget import budget_text, within_budget
 from nemo_rl_cpp.models.memory import forecast_text
 from nemo_rl_cpp.stages import stage, stages_shown
 
@@ -91,7 +93,7 @@ def check(arguments: Sequence[str]) -> int:
     try:
         search_for_modules(Path.cwd(), find_config(known.config).resolve().parent)
         kind = known.kind or kind_of(known.config)
-        config = LOADERS[kind](known.config, overrides)
+        config = within_budget(LOADERS[kind](known.config, overrides))
     except ConfigError as error:
         return _print_mistakes(error)
     if _print_findings(config):
@@ -99,6 +101,8 @@ def check(arguments: Sequence[str]) -> int:
     print(f"{known.config}: no mistakes ({kind})")
     if (text := exactness_text(config)) is not None:
         print(text)
+    if kind != "eval" and (text := budget_text(config)) is not None:
+        print(f"{MEMORY_BUDGET} {text}")
     generation = config.policy.generation if kind != "eval" else None
     if generation is not None and generation.runs_vllm and generation.vllm_cfg.server_url is not None:
         from nemo_rl_cpp.models.generation.vllm.server import server_command
@@ -193,7 +197,7 @@ def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfi
         found = kind or kind_of(file)
         kind = "grpo" if kind is None and found == "eval" else found
         load = LOADERS[kind] if kind == "eval" else serving(LOADERS[kind])
-        return load(file, overrides)
+        return within_budget(load(file, overrides))
     except ConfigError as error:
         _print_mistakes(error)
         return None

@@ -7,7 +7,7 @@ from pydantic import PrivateAttr, ValidationError
 
 from nemo_rl_cpp.dotted_names import is_user_defined
 
-from . import rules
+from . import rules, rules_model
 from .access import plain_values
 from .base import Int, Positive, Section, check_marks, key, mistakes, own_keys, section
 from .checkpointing import CheckpointingConfig
@@ -126,6 +126,7 @@ class TrainMasterConfig(MasterConfig):
     candidates: ClassVar[int | None] = None
     """The number of most likely tokens for which teacher and policy are compared at each position. None: they are
     compared for the sampled token alone."""
+    _fixed: frozenset[str] = PrivateAttr(frozenset())
     loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "loss of the policy")
     policy: PolicyConfig = key(..., "Model, training and generation.")
     data: DataConfig = section(DataConfig, "data sets")
@@ -150,6 +151,14 @@ class TrainMasterConfig(MasterConfig):
 
     def _check_together(self, report: Report) -> None:
         rules.check_training(self, report)
+        fixed = rules_model.check_budget(self, report)
+        if not self.positions:  # a checked configuration of files keeps what the files say
+            self._fixed = fixed
+
+    @property
+    def fixed_by_user(self) -> frozenset[str]:
+        """The keys that policy.memory_budget_gb must not change."""
+        return self._fixed
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
         return {"policy": self.policy}

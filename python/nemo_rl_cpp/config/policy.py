@@ -133,6 +133,7 @@ class HfConfig(Section):
     trust_remote_code: bool = key(False, "Run the Python code in the model's folder (auto_map). Read the code first.")
 
 
+MEMORY_BUDGET = "policy.memory_budget_gb"
 Backend = Literal["native", "hf"]
 """The implementation that trains: native (the C++ core) or hf (transformers)."""
 
@@ -349,6 +350,13 @@ class PolicyConfig(TrainedModelConfig):
         "auto",
         "Use the log-probabilities of generation as those of the old policy, instead of recomputing them. "
         "auto: as long as generation and training are bit-identical.",
+    )
+    memory_budget_gb: Annotated[float, Field(gt=0)] | None = key(
+        None,
+        "CPU only, native backend, one process: memory in GB that the run may take at its peak. As far as it is needed, "
+        "micro-batches get smaller, generation's activations are not kept, activation_checkpointing is set, and the KV "
+        "cache gets smaller, in this order. Keys that are set where this one is set, or nearer, stay. null: all keys "
+        "stay. See docs/supported-models.md.",
     )
     kept_activations_gb: NonNegative | None = key(
         None,

@@ -10,12 +10,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from .base import Section
 from .cluster import ClusterConfig, engines_of, trainers_of
 from .data import DatasetDefaults, datasets_of
 from .errors import ConfigError, Report
 from .fold import engine_name, exactness_of, is_apart, sizes_of
 from .generation import EXPOSED, PACKAGES, GenerationConfig
-from .policy import PolicyConfig, TrainedModelConfig, check_trained_model
+from .policy import MEMORY_BUDGET, PolicyConfig, TrainedModelConfig, check_trained_model
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
@@ -145,6 +146,43 @@ def check_quantized_run(config: TrainMasterConfig, report: Report) -> None:
         apart = f"{_COLOCATED}.enabled"
         text = f"is {policy.quantization}, but engines with weights of their own are not sent blocks: set {apart}=true, or null here"
         report.add("policy.quantization", text, apart)
+
+
+_BY_BUDGET = (
+    "train_micro_batch_size", "sequence_packing.train_mb_tokens", "dynamic_batching.train_mb_tokens", "kept_activations_gb",
+    "dtensor_cfg.activation_checkpointing", "megatron_cfg.activation_checkpointing", "generation.kv_cache_gb",
+)  # fmt: skip
+"""Keys of `policy` that follow from memory_budget_gb."""
+
+
+def check_budget(config: TrainMasterConfig, report: Report) -> frozenset[str]:
+    """Report a memory budget for a run whose memory is not forecast exactly. Return the keys that the budget must not
+    change: those that are set where the budget is set, or nearer."""
+    policy, cluster = config.policy, config.cluster
+    if policy.memory_budget_gb is None:
+        return frozenset()
+    others = {
+        "cluster.device": cluster.device != "cpu" and f"runs on {cluster.device}",
+        "cluster.executor": cluster.has_workers and "has several processes",
+        "policy.backend": policy.backend != "native" and f"trains with {policy.backend}",
+        "policy.generation.backend": policy.generation.runs_vllm and "generates with vLLM",
+        "value": config.has_critic and "has a critic",
+    }
+    for key, what in others.items():
+        if what:
+            text = f"is {policy.memory_budget_gb:g}, but this run {what}, whose memory is not planned: set it to null"
+            report.add(MEMORY_BUDGET, text, key)
+    near = report.nearness(MEMORY_BUDGET)
+    set_here = {f"policy.{key}" for key in _BY_BUDGET if _value_at(policy, key) is not None}
+    return frozenset(key for key in set_here if report.nearness(key) >= near)
+
+
+def _value_at(section: Section, dotted: str) -> object:
+    """Return the value that was given for a dotted key; None if it has its default."""
+    first, _, rest = dotted.partition(".")
+    if rest:
+        return _value_at(getattr(section, first), rest)
+    return getattr(section, first) if first in section.model_fields_set else None
 
 
 def check_resources(config: TrainMasterConfig, report: Report) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
-from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.config.lora import adapter_sizes
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
+from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.footprint import Buffers
 from nemo_rl_cpp.models.model_sizes import ModelSizes, known_model, model_sizes
 
 if TYPE_CHECKING:
@@ -91,6 +94,8 @@ def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
         known = known_model(model.model_name)
         if known is not None and model_sizes(model.model_name, model.hf_config_overrides) is None:
             sizes = known.sizes.as_config() | (model.hf_config_overrides or {})
+            if not SUPPORTED_ARCHITECTURES[known.model_type].one_block:
+                sizes.setdefault("model_type", known.model_type)
             changed[name] = model.model_copy(update={"hf_config_overrides": sizes})
     return config.model_copy(update=changed) if changed else config
 
@@ -105,12 +110,13 @@ def generation_bytes(model: PolicyConfig) -> float | None:
 
 
 def forecast(config: TrainMasterConfig) -> list[Phase] | None:
-    """Return the phases of a step with their memory in bytes; None if the policy's sizes are not known on this machine.
+    """Return the phases of a step with their memory in bytes, for sequences of the maximum length; None if the policy's
+    sizes are not known on this machine.
 
-    The estimate is the sum over all processes. It excludes library buffers and Python itself (a few hundred MB). Each
-    process holds the weights (with tensor parallelism a slice), its gradients and its micro-batch. Master weights and
-    optimizer state are sharded. With the transformers backend weights and gradients are sharded too, and weights are
-    gathered for computation.
+    The estimate is the sum over all processes that train or generate. Each process holds the weights (with tensor
+    parallelism a slice), its gradients and its micro-batch. Master weights and optimizer state are sharded. With the
+    transformers backend weights and gradients are sharded too, and weights are gathered for computation. The native
+    core keeps gradients and activation buffers for the next step, so they take memory in every phase.
     """
     policy, critic = config.policy, config.value if config.has_critic else None
     whole = model_sizes(policy.model_name, policy.hf_config_overrides)
@@ -119,53 +125,41 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     count, engines = max(trainers_of(config), 1), engines_of(config)
     slices = {"policy": policy.tensor_parallel(count)}
     sizes = whole.slice(slices["policy"])
-    resting = _resting(policy, sizes.parameters, "policy", sizes, count)
+    resting = (("Python and libraries", LIBRARIES), *_resting(policy, sizes.parameters, "policy", sizes, count))
     once = list(_ONCE) + (["policy weights", "policy gradients", "reference weights"] if policy.backend == "hf" else [])
     if critic is not None:
         slices["value"] = critic.tensor_parallel(count)
         value = (model_sizes(critic.model_name, critic.hf_config_overrides) or whole).slice(slices["value"])
         resting += _resting(critic, value.backbone_parameters, "value", value, count)
         once += ["value weights", "value gradients"] if critic.backend == "hf" else []
-    if config.loss_fn.reference_policy_kl_penalty and policy.lora is None:
-        kept = _width(policy) if policy.backend == "native" or count == 1 else 4
-        resting += (("reference weights", sizes.parameters * kept),)
+    if config.loss_fn.reference_policy_kl_penalty:
+        if policy.lora is None:
+            kept = _width(policy) if policy.backend == "native" or count == 1 else 4
+            resting += (("reference weights", sizes.parameters * kept),)
+        resting += _scoring_buffers(config, "reference", sizes)
     for teacher in dict.fromkeys(config.teachers.values()):
         if (taught := model_sizes(teacher, None)) is not None:
             resting += (("teacher weights", taught.slice(slices["policy"]).parameters * _width(policy)),)
+            resting += _scoring_buffers(config, "teacher", taught)
     if config.cluster.device == "cpu" and not engines:
         resting += _packed_weights(policy, sizes)
 
-    rollouts = config.loop.prompts_per_round * config.loop.num_generations_per_prompt
-    sequences = min(policy.generation.max_batch_size or rollouts, rollouts)
-    trained = _trained(policy, sizes.parameters, sizes)
     computed = _gathered(policy, sizes.layer_parameters + sizes.embedding_parameters, count)
+    trained = {"policy": _of_training(config, "policy", sizes, sizes.parameters, count // slices["policy"])}
     table = {
-        "generation": (
-            ("KV cache", _kv_cache(policy, sizes, sequences)),
-            *_states(policy, sizes, sequences, config.loop.prompts_per_round),
-            ("logits", sequences * whole.vocab_size * 4.0),
-            *_gathered(policy, sizes.parameters, count),
-        ),
-        "log-probabilities": (
-            ("activations", _layer_bytes(policy, sizes, "logprob") + _expert_rows(policy, sizes, "logprob")),
-            _head(policy, sizes, "logprob"),
-            *computed,
-        ),
-        "policy training": (
-            ("policy gradients", gradient_bytes(policy, sizes, trained, count // slices["policy"])),
-            ("activations", _activations(policy, sizes)),
-            _head(policy, sizes, "train"),
-            *computed,
-        ),
+        "generation": _of_generation(config, sizes, whole.vocab_size) + _gathered(policy, sizes.parameters, count),
+        "log-probabilities": (*_of_scoring(config, sizes), *computed),
+        "policy training": (*trained["policy"].now, *computed),
     }
     if config.algorithm == "sft":
         table = {"policy training": table["policy training"]}
     if critic is not None:
-        trained = _trained(critic, value.backbone_parameters, value)
-        table["value training"] = (
-            ("value gradients", gradient_bytes(critic, value, trained, count // slices["value"])),
-            ("activations", _activations(critic, value)),
-        )
+        trained["value"] = _of_training(config, "value", value, value.backbone_parameters, count // slices["value"])
+        table["value training"] = trained["value"].now
+    if config.checkpointing.enabled:
+        table["checkpoint"] = _of_checkpoint(config.trained_models().values(), sizes)
+    for phase, parts in table.items():
+        table[phase] = (*parts, *(part for name, each in trained.items() if name not in phase for part in each.held))
 
     def in_all(part: str, size: float) -> tuple[str, float]:
         shared = part.endswith(tuple(once))
@@ -175,6 +169,8 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     return [Phase(name, tuple(in_all(*part) for part in (*resting, *parts)) + apart) for name, parts in table.items()]
 
 
+LIBRARIES = 520e6
+"""bytes of Python, torch and the data of a small run in one process, measured"""
 _ONCE = ("master weights", "optimizer", "KV cache", "recurrent states", "logits")
 """Parts that exist once for each tensor-parallel slice, sharded over processes; other parts exist in every process."""
 
@@ -246,13 +242,15 @@ def _resting(
     return ((f"{name} weights", weights), *masters, (f"{name} optimizer", moments))
 
 
-def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, sequences: int) -> float:
-    """Return the bytes of the KV cache for all concurrent sequences, at most `kv_cache_gb`."""
-    generation: GenerationConfig = policy.generation
-    length = generation.effective_max_model_len(policy.max_total_sequence_length)
-    a_token = 2 * sizes.attention_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
-    full = float(sequences * length * a_token)
-    return min(full, generation.kv_cache_gb * 1e9) if generation.kv_cache_gb else full
+def cache_bytes(policy: PolicyConfig, sizes: ModelSizes, tokens: int) -> float:
+    """Return the bytes of the keys and values of `tokens`."""
+    return 2.0 * tokens * sizes.attention_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
+
+
+def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, tokens: int) -> float:
+    """Return the bytes of the KV cache for all concurrent sequences of `tokens`, at most `kv_cache_gb`."""
+    full, limit = cache_bytes(policy, sizes, tokens), policy.generation.kv_cache_gb
+    return min(full, limit * 1e9) if limit else full
 
 
 def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> tuple[tuple[str, float], ...]:
@@ -264,66 +262,152 @@ def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: in
     return (("recurrent states", len(sizes.recurrent_layers) * state * float(sequences + min(prompts, sequences))),)
 
 
+_PACK_AFTER = 16
+"""decode steps with few sequences after which weights are packed (csrc/kernels/product_figures.h)"""
+
+
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
     """Return the memory of the packed copy of the weights for small-batch decoding: 12 bits per weight, plus patches
     (csrc/kernels/packed_weights.h)."""
-    if policy.backend == "hf" or policy.precision != "bfloat16" or policy.generation.packed_weights == "off":
+    generation = policy.generation
+    if policy.backend == "hf" or policy.precision != "bfloat16" or generation.packed_weights == "off":
+        return ()
+    if generation.packed_weights == "auto" and (generation.max_new_tokens or math.inf) <= _PACK_AFTER:
         return ()
     packed = sizes.vocab_size * sizes.hidden_size if policy.quantization else sizes.parameters
     return (("packed weights", packed * (1.5 + 1 / 16)),)
 
 
-def _micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
-    for batching in (model.sequence_packing, model.dynamic_batching):
-        if batching.enabled:
-            return getattr(batching, f"{kind}_mb_tokens")
+def micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
+    """Return the most tokens of a micro-batch. `kind` is "train" or "logprob"."""
+    budget = next((each for each in (model.sequence_packing, model.dynamic_batching) if each.enabled), None)
     samples = model.train_micro_batch_size if kind == "train" else model.logprob_batch_size
-    return samples * model.max_total_sequence_length
+    tokens = samples * model.max_total_sequence_length if budget is None else getattr(budget, f"{kind}_mb_tokens")
+    return min(tokens, (model.train_global_batch_size or math.inf) * model.max_total_sequence_length)
 
 
-def _layer_bytes(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
-    """Return the bytes that one layer keeps per micro-batch for its backward pass: the inputs of each matrix product
-    and norm. `kind` is "train" or "logprob"."""
-    tokens, width = _micro_batch_tokens(model, kind), _width(model)
+class _Training(NamedTuple):
+    """The memory of training a model: `now`, during its training, and `held`, in the other phases."""
+
+    now: tuple[tuple[str, float], ...]
+    held: tuple[tuple[str, float], ...] = ()
+
+
+def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parameters: int, ranks: int) -> _Training:
+    """Return the memory of training the model `name`, of `parameters` weights, on each of `ranks`.
+
+    Generation's activations are kept until the backward pass, which then needs the buffers of one layer only. But the
+    first step of a run has a forward pass of its own."""
+    model: TrainedModelConfig = getattr(config, name)
+    gradients = (f"{name} gradients", gradient_bytes(model, sizes, _trained(model, parameters, sizes), ranks))
+    head = (_head(model, sizes, "train", _scored_share(config)),) if name == "policy" else ()
+    tokens, layers = micro_batch_tokens(model, "train"), sizes.num_hidden_layers
     if model.backend == "hf":
-        return float(tokens * tape_bytes(sizes, width))
-    heads = 2 * (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
-    if sizes.kv_lora_rank:  # the latents, or the queries and the latent, before they are expanded
-        queries = sizes.q_lora_rank or sizes.num_attention_heads * sizes.head_dim
-        heads += queries + sizes.kv_lora_rank + sizes.qk_rope_head_dim
-    if sizes.recurrent_layers:  # the average over all layers
-        queries = 0 if sizes.mlp_layers else 2 * sizes.num_attention_heads * sizes.head_dim
-        recurrent = 2 * sizes.convolved + 2 * sizes.recurrent_values
-        heads = (heads + queries) * sizes.attention_layers + recurrent * len(sizes.recurrent_layers)
-        heads //= sizes.num_hidden_layers
-    columns = sizes.mlp_matrices * (sizes.experts_per_token * sizes.intermediate_size + sizes.shared_expert_size)
-    columns += sizes.latent_size
-    if sizes.mlp_layers:
-        columns = columns * len(sizes.mlp_layers) // sizes.num_hidden_layers
-    return float(tokens * (4 * sizes.hidden_size + heads + columns) * width)
+        layer = float(tokens * tape_bytes(sizes, _width(model)))
+        inputs = float(tokens * layers * sizes.hidden_size * _width(model)) + layer
+        activations = inputs if model.activation_checkpointing else layer * layers
+        return _Training((gradients, ("activations", activations), *head))
+    buffers = Buffers(sizes, _width(model))
+    whole = tokens * buffers.training(model.activation_checkpointing, _scored_share(config))
+    kept = kept_activations_bytes(config, sizes) if name == "policy" else 0.0
+    if not kept:
+        return _Training((gradients, ("activations", whole), *head), (gradients, (f"{name} buffers", whole), *head))
+    a_layer = tokens * buffers.training(checkpointing=True, scored=_scored_share(config))
+    beside = (gradients, ("kept activations", kept), (f"{name} buffers", a_layer), *head)
+    return _Training(beside if kept + a_layer > whole else (gradients, ("activations", whole), *head), beside)
 
 
-def _expert_rows(model: TrainedModelConfig, sizes: ModelSizes, kind: str) -> float:
-    """Return the bytes of a mixture-of-experts layer's buffers of tokens sorted by expert: inputs, outputs and
-    gradients (csrc/model/experts.cpp)."""
-    if sizes.experts == 1 or model.backend == "hf":
-        return 0.0
-    a_token = sizes.experts_per_token * (4 * (sizes.latent_size or sizes.hidden_size) + 4 * sizes.intermediate_size)
-    return float(_micro_batch_tokens(model, kind) * a_token * _width(model))
+def kept_activations_bytes(config: TrainMasterConfig, sizes: ModelSizes) -> float:
+    """Return the bytes of generation's activations that a step keeps for training, of at most
+    policy.kept_activations_gb; 0 if the key is null."""
+    policy = config.policy
+    tokens = _generated_tokens(config, config.loop.num_generations_per_prompt)
+    return min((policy.kept_activations_gb or 0.0) * 1e9, tokens * Buffers(sizes, _width(policy)).kept)
 
 
-def _activations(model: TrainedModelConfig, sizes: ModelSizes) -> float:
-    layer, rows = _layer_bytes(model, sizes, "train"), _expert_rows(model, sizes, "train")
-    if not model.activation_checkpointing:
-        return layer * sizes.num_hidden_layers + rows
-    inputs = float(_micro_batch_tokens(model, "train") * sizes.num_hidden_layers * sizes.hidden_size * _width(model))
-    return inputs + layer + rows  # the inputs of all layers, and the activations of one recomputed layer
+def _generated_tokens(config: TrainMasterConfig, responses: int, sequences: int | None = None) -> int:
+    """Return the most tokens of `sequences` (by default those of a step), of which `responses` share a prompt."""
+    policy, generation = config.policy, config.policy.generation
+    length = generation.effective_max_model_len(policy.max_total_sequence_length)
+    prompt = min(config.data.max_input_seq_length or length, length)
+    sequences = config.loop.prompts_per_round * responses if sequences is None else sequences
+    if getattr(config.loop, "max_rollout_turns", 1) > 1:
+        return sequences * length
+    own = min(generation.max_new_tokens or length, length)
+    return min(sequences * length, sequences * own + -(-sequences // responses) * prompt)
 
 
-def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, float]:
-    """Return the memory of the LM head for one micro-batch. `kind` is "train" or "logprob"."""
+def _scored_share(config: TrainMasterConfig) -> float:
+    """Return the largest share of a sequence's tokens that are trained."""
+    policy = config.policy
+    if config.algorithm == "sft" or getattr(config.loop, "max_rollout_turns", 1) > 1:
+        return 1.0
+    return min(1.0, (policy.generation.max_new_tokens or math.inf) / policy.max_total_sequence_length)
+
+
+def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int) -> tuple[tuple[str, float], ...]:
+    """Return the memory of generation: KV cache, states, logits and the buffers of prefill, for the rollouts of a step
+    or for a validation if it has more sequences."""
+    policy, loop = config.policy, config.loop
+    batches = [(loop.prompts_per_round * loop.num_generations_per_prompt, loop.num_generations_per_prompt)]
+    if config.data.validation is not None and config.algorithm != "sft":
+        prompts = min(loop.val_batch_size or loop.max_val_samples or 0, loop.max_val_samples or math.inf)
+        each = loop.val_num_generations_per_prompt
+        batches.append((prompts * each, each))
+    limit = policy.generation.max_batch_size
+    at_once = [(min(limit or count, count), each) for count, each in batches]
+    sequences = max(count for count, _ in at_once)
+    tokens = max(_generated_tokens(config, each, count) for count, each in at_once)
+    parts = (
+        ("KV cache", _kv_cache(policy, sizes, tokens)),
+        *_states(policy, sizes, sequences, loop.prompts_per_round),
+        ("logits", sequences * vocabulary * 4.0),
+    )
     if policy.backend == "hf":
-        logits = _micro_batch_tokens(policy, kind) * sizes.vocab_size
+        return parts
+    rows = max(sequences, min(policy.generation.prefill_chunk_tokens, tokens))
+    return (*parts, ("prefill", rows * Buffers(sizes, _width(policy)).prefill))
+
+
+def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
+    """Return the memory of writing a checkpoint: a copy of the weights of one model, and before it the merged weights
+    if adapters are apart."""
+
+    def copies(model: TrainedModelConfig) -> float:
+        count = 0 if model.quantization else 1 if model.lora is None or model.lora.merge else 2
+        return float(count * sizes.parameters * _width(model))
+
+    return (("weight copies", max(map(copies, models))),)
+
+
+def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
+    """Return the memory of a log-probability pass of the policy, apart from the buffers that training keeps."""
+    policy, tokens = config.policy, micro_batch_tokens(config.policy, "logprob")
+    if policy.backend == "hf":
+        layer = ("activations", float(tokens * tape_bytes(sizes, _width(policy))))
+        return layer, _head(policy, sizes, "logprob", 1.0)
+    buffers, scored = Buffers(sizes, _width(policy)), _scored_share(config)
+    held = micro_batch_tokens(policy, "train") * buffers.training(policy.activation_checkpointing, scored)
+    stream = 4.0 * tokens * sizes.hidden_size  # the only buffer that training does not have
+    return ("activations", max(stream, tokens * buffers.scoring(scored) - held)), _head(
+        policy, sizes, "logprob", scored
+    )
+
+
+def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
+    """Return the buffers of the frozen model `name`, which the native core keeps after its log-probability pass."""
+    if config.policy.backend == "hf":
+        return ()
+    tokens = micro_batch_tokens(config.policy, "logprob")
+    return ((f"{name} buffers", tokens * Buffers(sizes, _width(config.policy)).scoring(_scored_share(config))),)
+
+
+def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: float) -> tuple[str, float]:
+    """Return the memory of the LM head for one micro-batch, of which the share `scored` has logits. `kind` is "train"
+    or "logprob"."""
+    tokens = micro_batch_tokens(policy, kind)
+    if policy.backend == "hf":
+        logits = tokens * sizes.vocab_size
         copies = 2 if kind == "train" else 1  # training holds logits and their gradient
         # a chunk's logits in float32, and three arrays of that size for the backward pass (models/hf/outputs.py)
         chunk = 2**24 if policy.logprob_chunk_size is None else policy.logprob_chunk_size * sizes.vocab_size
@@ -333,8 +417,7 @@ def _head(policy: PolicyConfig, sizes: ModelSizes, kind: str) -> tuple[str, floa
     filtered = 2.0**26 if (generation.top_k or 0) > 0 or (generation.top_p or 1.0) < 1 else 0.0
     if kind != "train":
         return "logits chunk", filtered
-    # the logits of some rows are kept until their loss is known (same file: kFusedRows, kFusedLogits)
-    return "logits chunk", 2 * filtered or min(1024, 56_000_000 // sizes.vocab_size) * sizes.vocab_size * 4.0
+    return "logits chunk", 2 * filtered or Buffers(sizes, _width(policy)).logits(scored * tokens)
 
 
 def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> tuple[tuple[str, float], ...]:
@@ -386,7 +469,9 @@ def fit_text(config: TrainMasterConfig) -> str:
     phase = max(forecast(config) or [], key=lambda phase: phase.total)
     largest = max(phase.parts, key=lambda part: part[1])[0]
     remedy = {
-        "activations": "set policy.dtensor_cfg.activation_checkpointing=true, or lower policy.train_micro_batch_size",
+        "activations": _FEWER_ACTIVATIONS,
+        "policy buffers": _FEWER_ACTIVATIONS,
+        "kept activations": "set policy.kept_activations_gb=0",
         "logits": "set policy.generation.max_batch_size",
         "logits of a micro-batch": "lower policy.sequence_packing.train_mb_tokens, or policy.train_micro_batch_size",
         "recurrent states": "set policy.generation.max_batch_size",
@@ -395,6 +480,9 @@ def fit_text(config: TrainMasterConfig) -> str:
     return (
         f"does not fit into this machine's {size_text(amount or 0)}; most of it is {largest} in {phase.name}: {remedy}"
     )
+
+
+_FEWER_ACTIVATIONS = "set policy.dtensor_cfg.activation_checkpointing=true, or lower policy.train_micro_batch_size"
 
 
 def fits(config: TrainMasterConfig) -> bool | None:
@@ -426,7 +514,7 @@ def forecast_text(config: TrainMasterConfig) -> str:
             f"Peak memory: not known, because the sizes of {config.policy.model_name} are not on this machine; "
             "set policy.model_name to a model folder (with config.json) for a forecast."
         )
-    lines = ["Peak memory by phase (estimate; libraries and Python come on top):"]
+    lines = ["Peak memory by phase (estimate; environments in processes of their own come on top):"]
     for phase in phases:
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in phase.parts)
         lines.append(f"  {phase.name:<18} {size_text(phase.total):>9}   {parts}")

@@ -68,11 +68,15 @@ class ModelSizes:
     """dimensions of a key that all heads share"""
     v_head_dim: int = 0
     """size of a value head; that of queries and keys is head_dim"""
+    normalises_heads: bool = False
+    """queries and keys have norms"""
+    norms_of_results: int = 0
+    """number of norms in a layer that follow attention or the MLP"""
 
     def as_config(self) -> dict[str, object]:
         """Return the sizes under the names of config.json."""
         own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers", "mlp_layers")
-        own += ("latent_size", "dense_mlps", "dense_size", "has_router_biases")
+        own += ("latent_size", "dense_mlps", "dense_size", "has_router_biases", "normalises_heads", "norms_of_results")
         own += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")  # no known model has latent attention
         if not self.recurrent_layers:
             own += RECURRENT_SIZES
@@ -320,11 +324,17 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
     heads = sizes["num_attention_heads"]
     derived = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
     tied = bool(known.get("tie_word_embeddings", False))
-    fused = made is not None and made.fused_tensors
-    biased = made is not None and made.experts is not None and made.experts.sigmoid
+    structure: dict[str, object] = {}
+    if made is not None:
+        structure = {
+            "fused_tensors": made.fused_tensors,
+            "has_router_biases": made.experts is not None and made.experts.sigmoid,
+            "normalises_heads": made.qk_norm != "none" and bool(known.get("use_qk_norm", True)),
+            "norms_of_results": sum(place.startswith("after") for place in made.norms),
+        }
     more = (
         (expert_sizes(known) if "E" in str(known.get("hybrid_override_pattern", "E")) else {})
         | recurrent_sizes(known)
         | latent_sizes(known)
     )
-    return ModelSizes(**derived | sizes | more, tie_word_embeddings=tied, fused_tensors=fused, has_router_biases=biased)
+    return ModelSizes(**derived | sizes | more | structure, tie_word_embeddings=tied)

@@ -26,7 +26,7 @@ def test_banner_lists_model_steps_device_memory_and_folders(tmp_path, monkeypatc
     assert rows["model"] == "smollm2-135m-instruct, 135 million parameters, bfloat16"
     assert rows["steps"] == "20 or 1000 epochs, of 16 prompts with 8 answers each"
     assert rows["device"] == "cpu, 3 threads on 4 cores"
-    assert "at the peak, in policy training; fits into this machine's" in rows["memory"]
+    assert "at the peak, in generation; fits into this machine's" in rows["memory"]
     assert rows["folder"] == f"{saved}, starts from scratch"
     assert rows["report"] == f"file://{logs}/exp_007/report.html"
     # 50 * 51 / 2 unordered pairs of 1 to 50, and those off the diagonal twice, less what is held out

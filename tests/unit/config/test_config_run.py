@@ -102,7 +102,7 @@ def test_memory_estimate_of_ppo_includes_the_critic():
         )
     ]
     phases = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", overrides))
-    assert [phase.name for phase in phases][-1] == "value training"
+    assert "value training" in [phase.name for phase in phases]
     without = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", [*overrides, "ppo.adv_estimator.name=raw_reward"]))
     assert all("value" not in part for phase in without for part, _ in phase.parts)
 

@@ -56,8 +56,9 @@ def test_memory_estimate_includes_dedicated_engines():
     def parts(*overrides):
         return {name: size for phase in forecast(load(*overrides)) for name, size in phase.parts}
 
-    one = (*workers(1, 1), "policy.precision=bfloat16")
-    two = (*workers(1, 3), APART, f"{RESOURCES}.gpus_per_node=2", "policy.precision=bfloat16")
+    kind = ("policy.precision=bfloat16", "policy.generation.packed_weights=on")
+    one = (*workers(1, 1), *kind)
+    two = (*workers(1, 3), APART, f"{RESOURCES}.gpus_per_node=2", *kind)
     alone, apart = parts(*one), parts(*two)
     weights = alone["policy weights"]
     assert apart["policy weights"] == weights and apart["policy master weights"] == 2 * weights

@@ -1,0 +1,116 @@
+"""The buffers that the native core keeps between its passes: bytes per token, as csrc/model/workspace.h lists them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_rl_cpp.models.model_sizes import ModelSizes
+
+KEY_TILE = 32
+"""tokens of a block of the KV cache (csrc/kernels/attention.h)"""
+_VOCAB_BLOCK, _ROW_BLOCK, _FUSED_ROWS, _FUSED_LOGITS = 2048, 64, 1024, 56_000_000
+"""The LM head computes the logits of up to _FUSED_ROWS rows, at most _FUSED_LOGITS numbers, before their loss is known,
+in blocks of _VOCAB_BLOCK columns (csrc/kernels/product_figures.h)."""
+_SUM = 4
+"""bytes of a number of the residual stream and of gradients that are summed: float32"""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The bytes that buffers take per token of a pass.
+
+    Args:
+        sizes: the model's sizes.
+        width: bytes of a number of the precision: 2 or 4.
+    """
+
+    sizes: ModelSizes
+    width: int
+
+    @property
+    def _mixer(self) -> float:
+        """Return the bytes that a layer's mixer stores: the projection, before and after the norm of queries and keys,
+        and the result; the average over all layers."""
+        s, layers = self.sizes, self.sizes.num_hidden_layers
+        query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
+        gate = query if s.recurrent_layers and not s.mlp_layers else 0
+        projections = 2 if s.normalises_heads else 1
+        latents = (s.q_lora_rank or query) + s.kv_lora_rank + s.qk_rope_head_dim if s.kv_lora_rank else 0
+        stored = projections * (query + 2 * key_value) + gate + query + latents
+        attention = self.width * stored + _SUM * s.num_attention_heads
+        recurrent = self.width * 2 * (s.convolved + s.recurrent_values) if s.recurrent_layers else 0
+        return (attention * s.attention_layers + recurrent * len(s.recurrent_layers)) / layers
+
+    @property
+    def _columns(self) -> float:
+        """Return the intermediate size of all MLPs that process a token; the average over all layers."""
+        s = self.sizes
+        return self._inner * (len(s.mlp_layers) / s.num_hidden_layers if s.mlp_layers else 1)
+
+    @property
+    def layer(self) -> float:
+        """Return the bytes that a layer stores for its backward pass (csrc/model/layer_activations.h)."""
+        s = self.sizes
+        streams = (1 if s.mlp_layers else 2) + s.norms_of_results
+        gates = s.mlp_matrices - 1
+        return self._mixer + gates * self.width * self._columns + streams * (_SUM * s.hidden_size + _SUM)
+
+    @property
+    def kept(self) -> float:
+        """Return the bytes that all layers store (csrc/model/kept_activations.h)."""
+        return self.layer * self.sizes.num_hidden_layers + _SUM * self.sizes.hidden_size
+
+    @property
+    def _inner(self) -> float:
+        """Return the number of activated columns of a token in the layer with the most."""
+        return self.sizes.experts_per_token * self.sizes.intermediate_size + self.sizes.shared_expert_size
+
+    @property
+    def _scratch(self) -> float:
+        """Return the bytes of the buffers that all layers of a forward pass share. Experts have inputs and outputs that
+        are sorted by expert (csrc/model/experts.cpp)."""
+        s = self.sizes
+        results = (self.width + _SUM) * s.hidden_size if s.norms_of_results else 0
+        rows = s.experts_per_token * (self.width + _SUM) * (s.latent_size or s.hidden_size)
+        by_expert = rows + _SUM * s.hidden_size * bool(s.shared_expert_size) if s.experts > 1 else 0
+        return self.width * (s.hidden_size + self._inner) + results + by_expert
+
+    def head(self, scored: float) -> float:
+        """Return the bytes of the LM head's inputs, and of their gradients, if the share `scored` of all tokens has
+        logits."""
+        return scored * self.sizes.hidden_size * (3 * _SUM + self.width)
+
+    def training(self, checkpointing: bool, scored: float) -> float:
+        """Return the bytes of a forward and a backward pass. `checkpointing`: the backward pass recomputes each layer."""
+        s, layers = self.sizes, self.sizes.num_hidden_layers
+        stored = self.layer * layers
+        if checkpointing:
+            stored = self.layer + (layers + 1) * _SUM * s.hidden_size
+        return stored + self.backward + self.head(scored)
+
+    @property
+    def backward(self) -> float:
+        """Return the bytes of a backward pass, apart from what the layers store: gradients, and the last stream."""
+        s = self.sizes
+        query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
+        by_expert = s.experts_per_token * (s.latent_size or s.hidden_size) if s.experts > 1 else 0
+        columns = s.mlp_matrices * self._inner + by_expert
+        streams = 3 * _SUM * s.hidden_size + self.width * (s.hidden_size + 2 * query + 2 * key_value)
+        return streams + self.width * columns + self._scratch
+
+    def scoring(self, scored: float) -> float:
+        """Return the bytes of a forward pass that stores nothing."""
+        head = scored * self.sizes.hidden_size * (_SUM + self.width)
+        return _SUM * self.sizes.hidden_size + self._mixer + self._scratch + head
+
+    @property
+    def prefill(self) -> float:
+        """Return the bytes of a forward pass in generation."""
+        return 2 * _SUM * self.sizes.hidden_size + self.layer + self._scratch
+
+    def logits(self, rows: float) -> float:
+        """Return the bytes of the logits that the LM head holds at a time in training, and of their gradients."""
+        blocks = -(-self.sizes.vocab_size // _VOCAB_BLOCK)
+        most = _FUSED_LOGITS // (blocks * _VOCAB_BLOCK) // _ROW_BLOCK * _ROW_BLOCK
+        at_once = min(max(_ROW_BLOCK, min(most, _FUSED_ROWS)), rows)
+        return at_once * _VOCAB_BLOCK * (_SUM * blocks + self.width)

@@ -1,0 +1,42 @@
+"""The forecast of memory against the peak of whole runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "measured_run.py"
+SMALL = {"model_type": "llama", "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,
+         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+LORA = {"policy__dtensor_cfg__lora_cfg__enabled": True}
+NOT_KEPT = {"policy__kept_activations_gb": 0.0}
+SHAPES = {
+    "bfloat16": {},
+    "large_vocabulary": {"shape": {"vocab_size": 65536, "tie_word_embeddings": False, "num_hidden_layers": 2}},
+    "recomputed": {"policy__dtensor_cfg__activation_checkpointing": True, "shape": {"num_hidden_layers": 16}},
+    "norms": {"shape": {"model_type": "olmo2"}},
+    "adapters": LORA | {"policy__dtensor_cfg__lora_cfg__merge": False, "shape": {"num_hidden_layers": 24}},
+    "quantised": LORA | {"policy__quantization": "q4_0", "shape": {"num_hidden_layers": 24}},
+    "experts": {"shape": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "num_hidden_layers": 4}},
+}  # fmt: skip
+
+
+def measured(folder, **keys):
+    keys = NOT_KEPT | keys | {"shape": SMALL | keys.get("shape", {})}
+    run = [sys.executable, str(SCRIPT), str(folder), json.dumps(keys)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+QUICK = ("bfloat16", "quantised")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in SHAPES]
+)
+def test_forecast_is_within_a_tenth_of_the_measured_peak(tmp_path, name):
+    found = measured(tmp_path, **SHAPES[name])
+    assert found["exact"] and found["forecast"] == pytest.approx(found["peak"], rel=0.1), found

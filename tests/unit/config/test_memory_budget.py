@@ -1,0 +1,93 @@
+"""What follows from policy.memory_budget_gb: which settings are given up, which stay, and what is an error."""
+
+import pytest
+from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
+from nemo_rl_cpp.config.errors import ConfigError
+from nemo_rl_cpp.config.master import GRPOMasterConfig, checked
+from nemo_rl_cpp.models.budget import budget_text, within_budget
+from nemo_rl_cpp.models.memory import forecast
+
+NAME = "grpo_arithmetic_smollm2.yaml"
+
+
+def chosen(gigabytes, *overrides, name=NAME):
+    return within_budget(load_grpo_config(name, [f"policy.memory_budget_gb={gigabytes}", *overrides]))
+
+
+def peak(config):
+    return max(phase.total for phase in forecast(config)) / 1e9
+
+
+def settings(config):
+    policy = config.policy
+    return (
+        policy.generation.kv_cache_gb is not None, policy.activation_checkpointing, not policy.kept_activations_gb, -policy.train_micro_batch_size,
+    )  # fmt: skip
+
+
+def test_sufficient_budget_only_keeps_generations_activations():
+    plain, config = load_grpo_config(NAME), chosen(100)
+    assert config.policy.kept_activations_gb > 0
+    kept = {"memory_budget_gb": None, "kept_activations_gb": None}
+    assert config.policy.model_copy(update=kept).model_dump() == plain.policy.model_dump()
+    assert within_budget(plain) is plain and budget_text(plain) is None
+
+
+def test_smaller_budgets_give_up_settings_in_the_documented_order():
+    rows = [chosen(gigabytes) for gigabytes in (6, 5, 4.5, 4.1, 3.7, 3.5, 3.3)]
+    assert all(peak(row) <= row.policy.memory_budget_gb for row in rows)
+    assert [settings(row) for row in rows] == sorted(map(settings, rows)) and len(set(map(settings, rows))) > 4
+    for row in rows:
+        tokens = row.policy.train_micro_batch_size * row.policy.max_total_sequence_length
+        assert row.policy.sequence_packing.train_mb_tokens == tokens
+        assert row.policy.sequence_packing.logprob_mb_tokens <= tokens
+        assert within_budget(row).policy == row.policy
+        assert checked(row, GRPOMasterConfig) is row and within_budget(row).policy == row.policy
+
+
+def test_keys_that_are_set_where_the_budget_is_set_stay(tmp_path):
+    assert chosen(4, "policy.train_micro_batch_size=16").policy.train_micro_batch_size == 16
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        f"defaults: {NAME}\npolicy:\n  memory_budget_gb: 4\n  kept_activations_gb: 0.01\n  train_micro_batch_size: 8\n"
+    )
+    policy = within_budget(load_grpo_config(file)).policy
+    assert (policy.train_micro_batch_size, policy.kept_activations_gb) == (8, 0.01)
+    given = {
+        **load_grpo_config(NAME).model_dump(),
+        "policy": {**load_grpo_config(NAME).policy.model_dump(exclude_unset=True), "memory_budget_gb": 8.0},
+    }
+    assert within_budget(GRPOMasterConfig(**given)).policy.train_micro_batch_size == 16
+
+
+def test_budget_below_the_least_memory_is_an_error_that_names_it():
+    with pytest.raises(
+        ConfigError, match=r"policy.memory_budget_gb is 2, but this run needs 3\.\d+ GB with micro-batches of 1 sample"
+    ) as error:
+        chosen(2)
+    least = float(str(error.value).rpartition("set it to ")[2].split()[0])
+    assert peak(chosen(least)) <= least
+    with pytest.raises(
+        ConfigError, match=r"with micro-batches of 16 samples.*\(policy.train_micro_batch_size is set and stays\)"
+    ):
+        chosen(2, "policy.train_micro_batch_size=16")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("cluster.device=cuda", "runs on cuda"),
+        ("cluster.executor=processes", "has several processes"),
+        ("policy.backend=hf", "trains with hf"),
+    ],
+)
+def test_budget_is_an_error_for_runs_whose_memory_is_not_planned(override, reason):
+    with pytest.raises(ConfigError, match=f"this run {reason}, whose memory is not planned: set it to null"):
+        load_grpo_config(NAME, ["policy.memory_budget_gb=4", override])
+
+
+def test_budget_is_an_error_with_a_critic_or_an_unknown_model():
+    with pytest.raises(ConfigError, match="this run has a critic"):
+        load_ppo_config("ppo_tiny.yaml", ["++policy.memory_budget_gb=4"])
+    with pytest.raises(ConfigError, match="needs the sizes of owner/nameless"):
+        chosen(4, "policy.model_name=owner/nameless", name="grpo_math_1B.yaml")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.algorithms.hooks import StepResult
 from nemo_rl_cpp.algorithms.step import (
     mask_by_logprob_error,
+    overwrite_advantages,
     require_valid_tokens,
     select_tokens,
     step_result,
@@ -46,6 +47,7 @@ def train_loop(run: "TrainingRun") -> None:
                         require_valid_tokens(samples, batch, config.algorithm)
                 with timer("advantage_calculation"):
                     run.advantages.add(batch)
+                    metrics |= overwrite_advantages(batch, samples.message_log, loop.message_advantages)
                     metrics |= select_tokens(batch, config.loss_fn, loop.seed, state.step)
                 metrics |= train_epochs(run, batch, timer)
                 with timer("metrics"):

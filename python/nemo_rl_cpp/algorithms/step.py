@@ -4,7 +4,7 @@ training epochs, metrics."""
 from __future__ import annotations
 
 import random
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,10 @@ from nemo_rl_cpp.algorithms.collector import Collected
 from nemo_rl_cpp.algorithms.hooks import StepResult
 from nemo_rl_cpp.algorithms.loss import LossFunction
 from nemo_rl_cpp.config.loss import ClippedPGLossConfig
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.metrics.timer import Timer
 from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
-from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch
+from nemo_rl_cpp.rollouts.batches import Rollouts, TrainBatch, sampled_by_policy
 
 if TYPE_CHECKING:
     from nemo_rl_cpp.algorithms.build import TrainingRun
@@ -174,6 +175,36 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
     variance = metrics.get("returns_sq_mean", 0.0) - returns**2
     metrics["explained_var"] = 1.0 - residual_variance / max(variance, 1e-8)
     return {f"critic/{name}": value for name, value in metrics.items()}
+
+
+# ---- responses with an advantage of their own
+
+
+def overwrite_advantages(
+    batch: TrainBatch, logs: Sequence[LLMMessageLogType], of_flag: Mapping[str, float]
+) -> dict[str, float]:
+    """Give all tokens of a response that has a flag of `of_flag` this flag's advantage; the first flag counts. Return
+    the number of responses, and of each flag the number and the share of the responses that it changed, under NeMo RL's
+    metric names. Return {} if `of_flag` is empty.
+    """
+    if not of_flag:
+        return {}
+    advantages, begin = batch.advantages.clone(), 0
+    changed, responses = {"is_invalid_tool_call": 0, "has_malformed_thinking": 0}, 0
+    for message in (message for log in logs for message in log):
+        end = begin + message["token_ids"].numel()
+        if sampled_by_policy(message):
+            responses += 1
+            if (flag := next((flag for flag in of_flag if message.get(flag)), None)) is not None:
+                advantages[begin:end] = of_flag[flag]
+                changed[flag] += 1
+        begin = end
+    batch.advantages = advantages
+    calls, thinking = changed["is_invalid_tool_call"], changed["has_malformed_thinking"]
+    return {
+        "invalid_tool_call_rate": calls / max(responses, 1), "malformed_thinking_rate": thinking / max(responses, 1),
+        "num_invalid_tool_calls": calls, "num_malformed_thinking": thinking, "num_assistant_messages": responses,
+    }  # fmt: skip
 
 
 # ---- selection of the tokens on which the policy trains

@@ -135,6 +135,9 @@ class VerifiersEnvConfig(Section):
     )
 
 
+TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
+
+
 class NemoGymEnvConfig(Section):
     """Rollouts by the agents and resource servers of the package NeMo Gym, which the run starts. This needs
     policy.generation.expose_http_server. Keys that are not listed are passed to NeMo Gym."""
@@ -161,8 +164,8 @@ class NemoGymEnvConfig(Section):
         "Time limit in seconds for one rollout. A rollout that takes longer gets reward 0 and is not trained on.",
         gt=0,
     )
-    invalid_tool_call_patterns: list[str] | None = no_effect(
-        None, "they are read for grpo.invalid_tool_call_advantage alone, which is not supported"
+    invalid_tool_call_patterns: list[str] | None = only(
+        None, list(TOOL_CALL_TAGS), why="grpo.invalid_tool_call_advantage looks for these four tags"
     )
     thinking_tags: list[str] | None = only(["<think>", "</think>"], why="reward_penalties reads these tags")
     rollout_max_attempts_to_avoid_lp_nan: Int = no_effect(1, "a log-probability that is not finite ends the run")

@@ -98,17 +98,7 @@ class Report:
 
 # ---- unknown keys
 
-_DEAD = {
-    "penalize_invalid_tool_call": "grpo.invalid_tool_call_advantage, which is not supported here",
-    "invalid_tool_call_strategy": "grpo.invalid_tool_call_advantage, which is not supported here",
-    "penalize_malformed_thinking": "reward_penalties.penalize_malformed_think_tag",
-    "use_combined_training": "none: NeMo RL has no such setting",
-    "dynamic_sampling_oversample_ratio": "grpo.batch_multiplier",
-    "do_not_average_loss": "loss_fn.loss_agg_mode",
-    "scale_loss_by_dp_cp_size": "none: gradients are sums over the tokens of the batch",
-    "zero_variance_prompt_filtering": "grpo.use_dynamic_sampling",
-    "enforce_monotonicity": "none: sampling has no such setting",
-}
+_DEAD = {"zero_variance_prompt_filtering": "grpo.use_dynamic_sampling"}
 """Keys in NeMo RL's own recipes that neither NeMo RL nor this package reads -> the key that has the effect."""
 
 

@@ -15,7 +15,7 @@ from nemo_rl_cpp import _config
 from nemo_rl_cpp.errors import keep_out_of_files, short_path
 
 from .access import mapped, plain
-from .base import Section, additions, mistakes, section_at, walk
+from .base import Section, additions, check_marks, mistakes, section_at, walk
 from .env import environment_sections
 from .errors import KINDS, ConfigError, Problem, Report, dotted_key, explained, sentence, unknown_key
 from .master import (
@@ -294,6 +294,8 @@ def _validate(data: dict[str, object], model: type[Master], report: Report) -> M
             if isinstance(env.get(name), dict):
                 checked = _validate_part(env[name], inner, ("env", name), model, report)
                 env[name] = checked.model_dump(exclude_unset=True) if checked is not None else {}
+                if checked is not None:
+                    check_marks(checked, f"env.{name}.", report)
     return _validate_part(data, model, (), model, report)
 
 

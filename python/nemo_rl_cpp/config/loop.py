@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -159,6 +160,8 @@ class OnePassLoop(Section):
     """The first step (from 0) that trains the policy; earlier steps train only the critic."""
     masked_rewards_are_out: ClassVar[bool] = False
     """Whether samples that are not trained on are excluded from the statistics of their group."""
+    message_advantages: ClassVar[Mapping[str, float]] = {}
+    """Flag of a response -> the advantage that its tokens get; the first flag of a response counts."""
     leave_one_out: ClassVar[bool] = True
     """Whether the logged baseline of a sample excludes its own reward."""
 
@@ -359,6 +362,16 @@ class GRPOConfig(LoopConfig):
         "prompt that is too long). include: they count in the baseline and standard deviation of their "
         "group, and when dynamic sampling decides whether to keep the group. exclude: they do not count.",
     )
+    invalid_tool_call_advantage: Real | None = key(
+        None,
+        "Rollouts of agents: advantage of the tokens of a response that has a tag of a tool call, for example "
+        "`<tool_call>`, but no complete tool call. The bounds above do not apply to it. null: as the estimator computes.",
+    )
+    malformed_thinking_advantage: Real | None = key(
+        None,
+        "Rollouts of agents: advantage of the tokens of a response with `<think>` or `</think>` in its answer, or, "
+        "if it has no answer, with one of these tags several times in its reasoning. null: as the estimator computes.",
+    )
     length_penalty: LengthPenaltyConfig | None = key(
         None,
         "Bonuses and penalties for length within each group, applied before reward_scaling and "
@@ -374,6 +387,14 @@ class GRPOConfig(LoopConfig):
     @property
     def masked_rewards_are_out(self) -> bool:
         return self.masked_reward_policy == "exclude"
+
+    @property
+    def message_advantages(self) -> Mapping[str, float]:
+        of_flag = {
+            "is_invalid_tool_call": self.invalid_tool_call_advantage,
+            "has_malformed_thinking": self.malformed_thinking_advantage,
+        }
+        return {flag: value for flag, value in of_flag.items() if value is not None}
 
     @property
     def leave_one_out(self) -> bool:

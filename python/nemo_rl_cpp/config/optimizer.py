@@ -320,6 +320,11 @@ class MegatronConfig(Section):
         "Accepted without effect, because NeMo RL's files contain it. The router of a mixture-of-experts "
         "model is always trained; a notice reports this.",
     )
+    mtp_num_layers: Count = key(
+        0,
+        "Accepted without effect if mtp_detach_heads is true, because NeMo RL's files contain it; otherwise only 0. "
+        "Heads for multi-token prediction are not trained, and saved models do not have them; a notice reports this.",
+    )
 
 
 PARALLEL_SIZES = {

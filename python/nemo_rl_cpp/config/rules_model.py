@@ -350,7 +350,13 @@ def balance_wanted(model: TrainedModelConfig, has_bias: bool = False) -> Iterato
 
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report settings that backend hf does not support. `name` is the model's section."""
+    """Report heads for multi-token prediction that change the policy, and settings that backend hf does not support.
+    `name` is the model's section."""
+    megatron = model.megatron_cfg
+    if megatron.enabled and megatron.mtp_num_layers and not megatron.mtp_detach_heads:
+        text = f"is {megatron.mtp_num_layers} with mtp_detach_heads false, so the loss of these heads would change the policy"
+        text += ", and it is not computed: set this to 0, or mtp_detach_heads to true, which leaves the heads untrained"
+        report.add(f"{name}.megatron_cfg.mtp_num_layers", text)
     if model.backend != "hf":
         return
     _check_installed(model.backend, f"{name}.backend", report)
@@ -533,6 +539,12 @@ def _check_agents(config: TrainMasterConfig, report: Report) -> None:
         report.add("env.should_use_nemo_gym", text)
     agent = next((name for name in names if name in _AGENTS), None)
     if agent is None:
+        for name in ("invalid_tool_call_advantage", "malformed_thinking_advantage"):
+            if (value := getattr(config.loop, name, None)) is not None:
+                text = (
+                    f"is {value}, but only responses to an agent have such flags: set it to null, or env_name to one of"
+                )
+                report.add(f"{config.algorithm}.{name}", f"{text} {', '.join(_AGENTS)}")
         return
     if not config.policy.generation.expose_http_server:
         report.add(EXPOSED, f"is false, but the agent of env.{agent} asks the policy over HTTP: set it to true")

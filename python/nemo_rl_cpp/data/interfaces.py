@@ -33,12 +33,16 @@ class Message(TypedDict, total=False):
         content: the text.
         token_ids: int64 [S].
         generation_logprobs: float32 [S], only in messages that the policy has sampled.
+        is_invalid_tool_call: True if the response to an agent has tags of a tool call, but no complete one.
+        has_malformed_thinking: True if the response to an agent has thinking tags where none belong.
     """
 
     role: str
     content: str
     token_ids: torch.Tensor
     generation_logprobs: torch.Tensor
+    is_invalid_tool_call: bool
+    has_malformed_thinking: bool
 
 
 LLMMessageLogType = list[Message]

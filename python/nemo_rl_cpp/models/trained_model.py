@@ -26,7 +26,7 @@ from nemo_rl_cpp.distributed.ranks import GradientSums, OtherRankFailedError, Ra
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
-from nemo_rl_cpp.models.model_folder import ModelFolder, note_trained_router, open_model_folder
+from nemo_rl_cpp.models.model_folder import ModelFolder, note_trained_router, open_model_folder, say_once
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import (
     GlobalBatchResult,
@@ -120,6 +120,11 @@ class TrainedModel:
         folder.check_mixers(config, self.section)
         if config.megatron_cfg.enabled and config.megatron_cfg.freeze_moe_router and "experts" in folder.native():
             note_trained_router(f"{folder.config['model_type']}'s router", self.section)
+        if config.megatron_cfg.enabled and config.megatron_cfg.mtp_num_layers:
+            key = f"{self.section}.megatron_cfg.mtp_num_layers"
+            say_once(
+                "note", f"heads for multi-token prediction ({key}) are not trained, and saved models do not have them"
+            )
         return folder
 
     def _slices(self) -> Slices:

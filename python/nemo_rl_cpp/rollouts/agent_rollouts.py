@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from nemo_rl_cpp.config.env import TOOL_CALL_TAGS
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType, TokenizerType, tokens_of
 from nemo_rl_cpp.data.texts import text_of
 from nemo_rl_cpp.environments.agents import AgentResult, AgentTask
@@ -13,6 +14,7 @@ from nemo_rl_cpp.environments.interfaces import Environment
 from nemo_rl_cpp.environments.remote import answer_of, call_remote
 from nemo_rl_cpp.rollouts.batches import DatumBatch
 from nemo_rl_cpp.rollouts.rollout_metrics import SampleStats, environment_metrics, rollout_metrics
+from nemo_rl_cpp.serving.chat import END_OF_THINKING, THINK, find_calls
 from nemo_rl_cpp.serving.generation import ServedDedicatedGeneration, ServedGeneration
 from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
 
@@ -131,15 +133,40 @@ def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLo
     log: LLMMessageLogType = []
     before = 0
     for call in chain:
-        new = call.prompt_ids[before:]
+        new, prompt = call.prompt_ids[before:], ""
         if new:
             role = "environment" if log else "user"
-            text = text_of(tokenizer, new, call.prompt_ids[:before], skip_special=False)
-            log.append({"role": role, "content": text, "token_ids": torch.tensor(new)})
+            prompt = text_of(tokenizer, new, call.prompt_ids[:before], skip_special=False)
+            log.append({"role": role, "content": prompt, "token_ids": torch.tensor(new)})
         ids, logprobs = call.sample.token_ids, torch.tensor(call.sample.logprobs, dtype=torch.float32)
         text = text_of(tokenizer, ids, call.prompt_ids)
         log.append(
             {"role": "assistant", "content": text, "token_ids": torch.tensor(ids), "generation_logprobs": logprobs}
         )
+        spelled = text_of(tokenizer, ids[:-1] if call.stopped else ids, call.prompt_ids, skip_special=False)
+        log[-1] |= flags_of(spelled, opens_thinking=prompt.rstrip().endswith(THINK))
         before = len(call.prompt_ids) + len(ids)
     return log
+
+
+def flags_of(text: str, opens_thinking: bool) -> dict[str, bool]:
+    """Return the flags of a response that are true, by NeMo RL's rules for NeMo Gym. They look at the end of the
+    response: a complete tool call has no flag, otherwise the answer counts, or, if it is empty, the reasoning.
+
+    A tag of a tool call there means `is_invalid_tool_call`. `has_malformed_thinking`: a thinking tag in the answer, or
+    the same one several times in the reasoning. `opens_thinking` says that the prompt ends with `<think>`.
+    """
+    if find_calls(text, "", opens_thinking).calls:
+        return {}
+    reasoning, end, answer = text.partition(END_OF_THINKING)
+    begins = text.lstrip().startswith(THINK)
+    if not end and not opens_thinking and not begins:
+        reasoning, answer = "", text
+    elif begins:
+        reasoning = reasoning.lstrip().removeprefix(THINK)
+    part, most = (answer, 0) if answer.strip() else (reasoning, 1)
+    flags = {
+        "is_invalid_tool_call": any(tag in part for tag in TOOL_CALL_TAGS),
+        "has_malformed_thinking": any(part.count(tag) > most for tag in (THINK, END_OF_THINKING)),
+    }
+    return {name: True for name, is_set in flags.items() if is_set}

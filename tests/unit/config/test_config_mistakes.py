@@ -127,8 +127,11 @@ BAD_FILES = {
         ["fp8", "float32 or bfloat16"]),
     "dead key": (
         "grpo:\n  zero_variance_prompt_filtering: true", "grpo.zero_variance_prompt_filtering", 2, ["read by nothing", "grpo.use_dynamic_sampling"]),
-    "dead key of a gym": (
-        "grpo:\n  penalize_invalid_tool_call: true", "grpo.penalize_invalid_tool_call", 2, ["grpo.invalid_tool_call_advantage"]),
+    "advantage of tool calls without an agent": (
+        "grpo:\n  invalid_tool_call_advantage: -5", "grpo.invalid_tool_call_advantage", 2, ["only responses to an agent", "set it to null"]),
+    "heads that would change the policy": (
+        "policy:\n  model_name: m\n  megatron_cfg: {enabled: true, mtp_num_layers: 2}", "policy.megatron_cfg.mtp_num_layers", 3,
+        ["would change the policy", "mtp_detach_heads to true"]),
     "router replay": (
         "policy:\n  model_name: m\n  backend: hf\n  router_replay: {enabled: true}", "policy.router_replay.enabled", 4, ["native"]),
     "weights without gdpo": (
@@ -173,6 +176,8 @@ BAD_FILES = {
     "an unread key": (
         "grpo:\n  dynamic_sampling_oversample_ratio: 2", "grpo.dynamic_sampling_oversample_ratio", 2, ["read by nothing", "grpo.batch_multiplier"]),
     "NeMo Gym": ("env:\n  should_use_nemo_gym: true\n  arithmetic: {}", "env.should_use_nemo_gym", 2, ["no data set has the env_name nemo_gym"]),
+    "NeMo Gym's levels of effort": (
+        "env:\n  nemo_gym: {effort_levels: {low_weight: 0.1}}\n  arithmetic: {}", "env.nemo_gym.effort_levels", 2, ["grpo.length_penalty"]),
     "reward model": ("env:\n  reward_model: {enabled: true}\n  arithmetic: {}", "env.reward_model.enabled", 2, ["not supported", "register_env"]),
     "environment": ("data:\n  train: {dataset_name: arithmetic, env_name: arithmetik}", "data.train.env_name", 2, ["did you mean arithmetic"]),
     "environment key": ("env:\n  math: {math_verify_imp: x}\n  arithmetic: {}", "env.math.math_verify_imp", 2, ["did you mean math_verify_impl"]),

@@ -46,11 +46,11 @@ REASONS = {
         "freeze_config", "pow2_weight_scaling", "refit_cache_loader",
     ),
     "LoRA": ("lora_cfg", "peft"),
-    "speculative decoding trained along": ("draft", "mtp_num_layers"),
+    "speculative decoding trained along": ("draft",),
     "distillation over the whole vocabulary": ("on_policy_distillation.full",),
     "a truncation of weights without its type": ("truncated_importance_sampling_ratio",),
-    "advantages of NeMo Gym's invalid tool calls": ("invalid_tool_call", "malformed_thinking"),
     "keys of an earlier NeMo Gym": ("data.train", "jsonl_fpath", "agent_name", "should_use_nemo_gym"),
+    "rewards by levels of effort": ("effort_levels",),
     "an environment that is not there": ("sliding_puzzle", "add_system_prompt", "reward_model", "env_name"),
     "keys that nothing reads": ("num_train_samples_to_print",),
 }  # fmt: skip
@@ -157,7 +157,7 @@ def test_most_nemo_rl_recipes_load_unchanged(walk, capsys):
         print("models without a native architecture, by number of files that load:")
         for model, count in models.most_common():
             print(f"  {count:3} {model}")
-    assert len(walk) >= 279 and len(loaded(walk)) >= 188 and len(native) >= 177
+    assert len(walk) >= 279 and len(loaded(walk)) >= 204 and len(native) >= 184
 
 
 @pytest.mark.slow

@@ -48,7 +48,8 @@ def load(path, overrides=None, length=None, dtype=torch.float32):
 def of_transformers(path):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    eager = dict(attn_implementation="eager", experts_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **eager).eval()
 
 
 def greedy(hf, prompt, count=6):

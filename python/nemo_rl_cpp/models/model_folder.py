@@ -154,8 +154,8 @@ class ModelFolder:
             )
         mixers = {"recurrent": "recurrent layers", "latent": "latent attention"}
         what = next((name for part, name in mixers.items() if part in self.native()), None)
-        generation = getattr(model, "generation", None)
-        if what is not None and generation is not None and generation.runs_vllm:
+        generation = None if what is None else getattr(model, "generation", None)
+        if generation is not None and generation.runs_vllm:
             raise ModelFolderError(
                 f"{section}.generation.backend is vllm, but {self.config['model_type']} has {what}, whose weights are not sent to vLLM: set it to native"
             )

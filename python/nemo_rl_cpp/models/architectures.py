@@ -113,6 +113,11 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The names that config.json may use for the number of experts."""
 
 
+def has_experts(form: Mapping[str, Plain]) -> bool:
+    """Return whether the pattern of layers has experts; other architectures have no pattern."""
+    return "E" in str(form.get("hybrid_override_pattern", "E"))
+
+
 def layers_with_experts(form: Form) -> list[int]:
     """Return the indices of the layers with a mixture of experts, according to hybrid_override_pattern, to
     mlp_layer_types, or to mlp_only_layers, decoder_sparse_step and first_k_dense_replace."""

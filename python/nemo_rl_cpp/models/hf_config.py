@@ -26,6 +26,7 @@ from nemo_rl_cpp.models.architectures import (
     WITH_A_TEXT_SECTION,
     Architecture,
     Experts,
+    has_experts,
     layers_with_experts,
 )
 
@@ -256,7 +257,7 @@ def _check(form: Mapping[str, Plain]) -> None:
         if key in form and not rope.is_number(form[key]):
             raise ModelFolderError(f"{key} is {form[key]!r}, but a number above 0 was expected")
     _check_layers(form)
-    if made.experts is not None and _has_experts(form):
+    if made.experts is not None and has_experts(form):
         _check_experts(form, made.experts)
     if made.recurrent:
         _check_recurrent(form, made)
@@ -281,11 +282,6 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
     _check_sizes({"decoder_sparse_step": 1, **form}, ["decoder_sparse_step"])
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ModelFolderError(f"mlp_only_layers is {dense!r}, but a list of numbers of layers was expected")
-
-
-def _has_experts(form: Mapping[str, Plain]) -> bool:
-    """Return whether the pattern of layers has experts; other architectures have no pattern."""
-    return "E" in form.get("hybrid_override_pattern", "E")
 
 
 def _check_router(form: Mapping[str, Plain], count: int, chosen: int) -> None:
@@ -429,7 +425,7 @@ def architecture(config: Mapping[str, Plain]) -> dict[str, Plain]:
     kept |= {key: bool(kept[key]) for key in _FLAGS if key in kept}
     kept["hidden_act"] = _ACTIVATIONS[form[made.activation]]
     kinds = made.layer_types(form)
-    if not _has_experts(form):
+    if not has_experts(form):
         kept = {key: value for key, value in kept.items() if key not in _EXPERTS}
     if RECURRENT not in kinds and (SLIDING not in kinds or form.get("sliding_window") is None):
         kept = {key: value for key, value in kept.items() if key not in _WINDOW}
@@ -460,7 +456,7 @@ def native_config(
     longest = max_length or max_positions(form)
     layers, ropes = _layers(form, made, longest)
     bias = "attention" in made.biases and bool(form["attention_bias"])
-    experts = made.experts if made.experts is not None and _has_experts(form) else None
+    experts = made.experts if made.experts is not None and has_experts(form) else None
     return {
         **({} if experts is None else {"experts": _experts(form, experts)}),
         **_recurrent(form, made),

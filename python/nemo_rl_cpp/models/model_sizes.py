@@ -18,6 +18,7 @@ from nemo_rl_cpp.models.architectures import (
     RECURRENT,
     RECURRENT_SIZES,
     SUPPORTED_ARCHITECTURES,
+    has_experts,
 )
 from nemo_rl_cpp.models.hf_config import is_size, read_config_file, text_section
 from nemo_rl_cpp.models.latent_attention import SIZES
@@ -332,9 +333,5 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
             "normalises_heads": made.qk_norm != "none" and bool(known.get("use_qk_norm", True)),
             "norms_of_results": sum(place.startswith("after") for place in made.norms),
         }
-    more = (
-        (expert_sizes(known) if "E" in str(known.get("hybrid_override_pattern", "E")) else {})
-        | recurrent_sizes(known)
-        | latent_sizes(known)
-    )
+    more = (expert_sizes(known) if has_experts(known) else {}) | recurrent_sizes(known) | latent_sizes(known)
     return ModelSizes(**derived | sizes | more | structure, tie_word_embeddings=tied)

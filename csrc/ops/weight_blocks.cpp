@@ -1,11 +1,21 @@
 #include "ops/weight_blocks.h"
 
+#include <algorithm>
+#include <string_view>
+
 #include "ops/kernel_types.h"
 #include "runtime/parallel_items.h"
 #include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
 namespace {
+
+struct NamedFormat {
+  std::string_view name;
+  BlockFormat format;
+};
+constexpr NamedFormat kFormats[] = {
+    {"q8_0", BlockFormat::q8_0}, {"q4_0", BlockFormat::q4_0}, {"nf4", BlockFormat::nf4}};
 
 constexpr std::int64_t kWeightsAtOnce = std::int64_t{1} << 16;  ///< that one thread takes
 
@@ -27,19 +37,20 @@ void for_parts(const BlockMatrix& blocks, const F& f) {
 }  // namespace
 
 BlockFormat block_format(const std::string& name) {
-  if (name == "q8_0") return BlockFormat::q8_0;
-  NRL_CHECK_ARG(name == "q4_0", "weights lie in blocks of the format q8_0 or q4_0, not ", name);
-  return BlockFormat::q4_0;
+  const auto* const found = std::ranges::find(kFormats, name, &NamedFormat::name);
+  NRL_CHECK_ARG(found != std::end(kFormats), "weights lie in blocks of the format q8_0, q4_0 or nf4, not ", name);
+  return found->format;
 }
 
 BlockMatrix::BlockMatrix(const at::Tensor& blocks, std::int64_t columns)
     : format_(BlockFormat::q8_0), rows_(blocks.dim() == 2 ? blocks.size(0) : 0), columns_(columns) {
   const std::int64_t bytes = blocks.dim() == 2 ? blocks.size(1) : 0;
-  if (bytes == kernels::block_row_bytes(BlockFormat::q4_0, columns)) format_ = BlockFormat::q4_0;
+  for (const auto& [name, format] : kFormats)
+    if (bytes == kernels::block_row_bytes(format, columns)) format_ = format;
   NRL_CHECK_ARG(blocks.is_cpu() && blocks.dim() == 2 && blocks.is_contiguous() && in_blocks(blocks) &&
                     columns % kernels::kBlockTerms == 0 && bytes == kernels::block_row_bytes(format_, columns),
                 "a matrix of ", columns,
-                " columns in blocks is uint8 on the CPU with rows of 34 (q8_0) or 18 bytes (q4_0) "
+                " columns in blocks is uint8 on the CPU with rows of 34 (q8_0), 18 (q4_0) or 20 bytes (nf4) "
                 "for each 32 columns, got ",
                 blocks.sizes());
   at_ = static_cast<std::byte*>(const_cast<void*>(blocks.const_data_ptr()));

@@ -12,7 +12,7 @@ namespace nemo_rl::ops {
 
 using kernels::BlockFormat;
 
-/// "q8_0" or "q4_0"; throws ArgumentError for another name.
+/// "q8_0", "q4_0" or "nf4"; throws ArgumentError for another name.
 BlockFormat block_format(const std::string& name);
 
 /// Whether the matrix lies in blocks.

@@ -11,7 +11,7 @@ from test_several_processes import BLOCKS, trained, workers
 from test_tensor_parallel import is_exact
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 @pytest.mark.parametrize("more", [(), (*BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some"])
 def test_generation_is_exact_and_the_quantised_base_does_not_change(tmp_path, more, kind):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, f"policy.quantization={kind}", "grpo.max_num_steps=4") as run:

@@ -19,7 +19,7 @@ from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES  # noqa: E4
 
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
 WAYS = {"all weights": (), "LoRA": LORA, "LoRA apart": (*LORA, "++policy.dtensor_cfg.lora_cfg.merge=false")}
-WAYS |= {f"LoRA over {kind}": (*LORA, f"policy.quantization={kind}") for kind in ("q8_0", "q4_0")}
+WAYS |= {f"LoRA over {kind}": (*LORA, f"policy.quantization={kind}") for kind in ("q8_0", "q4_0", "nf4")}
 UNQUANTISED = tuple(way for way in WAYS if "over" not in way)  # those of a model with recurrent layers
 RECURRENT = {
     "qwen3_5_text": {

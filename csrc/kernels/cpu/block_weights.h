@@ -22,6 +22,16 @@ constexpr std::int64_t kHalfBlock = kBlockTerms / 2;
 #endif
 }
 
+/// Bytes of the scale of a block of 4-bit weights.
+template <BlockFormat kFormat>
+constexpr std::int64_t kScaleBytes = kFormat == BlockFormat::nf4 ? 4 : 2;
+
+[[gnu::always_inline, maybe_unused]] inline float single_scale_of(const std::byte* block) {
+  float scale;
+  __builtin_memcpy(&scale, block, sizeof(scale));
+  return scale;
+}
+
 #if defined(__AVX512BW__)
 /// The scale in every lane.
 [[gnu::always_inline]] inline __m512 scales_of(const std::byte* block) {
@@ -64,37 +74,46 @@ template <class T>
   put(weights(0), weights(kHalfBlock), out);
 }
 
-/// The sixteen weights that a block of q4_0 may have.
+/// The sixteen weights that a block may have.
+template <BlockFormat kFormat>
 [[gnu::always_inline]] inline __m512 table_of(const std::byte* block) {
+  if constexpr (kFormat == BlockFormat::nf4)
+    return _mm512_mul_ps(_mm512_set1_ps(single_scale_of(block)), _mm512_loadu_ps(kNormalFloat));
   return _mm512_mul_ps(scales_of(block), _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-[[gnu::always_inline]] inline void unpack_q4_0(const std::byte* block, float* out) {
-  const __m512 table = table_of(block);
-  const __m512i places = _mm512_cvtepu8_epi32(sixteen_bytes(block + 2));  // a look-up takes four bits
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void unpack_halves(const std::byte* block, float* out) {
+  const __m512 table = table_of<kFormat>(block);
+  const __m512i places = _mm512_cvtepu8_epi32(sixteen_bytes(block + kScaleBytes<kFormat>));  // a look-up takes 4 bits
   put(_mm512_permutexvar_ps(places, table), _mm512_permutexvar_ps(_mm512_srli_epi32(places, 4), table), out);
 }
 
 /// Places of the weights of a block in a table of sixteen, in four bits of sixteen. Above them there may be other bits.
+template <BlockFormat kFormat>
 [[gnu::always_inline]] inline __m512i places_of(const std::byte* block) {
   const __m512i bytes_of_words = _mm512_cvtepu8_epi16(_mm256_setr_epi8(
       0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
-  const __m512i words = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen_bytes(block + 2)), bytes_of_words);
+  const __m512i words =
+      _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen_bytes(block + kScaleBytes<kFormat>)), bytes_of_words);
   return _mm512_srlv_epi16(words, shifts);
 }
-[[gnu::always_inline]] inline void unpack_q4_0(const std::byte* block, bfloat16* out) {
-  const __m512 table = table_of(block);
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(places_of(block), rounded(table, table)));  // takes five bits
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void unpack_halves(const std::byte* block, bfloat16* out) {
+  const __m512 table = table_of<kFormat>(block);
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(places_of<kFormat>(block), rounded(table, table)));  // takes 5 bits
 }
 
 /// Two blocks, whose tables share a register.
-[[gnu::always_inline]] inline void unpack_two_q4_0(const std::byte* block, bfloat16* out, bfloat16* out_of_next) {
-  const std::byte* const next = block + block_bytes(BlockFormat::q4_0);
-  const __m512i tables = rounded(table_of(block), table_of(next));
-  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_and_si512(places_of(block), _mm512_set1_epi16(15)), tables));
-  _mm512_storeu_si512(out_of_next,
-                      _mm512_permutexvar_epi16(_mm512_or_si512(places_of(next), _mm512_set1_epi16(16)), tables));
+template <BlockFormat kFormat>
+[[gnu::always_inline]] inline void unpack_two_halves(const std::byte* block, bfloat16* out, bfloat16* out_of_next) {
+  const std::byte* const next = block + block_bytes(kFormat);
+  const __m512i tables = rounded(table_of<kFormat>(block), table_of<kFormat>(next));
+  const __m512i places = _mm512_and_si512(places_of<kFormat>(block), _mm512_set1_epi16(15)),
+                places_of_next = _mm512_or_si512(places_of<kFormat>(next), _mm512_set1_epi16(16));
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(places, tables));
+  _mm512_storeu_si512(out_of_next, _mm512_permutexvar_epi16(places_of_next, tables));
 }
 #else
 template <class T>
@@ -104,14 +123,15 @@ inline void unpack_q8_0(const std::byte* block, T* out) {
   for (std::int64_t i = 0; i < kBlockTerms; ++i) out[i] = static_cast<T>(static_cast<float>(q[i]) * scale);
 }
 
-template <class T>
-inline void unpack_q4_0(const std::byte* block, T* out) {
-  const float scale = scale_of(block);
-  const auto* q = reinterpret_cast<const std::uint8_t*>(block + 2);
-  for (std::int64_t i = 0; i < kHalfBlock; ++i) {
-    out[i] = static_cast<T>(static_cast<float>((q[i] & 15) - 8) * scale);
-    out[i + kHalfBlock] = static_cast<T>(static_cast<float>((q[i] >> 4) - 8) * scale);
-  }
+template <BlockFormat kFormat, class T>
+inline void unpack_halves(const std::byte* block, T* out) {
+  constexpr bool kNormal = kFormat == BlockFormat::nf4;
+  const float scale = kNormal ? single_scale_of(block) : scale_of(block);
+  const auto* q = reinterpret_cast<const std::uint8_t*>(block + kScaleBytes<kFormat>);
+  const auto weight = [&](int code) {
+    return static_cast<T>((kNormal ? kNormalFloat[code] : static_cast<float>(code - 8)) * scale);
+  };
+  for (std::int64_t i = 0; i < kHalfBlock; ++i) out[i] = weight(q[i] & 15), out[i + kHalfBlock] = weight(q[i] >> 4);
 }
 #endif
 

@@ -1,5 +1,5 @@
 // Weights in blocks (kernels/weight_blocks.h): packed when a model is loaded, unpacked strip by strip for the products.
-// Unpacked weights are the same bits in every capability, since each is one product that float32 holds exactly.
+// Unpacked weights are the same bits in every capability, since each is one product in float32.
 #include "kernels/cpu/block_weights.h"
 #include "kernels/cpu/plain.h"
 
@@ -20,29 +20,31 @@ std::uint16_t half_bits_of(float value) {
 }
 
 /// One row of K weights.
-template <class T>
-void unpack_row(BlockFormat format, const std::byte* blocks, std::int64_t K, T* out) {
-  const std::int64_t bytes = block_bytes(format);
+template <BlockFormat kFormat, class T>
+void unpack_row(const std::byte* blocks, std::int64_t K, T* out) {
+  constexpr std::int64_t kBytes = block_bytes(kFormat);
   std::int64_t k = 0;
 #if defined(__AVX512BW__)
-  if constexpr (sizeof(T) == 2)
-    for (; format == BlockFormat::q4_0 && k + 2 * kBlockTerms <= K; k += 2 * kBlockTerms, blocks += 2 * bytes) {
+  if constexpr (sizeof(T) == 2 && kFormat != BlockFormat::q8_0)
+    for (; k + 2 * kBlockTerms <= K; k += 2 * kBlockTerms, blocks += 2 * kBytes) {
       __builtin_prefetch(blocks + kBlocksAhead, 0, 2);
-      unpack_two_q4_0(blocks, out + k, out + k + kBlockTerms);
+      unpack_two_halves<kFormat>(blocks, out + k, out + k + kBlockTerms);
     }
 #endif
-  for (; k < K; k += kBlockTerms, blocks += bytes) {
+  for (; k < K; k += kBlockTerms, blocks += kBytes) {
     __builtin_prefetch(blocks + kBlocksAhead, 0, 2);
-    if (format == BlockFormat::q8_0) unpack_q8_0(blocks, out + k);
-    else unpack_q4_0(blocks, out + k);
+    if constexpr (kFormat == BlockFormat::q8_0) unpack_q8_0(blocks, out + k);
+    else unpack_halves<kFormat>(blocks, out + k);
   }
 }
 
 template <class T>
 void unpack_blocks(BlockFormat format, const std::byte* blocks, std::int64_t rows, std::int64_t K, T* out,
                    std::int64_t ldo) {
-  for (std::int64_t row = 0; row < rows; ++row)
-    unpack_row(format, blocks + row * block_row_bytes(format, K), K, out + row * ldo);
+  const auto unpack = format == BlockFormat::q8_0   ? unpack_row<BlockFormat::q8_0, T>
+                      : format == BlockFormat::q4_0 ? unpack_row<BlockFormat::q4_0, T>
+                                                    : unpack_row<BlockFormat::nf4, T>;
+  for (std::int64_t row = 0; row < rows; ++row) unpack(blocks + row * block_row_bytes(format, K), K, out + row * ldo);
 }
 
 /// The float32 reciprocal; 0 of 0.
@@ -75,6 +77,26 @@ void pack_q4_0(const float* w, std::byte* block) {
     block[sizeof(bits) + i] = static_cast<std::byte>(q(i) | q(i + kHalfBlock) << 4);
 }
 
+/// `largest`: the magnitude of this block and its neighbour.
+void pack_nf4(const float* w, float largest, std::byte* block) {
+  const float scale = largest < kNormalFloatLeast ? 0.0f : largest, inverse = reciprocal(scale);
+  __builtin_memcpy(block, &scale, sizeof(scale));
+  const auto q = [&](std::int64_t i) {
+    int code = 0;
+    for (int c = 0; c < 15; ++c) code += w[i] * inverse > (kNormalFloat[c] + kNormalFloat[c + 1]) / 2;
+    return code;
+  };
+  for (std::int64_t i = 0; i < kHalfBlock; ++i)
+    block[sizeof(scale) + i] = static_cast<std::byte>(q(i) | q(i + kHalfBlock) << 4);
+}
+
+template <class T>
+float largest_magnitude(const T* w, std::int64_t count) {
+  float largest = 0;
+  for (std::int64_t i = 0; i < count; ++i) largest = larger(largest, __builtin_fabsf(static_cast<float>(w[i])));
+  return largest;
+}
+
 template <class T>
 void pack_blocks(BlockFormat format, const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K,
                  std::byte* blocks) {
@@ -82,8 +104,10 @@ void pack_blocks(BlockFormat format, const T* w, std::int64_t ldw, std::int64_t 
   for (std::int64_t row = 0; row < rows; ++row, w += ldw)
     for (std::int64_t k = 0; k < K; k += kBlockTerms, blocks += block_bytes(format)) {
       for (std::int64_t i = 0; i < kBlockTerms; ++i) terms[i] = static_cast<float>(w[k + i]);
+      const std::int64_t first = k / kNormalFloatTerms * kNormalFloatTerms;
       if (format == BlockFormat::q8_0) pack_q8_0(terms, blocks);
-      else pack_q4_0(terms, blocks);
+      else if (format == BlockFormat::q4_0) pack_q4_0(terms, blocks);
+      else pack_nf4(terms, largest_magnitude(w + first, smaller(kNormalFloatTerms, K - first)), blocks);
     }
 }
 

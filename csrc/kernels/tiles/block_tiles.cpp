@@ -32,9 +32,10 @@ template <BlockFormat kFormat>
     for (; i < count; ++i) unpack_q8_0(blocks + i * kBytes, out + i * kTileSize);
   } else {
 #if defined(__AVX512BW__)
-    for (; i + 2 <= count; i += 2) unpack_two_q4_0(blocks + i * kBytes, out + i * kTileSize, out + (i + 1) * kTileSize);
+    for (; i + 2 <= count; i += 2)
+      unpack_two_halves<kFormat>(blocks + i * kBytes, out + i * kTileSize, out + (i + 1) * kTileSize);
 #endif
-    for (; i < count; ++i) unpack_q4_0(blocks + i * kBytes, out + i * kTileSize);
+    for (; i < count; ++i) unpack_halves<kFormat>(blocks + i * kBytes, out + i * kTileSize);
   }
 }
 
@@ -113,8 +114,10 @@ void run_block_tiles(const LinearInput<bfloat16>& p, BlockFormat format, std::in
     for (int i = 0; i < kStrips; ++i)
       with_constant<2>(p.M > kTileRows ? 2 : 1, [&](auto columns) {
         float* const out = by_column + i * kLinearTileN * kMostRows;
-        if (format == BlockFormat::q8_0) multiply_strip<BlockFormat::q8_0, columns()>(tiles, strip_of(t, i), p, out);
-        else multiply_strip<BlockFormat::q4_0, columns()>(tiles, strip_of(t, i), p, out);
+        const auto strip = strip_of(t, i);
+        if (format == BlockFormat::q8_0) multiply_strip<BlockFormat::q8_0, columns()>(tiles, strip, p, out);
+        else if (format == BlockFormat::q4_0) multiply_strip<BlockFormat::q4_0, columns()>(tiles, strip, p, out);
+        else multiply_strip<BlockFormat::nf4, columns()>(tiles, strip, p, out);
       });
     const auto store = store_of(t);
     for (std::int64_t first = 0; first < p.M; first += V::kLanes) {

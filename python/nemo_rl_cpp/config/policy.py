@@ -51,7 +51,7 @@ PackingAlgorithm = Annotated[
     BeforeValidator(lambda value: "modified_first_fit_decreasing" if value == "modified_ffd" else value),
 ]
 Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_precision)]
-Quantization = Literal["q8_0", "q4_0"]
+Quantization = Literal["q8_0", "q4_0", "nf4"]
 Schedule = Annotated[list[SchedulerStage], BeforeValidator(lambda value: [value] if isinstance(value, dict) else value)]
 
 
@@ -172,8 +172,8 @@ class TrainedModelConfig(Section):
     )
     quantization: Quantization | None = key(
         None,
-        "With LoRA: format of the frozen matrices of the layers, in llama.cpp's blocks. q8_0 takes 8.5 bits "
-        "per weight, q4_0 takes 4.5. null: they are in `precision`. See docs/lora.md.",
+        "With LoRA: format of the frozen matrices of the layers. q8_0 and q4_0, in llama.cpp's blocks, take 8.5 and 4.5 "
+        "bits per weight; nf4, bitsandbytes' format, takes 5. null: they are in `precision`. See docs/lora.md.",
     )
     make_sequence_length_divisible_by: Positive = key(1, "The length of padded batches is a multiple of this number.")
     max_grad_norm: NonNegative | None = key(

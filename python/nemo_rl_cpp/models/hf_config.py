@@ -204,8 +204,9 @@ def _derive(form: dict[str, Plain]) -> None:
     if form["max_position_embeddings"] is None:
         form["max_position_embeddings"] = made.defaults["max_position_embeddings"]
     quantized = form.get("quantization_config")
-    is_mxfp4 = made.reads_mxfp4 and isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
-    if not quantized or is_mxfp4:  # transformers 4 fails on a null section; MXFP4 is read into bfloat16
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    is_read = method == "bitsandbytes" or (made.reads_mxfp4 and method == "mxfp4")  # models/weight_files.py
+    if not quantized or is_read:  # transformers 4 fails on a null section
         form.pop("quantization_config", None)
     # transformers 5 fails on sliding layers without a window
     if form.get("use_sliding_window") is False and isinstance(form.get("layer_types"), list):
@@ -244,7 +245,7 @@ def _check(form: Mapping[str, Plain]) -> None:
         )
     if form.get("quantization_config"):
         raise ModelFolderError(
-            "quantization_config: quantized checkpoints are not supported: use the float32, float16 or bfloat16 weights"
+            "quantization_config: of quantized checkpoints only those of bitsandbytes (nf4 or 8 bits) are supported: use the float32, float16 or bfloat16 weights"
         )
     if form.get("transformers_weights"):
         raise ModelFolderError(

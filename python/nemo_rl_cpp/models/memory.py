@@ -493,7 +493,7 @@ def fits(config: TrainMasterConfig) -> bool | None:
     return max(phase.total for phase in phases) <= amount
 
 
-_BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
+_BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "nf4": 20}
 """format -> bytes of a block of 32 weights (csrc/kernels/weight_blocks.h)"""
 _BYTES_OF_TRAINING = 18  # per weight: bfloat16, float32 master, gradient and two moments
 

@@ -22,6 +22,7 @@ from nemo_rl_cpp.models.nemotron_h import our_name
 if TYPE_CHECKING:
     import numpy as np
 
+    from nemo_rl_cpp.models.bitsandbytes_weights import QuantisedTensors
     from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 
 SINGLE_FILE = "model.safetensors"
@@ -32,7 +33,9 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4,
           "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}  # fmt: skip
 _BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 """Quantised formats of ggml."""
-_READ = ("F64", "F32", "F16", "BF16", *_BLOCKS)
+_READ = ("F64", "F32", "F16", "BF16", "NF4", *_BLOCKS)
+_QUANTISED = (".quant_map", ".SCB")
+"""Ends of the names of tensors that describe a matrix which bitsandbytes quantised, in 4 and in 8 bits."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -105,12 +108,16 @@ def _other_weights(folder: Path) -> str:
 
 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
-    """Return name -> entry from the header of a safetensors file. The file begins with the header's length in eight
-    bytes and the header in JSON; the tensors follow without gaps.
-
-    Raises ModelFolderError if the file is truncated or does not match its header."""
+    """Return name -> entry for the tensors of a file. Raise ModelFolderError if the file is truncated or does not match
+    its header."""
     if (linked := _linked(file)) is not None:
         return {name: TensorEntry(*place) for name, place in linked.places.items()}
+    return _header(file)
+
+
+def _header(file: Path) -> dict[str, TensorEntry]:
+    """Return name -> entry from the header of a safetensors file. The file begins with the header's length in eight
+    bytes and the header in JSON; the tensors follow without gaps."""
     # The library's safe_open imports numpy: 0.1 to 0.3 s per command; this function takes under a millisecond.
     try:
         with file.open("rb") as handle:
@@ -139,13 +146,18 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _linked(file: Path) -> LinkedTensors | None:
-    """Return the tensors of a GGUF file; None for a safetensors file."""
-    if file.name != GGUF_FILE:
-        return None
-    from nemo_rl_cpp.models.gguf_weights import LinkedTensors
+def _linked(file: Path) -> LinkedTensors | QuantisedTensors | None:
+    """Return the tensors of a GGUF file or of one by bitsandbytes; None for any other safetensors file."""
+    if file.name == GGUF_FILE:
+        from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 
-    return LinkedTensors(file.parent)
+        return LinkedTensors(file.parent)
+    entries = _header(file)
+    if not any(name.endswith(_QUANTISED) for name in entries):
+        return None
+    from nemo_rl_cpp.models.bitsandbytes_weights import QuantisedTensors
+
+    return QuantisedTensors(file, entries)
 
 
 def _entry(name: str, said: Mapping[str, Plain], begins: int) -> TensorEntry:
@@ -290,6 +302,10 @@ def decoded(dtype: str, raw: bytes | memoryview) -> np.ndarray:
     """Return a tensor's bytes as a flat float32 array, or as a float64 array if its dtype is F64."""
     import numpy as np
 
+    if dtype == "NF4":
+        from nemo_rl_cpp.models.bitsandbytes_weights import decoded_blocks
+
+        return decoded_blocks(raw)
     if dtype in _BLOCKS:
         import gguf
 
@@ -303,7 +319,7 @@ def decoded(dtype: str, raw: bytes | memoryview) -> np.ndarray:
 def without_blocks(tensor: RawTensor) -> RawTensor:
     """Return a tensor in a dtype of safetensors. A tensor in a block format becomes float32; any other is returned
     unchanged."""
-    if tensor.dtype not in _BLOCKS:
+    if tensor.dtype not in ("NF4", *_BLOCKS):
         return tensor
     return RawTensor("F32", tensor.shape, memoryview(decoded(tensor.dtype, tensor.data)).cast("B"))
 

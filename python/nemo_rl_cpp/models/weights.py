@@ -137,7 +137,7 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
                 own = model.blocks_of(blocks[name])
                 if own.dim() == 1:
                     own.copy_(tensor_of(raw))
-                elif raw.dtype in ("Q8_0", "Q4_0") and raw.data.nbytes == own.nbytes:  # the model's format
+                elif raw.dtype in ("Q8_0", "Q4_0", "NF4") and raw.data.nbytes == own.nbytes:  # the model's format
                     own.view(-1).copy_(torch.frombuffer(raw.data, dtype=torch.uint8))
                 else:
                     pack_blocks(model, blocks[name], tensor_of(raw))

@@ -37,7 +37,7 @@ def dequantised(sizes, kind, dtype):
     return quantised, plain
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [SIZES, QWEN, GEMMA, EXPERTS], ids=["llama", "qwen2", "gemma2", "experts"])
 def test_logits_are_bit_identical_to_those_of_the_dequantised_model(sizes, dtype, kind):
@@ -48,17 +48,17 @@ def test_logits_are_bit_identical_to_those_of_the_dequantised_model(sizes, dtype
         assert torch.equal(ours, theirs) and ours.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 def test_quantised_weights_use_the_bits_per_weight_of_their_format(kind):
     quantised, plain = model_of(SIZES, kind, torch.bfloat16), model_of(SIZES, None, torch.bfloat16)
     weights = sum(rows * columns for rows, columns in (spec.shape for spec in quantised.blocks))
     stored = sum(quantised.blocks_of(spec).nbytes for spec in quantised.blocks)
-    assert stored * 8 / weights == {"q8_0": 8.5, "q4_0": 4.5}[kind]
+    assert stored * 8 / weights == {"q8_0": 8.5, "q4_0": 4.5, "nf4": 5.0}[kind]
     assert len(quantised.blocks) == 7 * 3 and quantised.compute.numel() + weights <= plain.compute.numel()
     assert quantised.digest() != plain.digest()
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 def test_memory_estimate_counts_quantised_blocks_once_and_no_merged_weights(kind):
     config = load_grpo_config(
         "grpo_tiny.yaml", [f"policy.quantization={kind}", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.precision=bfloat16"]

@@ -1,4 +1,4 @@
-"""Weights in ggml's blocks: made and read as ggml does, and multiplied with the bits of the dequantised matrix."""
+"""Weights in blocks: made and read as ggml and bitsandbytes do, and multiplied with the bits of the dequantised matrix."""
 
 import os
 import subprocess
@@ -11,7 +11,8 @@ import torch
 from nemo_rl_cpp._native import CPU_CAPABILITIES, C
 from reference import weight_blocks
 
-FORMATS = ("q8_0", "q4_0")
+GGML = ("q8_0", "q4_0")
+FORMATS = (*GGML, "nf4")
 
 
 def normal(*shape, seed=0, scale=1.0):
@@ -44,7 +45,7 @@ def weights_of_every_kind():
     return w
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", GGML)
 def test_quantised_blocks_equal_those_of_ggml(kind):
     w = weights_of_every_kind()
     ours = blocks_of(w, kind)
@@ -60,7 +61,27 @@ def test_bfloat16_and_equal_float32_weights_give_the_same_blocks(kind):
     assert torch.equal(blocks_of(w, kind), blocks_of(w.float(), kind))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+def test_blocks_of_nf4_equal_those_of_the_slow_reference():
+    assert np.allclose(weight_blocks.NORMAL_FLOATS, weight_blocks.normal_floats(), atol=1e-6)
+    w = weights_of_every_kind()
+    slow = [weight_blocks.encoded_nf4(row[k : k + 64].tolist()) for row in w for k in range(0, 96, 64)]
+    assert blocks_of(w, "nf4").numpy().tobytes() == b"".join(slow)
+    assert not blocks_of(torch.full((1, 64), 2.0**-121), "nf4")[0, :4].any()  # smaller scales are 0
+
+
+def test_dequantised_blocks_of_nf4_equal_those_of_the_slow_reference():
+    """Every code, with scales of all magnitudes."""
+    draw = np.random.default_rng(0)
+    raw = draw.integers(0, 256, (4096, 20), dtype=np.uint8)
+    scales = np.exp2(draw.uniform(-120, 120, len(raw))).astype(np.float32)
+    scales[:3] = 0.0, np.finfo(np.float32).max, 2.0**-120
+    raw[:, :4] = scales.view(np.uint8).reshape(-1, 4)
+    ours = dense(torch.from_numpy(raw), 32)
+    assert ours.tolist() == [weight_blocks.decoded(row.tobytes(), "nf4") for row in raw]
+    assert torch.equal(dense(torch.from_numpy(raw), 32, torch.bfloat16), ours.bfloat16())
+
+
+@pytest.mark.parametrize("kind", GGML)
 def test_dequantised_blocks_equal_those_of_the_reference_decoders(kind):
     """Every scale that float16 has but infinity, with every code."""
     size, scales = weight_blocks.BYTES[kind], np.arange(1 << 16, dtype=np.uint16)
@@ -79,7 +100,7 @@ def test_dequantised_blocks_equal_those_of_the_reference_decoders(kind):
 def test_quantisation_error_of_a_matrix_is_within_its_bound(kind):
     w = normal(64, 256, seed=3)
     error = (dense(blocks_of(w, kind), 256) - w).norm() / w.norm()
-    assert error < {"q8_0": 0.006, "q4_0": 0.1}[kind]
+    assert error < {"q8_0": 0.006, "q4_0": 0.1, "nf4": 0.1}[kind]
 
 
 PRODUCTS = """
@@ -117,7 +138,7 @@ def backward(dy, w, k, dtype, add_to):
     return dx
 
 def check(MOST, ROWS, THREADS, SHAPES):
-    for kind, dtype, (N, K) in itertools.product(("q8_0", "q4_0"), (torch.bfloat16, torch.float32), SHAPES):
+    for kind, dtype, (N, K) in itertools.product(("q8_0", "q4_0", "nf4"), (torch.bfloat16, torch.float32), SHAPES):
         x, dy = normal(MOST, K, seed=0).to(dtype), normal(MOST, N, seed=4).to(dtype)
         blocks = blocks_of(normal(N, K, seed=1) * 0.1, kind)
         w, bias, h = torch.empty(N, K, dtype=dtype), normal(N, seed=2).to(dtype), normal(MOST, max(N, K), seed=3)
@@ -185,7 +206,7 @@ def test_input_gradient_through_quantised_weights_matches_autograd():
 
 
 def test_unsupported_formats_and_shapes_of_quantised_blocks_are_rejected():
-    with pytest.raises(ValueError, match="q8_0 or q4_0, not q5_1"):
+    with pytest.raises(ValueError, match="q8_0, q4_0 or nf4, not q5_1"):
         C.block_bytes("q5_1")
     with pytest.raises(ValueError, match="a matrix of 32 columns in blocks"):
         dense(torch.zeros(2, 35, dtype=torch.uint8), 32)

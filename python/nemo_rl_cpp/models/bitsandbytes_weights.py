@@ -44,7 +44,10 @@ class QuantisedTensors:
                 self._states[weight] = self._state(weight, kind, name)
                 hidden |= {name, *(f"{weight}.{part}" for part in _PARTS)}
             elif name.endswith(ROW_SCALES):
-                hidden |= {name, f"{name.removesuffix(ROW_SCALES)}.weight_format"}
+                order = f"{name.removesuffix(ROW_SCALES)}.weight_format"
+                if order in entries and self._read(order).any():
+                    raise ModelFolderError(f"{file}: {order} is not 0: only 8-bit matrices in rows are read")
+                hidden |= {name, order}
         for name, (dtype, shape, begin, end) in entries.items():
             if name in self._states:
                 dtype, shape = "NF4", list(self._states[name]["shape"])

@@ -245,7 +245,7 @@ def _check(form: Mapping[str, Plain]) -> None:
         )
     if form.get("quantization_config"):
         raise ModelFolderError(
-            "quantization_config: of quantized checkpoints only those of bitsandbytes (nf4 or 8 bits) are supported: use the float32, float16 or bfloat16 weights"
+            "quantization_config: only bitsandbytes' quantized checkpoints are supported: use the float32, float16 or bfloat16 weights"
         )
     if form.get("transformers_weights"):
         raise ModelFolderError(

@@ -292,7 +292,8 @@ def head_differs(folder: Path) -> bool:
     if len(found) < 2:
         return False
     (head_file, head), (embedding_file, embedding) = found[HEAD], found[EMBEDDING]
-    if head.shape != embedding.shape or not {head.dtype, embedding.dtype} <= set(_READ):
+    plain = all(e.end - e.begin == math.prod(e.shape) * _BYTES.get(e.dtype, 0) for e in (head, embedding))
+    if head.shape != embedding.shape or not plain or not {head.dtype, embedding.dtype} <= set(_READ):
         return True
     with head_file.open("rb") as one, embedding_file.open("rb") as other:
         return not all((a == b).all() for a, b in zip(_values(one, head), _values(other, embedding)))

@@ -72,6 +72,9 @@ def test_formats_that_are_not_read_are_rejected(tmp_path):
     quantised(tmp_path, "nf4", **changed)
     with pytest.raises(ModelFolderError, match=r"up_proj.weight is not a matrix in nf4 .*quant_map differs"):
         loaded(tmp_path, torch.float32)
+    quantised(tmp_path, "int8", **{name.replace("weight", "weight_format"): np.array(2, np.uint8)})
+    with pytest.raises(ModelFolderError, match="up_proj.weight_format is not 0"):
+        loaded(tmp_path, torch.float32)
     made = quantised(tmp_path, "nf4")
     state = made.pop(f"{name}.quant_state.bitsandbytes__nf4")
     save_file(made | {f"{name}.quant_state.bitsandbytes__fp4": state}, tmp_path / "model.safetensors")

@@ -58,6 +58,16 @@ MAMBA2_AND_EXPERTS = [
 ]  # fmt: skip
 
 
+DELTA_NETS_AND_EXPERTS = [
+    f"++policy.hf_config_overrides.{key}"
+    for key in (
+        "model_type=qwen3_5_moe_text", "full_attention_interval=2", "linear_num_key_heads=2", "linear_num_value_heads=4",
+        "linear_key_head_dim=16", "linear_value_head_dim=16", "num_experts=6", "num_experts_per_tok=2", "moe_intermediate_size=32",
+        "shared_expert_intermediate_size=48",
+    )
+]  # fmt: skip
+
+
 LATENT = [
     f"++policy.hf_config_overrides.{key}"
     for key in (
@@ -68,7 +78,11 @@ LATENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", [MAMBA2_AND_EXPERTS, LATENT], ids=["Mamba-2 and experts", "latent attention"])
+@pytest.mark.parametrize(
+    "model",
+    [MAMBA2_AND_EXPERTS, DELTA_NETS_AND_EXPERTS, LATENT],
+    ids=["Mamba-2 and experts", "gated delta nets and experts", "latent attention"],
+)
 def test_killed_and_resumed_run_of_another_mixer_ends_like_an_uninterrupted_one(check, model):
     assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *model], seed=7) == []
 

@@ -127,6 +127,13 @@ def configurations() -> dict:
             layer_types=["full_attention", "linear_attention", "linear_attention"],
             rope_parameters=dict(rope_type="default", rope_theta=700.0, partial_rotary_factor=0.5, mrope_section=[2, 2, 2], mrope_interleaved=True),
         ),
+        "qwen3_5_moe": hf.Qwen3_5MoeTextConfig(
+            **{**without(qwen_moe, "intermediate_size"), "num_hidden_layers": 4}, **recurrent, head_dim=16, shared_expert_intermediate_size=40,
+        ),
+        "qwen3_5_moe_tied_other_layers": hf.Qwen3_5MoeTextConfig(
+            **without(qwen_moe, "intermediate_size") | dict(num_experts_per_tok=1), **recurrent, head_dim=16, shared_expert_intermediate_size=24,
+            tie_word_embeddings=True, layer_types=["full_attention", "linear_attention", "full_attention"],
+        ),
         "nemotron_h": hf.NemotronHConfig(**nemotron_h, layers_block_type=layers("M-M*-")),
         "nemotron_h_other_layers": hf.NemotronHConfig(
             **nemotron_h | dict(mamba_head_dim=48, n_groups=1, conv_kernel=2, ssm_state_size=32, time_step_min=0.4),
@@ -222,14 +229,15 @@ class Float64Torch:
 
 
 def recur_in_float64(monkeypatch) -> None:
-    """Make transformers compute the recurrences and norms of Qwen3.5 and Nemotron-H in float64.
+    """Make transformers compute the recurrences, norms and routers of Qwen3.5 and Nemotron-H in float64.
 
     It computes them in float32 whatever the model's dtype, and a recurrence accumulates the rounding errors.
     """
     from transformers.models.nemotron_h import modeling_nemotron_h
     from transformers.models.qwen3_5 import modeling_qwen3_5
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
-    for module in (modeling_qwen3_5, modeling_nemotron_h):
+    for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_nemotron_h):
         monkeypatch.setattr(module, "torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 

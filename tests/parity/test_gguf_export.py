@@ -38,6 +38,9 @@ REFUSED = {
     "gpt_oss": "a model of type gpt_oss is not written as GGUF",
     "olmoe": "a model of type olmoe is not written as GGUF",
     **dict.fromkeys(("mixtral", "mixtral_window"), "a model of type mixtral is not written as GGUF"),
+    **dict.fromkeys(
+        ("qwen3_5_moe", "qwen3_5_moe_tied_other_layers"), "a model of type qwen3_5_moe_text is not written as GGUF"
+    ),
     **dict.fromkeys(("qwen3_5", "qwen3_5_tied_other_layers"), "a model of type qwen3_5_text is not written as GGUF"),
     **dict.fromkeys(
         [name for name in models.configurations() if name.startswith("nemotron_h")],

@@ -101,7 +101,7 @@ def test_loads_of_routers_match_the_choices_of_transformers(name, tmp_path):
     "name",
     [
         "llama_tied", "qwen2", "qwen3", "olmo3", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "qwen2_moe",
-        "deepseek_v3", "qwen3_5", "gpt_oss", "nemotron_h", "nemotron_h_latent_experts",
+        "deepseek_v3", "qwen3_5", "qwen3_5_moe", "gpt_oss", "nemotron_h", "nemotron_h_latent_experts",
     ],
 )  # fmt: skip
 def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
@@ -141,7 +141,7 @@ def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
         "llama_biases", "qwen2_tied", "qwen3", "olmo3", "smollm3", "granite", "phi3", "phi3_longrope", "gemma2",
         "gemma3", "qwen3_moe", "qwen3_moe_dense_layer", "olmoe", "mixtral", "qwen2_moe", "glm4_moe", "glm4_moe_groups",
         "deepseek_v3", "deepseek_v3_queries_without_latent", "glm4_moe_lite", "glm4_moe_lite_layers", "qwen3_5",
-        "qwen3_5_tied_other_layers", "gpt_oss", "nemotron_h", "nemotron_h_other_layers", "nemotron_h_experts",
+        "qwen3_5_tied_other_layers", "qwen3_5_moe", "qwen3_5_moe_tied_other_layers", "gpt_oss", "nemotron_h", "nemotron_h_other_layers", "nemotron_h_experts",
         "nemotron_h_latent_experts", "nemotron_h_groups_of_experts",
     ],
 )  # fmt: skip

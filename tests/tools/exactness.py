@@ -26,6 +26,10 @@ RECURRENT = {
         "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
+    "qwen3_5_moe_text": {
+        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+    },
     "nemotron_h": {
         "hybrid_override_pattern": "M-*E", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16, "mamba_head_dim": 16,
         "n_routed_experts": 6, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
@@ -41,7 +45,7 @@ SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT}
 
 def ways_of(family: str) -> tuple[str, ...]:
     """Return the ways to train this family: recurrent layers are not quantised, and Nemotron-H gets no adapters."""
-    return tuple(WAYS) if family not in RECURRENT else UNQUANTISED if family == "qwen3_5_text" else UNQUANTISED[:1]
+    return tuple(WAYS) if family not in RECURRENT else UNQUANTISED[:1] if family == "nemotron_h" else UNQUANTISED
 
 
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
@@ -51,6 +55,8 @@ def gap(family: str, precision: str, way: str, device: str) -> tuple[float, floa
     """
     is_latent = SUPPORTED_ARCHITECTURES[family].latent
     matrices = "q_a_proj,kv_a_proj_with_mqa,q_b_proj,kv_b_proj,o_proj" if is_latent else "q_proj,k_proj,v_proj,o_proj"
+    if family in RECURRENT:
+        matrices += ",in_proj_qkv,in_proj_z,in_proj_b,in_proj_a,out_proj"
     attention = (
         "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
         f"policy.dtensor_cfg.lora_cfg.target_modules=[{matrices}]",

@@ -198,6 +198,7 @@ MAMBA2_SIZES = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim
 """The same of Mamba-2."""
 WITH_A_TEXT_SECTION = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
 """model_type of a vision-language model -> model_type and class of its text_config. Only the text model is computed."""
@@ -275,6 +276,10 @@ _QWEN3_5 = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }  # fmt: skip
+_QWEN3_5_MOE = {
+    **_QWEN3_5, **_EXPERTS, "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
+}  # fmt: skip
 _GPT_OSS = {
     **_EVERY, **_EXPERTS, "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "head_dim": 64,
     "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
@@ -311,6 +316,11 @@ _GLM4_MOE_LITE = {
     "v_head_dim": 256, "moe_intermediate_size": 1536, "num_experts_per_tok": 4, "n_routed_experts": 64, "routed_scaling_factor": 1.8,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "mlp_layer_types": None,
 }  # fmt: skip
+_QWEN3_5_LAYERS = Architecture(
+    "Qwen3_5Text", _QWEN3_5, biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True,
+    layer_types=lambda form: _listed(form, form["full_attention_interval"], RECURRENT), lists_layers=True, output_gate=True,
+    only={"attention_bias": False}, recurrent=RECURRENT_SIZES,
+)  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
@@ -371,10 +381,9 @@ SUPPORTED_ARCHITECTURES = {
         "Glm4MoeLite", _GLM4_MOE_LITE, biases=(), latent=True, only={"attention_bias": False},
         experts=Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True),
     ),
-    "qwen3_5_text": Architecture(
-        "Qwen3_5Text", _QWEN3_5, biases=(), qk_norm="head", norm_offset=1.0, partial_rotary=True,
-        layer_types=lambda form: _listed(form, form["full_attention_interval"], RECURRENT), lists_layers=True, output_gate=True, only={"attention_bias": False},
-        recurrent=RECURRENT_SIZES,
+    "qwen3_5_text": _QWEN3_5_LAYERS,
+    "qwen3_5_moe_text": _QWEN3_5_LAYERS._replace(
+        title="Qwen3_5MoeText", defaults=_QWEN3_5_MOE, experts=Experts(renormalise=None, shared="shared_expert_intermediate_size")
     ),
     "nemotron_h": Architecture(
         "NemotronH", _NEMOTRON_H, biases=(), norms={"before_attention": "norm", "before_mlp": "norm"}, activation="mlp_hidden_act",

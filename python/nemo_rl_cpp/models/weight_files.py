@@ -223,7 +223,7 @@ def fill_parameters(
     """
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
-    for given, tensor in split_experts(tensors) if is_fused(shapes) else tensors:
+    for given, tensor in split_experts(tensors, is_fused(shapes)):
         name = _known_name(given, shapes)
         if tied and name == HEAD and EMBEDDING in missing:
             name, stood_in = EMBEDDING, True
@@ -347,6 +347,8 @@ def _values(handle: BinaryIO, entry: TensorEntry) -> Iterator[np.ndarray]:
 # gate_up_proj_scales [E, 2I, D/32], and down_proj_blocks [E, D, I/32, 16] with down_proj_scales [E, D, I/32]: a byte of
 # a block holds two values of 4 bits, the lower bits first, and a scale s multiplies 32 values by 2^(s - 127).
 #
+# A released checkpoint of Qwen3.5 holds gate_up_proj [E, 2I, D], rows first gate, then up, and down_proj [E, D, I].
+#
 # The native core reads mlp.experts.E.{gate_proj,up_proj,down_proj}.{weight,bias}, matrices as [out, in].
 _FUSED = re.compile(r"(.*mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
 _WORDS = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}  # integers, because numbers are only moved
@@ -354,12 +356,12 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def is_fused(shapes: Container[str]) -> bool:
-    """Return whether a model with these parameters has checkpoints with fused experts."""
+    """Return whether a model with these parameters has gpt-oss's fused experts."""
     return "model.layers.0.mlp.experts.0.gate_proj.bias" in shapes
 
 
 def split_experts(
-    tensors: Iterable[tuple[str, RawTensor | TensorEntry]],
+    tensors: Iterable[tuple[str, RawTensor | TensorEntry]], is_gpt_oss: bool
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
     """Yield the tensors of a checkpoint, with fused experts split into the matrices and biases of single experts, which
     get the native core's names. MXFP4 becomes bfloat16, which holds every value exactly.
@@ -374,6 +376,11 @@ def split_experts(
             yield name, tensor
             continue
         prefix, matrix, kind = found.groups()
+        if not is_gpt_oss:
+            names = ["down_proj"] if matrix == "down_proj" else ["gate_proj", "up_proj"]
+            fits = kind is None and len(tensor.shape) == 3 and tensor.shape[1] % len(names) == 0
+            yield from _stacked_experts(prefix, names, tensor) if fits else [(name, tensor)]
+            continue
         scales = None
         if kind in ("_blocks", "_scales"):
             other = halves.pop(prefix + matrix, None)
@@ -391,6 +398,22 @@ def split_experts(
             yield name, tensor
     for name, tensor in halves.items():
         yield f"{name}_blocks without {name}_scales, or the reverse", tensor
+
+
+def _stacked_experts(
+    prefix: str, names: Sequence[str], tensor: RawTensor | TensorEntry
+) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
+    """Yield views of each expert's matrices `names`, whose rows lie one after the other."""
+    count, rows, columns = tensor.shape
+    part = tensor._replace(shape=[rows // len(names), columns])
+    for index in range(count * len(names)):
+        name = f"{prefix}{index // len(names)}.{names[index % len(names)]}.weight"
+        if isinstance(tensor, TensorEntry):
+            yield name, part
+            continue
+        size = len(tensor.data) // (count * len(names))
+        with tensor.data[index * size : (index + 1) * size] as data:
+            yield name, part._replace(data=data)
 
 
 def _single_experts(

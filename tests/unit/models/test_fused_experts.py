@@ -1,4 +1,4 @@
-"""The expert tensors of gpt-oss's checkpoints: split as they are read, joined as they are written, MXFP4 as transformers converts it."""
+"""The expert tensors of gpt-oss's and Qwen3.5's checkpoints: split as they are read, joined as they are written, MXFP4 as transformers converts it."""
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ def raw(tensor: torch.Tensor) -> RawTensor:
     )
 
 
-def read(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def read(tensors: dict[str, torch.Tensor], is_gpt_oss=True) -> dict[str, torch.Tensor]:
     return {
         name: torch.frombuffer(bytearray(part.data), dtype=FILE_DTYPES[part.dtype]).view(part.shape)
-        for name, part in split_experts((name, raw(tensor)) for name, tensor in tensors.items())
+        for name, part in split_experts(((name, raw(tensor)) for name, tensor in tensors.items()), is_gpt_oss)
     }
 
 
@@ -32,6 +32,27 @@ def test_fused_expert_tensors_are_split_as_worked_out_by_hand():
         "gate_proj.weight": [[1.0], [3.0]], "up_proj.weight": [[2.0], [4.0]], "gate_proj.bias": [5.0, 7.0], "up_proj.bias": [6.0, 8.0],
         "down_proj.weight": [[9.0, 10.0]], "down_proj.bias": [11.0],
     }  # fmt: skip
+
+
+def test_stacked_expert_tensors_are_split_as_worked_out_by_hand():
+    """Two experts, D = 1, I = 2: rows are gate 0, gate 1, up 0, up 1."""
+    stacked = {
+        PREFIX + "gate_up_proj": torch.arange(8.0).view(2, 4, 1),
+        PREFIX + "down_proj": torch.arange(4.0).view(2, 1, 2),
+    }
+    assert {name.removeprefix(PREFIX): tensor.tolist() for name, tensor in read(stacked, is_gpt_oss=False).items()} == {
+        "0.gate_proj.weight": [[0.0], [1.0]], "0.up_proj.weight": [[2.0], [3.0]], "1.gate_proj.weight": [[4.0], [5.0]],
+        "1.up_proj.weight": [[6.0], [7.0]], "0.down_proj.weight": [[0.0, 1.0]], "1.down_proj.weight": [[2.0, 3.0]],
+    }  # fmt: skip
+
+
+def test_headers_of_stacked_experts_are_split_and_other_shapes_are_kept():
+    entries = [
+        (PREFIX + "gate_up_proj", TensorEntry("BF16", [1, 6, 8], 0, 96)),
+        (PREFIX + "down_proj", TensorEntry("BF16", [8, 3], 96, 144)),
+    ]
+    shapes = {name.removeprefix(PREFIX): entry.shape for name, entry in split_experts(entries, False)}
+    assert shapes == {"0.gate_proj.weight": [3, 8], "0.up_proj.weight": [3, 8], "down_proj": [8, 3]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,10 +86,10 @@ def test_dequantised_mxfp4_experts_are_bit_identical_to_transformers(matrix, sca
 def test_headers_of_mxfp4_experts_are_split_into_bfloat16_shapes():
     blocks, scales = TensorEntry("U8", [2, 6, 1, 16], 0, 192), TensorEntry("U8", [2, 6, 1], 192, 204)
     entries = [(PREFIX + "gate_up_proj_blocks", blocks), (PREFIX + "gate_up_proj_scales", scales)]
-    shapes = {name: (entry.dtype, entry.shape) for name, entry in split_experts(entries)}
+    shapes = {name: (entry.dtype, entry.shape) for name, entry in split_experts(entries, True)}
     assert shapes == {f"{PREFIX}{e}.{half}_proj.weight": ("BF16", [3, 32]) for e in range(2) for half in ("gate", "up")}
 
 
 def test_mxfp4_blocks_without_scales_are_reported_by_name():
-    (name, _), *rest = split_experts([(PREFIX + "down_proj_blocks", TensorEntry("U8", [1, 4, 1, 16], 0, 64))])
+    (name, _), *rest = split_experts([(PREFIX + "down_proj_blocks", TensorEntry("U8", [1, 4, 1, 16], 0, 64))], True)
     assert name == PREFIX + "down_proj_blocks without " + PREFIX + "down_proj_scales, or the reverse" and not rest

@@ -26,6 +26,11 @@ FAMILIES = {
         "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
+    "qwen3_5_moe": LLAMA | {
+        "model_type": "qwen3_5_moe_text", "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+    },
     "nemotron_h": LLAMA | {
         "model_type": "nemotron_h", "hybrid_override_pattern": "M-*M-", "mlp_hidden_act": "relu2", "n_groups": 1, "mamba_num_heads": 2,
         "ssm_state_size": 16, "mamba_head_dim": 16, "tie_word_embeddings": False,

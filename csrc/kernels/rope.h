@@ -21,7 +21,7 @@ struct RopeArgs {
   std::int64_t heads, H;
   std::int64_t rotary;  ///< R, the dimensions of a head that are rotated
   bool inverse;
-  bool interleaved = false;  ///< on the CPU only
+  bool interleaved = false;
 };
 /// The pair (a, b) turned by the angle with this cosine and sine.
 template <class A>

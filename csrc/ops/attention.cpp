@@ -153,10 +153,8 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
   NRL_CHECK_ARG(qkv.dim() == 2 && (qkv.is_cpu() || qkv.is_cuda()), "attention: qkv must be [T, ", columns,
                 "] on the CPU or a CUDA device");
   check_matrix("qkv", qkv, qkv.size(0), columns, qkv.scalar_type(), qkv.device());
-  if (heads.sinks.defined()) {
-    NRL_CHECK_ARG(qkv.is_cpu(), "attention with sinks is computed on the CPU only, not on ", qkv.device().str());
+  if (heads.sinks.defined())
     check_matrix("sinks", heads.sinks.view({1, -1}), 1, heads.num_heads, qkv.scalar_type(), qkv.device());
-  }
   return {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale, element_type(qkv.scalar_type()),
           heads.window,    heads.softcap};
 }
@@ -234,7 +232,7 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
     out.zero_();
     if (lse.defined()) lse.zero_();
   }
-  if (qkv.is_cuda()) return attention_forward_cuda.get(qkv)(qkv, sequences, shape, out, lse);
+  if (qkv.is_cuda()) return attention_forward_cuda.get(qkv)(qkv, sequences, shape, heads.sinks, out, lse);
   const kernels::AttentionForwardArgs args{
       shape,           qkv.const_data_ptr(),   sequences.data(),
       sinks_of(heads), out.mutable_data_ptr(), lse.defined() ? lse.mutable_data_ptr() : nullptr};
@@ -272,7 +270,7 @@ void attention_paged(const at::Tensor& qkv, const PagedStep& step, const Attenti
     check_matrix("lse", lse, qkv.size(0), heads.num_heads, qkv.scalar_type() == at::kDouble ? at::kDouble : at::kFloat,
                  qkv.device());
   }
-  if (qkv.is_cuda()) return attention_paged_cuda.get(qkv)(qkv, step.arrays(), shape, cache, out);
+  if (qkv.is_cuda()) return attention_paged_cuda.get(qkv)(qkv, step.arrays(), shape, heads.sinks, cache, out);
 
   const auto slices = step.slices();
   std::int64_t cost = 0;

@@ -65,7 +65,8 @@ void kv_cache_copy(at::Tensor& cache, std::int64_t from, std::int64_t to, std::i
 
 using kernels::AttentionShape;
 extern runtime::CudaSlot<void(const at::Tensor& qkv, std::span<const AttentionSequence> sequences,
-                              const AttentionShape& shape, const at::Tensor& out, const at::Tensor& lse)>
+                              const AttentionShape& shape, const at::Tensor& sinks, const at::Tensor& out,
+                              const at::Tensor& lse)>
     attention_forward_cuda;
 /// owner[i]: the sequence that owns i's prefix, i itself where it has none.
 extern runtime::CudaSlot<void(const at::Tensor& qkv, const at::Tensor& out, const at::Tensor& d_out,
@@ -73,9 +74,12 @@ extern runtime::CudaSlot<void(const at::Tensor& qkv, const at::Tensor& out, cons
                               const std::vector<std::int32_t>& owner, const AttentionShape& shape,
                               const at::Tensor& d_qkv)>
     attention_backward_cuda;
+extern runtime::CudaSlot<void(const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
+                              const AttentionHeads& heads, const at::Tensor& d_sinks)>
+    attention_sinks_backward_cuda;
 struct PagedArrays;  // ops/paged_step.h
 extern runtime::CudaSlot<void(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape,
-                              const at::Tensor& cache, const at::Tensor& out)>
+                              const at::Tensor& sinks, const at::Tensor& cache, const at::Tensor& out)>
     attention_paged_cuda;
 extern runtime::CudaSlot<void(const at::Tensor& cache, const AttentionShape& shape, std::int64_t from, std::int64_t to,
                               std::int64_t length)>

@@ -11,6 +11,7 @@
 namespace nemo_rl::ops {
 
 decltype(attention_backward_cuda) attention_backward_cuda("attention_backward");
+decltype(attention_sinks_backward_cuda) attention_sinks_backward_cuda("attention_sinks_backward");
 
 namespace {
 
@@ -119,6 +120,7 @@ void attention_sinks_backward(const at::Tensor& out, const at::Tensor& d_out, co
   check_matrix("out", out, tokens, N * heads.head_dim, heads.sinks.scalar_type(), heads.sinks.device());
   check_matrix("lse", lse, tokens, N, d_sinks.scalar_type(), out.device());
   check_matrix("d_sinks", d_sinks.view({1, -1}), 1, N, lse.scalar_type(), out.device());
+  if (out.is_cuda()) return attention_sinks_backward_cuda.get(out)(out, d_out, lse, heads, d_sinks);
   dispatch_floating(out.scalar_type(), "attention_sinks_backward", [&](auto out_tag) {
     dispatch_floating(d_out.scalar_type(), "attention_sinks_backward", [&](auto grad_tag) {
       using Elem = decltype(out_tag);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/attention_launchers.h"
+#include "kernels/cuda/model_launchers.h"
 #include "ops/attention.h"
 #include "ops/kernel_types.h"
 #include "ops/paged_step.h"
@@ -41,7 +42,8 @@ std::vector<AttentionBlock> packed_blocks(std::span<const AttentionSequence> seq
 }
 
 void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionSequence> sequences,
-                               const AttentionShape& shape, const at::Tensor& out, const at::Tensor& lse) {
+                               const AttentionShape& shape, const at::Tensor& sinks, const at::Tensor& out,
+                               const at::Tensor& lse) {
   static thread_local runtime::UploadedArray<AttentionBlock> uploaded;
   const runtime::CudaLaunch launch(qkv, "attention_forward");
   const std::int64_t rows = kernels::attention_block_rows(AttentionRows::many, shape);
@@ -50,6 +52,7 @@ void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionS
   kernels::AttentionCudaArgs args;
   args.shape = shape;
   args.qkv = qkv.const_data_ptr();
+  args.sinks = sinks.defined() ? sinks.const_data_ptr() : nullptr;
   args.blocks = static_cast<const AttentionBlock*>(uploaded.get(blocks, qkv).const_data_ptr());
   args.num_blocks = static_cast<std::int64_t>(blocks.size());
   args.out = out.data_ptr();
@@ -60,7 +63,7 @@ void attention_forward_on_cuda(const at::Tensor& qkv, std::span<const AttentionS
 // ---------------------------------------------------------------- blocked cache
 
 void attention_paged_on_cuda(const at::Tensor& qkv, const PagedArrays& arrays, const AttentionShape& shape,
-                             const at::Tensor& cache, const at::Tensor& out) {
+                             const at::Tensor& sinks, const at::Tensor& cache, const at::Tensor& out) {
   const runtime::CudaLaunch launch(qkv, "attention_paged");
   check_shape(qkv, shape, kernels::attention_block_rows(AttentionRows::many, shape));
   launch.check(kernels::kv_cache_write_launch(shape, qkv.const_data_ptr(), arrays.slots, qkv.size(0), cache.data_ptr(),
@@ -68,6 +71,7 @@ void attention_paged_on_cuda(const at::Tensor& qkv, const PagedArrays& arrays, c
   kernels::AttentionCudaArgs args;
   args.shape = shape;
   args.qkv = qkv.const_data_ptr();
+  args.sinks = sinks.defined() ? sinks.const_data_ptr() : nullptr;
   args.cache = cache.const_data_ptr();
   args.block_tables = arrays.block_tables;
   args.out = out.data_ptr();
@@ -156,11 +160,31 @@ void attention_backward_on_cuda(const at::Tensor& qkv, const at::Tensor& out, co
   launch.check(kernels::attention_backward_launch(args, launch.stream));
 }
 
+void attention_sinks_backward_on_cuda(const at::Tensor& out, const at::Tensor& d_out, const at::Tensor& lse,
+                                      const AttentionHeads& heads, const at::Tensor& d_sinks) {
+  const runtime::CudaLaunch launch(out, "attention_sinks_backward");
+  NRL_CHECK_ARG(
+      d_out.scalar_type() == out.scalar_type() && d_out.is_contiguous() && d_sinks.scalar_type() == at::kFloat,
+      "attention_sinks_backward on CUDA: d_out must be contiguous ", c10::toString(out.scalar_type()),
+      ", and d_sinks float32");
+  kernels::AttentionBackwardCudaArgs args;
+  args.shape = {heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.scale,
+                out.scalar_type() == at::kFloat ? kernels::ElementType::float32 : kernels::ElementType::bfloat16};
+  args.out = out.const_data_ptr(), args.d_out = d_out.const_data_ptr(), args.lse = ptr<float>(lse);
+  args.tokens = out.size(0);
+  const std::int64_t N = heads.num_heads, parts = (args.tokens + kernels::kRowsPerPart - 1) / kernels::kRowsPerPart;
+  const auto terms = launch.scratch(args.tokens * N, at::kFloat), sums = launch.scratch(parts * N, at::kFloat);
+  launch.check(kernels::attention_sinks_backward_launch(args, heads.sinks.const_data_ptr(), mutable_ptr<float>(terms),
+                                                        mutable_ptr<float>(sums), mutable_ptr<float>(d_sinks),
+                                                        launch.stream));
+}
+
 const bool registered = [] {
   attention_forward_cuda.set(attention_forward_on_cuda);
   attention_paged_cuda.set(attention_paged_on_cuda);
   kv_cache_copy_cuda.set(kv_cache_copy_on_cuda);
   attention_backward_cuda.set(attention_backward_on_cuda);
+  attention_sinks_backward_cuda.set(attention_sinks_backward_on_cuda);
   return true;
 }();
 

@@ -117,16 +117,23 @@ void rms_norm_backward_on_cuda(const at::Tensor& dy, const at::Tensor& x, const 
 // ---------------------------------------------------------------- elementwise
 
 void rope_on_cuda(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Tensor& positions,
-                  const at::Tensor& cos, const at::Tensor& sin, bool inverse) {
+                  const at::Tensor& cos, const at::Tensor& sin, bool inverse, bool interleaved) {
   const runtime::CudaLaunch launch(x, "rope");
   NRL_CHECK_ARG(positions.device() == x.device() && cos.device() == x.device() && sin.device() == x.device(),
                 "rope: x is on ", x.device().str(), ", positions on ", positions.device().str(), ", the table on ",
                 cos.device().str());
   runtime::dispatch_cuda(x.scalar_type(), launch.op, [&](auto tag) {
     using T = decltype(tag);
-    const kernels::RopeArgs<T> args{
-        mutable_ptr<T>(x), x.stride(0), ptr<std::int64_t>(positions), ptr<float>(cos), ptr<float>(sin), heads, H,
-        2 * cos.size(1),   inverse};
+    const kernels::RopeArgs<T> args{mutable_ptr<T>(x),
+                                    x.stride(0),
+                                    ptr<std::int64_t>(positions),
+                                    ptr<float>(cos),
+                                    ptr<float>(sin),
+                                    heads,
+                                    H,
+                                    2 * cos.size(1),
+                                    inverse,
+                                    interleaved};
     launch.check(kernels::rope_launch(args, x.size(0), launch.stream));
   });
 }

@@ -15,9 +15,7 @@ void rope(const at::Tensor& x, std::int64_t heads, std::int64_t H, const at::Ten
                     sin.is_contiguous(),
                 "rope: x ", x.sizes(), " with ", heads, " heads of ", H, ", positions ", positions.sizes(), ", table ",
                 cos.sizes());
-  NRL_CHECK_ARG(x.is_cpu() || !interleaved, "rope: interleaved pairs are rotated on the CPU only, not on ",
-                x.device().str());
-  if (x.is_cuda()) return rope_cuda.get(x)(x, heads, H, positions, cos, sin, inverse);
+  if (x.is_cuda()) return rope_cuda.get(x)(x, heads, H, positions, cos, sin, inverse, interleaved);
   dispatch_floating(x.scalar_type(), "rope", [&](auto tag) {
     using T = decltype(tag);
     const kernels::RopeArgs<T> args{mutable_ptr<T>(x),

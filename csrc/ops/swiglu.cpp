@@ -19,8 +19,6 @@ void check(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activ
                     act.size(0) == gate_up.size(0) &&
                     (kernels::has_gate(activation) ? 2 : 1) * act.size(1) == gate_up.size(1),
                 "swiglu: gate_up ", gate_up.sizes(), " and act ", act.sizes(), " do not match");
-  NRL_CHECK_ARG(act.is_cpu() || activation != kernels::Gate::clamped,
-                "the clamped activation is computed on the CPU only, not on ", act.device().str());
 }
 
 template <class F>

@@ -69,10 +69,10 @@ Int block_rows(Int many, Int H, Int bf16) {
 Int backward_rows(Int H, Int bf16) { return AttentionBackwardBlocks(attention_shape(1, 1, H, bf16)).query_rows; }
 Int backward_keys(Int H, Int bf16) { return AttentionBackwardBlocks(attention_shape(1, 1, H, bf16)).keys; }
 
-Int attention_forward(Int N, Int K, Int H, Int bf16, Int window, double softcap, void* qkv, void* cache,
+Int attention_forward(Int N, Int K, Int H, Int bf16, Int window, double softcap, void* qkv, void* sinks, void* cache,
                       std::int32_t* tables, AttentionBlock* blocks, Int num_blocks, void* out, float* lse, Int many) {
   const AttentionCudaArgs args{
-      attention_shape(N, K, H, bf16, window, softcap), qkv, cache, tables, blocks, num_blocks, out, lse};
+      attention_shape(N, K, H, bf16, window, softcap), qkv, sinks, cache, tables, blocks, num_blocks, out, lse};
   return attention_forward_launch(args, rows_kind(many), nullptr);
 }
 
@@ -89,7 +89,8 @@ Int attention_paged(Int N, Int K, Int H, Int bf16, Int window, double softcap, v
   for (const AttentionRows kind : {AttentionRows::few, AttentionRows::many}) {
     const auto& blocks = plan.of(kind);
     const AttentionCudaArgs args{
-        shape, qkv, cache, plan.block_tables.data(), blocks.data(), static_cast<Int>(blocks.size()), out, nullptr};
+        shape, qkv,    nullptr, cache, plan.block_tables.data(), blocks.data(), static_cast<Int>(blocks.size()),
+        out,   nullptr};
     if (const Int status = attention_forward_launch(args, kind, nullptr)) return status;
   }
   return 0;
@@ -121,6 +122,14 @@ Int attention_backward(Int N, Int K, Int H, Int bf16, Int window, double softcap
                                        tokens,
                                        d_qkv};
   return attention_backward_launch(args, nullptr);
+}
+
+Int attention_sinks_backward(Int N, Int K, Int H, Int bf16, void* out, void* d_out, float* lse, void* sinks,
+                             float* terms, float* parts, Int tokens, float* d_sinks) {
+  AttentionBackwardCudaArgs args;
+  args.shape = attention_shape(N, K, H, bf16);
+  args.out = out, args.d_out = d_out, args.lse = lse, args.tokens = tokens;
+  return attention_sinks_backward_launch(args, sinks, terms, parts, d_sinks, nullptr);
 }
 
 // ---------------------------------------------------------------- rows of logits
@@ -174,14 +183,12 @@ Int rms_norm_backward(void* dy, void* x, void* w, double offset, float* rstd, vo
 }
 
 Int rope(void* x, Int stride, Int* positions, float* cos, float* sin, Int heads, Int H, Int rotary, Int inverse,
-         Int tokens, Int bf16) {
-  if (bf16)
-    return rope_launch(
-        RopeArgs<bfloat16>{static_cast<bfloat16*>(x), stride, positions, cos, sin, heads, H, rotary, inverse != 0},
-        tokens, nullptr);
-  return rope_launch(
-      RopeArgs<float>{static_cast<float*>(x), stride, positions, cos, sin, heads, H, rotary, inverse != 0}, tokens,
-      nullptr);
+         Int interleaved, Int tokens, Int bf16) {
+  const auto launch = [&]<class T>(T* rows) {
+    const RopeArgs<T> args{rows, stride, positions, cos, sin, heads, H, rotary, inverse != 0, interleaved != 0};
+    return rope_launch(args, tokens, nullptr);
+  };
+  return bf16 ? launch(static_cast<bfloat16*>(x)) : launch(static_cast<float*>(x));
 }
 
 Int swiglu_forward(void* gate_up, void* act, Int I, Int tokens, Int gate, Int bf16) {

@@ -4,6 +4,7 @@
 // tiles.
 #include "kernels/cuda/attention_tiles.cuh"
 #include "kernels/cuda/group_reduce.cuh"
+#include "kernels/cuda/model_launchers.h"
 
 namespace nemo_rl::kernels {
 namespace {
@@ -11,17 +12,38 @@ namespace {
 constexpr int kPadded = kTile + 1;        // transposed tiles are read along both directions
 constexpr int kWeightStride = kTile + 4;  // rows of weights stay multiples of 16 bytes
 
-/// dots[t, n] = d_out . out of a row, a warp each.
+/// The warp's row of d_out and out.
+__device__ __forceinline__ std::int64_t warp_row() {
+  return blockIdx.x * std::int64_t{kAttentionWarps} + threadIdx.x / 32;
+}
+/// d_out . out of a row, in every lane.
 template <class Elem>
-__global__ void __launch_bounds__(kAttentionThreads) dots_kernel(AttentionBackwardCudaArgs p) {
-  const std::int64_t row = blockIdx.x * std::int64_t{kAttentionWarps} + threadIdx.x / 32, H = p.shape.head_dim;
-  if (row >= p.tokens * p.shape.num_heads) return;
+__device__ __forceinline__ float dot_of_row(const AttentionBackwardCudaArgs& p, std::int64_t row) {
+  const std::int64_t H = p.shape.head_dim;
   const Elem* const out = static_cast<const Elem*>(p.out) + row * H;
   const Elem* const d_out = static_cast<const Elem*>(p.d_out) + row * H;
   float sum = 0;
   for (std::int64_t h = threadIdx.x % 32; h < H; h += 32) sum = fmaf(widen(d_out[h]), widen(out[h]), sum);
-  sum = warp_all(sum, AddOp());
-  if (threadIdx.x % 32 == 0) p.dots[row] = sum;
+  return warp_all(sum, AddOp());
+}
+
+/// dots[t, n] = d_out . out of a row, a warp each.
+template <class Elem>
+__global__ void __launch_bounds__(kAttentionThreads) dots_kernel(AttentionBackwardCudaArgs p) {
+  const std::int64_t row = warp_row();
+  if (row >= p.tokens * p.shape.num_heads) return;
+  const float dot = dot_of_row<Elem>(p, row);
+  if (threadIdx.x % 32 == 0) p.dots[row] = dot;
+}
+
+/// terms[t, n] = -e^(sinks[n] - lse[t, n]) * (d_out . out), a warp each.
+template <class Elem>
+__global__ void __launch_bounds__(kAttentionThreads)
+    sink_terms_kernel(AttentionBackwardCudaArgs p, const Elem* sinks, float* terms) {
+  const std::int64_t row = warp_row();
+  if (row >= p.tokens * p.shape.num_heads) return;
+  const float dot = dot_of_row<Elem>(p, row);
+  if (threadIdx.x % 32 == 0) terms[row] = -expf(widen(sinks[row % p.shape.num_heads]) - p.lse[row]) * dot;
 }
 
 /// Query rows in shared memory: scaled queries and the gradients of their outputs.
@@ -294,11 +316,8 @@ cudaError_t launch(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
   return launch_kernel(keys_kernel<Dims, Rows>, p, p.num_key_blocks, floats + 2 * rows * kWeightStride, stream);
 }
 
-template <class Elem>
-void launch_dots(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
-  const std::int64_t rows = p.tokens * p.shape.num_heads;
-  dots_kernel<Elem>
-      <<<static_cast<unsigned>((rows + kAttentionWarps - 1) / kAttentionWarps), kAttentionThreads, 0, stream>>>(p);
+unsigned row_blocks(const AttentionBackwardCudaArgs& p) {
+  return static_cast<unsigned>((p.tokens * p.shape.num_heads + kAttentionWarps - 1) / kAttentionWarps);
 }
 
 }  // namespace
@@ -306,12 +325,25 @@ void launch_dots(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
 cudaError_t attention_backward_launch(const AttentionBackwardCudaArgs& p, cudaStream_t stream) {
   if (p.tokens == 0) return cudaSuccess;
   if (p.shape.type == ElementType::bfloat16) {
-    launch_dots<bfloat16>(p, stream);
+    dots_kernel<bfloat16><<<row_blocks(p), kAttentionThreads, 0, stream>>>(p);
     return attention_backward_mma_launch(p, stream);
   }
-  launch_dots<float>(p, stream);
+  dots_kernel<float><<<row_blocks(p), kAttentionThreads, 0, stream>>>(p);
   if (p.shape.head_dim <= 64) return launch<2, 4>(p, stream);
   return p.shape.head_dim <= 128 ? launch<4, 4>(p, stream) : launch<8, 1>(p, stream);
+}
+
+cudaError_t attention_sinks_backward_launch(const AttentionBackwardCudaArgs& p, const void* sinks, float* terms,
+                                            float* parts, float* d_sinks, cudaStream_t stream) {
+  if (p.tokens == 0) return cudaSuccess;
+  if (p.shape.type == ElementType::bfloat16)
+    sink_terms_kernel<bfloat16>
+        <<<row_blocks(p), kAttentionThreads, 0, stream>>>(p, static_cast<const bfloat16*>(sinks), terms);
+  else
+    sink_terms_kernel<float>
+        <<<row_blocks(p), kAttentionThreads, 0, stream>>>(p, static_cast<const float*>(sinks), terms);
+  const std::int64_t N = p.shape.num_heads;
+  return add_column_sums_launch(terms, N, p.tokens, N, parts, d_sinks, stream);
 }
 
 }  // namespace nemo_rl::kernels

@@ -15,10 +15,12 @@ struct WarpRows {
   float max[Rows], sum[Rows], acc[Rows][Dims];
   int hidden[Rows], visible[Rows];  ///< a row sees keys [hidden, visible) of the present tile
 
-  __device__ __forceinline__ void begin() {
+  /// sink(i): row i's, times log2(e); -INFINITY: it has none. Lane 0 has the sink's term of the sum.
+  template <class Sink>
+  __device__ __forceinline__ void begin(const Sink& sink) {
 #pragma unroll
     for (int i = 0; i < Rows; ++i) {
-      max[i] = -INFINITY, sum[i] = 0;
+      max[i] = sink(i), sum[i] = max[i] != -INFINITY && threadIdx.x % 32 == 0 ? 1.0f : 0.0f;
 #pragma unroll
       for (int c = 0; c < Dims; ++c) acc[i][c] = 0;
     }
@@ -106,7 +108,11 @@ __global__ void __launch_bounds__(kAttentionThreads) forward_kernel(AttentionCud
 
   const Keys source(p, block, kv_head);
   WarpRows<Rows, Dims> state;
-  state.begin();
+  const auto* const sinks = static_cast<const float*>(p.sinks);
+  state.begin([&](int i) {
+    const int r = warp * Rows + i;
+    return sinks != nullptr && r < rows ? __fmul_rn(sinks[first_head + r % group], kLog2E) : -INFINITY;
+  });
   const std::int64_t tiles = (block.position + block.tokens - 1) / kTile + 1;
   for (std::int64_t t = s.first_key(block.position) / kTile; t < tiles; ++t) {
     __syncthreads();  // everyone is done with the tile before (and with q)

@@ -71,6 +71,12 @@ template <int Dims>
 struct StripState {
   float max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, acc[Dims / 8][4] = {};  // max: of scores before they are scaled
 
+  /// Row i has seen its sink and no key. Of the four lanes that hold the row one has the sink's term of the sum.
+  __device__ __forceinline__ void begin(int i, float sink, float natural_scale) {
+    max[i] = __fdiv_rn(sink, natural_scale);
+    sum[i] = lane_column() == 0 ? 1.0f : 0.0f;
+  }
+
   /// Scores become weights; maximum, sum and accumulator are brought up to date. Rows that see no key yet keep their
   /// zeros.
   __device__ __forceinline__ void softmax(Scores& s, float scale) {
@@ -129,6 +135,12 @@ __global__ void __launch_bounds__(Warps * 32) forward_kernel(AttentionCudaArgs p
             first_of_strip = static_cast<int>(s.first_key(position + queries.token(strip + kStrip - 1))),
             first_tile = static_cast<int>(s.first_key(position)) / kTile;
   StripState<Dims> state;
+  if (const auto* const sinks = static_cast<const bfloat16*>(p.sinks); sinks != nullptr)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (const int row = r + 8 * i; row < queries.rows)
+        state.begin(i, static_cast<float>(sinks[first_head + row - queries.token(row) * queries.group]),
+                    static_cast<float>(s.scale));
   const Softcap softcap(s);
   pipeline<kStages>((static_cast<int>(block.position + block.tokens) - 1) / kTile + 1 - first_tile,
                     [&](int t, int stage) {
@@ -192,8 +204,8 @@ cudaError_t launch_tiles(const AttentionCudaArgs& p, cudaStream_t stream) {
 
 template <int Dims>
 cudaError_t launch_rows(const AttentionCudaArgs& p, AttentionRows rows, cudaStream_t stream) {
-  return rows == AttentionRows::few ? launch_tiles<Dims, 1>(p, stream)
-                                    : launch_tiles<Dims, Dims <= 128 ? 4 : 2>(p, stream);
+  constexpr int kMostWarps = Dims <= 128 ? 4 : 2;
+  return rows == AttentionRows::few ? launch_tiles<Dims, 1>(p, stream) : launch_tiles<Dims, kMostWarps>(p, stream);
 }
 
 }  // namespace

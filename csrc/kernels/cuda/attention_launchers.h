@@ -22,6 +22,7 @@ struct Softcap {
 struct AttentionCudaArgs {
   AttentionShape shape;
   const void* qkv = nullptr;
+  const void* sinks = nullptr;  ///< [N], of qkv's type; null: there are none
   const void* cache = nullptr;  ///< paged; null: packed
   const std::int32_t* block_tables = nullptr;
   const AttentionBlock* blocks = nullptr;
@@ -61,6 +62,10 @@ struct AttentionBackwardCudaArgs {
   void* d_qkv = nullptr;  ///< in qkv's type
 };
 cudaError_t attention_backward_launch(const AttentionBackwardCudaArgs& args, cudaStream_t stream);
+/// d_sinks [N] += gradient of the sinks [N], of out's type (ops/attention.h). terms: workspace [T, N]; parts: workspace
+/// [ceil(T / kRowsPerPart), N]. Of the arguments it reads shape, out, d_out, lse and tokens.
+cudaError_t attention_sinks_backward_launch(const AttentionBackwardCudaArgs& args, const void* sinks, float* terms,
+                                            float* parts, float* d_sinks, cudaStream_t stream);
 /// What it calls for bfloat16, once `dots` is filled.
 cudaError_t attention_backward_mma_launch(const AttentionBackwardCudaArgs& args, cudaStream_t stream);
 

@@ -8,23 +8,61 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <class T>
+/// Eight pairs of a head from its pair i on: of neighbours, or `half` apart; n pairs are left.
+template <bool Interleaved>
+struct Pairs {
+  std::int64_t half, n;
+  bool vectors;
+  template <class T>
+  __device__ __forceinline__ void load(const T* x, std::int64_t i, float (&a)[kEight], float (&b)[kEight]) const {
+    load8(x + (Interleaved ? 2 * i : i), Interleaved ? 2 * n : n, vectors, a);
+    load8(x + (Interleaved ? 2 * i + kEight : i + half), Interleaved ? 2 * n - kEight : n, vectors, b);
+    if constexpr (Interleaved) {
+      float one[kEight], other[kEight];
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) {
+        one[k] = k < kEight / 2 ? a[2 * k % kEight] : b[2 * k % kEight];
+        other[k] = k < kEight / 2 ? a[(2 * k + 1) % kEight] : b[(2 * k + 1) % kEight];
+      }
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) a[k] = one[k], b[k] = other[k];
+    }
+  }
+  template <class T>
+  __device__ __forceinline__ void store(T* x, std::int64_t i, const float (&a)[kEight],
+                                        const float (&b)[kEight]) const {
+    if constexpr (Interleaved) {
+      float first[kEight], last[kEight];
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) {
+        first[k] = k % 2 == 0 ? a[k / 2] : b[k / 2];
+        last[k] = k % 2 == 0 ? a[kEight / 2 + k / 2] : b[kEight / 2 + k / 2];
+      }
+      store8(x + 2 * i, 2 * n, vectors, first);
+      store8(x + 2 * i + kEight, 2 * n - kEight, vectors, last);
+    } else {
+      store8(x + i, n, vectors, a);
+      store8(x + i + half, n, vectors, b);
+    }
+  }
+};
+
+template <bool Interleaved, class T>
 __global__ void __launch_bounds__(kThreads) rope_kernel(RopeArgs<T> p, std::int64_t tokens, bool vectors) {
   const std::int64_t half = p.rotary / 2, chunks = (half + kEight - 1) / kEight, items = tokens * p.heads * chunks;
   for (std::int64_t item = blockIdx.x * std::int64_t{kThreads} + threadIdx.x; item < items;
        item += std::int64_t{kThreads} * gridDim.x) {
     const std::int64_t i = item % chunks * kEight, head = item / chunks % p.heads, t = item / chunks / p.heads,
                        n = half - i;
-    T* const x = p.x + t * p.stride_x + head * p.H + i;
+    T* const x = p.x + t * p.stride_x + head * p.H;
+    const Pairs<Interleaved> pairs{half, n, vectors};
     float a[kEight], b[kEight], c[kEight], s[kEight];
-    load8(x, n, vectors, a);
-    load8(x + half, n, vectors, b);
+    pairs.load(x, i, a, b);
     load8(p.cos + p.positions[t] * half + i, n, vectors, c);
     load8(p.sin + p.positions[t] * half + i, n, vectors, s);
 #pragma unroll
     for (int k = 0; k < kEight; ++k) rope_rotate(a[k], b[k], c[k], p.inverse ? -s[k] : s[k], a[k], b[k]);
-    store8(x, n, vectors, a);
-    store8(x + half, n, vectors, b);
+    pairs.store(x, i, a, b);
   }
 }
 
@@ -34,7 +72,20 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exp_of
 template <Gate G>
 __device__ __forceinline__ float gate_sigmoid(float x) {
   if constexpr (G == Gate::silu) return sigmoid(x);
+  if constexpr (G == Gate::clamped) return sigmoid(x * static_cast<float>(kClampedSlope));
   return sigmoid(x * static_cast<float>(kGeluScale) * (x * x * static_cast<float>(kGeluCubic) + 1.0f));
+}
+
+constexpr float kLimit = static_cast<float>(kClampedLimit);
+
+/// What f reads of a gate, and what multiplies f; a NaN stays one.
+template <Gate G>
+__device__ __forceinline__ float gate_value(float gate) {
+  return G == Gate::clamped && gate > kLimit ? kLimit : gate;
+}
+template <Gate G>
+__device__ __forceinline__ float up_factor(float up) {
+  return G == Gate::clamped ? 1.0f + clamp_to(up, -kLimit, kLimit) : up;
 }
 
 template <Gate G, class T>
@@ -48,7 +99,10 @@ __global__ void __launch_bounds__(kThreads)
     load8(gate_up + t * 2 * I + i, n, vectors, g);
     load8(gate_up + t * 2 * I + I + i, n, vectors, u);
 #pragma unroll
-    for (int k = 0; k < kEight; ++k) g[k] = g[k] * gate_sigmoid<G>(g[k]) * u[k];
+    for (int k = 0; k < kEight; ++k) {
+      const float gate = gate_value<G>(g[k]);
+      g[k] = gate * gate_sigmoid<G>(gate) * up_factor<G>(u[k]);
+    }
     store8(act + t * I + i, n, vectors, g);
   }
 }
@@ -67,11 +121,17 @@ __global__ void __launch_bounds__(kThreads) swiglu_backward_kernel(const T* d_ac
     load8(gate_up + t * 2 * I + I + i, n, vectors, u);
 #pragma unroll
     for (int k = 0; k < kEight; ++k) {
-      const float s = gate_sigmoid<G>(g[k]), d_up = d[k] * g[k] * s;
-      float rest = g[k] * (1.0f - s);
-      if constexpr (G != Gate::silu)
-        rest *= g[k] * g[k] * static_cast<float>(3 * kGeluCubic * kGeluScale) + static_cast<float>(kGeluScale);
-      g[k] = d[k] * u[k] * s * (1.0f + rest);
+      const float gate = gate_value<G>(g[k]), s = gate_sigmoid<G>(gate);
+      float rest = gate * (1.0f - s), d_up = d[k] * gate * s;
+      if constexpr (G == Gate::gelu_tanh)
+        rest *= gate * gate * static_cast<float>(3 * kGeluCubic * kGeluScale) + static_cast<float>(kGeluScale);
+      if constexpr (G == Gate::clamped) rest *= static_cast<float>(kClampedSlope);
+      float d_gate = d[k] * up_factor<G>(u[k]) * s * (1.0f + rest);
+      if constexpr (G == Gate::clamped) {  // no gradient where a value is held back
+        if (g[k] > kLimit) d_gate = 0;
+        if (u[k] > kLimit || u[k] < -kLimit) d_up = 0;
+      }
+      g[k] = d_gate;
       u[k] = d_up;
     }
     store8(d_gate_up + t * 2 * I + i, n, vectors, g);
@@ -125,7 +185,8 @@ cudaError_t rope_launch(const RopeArgs<T>& p, std::int64_t tokens, cudaStream_t 
   if (items == 0) return cudaSuccess;
   const bool vectors = half % kEight == 0 && p.H % kEight == 0 && vectorizable(p.x, p.stride_x) &&
                        vectorizable(p.cos, half) && vectorizable(p.sin, half);
-  rope_kernel<T><<<grid_for(items, kThreads), kThreads, 0, stream>>>(p, tokens, vectors);
+  const auto kernel = p.interleaved ? rope_kernel<true, T> : rope_kernel<false, T>;
+  kernel<<<grid_for(items, kThreads), kThreads, 0, stream>>>(p, tokens, vectors);
   return cudaGetLastError();
 }
 
@@ -135,8 +196,9 @@ cudaError_t swiglu_forward_launch(const T* gate_up, T* act, std::int64_t I, std:
   const std::int64_t items = tokens * ((I + kEight - 1) / kEight);
   if (items == 0) return cudaSuccess;
   const bool vectors = vectorizable(gate_up, I) && vectorizable(act, I);
-  const auto kernel =
-      gate == Gate::silu ? swiglu_forward_kernel<Gate::silu, T> : swiglu_forward_kernel<Gate::gelu_tanh, T>;
+  const auto kernel = gate == Gate::silu      ? swiglu_forward_kernel<Gate::silu, T>
+                      : gate == Gate::clamped ? swiglu_forward_kernel<Gate::clamped, T>
+                                              : swiglu_forward_kernel<Gate::gelu_tanh, T>;
   kernel<<<grid_for(items, kThreads), kThreads, 0, stream>>>(gate_up, act, I, tokens, vectors);
   return cudaGetLastError();
 }
@@ -147,8 +209,9 @@ cudaError_t swiglu_backward_launch(const T* d_act, const T* gate_up, T* d_gate_u
   const std::int64_t items = tokens * ((I + kEight - 1) / kEight);
   if (items == 0) return cudaSuccess;
   const bool vectors = vectorizable(d_act, I) && vectorizable(gate_up, I) && vectorizable(d_gate_up, I);
-  const auto kernel =
-      gate == Gate::silu ? swiglu_backward_kernel<Gate::silu, T> : swiglu_backward_kernel<Gate::gelu_tanh, T>;
+  const auto kernel = gate == Gate::silu      ? swiglu_backward_kernel<Gate::silu, T>
+                      : gate == Gate::clamped ? swiglu_backward_kernel<Gate::clamped, T>
+                                              : swiglu_backward_kernel<Gate::gelu_tanh, T>;
   kernel<<<grid_for(items, kThreads), kThreads, 0, stream>>>(d_act, gate_up, d_gate_up, I, tokens, vectors);
   return cudaGetLastError();
 }

@@ -134,11 +134,7 @@ class ModelFolder:
     def check_device(self, device: str) -> None:
         """Raise ModelFolderError if the native core does not support the model on a device such as "cpu" or
         "cuda:0"."""
-        cpu_only = {
-            "experts": "is a mixture of experts",
-            "recurrent": "has recurrent layers",
-            "latent": "has latent attention",
-        }
+        cpu_only = {"experts": "is a mixture of experts", "recurrent": "has recurrent layers"}
         for part, what in cpu_only.items():
             if device != "cpu" and part in self.native():
                 raise ModelFolderError(

@@ -81,12 +81,18 @@ def softcap_of(window):
     return 2.0 if window in (37, 40) else 0.0
 
 
+def sinks_of(window, N, dtype):
+    """One of the windows has sinks, of which some outweigh all keys and some none."""
+    return torch.linspace(-4, 6, N).to(dtype) if window in (37, 40) else None
+
+
 def forward(kernels, qkv, sequences, N, K, H, window=0):
     blocks = query_blocks(sequences, kernels.block_rows(1, H, is_bf16(qkv)) // (N // K))
     out, lse = torch.zeros(len(qkv), N * H, dtype=qkv.dtype), torch.zeros(len(qkv), N)
     kernels.attention_forward(
-        N, K, H, is_bf16(qkv), window, softcap_of(window), qkv, None, None, blocks, len(blocks), out, lse, 1
-    )
+        N, K, H, is_bf16(qkv), window, softcap_of(window), qkv, sinks_of(window, N, qkv.dtype), None, None, blocks,
+        len(blocks), out, lse, 1,
+    )  # fmt: skip
     return out, lse
 
 
@@ -101,7 +107,8 @@ def backward(kernels, qkv, out, d_out, lse, sequences, N, K, H, window=0):
 
 def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound, window=0):
     N, K, H = shape
-    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H), window, softcap_of(window))
+    sinks = sinks_of(window, N, dtype)
+    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H), window, softcap_of(window), sinks)
     qkv, d_out = randn(tokens, (N + 2 * K) * H, dtype=dtype), randn(tokens, N * H, dtype=dtype, seed=1)
     out, lse = C.attention_forward(qkv, sequences, heads)
     got_out, got_lse = forward(kernels, qkv, sequences, N, K, H, window)
@@ -110,6 +117,11 @@ def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound, window
     # three products of rounded numbers instead of one
     got = backward(kernels, qkv, got_out, d_out, got_lse, sequences, N, K, H, window)
     close(got, C.attention_backward(qkv, out, d_out, lse, sequences, heads), 3 * bound)
+    if sinks is not None:
+        # the same out and lse on both sides: float32 in another order
+        d_sinks, workspace = torch.ones(N), [torch.full((tokens, N), math.nan) for _ in range(2)]
+        kernels.attention_sinks_backward(*shape, is_bf16(qkv), out, d_out, lse, sinks, *workspace, tokens, d_sinks)
+        close(d_sinks - 1, C.attention_sinks_backward(out, d_out, lse, heads), 1e-5)
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
@@ -146,8 +158,9 @@ def test_paged_and_packed_attention_are_bit_identical(kernels, shape, dtype, chu
         blocks = table([[t, min(step, n - t), done + t, 0, 0, 0, 0] for t in range(0, n, step)])
         out = torch.zeros(n, N * H, dtype=dtype)
         kernels.attention_forward(
-            N, K, H, bf16, window, softcap_of(window), new, cache, block_table, blocks, len(blocks), out, None, many
-        )
+            N, K, H, bf16, window, softcap_of(window), new, sinks_of(window, N, dtype), cache, block_table, blocks,
+            len(blocks), out, None, many,
+        )  # fmt: skip
         assert torch.equal(bits(out), bits(whole[done : done + n])), done
         done += n
 

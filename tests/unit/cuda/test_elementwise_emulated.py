@@ -65,33 +65,42 @@ def test_rms_norm_and_its_gradient_match_autograd(kernels, D, inner, offset, x_d
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("H, R", [(16, 16), (24, 24), (128, 128), (128, 96), (24, 12)])
-def test_rope_matches_its_formula_and_its_backward_undoes_it(kernels, H, R, dtype):
-    """The first R dimensions of each head."""
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_rope_matches_its_formula_and_its_backward_undoes_it(kernels, interleaved, H, R, dtype):
+    """The first R dimensions of each head, those i and i + R / 2 or 2 i and 2 i + 1 as pairs."""
     T, heads = 9, 3
     x, positions, angles = randn(T, heads * H + 8, dtype=dtype), table(range(3, 3 + T)), randn(20, R // 2)
     got, cos, sin = x.clone(), angles.cos(), angles.sin()
-    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, R, 0, T, dtype == BF16)
+    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, R, 0, interleaved, T, dtype == BF16)
     whole = x[:, : heads * H].double().view(T, heads, H)
-    a, b = whole[..., :R].unflatten(-1, (2, R // 2)).unbind(2)
+    a, b = whole[..., :R].unflatten(-1, (R // 2, 2) if interleaved else (2, R // 2)).unbind(-1 if interleaved else 2)
     c, s = cos[positions][:, None], sin[positions][:, None]
-    turned = torch.cat([a * c - b * s, b * c + a * s, whole[..., R:]], -1)
+    pairs = torch.stack([a * c - b * s, b * c + a * s], -1 if interleaved else 2).flatten(2)
+    turned = torch.cat([pairs, whole[..., R:]], -1)
     close(got[:, : heads * H], turned.reshape(T, -1), BOUND[dtype])
-    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, R, 1, T, dtype == BF16)
+    kernels.rope(got, x.stride(0), positions, cos, sin, heads, H, R, 1, interleaved, T, dtype == BF16)
     close(got, x, 2 * BOUND[dtype])
     assert torch.equal(got[:, heads * H :], x[:, heads * H :])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("size", [56, 37])
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped"])
 def test_swiglu_and_its_gradient_match_autograd(kernels, gate, size, dtype):
-    gate_up, d_act = randn(5, 2 * size, dtype=dtype), randn(5, size, seed=1, dtype=dtype)
+    """Some gates and ups are beyond the limits of the clamped activation."""
+    gate_up, d_act = 5 * randn(5, 2 * size, dtype=dtype), randn(5, size, seed=1, dtype=dtype)
+    gate_up[gate_up.abs() == 7] = 8  # at a limit itself torch's gradient is another
     act = torch.zeros(5, size, dtype=dtype)
-    kind = ["silu", "gelu_tanh"].index(gate)
-    f = torch.nn.functional.silu if gate == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
+    kind = ["silu", "gelu_tanh", "clamped"].index(gate)
     kernels.swiglu_forward(gate_up, act, size, 5, kind, dtype == BF16)
     leaf = gate_up.double().requires_grad_()
-    expected = f(leaf[:, :size]) * leaf[:, size:]
+    x, up = leaf[:, :size], leaf[:, size:]
+    if gate == "clamped":
+        x, up = x.clamp(max=7), 1 + up.clamp(-7, 7)
+        expected = x * torch.sigmoid(1.702 * x) * up
+    else:
+        f = torch.nn.functional.silu if gate == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
+        expected = f(x) * up
     close(act, expected.detach(), BOUND[dtype])
     expected.backward(d_act.double())
     kernels.swiglu_backward(d_act, gate_up, gate_up, size, 5, kind, dtype == BF16)  # in place

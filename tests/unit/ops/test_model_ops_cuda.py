@@ -102,6 +102,22 @@ def test_linear_swiglu_on_cuda_matches_the_cpu(dtype, bound):
     close(gpu, cpu, bound)
 
 
+@pytest.mark.parametrize("dtype, bound", DTYPES)
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped", "relu_squared"])
+def test_activations_on_cuda_match_the_cpu(gate, dtype, bound):
+    columns = 37 if gate == "relu_squared" else 74
+    gate_up, d_act = 5 * randn(40, columns, dtype=dtype), randn(40, 37, dtype=dtype, seed=1)
+
+    def run(gate_up, d_act):
+        act, d_gate_up = torch.empty_like(d_act), torch.empty_like(gate_up)
+        C.swiglu_forward(gate_up, act, gate)
+        C.swiglu_backward(d_act, gate_up, d_gate_up, gate)
+        return torch.cat([act, d_gate_up], 1)
+
+    cpu, gpu = on_both(run, gate_up, d_act)
+    close(gpu, cpu, bound)
+
+
 def test_adamw_on_cuda_matches_the_cpu():
     state = [randn(1003, dtype=torch.float32, seed=i) for i in range(3)] + [
         randn(1003, dtype=torch.float32, seed=3).abs(),
@@ -128,16 +144,25 @@ def packed():
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("shape", HEADS, ids=str)
-def test_packed_attention_on_cuda_matches_the_cpu(shape, dtype, bound):
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_packed_attention_on_cuda_matches_the_cpu(with_sinks, shape, dtype, bound):
     N, K, H = shape
-    heads, (sequences, T) = C.AttentionHeads(N, K, H, 1 / math.sqrt(H)), packed()
+    sinks = torch.linspace(-4, 6, N).to(dtype) if with_sinks else None
+    heads, gpu_heads = (
+        C.AttentionHeads(N, K, H, 1 / math.sqrt(H), sinks=None if sinks is None else sinks.to(device))
+        for device in ("cpu", "cuda")
+    )
+    sequences, T = packed()
     qkv, d_out = randn(T, (N + 2 * K) * H, dtype=dtype), randn(T, N * H, dtype=dtype, seed=1)
     out, lse = C.attention_forward(qkv, sequences, heads)
-    gpu_out, gpu_lse = C.attention_forward(qkv.cuda(), sequences, heads)
+    gpu_out, gpu_lse = C.attention_forward(qkv.cuda(), sequences, gpu_heads)
     close(gpu_out, out, bound)
     close(gpu_lse, lse, 1e-5)
     d_qkv = C.attention_backward(qkv, out, d_out, lse, sequences, heads)
-    runs = [C.attention_backward(qkv.cuda(), gpu_out, d_out.cuda(), gpu_lse, sequences, heads) for _ in range(3)]
+    runs = [C.attention_backward(qkv.cuda(), gpu_out, d_out.cuda(), gpu_lse, sequences, gpu_heads) for _ in range(3)]
+    if with_sinks:
+        d_sinks = C.attention_sinks_backward(gpu_out, d_out.cuda(), gpu_lse, gpu_heads)
+        close(d_sinks, C.attention_sinks_backward(out, d_out, lse, heads), bound)
     close(runs[0], d_qkv, bound)
     assert all(torch.equal(bits(r), bits(runs[0])) for r in runs)
 
@@ -147,7 +172,8 @@ def test_packed_attention_on_cuda_matches_the_cpu(shape, dtype, bound):
 @pytest.mark.parametrize("chunks", [[100], [1] * 100, [33, 1, 1, 30, 35]], ids=["whole", "single", "mixed"])
 def test_paged_and_packed_attention_on_cuda_are_bit_identical(shape, dtype, chunks):
     N, K, H = shape
-    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H))
+    sinks = torch.linspace(-4, 6, N).to(dtype).cuda() if len(chunks) == 5 else None
+    heads = C.AttentionHeads(N, K, H, 1 / math.sqrt(H), sinks=sinks)
     qkv = randn(100, (N + 2 * K) * H, dtype=dtype).cuda()
     whole, _ = C.attention_forward(qkv, [(0, 100, 0, 0)], heads)
     cache, table = torch.full((9, K, 2, H * TILE), float("nan"), dtype=dtype, device="cuda"), [5, 2, 8, 1]

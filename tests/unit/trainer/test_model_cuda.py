@@ -16,7 +16,9 @@ CONFIGS = {
     "llama": dict(COMMON, model_type="llama", tie_word_embeddings=False),
     "qwen2": dict(COMMON, model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(COMMON, model_type="qwen3", tie_word_embeddings=True),
-}
+    "deepseek_v3": dict(COMMON, model_type="deepseek_v3", tie_word_embeddings=False, num_key_value_heads=4, head_dim=8, q_lora_rank=24,
+                        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, first_k_dense_replace=2),
+}  # fmt: skip
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 

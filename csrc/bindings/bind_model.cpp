@@ -50,6 +50,7 @@ void bind_decoder_model(py::module_& m) {
              bool use_rslora) { self.adapt({dim, alpha, std::move(targets), merge, use_rslora}); },
           py::arg("dim"), py::arg("alpha"), py::arg("targets"), py::arg("merge") = true, py::arg("use_rslora") = false,
           release_gil())
+      .def("freeze_routers", &DecoderModel::freeze_routers)
       .def("base", &DecoderModel::base)
       .def("merged", &DecoderModel::merged, release_gil())
       .def_property_readonly("trained_layout", [](const DecoderModel& self) { return self.trained_layout(); })

@@ -1,5 +1,7 @@
 #include "model/decoder_model.h"
 
+#include <algorithm>
+
 #include "common/check.h"
 #include "kernels/weight_digest.h"
 #include "ops/adamw.h"
@@ -72,6 +74,25 @@ void DecoderModel::adapt(const LoraConfig& lora) {
   adapters_ = std::make_unique<Adapters>(config(), lora, decoder_.parameters());
   decoder_.add_adapters(adapters_->added());
   trainable_ = true;
+}
+
+void DecoderModel::freeze_routers() {
+  NRL_CHECK_ARG(trainable_ && adapters_ == nullptr, "routers are frozen in a model whose weights are trained");
+  routers_are_frozen_ = true;
+}
+
+std::vector<std::pair<std::int64_t, std::int64_t>> DecoderModel::trained_parts(std::int64_t begin,
+                                                                               std::int64_t end) const {
+  std::vector<std::pair<std::int64_t, std::int64_t>> parts;
+  for (const auto& layer : decoder_.parameters().layers) {
+    const auto& router = layer.router_weight;
+    if (!routers_are_frozen_ || !router.defined()) continue;
+    const auto first = router.storage_offset() - compute().storage_offset();
+    if (const auto until = std::min(first, end); begin < until) parts.emplace_back(begin, until);
+    begin = std::max(begin, first + router.numel());
+  }
+  if (begin < end) parts.emplace_back(begin, end);
+  return parts;
 }
 
 std::shared_ptr<DecoderModel> DecoderModel::base() const {

@@ -2,6 +2,8 @@
 // stored once, and both see an update at once.
 #pragma once
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "model/activations.h"
 #include "model/adapters.h"
@@ -27,6 +29,11 @@ class DecoderModel {
   /// Returns the model without its adapters: a frozen model on the same memory, with a separate workspace. Several
   /// models with unmerged adapters can share one base: each is base() of a frozen model, to which adapt() was applied.
   std::shared_ptr<DecoderModel> base() const;
+  /// Freezes the weight matrices of the routers of a model whose weights are trained. To be called before a backward
+  /// pass.
+  void freeze_routers();
+  /// The parts [begin, end) of a range of the memory of masters() that are trained, in order.
+  std::vector<std::pair<std::int64_t, std::int64_t>> trained_parts(std::int64_t begin, std::int64_t end) const;
   /// The weights with merged adapters, [layout().total]: compute(), or a copy if adapters are apart.
   at::Tensor merged() const;
   /// The adapters that matrix products add; nullptr: there are none, or they are merged.
@@ -50,7 +57,7 @@ class DecoderModel {
   const ParameterLayout& trained_layout() const { return adapters_ ? adapters_->layout() : layout_; }
   /// The gradients that a backward pass adds to, as views of `flat`, a buffer in that layout.
   GradientViews gradient_views(const at::Tensor& flat) const {
-    return adapters_ ? adapters_->gradient_views(flat) : GradientViews(config(), layout_, flat);
+    return adapters_ ? adapters_->gradient_views(flat) : GradientViews(config(), layout_, flat, routers_are_frozen_);
   }
   /// The weights that the other processes of a run need after an update, in the layout of masters().
   const at::Tensor& updated() const { return adapters_ ? adapters_->masters() : compute(); }
@@ -89,7 +96,7 @@ class DecoderModel {
   DecoderModel(const DecoderModel& adapted, DecoderParameters base);
   std::shared_ptr<distributed::Peers> peers_;
   ParameterLayout layout_;
-  bool trainable_;
+  bool trainable_, routers_are_frozen_ = false;
   at::Tensor masters_;
   std::int64_t masters_begin_ = 0;
   Decoder decoder_;

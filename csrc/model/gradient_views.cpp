@@ -52,8 +52,12 @@ void LayerGradients::add(at::Tensor LayerParameters::* matrix, const at::Tensor&
   ops::linear_backward_weight(yb, x, gradients->a);
 }
 
-GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat)
-    : dense_(config, layout, std::move(flat)) {}
+GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat,
+                             bool without_routers)
+    : dense_(config, layout, std::move(flat)) {
+  if (without_routers)
+    for (auto& layer : dense_.layers) layer.router_weight = at::Tensor();
+}
 
 GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& layout, const at::Tensor& flat,
                              const std::vector<LayerAdapters>& factors)

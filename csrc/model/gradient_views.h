@@ -53,8 +53,10 @@ class LayerGradients {
 
 class GradientViews {
  public:
-  /// The gradients of all parameters: `flat` is a buffer in the model's layout.
-  GradientViews(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat);
+  /// The gradients of all parameters: `flat` is a buffer in the model's layout. `without_routers`: the weights of
+  /// routers are frozen.
+  GradientViews(const ModelConfig& config, const ParameterLayout& layout, at::Tensor flat,
+                bool without_routers = false);
   /// The gradients of adapters: `flat` is a buffer in the layout `adapters`. `factors`: A and B times alpha / dim, in
   /// the compute type, which matrix products read.
   GradientViews(const ModelConfig& config, const ParameterLayout& adapters, const at::Tensor& flat,

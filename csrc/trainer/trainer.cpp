@@ -326,8 +326,14 @@ void Trainer::update(const ops::AdamWSettings& settings, double scale) {
   const auto masters = model_->masters().numel() == shard().size() ? model_->masters() : own(model_->masters());
   const auto compute =
       model_->has_separate_masters() ? std::optional<at::Tensor>(own(model_->compute())) : std::nullopt;
-  ops::adamw_step({masters, gradients_.of_shard(), exp_avg(), exp_avg_sq(), compute, shard().begin}, settings,
-                  optimizer_steps_, scale);
+  for (const auto& [begin, end] : model_->trained_parts(shard().begin, shard().end)) {
+    const auto part = [first = begin - shard().begin, count = end - begin](const at::Tensor& of_shard) {
+      return of_shard.narrow(0, first, count);
+    };
+    ops::adamw_step({part(masters), part(gradients_.of_shard()), part(exp_avg()), part(exp_avg_sq()),
+                     compute ? std::optional<at::Tensor>(part(*compute)) : std::nullopt, begin},
+                    settings, optimizer_steps_, scale);
+  }
   if (auto* const ranks = gradients_.shards())
     ranks->all_gather(model_->updated(), ops::kFlatBlock, "the new weights of all ranks");
   if (model_->adapters() != nullptr) model_->masters_changed();

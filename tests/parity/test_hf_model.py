@@ -97,14 +97,20 @@ def test_loads_of_routers_match_the_choices_of_transformers(name, tmp_path):
     ]
 
 
+FROZEN = [pytest.param(name, True, id=f"{name}-frozen routers") for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")]
+
+
 @pytest.mark.parametrize(
-    "name",
+    "name, freezes",
     [
-        "llama_tied", "qwen2", "qwen3", "olmo3", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "qwen2_moe",
-        "deepseek_v3", "qwen3_5", "qwen3_5_moe", "gpt_oss", "nemotron_h", "nemotron_h_latent_experts",
+        *((name, False) for name in (
+            "llama_tied", "qwen2", "qwen3", "olmo3", "granite_tied_biases", "phi3", "gemma3", "qwen3_moe", "qwen2_moe",
+            "deepseek_v3", "qwen3_5", "qwen3_5_moe", "gpt_oss", "nemotron_h", "nemotron_h_latent_experts",
+        )),
+        *FROZEN,
     ],
 )  # fmt: skip
-def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
+def test_weights_after_ten_adamw_steps_match_torch(name, freezes, tmp_path, monkeypatch):
     # a recurrence accumulates the rounding errors of float32, and torch's differ between processors
     recurs = name.startswith(("qwen3_5", "nemotron_h"))
     dtype = torch.float64 if recurs else torch.float32
@@ -112,6 +118,10 @@ def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
         recur_in_float64(monkeypatch)
     hf = build(name, tmp_path, dtype)
     model = load(tmp_path, dtype)
+    if freezes:
+        model.freeze_routers()
+        for parameter_name, parameter in hf.named_parameters():
+            parameter.requires_grad_(not parameter_name.endswith(("mlp.gate.weight", "mlp.router.weight")))
     trainer = C.Trainer(model)
     optimizer = torch.optim.AdamW(hf.parameters(), lr=1e-3, weight_decay=0.1)
     for step in range(10):
@@ -133,6 +143,7 @@ def test_weights_after_ten_adamw_steps_match_torch(name, tmp_path, monkeypatch):
     weights = named_views(model.specs, model.masters)
     for parameter_name, parameter in by_checkpoint_names(dict(hf.named_parameters()), hf.config.model_type).items():
         assert (weights[parameter_name] - parameter).norm() <= 1e-3 * parameter.norm(), parameter_name
+        assert parameter.requires_grad or torch.equal(weights[parameter_name], parameter), parameter_name
 
 
 @pytest.mark.parametrize(

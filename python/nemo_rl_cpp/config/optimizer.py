@@ -317,8 +317,8 @@ class MegatronConfig(Section):
     )
     freeze_moe_router: bool = key(
         True,
-        "Accepted without effect, because NeMo RL's files contain it. The router of a mixture-of-experts "
-        "model is always trained; a notice reports this.",
+        "Freeze the weights of a mixture of experts' routers: no gradient and no weight decay. Used if "
+        "megatron_cfg.enabled is true. The biases of sigmoid routers still follow moe_router_bias_update_rate.",
     )
     mtp_num_layers: Count = key(
         0,

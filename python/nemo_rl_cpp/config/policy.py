@@ -259,6 +259,11 @@ class TrainedModelConfig(Section):
         """Return the rate of megatron_cfg if it is enabled, otherwise 0."""
         return self.megatron_cfg.moe_router_bias_update_rate if self.megatron_cfg.enabled else 0.0
 
+    @property
+    def freezes_routers(self) -> bool:
+        """Return whether the routers of experts are frozen: with megatron_cfg, unless it says otherwise."""
+        return self.megatron_cfg.enabled and self.megatron_cfg.freeze_moe_router
+
     def effective_optimizer(self) -> OptimizerSettings:
         """Return the settings of AdamW, from megatron_cfg.optimizer if megatron_cfg is enabled, otherwise from
         `optimizer`."""

@@ -31,13 +31,6 @@ BLOCK_WEIGHTS = 32
 """Number of weights of a row that share one scale in a quantised matrix (csrc/kernels/weight_blocks.h)."""
 
 
-def note_trained_router(router: str, section: str) -> None:
-    """Print a note, once, that a router is trained although the configuration's `section` requests a frozen router, as
-    NeMo RL's configuration files do."""
-    key = f"{section}.megatron_cfg.freeze_moe_router"
-    say_once("note", f"every parameter is trained, {router} too ({key} is true, and is not done)")
-
-
 @dataclass(frozen=True)
 class ModelFolder:
     """The description of a model before it is built.

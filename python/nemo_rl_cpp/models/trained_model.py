@@ -26,7 +26,7 @@ from nemo_rl_cpp.distributed.ranks import GradientSums, OtherRankFailedError, Ra
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
-from nemo_rl_cpp.models.model_folder import ModelFolder, note_trained_router, open_model_folder, say_once
+from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder, say_once
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import (
     GlobalBatchResult,
@@ -118,8 +118,6 @@ class TrainedModel:
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
         folder.check_device(str(self.device))
         folder.check_mixers(config, self.section)
-        if config.megatron_cfg.enabled and config.megatron_cfg.freeze_moe_router and "experts" in folder.native():
-            note_trained_router(f"{folder.config['model_type']}'s router", self.section)
         if config.megatron_cfg.enabled and config.megatron_cfg.mtp_num_layers:
             key = f"{self.section}.megatron_cfg.mtp_num_layers"
             say_once(
@@ -157,7 +155,10 @@ class TrainedModel:
 
     def _empty(self, folder: ModelFolder, trainable: bool) -> C.DecoderModel:
         dtype = DTYPES[self.config.precision]
-        return C.DecoderModel(folder.native(), dtype, trainable, self.device, self.ranks.tensor)
+        model = C.DecoderModel(folder.native(), dtype, trainable, self.device, self.ranks.tensor)
+        if trainable and self.config.freezes_routers:
+            model.freeze_routers()
+        return model
 
     def _load_from(self, weights_path: str | Path) -> C.DecoderModel:
         model = self._empty(self.folder, True)

@@ -120,6 +120,22 @@ def test_one_inexact_logprob_has_the_same_effect_on_all_ranks(one, two):
     }
 
 
+EXPERTS = (
+    "++policy.hf_config_overrides.model_type=qwen3_moe", "++policy.hf_config_overrides.num_experts=6", "++policy.hf_config_overrides.num_experts_per_tok=2",
+    "++policy.hf_config_overrides.moe_intermediate_size=32", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", [EXPERTS], ids=["frozen routers"])
+def test_frozen_routers_keep_their_weights_in_one_and_in_two_processes(one, two):
+    before = {name: weight.clone() for name, weight in one.state_dict().items()}
+    for policy in (one, two):
+        policy.train(batch(policy.get_logprobs(batch())["logprobs"]), NamedLoss({"s9": 3.0}))
+    assert one.weight_digest() == two.weight_digest()
+    kept = [name for name, weight in one.state_dict().items() if torch.equal(weight, before[name])]
+    assert kept == ["model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"]
+
+
 BESIDE, SHARDED = "policy.overlap_grad_reduce=true", "policy.data_parallel_sharding_strategy=optim_grads"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hf_players import FAST, groups, make
+from hf_players import FAST, groups, hf_policy, make
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_cpp.algorithms.step_metrics import training_metrics
@@ -35,6 +35,20 @@ def pg_loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
     ratio = torch.exp(next_token_logprobs - data["prev_logprobs"][:, 1:])
     surrogate = torch.minimum(ratio * data["advantages"][:, 1:], ratio.clamp(0.8, 1.2) * data["advantages"][:, 1:])
     return -(surrogate * mask).sum() / (global_valid_toks + 1e-8), {}
+
+
+@pytest.mark.parametrize("backend", ["native", "hf"])
+@pytest.mark.parametrize("freezes", [True, False])
+def test_routers_of_experts_are_frozen_if_the_configuration_says_so(backend, freezes):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    megatron = {"enabled": True, "freeze_moe_router": freezes, "optimizer": {"lr": 1e-2, "weight_decay": 0.1}}
+    maker = make_policy if backend == "native" else hf_policy
+    policy = maker(hf_config_overrides={"model_type": "qwen3_moe", **sizes}, megatron_cfg=megatron)
+    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    policy.train(make_data(policy), LOSS)
+    routers = [name for name in before if name.endswith("mlp.gate.weight")]
+    kept = [name for name, weight in policy.state_dict().items() if torch.equal(weight, before[name])]
+    assert len(routers) == 2 and kept == (routers if freezes else [])
 
 
 def test_python_loss_trains_like_the_native_loss():

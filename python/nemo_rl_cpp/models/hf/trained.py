@@ -33,7 +33,6 @@ from nemo_rl_cpp.models.hf.outputs import SCORE, ValueNet, keeps_packed_samples_
 from nemo_rl_cpp.models.hf.trainer import HfTrainer, ShardedTrainer
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG, read_config_file
 from nemo_rl_cpp.models.lm_value import Value
-from nemo_rl_cpp.models.model_folder import note_trained_router
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching
 from nemo_rl_cpp.models.policy.train_step import Exactness
@@ -314,10 +313,10 @@ class HfTrainedModel(TrainedModel):
         return self._model_of(self.folder.build(Path(weights_path)), True)
 
     def _model_of(self, module: nn.Module, trainable: bool) -> FlatModel | ShardedModel:
-        megatron, routers = self.config.megatron_cfg, ("router", "mlp.gate", "block_sparse_moe.gate")
-        if megatron.enabled and megatron.freeze_moe_router:  # as NeMo RL's configuration files have it
-            if routed := [name for name, _ in module.named_modules() if name.endswith(routers)]:
-                note_trained_router(routed[0], self.section)
+        routers = tuple(f"{name}.weight" for name in ("router", "router.layer", "mlp.gate", "block_sparse_moe.gate"))
+        for name, parameter in module.named_parameters() if self.config.freezes_routers else ():
+            if name.endswith(routers):
+                parameter.requires_grad_(False)
         if trainable:
             self._packed = self.config.sequence_packing.enabled and keeps_packed_samples_apart(module)
         dtype = DTYPES[self.config.precision]

@@ -96,7 +96,9 @@ void fill(model::DecoderModel& model) {
   if (model.has_separate_masters()) model.masters().copy_(model.compute());
 }
 
-std::shared_ptr<model::DecoderModel> model_of(const model::ModelConfig& config, const Passes& passes) {
+using Model = std::shared_ptr<model::DecoderModel>;
+
+Model model_of(const model::ModelConfig& config, const Passes& passes) {
   // gradients, master weights and moments are as large as eight weights
   const bool trains_weights = passes.trains && !passes.lora;
   NRL_CHECK_ARG(weights(config) * (trains_weights ? 8 : 1) < kMostWeights, "a layer is too large to be tried");
@@ -135,9 +137,8 @@ trainer::RowBatch micro_batch(const Passes& passes, std::int64_t tokens, std::in
   return batch;
 }
 
-void measure_training(const model::ModelConfig& config, const Passes& passes, PassTimes& times) {
-  const auto [small, scale] = miniature(config, kTrainWeights);
-  const auto model = model_of(small, passes);
+void measure_training(const Model& model, double scale, const Passes& passes, PassTimes& times) {
+  const auto& small = model->config();
   const auto count = std::min(passes.micro_batch, tokens_to_try(small));
   const auto batch = micro_batch(passes, count, small.vocab_size);
   const auto tokens = static_cast<double>(batch.token_ids.numel());
@@ -203,12 +204,7 @@ ForwardBatch decode_batch(const generation::NativeModelRunner& runner, const Dec
   return batch;
 }
 
-void measure_generation(const model::ModelConfig& config, const Passes& passes, PassTimes& times) {
-  const auto [small, scale] = miniature(config, kDecodeWeights);
-  auto frozen = passes;
-  frozen.trains = false;
-  if (passes.lora && passes.lora->merge) frozen.lora.reset();
-  const auto model = model_of(small, frozen);
+void measure_generation(const Model& model, double scale, const Passes& passes, PassTimes& times) {
   using generation::NativeModelRunner;
   NativeModelRunner runner(model, {}, passes.packs ? 0 : NativeModelRunner::kNeverPack);
   for (const auto& step : passes.decode) {
@@ -264,8 +260,17 @@ Miniature miniature(const model::ModelConfig& whole, double least) {
 
 PassTimes pass_times(const model::ModelConfig& config, const Passes& passes) {
   PassTimes times;
-  measure_training(config, passes, times);
-  if (!passes.decode.empty()) measure_generation(config, passes, times);
+  const auto trained = miniature(config, kTrainWeights), decoding = miniature(config, kDecodeWeights);
+  auto model = model_of(trained.config, passes);
+  measure_training(model, trained.scale, passes, times);
+  if (passes.decode.empty()) return times;
+  if (decoding.scale != trained.scale) {
+    auto frozen = passes;
+    frozen.trains = false;
+    if (passes.lora && passes.lora->merge) frozen.lora.reset();
+    model = model_of(decoding.config, frozen);
+  }
+  measure_generation(model, decoding.scale, passes, times);
   return times;
 }
 

@@ -21,16 +21,16 @@ def _all_sliding(form: Form) -> list[str]:
 
 
 def _listed(form: Form, every: int, others: str = SLIDING) -> list[str]:
-    """Return the kind of each layer: layer_types if set; otherwise every `every`-th layer is FULL, all others are
-    `others`."""
+    """Return the kind of each layer: layer_types if it is set; otherwise every `every`-th layer is FULL, all others are
+    of the kind `others`."""
     return form.get("layer_types") or [
         FULL if (i + 1) % every == 0 else others for i in range(form["num_hidden_layers"])
     ]
 
 
 def _where_switched_on(form: Form) -> list[str]:
-    """Return the kind of each layer. Without use_sliding_window all are FULL. With it, layer_types applies; if that is
-    not set, the first max_window_layers layers are FULL and all others SLIDING."""
+    """Return the kind of each layer. If use_sliding_window is false, all are FULL. Otherwise the kinds are layer_types,
+    or without that key FULL for the first max_window_layers layers and SLIDING for all others."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -38,8 +38,8 @@ def _where_switched_on(form: Form) -> list[str]:
 
 
 def _alternating_where_switched_on(form: Form) -> list[str]:
-    """Return the kind of each layer. Without use_sliding_window all are FULL. With it, layer_types applies; if that is
-    not set, every second of the first max_window_layers layers is SLIDING, and all others are FULL."""
+    """Return the kind of each layer. If use_sliding_window is false, all are FULL. Otherwise the kinds are layer_types,
+    or without that key SLIDING for every second of the first max_window_layers layers and FULL for all others."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -86,8 +86,8 @@ class Experts(NamedTuple):
             are.
         shared: key of the intermediate size of the shared expert, which processes all tokens; or n_shared_experts, the
             number of shared experts, which are one MLP; None: no shared expert.
-        sigmoid: the router's scores are sigmoids, the choice adds a bias to them, and the shared expert has no gate.
-        has_biases: router and experts have biases.
+        sigmoid: the router's scores are sigmoids, a bias is added to them for choosing experts, and the shared expert
+        has no gate. has_biases: router and experts have biases.
         block, router, gate, up, down: checkpoint names of a layer's expert block, of its router, and of an expert's
             matrices."""
 
@@ -114,7 +114,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def has_experts(form: Mapping[str, Plain]) -> bool:
-    """Return whether the pattern of layers has experts; other architectures have no pattern."""
+    """Return False if hybrid_override_pattern exists and has no layer of experts (E), otherwise True."""
     return "E" in str(form.get("hybrid_override_pattern", "E"))
 
 
@@ -148,10 +148,10 @@ class Architecture(NamedTuple):
         rope_theta: default if config.json has none.
         local_rope: set if SLIDING layers have a separate RoPE: (key of its theta in transformers 4, default theta).
         partial_rotary: partial_rotary_factor is supported.
-        fused_tensors: the checkpoint has qkv_proj and gate_up_proj.
+        fused_tensors: the checkpoint has the fused matrices qkv_proj and gate_up_proj.
         norm_offset: added to a norm's weight before multiplying.
         factors: returns the scales, multipliers and softcaps that differ from the defaults in `native_config`.
-        only: key -> its only supported value.
+        only: maps a key of config.json to its only supported value.
         activation: key of the MLP's activation.
         experts: the mixture of experts; None: every layer has one MLP.
         output_gate: the query projection also returns a gate, whose sigmoid multiplies the attention's output.
@@ -161,7 +161,7 @@ class Architecture(NamedTuple):
         reads_mxfp4: the experts' matrices may be quantised to MXFP4, and are read into bfloat16.
         recurrent: keys of the sizes of RECURRENT layers: RECURRENT_SIZES or MAMBA2_SIZES.
         one_block: each layer has only a mixer, or only an MLP or experts without gates (models/nemotron_h.py).
-        latent: attention is latent (models/latent_attention.py)."""
+        latent: the model has multi-head latent attention (models/latent_attention.py)."""
 
     title: str
     defaults: dict[str, Plain]

@@ -1,5 +1,5 @@
-"""Chooses micro-batches, activation checkpointing, kept activations and the size of the KV cache by
-policy.memory_budget_gb, so that the forecast of memory stays within the budget."""
+"""Chooses memory settings (micro-batches, activation checkpointing, kept activations, size of the KV cache) with which
+the estimated memory is at most policy.memory_budget_gb."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _KEEP_ALL = 1e9  # GB
 
 
 def within_budget(config: WholeConfig) -> WholeConfig:
-    """Return the configuration with the settings that policy.memory_budget_gb leaves; `config` itself without a budget.
+    """Return the configuration with memory settings that fit policy.memory_budget_gb, or `config` itself if no budget
+    is set.
 
-    Keys that are set where the budget is set, or nearer, stay. If the budget suffices, all others stay, too. Otherwise
-    the first of `_choices` that fits is taken. Only micro-batches change results, by rounding. Raise ConfigError if no
-    choice fits."""
+    A setting stays if the user sets it in the same file as the budget or with a higher precedence, such as on the
+    command line. If the run fits already, nothing changes; otherwise the result is the first of `_choices` that fits.
+    Of the changed settings only micro-batches affect results (by rounding). Raise ConfigError if no choice fits."""
     if not isinstance(config, TrainMasterConfig) or config.policy.memory_budget_gb is None:
         return config
     budget, peak, chosen = config.policy.memory_budget_gb * 1e9, None, config
@@ -45,7 +46,7 @@ def within_budget(config: WholeConfig) -> WholeConfig:
 
 
 def budget_text(config: TrainMasterConfig) -> str | None:
-    """Return the budget and the settings that follow from it, as text; None without a budget."""
+    """Return text with the budget and the chosen memory settings; None if no budget is set."""
     budget = config.policy.memory_budget_gb
     return None if budget is None else f"{budget:g} GB: {_settings_text(config)}"
 
@@ -64,8 +65,9 @@ def _settings_text(config: TrainMasterConfig) -> str:
 
 
 def _choices(config: TrainMasterConfig) -> Iterator[TrainMasterConfig]:
-    """Yield configurations that need less and less memory. First micro-batches get smaller, which costs the least time;
-    then generation's activations are not kept; then training recomputes activations; then the KV cache is halved."""
+    """Yield the configuration, and then variants that need less and less memory: first with smaller micro-batches,
+    which costs the least time; then without keeping generation's activations; then with activation checkpointing; then
+    with half of the KV cache, and so on."""
     policy, fixed = config.policy, config.fixed_by_user
     section = f"policy.{'megatron_cfg' if policy.megatron_cfg.enabled else 'dtensor_cfg'}.activation_checkpointing"
     checkpointing = [policy.activation_checkpointing]
@@ -79,7 +81,8 @@ def _choices(config: TrainMasterConfig) -> Iterator[TrainMasterConfig]:
 
 
 def _micro_batches(config: TrainMasterConfig) -> Iterator[int | None]:
-    """Yield the number of samples of a micro-batch: that of the configuration (None), then half of the one before."""
+    """Yield numbers of samples per micro-batch to try: None for the configured number, then half as many each time,
+    down to 1."""
     yield None
     batch = "sequence_packing" if config.policy.sequence_packing.enabled else "dynamic_batching"
     if not config.fixed_by_user & {"policy.train_micro_batch_size", f"policy.{batch}.train_mb_tokens"}:
@@ -90,7 +93,7 @@ def _micro_batches(config: TrainMasterConfig) -> Iterator[int | None]:
 
 
 def _kept_sizes(config: TrainMasterConfig, recomputes: bool) -> list[float | None]:
-    """Return the values of policy.kept_activations_gb to try: room for all activations of a step, and none."""
+    """Return the values of policy.kept_activations_gb to try: enough for all activations of a step, and 0."""
     policy = config.policy
     if "policy.kept_activations_gb" in config.fixed_by_user:
         return [policy.kept_activations_gb]
@@ -100,8 +103,8 @@ def _kept_sizes(config: TrainMasterConfig, recomputes: bool) -> list[float | Non
 
 
 def _cache_sizes(config: TrainMasterConfig) -> Iterator[float | None]:
-    """Yield values of policy.generation.kv_cache_gb: that of the configuration, and then half of the one before, down
-    to one sequence."""
+    """Yield values of policy.generation.kv_cache_gb to try: the configured one, then half as much each time, down to
+    what one sequence needs."""
     policy = with_known_sizes(config).policy
     yield policy.generation.kv_cache_gb
     sizes = model_sizes(policy.model_name, policy.hf_config_overrides)
@@ -119,7 +122,8 @@ def _cache_sizes(config: TrainMasterConfig) -> Iterator[float | None]:
 def _with(
     config: TrainMasterConfig, samples: int | None, recomputes: bool, kept: float | None, cache: float | None
 ) -> TrainMasterConfig:
-    """Return a copy of the configuration with these settings; None keeps a setting."""
+    """Return a copy of the configuration with these memory settings. If `samples` is None, micro-batches stay
+    unchanged."""
     policy = config.policy
     backend = "megatron_cfg" if policy.megatron_cfg.enabled else "dtensor_cfg"
     changed: dict[str, object] = {
@@ -147,7 +151,8 @@ def _with(
 
 
 def _too_small(least: TrainMasterConfig, peak: Phase) -> str:
-    """Return the message that no choice fits; `least` is the one that needs the least memory."""
+    """Return the error message for a budget that no choice fits. `least` is the choice with the least memory; `peak` is
+    its phase with the most."""
     largest, size = max(peak.parts, key=lambda part: part[1])
     fixed = sorted(least.fixed_by_user)
     verb = "is set and stays" if len(fixed) == 1 else "are set and stay"

@@ -27,18 +27,18 @@ from nemo_rl_cpp.models.trained_model import in_layout_of
 
 
 class PolicyWorker(Policy, EngineHost):  # Policy is first, so that its create_generation is used
-    """The policy in a worker process, with the engines that read its weights in place and a sender that transfers them
-    to engines in other workers."""
+    """The policy in a worker process. It holds the engines that read its weights in place, and a sender for engines in
+    other workers, which need copies of the weights."""
 
     _publisher: C.RefitPublisher | None = None
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Join the refit rendezvous with the dedicated engines, as rank 0."""
+        """Connect to the engines in other workers, as rank 0, for refits. `meeting`: where the processes connect."""
         ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
 
     def broadcast_weights_for_collective(self, version: int) -> RefitResult:
-        """Send the current weights, labelled with the version `version`, to the dedicated engines."""
+        """Send the current weights to the engines in other workers, labelled with the weight version `version`."""
         done = self._publisher.publish(list(self.state_dict().items()), version)
         return RefitResult(done.bytes, done.seconds, self.weight_digest(), done.sent)
 
@@ -69,8 +69,8 @@ def value_class(config: ValueConfig) -> type[Value]:
 
 
 class DistributedModel:
-    """One model in all workers of a cluster. Every call goes to all workers with the same batch. Each worker processes
-    its share of the samples (`Ranks`) with the whole model or a tensor-parallel slice, and this class combines the
+    """One model in all workers of a cluster. A method passes its batch to all workers. Each worker processes its share
+    of the samples (`Ranks`) with the whole model or a tensor-parallel slice, and the method combines the workers'
     results.
 
     Args:
@@ -97,11 +97,11 @@ class DistributedModel:
         return self.group.call_all("learning_rate")[0]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights by Hugging Face name, copied from rank 0."""
+        """Return {Hugging Face name: tensor} for all weights, copied from rank 0."""
         return self.group.call_all("first_state_dict")[0]
 
     def weight_digest(self) -> str:
-        """Return the digest of the weights. Raise RuntimeError if the ranks' digests differ."""
+        """Return the digest of the weights. Raise RuntimeError if it is not the same on all ranks."""
         return self.group.call_for_one_value("weight_digest")
 
     def _gather(self, method: str, data: Batch, **options: object) -> BatchedDataDict:
@@ -143,8 +143,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """See `Policy.skips_prev_logprobs`. It is False with transformers, whose generation is not bit-identical to
-        training."""
+        """See `Policy.skips_prev_logprobs`. With the transformers backend it is False, because generation is not
+        bit-identical to training."""
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     def get_logprobs(self, data: Batch) -> BatchedDataDict:
@@ -186,8 +186,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Let trainer rank 0 join the refit rendezvous with the dedicated engines, which must call their own
-        `init_collective`. Return the pending call."""
+        """Start connecting trainer rank 0 to the dedicated engines, for refits; their `init_collective` must be called,
+        too. Return the pending call."""
         return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
 
     def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:

@@ -1,4 +1,4 @@
-"""The buffers that the native core keeps between its passes: bytes per token, as csrc/model/workspace.h lists them."""
+"""Bytes per token of the buffers that the native core keeps between passes, as listed in csrc/model/workspace.h."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SUM = 4
 
 @dataclass(frozen=True)
 class Buffers:
-    """The bytes that buffers take per token of a pass.
+    """The bytes that buffers take per token of a forward or backward pass.
 
     Args:
         sizes: the model's sizes.
-        width: bytes of a number of the precision: 2 or 4.
+        width: bytes of a number in the run's precision: 2 or 4.
     """
 
     sizes: ModelSizes
@@ -29,8 +29,8 @@ class Buffers:
 
     @property
     def _mixer(self) -> float:
-        """Return the bytes that a layer's mixer stores: the projection, before and after the norm of queries and keys,
-        and the result; the average over all layers."""
+        """Return the bytes that a layer's attention (or recurrent mixer) stores for the backward pass, averaged over
+        all layers: its projections, before and after the norms of queries and keys, and its result."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         gate = query if s.recurrent_layers and not s.mlp_layers else 0
@@ -43,7 +43,7 @@ class Buffers:
 
     @property
     def _columns(self) -> float:
-        """Return the intermediate size of all MLPs that process a token; the average over all layers."""
+        """Return `_inner` averaged over all layers, some of which may have no MLP."""
         s = self.sizes
         return self._inner * (len(s.mlp_layers) / s.num_hidden_layers if s.mlp_layers else 1)
 
@@ -57,12 +57,12 @@ class Buffers:
 
     @property
     def kept(self) -> float:
-        """Return the bytes that all layers store (csrc/model/kept_activations.h)."""
+        """Return the bytes that all layers together store for their backward pass (csrc/model/kept_activations.h)."""
         return self.layer * self.sizes.num_hidden_layers + _SUM * self.sizes.hidden_size
 
     @property
     def _inner(self) -> float:
-        """Return the number of activated columns of a token in the layer with the most."""
+        """Return the sum of the intermediate sizes of the MLP, or of the experts, that process one token in a layer."""
         return self.sizes.experts_per_token * self.sizes.intermediate_size + self.sizes.shared_expert_size
 
     @property
@@ -76,12 +76,13 @@ class Buffers:
         return self.width * (s.hidden_size + self._inner) + results + by_expert
 
     def head(self, scored: float) -> float:
-        """Return the bytes of the LM head's inputs, and of their gradients, if the share `scored` of all tokens has
+        """Return the bytes of the LM head's inputs and of their gradients. `scored`: share of the tokens that get
         logits."""
         return scored * self.sizes.hidden_size * (3 * _SUM + self.width)
 
     def training(self, checkpointing: bool, scored: float) -> float:
-        """Return the bytes of a forward and a backward pass. `checkpointing`: the backward pass recomputes each layer."""
+        """Return the bytes of a forward and a backward pass. With `checkpointing` the backward pass recomputes each
+        layer. `scored`: share of the tokens that get logits."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         stored = self.layer * layers
         if checkpointing:
@@ -90,7 +91,8 @@ class Buffers:
 
     @property
     def backward(self) -> float:
-        """Return the bytes of a backward pass, apart from what the layers store: gradients, and the last stream."""
+        """Return the bytes of a backward pass without what the layers have stored: gradients, and the last layer's
+        output."""
         s = self.sizes
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         by_expert = s.experts_per_token * (s.latent_size or s.hidden_size) if s.experts > 1 else 0
@@ -99,17 +101,18 @@ class Buffers:
         return streams + self.width * columns + self._scratch
 
     def scoring(self, scored: float) -> float:
-        """Return the bytes of a forward pass that stores nothing."""
+        """Return the bytes of a forward pass without backward pass. `scored`: share of the tokens that get logits."""
         head = scored * self.sizes.hidden_size * (_SUM + self.width)
         return _SUM * self.sizes.hidden_size + self._mixer + self._scratch + head
 
     @property
     def prefill(self) -> float:
-        """Return the bytes of a forward pass in generation."""
+        """Return the bytes of a prefill's forward pass."""
         return 2 * _SUM * self.sizes.hidden_size + self.layer + self._scratch
 
     def logits(self, rows: float) -> float:
-        """Return the bytes of the logits that the LM head holds at a time in training, and of their gradients."""
+        """Return the peak bytes in training of logits and their gradients together: the LM head computes them for a
+        chunk of the `rows` tokens at a time."""
         blocks = -(-self.sizes.vocab_size // _VOCAB_BLOCK)
         most = _FUSED_LOGITS // (blocks * _VOCAB_BLOCK) // _ROW_BLOCK * _ROW_BLOCK
         at_once = min(max(_ROW_BLOCK, min(most, _FUSED_ROWS)), rows)

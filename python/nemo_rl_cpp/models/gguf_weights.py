@@ -66,7 +66,7 @@ class LinkedTensors:
         self._config = hf_config.read_config(folder)
         names = {there: here for here, there in tensor_names(self._config).items()}
         table = hf_config.read_json(folder / GGUF_TABLE)
-        # config.json has the factors of RoPE
+        # RoPE factors are skipped, because config.json has them
         self.places = {names.get(name, name): place for name, place in table.items() if not name.startswith("rope_f")}
 
     def restored(self, name: str, data: memoryview) -> memoryview:

@@ -195,7 +195,7 @@ def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
 
 
 def _derive(form: dict[str, Plain]) -> None:
-    """Set missing sizes that follow from other keys."""
+    """Set missing sizes of a layer that follow from other keys."""
     heads, hidden, made = form["num_attention_heads"], form["hidden_size"], SUPPORTED_ARCHITECTURES[form["model_type"]]
     if form.get("num_key_value_heads") is None:
         form["num_key_value_heads"] = heads
@@ -388,8 +388,8 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
 
 
 def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
-    """Yield a sentence for each property of an unmodified config.json that may surprise users, such as an ignored
-    key."""
+    """Yield a sentence for each property of config.json, as released by its authors, that may surprise users, such as
+    an ignored key."""
     yield from rope.rope_remarks(config)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         if config.get(key):

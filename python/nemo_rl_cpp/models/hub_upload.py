@@ -43,7 +43,8 @@ def push_to_hub(
 
     Uploads the model's files: configuration, weights, tokenizer, chat template, and the adapter of a run with LoRA
     (`adapter/`). A missing repository is created, private unless `private` is False; an existing one keeps its
-    visibility. `token` None: the token of `hf auth login` or HF_TOKEN. `client` replaces `huggingface_hub.HfApi`.
+    visibility. `message` is the commit's message. `token` None: the token of `hf auth login` or HF_TOKEN. `client`
+    replaces `huggingface_hub.HfApi`.
 
     Raises ValueError for a folder without a model and for an invalid name, UploadError (a ValueError) if the Hub
     rejects the upload or is unreachable."""

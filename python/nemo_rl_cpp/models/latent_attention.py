@@ -10,8 +10,8 @@ SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the configuration with `head_dim`, which transformers sets to the number of dimensions that RoPE rotates.
-    All SIZES are whole numbers above 0."""
+    """Return the configuration with `head_dim` equal to qk_rope_head_dim, as in transformers: the number of a head's
+    dimensions that RoPE rotates. The values of the keys SIZES must be whole numbers above 0."""
     rotated = form["qk_rope_head_dim"]
     if form.get("head_dim") not in (None, rotated):
         raise ModelFolderError(f"head_dim is {form['head_dim']!r}, but qk_rope_head_dim {rotated} was expected")
@@ -36,7 +36,7 @@ def check(form: Mapping[str, Plain]) -> None:
 
 
 def key_size(form: Mapping[str, Plain]) -> int:
-    """Return the head size of queries and keys."""
+    """Return the number of dimensions of a head's queries and keys."""
     return form["qk_nope_head_dim"] + form["qk_rope_head_dim"]
 
 

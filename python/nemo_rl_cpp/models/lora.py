@@ -115,8 +115,8 @@ class Lora:
     def begin(self, model: C.DecoderModel, seed: int, weights_path: str | Path | None, *, is_whole: bool) -> None:
         """Add adapters to a frozen model whose weights are loaded.
 
-        They are read from the checkpoint `weights_path`. If that is None, they are new: A is drawn from the seed and B
-        is 0, so that the effective weights are unchanged. `is_whole`: this process holds all weights, not a slice."""
+        The adapters are read from the checkpoint `weights_path`. Without it they are new: A is drawn from the seed and
+        B is 0, so that the effective weights are unchanged. `is_whole`: this process holds all weights, not a slice."""
         if is_whole:  # the digest depends on the number of slices
             self.base_digest = f"{model.digest():016x}"
         model.adapt(self.dim, float(self.alpha), self.targets, self.merge, self.use_rslora)

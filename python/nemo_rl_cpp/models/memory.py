@@ -49,7 +49,7 @@ def swap_memory() -> float:
 
 
 def tape_bytes(sizes: ModelSizes, width: int) -> int:
-    """Return the bytes per token and layer that torch keeps for the backward pass of a layer of transformers.
+    """Return the bytes per token that torch keeps for the backward pass of one transformers layer.
 
     Torch keeps the input, the normalised form and the output of each norm; queries, keys, values and the attention's
     output, twice; the MLP's gate, its activation, up, and the product of these two. Norms of bfloat16 inputs are
@@ -60,8 +60,8 @@ def tape_bytes(sizes: ModelSizes, width: int) -> int:
 
 
 def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
-    """Return the bytes of gradients that each of `processes` ranks holds while gradient blocks are added along their
-    tree (see `Ranks.blocks`)."""
+    """Return the bytes of gradients that each of `processes` ranks holds while it sums the gradients of its gradient
+    blocks (parts of a global batch, see `Ranks.blocks`)."""
     blocks = model.gradient_blocks or processes
     sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
     if processes == 1 or not model.shards_gradients:
@@ -87,8 +87,8 @@ class Phase:
 
 
 def with_known_sizes(config: TrainMasterConfig) -> TrainMasterConfig:
-    """Return the configuration for an estimate before any download. If a model is in the table of known models but not
-    on this machine, the result is a copy with the model's sizes in hf_config_overrides."""
+    """Return the configuration for an estimate before models are downloaded: a model that is in the table of known
+    models but not on this machine gets the table's sizes in hf_config_overrides. `config` itself is not changed."""
     changed: dict[str, object] = {}
     for name, model in config.trained_models().items():
         known = known_model(model.model_name)
@@ -218,8 +218,8 @@ def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> i
 def _resting(
     model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int = 1
 ) -> tuple[tuple[str, float], ...]:
-    """Return the memory in use in all phases: weights (bfloat16 with float32 master weights, or float32) and AdamW's
-    two moments.
+    """Return the memory of the model `name` that is in use in all phases: weights (bfloat16 with float32 master
+    weights, or float32) and AdamW's two moments.
 
     With LoRA: weights, adapters (float32, and copies in the run's precision) and the moments of the adapters; with
     `lora_cfg.merge` also a second copy of the adapted weights."""
@@ -243,18 +243,19 @@ def _resting(
 
 
 def cache_bytes(policy: PolicyConfig, sizes: ModelSizes, tokens: int) -> float:
-    """Return the bytes of the keys and values of `tokens`."""
+    """Return the bytes of the KV cache of `tokens` tokens."""
     return 2.0 * tokens * sizes.attention_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
 
 
 def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, tokens: int) -> float:
-    """Return the bytes of the KV cache for all concurrent sequences of `tokens`, at most `kv_cache_gb`."""
+    """Return the bytes of a KV cache for `tokens` tokens, the sum over all concurrent sequences; at most
+    `kv_cache_gb`."""
     full, limit = cache_bytes(policy, sizes, tokens), policy.generation.kv_cache_gb
     return min(full, limit * 1e9) if limit else full
 
 
 def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> tuple[tuple[str, float], ...]:
-    """Return the bytes of the recurrent states of the concurrent sequences and of their prompts
+    """Return the bytes of the recurrent states of `sequences` concurrent sequences and of their `prompts` prompts
     (csrc/generation/engine.cpp)."""
     if not sizes.recurrent_layers:
         return ()
@@ -279,7 +280,7 @@ def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str,
 
 
 def micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
-    """Return the most tokens of a micro-batch. `kind` is "train" or "logprob"."""
+    """Return the maximum number of tokens in a micro-batch. `kind` is "train" or "logprob"."""
     budget = next((each for each in (model.sequence_packing, model.dynamic_batching) if each.enabled), None)
     samples = model.train_micro_batch_size if kind == "train" else model.logprob_batch_size
     tokens = samples * model.max_total_sequence_length if budget is None else getattr(budget, f"{kind}_mb_tokens")
@@ -287,17 +288,17 @@ def micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
 
 
 class _Training(NamedTuple):
-    """The memory of training a model: `now`, during its training, and `held`, in the other phases."""
+    """The memory of training a model: `now` while it trains, and `held` in the other phases."""
 
     now: tuple[tuple[str, float], ...]
     held: tuple[tuple[str, float], ...] = ()
 
 
 def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parameters: int, ranks: int) -> _Training:
-    """Return the memory of training the model `name`, of `parameters` weights, on each of `ranks`.
+    """Return the memory of training the model `name` with `parameters` weights, on each of `ranks` ranks.
 
-    Generation's activations are kept until the backward pass, which then needs the buffers of one layer only. But the
-    first step of a run has a forward pass of its own."""
+    If generation's activations are kept for the backward pass, training needs the buffers of only one layer. But the
+    first step of a run computes its own forward pass."""
     model: TrainedModelConfig = getattr(config, name)
     gradients = (f"{name} gradients", gradient_bytes(model, sizes, _trained(model, parameters, sizes), ranks))
     head = (_head(model, sizes, "train", _scored_share(config)),) if name == "policy" else ()
@@ -318,15 +319,16 @@ def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parame
 
 
 def kept_activations_bytes(config: TrainMasterConfig, sizes: ModelSizes) -> float:
-    """Return the bytes of generation's activations that a step keeps for training, of at most
-    policy.kept_activations_gb; 0 if the key is null."""
+    """Return the bytes of generation's activations that a step keeps for training, at most policy.kept_activations_gb;
+    0 if that key is null."""
     policy = config.policy
     tokens = _generated_tokens(config, config.loop.num_generations_per_prompt)
     return min((policy.kept_activations_gb or 0.0) * 1e9, tokens * Buffers(sizes, _width(policy)).kept)
 
 
 def _generated_tokens(config: TrainMasterConfig, responses: int, sequences: int | None = None) -> int:
-    """Return the most tokens of `sequences` (by default those of a step), of which `responses` share a prompt."""
+    """Return the maximum number of tokens in `sequences` sequences (by default those of a step). In each group of
+    `responses` sequences the tokens of the common prompt count once."""
     policy, generation = config.policy, config.policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
     prompt = min(config.data.max_input_seq_length or length, length)
@@ -338,7 +340,7 @@ def _generated_tokens(config: TrainMasterConfig, responses: int, sequences: int 
 
 
 def _scored_share(config: TrainMasterConfig) -> float:
-    """Return the largest share of a sequence's tokens that are trained."""
+    """Return the share of the tokens in a sequence of maximum length that can be in the loss."""
     policy = config.policy
     if config.algorithm == "sft" or getattr(config.loop, "max_rollout_turns", 1) > 1:
         return 1.0
@@ -370,8 +372,8 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
 
 
 def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of writing a checkpoint: a copy of the weights of one model, and before it the merged weights
-    if adapters are apart."""
+    """Return the memory of writing a checkpoint: a copy of one model's weights, and with unmerged adapters also the
+    merged weights from which it is copied."""
 
     def copies(model: TrainedModelConfig) -> float:
         count = 0 if model.quantization else 1 if model.lora is None or model.lora.merge else 2
@@ -381,7 +383,8 @@ def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> t
 
 
 def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of a log-probability pass of the policy, apart from the buffers that training keeps."""
+    """Return the memory of computing log-probabilities with the policy, without the buffers that training keeps
+    anyway."""
     policy, tokens = config.policy, micro_batch_tokens(config.policy, "logprob")
     if policy.backend == "hf":
         layer = ("activations", float(tokens * tape_bytes(sizes, _width(policy))))
@@ -395,7 +398,7 @@ def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> tuple[tuple[str
 
 
 def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the buffers of the frozen model `name`, which the native core keeps after its log-probability pass."""
+    """Return the buffers that the native core keeps after computing log-probabilities with the frozen model `name`."""
     if config.policy.backend == "hf":
         return ()
     tokens = micro_batch_tokens(config.policy, "logprob")
@@ -403,8 +406,8 @@ def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) ->
 
 
 def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: float) -> tuple[str, float]:
-    """Return the memory of the LM head for one micro-batch, of which the share `scored` has logits. `kind` is "train"
-    or "logprob"."""
+    """Return the memory of the LM head's logits for one micro-batch. `kind` is "train" or "logprob"; `scored` is the
+    share of the tokens that get logits."""
     tokens = micro_batch_tokens(policy, kind)
     if policy.backend == "hf":
         logits = tokens * sizes.vocab_size
@@ -421,7 +424,8 @@ def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: floa
 
 
 def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory of the `parameters` weights that each process gathers with the transformers backend."""
+    """Return the memory of `parameters` weights that each process gathers from all ranks with the transformers
+    backend."""
     return (("gathered", float(parameters * _width(policy))),) if policy.backend == "hf" and processes > 1 else ()
 
 
@@ -449,7 +453,8 @@ def forecast_summary(config: WholeConfig) -> str | None:
 
 
 def certain_bytes(config: TrainMasterConfig) -> float | None:
-    """Return the bytes of weights, master weights, gradients and AdamW's moments; None if sizes are not known."""
+    """Return the part of a run's memory that does not depend on sequence lengths: weights, master weights, gradients
+    and AdamW's moments, in bytes; None if sizes are not known."""
     phases = forecast(config)
     if phases is None:
         return None
@@ -486,7 +491,8 @@ _FEWER_ACTIVATIONS = "set policy.dtensor_cfg.activation_checkpointing=true, or l
 
 
 def fits(config: TrainMasterConfig) -> bool | None:
-    """Return whether the estimated peak is at most this machine's memory; None if either is not known, or on a GPU."""
+    """Return whether the estimated peak is at most this machine's memory; None if either is not known, or if the run
+    uses a GPU."""
     phases, amount = forecast(config), machine_memory()
     if phases is None or amount is None or config.cluster.device != "cpu":
         return None

@@ -58,12 +58,13 @@ class ModelFolder:
         return self.config
 
     def native(self) -> dict[str, Plain]:
-        """Return the keyword arguments of the native `DecoderModel`."""
+        """Return the keyword arguments for the native `DecoderModel`."""
         native = hf_config.native_config(self.config, value_head=self.value_head, max_length=self.max_length)
         return native if self.quantization is None else {**native, "quantization": self.quantization}
 
     def check_weights(self) -> None:
-        """Raise the errors that building and filling the model would raise, after reading only the files' headers."""
+        """Raise the errors that building the model and loading its weights would raise, after reading only the headers
+        of its files."""
         native = self.native()
         if self.path is not None:
             entries = ((name, entry) for _, name, entry in all_entries(weight_files(self.path)))
@@ -135,8 +136,8 @@ class ModelFolder:
                 )
 
     def check_mixers(self, model: TrainedModelConfig, section: str) -> None:
-        """Raise ModelFolderError if the configuration section `model` requests what the model's mixers do not support:
-        vLLM, or adapters for Mamba-2. `section` is its name."""
+        """Raise ModelFolderError if `model`, the configuration section named `section`, requests what the model's
+        mixers (attention, gated delta net or Mamba-2) do not support: vLLM, or adapters for Mamba-2."""
         if "one_block" in self.native() and model.lora is not None:
             raise ModelFolderError(
                 f"{section}.dtensor_cfg.lora_cfg.enabled is true, but the matrices of {self.config['model_type']} get no adapters: set it to false"

@@ -75,7 +75,7 @@ class ModelSizes:
     """number of norms in a layer that follow attention or the MLP"""
 
     def as_config(self) -> dict[str, object]:
-        """Return the sizes under the names of config.json."""
+        """Return the sizes as {key of config.json: value}."""
         own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers", "mlp_layers")
         own += ("latent_size", "dense_mlps", "dense_size", "has_router_biases", "normalises_heads", "norms_of_results")
         own += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")  # no known model has latent attention
@@ -121,19 +121,20 @@ class ModelSizes:
 
     @property
     def mlp_matrices(self) -> int:
-        """Return the number of matrices of an MLP: with or without a gate."""
+        """Return the number of matrices of an MLP: 3 with a gate, 2 without."""
         return 2 if self.mlp_layers else 3
 
     @property
     def _mlp_parameters(self) -> int:
-        """Return the number of weights of a layer's MLP, or of its experts."""
+        """Return the number of weights of a layer's MLP, or of all of its experts."""
         expert = self.intermediate_size * (self.latent_size or self.hidden_size)
         matrix = self.experts * expert + self.shared_expert_size * self.hidden_size
         return self.mlp_matrices * matrix + 2 * self.hidden_size * self.latent_size
 
     @property
     def _mlp_beside_mixer(self) -> int:
-        """Return the number of weights of the norms and of the MLP in a layer with a mixer."""
+        """Return the number of weights in a layer with a mixer (attention or a recurrence) that are not the mixer's:
+        norms, and the MLP if such a layer has one."""
         return self.hidden_size if self.mlp_layers else self._mlp_parameters + 2 * self.hidden_size
 
     @property
@@ -173,7 +174,8 @@ class ModelSizes:
 
     @property
     def backbone_parameters(self) -> int:
-        """Return the number of weights of a critic, which has a scalar head in place of an untied LM head."""
+        """Return the number of weights of a critic: those of the model without an untied LM head, plus a scalar
+        head."""
         head = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return self.parameters - head + self.hidden_size
 
@@ -193,7 +195,7 @@ def recurrent_between(layers: int, every: int) -> tuple[int, ...]:
 
 
 def _layers_in(pattern: str) -> dict[str, tuple[int, ...]]:
-    """Return the indices of the recurrent layers and of the MLPs in a pattern of Nemotron-H."""
+    """Return the indices of the recurrent layers and of the MLPs in a Nemotron-H pattern, such as "M-M*-"."""
     named = {"recurrent_layers": RECURRENT, "mlp_layers": MLP}
     return {
         name: tuple(layer for layer, letter in enumerate(pattern) if PATTERN.get(letter) == kind)

@@ -1,5 +1,5 @@
-"""What config.json and the checkpoints of Nemotron-H have of their own: a pattern of layers, each with one block (a
-mixer, an MLP or a mixture of experts), and the names of its tensors. Needs no torch."""
+"""The peculiarities of Nemotron-H in config.json and in checkpoints: a pattern of layers, each with one block (a mixer,
+an MLP or a mixture of experts), and the names of the tensors. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LETTERS = {"mamba": "M", RECURRENT: "M", "attention": "*", FULL: "*", MLP: "-",
 
 
 def pattern_of(form: Mapping[str, Plain]) -> str:
-    """Return the letters of the layers. As in transformers, a list of names takes precedence over a pattern."""
+    """Return one letter per layer: its kind. As in transformers, a list of kinds takes precedence over a pattern."""
     listed = form.get("layers_block_type") or form.get("layer_types")
     pattern = form.get("hybrid_override_pattern")
     if listed is not None:
@@ -46,7 +46,7 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def step_limits(form: Mapping[str, Plain]) -> tuple[float, float]:
-    """Return the least and the greatest time step. transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    """Return Mamba's minimum and maximum time step. transformers 5 writes infinity as {"__float__": "Infinity"}."""
     limits = form["time_step_limit"]
     if isinstance(limits, (list, tuple)) and len(limits) == 2:
         numbers = [limit.get("__float__") if isinstance(limit, dict) else limit for limit in limits]
@@ -82,10 +82,10 @@ def _replaced(name: str, pairs: tuple[tuple[str, str], ...]) -> str:
 
 
 def our_name(name: str) -> str:
-    """Return the native core's name of a checkpoint's tensor."""
+    """Return the native core's name of a tensor that a checkpoint names `name`."""
     return _replaced(name, _OURS)
 
 
 def checkpoint_name(name: str) -> str:
-    """Return the name in a checkpoint of a parameter of the native core."""
+    """Return the name in a checkpoint of the parameter that the native core names `name`."""
     return _replaced(name, _THEIRS)

@@ -70,7 +70,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
 
 
 def _latents(latent: Mapping[str, Plain] | None) -> dict[str, int]:
-    """Return the size of each latent: of queries ("q", if there is one) and of keys and values ("kv")."""
+    """Return the size of each latent vector of latent attention: of queries ("q", if there is one) and of keys and
+    values ("kv")."""
     ranks = {} if latent is None else {"q": latent["query_rank"], "kv": latent["rank"]}
     return {name: rank for name, rank in ranks.items() if rank}
 

@@ -128,7 +128,7 @@ def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> 
 
 
 def section_name(config: Mapping[str, Plain]) -> str:
-    """Return which section takes precedence: "rope_scaling" or "rope_parameters"."""
+    """Return the section of `config` that takes precedence: "rope_scaling" or "rope_parameters"."""
     old, new = "rope_scaling", "rope_parameters"
     if config.get(old) or config.get(new):
         return old if config.get(old) else new

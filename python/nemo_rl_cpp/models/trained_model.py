@@ -46,7 +46,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class TrainedModel:
-    """The base of `Policy` and `Value`: a model in training, in one process on one device.
+    """The base of `Policy` and `Value`: this process's part of a model in training, on one device. With `ranks`,
+    several processes train the model together.
 
     Args:
         cluster: one device (`Cluster` of world size 1) that holds the model; None: the CPU.
@@ -57,7 +58,7 @@ class TrainedModel:
         total_steps: length of the run, for schedules that decay until its end.
         ranks: the processes that train the model together. Each holds all weights or a tensor-parallel slice, a shard
             of master weights and moments, and its samples of a batch. All ranks make the same calls with the same
-            batch."""
+            batch. By default this process is the only one."""
 
     section: str
     """name of the configuration section, "policy" or "value", for error messages"""
@@ -184,7 +185,8 @@ class TrainedModel:
         return {} if whole is None else named_views(self.slices.whole.specs, whole) | buffers(self.model)
 
     def first_state_dict(self) -> dict[str, Tensor]:
-        """Return `state_dict` in the first data-parallel group and {} in all others. All workers must call this."""
+        """Return `state_dict` in the first data-parallel group and {} in the others. All workers must call this
+        method."""
         return self.state_dict() if self.ranks.rank == 0 else {}
 
     # ---- forward and optimizer step ---------------------------------------------------------------------------------
@@ -196,8 +198,8 @@ class TrainedModel:
         return rate if rate and self.model.routers else 0.0
 
     def _update_router_biases(self) -> None:
-        """Raise the bias of each expert with a load below the average of its router, and lower that of the others; then
-        clear the loads, which count every token of the global batch on all ranks."""
+        """Raise the bias of each expert whose load is below the average of its router, and lower the other biases; then
+        reset the loads. A load is the number of tokens that the expert got in the global batch, on all ranks."""
         for bias, load in self.model.routers if self._bias_update_rate else ():
             tokens = self.ranks.whole(load).double()
             bias.add_(torch.sign(tokens.mean() - tokens), alpha=self._bias_update_rate)
@@ -353,7 +355,7 @@ class TrainedModel:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def saved_config(self) -> dict[str, Plain]:
-        """Return the config.json of a checkpoint."""
+        """Return the contents of a checkpoint's config.json."""
         return self.folder.config
 
     def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
@@ -443,8 +445,8 @@ class TrainedModel:
         (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
-        """Gather the ranks' shards of a flat buffer on the first rank and return it there; return None on other
-        ranks."""
+        """Gather the ranks' shards `own` of a flat buffer on the first rank, and return the whole buffer there, None on
+        other ranks. `what` names the buffer in error messages."""
         gathered = self.ranks.gather_shards(own, self.trainer.shard, self.trained.own.total, what)
         return self.trained.gather(gathered, what)
 

@@ -41,7 +41,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 class RawTensor(NamedTuple):
     """A tensor as it is stored in its file. `dtype` is its name in safetensors ("F32", "BF16"), or in ggml for a
-    block format ("Q4_0"); `data` is memory-mapped and only valid until the next tensor is requested."""
+    block format ("Q4_0"); `data` is memory-mapped, and only valid until the next tensor of the files is read."""
 
     dtype: str
     shape: list[int]
@@ -261,8 +261,8 @@ _NOT_COMPUTED = (
 
 
 def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
-    """Return whether the tensor is one of the multi-token-prediction layer, which checkpoints with sigmoid routers
-    (GLM-4.5) hold behind the last layer. It is skipped: no loss and no sampling here uses it."""
+    """Return whether the tensor belongs to the layer for multi-token prediction, which checkpoints with sigmoid routers
+    (GLM-4.5) hold behind the last layer. It is not read: no loss and no sampling here uses it."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if found is None:
         return False

@@ -46,7 +46,7 @@ def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
 
 
 class Slices:
-    """The layouts of one model's tensor-parallel slices.
+    """The layouts (names, shapes and offsets of parameters) of one model's tensor-parallel slices.
 
     Args:
         ranks: its `tensor` communicator connects the tensor-parallel ranks.
@@ -79,7 +79,7 @@ class Slices:
 
     def gather(self, flat: Tensor | None, what: str) -> Tensor | None:
         """Gather a flat buffer of the whole model from all slices on tensor-parallel rank 0 and return it there. Return
-        None on the other ranks, and in a process that takes no part (`flat` is None)."""
+        None on the other ranks, and in a process that has no slice (`flat` is None)."""
         if self.ranks.tensor_size == 1 or flat is None:
             return flat
         peers, phase = self.ranks.tensor, f"gathering the slices of {what}"
@@ -101,12 +101,13 @@ def _view(flat: Tensor, spec: C.ParameterSpec) -> Tensor:
 
 
 def named_views(specs: Iterable[C.ParameterSpec], flat: Tensor) -> dict[str, Tensor]:
-    """Return every parameter by its Hugging Face name, as a view of `flat`, the buffer that `specs` describe."""
+    """Return {Hugging Face name: view} for every parameter in `specs`, as views of the buffer `flat` that `specs`
+    describe."""
     return {spec.name: _view(flat, spec) for spec in specs}
 
 
 def buffers(model: C.DecoderModel) -> dict[str, Tensor]:
-    """Return the tensors of the checkpoint that are not trained, by name (csrc/model/parameters.h)."""
+    """Return {name: tensor} for the tensors of the checkpoint that are not trained (csrc/model/parameters.h)."""
     return {spec.name: model.blocks_of(spec) for spec in model.blocks if len(spec.shape) == 1}
 
 
@@ -282,7 +283,7 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
 
 
 def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
-    """Yield all parameters in the order of their memory in a model without quantised matrices."""
+    """Yield all parameters in the order that they would have in memory without quantisation."""
     blocks = deque(model.blocks)
     for i, spec in enumerate(model.specs):
         while blocks and blocks[0].before == i:

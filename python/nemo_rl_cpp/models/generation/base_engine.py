@@ -24,7 +24,7 @@ STREAMS = {"train": 0, "val": 1, "eval": 2}
 
 
 class Sampling(NamedTuple):
-    """The sampling settings. top_k 0: no limit."""
+    """The sampling settings. top_k 0: no top-k."""
 
     temperature: float
     top_p: float
@@ -54,7 +54,8 @@ class GenerationRequest(NamedTuple):
 
 
 class BaseEngine(GenerationInterface):
-    """The base of engines; subclasses implement `_respond`. By default an engine holds no memory between two calls.
+    """The base of engines; subclasses implement `_respond`. By default an engine holds no memory between two `generate`
+    calls.
 
     The response of a row depends only on its prompt, its sampling settings and the seed of its sampling, which is made
     of `seed` and the row's stream, draw id and sample index (see `GenerationDatumSpec`). The token or string that ends
@@ -108,8 +109,8 @@ class BaseEngine(GenerationInterface):
         leaves no room under max_model_len gets an empty response that is marked as truncated.
 
         Between two engine steps, `on_finished(rows, token_ids)` receives the rows whose responses have just ended, and
-        these responses. It receives each row once, except the rows that end in the last step. If it raises an error,
-        the generation ends.
+        these responses. Each row is reported once, but rows that end in the last step are not reported. If
+        `on_finished` raises an error, the generation ends.
 
         Raises ValueError for lengths or other arguments that do not match the rows, for an unknown stream, or rows of
         several streams; RuntimeError if the model's logits are not finite; KeyboardInterrupt within one step of Ctrl-C.
@@ -119,8 +120,8 @@ class BaseEngine(GenerationInterface):
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _asked(self, batch: RaggedBatch, greedy: bool) -> GenerationRequest:
-        """Return the `GenerationRequest` for prompts with the keys of `GenerationDatumSpec`. Without `draw_ids` they
-        get the next unused numbers."""
+        """Return the `GenerationRequest` for prompts with the keys of `GenerationDatumSpec`. If `draw_ids` is missing,
+        the prompts get the next unused ids."""
         size, draws = batch.size, batch.get("draw_ids")
         if draws is None:
             draws = torch.arange(self._next_draw_id, self._next_draw_id + size)
@@ -176,8 +177,8 @@ class BaseEngine(GenerationInterface):
     # ---- settings
 
     def sampling(self, greedy: bool, stream: str) -> Sampling:
-        """Return the sampling settings of a stream. For greedy decoding they have temperature 1 and no top-k or top-p,
-        because log-probabilities are computed with them."""
+        """Return the sampling settings of a stream: "train", "val" or "eval". For greedy decoding the temperature is 1,
+        without top-k and top-p, because log-probabilities are computed with these settings."""
 
         def setting(name: str, default: float) -> float:
             validation = getattr(self.config, f"val_{name}") if stream == "val" else None
@@ -189,12 +190,13 @@ class BaseEngine(GenerationInterface):
         return Sampling(1.0 if greedy else temperature, top_p, max(top_k, 0), greedy)
 
     def sampling_rule(self, greedy: bool, stream: str) -> C.SamplingRule:
-        """Return the result of `sampling` as the settings of the native sampler."""
+        """Return the sampling settings of the stream ("train", "val" or "eval") in the form that the native sampler
+        takes."""
         return C.SamplingRule(**self.sampling(greedy, stream)._asdict())
 
     def _max_new_tokens(self, lengths: Tensor) -> Tensor:
-        """Return the maximum response length for prompts of these lengths [B], int64 [B]. Raise ValueError if neither
-        max_new_tokens nor a maximum sequence length is known."""
+        """Return the maximum response length int64 [B] for prompts of the lengths `lengths` [B]. Raise ValueError if
+        neither max_new_tokens nor a maximum sequence length is known."""
         limit = self.config.max_new_tokens
         if limit is None and not self.max_model_len:
             raise ValueError(
@@ -205,7 +207,7 @@ class BaseEngine(GenerationInterface):
         return torch.full_like(lengths, limit)
 
     def _stop_texts(self, per_row: Sequence[str | Sequence[str] | None] | None, rows: int) -> list[tuple[str, ...]]:
-        """Return the distinct stop strings of each row. The configuration's stop strings come first."""
+        """Return the distinct stop strings of each row: the configuration's, followed by the row's own in `per_row`."""
         per_row = [None] * rows if per_row is None else list(per_row)
         if len(per_row) != rows:
             raise ValueError(f"stop_strings: {len(per_row)} entries for {rows} rows")
@@ -225,8 +227,8 @@ class BaseEngine(GenerationInterface):
 
 
 class ResponseBuffer:
-    """The responses of a batch, stored as each one ends. A row without a stored response is one whose prompt left no
-    room: its response is empty and marked as truncated.
+    """The responses of a batch, each stored when it ends. For a row that is never stored, because its prompt leaves no
+    room for a response, the response is empty and marked as truncated.
 
     Args:
         count: number of rows of the batch.
@@ -243,7 +245,7 @@ class ResponseBuffer:
         self.tokens[row], self.logprobs[row], self.truncated[row] = tokens, logprobs, truncated
 
     def tell(self, rows: list[int]) -> None:
-        """Pass rows that have ended, with their token ids, to `on_finished`."""
+        """Report rows whose responses have ended, with their token ids, to `on_finished`."""
         if rows and self.on_finished is not None:
             self.on_finished(rows, [list(self.tokens[row]) for row in rows])
 

@@ -51,13 +51,13 @@ class EngineHost:
         return {}
 
     def create_engine(self, config: GenerationConfig | None, options: dict[str, object]) -> int:
-        """Create an engine and return its number, which identifies it in the other methods."""
+        """Create an engine and return its number, by which the other methods refer to it."""
         number = max(self._engines, default=-1) + 1
         self._engines[number] = self.create_generation(config, **options)
         return number
 
     def serve_engine(self, number: int, serve: Callable[[Self, NativeGeneration], NativeGeneration]) -> None:
-        """Put `serve(self, engine)`, an engine that is also served over HTTP, in place of engine `number`."""
+        """Replace engine `number` by the result of `serve(self, engine)`: the same engine, also served over HTTP."""
         self._engines[number] = serve(self, self._engines[number])
 
     def drop_engine(self, number: int) -> None:
@@ -68,7 +68,7 @@ class EngineHost:
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: OnFinished | None = None
     ) -> Responses:
-        """Return the responses of engine `number`; empty responses for an empty batch."""
+        """Return the responses of engine `number` to `prompts`; no responses if there are no prompts."""
         if prompts.size == 0:
             return ResponseBuffer(0, None).responses()
         return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
@@ -76,7 +76,8 @@ class EngineHost:
     def generate_until(
         self, number: int, prompts: RaggedBatch, greedy: bool, pause: Pause, on_finished: OnFinished | None = None
     ) -> Responses | None:
-        """Return the responses of engine `number`, or None if it has paused (see `NativeGeneration.generate_until`)."""
+        """Return the responses of engine `number`, or None if it has paused at `pause` (see
+        `NativeGeneration.generate_until`)."""
         if prompts.size == 0:
             return self.generate_with(number, prompts, greedy, on_finished)
         return self._engines[number].generate_until(prompts, pause, greedy, on_finished)
@@ -98,8 +99,9 @@ class DistributedGeneration(GenerationInterface):
         config: the engines' configuration section; None: the policy's `policy.generation`.
         options: arguments for `Policy.create_generation`.
         tokenizer: provides the pad token for padded results.
-        blocks: (gradient_blocks, train_global_batch_size, whether gradient blocks are assigned round-robin) of the
-            policy, so that each rank generates the samples that it trains on; None: no training follows.
+        blocks: how the policy assigns samples to ranks in training: (gradient_blocks, train_global_batch_size, whether
+            gradient blocks are assigned round-robin). Each rank then generates the samples that it trains on. None: no
+            training follows.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class DistributedGeneration(GenerationInterface):
         prompts go to the same engine. The tensor-parallel ranks of one model generate for the same prompts in
         lockstep."""
         batch = RaggedBatch.of(data)
-        if "draw_ids" not in batch.samples:  # assigned as a single engine would assign them
+        if "draw_ids" not in batch.samples:  # numbered as a single engine would number them
             batch = batch.copy()
             batch.samples["draw_ids"] = torch.arange(self._next_draw_id, self._next_draw_id + batch.size)
             self._next_draw_id += batch.size
@@ -136,8 +138,8 @@ class DistributedGeneration(GenerationInterface):
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:
-        """Call `method` of every engine and return one result per engine. All tensor-parallel ranks of an engine make
-        the same call."""
+        """Call `method` of every engine with its arguments in `each` and its `on_finished` in `told`; return one result
+        per engine. All tensor-parallel ranks of an engine make the same call."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]
         by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
@@ -147,8 +149,8 @@ class DistributedGeneration(GenerationInterface):
         return generated_by(batch, self.group.dp_size, *(self.blocks or (None, batch.size)))
 
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
-        """Return the responses of all ranks in the order of the batch. Rank r responded to the rows `shares[r]` of the
-        batch with `parts[r]`."""
+        """Return the responses `parts` of all ranks as one, in the order of the batch. `parts[r]` are the responses to
+        the rows `shares[r]` of the batch."""
         place = torch.tensor([row for rows in shares for row in rows], dtype=torch.int64).argsort()
         order = place.tolist()
         ids = [row for part in parts for row in part.rows(part.token_ids)]
@@ -218,10 +220,8 @@ def for_workers(config: ModelConfig) -> ModelConfig:
 
 
 class EngineWorker(EngineHost):
-    """A worker that only generates: a model without optimizer and without master weights, and its engines.
-
-    The weights come from refits. From the model folder only the shapes and the end tokens are read.
-    """
+    """A worker that only generates. It holds engines, and a model without optimizer and master weights. The weights
+    come from refits. From the model folder only the shapes and the end tokens are read."""
 
     def __init__(self, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int, ranks: Ranks) -> None:
         self.config, self.tokenizer, self.ranks = config, tokenizer, ranks
@@ -245,8 +245,8 @@ class EngineWorker(EngineHost):
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: OnFinished | None = None
     ) -> Responses:
-        """Generate like `EngineHost.generate_with`, and set the version of the weights in the responses. Raise
-        RuntimeError before the first refit."""
+        """Generate like `EngineHost.generate_with`, and record the weight version in the responses. Raise RuntimeError
+        before the first refit."""
         return self._with_version(super().generate_with(number, prompts, greedy, on_finished))
 
     def generate_until(
@@ -265,7 +265,7 @@ class EngineWorker(EngineHost):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Join the refit rendezvous with trainer rank 0 and the other engines."""
+        """Connect to trainer rank 0 and to the other engines, for refits. `meeting`: where the processes connect."""
         rank = self.ranks.rank + 1
         ranks = connect(rank, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         weights = named_views(self.model.specs, self.model.compute) | buffers(self.model)
@@ -285,12 +285,12 @@ class DedicatedGeneration(DistributedGeneration):
     the trainers: `generate` can run in one thread while the policy trains in another. A worker executes its calls in
     order, so a refit happens between two calls of `generate`.
 
-    Each engine gets about the same number of expected tokens: the prompt's tokens, counted once per group, plus for
-    each response the mean response length of the last call.
+    Prompts are distributed so that each engine expects about the same number of tokens: those of a prompt, counted once
+    for all of its responses, plus for each response the mean response length of the last call.
 
     Attributes:
         weight_version: version of the engines' weights; None before the first refit.
-        change: a change of the weights in the middle of the next responses; None: no change.
+        change: a change of the weights that is due in the middle of the next responses; None: no change.
     """
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
@@ -309,8 +309,8 @@ class DedicatedGeneration(DistributedGeneration):
         return deal(batch, 0, batch.size, self.group.dp_size, tokens)
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine. If `change` is pending and responses reach its pause, wait for the new
-        weights and then continue these responses."""
+        """Return the responses of each engine. If a `change` is due and responses reach its pause, wait for the new
+        weights, and then continue these responses."""
         change, before = self.change, self.weight_version
         if change is None:
             return super()._parts(prompts, greedy, told)
@@ -340,7 +340,7 @@ class DedicatedGeneration(DistributedGeneration):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Let all engines join the refit rendezvous with trainer rank 0. Return the pending calls."""
+        """Start connecting all engines to trainer rank 0, for refits. Return the pending calls."""
         return self.group.run_all_workers_single_data("init_collective", meeting)
 
     def update_weights_from_collective(self, version: int) -> list[WorkerCall]:

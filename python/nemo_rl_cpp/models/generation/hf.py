@@ -56,8 +56,8 @@ class HfGeneration(BaseEngine):
 
     def _batches(self, work: _Work) -> list[list[int]]:
         """Return groups of rows to generate concurrently. A group consists of adjacent rows, so that rows of one prompt
-        stay together. It respects max_batch_size, the size of the KV cache, and if it has several distinct prompts,
-        prefill_chunk_tokens."""
+        stay together. It stays within max_batch_size, the size of the KV cache, and, if it has several distinct
+        prompts, prefill_chunk_tokens."""
         at_once = self.config.max_batch_size or len(work.prompts)
         chunk = self.config.prefill_chunk_tokens
         device, of_token = next(self.module.parameters()).device, self._bytes_per_token
@@ -83,7 +83,7 @@ class HfGeneration(BaseEngine):
 
     @cached_property
     def _bytes_per_token(self) -> int:
-        """The bytes of the KV cache per token of one row; 0 if the module has no KV cache."""
+        """Return the bytes that the KV cache needs for each token of a row; 0 if the module has no KV cache."""
         cache, name = _cache(self.module), accepts(self.module, "cache", "past_key_values")
         if cache is None:
             return 0

@@ -162,14 +162,15 @@ class GenerationInterface(Protocol):
     """Whether the engine owns a process. If so, `shutdown` ends it, and is called at the end of the run."""
 
     def prepare_for_generation(self) -> bool:
-        """Allocate what generation needs. Called before `generate`."""
+        """Allocate the resources that generation needs. Called before `generate`."""
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: OnFinished) -> Answer:
         """Return a response per prompt, generated with the weights of the last `sync_weights`. `greedy` means
         temperature 0 and top_k 1.
 
         The loop passes a RaggedBatch, which can be read as a `GenerationDatumSpec`. The engine may return `Responses`
-        or a padded batch. `beside` holds `on_finished` if the engine sets `reports_finished`; otherwise it is empty."""
+        or a padded batch. `beside` holds the argument `on_finished` (see `BaseEngine.generate`) if the engine sets
+        `reports_finished`; otherwise it is empty."""
 
     def finish_generation(self) -> bool:
         """Release the resources that only generation needs. Called after the last `generate` of a step."""
@@ -229,12 +230,12 @@ DEFAULT_BUCKET_BYTES = 8_000_000
 
 
 class RefitRendezvous(NamedTuple):
-    """The settings of the refit rendezvous, in which trainer rank 0 (as rank 0) and the engines (as ranks 1, 2, ...)
-    connect.
+    """The settings of the connection for refits between trainer rank 0 (as rank 0) and the engines (as ranks 1, 2,
+    ...).
 
     Attributes:
         host, port: address of the TCP store, which the run's main process holds.
-        size: number of participants.
+        size: number of connected processes.
         deadline: timeout of one message in seconds.
         bucket_bytes: bytes of weights per message.
         delta: send only the weights that have changed since the last refit."""
@@ -248,8 +249,8 @@ class RefitRendezvous(NamedTuple):
 
 
 class RefitResult(NamedTuple):
-    """The result of a refit in one process: the size of its weights in bytes, the duration in seconds, the digest of
-    its weights afterwards, and the size in bytes of the messages that carried the weights."""
+    """The result of a refit in one process: the size of all weights in bytes, the duration in seconds, the digest of
+    the weights afterwards, and the size in bytes of the messages that carried the weights."""
 
     bytes: int
     seconds: float

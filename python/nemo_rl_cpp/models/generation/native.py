@@ -112,7 +112,7 @@ class NativeGeneration(BaseEngine):
 
     def plan_with_peers(self, least: Callable[[int], int]) -> None:
         """Use the same KV-cache limit on all tensor-parallel ranks of one model, because they must schedule the same
-        steps. `least` returns the minimum of a number over these ranks, all of which must call it."""
+        steps. `least` returns the minimum of a number over these ranks; all of them must call this method."""
         self._agree = least
         self._limit_cache()
 
@@ -122,7 +122,7 @@ class NativeGeneration(BaseEngine):
         self._engine.set_max_cache_bytes(limit if self._agree is None else self._agree(limit))
 
     def cache_bytes_now(self) -> int:
-        """Return the size in bytes that the KV cache may have, given the memory that is free now."""
+        """Return the maximum size of the KV cache in bytes, given the memory that is free now."""
         return self.cache_bytes(torch.device(getattr(self._runner, "device", "cpu")))
 
     def get_logger_metrics(self) -> dict[str, float]:
@@ -148,8 +148,9 @@ def _responses(generated: C.GenerationArrays | None) -> Responses | None:
 
 
 def _distinct_prompts(batch: RaggedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct prompts of a batch, so that responses to equal prompts share one prefill: their concatenated
-    ids, their offsets [prompts + 1], and the index [B] of each row's prompt among them."""
+    """Return the distinct prompts of a batch, so that responses to equal prompts share one prefill: the prompts'
+    concatenated token ids, their offsets [number of prompts + 1], and for each row of the batch the index of its prompt
+    [B]."""
     index: dict[tuple[int, ...], int] = {}
     ids, offsets = batch.tokens["input_ids"].tolist(), batch.offsets.tolist()
     rows = [tuple(ids[start:end]) for start, end in pairwise(offsets)]
@@ -160,7 +161,7 @@ def _distinct_prompts(batch: RaggedBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def engine_options(policy: PolicyConfig, config: GenerationConfig, options: dict[str, object]) -> dict[str, object]:
-    """Return `options` with `max_model_len`: by default the policy's maximum sequence length, or a lower limit that
+    """Return `options` with the key `max_model_len`: the policy's maximum sequence length, or a lower limit that
     `config` sets."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     shorter = min(config.vllm_cfg.max_model_len or longest, longest)  # an evaluation may set a shorter length

@@ -66,7 +66,7 @@ class Piece(NamedTuple):
     """A range [begin, end) of the flat buffers that the optimizer updates.
 
     Attributes:
-        masters: float32 master weights of the range.
+        masters: float32 master weights in the range.
         compute: rounded copy of `masters` that matrix products read; None if they read `masters`."""
 
     begin: int

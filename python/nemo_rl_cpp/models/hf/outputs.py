@@ -193,8 +193,8 @@ class Outputs:
 def outputs_of(
     module: nn.Module, rows: ModelRows, scoring: Scoring, *, unfiltered: bool, chunk: int | None = None
 ) -> Outputs:
-    """Run one forward pass. Logits in float32 exist for only `chunk` tokens at a time, also in the backward pass; by
-    default for as many as fit in 64 MB."""
+    """Run one forward pass and return its outputs. Logits in float32 exist for only `chunk` tokens at a time, also in
+    the backward pass; by default for as many as fit in 64 MB."""
     if isinstance(module, ValueNet):
         values = module(rows.row, rows.column, **_inputs(module.backbone, rows))
         return Outputs(values.squeeze(-1).float())
@@ -208,8 +208,9 @@ def outputs_of(
 
 
 def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
-    """Return the logits [b, C, V] in the module's precision, and the column in them of each token to score, [W]. If the
-    architecture supports it, the LM head is computed only for columns with a token to score in some row."""
+    """Return (logits [b, C, V] in the module's precision, columns [W]): for sequences b, columns C and the vocabulary
+    V; columns[i] is the index along C at which the i-th token to score is predicted. If the architecture supports it,
+    the LM head is computed only for columns that predict a token to score in some row."""
     inputs = _inputs(module, rows)
     if accepts(module, "logits_to_keep") is None:
         return module(**inputs).logits, rows.column
@@ -273,8 +274,8 @@ def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bo
 
 
 def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
-    """Return the module's arguments. They need no mask: transformers separates packed samples by their positions, and
-    padding is on the right."""
+    """Return the arguments for the module's forward method. A mask is not needed: transformers separates packed samples
+    by their positions, and padding is on the right."""
     inputs: dict[str, object] = {"input_ids": rows.input_ids, "use_cache": False}
     if accepts(module, "position_ids") is not None:
         inputs["position_ids"] = rows.position_ids

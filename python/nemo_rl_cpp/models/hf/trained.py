@@ -58,7 +58,7 @@ class HfFolder:
 
     Attributes:
         config: transformers' configuration object, with `hf_config_overrides` applied.
-        raw: the same contents as a config.json.
+        raw: the same settings as the contents of a config.json.
         path: the folder with the weights; None: random weights, drawn from `seed`.
         settings: the section `hf_cfg`.
         value_head: build a critic: the layers without the LM head, plus a scalar head.
@@ -343,7 +343,7 @@ class HfTrainedModel(TrainedModel):
         return self.state_dict()  # of a sharded model only the first rank returns tensors
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
-        return self.slices.gather(own, what)  # in one process this is the tensor itself
+        return self.slices.gather(own, what)  # in one process the result is `own` itself
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
         own = self.slices.take(saved[:])
@@ -360,8 +360,8 @@ class HfTrainedModel(TrainedModel):
 
     @property
     def other_names_in_checkpoints(self) -> str | None:
-        """Return a text on weights whose names in the architecture's checkpoints differ from those in its module
-        (mostly experts); None if there are none."""
+        """Return a text that lists weights (mostly experts) whose names in the architecture's checkpoints differ from
+        those in its module; None if there are none."""
         from transformers.core_model_loading import revert_weight_conversion
 
         here = {name: torch.empty(shape, device="meta") for name, shape, _ in self.model.layout}
@@ -371,7 +371,7 @@ class HfTrainedModel(TrainedModel):
         return f"a {self.folder.config.model_type} has {moved[0]} and {len(moved) - 1} others in its checkpoints"
 
     def saved_config(self) -> dict[str, Plain]:
-        """Return the config.json of a checkpoint."""
+        """Return the contents of a checkpoint's config.json."""
         module = self.model.module
         made = json.loads(module.config.to_json_string(use_diff=False))
         return {**made, "architectures": [type(module).__name__]}

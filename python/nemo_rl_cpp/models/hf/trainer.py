@@ -68,7 +68,7 @@ class HfTrainer:
             keep: a `backward` will follow.
             more: `top_p`, `top_k`, and `unfiltered` [T], which receives the log-probabilities without top-k and top-p.
 
-        `share_prefix` is False: transformers computes the prompt of each sample."""
+        `share_prefix` has no effect: transformers computes every sample with its prompt."""
         scoring = Scoring(temperature, float(more.get("top_p", 1.0)), int(more.get("top_k", 0)))
         unfiltered = more.get("unfiltered")
         picked = ModelRows.of(batch, rows, packed=self.packed).to(self.model.device)
@@ -140,22 +140,22 @@ class HfTrainer:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Return the range of this rank's flat buffers that this process holds: the whole range."""
+        """Return the range (begin, end) of the rank's flat buffers that this process updates: all of them."""
         return 0, self.model.flat_layout.total
 
     @cached_property
     def grads(self) -> Tensor:
-        """The accumulated gradients, float32 [n], in the layout of the model."""
+        """Return the accumulated gradients, float32 [n], in the layout of the model."""
         return self._zeros(None)
 
     @cached_property
     def exp_avg(self) -> Tensor:
-        """AdamW's first moment [n]."""
+        """Return AdamW's first moment [n]."""
         return self._zeros(self._moment_dtypes[0])
 
     @cached_property
     def exp_avg_sq(self) -> Tensor:
-        """AdamW's second moment [n]."""
+        """Return AdamW's second moment [n]."""
         return self._zeros(self._moment_dtypes[1])
 
     def _zeros(self, dtype: torch.dtype | None) -> Tensor:
@@ -188,7 +188,7 @@ class HfTrainer:
 
 
 class NextCollective(IntEnum):
-    """The pass that a rank wants to run next. If the ranks' passes differ, all ranks first run the pass with the
+    """The kind of pass that a rank needs next. If the ranks need different kinds, all ranks first run the one with the
     largest value in this enum."""
 
     END = 0

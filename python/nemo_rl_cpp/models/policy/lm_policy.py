@@ -80,9 +80,9 @@ class Policy(TrainedModel, PolicyInterface):
     # ---- log-probabilities ------------------------------------------------------------------------------------------
 
     def get_logprobs(self, data: Batch) -> BatchedDataDict:
-        """Return the log-probabilities [T], or [B, S] for padded `data`, as generation reports them. They are 0 if
-        `token_mask` or `sample_mask` is 0, at the first token of each sample, on padding, and for a token that top-k or
-        top-p removes."""
+        """Return the log-probabilities [T], or [B, S] for padded `data`, under generation's sampling settings. They are
+        0 if `token_mask` or `sample_mask` is 0, at the first token of each sample, on padding, and for a token that
+        top-k or top-p removes."""
         batch = RaggedBatch.of(data)
         logprobs = self._score(self.model, batch, self.scoring)
         return BatchedDataDict(logprobs=in_layout_of(data, batch, logprobs))
@@ -141,7 +141,7 @@ class Policy(TrainedModel, PolicyInterface):
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> PolicyUpdates:
-        """Train on this rank's samples of the batch; see `train`."""
+        """Train on this rank's samples of the batch `data`; see `train`."""
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
         shared = dict(
@@ -170,8 +170,8 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """Return the old policy's log-probabilities for the later updates: generation's if they are bit-identical to
-        those of the first forward pass, otherwise newly computed ones."""
+        """Return the log-probabilities under the policy before the first update, for the later updates: generation's if
+        they are bit-identical to those of the first forward pass, otherwise newly computed ones."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
@@ -229,7 +229,7 @@ class PolicyUpdates:
     Attributes:
         exactness: comparison of the log-probabilities of the first global batch; None if nothing was compared.
         prev_logprobs: [T] log-probabilities under the policy before the first update, for all ranks' samples.
-        reused_tokens: number of tokens without a forward pass in training.
+        reused_tokens: number of tokens whose forward pass was generation's, without another in training.
         on_policy: whether this call computed `prev_logprobs`.
     """
 
@@ -257,8 +257,8 @@ class PolicyUpdates:
         )
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (zero_gradient_share, reused_forward_share). If a later pass over the same batch reuses no
-        activations, the second value is `last_reused`, that of the pass before it."""
+        """Return (zero_gradient_share, reused_forward_share). The second value is `last_reused`, that of the pass
+        before, if this pass trains again on the same batch and reuses no activations."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused

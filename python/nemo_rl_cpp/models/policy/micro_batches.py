@@ -18,8 +18,8 @@ Bins = list[list[int]]
 
 
 def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
-    """Return bins of indices into `costs`, each of total cost up to `capacity`. They are packed by first fit, in a
-    shuffled order that depends only on the number of costs."""
+    """Pack indices into `costs` into bins of total cost up to `capacity`, by first fit in a shuffled order that depends
+    only on the number of costs. Return the bins."""
     order = list(range(len(costs)))
     random.Random(0).shuffle(order)  # a separate generator, so that a resumed run packs identically
     return C.pack_first_fit(costs, order, capacity)
@@ -113,7 +113,8 @@ def plan(
 
 
 def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bins:
-    """Split `rows` into micro-batches. `rows` is ascending, and each row has a token to score."""
+    """Split `rows` into micro-batches, and return them as lists of rows. `rows` is ascending, and each row has a token
+    to score."""
     if not batching.max_tokens:
         count = batching.max_samples or max(len(rows), 1)
         return [rows[begin : begin + count] for begin in range(0, len(rows), count)]

@@ -27,8 +27,8 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class Scoring:
-    """The sampling settings under which tokens are scored: their log-probability is the log-softmax of logits /
-    temperature over the tokens that top-k and top-p keep (by default all tokens)."""
+    """The sampling settings under which log-probabilities are computed: the log-softmax of logits / temperature over
+    the tokens that top-k and top-p keep (by default all tokens)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -53,8 +53,8 @@ class Scoring:
 
 @dataclass
 class Exactness:
-    """A comparison of generation's log-probabilities with those of the training forward pass before the first
-    update."""
+    """The number of tokens for which generation's log-probabilities were compared with those of the training forward
+    pass before the first update, how many differed, and by how much at most."""
 
     tokens: int = 0
     mismatched_tokens: int = 0
@@ -73,9 +73,9 @@ class GlobalBatchResult:
     """The result of one global batch on one rank, for the rank's samples.
 
     Attributes:
-        outputs: [T] log-probability (or critic's value) per trained token, for the whole batch; 0 at other tokens and
-            outside the global batch.
-        blocks: number of micro-batches of each gradient block.
+        outputs: log-probability (or critic's value) of each trained token, [T] for the tokens of all global batches of
+            the `train` call; 0 at untrained tokens and in other global batches.
+        blocks: number of micro-batches in each gradient block (part of a global batch, see `Ranks.blocks`).
         losses, metrics: one per micro-batch.
         packed_tokens: number of tokens in the forward passes.
         zero_gradient_tokens: number of these tokens that had no backward pass."""
@@ -104,7 +104,7 @@ class GlobalCounts:
 
     @staticmethod
     def of(data: RaggedBatch, begin: int = 0, end: int | None = None) -> GlobalCounts:
-        """Return the counts over the samples [begin, end)."""
+        """Return the counts over the samples [begin, end) of the batch."""
         sample_mask, token_mask = data.samples["sample_mask"].float(), data.tokens["token_mask"].float()
         token_mask = token_mask.index_fill(0, data.starts, 0)  # a sample's first token has no log-probability
         per_row = (data.by_sample(token_mask) * sample_mask)[begin:end]
@@ -127,9 +127,10 @@ class MicroBatchRunner:
         scoring: the sampling settings of generation.
         evaluate: `evaluate_loss` for log-probabilities (the default), `evaluate_value_loss` for values.
         ranks: the processes that share a global batch.
-        blocks: number of gradient blocks, whose gradients are added along a fixed tree (see `Ranks.blocks`).
+        blocks: number of gradient blocks, the parts of a global batch whose gradients are added along a fixed tree (see
+            `Ranks.blocks`); None: one per rank.
         sums: how gradients are summed over the ranks.
-        counts_loads: every sample gets a backward pass, in which the routers count the tokens of each expert.
+        counts_loads: the routers count the tokens of each expert, in the backward pass, so every sample gets one.
     """
 
     trainer: C.Trainer
@@ -149,13 +150,14 @@ class MicroBatchRunner:
 
     @property
     def evens_out(self) -> bool:
-        """Return whether samples move between ranks to balance backward passes; never with fixed gradient blocks."""
+        """Return whether samples move between ranks so that all ranks have similar backward passes; never with a
+        configured number of gradient blocks."""
         asked = hasattr(self.loss_fn, "zero_gradient_rows") and hasattr(self.trainer, "move_kept")
         return asked and not self.counts_loads and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
         """Join a gradient sum that other ranks may have started, and discard its result. Called after any rank has
-        failed. If each gradient block has a separate sum, `end_block` has already joined it."""
+        failed. Do nothing if each gradient block has a separate sum, which `end_block` has already joined."""
         if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
             self.trainer.abandon_sum()
 
@@ -231,15 +233,16 @@ class MicroBatchRunner:
 
 class _RankGuard:
     """A context that stores an error of this rank until the other ranks have finished the global batch, because they
-    wait for this rank's part of each gradient sum. `raise_failure` then raises it. A single process fails at once."""
+    wait for this rank's part of each gradient sum. Afterwards `raise_failure` raises the error. In a single process the
+    error is raised at once."""
 
     def __init__(self, runner: MicroBatchRunner, sums: GradientSums) -> None:
         self.runner, self.sums = runner, sums
         self.failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Return the planned `_GlobalBatch`. If no rank has failed, exchange the kept activations of samples that move
-        between ranks."""
+        """Return the `_GlobalBatch` with its micro-batches. If no rank has failed, exchange the kept activations of
+        samples that move between ranks."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)

@@ -26,7 +26,8 @@ class Updates:
     """The results of the global batches of one `train` call.
 
     Attributes:
-        in_turns: whether gradient blocks were assigned to ranks round-robin.
+        in_turns: whether gradient blocks (parts of a global batch, see `Ranks.blocks`) were assigned to ranks
+            round-robin.
         blocks: for each global batch, the number of micro-batches of each gradient block."""
 
     in_turns: bool = False
@@ -68,8 +69,8 @@ class Updates:
 
 
 def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
-    """Return one list per global batch with the values of all ranks' micro-batches, in the order of the gradient
-    blocks."""
+    """Return one list per global batch with a value for each micro-batch of all ranks, in the order of the gradient
+    blocks. `of_ranks[r]` holds rank r's values of `parts[r]`."""
     joined: list[list[Value]] = []
     for number, lists in enumerate(zip(*of_ranks)):
         if not parts[0].in_turns:
@@ -109,8 +110,8 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
 
 
 class _StandInOptimizer(torch.optim.Optimizer):
-    """An optimizer that only holds the learning rate, which a scheduler sets. It skips the base constructor, because
-    that imports torch's compiler, which takes seconds."""
+    """An optimizer that only holds the learning rate, which a scheduler sets. It does not call the constructor of
+    torch's Optimizer, because that imports torch's compiler, which takes seconds."""
 
     def __init__(self, lr: float):
         self.defaults = {"lr": lr}
@@ -254,7 +255,8 @@ def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) 
 
 
 def _plain(value: object) -> object:
-    """Return a scheduler's state as JSON values (numbers, strings, lists, dictionaries); other values are dropped."""
+    """Return a scheduler's state as values that JSON can hold (numbers, strings, lists, dictionaries); other values are
+    dropped."""
     if isinstance(value, dict):
         kinds = int, float, str, bool, list, tuple, dict, type(None)
         return {k: _plain(v) for k, v in value.items() if isinstance(v, kinds)}

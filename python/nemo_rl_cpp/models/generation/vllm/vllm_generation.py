@@ -200,7 +200,7 @@ class Response:
     """A response that vLLM is generating. Stop strings are matched in the bytes of its tokens, as in the native engine.
 
     Args:
-        row: row of the batch.
+        row: index of the row of the batch.
         room: maximum number of tokens of the response."""
 
     def __init__(
@@ -389,7 +389,7 @@ class VllmGeneration(BaseEngine):
             self._call("POST", "/pause?mode=wait")
             self._transport.prepare(weights)
         except BaseException:
-            # the server still has its old weights, so other clients can continue; the pause may have taken effect
+            # the server still has its old weights, so end its pause, if it has begun: other clients can continue
             with contextlib.suppress(VllmError, WorkerLostError):
                 self._call("POST", "/resume")
             raise

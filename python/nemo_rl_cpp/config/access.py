@@ -48,7 +48,8 @@ def to_plain(value: object) -> Plain:
 
 
 def as_written(config: object) -> Any:
-    """Return `config` with each section as a dictionary of the keys that were set explicitly, without defaults."""
+    """Return `config` as plain dictionaries and lists. Each section becomes a dictionary of only the keys that were set
+    explicitly, without defaults."""
     if isinstance(config, BaseModel):
         config = config.model_dump(exclude_unset=True, by_alias=False)
     if isinstance(config, Mapping):
@@ -65,15 +66,16 @@ def to_json(value: object) -> Plain:
 
 
 def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
-    """Return a copy of plain data with every leaf `value` replaced by `leaf(value)`."""
+    """Return a copy of plain data in which every leaf (a value that is no mapping and no list) is replaced by
+    `leaf(value)`."""
     if isinstance(node, dict):
         return {key: mapped(item, leaf) for key, item in node.items()}
     return [mapped(item, leaf) for item in node] if isinstance(node, list) else leaf(node)
 
 
 def as_number(value: object) -> float | None:
-    """Return a number as a float. A string that `to_json` writes for a non-finite number counts as that number. Return
-    None for anything else."""
+    """Return a number as a float; also for the strings "nan", "inf" and "-inf", which `to_json` writes for non-finite
+    numbers. Return None for anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
@@ -82,8 +84,8 @@ def as_number(value: object) -> float | None:
 
 
 def written(config: BaseModel | Mapping[str, object]) -> dict[str, Plain]:
-    """Return a configuration as plain data that may be saved. Values read from an environment variable are replaced by
-    `${oc.env:NAME}`, and values of keys such as api_key and password by `***`."""
+    """Return a configuration as plain data that contains no secrets, so that it can be saved. Values read from an
+    environment variable are replaced by `${oc.env:NAME}`, and values of keys such as api_key and password by `***`."""
     texts: dict[str, str] = getattr(config, "environment_texts", {})
 
     def shown(value: Plain) -> Plain:

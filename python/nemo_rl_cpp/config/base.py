@@ -35,9 +35,9 @@ from .errors import ConfigError, Problem, Report, dotted_key, sentence, shown, u
 
 
 class _Made(type(BaseModel)):  # type: ignore[misc]
-    """The metaclass of `Section`. It makes `Section(key=value)` raise one ConfigError that lists all mistakes: types,
-    unknown keys, unsupported values and, for a whole configuration, keys that do not fit together. The loader does not
-    use it."""
+    """The metaclass of `Section`. It makes `Section(key=value)` in Python code raise one ConfigError that lists all
+    mistakes: types, unknown keys, unsupported values and, for a whole configuration, keys that do not fit together. The
+    loader of files does not use it."""
 
     def __call__(cls, *given: object, **values: object) -> Any:
         name = cls.__name__
@@ -109,7 +109,7 @@ class Section(BaseModel, metaclass=_Made):
     @classmethod
     @cache
     def aliases(cls) -> tuple[tuple[str, str], ...]:
-        """Return the (alternative name, key) pairs from `spellings` of this section and its nested sections."""
+        """Return the pairs (alternative name, key) in `spellings` of this section and of its nested sections."""
         found = dict(cls.spellings)
         for name, info in fields_of(cls):
             if (inner := section_type(info.annotation)) is not None:
@@ -117,7 +117,7 @@ class Section(BaseModel, metaclass=_Made):
         return tuple(found.items())
 
     def check_all(self, report: Report) -> None:
-        """Report mistakes that type checks do not detect, in a section created in Python."""
+        """Report mistakes, beyond those that type checks detect, in a section that was created in Python."""
         check_marks(self, "", report)
 
     def __getitem__(self, key: str) -> Any:
@@ -298,7 +298,7 @@ def dotted_fields(model: type[Section], prefix: str = "") -> Iterator[tuple[str,
 
 @cache
 def own_keys(model: type[Section]) -> frozenset[str]:
-    """Return the dotted keys of a section and of its nested sections."""
+    """Return the dotted keys of a section and of its nested sections, without alternative names."""
     return frozenset(key for key, _ in dotted_fields(model))
 
 
@@ -308,8 +308,8 @@ def mark_of(info: FieldInfo) -> Mapping[str, object]:
 
 
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
-    """Return the overrides with `++` added before each `KEY=VALUE` whose key is a free-form mapping or is inside
-    one."""
+    """Return the overrides, with `++` put before each `KEY=VALUE` whose key is a free-form mapping or lies inside one,
+    because such a key may be new."""
     free = free_mappings(model)
 
     def added(override: str) -> str:
@@ -385,8 +385,9 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
 
 
 def walk(data: dict[str, object], dotted: str, make_sections: bool = False) -> tuple[dict[str, object] | None, str]:
-    """Return (mapping, last part of `dotted`): the mapping in `data` that contains, or would contain, the key `dotted`.
-    It is None if a section on the way is missing; with `make_sections`, missing sections are created."""
+    """Return (mapping, last part of `dotted`): the mapping inside `data` that contains, or would contain, the key
+    `dotted`. The mapping is None if a section above the key is missing; with `make_sections`, missing sections are
+    created."""
     *sections, name = dotted.split(".")
     node: object = data
     for part in sections:
@@ -434,8 +435,8 @@ E = TypeVar("E", bound=Entry)
 
 
 class Table(Mapping[str, Any], Generic[E]):
-    """A mapping from names to objects, which imports an object on access. `entries` has the definitions, without
-    imports. `what` describes an entry in messages."""
+    """A mapping from names to objects. An object is imported when it is accessed. `entries` holds the definitions
+    without importing the objects. `what` is the noun for an entry in messages, such as "environment"."""
 
     def __init__(self, what: str, entries: Mapping[str, E]) -> None:
         self.what = what
@@ -456,8 +457,8 @@ class Table(Mapping[str, Any], Generic[E]):
     def add(
         self, name: str, entry: E, section: type[BaseModel] | None = None, keys: Mapping[str, FieldInfo] | None = None
     ) -> None:
-        """Add an entry, and add `keys` (name -> field) to the class `section`. Raise ValueError if the name is
-        taken."""
+        """Add the definition of a name, and add the configuration keys `keys` (name -> field) to the class `section`.
+        Raise ValueError if the name is taken."""
         if name in self.entries:
             raise ValueError(f"the {self.what} {name} is there already: choose another name")
         if section is not None:
@@ -466,8 +467,8 @@ class Table(Mapping[str, Any], Generic[E]):
 
 
 class OneOf:
-    """The type annotation of a string that must be one of `names()`, a function that is called at each check. With
-    `dotted`, any dotted name is allowed too; the package `checks` verifies later that it can be imported."""
+    """The type annotation of a string that must be one of the results of `names()`, which is called at each check. With
+    `dotted`, any dotted Python name is allowed too; the package `checks` verifies later that it can be imported."""
 
     def __init__(self, names: Callable[[], list[str]], dotted: bool = False) -> None:
         self.names = names
@@ -491,8 +492,7 @@ class OneOf:
 
 
 def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> None:
-    """Add `keys` to a section and its subclasses, except keys that they already have, so that configurations accept
-    them."""
+    """Make a section and its subclasses accept `keys` (name -> field). Keys that a class already has stay unchanged."""
     for each in _below(section):
         each.model_fields.update({name: info for name, info in keys.items() if name not in each.model_fields})
     rebuild(section)

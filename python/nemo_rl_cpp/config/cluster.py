@@ -23,7 +23,7 @@ class LauncherVariables(NamedTuple):
 
 def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherVariables | None:
     """Return the names of torchrun's variables if they are set, otherwise of those of a Slurm step (srun). Return None
-    if no launcher started this process; the batch script of a Slurm job counts as no launcher."""
+    if no launcher started this process. The batch script of a Slurm job is not a launcher."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return LauncherVariables("RANK", "WORLD_SIZE")
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
@@ -94,13 +94,13 @@ class ClusterConfig(Section):
     )
 
     def note_beside_training(self) -> None:
-        """Record that rollouts overlap with training. The executor `auto` then means two processes: one trains, one
+        """Record that rollouts overlap with training. The executor `auto` then starts two processes: one trains, one
         generates."""
         self._beside_training = True
 
     @property
     def is_split(self) -> bool:
-        """Whether the executor `auto` means one process that trains and one that generates."""
+        """Whether the executor `auto` starts two processes, one that trains and one that generates."""
         return self.executor == "auto" and self._beside_training and launched_ranks() == 1
 
     @property
@@ -115,7 +115,7 @@ class ClusterConfig(Section):
 
     @property
     def chosen_executor(self) -> Literal["in_process", "processes", "ray"]:
-        """The executor, with `auto` resolved."""
+        """The executor; if it is `auto`, the one that `auto` selects."""
         if self.executor == "auto":
             return "processes" if launched_ranks() > 1 or self.is_split else "in_process"
         return self.executor
@@ -127,7 +127,7 @@ class ClusterConfig(Section):
 
     @property
     def executor_text(self) -> str:
-        """The executor's name for error messages, with an explanation of `auto`."""
+        """The executor's name for error messages; for `auto` with an explanation."""
         if self.is_split:
             return "auto, which is two processes for rollouts beside training,"
         return (
@@ -138,20 +138,21 @@ class ClusterConfig(Section):
 
     @property
     def one_process_text(self) -> str:
-        """A phrase for error messages: how to change a run with workers into a run of one process."""
+        """A remedy for the end of an error message: how to run in one process, without workers."""
         return "start one process" if self.executor == "auto" else "set it to auto"
 
     @property
     def has_written_size(self) -> bool:
-        """Whether the run has exactly the `num_nodes * gpus_per_node` workers of its configuration."""
+        """Whether the run has as many workers as its configuration says: `num_nodes * gpus_per_node`."""
         return self.has_workers and self.processes == self.num_nodes * self.gpus_per_node
 
 
 def engines_of(config: TrainMasterConfig) -> int:
     """Return the number of workers that only generate; 0 if generation shares the trainers' processes and weights.
 
-    With one node it is `colocated.resources.gpus_per_node`. With several nodes, all workers of `resources.num_nodes`
-    nodes only generate. With the executor `auto` it is 1 if rollouts overlap with training."""
+    On one node the number is `colocated.resources.gpus_per_node`. On several nodes, all workers of
+    `resources.num_nodes` nodes only generate. With the executor `auto` the number is 1 if rollouts overlap with
+    training."""
     colocated, cluster = config.policy.generation.colocated, config.cluster
     if cluster.is_split and not colocated.enabled:
         return 1

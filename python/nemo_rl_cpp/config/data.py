@@ -100,8 +100,8 @@ def defaults_for(section: Mapping[str, object], default: Mapping[str, object]) -
 
 
 class DatasetDefaults(Section):
-    """Keys of every dataset. A dataset that omits a key gets its value in `data.default`, which may also contain the
-    keys of its dataset_name."""
+    """The keys that all datasets have. If a dataset omits a key, it gets the key's value in the section `data.default`,
+    which may also contain the keys that only the datasets of its dataset_name have."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -66,8 +66,8 @@ class OnPolicyDistillationConfig(Section):
 
     @property
     def default_teacher(self) -> str | None:
-        """The key of the teacher for tasks that have no teacher of their own; None if these are not scored by any
-        teacher."""
+        """The key of the teacher for tasks without an entry in teacher_model_by_agent_name; None if no teacher scores
+        such tasks."""
         names = list(self.teacher_model_by_agent_name)
         if self.strict_agent_name_match:
             return None
@@ -104,7 +104,7 @@ class TeacherConfig(Section):
 
 
 class DistillationLossConfig(ClippedPGLossConfig):
-    """The loss of a distillation run: a divergence from the teacher, applied as a policy-gradient loss."""
+    """The loss of a distillation run: a divergence between policy and teacher, applied as a policy-gradient loss."""
 
     reference_policy_kl_penalty: NonNegative = key(
         0.0,
@@ -167,7 +167,7 @@ class DistillationConfig(LoopConfig):
 
 
 def check_teachers(config: TaughtMasterConfig | DistillationMasterConfig, report: Report) -> None:
-    """Report settings of teachers, advantage estimator and policy that do not fit together."""
+    """Report teachers' settings that do not fit the advantage estimator or the policy."""
     estimator, key = config.loop.adv_estimator, f"{config.algorithm}.adv_estimator"
     taught = estimator.name == "opd"
     for name in ("proximal_teacher_alpha", "subtract_global_baseline", "outcome_advantage_weight"):
@@ -317,8 +317,8 @@ class SFTConfig(OnePassLoop):
 
 
 def check_sft(config: SFTMasterConfig, report: Report) -> None:
-    """Report settings that supervised fine-tuning does not support: losses other than nll or your own, and separate
-    generation engines."""
+    """Report settings that supervised fine-tuning does not support: losses other than nll or a user's loss, and
+    separate generation engines."""
     if config.loss_fn.name != "nll" and not is_user_defined(config.loss_fn.name):
         report.add(
             "loss_fn.name",

@@ -63,7 +63,7 @@ class ReasoningGymEnvConfig(VerifierPoolConfig):
 
 
 class PlainEnvConfig(Section):
-    """An environment without settings."""
+    """An environment without settings, so its section has no keys."""
 
 
 class CodeEnvConfig(Section):

@@ -48,8 +48,8 @@ class ConfigError(ValueError):
 
 
 class Report:
-    """A collector of mistakes. `positions` maps each key that is set to its place; `file` is used as the place of all
-    other keys."""
+    """A collector of mistakes. `positions` maps each key that is set to its place, a file and line or an override. For
+    other keys the place is the file `file`."""
 
     def __init__(self, positions: dict[str, str], file: str = ""):
         self._positions = positions
@@ -66,8 +66,8 @@ class Report:
         return f"{self._file}:1" if self._file else ""
 
     def nearness(self, dotted: str) -> int:
-        """Return the precedence of the place where a key is set: 3 for an override or an argument, 2 for the run's own
-        file, 1 for a parent file, 0 if it is not set."""
+        """Return the precedence of the place that sets a key: 3 for an override or an argument, 2 for the run's own
+        file, 1 for a parent file; 0 if the key is not set."""
         if dotted not in self._positions:
             return 0
         file = self._positions[dotted].rpartition(":")[0]
@@ -84,10 +84,10 @@ class Report:
         )
 
     def add(self, dotted: str, message: str, *related: str) -> None:
-        """Report a mistake for the key `dotted`, unless one is already reported for it or for a `related` key.
+        """Report a mistake for the key `dotted`, unless a mistake is already reported for this key or a `related` one.
 
-        The reported place is where an override sets one of these keys (the first that has an override), otherwise where
-        a file sets one."""
+        The reported place is where the first of these keys is set: by an override if one of them is, otherwise in a
+        file."""
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
             return
@@ -103,8 +103,8 @@ _DEAD = {"zero_variance_prompt_filtering": "grpo.use_dynamic_sampling"}
 
 
 class Kind(NamedTuple):
-    """A kind of configuration in words, the script that runs it, the configuration that is loaded if none is named, and
-    the script's description in its help text."""
+    """A kind of run. Its fields: the kind in words, the script that runs it, the configuration file that is loaded by
+    default, and the script's description in its help text."""
 
     words: str
     script: str
@@ -241,8 +241,7 @@ _EXPECTED = {
 
 
 def explained(message: str) -> str:
-    """Return the YAML reader's error message. If the line in question contains a tab, return a message about the tab
-    instead."""
+    """Return the YAML reader's error message, or a message about the tab if the line of the error contains one."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

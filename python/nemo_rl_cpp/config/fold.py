@@ -1,5 +1,5 @@
-"""Folding: a run uses fewer devices, or another engine, than its configuration file was written for, and prints a line
-about it.
+"""Folding: a run prints a line if it uses fewer devices, or another engine, than its configuration file was written
+for.
 
 The number of devices and the sharding of a model do not change the result, because gradients are sums over the tokens
 of a batch. The engine is an implementation detail. Settings that change results, such as quantisation, are never
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Exactness(NamedTuple):
-    """How closely the log-probabilities of generation and training agree.
+    """A statement on how closely the log-probabilities of generation and training agree.
 
     Attributes:
         equal: whether they are bit-identical.
@@ -52,8 +52,9 @@ EXACTNESS: dict[tuple[str, str], Exactness] = {
 
 
 def engine_name(policy: PolicyConfig) -> str:
-    """Return the engine that generates: "vllm" if the run uses vLLM itself, otherwise "native" or "hf". The trainer's
-    own engine also replaces NeMo RL's other engines, and vLLM if neither its `python` nor its `server_url` is set."""
+    """Return the engine that generates: "vllm" if the run uses vLLM itself, otherwise "native" or "hf". If the
+    configuration names another engine of NeMo RL, or vLLM with neither `python` nor `server_url`, the trainer's own
+    engine ("native" or "hf") generates in its place."""
     backend = policy.generation.backend
     if policy.generation.runs_vllm:
         return "vllm"
@@ -61,13 +62,13 @@ def engine_name(policy: PolicyConfig) -> str:
 
 
 def exactness_of(policy: PolicyConfig) -> Exactness | None:
-    """Return the `EXACTNESS` row of a policy; None if its backend and engine cannot be combined."""
+    """Return the entry of `EXACTNESS` for the backend and the engine of `policy`; None if they cannot be combined."""
     return EXACTNESS.get((policy.backend, engine_name(policy)))
 
 
 def exactness_text(config: WholeConfig) -> str | None:
-    """Return a line for the terminal on how closely generation and training agree. Return None for an evaluation, and for
-    an engine that cannot be combined with policy.backend."""
+    """Return a line for the terminal on how closely generation and training agree. Return None for an evaluation, or if
+    the engine cannot be combined with policy.backend."""
     if not config.trained_models() or (row := exactness_of(config.policy)) is None:
         return None
     how = "equal to the bit" if row.equal else "equal up to rounding"
@@ -78,7 +79,7 @@ def exactness_text(config: WholeConfig) -> str | None:
 
 def correction_text(config: TrainMasterConfig) -> str | None:
     """Return a note that loss_fn.use_importance_sampling_correction was set to true because generation and training are
-    not bit-identical. Return None if they are, or if the key is set explicitly."""
+    not bit-identical. Return None if they are bit-identical, or if the key is set explicitly."""
     row = exactness_of(config.policy)
     if row is None or row.equal or not config.loss_fn.correction_left_open:
         return None
@@ -90,8 +91,8 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Return a mapping from dotted key to size, for every size above 1 that this run cannot use as configured:
-    machines, devices, and parallel sizes of enabled backends. Tensor-parallel sizes that divide the number of worker
+    """Return {dotted key: configured value} for each number above 1 of machines, devices or (in enabled backends)
+    parallel processes that this run does not use as configured. Tensor-parallel sizes that divide the number of worker
     processes can be used."""
     ours = config.cluster.has_written_size  # the sizes are used as written
     models = config.trained_models()
@@ -114,8 +115,8 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
 
 
 def devices_of(config: WholeConfig) -> int:
-    """Return the number of devices that a configuration was written for: the cluster's size, or the number of shards of
-    a model if that is larger."""
+    """Return the number of devices that a configuration was written for, as far as this run does not use them: the
+    cluster's size, or the number of shards of a model if that is larger."""
     cut: dict[str, list[int]] = {}
     for key, size in sizes_of(config).items():
         section, _, name = key.rpartition(".")
@@ -134,9 +135,9 @@ def is_apart(config: WholeConfig) -> bool:
 
 
 def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
-    """Return the line that compares the devices and the engine that the configuration file was written for with those
-    of this run; None if they are the same. A run, `check` and `--dry-run` print it. `forecast` is a short text about
-    the memory that the run needs, which is appended."""
+    """Return a line on the devices and the engine that the configuration file was written for, and on those of this run
+    instead; None if they are the same. A run, `check` and `--dry-run` print the line. `forecast` is a short text about
+    the memory that the run needs, for the end of the line."""
     devices, generation, apart = devices_of(config), config.sampling[1], is_apart(config)
     written = []
     if devices > 1:
@@ -172,8 +173,8 @@ def _own_engine(config: WholeConfig) -> str:
 
 
 def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
-    """Return a mapping from each section to its ignored keys for which a file or the command line sets a value other
-    than the default. These keys configure kernels, communication or engines of other implementations."""
+    """Return {section: its ignored keys that a file or the command line sets to a value other than the default}. Such
+    keys configure kernels, communication or engines of other implementations."""
     found: dict[str, list[str]] = {}
     for section, name in _ineffective(config, "", config.positions):
         found.setdefault(section, []).append(name)

@@ -83,8 +83,8 @@ class VllmConfig(Section):
     )
 
     def dtype_for(self, precision: str) -> str:
-        """Return the full name of the dtype that vLLM computes in. `precision` is used if `self.precision` is not
-        set."""
+        """Return the full name of the dtype that vLLM computes in: the section's `precision`, or the argument if that
+        is not set."""
         wanted = precision if self.precision in (None, "auto") else self.precision
         return _DTYPES.get(wanted, wanted)
 
@@ -231,7 +231,8 @@ class GenerationConfig(Section):
 
     @property
     def runs_vllm(self) -> bool:
-        """Whether vLLM itself generates, rather than the trainer's own engine in its place."""
+        """Whether vLLM generates. With backend vllm but no `python` or `server_url`, the trainer's own engine generates
+        instead."""
         return self.backend == "vllm" and (self.vllm_cfg.python is not None or self.vllm_cfg.server_url is not None)
 
     def effective_max_model_len(self, max_total_sequence_length: int) -> int:
@@ -249,7 +250,7 @@ class EvalVllmConfig(VllmConfig):
 
 
 class EvalGenerationConfig(GenerationConfig):
-    """Generation in an evaluation. The section also has the model and the number of prompts per batch."""
+    """Generation in an evaluation. The section also selects the model and the number of prompts per batch."""
 
     model_name: str = key(
         ...,

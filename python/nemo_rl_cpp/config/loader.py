@@ -33,8 +33,8 @@ _VARIABLE = re.compile(r"\$\{\s*oc\.env:\s*([A-Za-z_]\w*)")
 
 
 def environment_texts(file: str | os.PathLike[str], overrides: Sequence[str]) -> dict[str, str]:
-    """Return a mapping to `${oc.env:NAME}` from the value of each environment variable that the file, a parent file or
-    an override reads.
+    """Return {value of an environment variable: "${oc.env:NAME}"} for each variable that the file, a parent file or an
+    override reads.
 
     Values of fewer than six characters are omitted, because they may occur by chance in other text."""
     try:
@@ -139,12 +139,13 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
-        """Return the name in messages of the value whose override is `where`. Return any other place unchanged."""
+        """If the place `where` is the override of a given value, return the value's name in messages. Return any other
+        place unchanged."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
-        """Replace the placeholders in the loaded configuration `data` by the values, and set their places in
-        `positions`, both in place."""
+        """Replace the placeholders in the loaded configuration `data` by the given values, and record the values'
+        places in `positions`. Both are changed in place."""
         values = list(self._values.values())
         pattern = re.compile(re.escape(self._mark) + r"(\d+)_")
 
@@ -287,8 +288,8 @@ def _not_given(data: object, prefix: str) -> list[str]:
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
-    """Return `data` as an instance of `model`. Report mistakes, and leave out the wrong values, so that the other rules
-    can still be checked. Return None if that is not possible."""
+    """Return `data` as an instance of `model`. Mistakes are reported, and wrong values removed, so that further rules
+    can be checked. Return None if no instance can be built."""
     if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
             if isinstance(env.get(name), dict):
@@ -378,7 +379,7 @@ def parent_folders() -> list[str]:
 def find_config(path: str | os.PathLike[str]) -> Path:
     """Return the YAML file for `path`.
 
-    If `path` is an existing file, return it. Otherwise look it up in the shipped `configs/`, without a leading
+    If `path` is an existing file, return it. Otherwise look it up in the shipped `configs/`, after removing a leading
     `examples/configs/` or `configs/`. `grpo.yaml` finds `grpo_math_1B.yaml`, `ppo.yaml` finds
     `ppo_math_1B_megatron.yaml`, and NeMo RL's `NAME.v2.yaml` finds `NAME.yaml`. If there is no such file, raise
     ConfigError with the closest names."""

@@ -66,15 +66,15 @@ def checked_name(algorithm: str, name: str) -> str:
 
 
 def other_default(name: str, default: object) -> Any:
-    """Return the key `name` of `LoopConfig` with the default `default`. Its description and bounds stay the same."""
+    """Return the key `name` of `LoopConfig` with a different default. Its description and bounds stay the same."""
     info = copy(LoopConfig.model_fields[name])
     info.default = default
     return info
 
 
 class RewardScalingConfig(Section):
-    """A linear map of the rewards from [source_min, source_max] to [target_min, target_max]. Rewards outside the first
-    range are clamped to it."""
+    """A linear map of rewards from [source_min, source_max] to [target_min, target_max]. Rewards outside the source
+    range are clamped to it first."""
 
     is_switched = True
     spellings = {"correct": "target_max", "incorrect": "target_min"}
@@ -149,8 +149,8 @@ class AsyncConfig(Section):
 
 
 class OnePassLoop(Section):
-    """The base of the training loops. Its attributes have the values for a loop in which the policy makes one pass over
-    each batch and nothing overlaps with training. Other loops override them."""
+    """The base of the training loops. Its attributes describe a loop in which the policy makes one pass over each batch
+    and nothing overlaps with training. Subclasses override those that differ."""
 
     policy_epochs: ClassVar[int] = 1
     """The number of passes of the policy over each batch of rollouts."""
@@ -167,13 +167,13 @@ class OnePassLoop(Section):
 
     @property
     def beside_training(self) -> AsyncConfig:
-        """The section `async_grpo` or `async_ppo`; for other loops, a section with `enabled` false."""
+        """The section `async_grpo` or `async_ppo`; in loops without such a section, one with `enabled` false."""
         return AsyncConfig()
 
     @property
     def trajectory_age(self) -> int:
-        """The maximum age of a batch, in weight versions, when it is trained on. 0: each step generates its own
-        rollouts."""
+        """The maximum age of a batch when it is trained on: the number of weight updates since it was generated. 0:
+        each step generates its own rollouts."""
         return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
 
 

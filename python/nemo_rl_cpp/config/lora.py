@@ -116,8 +116,8 @@ class LayerKinds:
         count: the number of layers.
         fused: the model has the fused matrices of Phi 3.
         recurrent: the indices of the recurrent layers.
-        latent: attention is latent: keys and values are products of a latent.
-        latent_queries: queries are products of a latent, too.
+        latent: keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
+        latent_queries: queries are also computed from a low-dimensional vector.
     """
 
     count: int
@@ -133,7 +133,7 @@ class LayerKinds:
 
     @classmethod
     def of_native(cls, native: Mapping[str, Any]) -> Self:
-        """Return the kinds of the layers of a native model; `native` is from `ModelFolder.native`."""
+        """Return the kinds of the layers of a native model. `native`: the result of `ModelFolder.native`."""
         recurrent = native.get("recurrent", {}).get("layers", ())
         latent = native.get("latent", {"query_rank": 0})
         is_latent = "latent" in native, latent["query_rank"] > 0
@@ -196,19 +196,19 @@ def experts_adapted(lora: LoraConfig, layers: LayerKinds, model_name: str) -> st
 
 
 class AdapterSizes(NamedTuple):
-    """Numbers of elements of a model with LoRA.
+    """The numbers of weights that LoRA adds to a model.
 
     Attributes:
-        trained: elements of all matrices A and B.
-        kept: elements of the stored base matrices that have adapters. With `merge`, a frozen copy of them is kept.
-    """
+        trained: weights of all matrices A and B.
+        kept: weights of the base matrices that have adapters; with `merge`, a frozen copy of these matrices is kept. A
+            matrix that is stored together with an adapted one counts, too."""
 
     trained: int
     kept: int
 
 
 def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
-    """Return the numbers of elements that LoRA adds to a model of these sizes."""
+    """Return the numbers of weights that LoRA adds to a model with the sizes `sizes`."""
     layers, rows_and_columns = LayerKinds.of(sizes), _shapes(sizes)
     modules = set(adapted_modules(lora, layers))
     trained = sum(lora.dim * sum(rows_and_columns[module.rpartition(".")[2]]) for module in modules)
@@ -223,7 +223,7 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
 
 
 def _shapes(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    """Return a mapping from each matrix (a key of MATRICES) to (rows, columns)."""
+    """Return {name of a matrix (a key of MATRICES): (rows, columns)}."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     gates = query if sizes.recurrent_layers else 0
@@ -261,7 +261,7 @@ _ASKING = (
 
 
 def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report mistakes in the LoRA settings of the model section `name` ("policy" or "value")."""
+    """Report mistakes in the LoRA settings of `model`, the section named `name` ("policy" or "value")."""
     lora, prefix = model.lora, f"{name}.dtensor_cfg.lora_cfg"
     if lora is None:
         if model.dtensor_cfg.lora_cfg.enabled:
@@ -294,7 +294,7 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
     """Report LoRA keys that are set while `enabled` is false: they have no effect, since all weights are trained. They
-    are allowed if `enabled: false` is set in the same place, or in one of higher precedence."""
+    are allowed if `enabled: false` is set in the same file or in a place of higher precedence."""
     if report.has_problem(prefix):
         return
     for name in _ASKING:

@@ -241,7 +241,7 @@ class ClippedPGLossConfig(Section):
 
     @property
     def correction_left_open(self) -> bool:
-        """Whether `use_importance_sampling_correction` was null in the configuration, and `fill_correction` set it."""
+        """Whether the user left `use_importance_sampling_correction` null, so that `fill_correction` has set it."""
         return self._correction_left_open
 
     def fill_correction(self, wanted: bool) -> None:

@@ -59,26 +59,27 @@ class MasterConfig(Section):
 
     @property
     def positions(self) -> dict[str, str]:
-        """A mapping from each key that a file or the command line sets to its place ("file.yaml:line" or "override
-        '...'")."""
+        """{dotted key: place ("file.yaml:line" or "override '...'")} for each key that a file or the command line
+        sets."""
         return self._positions
 
     @property
     def environment_texts(self) -> dict[str, str]:
-        """A mapping from the value of each environment variable that was read to `${oc.env:NAME}`, which replaces the
-        value in saved configurations (see `config.access.written`)."""
+        """{value of an environment variable: "${oc.env:NAME}"} for each variable that was read. In saved configurations
+        the text replaces the value (see `config.access.written`)."""
         return self._environment
 
     has_critic: ClassVar[bool] = False
     """Whether a critic is trained."""
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
-        """Return a mapping from section name to section for the models that are trained; empty for an evaluation."""
+        """Return {name of a section ("policy", "value"): section} for the models that are trained; empty for an
+        evaluation."""
         return {}
 
     @property
     def sampling(self) -> tuple[str, GenerationConfig]:
-        """The pair (dotted key, section) of the section that configures generation."""
+        """(dotted key, section) of the section that configures generation."""
         raise NotImplementedError
 
     @classmethod
@@ -96,7 +97,7 @@ class MasterConfig(Section):
         return super().takes_own_key(dotted)
 
     def fill_defaults(self) -> None:
-        """Set the keys that are null and whose default depends on other keys."""
+        """Set keys that are null and whose default depends on other keys."""
 
     def check_rules(self, report: Report) -> None:
         """Call `fill_defaults`, then report unsupported settings and settings that do not fit together."""
@@ -157,7 +158,7 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def fixed_by_user(self) -> frozenset[str]:
-        """The keys that policy.memory_budget_gb must not change."""
+        """The keys that policy.memory_budget_gb must not change, see `rules_model.check_budget`."""
         return self._fixed
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
@@ -169,8 +170,7 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """A mapping from dotted key to model name for each teacher that the run loads in the native core; empty without
-        teachers."""
+        """{dotted key: model name} of each teacher that the run loads in the native core; empty without teachers."""
         return {}
 
     @property
@@ -328,8 +328,8 @@ Master = TypeVar("Master", bound=MasterConfig)
 
 def checked(config: object, model: type[Master]) -> Master:
     """Return `config`, an instance of `model` or a mapping, as an instance of `model` that passes all checks of the
-    loader. An instance is checked again, because keys may have been assigned to. Raise ConfigError (a ValueError) for
-    mistakes."""
+    loader. An instance is checked again, because its keys may have been changed since. Raise ConfigError (a ValueError)
+    for mistakes."""
     if isinstance(config, model):
         report = Report({}, "")
         try:

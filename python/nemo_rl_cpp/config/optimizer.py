@@ -79,7 +79,8 @@ class OptimizerConfig(Section):
 
 
 class SchedulerStage(Section):
-    """An entry of the list `scheduler`: either a schedule, or the milestones at which the next schedules begin."""
+    """An entry of the list `scheduler`: either a schedule, or the milestones (step numbers) at which the following
+    schedules begin."""
 
     name: str | None = key(None, "torch.optim.lr_scheduler." + "|".join(SCHEDULER_KWARGS))
     kwargs: dict[str, object] = key({}, "Arguments of the schedule.")
@@ -191,8 +192,8 @@ class TorchSchedule:
 @dataclass(frozen=True)
 class MegatronSchedule:
     """Megatron's schedule. The learning rate rises linearly from lr_warmup_init to max_lr, then decays to min_lr. The
-    weight decay changes from start_weight_decay to end_weight_decay. If `lr_decay_iters` is None, it is the whole run.
-    """
+    weight decay changes from start_weight_decay to end_weight_decay. If `lr_decay_iters` is None, the decay lasts for
+    the whole run."""
 
     max_lr: float
     min_lr: float

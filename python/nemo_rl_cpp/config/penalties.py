@@ -112,8 +112,8 @@ class ProfileBandChannel(Section):
 
 
 class ProfileBandDefaults(Section):
-    """The reward factors by length ("bands"). A band that is set here is used, unless profile_band_NAME in `default` is
-    false."""
+    """The reward factors by length ("bands"). A band called NAME that is set here is used, unless profile_band_NAME in
+    the section `default` is false."""
 
     total: ProfileBandChannel | None = key(None, "Band for the length of the whole response. null: none.")
     reasoning: ProfileBandChannel | None = key(None, "Band for the length of the reasoning. null: none.")
@@ -149,8 +149,8 @@ class LengthPenaltyConfig(Section):
         return {name: band for name, band in found.items() if band is not None}
 
     def params_of(self, task: str | None) -> LengthPenaltyParams:
-        """Return the settings for the samples of a task: `default`, with the task's entry of agent_overrides
-        applied."""
+        """Return the settings for the samples of a task: `default`, overridden by the task's entry in
+        agent_overrides."""
         params = self.default.model_copy()
         for name in self.bands():
             if f"profile_band_{name}" not in params.model_fields_set:
@@ -184,13 +184,14 @@ class RewardPenaltyTokenIds(Section):
 
     @property
     def thinking(self) -> tuple[int, int] | None:
-        """The pair of ids (think_open, think_close); None if they are not set."""
+        """The token ids (think_open, think_close); None if they are not set."""
         return None if self.think_open is None or self.think_close is None else (self.think_open, self.think_close)
 
 
 class RewardPenaltyConfig(Section):
-    """Reward 0 for responses with a defect in their form. NeMo RL applies this section to NeMo Gym only; this package
-    applies it to every environment."""
+    """Set the reward of a malformed response to 0: one that repeats its reasoning, has no answer, contains unwanted
+    tokens or has misplaced think tags. NeMo RL applies this section to NeMo Gym only; this package applies it to every
+    environment."""
 
     penalize_duplicated_reasoning: bool = key(
         False, "Set the reward to 0 if the answer repeats the reasoning (the text before `</think>`)."

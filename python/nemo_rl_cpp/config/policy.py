@@ -123,7 +123,7 @@ class RouterReplayConfig(Section):
 
 
 class HfConfig(Section):
-    """How transformers loads a model. Used if the key `backend` is hf."""
+    """How transformers loads a model. Used if the section's key `backend` is hf."""
 
     attn_implementation: str | None = key(
         None,
@@ -241,7 +241,7 @@ class TrainedModelConfig(Section):
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Whether the backward pass recomputes activations, from the section of the enabled backend."""
+        """Whether the backward pass recomputes activations, as set in the section of the enabled backend."""
         return (
             self.megatron_cfg.activation_checkpointing
             if self.megatron_cfg.enabled
@@ -256,7 +256,7 @@ class TrainedModelConfig(Section):
 
     @property
     def router_bias_update_rate(self) -> float:
-        """Return the rate of megatron_cfg if it is enabled, otherwise 0."""
+        """Return megatron_cfg's update rate of router biases if megatron_cfg is enabled, otherwise 0."""
         return self.megatron_cfg.moe_router_bias_update_rate if self.megatron_cfg.enabled else 0.0
 
     @property
@@ -283,8 +283,8 @@ class TrainedModelConfig(Section):
         return torch_schedule(self.scheduler)
 
     def tensor_parallel(self, processes: int) -> int:
-        """Return the tensor-parallel size of the enabled backend's section, or 1 if it does not divide the number of
-        `processes` or if backend is hf."""
+        """Return the tensor-parallel size set in the section of the enabled backend. Return 1 if it does not divide the
+        number of `processes`, or if backend is hf."""
         if self.backend == "hf":  # models of transformers are not split
             return 1
         wanted = self.megatron_cfg.tensor_model_parallel_size if self.megatron_cfg.enabled else 1
@@ -410,7 +410,8 @@ class PolicyConfig(TrainedModelConfig):
 
 
 class RewardModelConfig(Section):
-    """NeMo RL's setting that gives a model a scalar head. The section is ignored, because the critic always has one."""
+    """NeMo RL's switch for a scalar head in place of the LM head. The section is ignored, because the critic always has
+    a scalar head."""
 
 
 class ValuePackingConfig(SequencePackingConfig):

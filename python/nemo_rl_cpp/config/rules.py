@@ -1,4 +1,4 @@
-"""Rules between keys of several sections. A violated rule reports a key, what is wrong and what to change."""
+"""Rules between keys of several sections. A violation is reported with a key, what is wrong and what to change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _GYM_SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should
 
 
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
-    """Report mistakes in `env`, and return whether there are none, so that other rules can read it."""
+    """Report mistakes in `env`. Return whether there are none, so that other rules can rely on it."""
     check_env(env, report)
     for name, section in env.items():
         if section is not None and not isinstance(section, Mapping) and name not in _GYM_SWITCHES:
@@ -99,7 +99,7 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_distributions(config: TrainMasterConfig, report: Report) -> None:
-    """Report loss terms that need the distribution over the whole vocabulary if the run does not compute it."""
+    """Report loss terms that need the distribution over the whole vocabulary, if this run does not compute it."""
     loss, backend, generation = config.loss_fn, config.policy.backend, config.policy.generation
     for name, off in (("entropy_coef", 0), ("top_entropy_quantile", 1), ("score_centering_k", None)):
         value = getattr(loss, name)
@@ -193,8 +193,8 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Report that `key` has no effect with the setting described by `beside`, if the run's own file or an override sets
-    `key`. In a parent file it is allowed."""
+    """Report that `key` has no effect with another setting, which `beside` describes, if the run's own file or an
+    override sets `key`. A parent file may set it."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 
@@ -420,7 +420,8 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
 
 
 def _is_known(name: str, dotted: str, report: Report) -> bool:
-    """Return whether `name` is a known dataset or a user's class. Report any other name at `dotted`.dataset_name."""
+    """Return whether `name` is a known dataset or a user's class. If not, report it as a mistake of the key
+    `dotted`.dataset_name."""
     if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_class_name(name):
         return True
     names = [*DATASET_REGISTRY, *DATASET_ALIASES]
@@ -455,8 +456,8 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
 
 
 def check_env(env: EnvConfigs, report: Report) -> None:
-    """Report NeMo RL's keys that make a reward model score the responses. If they were ignored, another environment
-    would score them without notice."""
+    """Report NeMo RL's keys that make a reward model score the responses. If the keys were ignored, another environment
+    would score the responses without notice."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     model = env.get("reward_model")
     if isinstance(model, dict) and model.get("enabled"):

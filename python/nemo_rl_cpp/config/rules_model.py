@@ -69,7 +69,7 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
 
 def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: Report) -> None:
     """Report gradient_blocks if it is not a power of two that `processes` divides. Report overlap_grad_reduce if it is
-    false with sharded gradients, which must be reduced during the backward pass."""
+    false although gradients are sharded, because sharded gradients must be reduced during the backward pass."""
     strategy = f"{name}.data_parallel_sharding_strategy"
     late = "is false, but gradients that are shared out are added while the backward is running: "
     if model.shards_gradients and model.overlap_grad_reduce is False:
@@ -92,8 +92,8 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
-    """If `cluster.strict_sizes` is true, report every size that the run cannot use as configured, and generation
-    devices that it does not use."""
+    """If `cluster.strict_sizes` is true, report every number of devices or processes that the run cannot use as
+    configured (see `sizes_of`), and separate devices for generation that it does not use."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -156,8 +156,8 @@ _BY_BUDGET = (
 
 
 def check_budget(config: TrainMasterConfig, report: Report) -> frozenset[str]:
-    """Report a memory budget for a run whose memory is not forecast exactly. Return the keys that the budget must not
-    change: those that are set where the budget is set, or nearer."""
+    """Report policy.memory_budget_gb for a run whose memory cannot be estimated exactly. Return the keys that the
+    budget must not change: those set in the same file or in a place of higher precedence (see `Report.nearness`)."""
     policy, cluster = config.policy, config.cluster
     if policy.memory_budget_gb is None:
         return frozenset()
@@ -178,7 +178,7 @@ def check_budget(config: TrainMasterConfig, report: Report) -> frozenset[str]:
 
 
 def _value_at(section: Section, dotted: str) -> object:
-    """Return the value that was given for a dotted key; None if it has its default."""
+    """Return the value that the user set for a dotted key; None if the key has its default."""
     first, _, rest = dotted.partition(".")
     if rest:
         return _value_at(getattr(section, first), rest)
@@ -186,8 +186,8 @@ def _value_at(section: Section, dotted: str) -> object:
 
 
 def check_resources(config: TrainMasterConfig, report: Report) -> None:
-    """If generation is not colocated, report that no workers are left for generation or for training, and keys that
-    need shared weights."""
+    """If generation is not colocated, report the numbers of workers that leave none for generation or for training, and
+    keys that need generation and training to share weights."""
     generation, cluster = config.policy.generation, config.cluster
     if generation.colocated.enabled:
         return
@@ -315,8 +315,8 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> None:
-    """Report settings that need bit-identical generation and training. `engine` is the text for the engine that makes
-    them differ."""
+    """Report settings that need bit-identical generation and training, which `engine` (a text for the message) does not
+    give. `key` is the dotted key that selects that engine."""
     if policy.reuse_generation_logprobs == "always":
         text = (
             f"cannot be always with {engine}: its log-probabilities are not those of training to the bit; set it to "
@@ -339,8 +339,8 @@ _BALANCE = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_
 
 
 def balance_wanted(model: TrainedModelConfig, has_bias: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each key that requests load balancing of experts which is not computed. `has_bias`: a
-    native model whose routers have biases."""
+    """Yield (key, message) for each key that requests a method of balancing the experts' loads that is not implemented.
+    `has_bias`: the model is native and its routers have biases."""
     for key, off in _BALANCE.items() if model.megatron_cfg.enabled else ():
         if has_bias and model.lora is None and key == "moe_router_bias_update_rate":
             continue
@@ -351,7 +351,7 @@ def balance_wanted(model: TrainedModelConfig, has_bias: bool = False) -> Iterato
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
     """Report heads for multi-token prediction that change the policy, and settings that backend hf does not support.
-    `name` is the model's section."""
+    `name` is the name of the section `model`."""
     megatron = model.megatron_cfg
     if megatron.enabled and megatron.mtp_num_layers and not megatron.mtp_detach_heads:
         text = f"is {megatron.mtp_num_layers} with mtp_detach_heads false, so the loss of these heads would change the policy"
@@ -377,8 +377,8 @@ def _refuse_gguf(model: str | None, key: str, engine: str, report: Report) -> No
 
 
 def check_evaluation(generation: GenerationConfig, report: Report) -> None:
-    """Report mistakes in the engine settings of an evaluation. vLLM is not supported, because no trainer sends it
-    weights."""
+    """Report mistakes in the engine settings of an evaluation. vLLM is not supported there, because an evaluation has
+    no trainer that sends it weights."""
     _check_installed(generation.backend, "generation.backend", report)
     if generation.backend == "hf":
         _refuse_gguf(generation.model_name, "generation.model_name", "generation.backend", report)
@@ -442,7 +442,7 @@ def _check_vllm(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_server(generation: GenerationConfig, report: Report) -> None:
-    """Report mistakes in server_url, and keys that must be given to the server when it is started."""
+    """Report mistakes in vLLM's server_url, and keys that the user must give to the server instead."""
     url = generation.vllm_cfg.server_url
     if generation.vllm_cfg.python is not None:
         text = f"is given beside {_PYTHON}: set one of them to null; the run joins a server or starts one"
@@ -495,8 +495,9 @@ def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
 
 
 def check_serving(config: TrainMasterConfig, report: Report) -> None:
-    """If the policy is served over HTTP, report settings that this does not support. It needs one native engine on the
-    CPU, in this process or in a worker that only generates, because the server reads the engine's weights in place."""
+    """If the policy is served over HTTP, report settings that the server does not support. The server needs one native
+    engine on the CPU, in this process or in a worker that only generates, because it reads the engine's weights in
+    place."""
     generation, cluster = config.policy.generation, config.cluster
     _check_agents(config, report)
     megatron = generation.mcore_generation_config.expose_http_server  # NeMo RL reads it with its engine alone
@@ -529,7 +530,7 @@ def check_serving(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_agents(config: TrainMasterConfig, report: Report) -> None:
-    """Report mistakes if an agent environment is used. It needs the policy's HTTP server. It also needs
+    """If agents make the rollouts, report settings that they do not support: they need the policy's HTTP server, and
     max_rollout_turns 1, because agents decide themselves how many turns they take."""
     default = config.data.default or DatasetDefaults()
     sets = [d for split in ("train", "validation") for _, d in datasets_of(getattr(config.data, split), split)]

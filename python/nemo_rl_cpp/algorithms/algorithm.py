@@ -75,14 +75,14 @@ class EqualAdvantages:
     """A stage that gives every token the advantage 1.
 
     Attributes:
-        keeps_logprobs: whether the policy generated the responses, so that `generation_logprobs` are kept."""
+        keeps_logprobs: whether `generation_logprobs` stay in the batch, because the policy generated the responses."""
 
     keeps_logprobs: bool = False
     estimator: ClassVar[None] = None
     metrics: ClassVar[Metrics] = {}
 
     def add(self, batch: TrainBatch) -> None:
-        """Add `advantages` of 1. Remove `generation_logprobs` unless `keeps_logprobs`."""
+        """Add `advantages`, all 1. Remove `generation_logprobs` from the batch unless `keeps_logprobs`."""
         batch.advantages = torch.ones(batch.num_tokens)
         if not self.keeps_logprobs:
             batch.tokens.pop("generation_logprobs", None)
@@ -103,9 +103,9 @@ class AnswerValidator(Validator):
         return ["val_loss", "num_samples", "num_tokens"]
 
     def run(self, step: int) -> ValidationResult:
-        """Return the metrics `val_loss` (the mean over the tokens of all batches), `num_samples` and `num_tokens`. A
-        last batch that is not full is ignored, unless it is the only one. Raise ValueError if the answers have no
-        tokens."""
+        """Compute the loss and return the metrics `val_loss` (the mean over the tokens of all batches), `num_samples`
+        and `num_tokens`. A last batch that is not full is ignored, unless it is the only one. Raise ValueError if the
+        answers have no tokens."""
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0
         for number, rows in enumerate(self.loader):
@@ -142,7 +142,7 @@ class _EstimatedAdvantages:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last call."""
+        """The metrics of the last call of the estimator."""
         return dict(self.estimator.last_metrics)
 
     def _inputs(self, batch: TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
@@ -218,7 +218,7 @@ class Algorithm:
         is_trained: returns whether the policy is trained on a message of a conversation.
         needs_tokens: whether a step without any token to train on ends the run with an error. Without the error, PPO
             would continue and shrink both models by weight decay. GRPO needs no error: it makes a single update per
-            step, and the report shows that nothing was learned.
+            step, which then changes nothing, and the report shows that nothing was learned.
         has_rewards: whether samples have rewards. If not, metrics of rewards are omitted."""
 
     make_advantages: Callable[[TrainMasterConfig], Advantages]

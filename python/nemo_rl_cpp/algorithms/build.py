@@ -76,8 +76,8 @@ from nemo_rl_cpp.user_code import serve
 
 @dataclass
 class TrainingRun:
-    """The parts of a training run. A mode, such as asynchronous rollouts, changes the parts of the run, but not its
-    loop.
+    """The parts of a training run. A mode of training, such as asynchronous rollouts, replaces parts of the run; the
+    training loop stays the same.
 
     Attributes:
         config: the validated configuration; `config.loop` is the section of its algorithm, such as `grpo` or `ppo`.
@@ -88,7 +88,7 @@ class TrainingRun:
         environments: score the responses, in training and in validation.
         stop: reports between steps whether the user has requested the end of the run.
         before_training: hooks called before the first step.
-        after_step: hooks called after each step, in call order (`algorithms/hooks.py`).
+        after_step: hooks called after each step, listed in call order (`algorithms/hooks.py`).
         validation: runs validations; None without validation data.
         log: writes the metrics of steps, and keeps them.
         report: writes report.html; None: no report is written.
@@ -145,7 +145,7 @@ class TrainingRun:
 
     @property
     def log_dir(self) -> Path:
-        """The folder of the run's logs."""
+        """The folder to which the run writes its logs."""
         return Path(self.log.logger.log_dir)
 
     def train(self) -> None:
@@ -166,7 +166,7 @@ class TrainingRun:
                 serve(partial(train_loop, self))
             status = "stopped in time" if self.state.stop_reason == OUT_OF_TIME else "finished"
             status = "interrupted" if self.stop.requested else status
-            if status == "finished":  # only its model is uploaded, because other runs are expected to be resumed
+            if status == "finished":  # other runs are expected to be resumed, so their models are not uploaded
                 saved = self.checkpoints.enabled and self.state.step
                 folder = self.checkpoints.checkpoint_dir / f"step_{self.state.step}"
                 published = publish(self.config.checkpointing, folder if saved else None)
@@ -177,7 +177,7 @@ class TrainingRun:
         except BaseException as error:
             told = in_user_code(error)
             message = one_sentence(told or error)
-            if status == "failed":  # otherwise on_end itself failed
+            if status == "failed":  # otherwise the callbacks' on_end raised the error
                 self.callbacks.end(status)
             status = "failed"
             if told is None:
@@ -303,9 +303,8 @@ def build_run(
 
 
 def close_environments(environments: Environments, error: BaseException | None) -> None:
-    """End the processes of the environments. Wait for those that do not answer, but only GRACE_SECONDS if the user
-    ended the run.
-    """
+    """End the processes of the environments. Wait for environments that do not answer; only GRACE_SECONDS if the user
+    ended the run."""
     environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)
 
 

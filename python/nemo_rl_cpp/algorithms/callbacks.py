@@ -28,7 +28,7 @@ class RunEvent:
 
     Attributes:
         step: the number of finished steps.
-        max_steps: `max_num_steps`, the largest number of steps of the whole run.
+        max_steps: `max_num_steps`, the number of steps after which the whole run ends.
         metrics: the metrics of the step (`reward`, `loss`, `rewards/<function>`, ...); in `on_validation` those of the
             validation.
         run: the whole run, with `history`, `policy`, `config` and `log_dir`.

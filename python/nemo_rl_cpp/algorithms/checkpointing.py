@@ -204,8 +204,9 @@ class Saver:
         return Path(folder).with_name(f"step_{state.step}")
 
     def check_metric_name(self, result: StepResult) -> None:
-        """Raise ValueError if the run has no metric of the name in `checkpointing.metric_name`. Called before training
-        and after each step, so that the error comes before the first save. Do nothing once the metric was found."""
+        """Raise ValueError if the run has no metric with the name `checkpointing.metric_name`. Called before training
+        and after each step, so that the error comes before the first save. After the metric has been found once, do
+        nothing."""
         manager, validation = self.manager, result.validation
         kind, _, name = (manager.metric_name or "").partition(":")
         if not name or not manager.enabled or manager.metric_seen:
@@ -219,7 +220,7 @@ class Saver:
             known = self.validator.gives(result.rollout_names, self.environments)
             if known is not None and name in known:
                 return  # checked again at the first validation
-        if not known:  # not known yet
+        if not known:  # the names of the metrics are not known yet
             return
         if name not in known:
             raise ValueError(

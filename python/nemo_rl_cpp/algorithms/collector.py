@@ -64,14 +64,14 @@ class RolloutCollector(ABC):
 
     Attributes:
         refit: copies the policy's weights to the engine.
-        prompts: yields the next prompts, each repeated G times.
+        prompts: yields the next prompts, each repeated once per response.
         roll_out: generates responses to prompts and has the environments score them (`run_multi_turn_rollout`).
         sampler: gathers rollouts until there are enough for a step.
         shape_rewards: scales and shapes the rewards of one round of generation.
         change_rewards: changes `total_reward` of finished rollouts and returns metrics (`grpo.length_penalty`).
         failures_left: how many failed rounds of generation or scoring may still be repeated in this run.
-        pause: for in-flight weight updates (`AsyncCollector`): batch k >= A pauses here with version k - A while step
-            k - A trains, and continues with version k - A + 1. None: one version generates the whole batch."""
+        pause: for in-flight weight updates (`AsyncCollector`): the point at which generation of a batch waits for new
+            weights. None: one version of the weights generates the whole batch."""
 
     generation: GenerationInterface
     refit: WeightSynchronizer
@@ -89,7 +89,7 @@ class RolloutCollector(ABC):
 
     @abstractmethod
     def collect(self, timer: Timer) -> Collected:
-        """Return the rollouts of the next step. Before it returns, it copies the current weights to the engine."""
+        """Copy the current weights to the engine, and return the rollouts of the next step."""
 
     def settle(self) -> None:
         """Wait until no generation is in flight; called before a validation or checkpoint. Re-raise errors of
@@ -113,14 +113,15 @@ class RolloutCollector(ABC):
         self.close(wait=not isinstance(error, KeyboardInterrupt))
 
     def refresh(self, timer: Timer) -> dict[str, float | str | None]:
-        """Copy the current weights to the engine and prepare it for generation."""
+        """Copy the current weights to the engine, prepare it for generation, and return the metrics of the copy."""
         with timer("prepare_for_generation/total"):
             metrics = self.refit.sync_weights(timer=timer)
             self.generation.prepare_for_generation()
         return metrics
 
     def make(self, weight_version: int, timer: Timer) -> Collected:
-        """Generate rounds of rollouts until there are enough for a step: one round, or more with dynamic sampling.
+        """Generate rounds of rollouts until there are enough for a step, and return them: one round, or more with
+        dynamic sampling.
 
         Add to the rollouts `raw_reward` float32 [B], the reward that the environments returned, and `weight_version`
         int64 [B]: the argument `weight_version`, or with in-flight weight updates the oldest version of the weights
@@ -164,8 +165,8 @@ class RolloutCollector(ABC):
         )
 
     def leave_out(self, batches: list[CollectedState], why: str) -> None:
-        """Drop a checkpoint's batches and print why. Count their epochs, because the data loader is already past their
-        prompts."""
+        """Drop the batches of a checkpoint, and print the reason `why`. Count the epochs that ended in them, because
+        the data loader is already past their prompts."""
         print(f"{len(batches)} batches that the checkpoint kept for later steps are left out: {why}.")
         for _ in range(sum(saved["finished_epochs"] for saved in batches)):
             self.state.next_epoch()
@@ -207,7 +208,7 @@ class Meeting:
 
     Attributes:
         reached: a future of True once the generation waits here, or of False if the batch ended without waiting.
-        given: a future that is done once the engines have the new weights."""
+        given: a future that the trainer completes once the engines have the new weights."""
 
     reached: Future[bool] = field(default_factory=Future)
     given: Future[None] = field(default_factory=Future)
@@ -295,8 +296,8 @@ class AsyncCollector(RolloutCollector):
         return self._threads.submit(job)
 
     def _batch_of(self, step: int, version: int, meeting: Meeting | None) -> Collected | None:
-        """Generate the batch of `step`, counted from 0. Return None if the run ends before that step. Jobs run in the
-        order of steps. The weights change at `meeting`; if it is None, they do not change."""
+        """Generate and return the batch of `step`, counted from 0. Return None if the run ends before that step. The
+        weights change at `meeting`; None: they do not change. Called in the order of steps."""
         state, timer = self.state, Timer()
         try:
             if state.max_num_steps is not None and step >= state.max_num_steps:

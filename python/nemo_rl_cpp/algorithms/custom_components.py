@@ -63,7 +63,8 @@ def component_name(found: object) -> str:
 
 
 class Made(NamedTuple):
-    """A custom component, and `call`, which accepts any inputs and passes on those that the component takes."""
+    """A custom component, and a function `call`, which accepts any inputs and passes on those that the component
+    takes."""
 
     component: Any
     call: Callable[..., Any]
@@ -81,7 +82,8 @@ def make_component(
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
     with user_code(what):
         if inspect.isclass(found):
-            written = getattr(found.__init__, "__module__", None) not in (None, "typing")  # object's, Protocol's
+            # without its own __init__ a class has that of object or of Protocol, which takes no sections
+            written = getattr(found.__init__, "__module__", None) not in (None, "typing")
             given = _taken(found.__init__, sections) if written else {}
             found = call_user(found, **{**kwargs, **given})
             kwargs = {}
@@ -210,8 +212,9 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
 
 
 def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> LossFunction:
-    """Return the loss that the section `loss_fn` selects. If `candidates` is given, the default is the distillation
-    loss over that many tokens per position. Raise LoadingError (a ValueError) if a dotted name cannot be loaded."""
+    """Return the loss that the section `loss_fn` names. If it names none of the user's, return the clipped
+    policy-gradient loss, or with `candidates` the distillation loss over the top `candidates` tokens of each position.
+    Raise LoadingError (a ValueError) if a dotted name cannot be loaded."""
     if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):

@@ -35,8 +35,8 @@ def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (smallest, largest) reward of each group over the rows where `voters` bool [B] is True, or 0 for a group
-    without such rows."""
+    """Return (smallest, largest) reward of each group, [number of groups] each, over the rows for which `voters` bool
+    [B] is True (None: all rows); 0 for a group without such rows."""
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
     values = rewards.cpu()
@@ -61,9 +61,9 @@ SamplerState = dict[str, object]
 class GroupSampler:
     """A buffer that gathers rollouts until a step has enough prompt groups to train on.
 
-    If disabled, the buffer passes each batch on unchanged. If enabled, it keeps the groups whose raw rewards are not
-    all equal, needs further batches while `full` is False, and then returns exactly `num_groups` groups. A group is
-    never split.
+    If dynamic sampling is disabled, the buffer passes each batch on unchanged. If enabled, it keeps the groups whose
+    raw rewards are not all equal, needs further batches while `full` is False, and then returns exactly `num_groups`
+    groups. A group is never split.
 
     Args:
         num_groups: prompts per training step.
@@ -88,7 +88,7 @@ class GroupSampler:
 
     @classmethod
     def from_config(cls, loop: LoopConfig) -> Self:
-        """Make a sampler from the configuration section of the training loop (such as `grpo` or `ppo`)."""
+        """Return a sampler for the configuration section of the training loop (such as `grpo` or `ppo`)."""
         weights = partial(sample_mask, overlong_filtering=loop.overlong_filtering)
         return cls(
             num_groups=loop.num_prompts_per_step,

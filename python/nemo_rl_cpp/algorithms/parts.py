@@ -234,8 +234,8 @@ def make_policy(
 
 
 def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType) -> Teachers | NoTeacher:
-    """Return the run's teachers, or `NoTeacher`. Raise ValueError if a teacher that this program loads has a different
-    vocabulary from the policy.
+    """Return the run's teachers, or `NoTeacher`. Raise ValueError if a teacher that this program loads does not have
+    the policy's vocabulary.
     """
     if isinstance(config, DistillationMasterConfig) and config.teacher.is_outside:
         return OutsideTeacher(_outside_teacher(config, tokenizer).score)
@@ -373,8 +373,9 @@ def make_collector(
 
 
 def _pause(config: TrainMasterConfig, environments: Environments) -> Pause | None:
-    """Return the point at which responses wait for new weights, or None without in-flight weight updates. Print a note
-    if agents make the rollouts, which have no such point, and if the loss does not correct for older weights."""
+    """Return the point in responses at which they wait for new weights, or None without in-flight weight updates. Print
+    a note if agents make the rollouts, because these cannot wait for weights, and if the loss does not correct for
+    older weights."""
     loop, settings = config.loop, config.loop.beside_training
     section = f"{loop.section_name}.async_{loop.section_name}"
     if not config.loss_fn.use_importance_sampling_correction and not config.loss_fn.bypass_mode:
@@ -425,7 +426,8 @@ def make_validation(
 
 
 def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: PolicyInterface) -> StepLog:
-    """Return the log of steps. Without separate engines, its rates per device count the trainers as engines."""
+    """Return the log of steps. In its rates per device, the trainers' devices count for generation too, unless engines
+    have separate devices."""
     trainers, engines = trainers_of(config), engines_of(config)
     devices = Devices(trainers + engines, trainers, engines or trainers)
     return StepLog(logger, timer, PhaseMemory(), devices, policy.performance)

@@ -147,13 +147,13 @@ def penalized(
     rewards: Sequence[float], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams,
     bands: Mapping[str, ProfileBandChannel] | None = None, too_long: float | None = None,
 ) -> list[float]:  # fmt: skip
-    """Return the rewards [G] of one group after length bonuses, length penalties and the factors of `bands`. Each
-    reward is 0 or 1; rewards of 0 do not change.
+    """Return the rewards of the G responses to one prompt, after length bonuses, length penalties and the factors of
+    `bands`. Each reward is 0 or 1; rewards of 0 do not change.
 
         reward = max(0, reward + additions) x band_factor of each band
 
     Args:
-        lengths: channel (`reasoning`, `answer`, `total`) -> [G].
+        lengths: maps the part that is measured (`reasoning`, `answer` or `total`) to the responses' lengths.
         too_long: `profiled_length_penalty` is subtracted if the total length is at least this; None: never.
     """
     bands = bands or {}
@@ -232,7 +232,8 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
 def _additions(
     right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
 ) -> list[float]:
-    """Return each response's bonuses minus penalties for its lengths, [G]; zeros if fewer than two are correct."""
+    """Return for each response the sum of bonuses minus penalties for its lengths; zeros if fewer than two responses
+    are correct."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
         return additions
@@ -304,9 +305,9 @@ def _gate_is_open(
 def apply_reward_penalties(
     rollouts: MutableMapping[str, torch.Tensor], config: RewardPenaltyConfig, tokenizer: TokenizerType
 ) -> dict[str, float]:
-    """Set `total_reward` [B] and its components (`reward/<name>`) to 0 for conversations with a defect that the
-    configuration penalises. Return the share of conversations with each defect, under NeMo RL's metric names. NeMo RL
-    applies these penalties only in NeMo Gym, this package in every environment.
+    """Set `total_reward` [B] and its components (`reward/<name>`) to 0 for conversations with a defect that `config`
+    penalises, such as malformed think tags. Return the share of conversations with each defect, under NeMo RL's metric
+    names. NeMo RL applies these penalties only in NeMo Gym, this package in every environment.
     """
     defects: dict[str, Callable[[LLMMessageLogType], bool]] = {}
     if config.penalize_duplicated_reasoning:

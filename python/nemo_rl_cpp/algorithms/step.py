@@ -183,9 +183,9 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
 def overwrite_advantages(
     batch: TrainBatch, logs: Sequence[LLMMessageLogType], of_flag: Mapping[str, float]
 ) -> dict[str, float]:
-    """Give all tokens of a response that has a flag of `of_flag` this flag's advantage; the first flag counts. Return
-    the number of responses, and of each flag the number and the share of the responses that it changed, under NeMo RL's
-    metric names. Return {} if `of_flag` is empty.
+    """Give all tokens of a response that has one of the flags in `of_flag` (flag -> advantage) this advantage; of
+    several flags the first counts. Return, under NeMo RL's metric names, the number of responses and, for each flag,
+    the number and share of responses that it changed. Return {} if `of_flag` is empty.
     """
     if not of_flag:
         return {}

@@ -74,10 +74,10 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
 
 
 def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of several training epochs on one batch; each argument lists one model's epochs. Return means
-    over the epochs, the minimum for `_min` and the maximum for `_max`. If a model trains for several epochs, add the
-    metrics of each model's last epoch under `last_epoch/`. A metric that only some epochs have is computed from those
-    epochs."""
+    """Merge the metrics of several training epochs on one batch; each argument holds one model's metrics, a dictionary
+    per epoch. Return means over the epochs; the minimum for names in `_min`, the maximum for names in `_max`. If a
+    model trains for several epochs, add the metrics of each model's last epoch under `last_epoch/`. A metric that only
+    some epochs have is computed from those epochs."""
     result, trained = {}, [epochs for epochs in models if any(epochs)]
     for epochs in trained:
         result |= _means(epochs)
@@ -110,7 +110,7 @@ def batch_metrics(samples: Rollouts, batch: TrainBatch) -> dict[str, float]:
     for name, reduce in (("sum", torch.sum), ("mean", torch.mean), ("max", torch.max), ("min", torch.min)):
         metrics[f"advantages/{name}"] = float(reduce(advantages)) if len(advantages) else 0.0
     if cut := float((torch.as_tensor(samples.loss_multiplier) == 0).float().mean()):
-        metrics["cut_prompts_rate"] = cut  # see data.max_input_seq_length
+        metrics["cut_prompts_rate"] = cut  # prompts longer than data.max_input_seq_length
     truncated = torch.as_tensor(samples.truncated).bool()
     if truncated.any():
         metrics["reward_of_truncated"] = float(batch.rewards[truncated].mean())

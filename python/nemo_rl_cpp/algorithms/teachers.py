@@ -66,8 +66,8 @@ class Teachers:
         batch.teacher_logprobs = scored
 
     def _chosen(self, batch: TrainBatch, samples: Rollouts) -> list[tuple[str, TrainBatch]]:
-        """Return, for each teacher, (its model, a copy of the batch in which the samples of all other teachers are
-        masked)."""
+        """Return, for each teacher, (name of its model, copy of the batch in which the samples of all other teachers
+        are masked)."""
         chosen = []
         for task in samples.get("task_name") or [None] * batch.size:
             name = task if task in self.models else self.default

@@ -45,7 +45,7 @@ class TrainState:
         return self.stop_reason is not None
 
     def advance(self, num_prompts: int = 0, num_valid_tokens: int = 0) -> None:
-        """Count a finished step that used `num_prompts` prompts and trained on `num_valid_tokens` tokens."""
+        """Count a finished step, in which `num_prompts` prompts were used and `num_valid_tokens` tokens trained."""
         self.total_steps += 1
         self.current_step += 1
         self.consumed_samples += num_prompts

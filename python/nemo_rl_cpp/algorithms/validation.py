@@ -28,8 +28,8 @@ from nemo_rl_cpp.rollouts.rollouts import repeat_prompts, run_multi_turn_rollout
 
 
 class ValidationResult(NamedTuple):
-    """The result of a validation. `metrics` has `accuracy` and more, see `Validator.run`. `timings` has
-    `total_validation_time` in seconds."""
+    """The result of a validation. `metrics` has `accuracy` and the other metrics listed in `Validator.run`. `timings`
+    has `total_validation_time` in seconds."""
 
     metrics: Metrics
     timings: dict[str, float]
@@ -62,8 +62,8 @@ class Validator:
     num_samples_to_print: int = 0
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
-        """Return the names of a validation's metrics: its own, and those of training rollouts, `rollout_names`. Return
-        None if validation has other environments than training, `task_to_env`."""
+        """Return the names of a validation's metrics: this class's, and `rollout_names`, those of training rollouts.
+        Return None (not known yet) if validation has other environments than training (`task_to_env`)."""
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 

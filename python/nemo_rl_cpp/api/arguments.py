@@ -80,7 +80,7 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
 
 @dataclass(frozen=True)
 class Given:
-    """The argument `loss_fn` or `adv_estimator`, converted: the configuration keys that it sets, and the user's
+    """The argument `loss_fn` or `adv_estimator` after conversion: the configuration keys that it sets, and the user's
     component, if any."""
 
     what: str
@@ -136,8 +136,8 @@ def lora_keys(given: object, algorithm: str) -> Keys:
 
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
-    """Return an environment that computes reward functions. `as_parts` keeps their rewards separate for the estimator
-    gdpo, which weights the rewards itself and needs at least two."""
+    """Return an environment that computes rewards with `functions`. `as_parts` keeps the functions' rewards separate
+    for the estimator gdpo, which weights the rewards itself and needs at least two."""
     if functions is None:
         raise ValueError(
             "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
@@ -207,7 +207,7 @@ def rows_of(given: object, name: str) -> list[Row]:
 
 
 def _items(given: object, name: str) -> tuple[list[object], str]:
-    """Return the prompts or rows, and the name of their source in error messages."""
+    """Return (the prompts or rows, the name of their source in error messages)."""
     if given is None:
         raise ValueError(f"{name} is missing: {FORMS}")
     if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_path(given, name)):
@@ -250,7 +250,7 @@ def _read(path: str, name: str) -> tuple[list[object], str]:
             f"{name} is the path {in_a_line(path, 200)} (if it is a prompt, give it in a list), which cannot be read: {why}"
         ) from None
     rows = [row_at(found, i) for i in range(len(found))]
-    if path.lower().endswith(".txt"):  # its lines are the prompts
+    if path.lower().endswith(".txt"):  # each line is a prompt
         rows = [{"prompt": row["text"]} if set(row) == {"text"} else row for row in rows]
     return rows, f"{name} ({path})"
 
@@ -319,7 +319,8 @@ def dataset_of(
 
 
 def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
-    """Return a message with text and token ids, from a text or from a conversation rendered by the chat template."""
+    """Return a message with text and token ids for a prompt: a text, or a conversation, which the chat template
+    renders."""
     messages = None if isinstance(prompt, str) else list(prompt)
     text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)

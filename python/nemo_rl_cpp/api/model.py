@@ -205,7 +205,8 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
 
 
 def eval_config(given: Keys) -> EvalMasterConfig:
-    """Build the configuration for the arguments of a call. Raise ConfigError naming the invalid arguments."""
+    """Build the configuration for the arguments of a call. Raise ConfigError, whose message names the invalid
+    arguments."""
     precision = given.get("generation.vllm_cfg.precision", ("", "float32"))[1]
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision is {in_a_line(precision)}: expected float32 or bfloat16")

@@ -58,7 +58,7 @@ class Engine:
 
     Args:
         settings: keys of `policy.generation`, such as `max_new_tokens=64, temperature=0.7`.
-        seed: seeds the sampling; every call gives different samples."""
+        seed: seeds the sampling. Each call of `sample` gives different samples."""
 
     def __init__(self, model: Model, *, seed: int = 0, **settings: object) -> None:
         ends = end_token_ids(model.folder.path, model.folder.config, model.tokenizer)
@@ -99,8 +99,8 @@ class Trainer:
     """A trainer that updates a model's weights with AdamW.
 
     Args:
-        temperature, top_p, top_k: the values given to the engine. Log-probabilities are computed with them, so that
-            they are bit-identical to the engine's."""
+        temperature, top_p, top_k: the values given to the engine. The trainer computes log-probabilities with these
+            values, so that they are bit-identical to the engine's."""
 
     def __init__(self, model: Model, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> None:
         self._native, self._scoring = C.Trainer(model.native), Scoring(temperature, top_p, top_k)

@@ -201,7 +201,7 @@ _RESUME = {True: "must", False: "never", None: "auto", "must": "must", "never": 
 
 
 def _train_call(algorithm: str, arguments: dict[str, Any]) -> TrainResult:
-    """Check all arguments, then train."""
+    """Check all arguments of a call, train, and return the result."""
     names = [name for name in arguments if name != "overrides"]
     own = dotted_keys(arguments["overrides"], algorithm, names)
     rows, val_rows = _rows(arguments)
@@ -245,7 +245,7 @@ def _given(algorithm: str, arguments: Mapping[str, Any]) -> Keys:
 
 
 def _folders(arguments: Mapping[str, Any]) -> Keys:
-    """Return the configuration keys that log_dir, checkpoint_dir and resume set."""
+    """Return the configuration keys that the arguments log_dir, checkpoint_dir and resume set."""
     logs = folder_path(arguments["log_dir"], "log_dir")
     given, resume = arguments["checkpoint_dir"], arguments["resume"]
     checkpoints = folder_path(given, "checkpoint_dir") if given is not None else None
@@ -266,7 +266,8 @@ def _folders(arguments: Mapping[str, Any]) -> Keys:
 
 
 def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainMasterConfig:
-    """Build the configuration for the arguments of a call. Error messages use the arguments' names instead of keys."""
+    """Build the configuration for the arguments of a call. Error messages name the arguments, not the configuration
+    keys."""
     values: dict[str, object] = {f"{section}.val_at_start": validates, f"{section}.val_at_end": validates}
     name, prompts = given[f"{section}.num_prompts_per_step"]
     try:

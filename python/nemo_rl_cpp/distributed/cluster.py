@@ -90,11 +90,11 @@ class Cluster:
 
     @property
     def workers(self) -> Workers:
-        """The workers outside this process. They are started when this is first read."""
+        """The workers outside this process. The first access starts them."""
         if self._workers is None:
             settings = self._settings
             by_launcher = launched() is not None and settings.chosen_executor == "processes"
-            # this process has the threads of one rank, or of this machine's workers, also of another cluster
+            # use as many threads as one rank has, or as all workers on this machine have, also those of another cluster
             everybody = 1 if by_launcher else max(self._size, settings.processes)
             threads = settings.cpus_per_worker or max(1, torch.get_num_threads() // everybody)
             common = (self._size, threads, settings.worker_timeout_s, self.deadline, self._role)
@@ -119,8 +119,8 @@ class Cluster:
 
 
 class WorkerGroup:
-    """One object in each worker of a cluster, whose methods are called on all of them. The builder, arguments and
-    results are pickled. Several groups may share the workers of a cluster.
+    """A set of objects, one in each worker of a cluster, whose methods are called on all workers. The builder,
+    arguments and results are pickled. Several groups may share the workers of a cluster.
 
     Args:
         remote_worker_builder: builds the object from the `Ranks` of its worker.
@@ -136,26 +136,28 @@ class WorkerGroup:
         self.call_all("__create__", remote_worker_builder)
 
     def first_of_groups(self, values: list) -> list:
-        """Return, from one value per worker, those of the first worker of each tensor-parallel group. All workers of a
-        group return the same value."""
+        """Return those of the `values`, one per worker, that belong to the first worker of each tensor-parallel group.
+        All workers of a group have the same value."""
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:
-        """Start a call of the method `method_name` on worker `worker_idx`."""
+        """Start a call of `method_name` on worker `worker_idx`. Return the call, whose `result` waits for the value."""
         return self.cluster.workers.call(worker_idx, self._target, method_name, pickle.dumps((args, {})))
 
     def run_all_workers_single_data(self, method_name: str, *args: object, **kwargs: object) -> list[WorkerCall]:
-        """Start a call of the method `method_name` on every worker with the same arguments."""
+        """Start a call of `method_name` on every worker with the same arguments. Return one call per worker; its
+        `result` waits for the value."""
         payload, workers = pickle.dumps((args, kwargs)), self.cluster.workers
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
-        """Call a method on all workers together and return the results in rank order. An error says which rank failed,
-        and no rank waits forever for that rank."""
+        """Call a method on all workers together and return the results in rank order. If a rank fails, raise an error
+        that names it; the other ranks do not wait for it forever."""
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:
-        """Call a method on all workers and return its result. Raise RuntimeError unless it is equal on all workers."""
+        """Call a method on all workers and return its result, which must be the same on all workers. Otherwise raise
+        RuntimeError."""
         first, *others = self.call_all(method_name, *args)
         for rank, value in enumerate(others, 1):
             if value != first:

@@ -1,9 +1,9 @@
-"""The worker processes of a run, started on this machine, or by `torchrun` or `srun` on any machine.
+"""The worker processes of a run, started by the run on this machine, or by `torchrun` or `srun` on any machine.
 
-The latter describe the ranks by environment variables. Rank 0 runs the training loop and starts its own worker. The other ranks are workers: they rendezvous at torch's store
-(MASTER_ADDR, MASTER_PORT), read rank 0's address there, connect to it and answer its calls, which are pickled. Nothing
-is unpickled before each side has proved that it knows a secret: NEMO_RL_LAUNCH_TOKEN, or a random secret that rank 0
-writes to the store."""
+`torchrun` and `srun` describe the ranks by environment variables. Rank 0 runs the training loop and starts its own
+worker. The other ranks are workers: they connect to torch.distributed's TCP store (MASTER_ADDR, MASTER_PORT), read rank
+0's address there, connect to rank 0 and answer its calls, which are pickled. Nothing is unpickled before each side has
+proved that it knows a secret: NEMO_RL_LAUNCH_TOKEN, or a random secret that rank 0 writes to the store."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Launch(NamedTuple):
 
     Attributes:
         rank, size: rank of this process, and number of ranks.
-        host, port: address of torch's store.
-        sizes: the environment variable from which `size` was read."""
+        host, port: address of torch.distributed's TCP store.
+        size_variable: name of the environment variable that gave `size`, such as WORLD_SIZE."""
 
     rank: int
     size: int
     host: str
     port: int
-    sizes: str
+    size_variable: str
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
@@ -74,12 +74,12 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> None:
-    """Raise ConfigError if the configuration does not fit the launch: it sets a different number of workers, requests
-    restarts (which only the launcher can do), has `engines` in workers that do not train, or sets an executor with
-    which every rank would start a separate run."""
+    """Raise ConfigError if the configuration does not fit the launch: if it sets a different number of workers,
+    requests restarts (which only the launcher can do), has `engines` workers that only generate, or sets an executor
+    with which every rank would start a separate run."""
     if cluster.executor not in ("processes", "auto"):
         text = (
-            f"is {cluster.executor}, but {launch.sizes} is {launch.size}, so every rank would be a run of its own: set it to auto or "
+            f"is {cluster.executor}, but {launch.size_variable} is {launch.size}, so every rank would be a run of its own: set it to auto or "
             "processes, or start one process"
         )
         raise ConfigError([Problem("", "cluster.executor", text)])
@@ -89,7 +89,7 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
         problems.append(Problem("", "policy.generation.colocated.enabled", text))
     if cluster.executor != "auto" and cluster.processes != launch.size:
         text = (
-            f"* cluster.num_nodes is {cluster.gpus_per_node} * {cluster.num_nodes} = {cluster.processes}, but {launch.sizes} is "
+            f"* cluster.num_nodes is {cluster.gpus_per_node} * {cluster.num_nodes} = {cluster.processes}, but {launch.size_variable} is "
             f"{launch.size}: set cluster.gpus_per_node and cluster.num_nodes to what was launched, or launch {cluster.processes} ranks"
         )
         problems.append(Problem("", "cluster.gpus_per_node", text))
@@ -104,8 +104,8 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
 
 
 def serving(load: Callable[..., C]) -> Callable[..., C]:
-    """Wrap `load`, which loads a configuration. In a launched process of rank 1 or higher the wrapper does not return:
-    the process becomes a worker."""
+    """Return `load`, a function that loads a configuration, wrapped: in a process that a launcher started with rank 1
+    or higher, a call does not return, because the process becomes a worker."""
 
     def load_and_serve(*arguments: object) -> C:
         config = load(*arguments)
@@ -136,8 +136,8 @@ def serve(launch: Launch) -> None:
 
 
 def meet(launch: Launch) -> Store:
-    """Wait for all ranks to connect to torch's store, and return the store. Raise TimeoutError if a rank does not
-    arrive."""
+    """Connect to torch.distributed's TCP store, wait until all ranks have connected, and return the store. Raise
+    TimeoutError if a rank does not arrive."""
     from torch.distributed import PrefixStore, rendezvous
 
     limit = timedelta(seconds=MEETING_SECONDS)
@@ -168,8 +168,9 @@ def _secret(store: Store) -> bytes:
 
 
 def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
-    """Return (the connection, what the rank reports about itself) for a rank that knows the secret. For any other peer
-    raise OSError, EOFError, ValueError or AuthenticationError. Nothing is unpickled."""
+    """Check that the rank connected by the socket `reached` knows the secret `token`. Return (the connection, what the
+    rank reports about itself). For any other peer raise OSError, EOFError, ValueError or AuthenticationError; nothing
+    that it sends is unpickled."""
     connection = as_connection(reached)
     try:
         deliver_challenge(connection, token)
@@ -213,7 +214,7 @@ class SocketPeer:
 
     Attributes:
         pid: process id of the worker on its machine.
-        where: names the machine in error messages; empty for this machine."""
+        where: text that names the machine in error messages; empty for this machine."""
 
     pid: int
     where = ""
@@ -287,7 +288,7 @@ class SocketPeer:
             self._changed.notify_all()
 
     def _wait_for_end(self) -> None:
-        """Wait, for at most a few seconds, until it is known why the worker's socket was closed."""
+        """Wait, for at most a few seconds, until the reason why the worker's socket was closed is known."""
 
     def _take(self, kind: str, number: int, value: object) -> None:
         self.last_beat = time.monotonic()
@@ -441,7 +442,7 @@ class LaunchedWorker(SocketPeer):
         """Close the worker's connection, which makes it exit. If it is unresponsive on this machine, kill it.
         Idempotent."""
         if self._local and self.failed and not self.closed:
-            # printed now, because once that rank ends, the launcher ends this process too
+            # printed now, because the launcher ends this process too once that rank has ended
             print(f"error: {self.lost()}", file=sys.stderr, flush=True)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)

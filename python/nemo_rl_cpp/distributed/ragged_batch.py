@@ -1,4 +1,5 @@
-"""A batch without padding: samples of different lengths, whose tokens are concatenated. A padded batch as a mapping."""
+"""A batch without padding: samples of different lengths, whose tokens are concatenated; and a padded batch, as a
+mapping."""
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -297,5 +298,5 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
 
 def rows_of(value: torch.Tensor | Sequence[object]) -> int:
-    """Return the number of rows in one value of a batch."""
+    """Return the number of rows in `value`, one entry of a batch."""
     return value.shape[0] if torch.is_tensor(value) else len(value)

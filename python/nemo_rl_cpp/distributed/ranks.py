@@ -115,8 +115,8 @@ class Ranks:
         return int(every.min())
 
     def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
-        """Return this rank's share of the samples [begin, end), for work whose result does not depend on their
-        order."""
+        """Return this rank's share of the samples [begin, end), for work whose result does not depend on how samples
+        are divided."""
         return deal(data, begin, end, self.size)[self.rank]
 
     def blocks(
@@ -145,8 +145,8 @@ class Ranks:
         return sorted(blocks[self.rank]), moves
 
     def whole(self, of_tokens: Tensor) -> Tensor:
-        """Assemble a tensor [T] on every rank from the samples of all ranks, as a sum: each rank passes 0 for the
-        samples of other ranks."""
+        """Return on every rank the sum of `of_tokens` [T] over all ranks. Each rank passes 0 for the samples of other
+        ranks, so the sum has the values of all samples."""
         if self.communicator is None:
             return of_tokens
         parts = of_tokens.new_empty(self.size, *of_tokens.shape)
@@ -198,8 +198,8 @@ def _sum(ranks: Communicator | None, value: float) -> float:
 def deal(
     data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Divide the samples [begin, end) into `parts` ascending lists with about equal numbers of tokens, or about equal
-    sums of `weights` [B].
+    """Divide the samples [begin, end) among `parts` parts with about equal numbers of tokens, or about equal sums of
+    `weights` [B]. Return each part's samples in ascending order.
 
     Consecutive samples of one group (`group_id`; for prompts `draw_ids`) stay together, so that they share their
     prompt, unless there are fewer groups than parts. Groups are assigned in descending order of length, each to the
@@ -225,7 +225,7 @@ def deal(
 
 
 def _groups_of(data: RaggedBatch, default: object = None) -> list[int]:
-    """Return the `group_id` of each sample, or `default`; -1 (no group) without either."""
+    """Return the `group_id` of each sample; if the batch has none, `default`, or without a default -1 (no group)."""
     groups = data.samples.get("group_id", default)
     return [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
 
@@ -240,8 +240,8 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Return, for each group, (its samples with a backward pass, their token count). A shared prompt's tokens count
-    once."""
+    """Return (its samples with a backward pass, their number of tokens) for each group of samples with a common prompt,
+    whose tokens count once."""
     groups, lengths, prompts, units = _groups_of(data), data.lengths.tolist(), prompt_lengths(data), {}
     for row in rows:
         if not idle[row]:
@@ -261,7 +261,7 @@ def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
     """Return moves of samples that reduce the load of the busiest rank.
 
     Args:
-        units: for each rank, (samples that stay together, their cost).
+        units: for each rank, pairs of (samples that must stay together, their cost).
 
     Each move takes a unit from the busiest to the least busy rank: the first unit that minimizes the maximum load of
     the two. Moves end when the gain is below LEAST_GAIN. The result depends only on the arguments, so every rank
@@ -295,8 +295,7 @@ def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
     """Return the rows of `prompts` that each rank generates. They are the rows that `Ranks.blocks` assigns to the rank
-    for training, if each row gets one response and the rows stay in order in global batches of `global_batch`
-    samples."""
+    for training, if each row gets one response and global batches of `global_batch` rows are trained on in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)
@@ -380,8 +379,8 @@ def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: 
 
 
 def _own_gpu(rank: int) -> torch.device:
-    """Make this rank's GPU torch's current device and return it. Workers on one machine see all GPUs and use them in
-    rank order; a Ray actor sees only its own. Raise ValueError if torch sees no GPU."""
+    """Make this rank's GPU the current device of torch, and return it. Workers on one machine see all GPUs and use them
+    in rank order; a Ray actor sees only its own. Raise ValueError if torch sees no GPU."""
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(

@@ -91,7 +91,8 @@ def hold_ray(cpus: int) -> ModuleType:
 
 
 def let_ray_go() -> None:
-    """Release Ray. Shut it down if this was the last holder and `hold_ray` had started it."""
+    """End one use of Ray by `hold_ray`. If it was the last, shut Ray down, unless it ran before the first
+    `hold_ray`."""
     with _lock:
         _held["holders"] -= 1
         if _held["holders"] == 0 and _held["ours"]:
@@ -204,8 +205,8 @@ class RayWorkers(Workers):
             raise
 
     def _all_started(self) -> list[tuple[str, int]]:
-        """Return the result of `start` for each actor. Raise WorkerLostError for the first actor that has ended or is
-        silent."""
+        """Wait until all actors have started, and return the result of each actor's `start`. Raise WorkerLostError for
+        the first actor that has ended or is silent."""
         given = (surroundings(), self.host, self._store.port)
         starting = [actor.start.remote(*given, rank) for rank, actor in enumerate(self._actors)]
         calls = [self._started(rank, "starting", reference) for rank, reference in enumerate(starting)]
@@ -290,7 +291,7 @@ class RayWorkers(Workers):
 
 
 class _Beats:
-    """A clock that measures how long each rank has been silent, from the heartbeats counted in `store`."""
+    """The heartbeats of all ranks, counted in `store`, and how long each rank has been silent."""
 
     def __init__(self, store: TCPStore, ranks: list[int]) -> None:
         self._store, self._counts, self._looked = store, {}, time.monotonic()

@@ -49,9 +49,9 @@ class WorkerObjects:
     def call(
         self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None
     ) -> Answer:
-        """Call `method` of object number `target` with a pickled (args, kwargs), or read the attribute of this name.
-        The method `__create__` makes the object with a builder. `tell` is passed to the method as its argument named
-        `event`."""
+        """Call `method` of object number `target`, or read its attribute `method`, and return the outcome. `payload` is
+        the pickled (args, kwargs). The method `__create__` makes the object with a builder. `tell` is passed to the
+        method as its argument named `event`."""
 
         def make() -> object:
             args, kwargs = pickle.loads(payload)
@@ -71,7 +71,7 @@ def answer(make: Callable[[], object]) -> Answer:
     try:
         return Answer(make())
     except BaseException as error:
-        told = in_user_code(error)  # only this process knows the line in the user's code
+        told = in_user_code(error)  # the line in the user's code is known only in this process
         trace = "".join(traceback.format_exception(error))
         return Answer(None, picklable(error), trace, None if told is None else str(told))
 

@@ -1,5 +1,6 @@
-"""Calls that run concurrently with the caller. `.remote(...)` returns their results, and `get` waits for them. Calls that
-the workers of a cluster run together: which error is raised if one fails, and which workers are then stopped."""
+"""Calls that run concurrently with the caller. `.remote(...)` returns their results, and `get` waits for them. If one
+of several workers that run a call together fails, this module decides which error is raised and which workers are
+stopped."""
 
 import pickle
 import sys
@@ -19,7 +20,7 @@ Listener = tuple[str, Callable[..., None]]
 
 
 class WorkerLostError(RuntimeError):
-    """Raised if a worker has ended or does not respond. The message says which worker, and what its current call is."""
+    """Raised if a worker has ended or does not respond. The message names the worker and its current call."""
 
 
 class Answer(NamedTuple):
@@ -144,7 +145,7 @@ class WorkerCall(Future):
 
 
 class Workers(Protocol):
-    """The workers of a cluster, however they are started.
+    """The interface of a cluster's workers, independent of how they are started.
 
     Attributes:
         tells_events: whether a call can report events while it runs.
@@ -154,10 +155,11 @@ class Workers(Protocol):
     host: str
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start a call of `method` of object number `target` on a rank, with a pickled (args, kwargs)."""
+        """Start and return a call of `method` of object number `target` on rank `rank`. `payload` is the pickled (args,
+        kwargs)."""
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
-        """Return the results of `calls`, which the ranks run together, in the same order.
+        """Wait for `calls`, which the ranks run together, and return their results in the same order.
 
         If a rank failed, raise its error, with its traceback as a note. If other ranks would wait for the failed rank,
         or a worker is lost (WorkerLostError), first kill all workers."""
@@ -178,16 +180,16 @@ def _depth(error: BaseException) -> int:
 
 
 class Patience:
-    """A time limit for the workers' other calls once one call has failed. They have `periods` times `GRACE_SECONDS` to
-    report the cause; then those that still wait for the failed rank are abandoned. If a worker is lost, waiting ends at
-    once."""
+    """A time limit for the calls that other workers still run once one call has failed. These calls have `periods`
+    times `GRACE_SECONDS` to report the cause; then those that still wait for the failed rank are abandoned. If a worker
+    is lost, waiting ends at once."""
 
     def __init__(self, calls: Sequence[Future], periods: int = 1) -> None:
         self._calls, self._periods = calls, periods
         self._failed_at: float | None = None
 
     def is_over(self) -> bool:
-        """Return whether to stop waiting for the calls. Must be called repeatedly while they run."""
+        """Return whether to stop waiting for the calls. It must be called again and again while the calls run."""
         errors = [call.error for call in self._calls if call.error is not None]
         if errors and self._failed_at is None:
             self._failed_at = time.monotonic()
@@ -196,8 +198,8 @@ class Patience:
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
-    """Return the values of the calls once waiting for them is over, or raise the error closest to the root cause. First
-    kill the workers if they cannot continue."""
+    """Return the values of `calls`, for which waiting is over, or raise the error closest to the root cause. If the
+    workers cannot continue, kill them before raising it."""
     if error := min((call.error for call in calls if call.error is not None), key=_depth, default=None):
         if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
             workers.kill()

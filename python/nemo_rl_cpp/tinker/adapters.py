@@ -37,7 +37,7 @@ _TOKENS_AT_ONCE = 4096  # per forward pass with kept activations; a longer datum
 
 @dataclass(frozen=True)
 class Shape:
-    """Which matrices have adapters, and the rank of the adapters. `train_attn` includes recurrent layers."""
+    """Which matrices have adapters, and the LoRA rank of the adapters. `train_attn` includes recurrent layers."""
 
     rank: int
     train_mlp: bool = True
@@ -46,7 +46,7 @@ class Shape:
 
 @dataclass
 class Base:
-    """The model with which the server was started.
+    """The base model with which the server was started.
 
     Attributes:
         names: the model names that clients may use; the server lists the first.
@@ -60,7 +60,7 @@ class Base:
     cache_bytes: int
     max_length: int
     _native: WeakValueDictionary[Shape, AdaptedModel] = field(default_factory=WeakValueDictionary)
-    _newest: AdaptedModel | None = None  # is kept when no client uses it any more; the next client often asks for it
+    _newest: AdaptedModel | None = None  # kept even if no client uses it, because the next client often asks for it
 
     @classmethod
     def load(
@@ -92,19 +92,20 @@ class Base:
         return token_bytes_table(self.tokenizer, self.vocab_size)
 
     def adapted(self, shape: Shape) -> AdaptedModel:
-        """Return the native model for adapters of this shape. Each shape in use has one, with a copy of the base
-        model's weights."""
+        """Return the native model for adapters of this shape. There is one for each shape in use, each with a copy of
+        the base model's weights."""
         self._newest = self._native.get(shape) or AdaptedModel(self, shape)
         self._native[shape] = self._newest
         return self._newest
 
     def any_adapted(self) -> AdaptedModel:
-        """Return any existing `AdaptedModel`, or make one. With all adapters zero, it samples from the base model."""
+        """Return any existing `AdaptedModel`, or make one. It serves to sample from the base model, by setting all
+        adapters to zero."""
         return self._newest or self.adapted(Shape(1, train_mlp=not self.has_experts))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
-        """Raise UserError if `tokens` is empty, has a token outside the vocabulary, or leaves no room for `room` more
-        tokens within the maximum length. `what` describes the tokens in the message."""
+        """Raise UserError if `tokens` is empty, has a token outside the vocabulary, or is so long that `room` more
+        tokens would exceed the maximum length. `what` describes the tokens in the message."""
         if not tokens:
             raise UserError(f"{what} has no token")
         self.check_vocabulary(min(tokens), max(tokens), what)
@@ -166,8 +167,8 @@ class Row:
 
 
 class AdaptedModel:
-    """The base model with adapters of one shape. Several models (`TrainingState`) share it: each loads its adapters
-    when it computes."""
+    """The base model with adapters of one shape. Several models (`TrainingState`) share it: before a model computes,
+    its adapters are loaded here."""
 
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
@@ -228,7 +229,7 @@ class AdaptedModel:
         self._owner = state
 
     def put_down(self) -> None:
-        """Move the gradient and the moments from the trainer to the `TrainingState` to which they belong."""
+        """Move the gradient and the moments that the trainer holds to the `TrainingState` that they belong to."""
         state = self._owner
         if state is None:
             return
@@ -346,8 +347,8 @@ class AdaptedModel:
         return tokens, values
 
     def engine(self) -> C.ResidentEngine:
-        """Return an idle engine for the requests of one sampler. Each engine has its own KV cache, because another
-        sampler may interrupt this one between two tokens."""
+        """Return an idle engine for the requests of one sampler. Each engine has its own KV cache, because samplers
+        take turns even in the middle of a response."""
         if self._idle_engines:
             return self._idle_engines.pop()
         base, runner = self.base, native_runner(self.native, {})
@@ -403,8 +404,9 @@ def _has_prompt(row: Row, other: Row, length: int) -> bool:
 
 
 def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the (begin, end) of each micro-batch of consecutive rows. Its number of tokens is limited. Row i shares
-    `shared[i]` tokens with the row before it, if both are in the same micro-batch."""
+    """Yield (begin, end) of each micro-batch, a range of consecutive rows with at most _TOKENS_AT_ONCE tokens (or one
+    longer row). `lengths` are the rows' numbers of tokens. Row i shares its first `shared[i]` tokens with the row
+    before it, which count once if both rows are in the same micro-batch."""
     begin, tokens = 0, 0
     for row, length in enumerate(lengths):
         more = length - shared[row]
@@ -431,14 +433,15 @@ def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> t
 
 
 def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:
-    """Split `scored`, the log-probabilities of consecutive rows, [sum of N, width], into one tensor [N, K] per row."""
+    """Split `scored` [total of N, width], the log-probabilities of consecutive rows, into one tensor [N, K] per row: N
+    input tokens with K targets each."""
     parts = scored.split([len(row.tokens) for row in rows])
     return [part[:, : row.targets.shape[1]] for part, row in zip(parts, rows)]
 
 
 def _inputs_of(rows: Sequence[Row], config: dict[str, float]) -> dict[str, Tensor]:
-    """Return the loss inputs by name, each with the values of all targets in order. The input `row` holds the index of
-    each target's row. If a row lacks an input, its value in `config` is used."""
+    """Return {name of a loss input: its values for all targets of all rows, in order}. The input `row` holds the index
+    of each target's row. If a row lacks an input, its value in `config` is used."""
     sizes = [row.targets.numel() for row in rows]
     names = {name for row in rows for name in row.inputs} | set(config)
     found = {

@@ -63,7 +63,7 @@ class Routes:
         return _json(types.GetServerCapabilitiesResponse(supported_models=models))
 
     def constant(self, answer: BaseModel) -> Handler:
-        """Return a handler that reads a body, which does not matter, and responds with `answer`."""
+        """Return a handler that reads and ignores the body, and responds with `answer`."""
 
         async def handle(request: Request) -> Response:
             await self._raw(request)
@@ -242,7 +242,7 @@ class Routes:
             first = error.errors(include_url=False, include_context=False)[0]
             raise UserError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
 
-    def told(self, handler: Handler, needs_key: bool = True) -> Handler:
+    def guarded(self, handler: Handler, needs_key: bool = True) -> Handler:
         """Return a handler that checks the API key, calls `handler`, and turns its exceptions into error responses."""
 
         async def handle(request: Request) -> Response:
@@ -327,14 +327,14 @@ def make_app(service: Service, api_key: str | None = None, max_body_bytes: int =
         "sessions": r.sessions,
         "sessions/{session}": r.session,
     }
-    routes = [Route(f"/api/v1/{path}", r.told(handler), methods=["POST"]) for path, handler in posts.items()]
-    routes += [Route(f"/api/v1/{path}", r.told(handler), methods=["GET"]) for path, handler in gets.items()]
+    routes = [Route(f"/api/v1/{path}", r.guarded(handler), methods=["POST"]) for path, handler in posts.items()]
+    routes += [Route(f"/api/v1/{path}", r.guarded(handler), methods=["GET"]) for path, handler in gets.items()]
     routes += [
-        Route("/api/v1/healthz", r.told(r.health, needs_key=False), methods=["GET"]),
-        Route("/api/v1/files/{run}/{kind}/{name}/{file}", r.told(r.download, needs_key=False), methods=["GET"]),
-        Route(f"/api/v1{checkpoint}", r.told(r.delete_checkpoint), methods=["DELETE"]),
-        Route(f"/api/v1{checkpoint}/ttl", r.told(r.keep_checkpoint), methods=["PUT"]),
-        Route(f"/api/v1{checkpoint}/external_weights_urls", r.told(r.download_urls), methods=["GET"]),
+        Route("/api/v1/healthz", r.guarded(r.health, needs_key=False), methods=["GET"]),
+        Route("/api/v1/files/{run}/{kind}/{name}/{file}", r.guarded(r.download, needs_key=False), methods=["GET"]),
+        Route(f"/api/v1{checkpoint}", r.guarded(r.delete_checkpoint), methods=["DELETE"]),
+        Route(f"/api/v1{checkpoint}/ttl", r.guarded(r.keep_checkpoint), methods=["PUT"]),
+        Route(f"/api/v1{checkpoint}/external_weights_urls", r.guarded(r.download_urls), methods=["GET"]),
     ]
     return Starlette(routes=routes)
 

@@ -44,7 +44,7 @@ _WIDEST = 4096  # targets per token
 
 @dataclass(eq=False)
 class Model:
-    """A model in training. `adapted` and `state` are None until it is created."""
+    """A model in training. `adapted` and `state` are None until `Models.create` sets them."""
 
     id: str
     facts: Facts
@@ -60,20 +60,19 @@ class Model:
 
 @dataclass
 class Models:
-    """The models over one base model, their checkpoints, and the thread that owns them. All methods run in that
-    thread."""
+    """The models over one base model, their checkpoints, and the thread in which all methods run."""
 
     base: Base
     store: Store
     worker: Worker = field(default_factory=Worker)
 
     def facts(self, shape: Shape) -> Facts:
-        """Return the metadata of a new model with adapters of this shape."""
+        """Return the checkpoint metadata of a new model with adapters of this shape."""
         return Facts(self.base.names[0], shape)
 
     def create(self, model: Model, seed: int) -> None:
-        """Initialize a model with zero B, so its outputs equal the base model's. Raise UserError for an invalid rank or
-        seed."""
+        """Initialise a model: B is zero, so that its outputs equal the base model's. Raise UserError for an invalid
+        LoRA rank or seed."""
         rank = model.facts.shape.rank
         if not 1 <= rank <= 4096:
             raise UserError(f"the rank of LoRA is {rank}, expected 1 to 4096")
@@ -87,7 +86,8 @@ class Models:
     def forward(
         self, model: Model, data: Sequence[Datum], loss_fn: str, config: dict[str, float | str] | None, *, backward: bool
     ) -> ForwardBackwardOutput:  # fmt: skip
-        """Compute a built-in loss. If `backward`, accumulate its gradient for the next optimizer step."""
+        """Compute a built-in loss. If `backward`, accumulate its gradient for the next optimizer step. Return the loss
+        and the log-probabilities of the targets."""
         state = model.trained
         loss, needed, numbers = loss_of(loss_fn, config or {})
         rows, factor = rows_of(data, self.base, needed, tuple(numbers)), FACTORS.get(loss_fn)
@@ -120,7 +120,7 @@ class Models:
         return _output(rows, logprobs, {"loss:sum": loss.item(), **metrics})
 
     def step(self, model: Model, params: AdamParams) -> dict[str, float]:
-        """Make an AdamW step and return its metrics."""
+        """Take an AdamW step, and return its metrics."""
         norm = model.adapted.step(
             model.trained, params.learning_rate, (params.beta1, params.beta2), params.eps, params.weight_decay,
             max(params.grad_clip_norm, 0.0),
@@ -197,7 +197,7 @@ class Models:
         return Sampler(adapted, adapted.load(self.store.folder(place)), path)
 
     def snapshot(self, model: Model) -> Sampler:
-        """Return a sampler of a model's current weights, which later steps of the model do not change."""
+        """Return a sampler of a model's current weights. Later training of the model does not change the sampler."""
         return Sampler(model.adapted, model.trained.adapter, snapshot_of=model.id)
 
     def prompt_logprobs(self, sampler: Sampler, prompt: list[int], last_n: int | None = None) -> list[float | None]:

@@ -91,7 +91,8 @@ def config_of(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def encoded(result: object) -> bytes | dict:
-    """Return a result in the form that the SDK reads: a serialized protobuf message, or JSON."""
+    """Return a result in the form that the SDK reads: a serialized protobuf message, or a dictionary that is sent as
+    JSON."""
     if isinstance(result, SampleResponse):
         return _sample_response(result)
     if not isinstance(result, ForwardBackwardOutput):
@@ -105,7 +106,8 @@ def encoded(result: object) -> bytes | dict:
 
 
 def _record(rows: list[Tensor], trailing: torch.Size) -> pb.ArrayRecord:
-    """Pack the log-probabilities of consecutive data, [N, *trailing] each, into one protobuf message."""
+    """Pack the log-probabilities of consecutive data, a tensor [N, *trailing] for each datum, into one protobuf
+    message."""
     offsets = np.cumsum([0] + [4 * row.numel() for row in rows]).astype(np.int64)
     data = torch.cat([row.flatten() for row in rows]).numpy().astype(np.float32).tobytes()
     field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=trailing)
@@ -157,7 +159,7 @@ class Session:
 
 @dataclass(eq=False)
 class TrainedModel(Turns, Model):
-    """A model that a session's client trains."""
+    """A model that the client of a session trains."""
 
     session: str = ""
 
@@ -208,7 +210,7 @@ class Service:
             raise UserError(f"the base model {name!r} is not here: this server has {self.base.names[0]!r}")
 
     def create_model(self, request: types.CreateModelRequest) -> types.UntypedAPIFuture:
-        """Create a model whose outputs equal the base model's."""
+        """Queue the creation of a model whose outputs equal the base model's."""
         lora = request.lora_config or types.LoraConfig(rank=32)
         shape = Shape(lora.rank, lora.train_mlp, lora.train_attn)
 
@@ -252,7 +254,7 @@ class Service:
         return types.UntypedAPIFuture(request_id=f"{model_id}:unload", model_id=model_id)
 
     def info(self, request: types.GetInfoRequest) -> types.GetInfoResponse:
-        """Return the description of a model."""
+        """Return the description of a model: its base model and LoRA rank."""
         name, shape = self.base.names[0], self.model(request.model_id).facts.shape
         arch = self.base.folder.config.get("model_type")
         return types.GetInfoResponse(
@@ -263,7 +265,7 @@ class Service:
     def _in_turn(
         self, model_id: str | None, seq: int | None, run: Callable[[TrainedModel], object], model: TrainedModel | None = None
     ) -> types.UntypedAPIFuture:  # fmt: skip
-        """Queue `run(model)` as request number `seq` of a model, which is found by its id unless it is given."""
+        """Queue `run(model)` as request number `seq` of a model. The model is given, or found by `model_id`."""
         if seq is None or not 0 <= seq < 1 << 62:
             raise UserError(f"seq_id is {seq}, expected the number of this request of its model")
         model = model or self.model(model_id or "")
@@ -273,7 +275,7 @@ class Service:
     # ---- training
 
     def forward(self, request: pb.ForwardBackwardRequest) -> types.UntypedAPIFuture:
-        """Compute a loss and, unless `forward_only`, its gradient."""
+        """Queue the computation of a loss and, unless the request sets `forward_only`, of its gradient."""
 
         def run(model: TrainedModel) -> object:
             data, config = data_of(request), config_of(request)
@@ -282,7 +284,7 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def optim_step(self, request: types.OptimStepRequest) -> types.UntypedAPIFuture:
-        """Make an AdamW step."""
+        """Queue an AdamW step."""
 
         def run(model: TrainedModel) -> dict:
             params = request.optim_params
@@ -295,7 +297,7 @@ class Service:
     # ---- checkpoints
 
     def save_weights(self, request: types.SaveWeightsRequest) -> types.UntypedAPIFuture:
-        """Save a model with its optimizer state."""
+        """Queue saving a model with its optimizer state."""
 
         def run(model: TrainedModel) -> dict:
             path = self.core.save(
@@ -375,7 +377,7 @@ class Service:
         return self.samplers[name]
 
     def sample(self, request: types.SampleRequest) -> types.UntypedAPIFuture:
-        """Submit a request for samples. Each sample has an id, too."""
+        """Submit a request for samples. Each sample gets an id, too."""
         name = request.sampling_session_id
         if name is None or request.seq_id is None:
             raise UserError("a request for samples needs sampling_session_id and seq_id")

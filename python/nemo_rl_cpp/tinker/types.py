@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class UserError(ValueError):
-    """Raised for a request that the client must change. Any other exception is the server's fault."""
+    """Raised for an invalid request, which the client must change. Any other exception is the server's fault."""
 
 
 class ModelInput(Protocol):
@@ -56,10 +56,10 @@ class SamplingParams:
 
     Attributes:
         max_tokens: the most tokens of a response; None: as many as the model allows.
-        seed: the seed of sampling; None: the number of the request is used.
+        seed: the seed of sampling; None: the number of the request is the seed.
         stop: strings or tokens that end a response, in addition to the model's stop tokens; []: only the length limit
             ends it.
-        top_k: -1 for no limit."""
+        top_k: number of most likely tokens to sample from; -1: all tokens."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -138,7 +138,7 @@ Loss = Callable[[Tensor, Inputs], Tensor]
 
 
 def _ppo(logprobs: Tensor, given: Inputs, ratio: Tensor | None = None) -> Tensor:
-    """Compute PPO's clipped loss. The ratio of each token is exp(logprobs - old logprobs), unless it is given."""
+    """Return PPO's clipped loss. The ratio of each token is exp(logprobs - old logprobs), unless `ratio` is given."""
     ratio = torch.exp(logprobs - given["logprobs"]) if ratio is None else ratio
     clipped = torch.clamp(ratio, given["clip_low_threshold"], given["clip_high_threshold"])
     return -torch.minimum(ratio * given["advantages"], clipped * given["advantages"]).sum()
@@ -156,9 +156,9 @@ def _dro(logprobs: Tensor, given: Inputs) -> Tensor:
 
 
 def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
-    """Compute GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071). A token's ratio has the value of the
-    sequence's ratio, the geometric mean over the tokens marked by `sequence_ratio_mask`. Its gradient is that of the
-    token's own ratio."""
+    """Return the loss of GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071). A token's ratio has the
+    value of the sequence's ratio, the geometric mean over the tokens marked by `sequence_ratio_mask`. Its gradient is
+    that of the token's own ratio."""
     row, mask = given["row"], (given["sequence_ratio_mask"] != 0).to(logprobs.dtype)
     sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(
         0, row, (logprobs.detach() - given["logprobs"]) * mask

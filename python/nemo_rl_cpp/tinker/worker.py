@@ -1,5 +1,5 @@
-"""The thread that owns all models. It runs the requests of each model in order. Between requests it steps the
-samplers."""
+"""The thread that owns all models. It runs the requests of each model in order. Between requests it samples tokens:
+samplers with requests in flight take turns of several steps each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from nemo_rl_cpp.serving.engine import Sample
 from nemo_rl_cpp.tinker.adapters import AdaptedModel
 from nemo_rl_cpp.tinker.types import UserError
 
-_TURN_STEPS = 32  # a sampler's turn while others wait; an interrupted sampler keeps its KV cache
-_TURN_OVER_SWITCH = 10  # a turn lasts at least this many times as long as loading the sampler's weights
+_TURN_STEPS = 32  # steps of a sampler before the next sampler's turn; its KV cache is kept until its next turn
+_TURN_OVER_SWITCH = 10  # a turn lasts at least this multiple of the time that loading the sampler's weights takes
 _GAP_SECONDS = 60.0  # how long a request waits for a missing earlier one
 _MOST_RETRIEVED = 256  # retrieved results that are kept for repeated requests
 
@@ -36,16 +36,16 @@ class APIFuture(Future, Generic[T]):
         return asyncio.wrap_future(self).__await__()
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Return the result. Raise TimeoutError after `timeout` seconds."""
+        """Wait for the result and return it. Raise TimeoutError after `timeout` seconds."""
         return await asyncio.wait_for(asyncio.wrap_future(self), timeout)
 
 
 @dataclass(eq=False)
 class Job:
-    """A call to make in the worker's thread, with the future for its result.
+    """A call to make in the worker's thread, and the future for its result.
 
-    If `is_short`, the call submits a request for samples, so it interrupts another sampler's turn. It receives the
-    future, whose result the sampler sets later."""
+    If `is_short`, the call only queues a request for samples, so it runs even between two steps of a sampler's turn.
+    The call is then passed the future, and the sampler sets the future's result later."""
 
     run: Callable[..., object]
     future: Future
@@ -56,7 +56,7 @@ class Job:
 @dataclass(eq=False)
 class Turns:
     """The order of a model's requests. `next_seq` is the number of the next request to run. `waiting` holds requests
-    with higher numbers."""
+    with higher numbers, which have arrived early."""
 
     id: str
     next_seq: int = 0
@@ -65,7 +65,7 @@ class Turns:
 
 @dataclass(eq=False)
 class Answers:
-    """An in-flight request for samples. `finish` converts its complete samples to the result."""
+    """A request for samples in flight. When all its samples are complete, `finish` converts them to the result."""
 
     future: Future
     finish: Callable[[list[Sample]], object]
@@ -73,7 +73,7 @@ class Answers:
 
 
 class Sampler:
-    """A model's weights to sample from, with the requests in flight.
+    """The weights of a model, from which tokens are sampled, and the requests in flight.
 
     Args:
         path: the path of the checkpoint; None for the base model and for snapshots.
@@ -87,7 +87,7 @@ class Sampler:
         self.running: dict[int, tuple[Answers, int]] = {}  # by the engine's number: a request, and the sample's index
 
     def submit(self, answers: Answers, prompt: list[int], **how: object) -> None:
-        """Add a request, which starts at the next step. Raise ValueError if it is invalid."""
+        """Add a request, which is processed from the next step on. Raise ValueError if it is invalid."""
         if self._engine is None:
             self._engine = self.adapted.engine()
         try:
@@ -160,7 +160,8 @@ class Worker:
             return self.futures[request_id]
 
     def submit_in_turn(self, model: Turns, seq: int, run: Callable[[], object]) -> str:
-        """Run a model's request once, after all requests with lower numbers. Return the id of the request."""
+        """Run request number `seq` of a model once, after all requests with lower numbers. Return the id of the
+        request."""
         request_id = f"{model.id}:{seq}"
         with self._changed:
             if request_id in self.futures:
@@ -205,7 +206,7 @@ class Worker:
             self.futures.pop(self._retrieved.popleft(), None)
 
     def shut_down(self) -> None:
-        """End the thread after its current job, and fail the waiting jobs."""
+        """End the thread after its current job. Jobs that have not started fail."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -253,8 +254,8 @@ class Worker:
             job.future.set_result(result)
 
     def _let_sample(self) -> None:
-        """Step the sampler whose turn it is, until it has no request left, its turn ends, or a new request for samples
-        waits."""
+        """Run steps of the sampler whose turn it is, until it has no request left, its turn ends, or a new request for
+        samples arrives."""
         if not self._busy:
             return
         sampler, begin = self._busy[0], time.monotonic()

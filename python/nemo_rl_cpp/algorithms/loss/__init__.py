@@ -101,7 +101,7 @@ class ClippedPGLossFn:
         self._old_logprobs = "generation_logprobs" if cfg.bypass_mode else "prev_logprobs"
 
     def __getattr__(self, name: str) -> object:
-        """Return a setting of `cfg`, as in NeMo RL."""
+        """Return the setting `name` of `cfg`, as in NeMo RL."""
         if name == "cfg":  # a copy or unpickled object has no cfg yet
             raise AttributeError(name)
         return getattr(self.cfg, name)
@@ -185,7 +185,7 @@ class ClippedPGLossFn:
         return self._with_entropy_bonus(result, data, counts) if self.takes_entropies else result
 
     def _token_weights(self, data: Mapping[str, Tensor], counts: ops.LossCounts) -> Tensor:
-        """Return [B, S-1], the weight of each token in the mean that the loss takes."""
+        """Return [B, S-1], the weight of each token in the mean over tokens that the loss computes."""
         config, mask, samples = self.op_config, data["token_mask"][:, 1:].double(), data["sample_mask"].double()
         weights = mask * samples[:, None]
         if config.token_level_loss:
@@ -246,7 +246,7 @@ class ClippedPGLossFn:
         return ops.ClippedPGInputs(
             advantages=advantages,
             prev_logprobs=prev_logprobs,
-            # supervised fine-tuning has none; the gradient is then independent of it
+            # supervised fine-tuning has no generation; its gradient does not depend on these log-probabilities
             generation_logprobs=torch.zeros_like(advantages) if generation is None else generation,
             reference_policy_logprobs=data["reference_policy_logprobs"] if with_kl else None,
             token_mask=data["token_mask"],

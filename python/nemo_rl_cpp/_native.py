@@ -13,7 +13,7 @@ CPU_CAPABILITIES = ("base", "avx2", "avx512", "avx512_bf16", "amx", "software_ti
 
 
 def _load() -> ModuleType:
-    asked = os.environ.get("NEMO_RL_CPU_CAPABILITY")  # the core would ignore an unknown value
+    asked = os.environ.get("NEMO_RL_CPU_CAPABILITY")  # checked here, because the core would ignore an unknown value
     if asked and asked not in CPU_CAPABILITIES:
         raise ValueError(f"NEMO_RL_CPU_CAPABILITY is {asked!r}, but must be one of {', '.join(CPU_CAPABILITIES)}")
     if importlib.util.find_spec("nemo_rl_cpp._C") is None:

@@ -59,8 +59,8 @@ def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> i
 
 
 def number(name: str, value: object, low: float, high: float, zero_is: str = "") -> float:
-    """Return `value` as a float from `low` to `high`. Also accept 0 if `zero_is` is set; the message then explains 0 by
-    this text. Reject True and strings."""
+    """Return `value` as a float from `low` to `high`. Also accept 0 if `zero_is` is set: a text for the error message
+    on what 0 means. Reject True and strings."""
     found = _scalar(value)
     if (
         isinstance(found, bool)
@@ -122,14 +122,15 @@ def is_iterable(value: object) -> bool:
 
 
 def names_of(keys: Iterable[object]) -> list[str]:
-    """Return the first 20 of the sorted keys as texts for messages."""
+    """Return the first 20 of the sorted keys as texts, for error messages."""
     return sorted(
         key if isinstance(key, str) and key.isprintable() and len(key) <= 60 else in_a_line(key) for key in keys
     )[:20]
 
 
 def described(value: object) -> str:
-    """Return a text for messages: a number or string itself, or for any other value its type, as in "a function"."""
+    """Return a text that describes a value in error messages: a number or string itself, otherwise its type, as in "a
+    function"."""
     kind = type(value).__name__
     if value is None or isinstance(value, (bool, int, float, str)):
         return in_a_line(value)

@@ -32,7 +32,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class Outcome:
-    """The exit status of a command."""
+    """The exit status of a command, which `program` sets."""
 
     status = 0
 

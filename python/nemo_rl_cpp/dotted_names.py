@@ -21,7 +21,7 @@ class LoadingError(ValueError):
 
 
 def searched_folders() -> list[str]:
-    """Return the folders in which user modules are searched, after the installed packages."""
+    """Return the folders that are searched for user modules, after the installed packages."""
     return list(_searched)
 
 

@@ -23,7 +23,7 @@ ERROR_FILE = "error.txt"
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-# exceptions of these types, if raised by this package, say what to do
+# if this package raises an exception of these types, its message says what to do
 _SENTENCES = (ValueError, RuntimeError, ImportError, AssertionError, OSError)
 _INNER = re.compile(r"\.<locals>\.<(listcomp|genexpr|dictcomp|setcomp)>")  # redundant with the line number
 _LONGEST = 600  # maximum length of a message that this package did not write
@@ -49,7 +49,8 @@ class UserCodeError(Exception):
 
 
 class Finding(NamedTuple):
-    """A problem that a check found. An "error" ends the run before it starts; a "warning" is only printed.
+    """A problem that a check found. If its `level` is "error", the run ends before it starts; a "warning" is only
+    printed.
 
     `key` is the dotted configuration key to change, or "". `message` is one sentence that says what is wrong and what
     to do."""
@@ -66,7 +67,7 @@ _SAID: set[str] = set()  # remarks that the user has seen, without their memory 
 
 
 def note_as_said(remark: str) -> str:
-    """Record that the caller shows `remark` to the user, so that `say_once` does not repeat it; return `remark`."""
+    """Record that the caller shows `remark` to the user, so that `say_once` does not repeat it. Return `remark`."""
     _SAID.add(remark.partition("; memory forecast")[0])
     return remark
 
@@ -182,7 +183,7 @@ def in_user_code(
     error: BaseException, what: str = "your code", hint: str = "", called: bool = False
 ) -> UserCodeError | None:
     """Return the exception to raise in place of an exception from user code: of the same type, with one sentence as its
-    message. Return None if `error` is not from user code, for Ctrl-C, and if it already has such a message. If
+    message. Return None if `error` is not from user code, is KeyboardInterrupt, or already has such a message. If
     `called`, this package was calling user code, so the exception counts as the user's even if a library raised it."""
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
@@ -202,8 +203,8 @@ class user_code:  # noqa: N801  (reads as a function; one made from a generator 
     """A context manager for a call of user code, which turns an exception into one sentence (`in_user_code`)."""
 
     def __init__(self, what: str = "your code", hint: Callable[[BaseException], str] | None = None) -> None:
-        """Take `what`, the name of the user's code in messages, and `hint(error)`, which returns text to append to
-        them."""
+        """Store `what`, a name for the user's code in messages, and `hint(error)`, which returns text for the end of a
+        message."""
         self._what, self._hint = what, hint
 
     def __enter__(self) -> None:
@@ -231,7 +232,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 def _flat(text: str) -> str:
-    """Join the lines of a message into one, without the C++ stack trace and references to it."""
+    """Return a message in one line, without the C++ stack trace and references to it."""
     text = re.split(r"\nException raised from |\nC\+\+ CapturedTraceback", text)[0]
     line = "; ".join(re.sub(r"\s+", " ", line).strip(" ;") for line in text.strip().splitlines() if line.strip())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
@@ -257,7 +258,8 @@ def _says_it_all(error: BaseException) -> bool:
 
 
 def one_sentence(error: BaseException) -> str:
-    """Return an exception's message for users in one line, with the rank of the worker that raised it, if any."""
+    """Return an exception's message for users, in one line, with the rank of the worker that raised it, if a worker
+    did."""
     note = next((note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_ON)), None)
     return _sentence(error) + (f" ({note.splitlines()[0].removeprefix('raised on ').rstrip(':')})" if note else "")
 

@@ -55,8 +55,9 @@ def _in_an_import(frame: FrameType | None) -> bool:
 
 @contextmanager
 def startup() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered. During an import, end the process with
-    status 130, because importing torch loses the exception. Forked processes end without printing anything."""
+    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered. At Ctrl-C during an import, end the process
+    with status 130, because importing torch would lose the exception. Forked processes end without printing
+    anything."""
     if not _in_main_thread():
         yield
         return
@@ -87,8 +88,8 @@ def nobody_reads() -> bool:
 
 
 class GracefulStop:
-    """A context manager that makes the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 set `requested`, to check between
-    steps.
+    """A context manager that makes the first SIGINT, SIGTERM, SIGHUP or SIGUSR1 set `requested`, which the caller
+    checks between steps.
 
         with GracefulStop() as stop:
             while not state.finished:
@@ -100,14 +101,14 @@ class GracefulStop:
     ended some seconds later (a call hangs, or the exception was caught), the process ends with that status. A third
     signal kills it. If code that the run calls (a reward function's library) replaces a handler, the handler is
     restored with a warning, after the call or when `requested` is next read. SIGHUP and SIGUSR1 stay ignored if they
-    already are, as under nohup. Exit restores the previous handlers. Outside the main thread, where Python allows no
-    handlers, it does nothing."""
+    already are, as under nohup. At the end of the block the previous handlers are restored. Outside the main thread,
+    where Python allows no handlers, the context manager does nothing."""
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, announce: Callable[[str], None] | None = None, saves: bool = True) -> None:
-        """Take `announce(text)`, which shows the first signal's message (by default on stderr), and `saves`: whether
-        the run saves a checkpoint at its end."""
+        """Store `announce(text)`, which shows the message for the first signal (by default on stderr), and `saves`:
+        whether the run saves a checkpoint at its end."""
         self._announce = announce
         self.saves = saves
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -177,7 +178,7 @@ class GracefulStop:
         raise Ended(number)
 
     def _say(self, text: str) -> None:
-        if os.getpid() != self._owner:  # the parent prints it
+        if os.getpid() != self._owner:  # the parent process prints the message
             return
         if self._announce is not None:
             self._announce(text)

@@ -24,7 +24,7 @@ def stages_shown() -> Iterator[None]:
 
 
 def stage(text: str) -> None:
-    """Print `text`, the name of a stage that begins, if inside `stages_shown`."""
+    """Print `text`, the name of a stage of work that begins now, if called inside `stages_shown`."""
     if _began is not None:
         print(f"[{time.monotonic() - _began:5.1f} s] {text}", flush=True)
 

@@ -49,7 +49,7 @@ def call_any(function: Callable[..., object], *args: object, **kwargs: object) -
 
 
 def is_users(thing: object) -> bool:
-    """Return whether a function, or an object's class, is defined outside this package."""
+    """Return whether a function is defined outside this package, or for any other object whether its class is."""
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return module.partition(".")[0] != __name__.partition(".")[0]
 
@@ -60,7 +60,8 @@ def runs_here() -> bool:
 
 
 def serve(work: Callable[[], object]) -> Any:
-    """Run `work()` in a new thread and return its result. Meanwhile the current thread makes the calls of `call_user`.
+    """Run `work()` in a new thread and return its result. Meanwhile the current thread makes the calls that `call_user`
+    requests in the new one.
 
     Raise what `work` raises. If a signal raises KeyboardInterrupt or SystemExit, `work` is ended, too. Calls may be
     nested: a callback may run a validation."""
@@ -68,7 +69,7 @@ def serve(work: Callable[[], object]) -> Any:
 
 
 class _Caller:
-    """A thread that calls user code, with its event loop."""
+    """A thread that calls user code, and its event loop for the user's async functions."""
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
@@ -85,13 +86,13 @@ class _Caller:
         return threading.current_thread() is self._thread
 
     def run(self, call: Callable[[], object]) -> object:
-        """Make a call in this thread and return its result, awaited if necessary."""
+        """Make a call in the current thread, and return its result, awaited if necessary."""
         with _outside_event_loop(), _ProcessState():
             result = self._called(call)
             return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     def ask(self, call: Callable[[], object]) -> object:
-        """Make a call in the thread of this `_Caller`, on behalf of the current thread, and return its result."""
+        """Let the thread of this `_Caller` make a call, and return its result to the current thread."""
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "is_grad_enabled"):
             call = partial(_with_grad_mode, torch.is_grad_enabled(), call)
@@ -221,8 +222,8 @@ _of_thread = threading.local()
 
 
 def _caller() -> _Caller:
-    """Return the current thread's `_Caller`. Its event loop lives as long as the thread, so several runs can share a
-    client."""
+    """Return the current thread's `_Caller`, which runs the user's functions. Its event loop lives as long as the
+    thread, so an async client that the user's code opens in one run works in the next, too."""
     if not hasattr(_of_thread, "caller"):
         _of_thread.caller = _Caller()
     return _of_thread.caller
@@ -242,7 +243,8 @@ async def _finish(result: Awaitable[object], future: Future, state: _ProcessStat
 
 @contextmanager
 def _outside_event_loop() -> Iterator[None]:
-    """Let this thread run a second event loop while another one, such as a notebook kernel's, is suspended."""
+    """Let the current thread run a second event loop during the `with` block, while its first one, such as a notebook
+    kernel's, is suspended."""
     running = asyncio._get_running_loop()
     if running is None:
         yield

@@ -62,7 +62,7 @@ class CheckpointManager:
         metric_seen: whether `metric_name` was found among the metrics of this run.
         metric_missed: whether the user was warned that a checkpoint lacks the metric.
         owed: whether a due checkpoint could not be saved because the disk was full.
-        facts: entries to add to the manifest of every checkpoint, besides the step and the time."""
+        facts: entries to add to the manifest of every checkpoint, in addition to step and time."""
 
     def __init__(self, config: CheckpointingConfig | Mapping[str, object]) -> None:
         """Read the section `checkpointing`, or a mapping with its keys, in which `metric_name` and `keep_top_k` default
@@ -204,8 +204,8 @@ class CheckpointManager:
         return None
 
     def _problem(self, folder: Path) -> str | None:
-        """Return a description of what is wrong with a checkpoint's contents, or None if it is complete. A sealed
-        folder is read only the first time."""
+        """Return a description of what is wrong with a checkpoint's contents, or None if it is complete. Files are read
+        only the first time; later calls for the same manifest return the same result."""
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
         except OSError as error:
@@ -270,8 +270,8 @@ class CheckpointManager:
     def recover(self) -> list[str]:
         """Finish or remove what a crash during a save has left, and return a description of each action.
 
-        A sealed `tmp_step_N` is published, and an unsealed one is removed. An `old_step_N` without a `step_N` is
-        renamed back to `step_N`. A `step_N` whose files or sizes differ from its manifest is renamed to
+        A sealed `tmp_step_N` is published, and an unsealed one is removed. If there is an `old_step_N` but no `step_N`,
+        it is renamed back to `step_N`. A `step_N` whose files or sizes differ from its manifest is renamed to
         `corrupt_step_N`. A `step_N` without a manifest was written by another program and stays until a save needs its
         name. Do nothing during a save, or if the folder is locked or cannot be written."""
         if not self.checkpoint_dir.is_dir() or self._saving:
@@ -407,7 +407,8 @@ def _remove(folder: Path) -> None:
 
 
 def _make_way(path: Path) -> None:
-    """Free the name `path`: remove a folder, and rename anything else to a `corrupt_` name."""
+    """Free the name `path` for a new folder: remove a folder of this name, and rename anything else to a `corrupt_`
+    name."""
     if path.is_dir() and not path.is_symlink():
         _delete(path)
     elif os.path.lexists(path):
@@ -415,8 +416,8 @@ def _make_way(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a folder step_N to `corrupt_step_N`, or if that exists to `corrupt_step_N_2`, `_3`, ..., and return the
-    new path."""
+    """Rename a folder step_N to `corrupt_step_N`, or if this name is taken to `corrupt_step_N_2`, `_3`, ..., and return
+    the new path."""
     aside, number = path.with_name(f"corrupt_{path.name}"), 2
     while os.path.lexists(aside):
         aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1

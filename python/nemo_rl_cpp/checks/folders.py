@@ -56,7 +56,7 @@ class Saved(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A configuration key whose value changed, with both values in YAML."""
+    """A configuration key whose value differs between checkpoint and run, with both values in YAML."""
 
     key: str
     before: str
@@ -67,7 +67,7 @@ class Change(NamedTuple):
 
 
 def read_saved(folder: Path) -> Saved:
-    """Return the `Saved` description of a checkpoint folder."""
+    """Read the time of saving and the configuration of the checkpoint in a folder."""
     try:
         written_at = time.localtime((folder / MANIFEST).stat().st_mtime)
         when = manifest_facts(folder).get("saved") or time.strftime("%Y-%m-%d %H:%M:%S", written_at)
@@ -107,7 +107,7 @@ def changes(saved: Saved, config: WholeConfig) -> list[Change]:
 
 
 def headline(saved: Saved, changed: list[Change]) -> str:
-    """Return the first line that a resumed run prints."""
+    """Return the first line that a resumed run prints: its checkpoint and what has changed."""
     begin = f"Resuming {short(saved.path)}, saved {saved.time}."
     if saved.config is None:
         return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
@@ -266,7 +266,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:
-    """Return the problems that `question` finds, or one problem if it raises OSError (name too long, no permission)."""
+    """Return the problems that `question` finds in `folder`, or a problem of the key `key` if it raises OSError (name
+    too long, no permission)."""
     try:
         return list(question(Path(folder)))
     except OSError as error:
@@ -275,7 +276,8 @@ def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]])
 
 
 def _writable(folder: Path, key: str) -> Iterator[Finding]:
-    """Yield a problem if no file can be created in the folder or its closest existing parent. No file remains."""
+    """Yield a problem if no file can be created in the folder or its closest existing parent. The file that is created
+    to test this is removed."""
     place = folder.absolute()
     while not place.exists() and not place.is_symlink() and place != place.parent:
         place = place.parent

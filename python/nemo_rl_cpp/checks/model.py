@@ -38,8 +38,8 @@ _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent 
 
 
 class _Use(NamedTuple):
-    """A model that a run uses. `key` is the configuration key with its name. `length` is its longest sequence, set by
-    the key `length_key`."""
+    """A model that a run uses. `key` is the configuration key that names the model. `length` is the maximum sequence
+    length, set by the key `length_key`."""
 
     key: str
     name: str
@@ -72,8 +72,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
-    """Yield the problems from `findings` whose message is not in `said`, and add these messages to it. Return the
-    return value of the iterator `findings`."""
+    """Yield the problems in `findings` whose messages are not yet in `said`, and add these messages to it. Return the
+    value that the generator `findings` returns."""
     while True:
         try:
             finding = next(findings)
@@ -113,8 +113,8 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
-    """Yield problems with a model of the native backend. Return the model, or None if it is not on this machine or
-    cannot be used."""
+    """Yield problems with a model of the native backend. The generator returns the model, or None if it is not on this
+    machine or cannot be used."""
     fields = {"value_head": use.value_head, "max_length": use.length}
     try:
         if use.name == TINY_RANDOM:
@@ -160,7 +160,8 @@ def _check_hf(use: _Use) -> Iterator[Finding]:
 
 
 def _whole_folder(use: _Use) -> Iterator[Finding]:
-    """Yield problems with the model's name. Return the model's folder, or None if files must be downloaded first."""
+    """Yield problems with the model's name. The generator returns the model's folder, or None if files must be
+    downloaded first."""
     path = local_folder(use.name)
     if path is None:
         yield from _check_name(use)
@@ -175,7 +176,8 @@ def _whole_folder(use: _Use) -> Iterator[Finding]:
 
 
 def _check_name(use: _Use) -> Iterator[Finding]:
-    """Yield a problem if the Hub cannot have this name, or if it resembles the name of a model on this machine."""
+    """Yield a problem if a model on the Hub cannot have this name, or if the name resembles that of a model on this
+    machine."""
     try:
         check_is_no_file(use.name, use.key)
     except SourceError as error:
@@ -188,7 +190,8 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 
 
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Check that the model has the layers listed in `lora_cfg`, and that PEFT will find the adapter's base model."""
+    """Yield a problem if the model lacks layers that `lora_cfg` lists, or if PEFT would not find the adapter's base
+    model."""
     key = f"{section}.dtensor_cfg.lora_cfg"
     if model.lora is not None and model.model_name == TINY_RANDOM:
         yield Finding(
@@ -272,8 +275,8 @@ def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: WholeConfig) -> Iterator[Finding]:
-    """Yield a problem if the configuration was written for other hardware or engines, or if there is too little
-    memory."""
+    """Yield a warning if the configuration was written for other hardware or engines, and a problem if there is too
+    little memory."""
     text = fold_text(config, memory.forecast_summary(config))
     if text is not None:
         yield Finding("warning", "", note_as_said(text))

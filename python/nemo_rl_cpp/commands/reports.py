@@ -34,7 +34,7 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Compare runs or evaluations in tables in the terminal, and on a page."""
+    """Compare runs or evaluations: print tables in the terminal, and write a page."""
     parser = command_parser(
         "compare",
         "Compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed.",

@@ -43,10 +43,10 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
     """Build the run and train it.
 
     If a worker is lost (WorkerLostError: killed, stopped, or its machine is gone), end the other workers and resume
-    from the newest checkpoint with new workers, at most `cluster.max_restarts` times. Any other error ends the run, and
-    so does a lost worker if the run was already asked to end.
+    from the newest checkpoint with new workers, at most `cluster.max_restarts` times. Any other error ends the run. A
+    lost worker also ends it if the user has already requested its end.
     """
-    from nemo_rl_cpp.algorithms.build import build_run  # loads torch, after the configuration is known to be right
+    from nemo_rl_cpp.algorithms.build import build_run  # loads torch, so only after the configuration was checked
     from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 
     run = None
@@ -72,7 +72,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     """Load and check the configuration of an evaluation, then evaluate."""
 
     def work(config: EvalMasterConfig) -> None:
-        from nemo_rl_cpp.evals.eval import main  # loads torch, after the configuration is known to be right
+        from nemo_rl_cpp.evals.eval import main  # loads torch, so only after the configuration was checked
 
         main(config)
 
@@ -145,7 +145,8 @@ def descriptions() -> dict[str, str]:
 def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[WholeConfig], None]) -> int:
     """Load the configuration given on the command line, call `work` with it, and return the exit status.
 
-    `default` is the kind of run whose help is shown, and whose configuration is used without --config.
+    `default` is the kind of run whose help text is shown, and whose default configuration is used without --config.
+    `kind` is the kind of run; None: it is derived from the configuration.
     """
     parser = OneLineParser(
         description=KINDS[default].description,
@@ -219,8 +220,8 @@ def _dry_run(config: WholeConfig) -> int:
 
 @contextmanager
 def _started() -> Iterator[None]:
-    """Return a context manager that shows the phases before the first step. If the output is a closed pipe, it prints a
-    message."""
+    """Print the stages of a command before its first step during the `with` block. If the output is a closed pipe,
+    print a message on stderr."""
     try:
         with stages_shown():
             yield

@@ -82,7 +82,7 @@ _MODULES = {
 class _Module(ModuleType):
     """A module of NeMo RL, which imports each of its names when the name is first used."""
 
-    __path__: list[str] = []  # it may have submodules, all of them registered
+    __path__: list[str] = []  # marks a package; its submodules are all registered
 
     def __getattr__(self, name: str) -> object:
         source = _MODULES[self.__name__.removeprefix(f"{__name__}.")].get(name)

@@ -20,15 +20,15 @@ from nemo_rl_cpp.metrics.timer import Timer
 
 
 def mixed_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a mask of the rows, bool [B]: true if the raw rewards of the row's group are not all exactly equal."""
+    """Return bool [B]: whether the raw rewards of a row's group differ."""
     groups, rewards = group_numbers(batch), raw_rewards(batch)
     lowest, highest = extremes(groups, rewards)
     return (lowest != highest)[groups]
 
 
 class SamplingRound(NamedTuple):
-    """The result of one round of dynamic sampling: the batch, whether it is complete, the batch cache for the next
-    round, and metrics."""
+    """The result of one round of dynamic sampling: the batch, whether it has enough rows for a step, the rows kept for
+    the next round (`cache`), and metrics."""
 
     batch: BatchedDataDict[DatumSpec]
     is_complete: bool

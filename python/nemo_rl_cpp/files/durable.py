@@ -106,11 +106,11 @@ def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
 
 
 def folder_problem(root: Path, contents: bool, verify: Collection[str] = (), within: str = "") -> str | None:
-    """Describe in a few words why a sealed folder is not complete and valid, or return None if it is. Only files whose
-    names in the manifest begin with `within` are examined.
+    """Return a few words on why a sealed folder is not complete and valid, or None if it is. Only files whose names in
+    the manifest begin with `within` are examined.
 
     If `contents`, every SHA-256 is checked; otherwise only the manifest, the sizes, and the SHA-256 of the (small)
-    files in `verify`. Files that the manifest does not list are allowed, unless they are in `verify`."""
+    files in `verify`. Files that the manifest does not list are allowed, except files in `verify`."""
     try:
         files = _manifest_files(root)
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""A lock on a folder. The lock file contains the holder. The system releases the lock when the process ends, even in a
-crash."""
+"""A lock on a folder. The lock file names the process that holds the lock. The system releases the lock when the
+process ends, even in a crash."""
 
 import contextlib
 import errno
@@ -64,7 +64,8 @@ class FolderLock:
 
 
 def holder_of(folder: Path) -> dict[str, Plain] | None:
-    """Return the holder of a folder's lock (`pid`, `host`, `since`) from the lock file, or None if it is not locked."""
+    """Return the process that holds a folder's lock (`pid`, `host`, `since`), from the lock file; None if the folder is
+    not locked."""
     from filelock import FileLock, Timeout
 
     path = folder / LOCK

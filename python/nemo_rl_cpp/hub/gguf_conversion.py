@@ -25,8 +25,8 @@ class UnsupportedGgufError(ValueError):
 
 
 class _Kind(NamedTuple):
-    """The names of a GGUF architecture in config.json. For Gemma also the number of layers of the 27B model, which has
-    a different attention scale."""
+    """The names under which config.json describes a GGUF architecture; for Gemma also the number of layers of the 27B
+    model, whose attention scale differs."""
 
     model_type: str
     architecture: str
@@ -73,7 +73,7 @@ def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
 
 
 def _short(value: float) -> float:
-    """Return the decimal number that was meant: GGUF stores float32, so 1e-5 is read as 9.99999974e-06."""
+    """Return the decimal number that a float32 of the file was written for: 1e-5 is read as 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
@@ -179,8 +179,9 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key projection [heads * head_dim, D], or of its bias, from a RoPE of adjacent
-    pairs to one of two halves: in each head, row 2i becomes row i, and row 2i + 1 becomes head_dim / 2 + i."""
+    """Return the rows of a query or key projection [heads * head_dim, D], or of its bias, reordered from a RoPE that
+    pairs adjacent rows to one that pairs the two halves of a head: in each head, row 2i becomes row i, and row 2i + 1
+    becomes head_dim / 2 + i."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -222,7 +223,7 @@ def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
-    """Return a SentencePiece BPE tokenizer. Its merges are ranked by the score of the token that they make."""
+    """Return a SentencePiece BPE tokenizer. Its merges are ordered by the score of the token that a merge makes."""
     scores = _value(reader, "tokenizer.ggml.scores")
     merges = []
     for token, i in vocab.items():

@@ -118,8 +118,8 @@ def findable_name(name: str) -> str:
 
 
 def check_is_no_file(name: str, key: str) -> None:
-    """Raise SourceError if `name`, which is not a folder, is a file other than a readable GGUF file, or has the form of a
-    path, so that it cannot be a name on the Hub. The message names the configuration key `key`."""
+    """Raise SourceError if `name` (not a folder) cannot be a name on the Hub: it is a file other than a readable GGUF
+    file, or has the form of a path. The message names the configuration key `key`."""
     path = _expanded(name)
     if is_gguf(path):
         gguf_folder(path)
@@ -156,8 +156,8 @@ def hub_cache(repo: str) -> Path:
 
 
 def is_cached(folder: Path) -> bool:
-    """Return whether a folder is in the Hub's local cache. If the Hub answers, a run completes and updates such a
-    folder."""
+    """Return whether a folder is in the Hub's local cache. A run downloads missing and newer files of such a folder if
+    the Hub answers."""
     return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
 
 
@@ -167,7 +167,7 @@ def did_you_mean(name: str) -> str:
 
 
 def nearest_model(name: str) -> str | None:
-    """Return the name most similar to `name` among the packaged models and the model folders next to the given path;
+    """Return the name most similar to `name` among the packaged models and the model folders next to the path `name`;
     None if none is similar."""
     beside = _expanded(name).parent
     try:
@@ -207,7 +207,7 @@ def hub_endpoint() -> str:
 
 
 def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
-    """Return whether the Hub answers. Raise SourceError if it has no such repository or access to it is restricted."""
+    """Return whether the Hub answers. Raise SourceError if it has no such repository, or restricts access to it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -267,7 +267,7 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
     if check_on_hub(repo, "model", key):
         try:
             return Path(snapshot_download(repo, allow_patterns=files))
-        except GatedRepoError as error:  # the description of a gated model is public
+        except GatedRepoError as error:  # a gated model has public metadata, but restricted files
             raise _gated(repo, "model") from error
         except Exception as error:  # noqa: BLE001 - network and disk errors differ by version of the library
             raise SourceError(
@@ -299,7 +299,7 @@ def _cached_folder(repo: str, files: list[str]) -> Path | None:
 
 GGUF_FILE, GGUF_TABLE = "model.gguf", "model.gguf.json"
 """In the folder of a GGUF file: a link to the file, and the place of each tensor in it."""
-_GGUF_VERSION = 1  # of the conversion; folders of other versions are not used
+_GGUF_VERSION = 1  # version of the conversion; folders of other versions are not used
 
 
 def is_gguf(path: Path) -> bool:
@@ -451,8 +451,8 @@ def find_policy_weights(name: str) -> str:
 
 
 def _problem_of_weights(step: Path) -> str | None:
-    """Return what is wrong with the policy's weights in a checkpoint, or None. A checkpoint without a manifest was
-    written by another program; it only needs to have files of weights."""
+    """Return what is wrong with the policy's weights in a checkpoint, or None. Of a checkpoint without a manifest,
+    which another program wrote, only the files of weights must exist."""
     if (step / MANIFEST).exists():
         return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
     return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

@@ -66,7 +66,7 @@ def reset_peak_rss() -> bool:
 
 @contextmanager
 def startup_objects_frozen() -> Iterator[None]:
-    """Exclude the existing objects from garbage collection during the `with` block. Several hundred thousand of them
+    """Exclude all existing objects from garbage collection during the `with` block. Several hundred thousand objects
     (modules, tables) live as long as the run, and scanning them takes 1 % of a small step. If the caller has already
     used `gc.freeze`, change nothing."""
     mine = gc.get_freeze_count() == 0
@@ -116,7 +116,8 @@ class PhaseMemory:
         return metrics
 
     def _fold(self) -> int:
-        """Return the peak memory in bytes since the last call, update the run's peak, and reset the measurement."""
+        """Return the peak memory in bytes since the last call. Include it in the run's peak, and restart the
+        measurement."""
         peak = peak_rss_bytes()
         self._run_peak = max(self._run_peak, peak)
         if self._can_reset:

@@ -100,8 +100,8 @@ def convert_to_seconds(time_string: str) -> int:
 
 
 class TimeoutChecker:
-    """A checker that reports once that the run must save and end, because its time is up or the next step would not
-    fit: another step as slow as the slowest so far would exceed the limit.
+    """A checker that reports once that the run must save and end, because its time is up, or because another step as
+    slow as the slowest so far would exceed the limit.
 
     `timeout` is a duration `DD:HH:MM:SS` that starts with the creation of this object
     (`checkpointing.checkpoint_must_save_by`); None means no limit."""
@@ -114,7 +114,7 @@ class TimeoutChecker:
         self._step_began: float | None = None
 
     def check_save(self) -> bool:
-        """Return True once, the first time that the limit is reached, and otherwise False."""
+        """Return True the first time that the run must save and end, otherwise False."""
         sys.stdout.flush()
         sys.stderr.flush()
         due = not self._told and time.monotonic() - self.start_time + self._slowest >= self.limit

@@ -33,8 +33,8 @@ class GroupBaseline(NamedTuple):
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages and returns per token, [B, S] or [T]. `degenerate`: there were too few valid tokens to whiten, so the
-    advantages are 0."""
+    """Advantages and returns per token, [B, S] or [T]. `degenerate`: whether there were too few valid tokens to whiten,
+    so that all advantages are 0."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -69,8 +69,8 @@ def grpo_advantages(rewards: Tensor, baseline: Tensor, std: Tensor, *, normalize
 
 
 def gdpo_advantages(components: Tensor, weights: Tensor) -> Tensor:
-    """Return the advantages of GDPO, [B]: the sum of the K components [K, B], weighted by `weights` [K], minus its mean
-    over the batch and divided by its unbiased standard deviation."""
+    """Return the advantages of GDPO, [B]: the sum of the K components [K, B], weighted by `weights` [K], is whitened:
+    minus its mean over the batch, divided by its unbiased standard deviation."""
     return C.gdpo_advantages(components, weights)
 
 
@@ -281,7 +281,7 @@ def clipped_pg_loss(
     )  # fmt: skip
     metrics, nonfinite = _named(_METRIC_NAMES, values)
     error_sum = metrics.pop("token_mult_prob_error_sum")
-    if config.importance_sampling in ("none", "full"):  # these truncate nothing
+    if config.importance_sampling in ("none", "full"):  # these two truncate no weights
         del metrics["is_oob_ratio"]
     return ClippedPGResult(loss, grad, grad_unfiltered, metrics, nonfinite, error_sum)
 
@@ -321,7 +321,7 @@ _VALUE_METRIC_NAMES: list[str] = C.value_loss_metric_names()
 
 class ValueLossResult(NamedTuple):
     """The result of `mse_value_loss`: the loss (scalar tensor), its gradient [B, S], metrics as floats, and the first
-    (sample, token) that is not finite, or None."""
+    (sample, token) whose loss is not finite, or None."""
 
     loss: Tensor
     grad_values: Tensor

@@ -22,7 +22,7 @@ from nemo_rl_cpp.models.trained_model import TrainedModel
 
 class WeightSynchronizer(Protocol):
     """A synchronizer that brings the policy's weights to the engine and tracks whether the engine's weights are stale.
-    They are stale until the first `sync_weights`."""
+    Before the first `sync_weights` they are stale."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
         """Update the engine's weights if they are stale. Return metrics of the transfer, which are logged with the
@@ -32,7 +32,7 @@ class WeightSynchronizer(Protocol):
         """Record that the policy has been trained, so that the engine's weights are stale."""
 
     def verify_before_training(self) -> None:
-        """Raise RuntimeError if the policy's weights have changed since they generated the rollouts."""
+        """Raise RuntimeError if the policy's weights are not those that generated the rollouts."""
 
 
 RefitMetrics = dict[str, float | str | None]
@@ -129,9 +129,9 @@ class CollectiveWeights(SentWeights):
     them to all engines, in C++ (`csrc/refit/`).
 
     Trainers and engines rendezvous at the first `sync_weights`. If an engine rejects the weights or a worker is lost,
-    an error is raised and no engine uses the new weights. Between two calls engines and trainers run independently.
-    `sync_weights` needs both, so it must not run while either works in another thread. `refit/bytes` is the sum over
-    all engines."""
+    an error is raised and no engine uses the new weights. Between two calls of `sync_weights` engines and trainers run
+    independently. A call needs both, so it must not run while either works in another thread. `refit/bytes` is the sum
+    over all engines."""
 
     _policy: DistributedPolicy
     _generation: DedicatedGeneration
@@ -182,9 +182,9 @@ def create_weight_synchronizer(
 ) -> WeightSynchronizer:
     """Return the synchronizer for a policy and an engine.
 
-    If `colocated`, they share the weights. Otherwise the engine has a separate copy (`DistributedPolicy` and
-    `DedicatedGeneration`), and `version` returns the version number of the policy's weights. A `VllmGeneration` always
-    has a separate copy.
+    If `colocated`, policy and engine share the weights. Otherwise the engine has a separate copy (`DistributedPolicy`
+    and `DedicatedGeneration`), and `version` returns the version number of the policy's weights. A `VllmGeneration`
+    always has a separate copy.
 
     Raise ValueError if no synchronizer supports this policy with this engine."""
     if isinstance(generation, VllmGeneration):

@@ -1,82 +1,113 @@
 """A decode step of the engine, compared with its matrix products alone, and these with the fastest products of torch.
 
     uv run python tests/benchmarks/bench_decode_step.py [--batches 1 16 64] [--precision bfloat16 float32] [--threads 2]
+        [--shape smollm2|qwen3.5|olmoe|gemma3]
 
-The time of a step is the mean of the last 48 of 64 new tokens, for all sequences: a generation of 64 tokens minus one
-of 16, with prompts of 40 tokens. The products are those of all layers and of the LM head, on the model's weights,
-packed if decode steps read them packed (policy.generation.packed_weights), with nothing else in between. `of_step` is
-their share of a step.
+The model is SmolLM2-135M, or with `--shape` one with random weights (shapes.py). The time of a step is the mean of the
+last 48 of 64 new tokens, for all sequences: a generation of 64 tokens minus one of 16, with prompts of 40 tokens. The
+products are those of all layers and of the LM head, on the model's weights, packed if decode steps read them packed
+(policy.generation.packed_weights), with nothing else in between. `of_step` is their share of a step.
 
 `exactness` is the time of a step divided by that of the same step with torch's products (oneDNN for bfloat16, MKL for
 float32), whose sums depend on the batch and on the number of threads. It is below 1 if our products are faster. The
 sides take turns in one run.
 """
 
+import json
+import random
+import re
 import sys
+from collections import Counter
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
-from harness import NEW, PROMPT, Report, alternate, begin, load_decoder, native_generation, smollm2
+from harness import NEW, PROMPT, Report, alternate, begin, load_decoder, native_generation
 from nemo_rl_cpp._native import C
+from shapes import SHAPES, random_model
+from sides import choice
+from training_samples import IDS
 
 SHORT = 16
+SAME_INPUT = ("k_proj", "v_proj", "up_proj", "in_proj_z", "in_proj_b", "in_proj_a")
+"""Matrices that are read in one product with those before them."""
 
 
-def step_weights(folder: str, precision: str) -> list[list[torch.Tensor]]:
-    """Return qkv, o, gate_up and down of each layer, and the LM head, as the engine reads them.
+def matrices(model, head: str) -> dict[str, torch.Tensor]:
+    """Return the matrices that a step reads, by the name of the first of those that are multiplied together."""
+    found, start, rows = {}, {}, {}
+    for name, shape, offset in model.layout:
+        name, part = name.removesuffix(".weight"), name.split(".")[-2]
+        if len(shape) != 2 or part == "conv1d" or ("layers" not in name and name != head):
+            continue
+        if part not in SAME_INPUT:
+            first = name
+            start[first], rows[first] = offset, 0
+        rows[first] += shape[0]
+        found[first] = model.compute[start[first] :][: rows[first] * shape[1]].view(rows[first], shape[1])
+    return found
 
-    q, k and v are adjacent, and so are gate and up.
+
+@dataclass
+class Product:
+    """Rows of x times a matrix; `gated`: the gate and up matrices, whose activation the engine fuses."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+    gated: bool
+    sums: bool  # the result is float32
+
+    def result(self, precision: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(len(self.x), len(self.w), dtype=precision or self.w.dtype)
+
+
+def step_products(folder: str, precision: str, batch: int) -> list[Product]:
+    """Return the products of a step with `batch` tokens, in order, on the weights as the engine reads them.
+
+    A token's experts are random.
     """
     model, config = load_decoder(folder, precision, False)
-    offsets, hidden = {name: offset for name, _, offset in model.layout}, config["hidden_size"]
-    attention, keys = config["num_heads"] * config["head_dim"], config["num_kv_heads"] * config["head_dim"]
+    head = "lm_head" if any(name.startswith("lm_head") for name, *_ in model.layout) else "model.embed_tokens"
+    settings = json.loads((Path(folder) / "config.json").read_text())
+    experts, draw, products = settings.get("num_experts", 0), random.Random(batch), []
+    for name, w in sorted(matrices(model, head).items(), key=lambda item: item[0] == head):
+        count = batch
+        if expert := re.search(r"\.experts\.(\d+)\.", name):
+            if name.endswith(".experts.0.gate_proj"):
+                chosen = Counter(
+                    e for _ in range(batch) for e in draw.sample(range(experts), settings["num_experts_per_tok"])
+                )
+            count = chosen[int(expert[1])]
+        if count > 0:
+            gated = name.endswith("gate_proj") and config["activation"] == "silu"
+            x = torch.randn(count, w.shape[1]).to(w.dtype)
+            products.append(Product(x, w, gated, name == head or name.endswith("mlp.gate")))
+    return products
 
-    def matrix(name: str, rows: int, columns: int) -> torch.Tensor:
-        return model.compute[offsets[f"{name}.weight"] :][: rows * columns].view(rows, columns)
 
-    def layer(name: str) -> list[torch.Tensor]:
-        return [matrix(f"{name}.self_attn.q_proj", attention + 2 * keys, hidden), matrix(f"{name}.self_attn.o_proj", hidden, attention),
-                matrix(f"{name}.mlp.gate_proj", 2 * config["intermediate_size"], hidden),
-                matrix(f"{name}.mlp.down_proj", hidden, config["intermediate_size"])]  # fmt: skip
-
-    return [
-        *(layer(f"model.layers.{i}") for i in range(len(config["layers"]))),
-        [matrix("model.embed_tokens", config["vocab_size"], hidden)],
+def our_products(products: list[Product]):
+    packed = C.PackedWeights()
+    if max(len(p.x) for p in products) <= packed.most_rows():
+        for p in products:
+            packed.pack(p.w, p.gated)
+    results = [
+        p.x.new_empty(len(p.x), len(p.w) // 2) if p.gated else p.result(torch.float32 if p.sums else None)
+        for p in products
     ]
 
-
-def our_products(weights: list[list[torch.Tensor]], batch: int):
-    *layers, (head,) = weights
-    dtype, (qkv, o, _gate_up, down) = head.dtype, layers[0]
-    hidden, attn = torch.randn(batch, qkv.shape[1]).to(dtype), torch.randn(batch, o.shape[1]).to(dtype)
-    y, act, logits = (
-        torch.empty(batch, len(qkv), dtype=dtype),
-        torch.empty(batch, down.shape[1], dtype=dtype),
-        torch.empty(batch, len(head)),
-    )
-    out, packed = torch.zeros_like(hidden), C.PackedWeights()
-    if batch <= packed.most_rows():
-        for layer in weights:
-            for i, w in enumerate(layer):
-                packed.pack(w, i == 2)
-
     def run() -> None:
-        for qkv, o, gate_up, down in layers:
-            C.linear_forward(hidden, qkv, None, y, False, packed)
-            C.linear_forward(attn, o, None, out, False, packed)
-            C.linear_swiglu(hidden, gate_up, None, None, act, packed)
-            C.linear_forward(act, down, None, out, False, packed)
-        C.linear_forward(hidden, head, None, logits, False, packed)
+        for p, y in zip(products, results, strict=True):
+            if p.gated:
+                C.linear_swiglu(p.x, p.w, None, None, y, packed)
+            else:
+                C.linear_forward(p.x, p.w, None, y, False, packed)
 
     return run
 
 
-def torch_products(weights: list[list[torch.Tensor]], batch: int):
-    sides = [
-        (torch.randn(batch, w.shape[1]).to(w.dtype), w.t(), torch.empty(batch, len(w), dtype=w.dtype))
-        for layer in weights
-        for w in layer
-    ]
+def torch_products(products: list[Product]):
+    sides = [(p.x, p.w.t(), p.result()) for p in products]
 
     def run() -> None:
         for x, w, y in sides:
@@ -85,10 +116,10 @@ def torch_products(weights: list[list[torch.Tensor]], batch: int):
     return run
 
 
-def measure(report: Report, what: str, generations: dict, weights: list[list[torch.Tensor]], batch: int) -> None:
-    ids = torch.randint(100, 49052, (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
+def measure(report: Report, what: str, generations: dict, products: list[Product], batch: int) -> None:
+    ids = torch.randint(IDS.start, IDS.stop, (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
     sides = {name: partial(run, ids) for name, run in generations.items()}
-    sides |= {"ours": our_products(weights, batch), "torch": torch_products(weights, batch)}
+    sides |= {"ours": our_products(products), "torch": torch_products(products)}
     times = alternate(sides, report.args.repeats, warmup=1)
     step = times["long"].minus(times["short"], NEW - SHORT)
     products, peer = times["ours"], times["torch"]
@@ -98,15 +129,15 @@ def measure(report: Report, what: str, generations: dict, weights: list[list[tor
 
 
 def main() -> None:
-    report = begin(__doc__, 7, batches=[1, 16, 64], precision=["bfloat16", "float32"])
-    folder = smollm2()
-    for precision in report.args.precision:
-        generations = {
-            name: native_generation(folder, precision, new) for name, new in (("short", SHORT), ("long", NEW))
-        }
-        weights = step_weights(folder, precision)
-        for batch in report.args.batches:
-            measure(report, f"{precision}, batch {batch}", generations, weights, batch)
+    report = begin(__doc__, 7, batches=[1, 16, 64], precision=["bfloat16", "float32"], shape=choice("smollm2", *SHAPES))
+    with random_model(report.args.shape) as folder:
+        for precision in report.args.precision:
+            generations = {
+                name: native_generation(folder, precision, new) for name, new in (("short", SHORT), ("long", NEW))
+            }
+            for batch in report.args.batches:
+                products = step_products(folder, precision, batch)
+                measure(report, f"{report.args.shape}, {precision}, batch {batch}", generations, products, batch)
     report.finish()
 
 

@@ -1,13 +1,13 @@
-"""Generation compared with vLLM's CPU build, and with llama.cpp for a single sequence.
+"""Generation compared with vLLM's CPU build and with llama.cpp.
 
     uv run python tests/benchmarks/bench_generation_engines.py [--batches 1 16 64] [--precision bfloat16] [--rounds 3]
-        [--threads 2] [--peers vllm vllm_compiled llama_cpp]
+        [--threads 2] [--peers vllm vllm_compiled llama_cpp] [--prompts distinct groups] [--shape smollm2]
 
 Each prompt has about 40 tokens and gets 64 new tokens at temperature 1. Each engine runs in a separate process and a
 separate environment, which uv creates, and waits while the others run: the sides take turns within one run. `distinct`:
 all prompts differ. `groups`: each prompt occurs eight times, as in GRPO, with prefix caching on. No response ends
-early. `vllm` runs without compilation (`enforce_eager`), `vllm_compiled` with it. llama.cpp computes one sequence at a
-time.
+early. `vllm` runs without compilation (`enforce_eager`), `vllm_compiled` with it. With `--shape` the model has random
+weights (shapes.py); llama.cpp runs those of which nemo_rl_cpp writes GGUF files (gemma3).
 """
 
 import argparse
@@ -36,9 +36,7 @@ def prompts(batch: int, grouped: bool, round_: int) -> list[list[int]]:
     import random
 
     draw = random.Random(1000 * batch + 10 * round_ + grouped)
-    distinct = [
-        [draw.randrange(100, 49000) for _ in range(PROMPT)] for _ in range(batch // GROUP if grouped else batch)
-    ]
+    distinct = [[draw.randrange(100, 8192) for _ in range(PROMPT)] for _ in range(batch // GROUP if grouped else batch)]
     return [ids for ids in distinct for _ in range(GROUP)] if grouped else distinct
 
 
@@ -107,17 +105,23 @@ def llama_cpp(_folder: str, precision: str, threads: int):
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    params.n_ctx, params.n_parallel, params.warmup = 256, 1, True
-    server = xllamacpp.Server(params)
+    params.warmup = True
+    servers = {}
+
+    def server(batch: int):
+        if batch not in servers:
+            servers.clear()
+            params.n_ctx, params.n_parallel = 256 * batch, batch
+            servers[batch] = xllamacpp.Server(params)
+        return servers[batch]
 
     def run(ids: list[list[int]]) -> int:
-        done = [
-            server.handle_completions(
-                {"prompt": row, "n_predict": NEW, "ignore_eos": True, "temperature": 1.0, "cache_prompt": False}
-            )
-            for row in ids
-        ]
-        return sum(d["usage"]["completion_tokens"] if "usage" in d else d["tokens_predicted"] for d in done)
+        asked = {"n_predict": NEW, "ignore_eos": True, "temperature": 1.0, "cache_prompt": False}
+        done = server(len(ids)).handle_completions({"prompt": ids, **asked})
+        return sum(
+            d["usage"]["completion_tokens"] if "usage" in d else d["tokens_predicted"]
+            for d in (done if isinstance(done, list) else [done])
+        )
 
     return run
 
@@ -154,16 +158,25 @@ def environment_of(name: str, folder: Path) -> str:
     return python
 
 
+def gguf_of(shape: str, folder: str, logs: Path) -> Path:
+    """Return a GGUF file with the weights in `folder`."""
+    from nemo_rl_cpp.hub.sources import smollm2_gguf
+    from nemo_rl_cpp.models.gguf_export import export_gguf
+
+    if shape == "smollm2":
+        return smollm2_gguf()
+    export_gguf(Path(folder), logs / "random.gguf", "bf16")
+    return logs / "random.gguf"
+
+
 class Side(Child):
     """The process of an engine, which generates for a list of prompts at a time."""
 
-    def __init__(self, name: str, folder: str, arguments: argparse.Namespace, logs: Path) -> None:
-        from nemo_rl_cpp.hub.sources import smollm2_gguf
-
+    def __init__(self, name: str, folder: str, arguments: argparse.Namespace, logs: Path, gguf: Path) -> None:
         python = sys.executable if name == "ours" else environment_of(name, logs)
         command = [python, str(Path(__file__).resolve()), "--side", name, "--model", folder]
         command += ["--precision", arguments.precision, f"--threads={arguments.threads}"]
-        environment = {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "GGUF": str(smollm2_gguf())}
+        environment = {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "GGUF": str(gguf)}
         start = time.perf_counter()
         super().__init__(name, command, os.environ | environment, logs)
         self.startup = time.perf_counter() - start
@@ -194,24 +207,24 @@ def compare(sides: list[Side], batch: int, grouped: bool, rounds: int) -> dict[s
 def main() -> None:
     arguments = options(
         __doc__, batches=[1, 16, 64], precision="bfloat16", rounds=3, threads=2, peers=choices(ENVIRONMENTS, "vllm"),
-        model=HIDDEN, side=HIDDEN,
+        prompts=choices(("distinct", "groups")), shape={"default": "smollm2", "help": "of shapes.py"}, model=HIDDEN, side=HIDDEN,
     )  # fmt: skip
     if arguments.side:
         return serve(arguments.side, arguments.model, arguments.precision, arguments.threads)
-    from nemo_rl_cpp.hub.sources import resolve_model
+    from shapes import random_model
 
-    folder, rows = str(resolve_model("smollm2-135m-instruct")), []
-    with tempfile.TemporaryDirectory() as logs:
-        sides = [Side(name, folder, arguments, Path(logs)) for name in ["ours", *arguments.peers]]
+    rows = []
+    with random_model(arguments.shape) as folder, tempfile.TemporaryDirectory() as logs:
+        gguf = gguf_of(arguments.shape, folder, Path(logs)) if "llama_cpp" in arguments.peers else Path()
+        sides = [Side(name, folder, arguments, Path(logs), gguf) for name in ["ours", *arguments.peers]]
         print({side.name: f"ready after {side.startup:.1f} s" for side in sides}, flush=True)
         for batch in arguments.batches:
-            for grouped in (False, True)[: 2 if batch % GROUP == 0 else 1]:
-                able = [side for side in sides if batch == 1 or side.name != "llama_cpp"]
-                rows.append(compare(able, batch, grouped, arguments.rounds))
+            for kind in arguments.prompts if batch % GROUP == 0 else ["distinct"]:
+                rows.append(compare(sides, batch, kind == "groups", arguments.rounds))
                 print(rows[-1], flush=True)
         for side in sides:
             side.close()
-    setting = {"precision": arguments.precision, "threads": arguments.threads}
+    setting = {key: getattr(arguments, key) for key in ("shape", "precision", "threads")}
     print(json.dumps({"machine": platform.processor() or platform.machine(), **setting, "rows": rows}))
 
 

@@ -1,13 +1,13 @@
 """A training step of 2,048 packed tokens (forward, loss, backward, clipping, AdamW), compared with transformers.
 
     uv run python tests/benchmarks/bench_training_step.py [--precision bfloat16 float32] [--lengths mixed] [--prompt 0]
-        [--sides ...] [--rounds 3]
+        [--sides ...] [--rounds 3] [--shape smollm2|qwen3.5|olmoe|gemma3]
 
-There are 16 samples of 128 tokens, or with `--lengths mixed` of 45 to 290 tokens with the same sum. By default every
-token is trained, and the samples have nothing in common. With `--prompt N` they are like GRPO's: groups of 8 share
-their first N tokens, and only later tokens are trained. Ours then computes a prompt once per group; the peers compute
-only the logits of trained tokens, as TRL does. Four sides fit into 24 GB of memory, fewer with mixed lengths in
-float32.
+The model is SmolLM2-135M, or with `--shape` one with random weights (shapes.py). There are 16 samples of 128 tokens,
+or with `--lengths mixed` of 45 to 290 tokens with the same sum. By default every token is trained, and the samples have
+nothing in common. With `--prompt N` they are like GRPO's: groups of 8 share their first N tokens, and only later tokens
+are trained. Ours then computes a prompt once per group; the peers compute only the logits of trained tokens, as TRL
+does. Four sides fit into 24 GB of memory, fewer with mixed lengths in float32 or with olmoe.
 
 Each side runs in a separate process, and the sides take turns after each step. The first step of a process is a
 warm-up, in which all gradient norms must agree within 5 %. All peers use sdpa and fused AdamW. The sides:
@@ -38,7 +38,8 @@ import time
 from functools import partial
 
 import torch
-from harness import load_decoder, memory_of, smollm2, tune_malloc
+from harness import load_decoder, memory_of, tune_malloc
+from shapes import SHAPES, parameters, random_model
 from sides import HIDDEN, Child, choice, choices, options
 from training_samples import (
     COUNT,
@@ -55,7 +56,6 @@ from training_samples import (
 )
 
 TOKENS = COUNT * MEAN_LENGTH
-PARAMETERS, HEAD_PARAMETERS = 134_515_008, 49_152 * 576
 CHUNK = 256
 HALF_SLACK = 32  # tokens: samples of mixed lengths cannot be split into two equal halves
 LENGTHS = {"equal": equal_lengths, "mixed": mixed_lengths}
@@ -161,7 +161,7 @@ def one_side(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(arguments.threads)
     precision, lengths = arguments.precision[0], LENGTHS[arguments.lengths]()
-    base = memory_of("VmRSS") + PARAMETERS * (18 if precision == "bfloat16" else 16)
+    base = memory_of("VmRSS") + parameters(arguments.model)[0] * (18 if precision == "bfloat16" else 16)
     run = SIDES[arguments.side](arguments.model, precision)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -199,15 +199,19 @@ def matrix_peak(precision: str) -> float:
 
 
 def figures(
-    name: str, steps: list[list[float]], rows: dict[str, list[list[float]]], peaks: list[float], samples: Samples
+    name: str,
+    steps: list[list[float]],
+    rows: dict[str, list[list[float]]],
+    peaks: list[float],
+    samples: Samples,
+    folder: str,
 ) -> dict:
     """Return speed and memory of one side; for ours also relative to each peer, paired step by step."""
     row = {"tok_s": round(TOKENS / statistics.median(s for s, _, _ in steps)), "extra_mb": round(steps[-1][1])}
     if name in PEERS:
         return row
-    flops = 6 * (
-        samples.computed * (PARAMETERS - HEAD_PARAMETERS) + (TOKENS - COUNT * samples.prompt) * HEAD_PARAMETERS
-    )
+    _, layers, head = parameters(folder)
+    flops = 6 * (samples.computed * layers + (TOKENS - COUNT * samples.prompt) * head)
     row["of_peak"] = round(statistics.median(flops / s / p for (s, _, _), p in zip(steps, peaks, strict=True)), 2)
     for peer in PEERS:
         if peer in rows:
@@ -230,13 +234,14 @@ def measure(precision: str, folder: str, arguments: argparse.Namespace) -> dict[
     for side in sides.values():
         side.close()
     samples = Samples.random(LENGTHS[arguments.lengths](), arguments.prompt, seed=0)
-    return {name: figures(name, steps, rows, peaks, samples) for name, steps in rows.items()}
+    return {name: figures(name, steps, rows, peaks, samples, folder) for name, steps in rows.items()}
 
 
 def main() -> None:
     arguments = options(
         __doc__, precision=["bfloat16", "float32"], lengths=choice(*LENGTHS), prompt=0, rounds=3, threads=2,
-        sides=choices(SIDES, "ours", "ours_halved", "transformers", "transformers_tuned"), side=HIDDEN, model=HIDDEN,
+        shape=choice("smollm2", *SHAPES), side=HIDDEN, model=HIDDEN,
+        sides=choices(SIDES, "ours", "ours_halved", "transformers", "transformers_tuned"),
     )  # fmt: skip
     shortest = min(LENGTHS[arguments.lengths]())
     if not 0 <= arguments.prompt < shortest:
@@ -246,12 +251,15 @@ def main() -> None:
     if arguments.side:
         return one_side(arguments)
     torch.set_num_threads(arguments.threads)
-    folder, result = smollm2(), {}
-    for precision in arguments.precision:
-        result[precision] = measure(precision, folder, arguments)
-        for name, row in result[precision].items():
-            print(precision, name, row, flush=True)
-    setting = {key: getattr(arguments, key) for key in ("lengths", "prompt", "threads")} | {"torch": torch.__version__}
+    result = {}
+    with random_model(arguments.shape) as folder:
+        for precision in arguments.precision:
+            result[precision] = measure(precision, folder, arguments)
+            for name, row in result[precision].items():
+                print(precision, name, row, flush=True)
+    setting = {key: getattr(arguments, key) for key in ("shape", "lengths", "prompt", "threads")} | {
+        "torch": torch.__version__
+    }
     print(json.dumps({"machine": platform.processor() or platform.machine(), **setting, "rows": result}))
 
 

@@ -29,6 +29,18 @@ RUNS = {
     " transformers_tuned_sorted",
     "training_step_padded": "training_step --rounds 5 --precision bfloat16 --lengths mixed --sides ours transformers",
     "training_step_float32": "training_step --rounds 3 --precision float32",
+    "training_step_qwen3.5": "training_step --rounds 3 --precision bfloat16 --shape qwen3.5 --sides ours transformers"
+    " transformers_tuned",
+    "training_step_olmoe": "training_step --rounds 3 --precision bfloat16 --shape olmoe --sides ours transformers"
+    " transformers_tuned",
+    "training_step_gemma3": "training_step --rounds 3 --precision bfloat16 --shape gemma3 --sides ours transformers"
+    " transformers_tuned",
+    "decode_step_qwen3.5": "decode_step --precision bfloat16 --shape qwen3.5",
+    "decode_step_olmoe": "decode_step --precision bfloat16 --shape olmoe",
+    "decode_step_gemma3": "decode_step --precision bfloat16 --shape gemma3",
+    "vllm_qwen3.5": "generation_engines --shape qwen3.5 --prompts distinct --rounds 2",
+    "vllm_olmoe": "generation_engines --shape olmoe --prompts distinct --rounds 2",
+    "vllm_gemma3": "generation_engines --shape gemma3 --prompts distinct --rounds 2 --peers vllm llama_cpp",
     "grpo_step": "grpo_step --steps 4 --rounds 3",
     "lm_head": "lm_head --repeats 3",
     "lora": "lora --rounds 9",

@@ -119,7 +119,9 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
 
   const auto T = static_cast<std::int64_t>(batch.token_ids.size());
   const auto adapters = adapters_of(batch, *model_);
-  const bool recorded = recorded_.enabled() && is_decode(batch) && adapters.empty();
+  // A step with experts waits for the device to know how many tokens each of them gets, so it is not recorded.
+  const bool recorded =
+      recorded_.enabled() && is_decode(batch) && adapters.empty() && !model_->config().has_experts() && !has_states();
   const std::int64_t rows = recorded ? recorded_rows(T) : T;
   std::vector<ops::PagedSlice> slices;
   for (const auto& s : batch.slices)

@@ -38,8 +38,6 @@ Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::
                   2 * rope.inv_freq.size(), " dimensions of heads of ", config_.head_dim);
     ropes_.emplace_back(rope, device());
   }
-  NRL_CHECK_ARG(!config_.has_experts() || device().is_cpu(),
-                "a mixture of experts is computed on the CPU only, not on ", device().str());
   NRL_CHECK_ARG(!config_.has_recurrent() || device().is_cpu(), "a recurrent layer is computed on the CPU only, not on ",
                 device().str());
   NRL_CHECK_ARG(

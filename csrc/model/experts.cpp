@@ -98,7 +98,7 @@ Experts::Routes Experts::route(const LayerWeights& w, const at::Tensor& x, at::S
   const std::int64_t T = x.size(0);
   const auto options = x.options().dtype(sums);
   Routes r{workspace.take(Slot::expert_logits, {T, e_.count}, sums),
-           at::empty({T, e_.chosen}, at::kLong),
+           at::empty({T, e_.chosen}, x.options().dtype(at::kLong)),
            at::empty({T, e_.chosen}, options),
            {}};
   w.forward(&LayerParameters::router_weight, x, w.tensors().router_bias, r.logits);

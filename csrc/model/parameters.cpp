@@ -216,7 +216,7 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
       if (tensor.is_buffer) {
         auto& layer = layers[static_cast<std::size_t>(l)];
         layer.*tensor.field = at::zeros({tensor.parts.front().rows}, sums);
-        layer.load = at::zeros({tensor.parts.front().rows}, sums.dtype(at::kLong));
+        layer.load = at::zeros({tensor.parts.front().rows}, sums.dtype(at::kLong).device(at::kCPU));
       }
   if (!c.quantization) return;
   constexpr std::int64_t kLine = 64;

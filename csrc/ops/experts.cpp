@@ -1,7 +1,9 @@
 #include "ops/experts.h"
 
-#include <cmath>
-#include <limits>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sort.h>
+
 #include <vector>
 
 #include "ops/kernel_types.h"
@@ -9,6 +11,15 @@
 #include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
+
+runtime::CudaSlot<decltype(route_tokens)> route_tokens_cuda("route_tokens");
+runtime::CudaSlot<decltype(route_tokens_backward)> route_tokens_backward_cuda("route_tokens_backward");
+runtime::CudaSlot<decltype(route_tokens_by_sigmoid)> route_tokens_by_sigmoid_cuda("route_tokens_by_sigmoid");
+runtime::CudaSlot<decltype(route_tokens_by_sigmoid_backward)> route_tokens_by_sigmoid_backward_cuda(
+    "route_tokens_by_sigmoid_backward");
+runtime::CudaSlot<decltype(add_up_experts)> add_up_experts_cuda("add_up_experts");
+runtime::CudaSlot<decltype(row_products)> row_products_cuda("row_products");
+
 namespace {
 
 constexpr std::int64_t kValuesAtOnce = 16384;  ///< of rows that one thread takes
@@ -30,94 +41,42 @@ void dispatch_sums(const at::Tensor& sums, const char* op, const F& f) {
   f(double{});
 }
 
-/// One token: the chosen experts in descending order of their logits, or of other values.
-template <class A>
-void choose_experts(const A* logits, std::int64_t E, std::int64_t k, std::int64_t* chosen) {
-  for (std::int64_t j = 0; j < k; ++j) {
-    std::int64_t best = -1;
-    for (std::int64_t e = 0; e < E; ++e) {
-      if (best >= 0 && !(logits[e] > logits[best])) continue;
-      if (std::find(chosen, chosen + j, e) == chosen + j) best = e;
-    }
-    chosen[j] = best;
-  }
-}
-
-/// The sum under a softmax over all logits, of which `most` is the highest.
-template <class A>
-A sum_of_exps(const A* logits, std::int64_t E, A most) {
-  A sum = 0;
-  for (std::int64_t e = 0; e < E; ++e) sum += std::exp(logits[e] - most);
-  return sum;
-}
-
-template <class A>
-A sigmoid(A x) {
-  return A(1) / (A(1) + std::exp(-x));
-}
-
-/// The values of experts outside the `chosen` groups become -infinity.
-template <class A>
-void keep_chosen_groups(std::vector<A>& values, std::int64_t groups, std::int64_t chosen) {
-  const auto size = static_cast<std::int64_t>(values.size()) / groups;
-  std::vector<A> sums;
-  for (std::int64_t g = 0; g < groups; ++g) {
-    std::int64_t best[2];
-    choose_experts(values.data() + g * size, size, 2, best);
-    sums.push_back(values[static_cast<std::size_t>(g * size + best[0])] +
-                   values[static_cast<std::size_t>(g * size + best[1])]);
-  }
-  std::vector<std::int64_t> kept(static_cast<std::size_t>(chosen));
-  choose_experts(sums.data(), groups, chosen, kept.data());
-  for (std::int64_t g = 0; g < groups; ++g)
-    if (std::ranges::find(kept, g) == kept.end())
-      std::fill_n(values.begin() + g * size, size, -std::numeric_limits<A>::infinity());
-}
-
 void check_routes(const at::Tensor& logits, const at::Tensor& expert, const at::Tensor& weight) {
-  NRL_CHECK_ARG(logits.is_cpu() && logits.dim() == 2 && logits.is_contiguous() && expert.dim() == 2 &&
-                    expert.is_contiguous() && expert.scalar_type() == at::kLong && expert.size(0) == logits.size(0) &&
-                    expert.size(1) >= 1 && expert.size(1) <= logits.size(1) && weight.sizes() == expert.sizes() &&
-                    weight.is_contiguous() && weight.scalar_type() == logits.scalar_type(),
+  NRL_CHECK_ARG(logits.device() == expert.device() && logits.device() == weight.device() && logits.dim() == 2 &&
+                    logits.is_contiguous() && expert.dim() == 2 && expert.is_contiguous() &&
+                    expert.scalar_type() == at::kLong && expert.size(0) == logits.size(0) && expert.size(1) >= 1 &&
+                    expert.size(1) <= logits.size(1) && weight.sizes() == expert.sizes() && weight.is_contiguous() &&
+                    weight.scalar_type() == logits.scalar_type(),
                 "route_tokens: logits ", logits.sizes(), " and experts ", expert.sizes(), " do not match");
+}
+
+template <class A>
+kernels::TokenRoutes<A> routes_of(const at::Tensor& logits, const at::Tensor& expert, const at::Tensor& weight) {
+  return {ptr<A>(logits), logits.size(1), expert.size(1), mutable_ptr<std::int64_t>(expert), mutable_ptr<A>(weight)};
 }
 
 }  // namespace
 
 void route_tokens(const at::Tensor& logits, bool renormalise, const at::Tensor& expert, const at::Tensor& weight) {
   check_routes(logits, expert, weight);
-  const std::int64_t E = logits.size(1), k = expert.size(1);
+  if (logits.is_cuda()) return route_tokens_cuda.get(logits)(logits, renormalise, expert, weight);
   dispatch_sums(logits, "route_tokens", [&](auto tag) {
-    using A = decltype(tag);
-    for_rows(logits.size(0), E * k, [&](std::int64_t t) {
-      const A* row = ptr<A>(logits) + t * E;
-      auto* chosen = mutable_ptr<std::int64_t>(expert) + t * k;
-      A* w = mutable_ptr<A>(weight) + t * k;
-      choose_experts(row, E, k, chosen);
-      const A most = row[chosen[0]];
-      A sum = 0;
-      for (std::int64_t j = 0; j < k; ++j) sum += w[j] = std::exp(row[chosen[j]] - most);
-      if (!renormalise) sum = sum_of_exps(row, E, most);
-      for (std::int64_t j = 0; j < k; ++j) w[j] /= sum;
-    });
+    const auto routes = routes_of<decltype(tag)>(logits, expert, weight);
+    for_rows(logits.size(0), routes.E * routes.k,
+             [&](std::int64_t t) { kernels::route_token(routes, t, renormalise); });
   });
 }
 
 void route_tokens_backward(const at::Tensor& logits, bool renormalise, const at::Tensor& expert,
                            const at::Tensor& weight, const at::Tensor& d_weight, const at::Tensor& d_logits) {
   check_routes(logits, expert, weight);
-  const std::int64_t E = logits.size(1), k = expert.size(1);
+  if (logits.is_cuda())
+    return route_tokens_backward_cuda.get(logits)(logits, renormalise, expert, weight, d_weight, d_logits);
   dispatch_sums(logits, "route_tokens_backward", [&](auto tag) {
     using A = decltype(tag);
-    for_rows(logits.size(0), E, [&](std::int64_t t) {
-      const A *row = ptr<A>(logits) + t * E, *w = ptr<A>(weight) + t * k, *dw = ptr<A>(d_weight) + t * k;
-      const auto* chosen = ptr<std::int64_t>(expert) + t * k;
-      A* out = mutable_ptr<A>(d_logits) + t * E;
-      A mean = 0;
-      for (std::int64_t j = 0; j < k; ++j) mean += w[j] * dw[j];
-      const A most = row[chosen[0]], sum = renormalise ? A(1) : sum_of_exps(row, E, most);
-      for (std::int64_t e = 0; e < E; ++e) out[e] = renormalise ? A(0) : -mean * (std::exp(row[e] - most) / sum);
-      for (std::int64_t j = 0; j < k; ++j) out[chosen[j]] = w[j] * (dw[j] - mean);
+    const auto routes = routes_of<A>(logits, expert, weight);
+    for_rows(logits.size(0), routes.E, [&](std::int64_t t) {
+      kernels::route_token_backward(routes, t, renormalise, ptr<A>(d_weight), mutable_ptr<A>(d_logits));
     });
   });
 }
@@ -126,25 +85,20 @@ void route_tokens_by_sigmoid(const at::Tensor& logits, const at::Tensor& bias, c
                              const at::Tensor& expert, const at::Tensor& weight) {
   check_routes(logits, expert, weight);
   const std::int64_t E = logits.size(1), k = expert.size(1), G = router.groups;
-  NRL_CHECK_ARG(bias.is_contiguous() && bias.numel() == E && bias.scalar_type() == logits.scalar_type(),
+  NRL_CHECK_ARG(bias.is_contiguous() && bias.numel() == E && bias.scalar_type() == logits.scalar_type() &&
+                    bias.device() == logits.device(),
                 "route_tokens_by_sigmoid: a bias ", bias.sizes(), " for ", E, " experts");
   NRL_CHECK_ARG(G >= 1 && E % G == 0 && (G == 1 || E / G >= 2) && router.chosen_groups >= 1 &&
                     router.chosen_groups <= G && k <= router.chosen_groups * (E / G),
                 "route_tokens_by_sigmoid: ", k, " experts in ", router.chosen_groups, " of ", G, " groups of ", E);
+  if (logits.is_cuda()) return route_tokens_by_sigmoid_cuda.get(logits)(logits, bias, router, expert, weight);
   dispatch_sums(logits, "route_tokens_by_sigmoid", [&](auto tag) {
     using A = decltype(tag);
     for_rows(logits.size(0), E * k, [&](std::int64_t t) {
-      const A *row = ptr<A>(logits) + t * E, *b = ptr<A>(bias);
-      auto* chosen = mutable_ptr<std::int64_t>(expert) + t * k;
-      A* w = mutable_ptr<A>(weight) + t * k;
-      std::vector<A> values(static_cast<std::size_t>(E));
-      for (std::int64_t e = 0; e < E; ++e) values[static_cast<std::size_t>(e)] = sigmoid(row[e]) + b[e];
-      if (G > 1) keep_chosen_groups(values, G, router.chosen_groups);
-      choose_experts(values.data(), E, k, chosen);
-      A sum = 0;
-      for (std::int64_t j = 0; j < k; ++j) sum += w[j] = sigmoid(row[chosen[j]]);
-      const A factor = static_cast<A>(router.scale) / (router.renormalise ? sum + A(1e-20) : A(1));
-      for (std::int64_t j = 0; j < k; ++j) w[j] *= factor;
+      std::vector<A> values(static_cast<std::size_t>(E + G));
+      auto routes = routes_of<A>(logits, expert, weight);
+      routes.bias = ptr<A>(bias), routes.values = values.data();
+      kernels::route_token_by_sigmoid(routes, t, router);
     });
   });
 }
@@ -153,34 +107,33 @@ void route_tokens_by_sigmoid_backward(const at::Tensor& logits, const SigmoidRou
                                       const at::Tensor& weight, const at::Tensor& d_weight,
                                       const at::Tensor& d_logits) {
   check_routes(logits, expert, weight);
-  const std::int64_t E = logits.size(1), k = expert.size(1);
+  if (logits.is_cuda())
+    return route_tokens_by_sigmoid_backward_cuda.get(logits)(logits, router, expert, weight, d_weight, d_logits);
   dispatch_sums(logits, "route_tokens_by_sigmoid_backward", [&](auto tag) {
     using A = decltype(tag);
-    for_rows(logits.size(0), E, [&](std::int64_t t) {
-      const A *row = ptr<A>(logits) + t * E, *w = ptr<A>(weight) + t * k, *dw = ptr<A>(d_weight) + t * k;
-      const auto* chosen = ptr<std::int64_t>(expert) + t * k;
-      A* out = mutable_ptr<A>(d_logits) + t * E;
-      A sum = 0, mean = 0;
-      for (std::int64_t j = 0; j < k; ++j) sum += sigmoid(row[chosen[j]]), mean += w[j] * dw[j];
-      if (router.renormalise) sum += A(1e-20);
-      else sum = 1, mean = 0;
-      std::fill(out, out + E, A(0));
-      for (std::int64_t j = 0; j < k; ++j) {
-        const A score = sigmoid(row[chosen[j]]);
-        out[chosen[j]] = (static_cast<A>(router.scale) * dw[j] - mean) / sum * score * (A(1) - score);
-      }
+    const auto routes = routes_of<A>(logits, expert, weight);
+    for_rows(logits.size(0), routes.E, [&](std::int64_t t) {
+      kernels::route_token_by_sigmoid_backward(routes, t, router, ptr<A>(d_weight), mutable_ptr<A>(d_logits));
     });
   });
 }
 
 void sigmoid_gate(const at::Tensor& logit, const at::Tensor& gate) {
+  if (logit.is_cuda()) {
+    at::sigmoid_out(const_cast<at::Tensor&>(gate), logit);
+    return;
+  }
   dispatch_sums(logit, "sigmoid_gate", [&](auto tag) {
     using A = decltype(tag);
-    for (std::int64_t t = 0; t < logit.numel(); ++t) mutable_ptr<A>(gate)[t] = sigmoid(ptr<A>(logit)[t]);
+    for (std::int64_t t = 0; t < logit.numel(); ++t) mutable_ptr<A>(gate)[t] = kernels::router_score(ptr<A>(logit)[t]);
   });
 }
 
 void sigmoid_gate_backward(const at::Tensor& gate, const at::Tensor& d_gate) {
+  if (gate.is_cuda()) {
+    d_gate.mul_(gate.neg().add_(1).mul_(gate));
+    return;
+  }
   dispatch_sums(gate, "sigmoid_gate_backward", [&](auto tag) {
     using A = decltype(tag);
     for (std::int64_t t = 0; t < gate.numel(); ++t) {
@@ -191,6 +144,7 @@ void sigmoid_gate_backward(const at::Tensor& gate, const at::Tensor& d_gate) {
 }
 
 ExpertGroups group_by_expert(const at::Tensor& expert, std::int64_t num_experts) {
+  if (expert.is_cuda()) return group_by_sorting(expert, num_experts);
   const std::int64_t pairs = expert.numel(), k = expert.size(1);
   ExpertGroups groups{std::vector<std::int64_t>(static_cast<std::size_t>(num_experts) + 1),
                       at::empty({pairs}, at::kLong), at::empty({pairs}, at::kLong), at::empty({pairs}, at::kLong)};
@@ -207,12 +161,22 @@ ExpertGroups group_by_expert(const at::Tensor& expert, std::int64_t num_experts)
   return groups;
 }
 
+ExpertGroups group_by_sorting(const at::Tensor& expert, std::int64_t num_experts) {
+  const auto [sorted, pair] = at::sort(expert.view(-1), std::optional<bool>(true), /*dim=*/0);
+  ExpertGroups groups{{}, pair, pair.div(expert.size(1), "floor"), at::empty_like(pair)};
+  groups.row.index_copy_(0, pair, at::arange(pair.numel(), pair.options()));  // each pair once
+  const auto begin = at::searchsorted(sorted, at::arange(num_experts + 1, pair.options())).cpu();
+  groups.begin.assign(ptr<std::int64_t>(begin), ptr<std::int64_t>(begin) + begin.numel());
+  return groups;
+}
+
 void add_up_experts(const at::Tensor& rows, const at::Tensor& row, const at::Tensor& weight, std::int64_t k,
                     const at::Tensor& y, bool accumulate) {
   const std::int64_t T = y.size(0), D = y.size(1);
   NRL_CHECK_ARG(rows.is_contiguous() && y.is_contiguous() && rows.size(0) == T * k && rows.size(1) == D &&
                     rows.scalar_type() == y.scalar_type() && (!weight.defined() || weight.numel() == T * k),
                 "add_up_experts: rows ", rows.sizes(), " of ", k, " experts and y ", y.sizes(), " do not match");
+  if (y.is_cuda()) return add_up_experts_cuda.get(y)(rows, row, weight, k, y, accumulate);
   constexpr std::int64_t kBlock = 256;  // of a sum, on the stack
   dispatch_sums(y, "add_up_experts", [&](auto tag) {
     using A = decltype(tag);
@@ -238,7 +202,8 @@ void add_up_experts(const at::Tensor& rows, const at::Tensor& row, const at::Ten
 }
 
 void row_products(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out) {
-  constexpr std::int64_t kSums = 8;
+  if (a.is_cuda()) return row_products_cuda.get(a)(a, b, out);
+  constexpr std::int64_t kSums = kernels::kRowProductChains;
   const std::int64_t C = a.size(1);
   dispatch_floating(a.scalar_type(), "row_products", [&](auto tag) {
     using S = decltype(tag);
@@ -255,6 +220,10 @@ void row_products(const at::Tensor& a, const at::Tensor& b, const at::Tensor& ou
 }
 
 void scale_rows(const at::Tensor& x, const at::Tensor& factor) {
+  if (x.is_cuda()) {  // in the factor's type, rounded once
+    x.mul_(factor.view({-1, 1}));
+    return;
+  }
   const std::int64_t C = x.size(1);
   dispatch_floating(x.scalar_type(), "scale_rows", [&](auto tag) {
     using S = decltype(tag);

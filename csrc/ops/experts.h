@@ -1,6 +1,6 @@
 // What a mixture of experts does around its products: it chooses experts for tokens, brings the tokens of an expert
-// together, and adds up what a token gets. Every result for a token depends on that token alone, bit for bit. On the
-// CPU.
+// together, and adds up what a token gets. Every result for a token depends on that token alone, bit for bit. Tensors
+// are contiguous, all on the CPU or on one CUDA device.
 //
 // Letters: T tokens, E experts, k experts of a token. A pair (token, its j-th expert) has the number token · k + j.
 #pragma once
@@ -8,6 +8,9 @@
 
 #include <cstdint>
 #include <vector>
+
+#include "kernels/experts.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -19,12 +22,7 @@ void route_tokens(const at::Tensor& logits, bool renormalise, const at::Tensor& 
 void route_tokens_backward(const at::Tensor& logits, bool renormalise, const at::Tensor& expert,
                            const at::Tensor& weight, const at::Tensor& d_weight, const at::Tensor& d_logits);
 
-/// A router whose scores are sigmoids of its logits (DeepSeek-V3, GLM-4.5).
-struct SigmoidRouter {
-  std::int64_t groups = 1, chosen_groups = 1;  ///< consecutive experts are a group; experts of chosen groups are chosen
-  bool renormalise = true;                     ///< divides the chosen scores by their sum
-  double scale = 1;                            ///< multiplies the weights
-};
+using kernels::SigmoidRouter;
 
 /// Chooses the k experts of the highest score + bias, as route_tokens does; bias [E] A. A group's value is the sum of
 /// its two highest. weight = scale · score, or scale · score / (the sum of the chosen scores + 1e-20).
@@ -47,6 +45,9 @@ struct ExpertGroups {
   at::Tensor row;                   ///< [T · k] int64: in which row each pair lies
 };
 ExpertGroups group_by_expert(const at::Tensor& expert, std::int64_t num_experts);
+/// The same by a stable sort, on any device: how group_by_expert runs on CUDA. The host waits for the device once, for
+/// `begin`.
+ExpertGroups group_by_sorting(const at::Tensor& expert, std::int64_t num_experts);
 
 /// y[t] (+)= sum over j of weight[t, j] · rows[row[t · k + j]], j = 0 first, one sum before it is added. rows [T · k,
 /// D] A, weight [T, k] A or undefined: 1; row undefined: each pair lies in the row of its number.
@@ -58,5 +59,12 @@ void row_products(const at::Tensor& a, const at::Tensor& b, const at::Tensor& ou
 
 /// x[r] *= factor[r] A for rows [R, C] S.
 void scale_rows(const at::Tensor& x, const at::Tensor& factor);
+
+extern runtime::CudaSlot<decltype(route_tokens)> route_tokens_cuda;
+extern runtime::CudaSlot<decltype(route_tokens_backward)> route_tokens_backward_cuda;
+extern runtime::CudaSlot<decltype(route_tokens_by_sigmoid)> route_tokens_by_sigmoid_cuda;
+extern runtime::CudaSlot<decltype(route_tokens_by_sigmoid_backward)> route_tokens_by_sigmoid_backward_cuda;
+extern runtime::CudaSlot<decltype(add_up_experts)> add_up_experts_cuda;
+extern runtime::CudaSlot<decltype(row_products)> row_products_cuda;
 
 }  // namespace nemo_rl::ops

@@ -43,9 +43,14 @@ LATENT = {
 SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT}
 
 
-def ways_of(family: str) -> tuple[str, ...]:
-    """Return the ways to train this family: recurrent layers are not quantised, and Nemotron-H gets no adapters."""
-    return tuple(WAYS) if family not in RECURRENT else UNQUANTISED[:1] if family == "nemotron_h" else UNQUANTISED
+def ways_of(family: str, device: str) -> tuple[str, ...]:
+    """Return the ways to train this family: recurrent layers are not quantised, Nemotron-H gets no adapters, and on a
+    GPU nothing is quantised and no layer is recurrent."""
+    if family in RECURRENT and device != "cpu":
+        return ()
+    if family in RECURRENT or device != "cpu":
+        return UNQUANTISED[:1] if family == "nemotron_h" else UNQUANTISED
+    return tuple(WAYS)
 
 
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
@@ -83,7 +88,7 @@ def main() -> int:
     rows = []
     for family in arguments.only:
         for precision in ("float32", "bfloat16"):
-            for way in ways_of(family):
+            for way in ways_of(family, arguments.device):
                 try:
                     error, largest = gap(family, precision, way, arguments.device)
                     said = f"token_mult_prob_error {error:g}, gap {largest:g}"

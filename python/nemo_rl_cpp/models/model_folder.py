@@ -128,12 +128,10 @@ class ModelFolder:
     def check_device(self, device: str) -> None:
         """Raise ModelFolderError if the native core does not support the model on a device such as "cpu" or
         "cuda:0"."""
-        cpu_only = {"experts": "is a mixture of experts", "recurrent": "has recurrent layers"}
-        for part, what in cpu_only.items():
-            if device != "cpu" and part in self.native():
-                raise ModelFolderError(
-                    f"{self.config['model_type']} {what}, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
-                )
+        if device != "cpu" and "recurrent" in self.native():
+            raise ModelFolderError(
+                f"{self.config['model_type']} has recurrent layers, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
+            )
 
     def check_mixers(self, model: TrainedModelConfig, section: str) -> None:
         """Raise ModelFolderError if `model`, the configuration section named `section`, requests what the model's

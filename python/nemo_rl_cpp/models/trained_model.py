@@ -202,7 +202,7 @@ class TrainedModel:
         reset the loads. A load is the number of tokens that the expert got in the global batch, on all ranks."""
         for bias, load in self.model.routers if self._bias_update_rate else ():
             tokens = self.ranks.whole(load).double()
-            bias.add_(torch.sign(tokens.mean() - tokens), alpha=self._bias_update_rate)
+            bias.add_(torch.sign(tokens.mean() - tokens).to(bias.device), alpha=self._bias_update_rate)
             load.zero_()
 
     def _batching(self, kind: str, micro_batch_size: int | None = None) -> MicroBatching:

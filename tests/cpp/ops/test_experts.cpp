@@ -73,6 +73,16 @@ TEST(Experts, SigmoidRoutingWeightsAndGradientsMatchAten) {
   }
 }
 
+TEST(Experts, SortingGroupsThePairsOfAnExpertInTheirOrder) {
+  const auto expert = at::tensor({4, 1, 1, 0, 4, 0, 1, 4}, at::kLong).view({4, 2});  // none chooses 2, 3 and 5
+  const auto counted = group_by_expert(expert, 6), sorted = group_by_sorting(expert, 6);
+  EXPECT_EQ(sorted.begin, (std::vector<std::int64_t>{0, 2, 5, 5, 5, 8, 8}));
+  EXPECT_TRUE(at::equal(sorted.pair, at::tensor({3, 5, 1, 2, 6, 0, 4, 7}, at::kLong)));
+  EXPECT_EQ(sorted.begin, counted.begin);
+  for (const auto part : {&ExpertGroups::pair, &ExpertGroups::token, &ExpertGroups::row})
+    EXPECT_TRUE(at::equal(sorted.*part, counted.*part));
+}
+
 TEST(Experts, SigmoidRouterOfNanLogitsChoosesDistinctExperts) {
   const auto expert = at::empty({1, 3}, at::kLong), weight = at::empty({1, 3}, at::kFloat);
   route_tokens_by_sigmoid(at::full({1, 4}, std::nan(""), at::kFloat), at::zeros({4}, at::kFloat), {2, 2, true, 1.0},

@@ -180,7 +180,8 @@ def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerTy
 
 @_processor
 def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"problem", "expected_answer"}. System and user message become two entries."""
+    """Convert a row {"problem", "expected_answer"} to a prompt. System and user message become two messages of its
+    log."""
     problem = _question(_column(row, "problem", "math_data_processor"), "problem")
     truth = _column(row, "expected_answer", "math_data_processor")
     if spec.prompt:

@@ -107,7 +107,7 @@ class RaggedBatch:
         return of_tokens.split(self.lengths.tolist())
 
     def of_samples(self, value: object, rows: list[int]) -> object:
-        """Select the samples `rows` of a tensor [B, ...] or of a list with one item per sample. Return a value for the
+        """Return the samples `rows` of a tensor [B, ...] or of a list with one item per sample. Return a value for the
         whole batch unchanged."""
         if isinstance(value, Tensor) and value.dim() and len(value) == self.size:
             return value[torch.tensor(rows, dtype=torch.int64)]
@@ -119,8 +119,8 @@ class RaggedBatch:
 
     @cached_property
     def _inside(self) -> Tensor:
-        """bool [B, S], whether each padded position holds a token. In row-major order, the True positions are in the
-        order of the ragged tokens."""
+        """Return bool [B, S]: whether each padded position holds a token. In row-major order, the True positions are in
+        the order of the ragged tokens."""
         return torch.arange(self.width)[None] < self.lengths[:, None]
 
     def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:
@@ -253,8 +253,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return repeated
 
     def select_indices(self, indices: list[int] | torch.Tensor) -> Self:
-        """Return the rows at `indices` in that order: a list, an integer tensor, or a bool tensor [B] used as a
-        mask."""
+        """Return the rows at `indices`, in that order. `indices` is a list, an integer tensor, or a bool tensor [B]
+        that marks the rows to return."""
         index = torch.as_tensor(indices)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
         selected = type(self)()

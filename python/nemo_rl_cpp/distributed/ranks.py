@@ -59,8 +59,9 @@ class Ranks:
         communicator: connects the processes with the same slice of the model; None for a single process.
         tensor: connects the processes of this group; None: the model is not sliced.
         world: connects all processes, if there are groups.
-        meet: returns a communicator for the processes with these world ranks, which include this process. Different
-            labels give separate communicators for the same processes; equal labels give the same communicator.
+        meet: returns a communicator for the processes with the given world ranks (ranks among all processes), which
+            include this process. Different labels give separate communicators for the same processes; equal labels give
+            the same communicator.
         members: world ranks of the processes in `communicator`.
         address: where other machines reach this process; None: all processes are on this machine.
         mesh: returns the same processes as a torch.distributed mesh, for FSDP2."""

@@ -67,8 +67,8 @@ def ray_in_use() -> ModuleType | None:
 
 
 def start_ray(cpus: int) -> bool:
-    """Join or start a Ray cluster with at least `cpus` CPUs, unless Ray is already running. Return whether it was
-    started."""
+    """Join or start a Ray cluster with at least `cpus` CPUs, unless Ray is already running. Return whether this call
+    started one."""
     ray = ray_module()
     if ray.is_initialized():
         return False
@@ -82,7 +82,7 @@ def start_ray(cpus: int) -> bool:
 
 
 def hold_ray(cpus: int) -> ModuleType:
-    """Join or start Ray and return it. It runs until `let_ray_go` has been called as many times as `hold_ray`."""
+    """Join or start Ray and return it. Ray runs until `let_ray_go` has been called as many times as `hold_ray`."""
     with _lock:
         started = start_ray(cpus)
         _held["ours"] = started or (_held["ours"] and _held["holders"] > 0)

@@ -135,7 +135,7 @@ class CardFacts(NamedTuple):
 
 
 def write_card(folder: Path, config: TrainMasterConfig, facts: CardFacts) -> None:
-    """Write README.md into a model folder, unless it has a README.md of another program."""
+    """Write README.md into a model folder, unless the folder has one that another program wrote."""
     path = folder / CARD
     if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return

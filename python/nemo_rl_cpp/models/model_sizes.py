@@ -244,7 +244,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return the expert sizes of a config.json under the names of `ModelSizes`; an empty mapping if it has no
+    """Return {field of `ModelSizes`: value} for the expert sizes in a config.json; an empty mapping if it has no
     experts."""
     count = next((value for name in _EXPERTS if is_size(value := known.get(name))), None)
     if count is None:
@@ -269,8 +269,8 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
 
 
 def recurrent_sizes(known: Mapping[str, object]) -> dict[str, object]:
-    """Return the sizes of recurrent layers in a config.json under the names of `ModelSizes`; an empty mapping if it has
-    none."""
+    """Return {field of `ModelSizes`: value} for the sizes of recurrent layers in a config.json; an empty mapping if it
+    has no such layers."""
     kinds, every, layers = (known.get(key) for key in ("layer_types", "full_attention_interval", "num_hidden_layers"))
     names = RECURRENT_SIZES[:4]
     if isinstance(pattern := known.get("hybrid_override_pattern"), str) and all(
@@ -287,8 +287,8 @@ def recurrent_sizes(known: Mapping[str, object]) -> dict[str, object]:
 
 
 def latent_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return the sizes of latent attention in a config.json under the names of `ModelSizes`; an empty mapping if it has
-    none."""
+    """Return {field of `ModelSizes`: value} for the sizes of latent attention in a config.json; an empty mapping if it
+    has no latent attention."""
     sizes = {name: value for name in SIZES if is_size(value := known.get(name))}
     if len(sizes) < len(SIZES):
         return {}

@@ -81,7 +81,8 @@ def respell_kinds(
 
 
 def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
-    """Return the canonical configuration of the layers of one kind, with `rope_theta` and `rope_scaling`."""
+    """Return the canonical configuration for the layers of the kind `kind` (see KINDS), with `rope_theta` and
+    `rope_scaling`."""
     if "rope_parameters" not in form:
         return dict(form)
     scaling = dict(form["rope_parameters"][kind])

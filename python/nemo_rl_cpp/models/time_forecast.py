@@ -38,7 +38,7 @@ class Lengths(NamedTuple):
 
 
 class _Rollouts(NamedTuple):
-    """A batch of responses: the number of prompts, and of responses to each."""
+    """A batch of rollouts: the number of prompts, and the number of responses to each prompt."""
 
     prompts: int
     each: int
@@ -50,7 +50,8 @@ class _Rollouts(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeForecast:
-    """The passes of a run, whose time `seconds` adds up.
+    """The numbers of forward, backward and decode passes of a run. `seconds` measures each pass and adds up their
+    times.
 
     Attributes:
         prompt, response: tokens of a prompt and of a response.
@@ -64,8 +65,8 @@ class TimeForecast:
 
     @staticmethod
     def of(config: TrainMasterConfig, lengths: Lengths, val_rows: int = 0) -> TimeForecast | None:
-        """Return the forecast of a run; None for runs whose time is not that of this machine's native core: several
-        processes, a GPU, transformers, vLLM, several turns, agents, teachers, and small models."""
+        """Return the forecast of a run; None if the run's time is not mainly that of the native core in this process:
+        with several processes, a GPU, transformers, vLLM, several turns, agents, teachers, or a small model."""
         config = with_known_sizes(config)
         policy, generation = config.policy, config.policy.generation
         sizes = [model_sizes(model.model_name, model.hf_config_overrides) for model in config.trained_models().values()]
@@ -98,7 +99,8 @@ class TimeForecast:
         return max(1, micro_batch_tokens(model, "train") // length)
 
     def _packed(self, model: TrainedModelConfig) -> int:
-        """Return the number of tokens of a step that a pass computes: prompts are shared within a micro-batch."""
+        """Return the number of tokens that the passes over a step compute; a prompt that samples of a micro-batch share
+        counts once."""
         prompts, each = self._step
         shared = min(each, self._rows(model)) if model.share_prompt_prefix else 1
         return prompts * (-(-each // shared) * self.prompt + each * self.response)
@@ -116,8 +118,8 @@ class TimeForecast:
         return config.algorithm != "sft" and (never or config.loop.seq_logprob_error_threshold is not None)
 
     def _kept_tokens(self) -> float:
-        """Return the number of a step's tokens that are trained on generation's activations: those of the first update,
-        but none in every kept_activations_check_period-th step."""
+        """Return the mean number of tokens per step that are trained on generation's activations: those of the first
+        update, but none in every kept_activations_check_period-th step."""
         policy = self.config.policy
         if self.config.algorithm == "sft" or policy.activation_checkpointing or self._scores_old_policy:
             return 0.0
@@ -127,8 +129,8 @@ class TimeForecast:
         return fits * tokens / self._updates(policy) * (1 - 1 / period if period else 1)
 
     def _decode_steps(self, rollouts: _Rollouts) -> dict[tuple[int, int, int, int], int]:
-        """Return the decode steps of a batch (see csrc/forecast/pass_times.h) and their numbers. Responses that find no
-        slot or no room in the KV cache wait for others to end."""
+        """Return {kind of decode step (see csrc/forecast/pass_times.h): number of such steps} for a batch of rollouts.
+        Responses that find no slot or no room in the KV cache wait for others to end."""
         policy, generation = self.config.policy, self.config.policy.generation
         slots = min(rollouts.rows, generation.max_batch_size or rollouts.rows)
         if generation.kv_cache_gb:
@@ -182,7 +184,8 @@ class TimeForecast:
         return seconds
 
     def _training(self, model: TrainedModelConfig, times: dict[str, float], epochs: int) -> float:
-        """Return the seconds of a step's training."""
+        """Return the seconds of training on one step's samples for `epochs` epochs. `times` holds the seconds of each
+        kind of pass."""
         of_tokens = self._packed(model) * (times["forward"] + times["backward"])
         return epochs * (of_tokens + self._updates(model) * times["update"])
 
@@ -196,7 +199,7 @@ class TimeForecast:
         return self.val_rows if most is None else min(self.val_rows, most)
 
     def _validation(self) -> list[tuple[_Rollouts, int]]:
-        """Return the batches of responses of a validation and how many of each there are."""
+        """Return (batch of rollouts, how many such batches) for the batches of a validation."""
         loop, rows = self.config.loop, self._val_rows
         if not rows or self.config.algorithm == "sft":
             return []
@@ -208,10 +211,10 @@ class TimeForecast:
     def _measure(
         self, model: TrainedModelConfig, decode: Sequence[tuple[int, ...]] = (), value_head: bool = False
     ) -> dict[str, float]:
-        """Return the seconds of a model's passes (see csrc/forecast/pass_times.h). Raise SubprocessError if that fails
-        or takes long.
+        """Return the seconds of each kind of pass of a model (see csrc/forecast/pass_times.h). Raise SubprocessError if
+        measuring fails or takes long.
 
-        A process of its own measures them: threads of torch would outlive it in this one, which will start
+        A separate process measures them, because torch's threads would remain in this one, which will start
         environments by forking."""
         config, generation = self.config, self.config.policy.generation
         folder = _folder(model, value_head)

@@ -147,7 +147,8 @@ def _header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _linked(file: Path) -> LinkedTensors | QuantisedTensors | None:
-    """Return the tensors of a GGUF file or of one by bitsandbytes; None for any other safetensors file."""
+    """Return the tensors of a GGUF file, or of a safetensors file that bitsandbytes wrote; None for any other
+    safetensors file."""
     if file.name == GGUF_FILE:
         from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 

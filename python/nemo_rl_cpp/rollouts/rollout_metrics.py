@@ -99,9 +99,10 @@ COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_call
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
     """Combine the metrics of several rounds of generation; each entry of `rounds` is (number of samples, metrics).
 
-    Take the maximum of maxima and the minimum of minima; add totals and the counts of verifiers and agents. Average
-    `accuracy_of_X`, weighted by each round's number of samples that are X. Average all other metrics, such as rates,
-    weighted by each round's number of samples. A metric is combined over the rounds that have it."""
+    Take the maximum of maxima and the minimum of minima; add totals and counts, such as `verifier_timeouts`,
+    `agent_errors` and `num_won`. Average `accuracy_of_X` over rounds, weighted by the number of samples with the
+    property X, and all other metrics, such as rates, weighted by the number of samples. A metric is combined over the
+    rounds that have it."""
     names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
     combined: dict[str, float] = {}
     for name in names:

@@ -286,7 +286,8 @@ class AdaptedModel:
         return total, [row.float() for row in _of_rows(rows, scored[wanted])]
 
     def _score_prompts(self, rows: Sequence[Row], groups: Sequence[PromptGroup], width: int) -> list[Tensor]:
-        """Return the log-probabilities of the targets in each group's prompt, [length, width] per group."""
+        """Return the log-probabilities of the targets in each group's common prompt: per group a tensor [length,
+        width], for `length` input tokens with up to `width` targets each."""
         prompts = [
             Row(rows[group.begin].tokens[: group.length], rows[group.begin].targets[: group.length], torch.Size(), {})
             for group in groups

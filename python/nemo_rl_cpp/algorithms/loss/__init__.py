@@ -107,7 +107,7 @@ class ClippedPGLossFn:
         return getattr(self.cfg, name)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without `op_config`, which a worker that receives the loss computes again."""
+        """Return the state without `op_config`, which the worker that unpickles the loss computes again."""
         return {name: value for name, value in self.__dict__.items() if name != "op_config"}
 
     @cached_property
@@ -225,8 +225,8 @@ class ClippedPGLossFn:
     def _with_entropy_bonus(
         self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.ClippedPGResult:
-        """Subtract entropy_coef times the mean of `curr_entropies` [B, S-1], with the same token weights
-        as the loss."""
+        """Return `result` with an entropy bonus: entropy_coef times the mean of `curr_entropies` [B, S-1], with the
+        token weights of the loss, is subtracted from the loss."""
         entropies, weights = data["curr_entropies"], self._token_weights(data, counts)
         bonus = torch.where(weights != 0, weights * entropies, 0.0).sum()
         metrics = {**result.metrics, "entropy": float(bonus)}

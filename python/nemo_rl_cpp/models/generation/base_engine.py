@@ -259,7 +259,7 @@ class ResponseBuffer:
 
 
 def _strings_of(value: str | Sequence[str] | None) -> list[str]:
-    """Return `value`, which is one string, several strings or None, as a list of strings."""
+    """Return a list of strings for one string, several strings or None."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)

@@ -99,7 +99,7 @@ class NativeGeneration(BaseEngine):
     # ---- memory, weights and metrics
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Limit the KV cache to the memory that is free now. The first batch allocates it."""
+        """Limit the KV cache to the memory that is free now. The cache is allocated with the first batch."""
         self._limit_cache()
         return True
 

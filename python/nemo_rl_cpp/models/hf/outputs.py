@@ -1,5 +1,5 @@
-"""The transformers library, and the input of its modules for a batch with their output for each token to score: the
-log-probability, or with a critic the value of the state before the token."""
+"""Runs modules of the transformers library: makes a module's input from a batch, and returns for each token to score
+the log-probability, or with a critic the value of the state before the token."""
 
 from __future__ import annotations
 

@@ -101,7 +101,8 @@ class Policy(TrainedModel, PolicyInterface):
 
     def get_sum_pi_squared(self, data: Batch) -> BatchedDataDict:
         """Return the sum of p^2 over the vocabulary at each token. With logits z, temperature T and log p_T(y) =
-        z_y / T - log sum exp(z / T), it is p_T(y)^2 / p_{T/2}(y) for any token y. Here y is the sampled token."""
+        z_y / T - log sum exp(z / T), the sum equals p_T(y)^2 / p_{T/2}(y) for any token y. Here y is the sampled
+        token."""
         batch, scoring = RaggedBatch.of(data), self.scoring.unfiltered()
         half = Scoring(scoring.temperature / 2)
         ours, sharper = (self._score(self.model, batch, s) for s in (scoring, half))

@@ -26,7 +26,8 @@ def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
 
 
 def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str) -> Bins:
-    """Pack `rows` into bins of at most `max_tokens` tokens; return the bins ordered by their first rows.
+    """Pack `rows` into bins of at most `max_tokens` tokens by `algorithm` (`sequence_packing.algorithm`). Return the
+    bins, lists of rows, ordered by their first rows.
 
     `rows` is ascending, and each row has a token to score (see `wanted_tokens`). With `share_prefix`, adjacent rows
     with the same prompt stay in one bin if the budget allows, because their prompt is then computed once. A row longer

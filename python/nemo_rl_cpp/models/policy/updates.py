@@ -166,7 +166,7 @@ class TorchLearningRate:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Resume from `state`. If it belongs to a different schedule or initial learning rate, advance this schedule by
-        the same number of steps, so that a changed configuration takes effect from the next step."""
+        the number of steps that `state` has taken, so that a changed configuration takes effect from the next step."""
         if not self._is_mine(state):
             for _ in range(steps_of(state)):
                 self.step()

@@ -118,10 +118,8 @@ def llama_cpp(_folder: str, precision: str, threads: int):
     def run(ids: list[list[int]]) -> int:
         asked = {"n_predict": NEW, "ignore_eos": True, "temperature": 1.0, "cache_prompt": False}
         done = server(len(ids)).handle_completions({"prompt": ids, **asked})
-        return sum(
-            d["usage"]["completion_tokens"] if "usage" in d else d["tokens_predicted"]
-            for d in (done if isinstance(done, list) else [done])
-        )
+        assert all(choice["finish_reason"] == "length" for choice in done["choices"])
+        return done["usage"]["completion_tokens"] * len(done["choices"])  # usage is that of one prompt
 
     return run
 

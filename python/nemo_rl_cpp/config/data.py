@@ -30,24 +30,17 @@ def _dataset(target: str, *keys: str) -> DatasetEntry:
 
 
 _HUB = ("split", "repeat")
+_MATH = ("DAPOMath17K", "DAPOMathAIME2024", "DeepScaler", "AIME2024", "AIME2025", "AIME2026")
+_MULTICHOICE = ("gpqa", "gpqa_diamond", "mmlu", "mmlu_pro")
 _GENERATED = ("split", "num_samples")
 DATASET_REGISTRY: Table[DatasetEntry] = Table(
     "data set",
     {
-        "OpenMathInstruct-2": _dataset("hub_math:OpenMathInstruct2Dataset", *_HUB, "output_key"),
-        "DAPOMath17K": _dataset("hub_math:DAPOMath17KDataset", *_HUB),
-        "DAPOMathAIME2024": _dataset("hub_math:DAPOMathAIME2024Dataset", *_HUB),
-        "DeepScaler": _dataset("hub_math:DeepScalerDataset", *_HUB),
-        "AIME2024": _dataset("hub_math:AIME2024Dataset", *_HUB),
-        "AIME2025": _dataset("hub_math:AIME2025Dataset", *_HUB),
-        "AIME2026": _dataset("hub_math:AIME2026Dataset", *_HUB),
+        "OpenMathInstruct-2": _dataset("hub_math:OpenMathDataset", *_HUB, "output_key"),
+        **dict.fromkeys(_MATH, _dataset("hub_math:HubDataset", *_HUB)),
         "GSM8K": _dataset("hub_math:GSM8KDataset", *_HUB),
-        "math": _dataset("hub_math:MathDataset", *_HUB),
-        "math500": _dataset("hub_math:Math500Dataset", *_HUB),
-        "gpqa": _dataset("hub_math:GPQADataset", *_HUB),
-        "gpqa_diamond": _dataset("hub_math:GPQADiamondDataset", *_HUB),
-        "mmlu": _dataset("hub_math:MMLUDataset", *_HUB),
-        "mmlu_pro": _dataset("hub_math:MMLUProDataset", *_HUB),
+        **dict.fromkeys(("math", "math500"), _dataset("hub_math:HubDataset", *_HUB)),
+        **dict.fromkeys(_MULTICHOICE, _dataset("hub_math:HubMultichoiceDataset", *_HUB)),
         "ResponseDataset": _dataset(
             "response_dataset:ResponseDataset", "data_path", "input_key", "output_key", "subset", "split"
         ),

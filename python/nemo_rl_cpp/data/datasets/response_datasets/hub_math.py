@@ -1,143 +1,28 @@
 """Data sets on the Hub: mathematics and multiple-choice questions."""
 
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from nemo_rl_cpp.config.data import DATASET_ALIASES
 from nemo_rl_cpp.data.conversation import question_and_answer, text_of
 from nemo_rl_cpp.data.datasets.files import load_hub_dataset, merge_datasets
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
 from nemo_rl_cpp.data.interfaces import Row
 
 
-class HubMathDataset(RawDataset):
-    """The base class of data sets on the Hub. A subclass sets the repository, its columns and the default split. Rows
-    become {"messages": [user, assistant], "task_name"}.
+class HubSource(NamedTuple):
+    """A data set on the Hub, and where its rows hold question and answer: in a column, or in the result of a function.
 
-    `split` overrides the default split, and `repeat` repeats the rows, because small test sets are noisy.
-    `split_validation_size` and `seed` have the same meaning as in ResponseDataset."""
+    For multiple-choice questions `answer` returns (the options in display order, the index of the correct one)."""
 
     repository: str
+    question: str | Callable[[Row], str] = "problem"
+    answer: str | Callable[[Row], object] = "answer"
     subsets: tuple[str | None, ...] = (None,)
-    default_split = "train"
-    default_repeat = 1
-    input_key = "problem"
-    output_key = "answer"
-
-    def __init__(
-        self,
-        split: str | None = None,
-        split_validation_size: float = 0,
-        seed: int = 42,
-        repeat: int | None = None,
-        **kwargs: object,
-    ):
-        repeat = self.default_repeat if repeat is None else repeat
-        if repeat < 1:
-            raise ValueError(f"data: repeat must be at least 1, got {repeat}")
-        parts = [load_hub_dataset(self.repository, subset, split or self.default_split) for subset in self.subsets]
-        parts = [part.map(self.format_data, remove_columns=part.column_names) for part in parts]
-        self.dataset = merge_datasets(parts * repeat)
-        self.val_dataset = None
-        self.split_train_validation(split_validation_size, seed)
-
-    def question(self, row: Mapping[str, str]) -> str:
-        return row[self.input_key]
-
-    def answer(self, row: Mapping[str, str]) -> str:
-        return text_of(row[self.output_key])
-
-    def format_data(self, row: Mapping[str, str]) -> Row:
-        return {"messages": question_and_answer(self.question(row), self.answer(row)), "task_name": self.task_name}
-
-
-class OpenMathInstruct2Dataset(HubMathDataset):
-    """Problems with synthetic solutions. `output_key` is "expected_answer" (default) or "generated_solution"."""
-
-    task_name = "OpenMathInstruct-2"
-    repository = "nvidia/OpenMathInstruct-2"
-    default_split = "train_1M"
-
-    def __init__(self, output_key: str = "expected_answer", **kwargs: Any):
-        self.output_key = output_key
-        super().__init__(**kwargs)
-
-
-class _DAPOFormat(HubMathDataset):
-    def question(self, row: Row) -> str:
-        return row["prompt"][0]["content"]
-
-    def answer(self, row: Row) -> str:
-        return row["reward_model"]["ground_truth"]
-
-
-class DAPOMath17KDataset(_DAPOFormat):
-    task_name = "DAPOMath17K"
-    repository = "BytedTsinghua-SIA/DAPO-Math-17k"
-
-
-class DAPOMathAIME2024Dataset(_DAPOFormat):
-    task_name = "DAPOMathAIME2024"
-    repository = "BytedTsinghua-SIA/AIME-2024"
-
-
-class DeepScalerDataset(HubMathDataset):
-    task_name = "DeepScaler"
-    repository = "agentica-org/DeepScaleR-Preview-Dataset"
-
-
-class AIME2024Dataset(HubMathDataset):
-    task_name = "AIME2024"
-    repository = "HuggingFaceH4/aime_2024"
-    default_repeat = 16
-
-
-class AIME2025Dataset(HubMathDataset):
-    task_name = "AIME2025"
-    repository = "opencompass/AIME2025"
-    subsets = ("AIME2025-I", "AIME2025-II")
-    default_split = "test"
-    default_repeat = 16
-    input_key = "question"
-
-
-class AIME2026Dataset(HubMathDataset):
-    task_name = "AIME2026"
-    repository = "MathArena/aime_2026"
-    default_repeat = 16
-
-
-class GSM8KDataset(HubMathDataset):
-    """Grade-school word problems. The answer is the text after `####` in the solution."""
-
-    task_name = "GSM8K"
-    repository = "openai/gsm8k"
-    subsets = ("main",)
-    eval_split = "test"
-    input_key = "question"
-
-    def answer(self, row: Mapping[str, str]) -> str:
-        return row["answer"].split("####")[-1].strip().replace(",", "")
-
-
-class Math500Dataset(HubMathDataset):
-    task_name = "math500"
-    repository = "HuggingFaceH4/MATH-500"
-    default_split = "test"
-
-
-class MathDataset(HubMathDataset):
-    r"""The 5,000 test problems of MATH. The answer is the content of the last `\boxed{...}` in the solution."""
-
-    task_name = "math"
-    repository = "EleutherAI/hendrycks_math"
-    subsets = (
-        "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra", "precalculus",
-    )  # fmt: skip
-    default_split = "test"
-
-    def answer(self, row: Mapping[str, str]) -> str:
-        return last_boxed(row["solution"])
+    split: str = "train"
+    repeat: int = 1
+    num_options: int = 4
 
 
 def last_boxed(text: str) -> str:
@@ -154,73 +39,113 @@ def last_boxed(text: str) -> str:
     return text
 
 
-_LETTERS = "ABCDEFGHIJ"
+def _gpqa_options(row: Row) -> tuple[list[str], int]:
+    """Return the options in an order that depends only on the question, so it is the same in every run."""
+    order = list(range(4))
+    random.Random(row["Question"]).shuffle(order)
+    texts = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
+    return [texts[i] for i in order], order.index(0)
 
 
-class HubMultichoiceDataset(HubMathDataset):
-    """The base class of multiple-choice data sets on the Hub. Rows become {"question", "options": {letter: text or
-    None}, "answer": letter, "messages", "task_name"}, which both `multichoice_qa_processor` and the processors of
-    messages accept."""
+_MATH_SUBSETS = (
+    "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra", "precalculus",
+)  # fmt: skip
+_DAPO = {"question": lambda row: row["prompt"][0]["content"], "answer": lambda row: row["reward_model"]["ground_truth"]}
+SOURCES = {
+    "OpenMathInstruct-2": HubSource("nvidia/OpenMathInstruct-2", split="train_1M"),
+    "DAPOMath17K": HubSource("BytedTsinghua-SIA/DAPO-Math-17k", **_DAPO),
+    "DAPOMathAIME2024": HubSource("BytedTsinghua-SIA/AIME-2024", **_DAPO),
+    "DeepScaler": HubSource("agentica-org/DeepScaleR-Preview-Dataset"),
+    "AIME2024": HubSource("HuggingFaceH4/aime_2024", repeat=16),
+    "AIME2025": HubSource(
+        "opencompass/AIME2025", "question", subsets=("AIME2025-I", "AIME2025-II"), split="test", repeat=16
+    ),
+    "AIME2026": HubSource("MathArena/aime_2026", repeat=16),
+    "GSM8K": HubSource(  # grade-school word problems: the answer follows ####
+        "openai/gsm8k", "question", lambda row: row["answer"].split("####")[-1].strip().replace(",", ""), ("main",)
+    ),
+    "math500": HubSource("HuggingFaceH4/MATH-500", split="test"),
+    "math": HubSource(  # the 5,000 test problems of MATH
+        "EleutherAI/hendrycks_math", answer=lambda row: last_boxed(row["solution"]), subsets=_MATH_SUBSETS, split="test"
+    ),
+    "mmlu": HubSource(
+        "cais/mmlu", "question", lambda row: (list(row["choices"]), int(row["answer"])), ("all",), "test"
+    ),
+    "mmlu_pro": HubSource(
+        "TIGER-Lab/MMLU-Pro", "question", lambda row: (list(row["options"]), int(row["answer_index"])),
+        split="test", num_options=10,
+    ),
+    "gpqa": HubSource("Idavidrein/gpqa", "Question", _gpqa_options, ("gpqa_main",)),
+    "gpqa_diamond": HubSource("Idavidrein/gpqa", "Question", _gpqa_options, ("gpqa_diamond",)),
+}  # fmt: skip
+"""Name in a configuration -> data set."""
 
-    default_processor = "multichoice_qa_processor"
-    default_split = "test"
-    input_key = "question"
-    num_options = 4
 
-    def choices(self, row: Row) -> tuple[list[str], int]:
-        """Return the options in display order, and the index of the correct one."""
-        raise NotImplementedError
+class HubDataset(RawDataset):
+    """A data set of `SOURCES`. Rows become {"messages": [user, assistant], "task_name"}.
+
+    `split` overrides the default split, and `repeat` repeats the rows, because small test sets are noisy.
+    `split_validation_size` and `seed` have the same meaning as in ResponseDataset."""
+
+    def __init__(
+        self,
+        dataset_name: str,
+        split: str | None = None,
+        split_validation_size: float = 0,
+        seed: int = 42,
+        repeat: int | None = None,
+        **kwargs: object,
+    ):
+        self.task_name = DATASET_ALIASES.get(dataset_name, dataset_name)
+        source = self.source = SOURCES[self.task_name]
+        repeat = source.repeat if repeat is None else repeat
+        if repeat < 1:
+            raise ValueError(f"data: repeat must be at least 1, got {repeat}")
+        parts = [load_hub_dataset(source.repository, subset, split or source.split) for subset in source.subsets]
+        parts = [part.map(self.format_data, remove_columns=part.column_names) for part in parts]
+        self.dataset = merge_datasets(parts * repeat)
+        self.val_dataset = None
+        self.split_train_validation(split_validation_size, seed)
+
+    def question_and_answer(self, row: Row) -> tuple[str, object]:
+        """Return the question and the answer of a row."""
+        question, answer = (
+            get(row) if callable(get) else row[get] for get in (self.source.question, self.source.answer)
+        )
+        return question, text_of(answer)
 
     def format_data(self, row: Row) -> Row:
-        texts, right = self.choices(row)
-        letters = _LETTERS[: self.num_options]
-        options = dict(zip(letters, [*texts, *[None] * (self.num_options - len(texts))]))
+        return {"messages": question_and_answer(*self.question_and_answer(row)), "task_name": self.task_name}
+
+
+class OpenMathDataset(HubDataset):
+    """Problems with synthetic solutions. `output_key` is "expected_answer" or "generated_solution"."""
+
+    def __init__(self, output_key: str = "expected_answer", **kwargs: Any):
+        self.output_key = output_key
+        super().__init__(**kwargs)
+
+    def question_and_answer(self, row: Row) -> tuple[str, object]:
+        return row["problem"], text_of(row[self.output_key])
+
+
+class GSM8KDataset(HubDataset):
+    eval_split = "test"
+
+
+class HubMultichoiceDataset(HubDataset):
+    """A multiple-choice data set of `SOURCES`. Rows fit `multichoice_qa_processor` and the processors of messages:
+    {"question", "options": {letter: text or None}, "answer": letter, "messages", "task_name"}."""
+
+    default_processor = "multichoice_qa_processor"
+
+    def format_data(self, row: Row) -> Row:
+        question, (texts, right) = self.question_and_answer(row)
+        letters = "ABCDEFGHIJ"[: self.source.num_options]
+        options = dict(zip(letters, [*texts, *[None] * (len(letters) - len(texts))]))
         listed = "\n".join(f"{letter}) {text}" for letter, text in options.items() if text is not None)
-        question = self.question(row)
+        messages = question_and_answer(f"{question}\n{listed}", letters[right])
         return {
-            "question": question,
-            "options": options,
-            "answer": letters[right],
-            "messages": question_and_answer(f"{question}\n{listed}", letters[right]),
+            "question": question, "options": options, "answer": letters[right], "messages": messages,
             "task_name": self.task_name,
-        }
-
-
-class MMLUDataset(HubMultichoiceDataset):
-    task_name = "mmlu"
-    repository = "cais/mmlu"
-    subsets = ("all",)
-
-    def choices(self, row: Row) -> tuple[list[str], int]:
-        return list(row["choices"]), int(row["answer"])
-
-
-class MMLUProDataset(HubMultichoiceDataset):
-    task_name = "mmlu_pro"
-    repository = "TIGER-Lab/MMLU-Pro"
-    num_options = 10
-
-    def choices(self, row: Row) -> tuple[list[str], int]:
-        return list(row["options"]), int(row["answer_index"])
-
-
-class GPQADataset(HubMultichoiceDataset):
-    """GPQA's main questions. The order of a question's options depends only on the question, so it is the same in every
-    run."""
-
-    task_name = "gpqa"
-    repository = "Idavidrein/gpqa"
-    subsets = ("gpqa_main",)
-    default_split = "train"
-    input_key = "Question"
-
-    def choices(self, row: Mapping[str, str]) -> tuple[list[str], int]:
-        order = list(range(4))
-        random.Random(row["Question"]).shuffle(order)
-        texts = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
-        return [texts[i] for i in order], order.index(0)
-
-
-class GPQADiamondDataset(GPQADataset):
-    task_name = "gpqa_diamond"
-    subsets = ("gpqa_diamond",)
+        }  # fmt: skip

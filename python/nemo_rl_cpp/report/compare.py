@@ -17,23 +17,11 @@ from nemo_rl_cpp.files.durable import json_object
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.folders import HYPERPARAMS, METRICS
 from nemo_rl_cpp.loggers.interface import flatten_dict
+from nemo_rl_cpp.report import page
 from nemo_rl_cpp.report.history import MetricHistory, metric_data, panels_of, read_metrics, validation_word
-from nemo_rl_cpp.report.page import (
-    FACTS,
-    STEP_TIME,
-    PageSection,
-    curves_section,
-    document,
-    duration,
-    parts,
-    stage_shares,
-    text_of,
-    timing_name,
-)
 from nemo_rl_cpp.report.samples import printable, writable
 
-_WHERE_ONLY = ("logger.", "checkpointing.checkpoint_dir")
-"""Keys that say where a run writes and nothing else."""
+_WHERE_ONLY = ("logger.", "checkpointing.checkpoint_dir")  # keys that say where a run writes and nothing else
 _COLORS = 9  # the number of colors in chart.js
 
 
@@ -55,38 +43,30 @@ class Block(NamedTuple):
 
 @dataclass
 class Comparison:
-    """A comparison of several runs or evaluations, for the terminal and for a page.
+    """A comparison of several runs or evaluations, for the terminal and for a page."""
 
-    Attributes:
-        what: "runs" or "evaluations".
-        names: short distinct names, in the order in which the runs or evaluations were given.
-        titles: the title of each run, or the model of each evaluation.
-        verdict: sentences on which one is better, or that the difference may be chance.
-        blocks: the parts, in the order of the page.
-        histories: metric histories by name, for the page's charts; empty for no charts.
-        examples: additional lines for the terminal."""
-
-    what: str
-    names: list[str]
-    titles: list[str]
-    verdict: str
-    blocks: list[Block]
+    what: str  # "runs" or "evaluations"
+    names: list[str]  # short distinct names, in the order in which the runs or evaluations were given
+    titles: list[str]  # the title of each run, or the model of each evaluation
+    verdict: str  # sentences on which one is better, or that the difference may be chance
+    blocks: list[Block]  # the parts, in the order of the page
+    # metric histories by name, for the page's charts; empty for no charts
     histories: dict[str, MetricHistory] = field(default_factory=dict)
-    examples: Sequence[str] = ()
+    examples: Sequence[str] = ()  # additional lines for the terminal
 
     def page(self) -> str:
         """Return the page as HTML."""
         sections = []
         for block in self.blocks:
-            table = parts().side_by_side(self.names, block.rows, _COLORS) if block.rows else ""
-            sections.append(PageSection(block.key, block.title, block.html() if block.html is not None else table))
+            table = page.parts().side_by_side(self.names, block.rows, _COLORS) if block.rows else ""
+            sections.append(page.PageSection(block.key, block.title, block.html() if block.html is not None else table))
         data: dict[str, Plain] = {}
         if self.histories:
-            panels = panels_of(list(self.histories.values()))
-            data["data-metrics"] = metric_data(self.histories) | {"panels": panels.specs()}
+            specs = [panel.spec() for panel in panels_of(list(self.histories.values()))]
+            data["data-metrics"] = metric_data(self.histories) | {"panels": specs}
         title = f"comparison of {len(self.names)} {self.what}"
-        header = parts().compared(title, list(zip(self.names, self.titles)), self.verdict, _COLORS)
-        return writable(document(title, header, sections, data, has_scripts=bool(self.histories)))
+        header = page.parts().compared(title, list(zip(self.names, self.titles)), self.verdict, _COLORS)
+        return writable(page.document(title, header, sections, data, has_scripts=bool(self.histories)))
 
     def print(self) -> None:
         """Print the tables, the verdict and the examples."""
@@ -116,11 +96,10 @@ def different_folders(folders: Sequence[Path | str]) -> list[str]:
 
 
 def differing_keys(configs: Sequence[dict[str, Plain]], ignored: tuple[str, ...] = ()) -> list[Row]:
-    """Return a row for each key whose value differs between the configurations, except keys that begin with one of
-    `ignored`."""
+    """Return a row for each key whose value differs, except keys that begin with one of `ignored`."""
     flat = [flatten_dict(config, expand_lists=False) for config in configs]
     keys = sorted({key for one in flat for key in one if not key.startswith(ignored)})
-    rows = [Row(key, [text_of(one[key]) if key in one else "–" for one in flat]) for key in keys]
+    rows = [Row(key, [page.text_of(one[key]) if key in one else "–" for one in flat]) for key in keys]
     return [row for row in rows if len(set(row.values)) > 1]
 
 
@@ -138,12 +117,11 @@ class LoggedRun:
     @classmethod
     def read(cls, folder: Path) -> "LoggedRun":
         config = json_object(folder / HYPERPARAMS)
-        return cls(MetricHistory(read_metrics(folder / METRICS), config), config, json_object(folder / FACTS))
+        return cls(MetricHistory(read_metrics(folder / METRICS), config), config, json_object(folder / page.FACTS))
 
 
 def run_folder(folder: Path) -> Path:
-    """Return `folder` if it is a log folder, otherwise its newest subfolder exp_NNN. Raise ValueError if neither
-    contains metrics."""
+    """Return `folder`, or its newest exp_NNN with metrics. Raise ValueError if there are none."""
     if (folder / METRICS).is_file():
         return folder
     inside = [path for path in folder.glob("exp_*") if (path / METRICS).is_file() and path.name[4:].isdigit()]
@@ -153,9 +131,8 @@ def run_folder(folder: Path) -> Path:
 
 
 def compare_runs(folders: Sequence[Path | str]) -> Comparison:
-    """Compare the runs in log folders: results, curves, differing keys, and times.
-
-    Raise ValueError if a folder contains no run or is given twice."""
+    """Compare the runs in log folders: results, curves, keys, times. Raise ValueError for a folder without a run or
+    given twice."""
     found = [run_folder(Path(folder)) for folder in folders]
     names, runs = different_folders(found), [LoggedRun.read(folder) for folder in found]
     histories = [run.history for run in runs]
@@ -166,10 +143,10 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
     keys = [] if without else differing_keys([run.config for run in runs], _WHERE_ONLY)
     blocks = [
         Block("results", "Side by side", _results(runs)),
-        Block("curves", "Curves", html=lambda: curves_section(panels_of(histories), histories)),
+        Block("curves", "Curves", html=lambda: page.curves_section(panels_of(histories), histories)),
         Block("keys", "Keys that differ", keys),
         Block("time", "Seconds a step, by stage", _timings(runs)),
-        Block("metrics", "All metrics", html=lambda: parts().metrics()),
+        Block("metrics", "All metrics", html=lambda: page.parts().metrics()),
     ]
     titles = [str(run.facts.get("title") or "") for run in runs]
     return Comparison("runs", names, titles, "\n".join(filter(None, verdict)), blocks, dict(zip(names, histories)))
@@ -192,8 +169,8 @@ def _results(runs: Sequence[LoggedRun]) -> list[Row]:
         row("validation/accuracy", f"validation {word}, best", lambda v: f"{max(v):.3f}"),
         row("train/mean_gen_tokens_per_sample", "response length, last", lambda v: f"{v[-1]:.1f}"),
         row("performance/tokens_per_sec", "tokens a second", lambda v: f"{sum(v) / len(v):,.0f}"),
-        row(STEP_TIME, "seconds a step", lambda v: f"{sum(v) / len(v):.3g}"),
-        row(STEP_TIME, "time in steps", lambda v: duration(math.fsum(v))),
+        row(page.STEP_TIME, "seconds a step", lambda v: f"{sum(v) / len(v):.3g}"),
+        row(page.STEP_TIME, "time in steps", lambda v: page.duration(math.fsum(v))),
         row("memory/peak_rss_gb/run", "peak memory, GiB", lambda v: f"{max(v):.2f}"),
         row("train/token_mult_prob_error", "token_mult_prob_error, most", lambda v: f"{max(v):.9g}"),
         row("train/max_logprob_gap", "log-probability gap, most", lambda v: f"{max(v):.3g}"),
@@ -204,10 +181,10 @@ def _results(runs: Sequence[LoggedRun]) -> list[Row]:
 def _timings(runs: Sequence[LoggedRun]) -> list[Row]:
     """Return a row for each stage of the training loop with its seconds per step, longest first. Stages that take less
     than half a percent of the time in every run are omitted."""
-    labels = {label for run in runs for label, share in stage_shares(run.history).items() if share >= 0.005}
+    labels = {label for run in runs for label, share in page.stage_shares(run.history).items() if share >= 0.005}
     means = {
         label: [
-            run.history.total(timing_name(run.history, label)) / max(len(run.history.values(STEP_TIME)), 1)
+            run.history.total(page.timing_name(run.history, label)) / max(len(run.history.values(page.STEP_TIME)), 1)
             for run in runs
         ]
         for label in sorted(labels)

@@ -33,8 +33,7 @@ RULES: list[Callable[[MetricHistory], Finding | None]] = []
 
 
 def rule(metric: str = "") -> Callable[[Callable[[MetricHistory], Found]], Callable[[MetricHistory], Finding | None]]:
-    """Return a decorator that registers a function as a rule for `find`. `metric` is the metric that its findings are
-    about."""
+    """Return a decorator that registers a rule for `find`; its findings are about `metric`."""
 
     def add(function: Callable[[MetricHistory], Found]) -> Callable[[MetricHistory], Finding | None]:
         @wraps(function)
@@ -170,8 +169,7 @@ def _constant_reward(h: MetricHistory) -> str | None:
 
 @rule(ERROR)
 def exactness(h: MetricHistory) -> Found:
-    """Report how much the probabilities of trainer and generation engine differ, in steps whose samples are not
-    stale."""
+    """Report how much trainer and engine differ in probability, in steps whose samples are not stale."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in h.by_step(ERROR).items() if not stale.get(step)]
     if not values:
@@ -300,8 +298,7 @@ def validation_trend(h: MetricHistory) -> Found:
 
 @rule("train/groups/pct_equal")
 def equal_rewards(h: MetricHistory) -> Found:
-    """Report the share of prompt groups whose rewards are all equal. Such groups have no gradient if advantages compare
-    the responses of a group."""
+    """Report the share of groups with equal rewards, which have no gradient if a group is compared."""
     if not _compares_groups(h):
         return None
     share = h.recent("train/groups/pct_equal")
@@ -350,11 +347,8 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses get about the same reward as all responses, so that truncation costs no
-    reward.
-
-    Steps in which all responses were truncated are ignored. If there are no other steps, return whether the reward
-    rises."""
+    """Return whether truncated responses get about the same reward as all, in steps in which not all were truncated. If
+    there are no such steps, return whether the reward rises."""
     cut, every, rate = (h.by_step(name) for name in ("train/reward_of_truncated", REWARD, CUT))
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
     if steps:
@@ -456,8 +450,7 @@ class Alerts:
         return [f"serious: {finding.title}. {finding.advice}" for finding in new]
 
     def serious(self) -> list[Finding]:
-        """Return the serious findings. Of findings with the same advice, which have the same cause, only the first is
-        returned."""
+        """Return the serious findings; of those with the same advice, and so the same cause, the first."""
         found = [finding for finding in find(self.history) if finding.level == "bad"]
         return list({finding.advice: finding for finding in reversed(found)}.values())[::-1]
 

@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,10 +52,8 @@ class Trend(NamedTuple):
 
 
 class MetricHistory:
-    """All numeric metrics of a run. If a metric was logged twice at a step, the later value is kept.
-
-    `settings` is the run's configuration as a plain mapping, which the advice of findings may need; empty if unknown.
-    """
+    """All numeric metrics of a run; of a metric logged twice at a step the later value. `settings` is the run's
+    configuration as a plain mapping, which the advice of findings may need; empty if unknown."""
 
     def __init__(self, rows: Iterable[Mapping[str, object]] = (), settings: Mapping[str, object] | None = None) -> None:
         self.settings = settings or {}
@@ -196,8 +195,7 @@ def _run(name: str, history: MetricHistory) -> dict[str, Plain]:
 
 
 def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """Return (xs, ys) of about `limit` points that keep every spike: the minimum and maximum of each bucket of points,
-    and both ends."""
+    """Return (xs, ys) of about `limit` points: both ends, and the minimum and maximum of each bucket."""
     if len(xs) <= limit:
         return list(xs), list(ys)
     keep: set[int] = {0, len(xs) - 1}
@@ -230,92 +228,63 @@ def _short(value: float) -> float | int | None:
     return float(f"{value:.6g}")
 
 
-class Line(NamedTuple):
-    """A metric in a chart. `low` and `high` are the metrics that bound its confidence interval, which is drawn as a
-    band."""
-
-    label: str
-    metric: str
-    low: str | None = None
-    high: str | None = None
-
-
 class Panel(NamedTuple):
-    """A chart: its title, unit and lines. With `zero` the vertical axis begins at 0; with `smooth` a running mean is
-    drawn."""
+    """A chart. With `zero` the vertical axis begins at 0; with `smooth` a running mean is drawn."""
 
     title: str
     unit: str
-    lines: Sequence[Line]
+    lines: Mapping[str, str]  # label -> metric
     zero: bool = False
     smooth: bool = False
     wide: bool = False
+    flat: bool = False  # whether each line is constant over all runs
+
+    def spec(self) -> Plain:
+        """Return the specification of the chart for chart.js."""
+        lines = [{"label": label, "metric": metric} | _BANDS.get(metric, {}) for label, metric in self.lines.items()]
+        return {"title": self.title, "zero": self.zero, "smooth": self.smooth, "lines": lines}
 
 
-class Panels(NamedTuple):
-    """The charts of a run, separated into those that change and those whose lines are all constant."""
-
-    moving: list[Panel]
-    flat: list[Panel]
-
-    def specs(self) -> list[Plain]:
-        """Return the charts' specifications for chart.js."""
-        specs: list[Plain] = []
-        for panel in (*self.moving, *self.flat):
-            lines = [{k: v for k, v in line._asdict().items() if v is not None} for line in panel.lines]
-            specs.append({"title": panel.title, "zero": panel.zero, "smooth": panel.smooth, "lines": lines})
-        return specs
-
-
-def _panel(title: str, unit: str = "", **lines: str) -> Panel:
-    """Return a chart whose vertical axis begins at 0. Each keyword is the label of a line, and its value the line's
-    metric."""
-    return Panel(title, unit, [Line(label, metric) for label, metric in lines.items()], zero=True)
-
-
-_LOW, _HIGH = "validation/accuracy_ci95_low", "validation/accuracy_ci95_high"
-_EQUAL = "train/groups/pct_equal"
+_BANDS = {"validation/accuracy": {"low": "validation/accuracy_ci95_low", "high": "validation/accuracy_ci95_high"}}
+"""Metric -> the bounds of its confidence interval, which is drawn as a band."""
+_LENGTHS = {"mean": "train/mean_gen_tokens_per_sample", "longest": "train/max_gen_tokens_per_sample"}
+_EQUAL = {
+    "all": "train/groups/pct_equal",
+    "best": "train/groups/pct_equal_best",
+    "worst": "train/groups/pct_equal_worst",
+}
+_RATIOS = {"mean": "train/probs_ratio", "lowest": "train/probs_ratio_min", "highest": "train/probs_ratio_max"}
+_SPEEDS = {"whole step": "performance/tokens_per_sec", "generation": "performance/generation_tokens_per_sec"}
 _PANELS = (
-    Panel("Reward", "", [Line("reward", "train/reward")], smooth=True, wide=True),
-    Panel("Validation", "", [Line("", "validation/accuracy", _LOW, _HIGH), Line("pass@k", "validation/pass_k")]),
-    Panel("Loss", "", [Line("loss", "train/loss")], smooth=True),
-    _panel("Gradient norm", grad_norm="train/grad_norm")._replace(smooth=True),
-    _panel("Entropy", "nats per token", approx_entropy="train/approx_entropy"),
-    _panel(
-        "Response length", "tokens", mean="train/mean_gen_tokens_per_sample", longest="train/max_gen_tokens_per_sample"
-    ),
-    _panel("Cut off at the length limit", "share", truncation_rate="train/truncation_rate"),
-    _panel("Groups with equal rewards", "%", all=_EQUAL, best=f"{_EQUAL}_best", worst=f"{_EQUAL}_worst"),
-    _panel("KL to the reference", "per token", kl_penalty="train/kl_penalty")._replace(zero=False),
-    _panel(
-        "Probability ratio", mean="train/probs_ratio", lowest="train/probs_ratio_min", highest="train/probs_ratio_max"
-    )._replace(zero=False),
-    _panel("Learning rate", lr="train/lr"),
-    _panel(
-        "Speed",
-        "tokens per second",
-        **{"whole step": "performance/tokens_per_sec", "generation": "performance/generation_tokens_per_sec"},
-    ),
-    Panel("token_mult_prob_error", "1 is exact", [Line("token_mult_prob_error", "train/token_mult_prob_error")]),
-    Panel("Value loss", "", [Line("critic/loss", "train/critic/loss")], zero=True),
-    Panel("Explained variance", "of the value model", [Line("explained_var", "train/critic/explained_var")]),
-    _panel("Memory after each step", "GiB", rss="memory/rss_gb"),
+    Panel("Reward", "", {"reward": "train/reward"}, smooth=True, wide=True),
+    Panel("Validation", "", {"": "validation/accuracy", "pass@k": "validation/pass_k"}),
+    Panel("Loss", "", {"loss": "train/loss"}, smooth=True),
+    Panel("Gradient norm", "", {"grad_norm": "train/grad_norm"}, zero=True, smooth=True),
+    Panel("Entropy", "nats per token", {"approx_entropy": "train/approx_entropy"}, zero=True),
+    Panel("Response length", "tokens", _LENGTHS, zero=True),
+    Panel("Cut off at the length limit", "share", {"truncation_rate": "train/truncation_rate"}, zero=True),
+    Panel("Groups with equal rewards", "%", _EQUAL, zero=True),
+    Panel("KL to the reference", "per token", {"kl_penalty": "train/kl_penalty"}),
+    Panel("Probability ratio", "", _RATIOS),
+    Panel("Learning rate", "", {"lr": "train/lr"}, zero=True),
+    Panel("Speed", "tokens per second", _SPEEDS, zero=True),
+    Panel("token_mult_prob_error", "1 is exact", {"token_mult_prob_error": "train/token_mult_prob_error"}),
+    Panel("Value loss", "", {"critic/loss": "train/critic/loss"}, zero=True),
+    Panel("Explained variance", "of the value model", {"explained_var": "train/critic/explained_var"}),
+    Panel("Memory after each step", "GiB", {"rss": "memory/rss_gb"}, zero=True),
 )
 
 
-def panels_of(histories: Sequence[MetricHistory]) -> Panels:
-    """Return the charts that have values in any run. A chart is flat if each of its lines is constant over all runs."""
-    result = Panels([], [])
+def panels_of(histories: Sequence[MetricHistory]) -> list[Panel]:
+    """Return the charts that have values in any run, those whose lines are all constant last."""
+    panels, word = [], validation_word(*histories)
     for panel in _PANELS:
-        curves = {line: [h.values(line.metric) for h in histories] for line in panel.lines}
-        lines = [line for line in panel.lines if any(curves[line])]
-        if not lines:
+        curves = {label: [h.values(metric) for h in histories] for label, metric in panel.lines.items()}
+        curves = {label: of_runs for label, of_runs in curves.items() if any(of_runs)}
+        if not curves:
             continue
-        values = [{value for curve in curves[line] for value in curve} for line in lines]
-        is_flat = all(len(v) <= 1 < max(map(len, curves[line])) for v, line in zip(values, lines))
-        if panel.title == "Validation":
-            word = validation_word(*histories)
-            lines = [line._replace(label=line.label or word) for line in lines]
-            panel = panel._replace(title=f"Validation {word}")
-        (result.flat if is_flat else result.moving).append(panel._replace(lines=lines))
-    return result
+        is_flat = all(len(set(chain(*of_runs))) <= 1 < max(map(len, of_runs)) for of_runs in curves.values())
+        title = f"Validation {word}" if panel.title == "Validation" else panel.title
+        lines = {label or word: panel.lines[label] for label in curves}
+        panels.append(panel._replace(title=title, lines=lines, flat=is_flat))
+    return sorted(panels, key=lambda panel: panel.flat)

@@ -24,7 +24,6 @@ from nemo_rl_cpp.report.findings import Finding, find
 from nemo_rl_cpp.report.history import (
     MetricHistory,
     Panel,
-    Panels,
     format_number,
     metric_data,
     packed,
@@ -122,10 +121,8 @@ def timing_name(history: MetricHistory, label: str) -> str:
 
 
 def stage_shares(h: MetricHistory) -> dict[str, float]:
-    """Return each top-level stage's share of the time in and between steps, largest first.
-
-    Sums and nested stages (with a `/`) are excluded; a group of stages of which only the total is logged counts as one
-    stage."""
+    """Return each top-level stage's share of the time in and between steps, largest first. A group of stages of which
+    only the total is logged counts as one stage."""
     seconds: dict[str, float] = {}
     for name in h.names("timing/train/"):
         label = name.removeprefix("timing/train/").removesuffix("/total")
@@ -180,27 +177,23 @@ def _memory_section(history: MetricHistory) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a report page shows besides the metrics.
-
-    Attributes:
-        status: "running", "finished", "stopped in time", "interrupted" or "failed".
-        given: {"key", "value", "where"} for each key that the user set; None if unknown."""
+    """What a report page shows besides the metrics."""
 
     title: str
-    status: str = "running"
+    status: str = "running"  # "running", "finished", "stopped in time", "interrupted" or "failed"
     total_steps: int | None = None
     config: dict[str, Plain] = field(default_factory=dict)
     samples: list[Plain] = field(default_factory=list)
     environment: Mapping[str, object] = field(default_factory=dict)
     message: str = ""
-    given: list[dict[str, Plain]] | None = None
+    given: list[dict[str, Plain]] | None = None  # {"key", "value", "where"} of each key that is set; None: unknown
 
 
 def render(history: MetricHistory, facts: RunFacts) -> str:
     """Return the HTML of a run's report page."""
     found = find(history)
     panels = panels_of([history])
-    specs = panels.specs()
+    specs = [panel.spec() for panel in panels]
     time_section = ""
     if (stack := _time_spec(history)) is not None:
         specs.append(stack)
@@ -229,8 +222,7 @@ def render(history: MetricHistory, facts: RunFacts) -> str:
 
 
 def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
-    """Return one or two sentences on how the run went. Numbers of a single step are the same as in the terminal's
-    table."""
+    """Return in a sentence or two how the run went, with a step's numbers as in the terminal."""
     if history.last_step == 0:
         return facts.message or "No step has finished yet."
     rewards, trend = history.values("train/reward"), history.trend("train/reward")
@@ -280,19 +272,17 @@ def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]
     return tiles
 
 
-def curves_section(panels: Panels, histories: Sequence[MetricHistory]) -> str:
+def curves_section(panels: Sequence[Panel], histories: Sequence[MetricHistory]) -> str:
     """Return the charts as HTML. Charts of constant lines are collapsed under a line with their names and values."""
 
     def last(panel: Panel, of: Sequence[MetricHistory]) -> list[str]:
-        curves = [history.curve(panel.lines[0].metric).values for history in of]
+        curves = [history.curve(next(iter(panel.lines.values()))).values for history in of]
         return [format_number(values[-1]) for values in curves if values]
 
-    def cards(some: Sequence[Panel], first: int) -> list[tuple[Panel, int, str]]:
-        return [(panel, index, " · ".join(last(panel, histories))) for index, panel in enumerate(some, first)]
-
-    moving, flat = panels
-    names = ", ".join(f"{panel.title} {value}" for panel in flat for value in last(panel, histories[:1]))
-    return parts().curves(cards(moving, 0), cards(flat, len(moving)), names)
+    cards = [(panel, index, " · ".join(last(panel, histories))) for index, panel in enumerate(panels)]
+    moving, flat = ([card for card in cards if card[0].flat == is_flat] for is_flat in (False, True))
+    names = ", ".join(f"{panel.title} {value}" for panel, _, _ in flat for value in last(panel, histories[:1]))
+    return parts().curves(moving, flat, names)
 
 
 REPORT = "report.html"
@@ -374,9 +364,8 @@ class ReportWriter:
 
 
 def write_report(log_dir: Path | str) -> Path:
-    """Write report.html from the log folder of a finished, running or crashed run, and return its path.
-
-    Raise ValueError if the folder contains no metrics.jsonl."""
+    """Write report.html from the log folder of any run, and return its path. Raise ValueError without a
+    metrics.jsonl."""
     if not (Path(log_dir) / METRICS).exists():
         raise ValueError(f"{log_dir} holds no {METRICS}: give the log folder of a run, such as logs/exp_001")
     writer = ReportWriter(log_dir)
@@ -385,8 +374,7 @@ def write_report(log_dir: Path | str) -> Path:
 
 
 def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
-    """Return {"key", "value", "where"} for each configuration key set on the command line, in a call, or in the user's
-    own file."""
+    """Return {"key", "value", "where"} for each key of the command line, a call, or the user's own file."""
     values, positions = written(config), config.positions
     rows: dict[str, dict[str, Plain]] = {}
     for key, where in positions.items():

@@ -56,8 +56,7 @@ class Progress:
     def __init__(
         self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: Console | None = None
     ) -> None:
-        """Start the display. Without `total_steps` no time left is shown. `console` is rich's console, by default on
-        stdout."""
+        """Start the display, on stdout unless there is a `console`. Without `total_steps` no time left is shown."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console

@@ -25,8 +25,7 @@ BUDGET = 60_000
 
 TokenBytes = Callable[[int], bytes]
 Item = TypeVar("Item")
-Step = tuple[int, str, int]
-"""Step, kind ("train" or "val"), and the time at which the file was written."""
+Step = tuple[int, str, int]  # step, kind ("train" or "val"), and the time at which the file was written
 
 
 class Answer:
@@ -187,8 +186,7 @@ class SampleBook:
         return shown | {"tokens": [texts[i] for i in kept]} | _columns(answer, kept)
 
     def _texts(self, tokens: Sequence[int]) -> list[str] | None:
-        """Return the text of each token, or None if a token is unknown. If a character spans several tokens, the last
-        of them has its text."""
+        """Return the tokens' texts, or None if one is unknown. A character's text is that of its last token."""
         for token in tokens:
             if token not in self._bytes and self._token_bytes is not None:
                 self._bytes[token] = self._token_bytes(token)
@@ -242,8 +240,7 @@ def _round(value: float | None) -> float | None:
 
 
 def _within_budget(pages: Mapping[Step, _Page]) -> list[Step]:
-    """Return the steps that fit the page's size budget. The last and the first step are tried first, then steps between
-    them."""
+    """Return the steps that fit the size budget: the last, the first, then steps between them."""
     shown, spent = [], 0.0
     for key in outside_in(sorted(pages)):
         if math.isfinite(pages[key].cost) and (not shown or spent + pages[key].cost <= BUDGET):
@@ -267,8 +264,7 @@ def spread(items: list[Item]) -> list[Item]:
 
 
 def outside_in(items: Sequence[Item]) -> list[Item]:
-    """Return the items in a new order: the last, the first, the middle one, the middles of the two halves, and so
-    on."""
+    """Return the items in a new order: last, first, middle, the middles of the halves, and so on."""
     if len(items) < 3:
         return [*items[::-1]]
     order, gaps = [items[-1], items[0]], [(0, len(items) - 1)]

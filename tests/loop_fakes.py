@@ -121,8 +121,7 @@ class Warns:
 
 def fake_run(folder, section, *overrides, policy=None, critic=None, respond=None, num_rows=8):
     """Return a run of these fakes with 2 prompts x 4 generations a step, on `num_rows` prompts, resumed from its newest
-    checkpoint. Nothing is printed.
-    """
+    checkpoint. Nothing is printed."""
     load = {"grpo": load_grpo_config, "ppo": load_ppo_config}[section]
     config = load(
         f"{section}_tiny.yaml",
@@ -142,11 +141,11 @@ def fake_run(folder, section, *overrides, policy=None, critic=None, respond=None
         "make_tokenizer": lambda policy: TOKENIZER,
         "make_dataloader": lambda data, rows, size, *more: StatefulDataLoader(rows, size, drop_last=True),
         "make_critic": lambda *parts: NoCritic() if critic is None else Critic(critic(policy.events), None),
-        "make_loss": lambda *given: None,
     }
     data = RunData(rows(num_rows), rows(3), Environments(env, env))
     with (
-        patch.multiple("nemo_rl_cpp.algorithms.build", **stand_ins),
+        patch.multiple("nemo_rl_cpp.algorithms.parts", **stand_ins),
+        patch("nemo_rl_cpp.algorithms.build.make_loss", lambda *given: None),
         patch("nemo_rl_cpp.algorithms.checkpointing.announce"),
     ):
         run = build_run(config, data=lambda config, tokenizer: data, policy_factory=lambda **given: policy)

@@ -1,8 +1,7 @@
 """The parts of a training run (`TrainingRun`), and their construction from a configuration (`build_run`).
 
 The order of construction matters in two places. Environments start their worker processes before this process computes
-on several threads. The checkpoint to resume from is chosen before the model is loaded.
-"""
+on several threads. The checkpoint to resume from is chosen before the model is loaded."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from nemo_rl_cpp.algorithms import parts
 from nemo_rl_cpp.algorithms.algorithm import ALGORITHMS, Advantages, Algorithm
 from nemo_rl_cpp.algorithms.callbacks import Callbacks
 from nemo_rl_cpp.algorithms.checkpointing import Saver, facts_of_run, facts_of_step, open_checkpoints, publish
@@ -22,25 +22,6 @@ from nemo_rl_cpp.algorithms.custom_components import make_loss
 from nemo_rl_cpp.algorithms.hooks import OUT_OF_TIME, Ending, Hook, StepLog, Terminal, Validation, summary
 from nemo_rl_cpp.algorithms.loop import train_loop
 from nemo_rl_cpp.algorithms.loss import LossFunction
-from nemo_rl_cpp.algorithms.parts import (
-    RunData,
-    make_cluster,
-    make_collector,
-    make_critic,
-    make_data,
-    make_dataloader,
-    make_engine_cluster,
-    make_generation,
-    make_log,
-    make_logger,
-    make_policy,
-    make_report,
-    make_teachers,
-    make_tokenizer,
-    make_validation,
-    planned_steps,
-    set_seed,
-)  # fmt: skip
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
 from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.teachers import NoTeacher, Teachers
@@ -94,8 +75,7 @@ class TrainingRun:
         report: writes report.html; None: no report is written.
         resources: processes, folder locks and the engine, which `close` releases.
         cluster: the workers of policy, critic and engine.
-        engine_cluster: the workers of engines with a separate copy of the weights; None without such engines.
-    """
+        engine_cluster: the workers of engines with a separate copy of the weights; None without such engines."""
 
     config: TrainMasterConfig
     state: TrainState
@@ -154,8 +134,7 @@ class TrainingRun:
 
         An exception is recorded in the report and raised again. If it comes from user code (a reward function, an
         environment, a loss), its message says in which function, file and line (`errors.in_user_code`). A run that did
-        not fail is "interrupted", "stopped in time" (by `checkpoint_must_save_by`) or "finished".
-        """
+        not fail is "interrupted", "stopped in time" (by `checkpoint_must_save_by`) or "finished"."""
         began, first = time.monotonic(), self.state.step
         status, message, published = "failed", "", {}
         tracebacks_go_to(self.log_dir)
@@ -201,8 +180,7 @@ class TrainingRun:
     def evaluate(self, config: EvalMasterConfig) -> EvalResult:
         """Evaluate the current weights with the data, environment, sampling and metric of `config` (see
         `load_eval_config`). Model, tokenizer and maximum sequence length are those of this run. Raise ConfigError if
-        the configuration has mistakes.
-        """
+        the configuration has mistakes."""
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
@@ -226,7 +204,7 @@ class TrainingRun:
 def build_run(
     config: TrainMasterConfig | Mapping[str, object],
     *,
-    data: Callable[[TrainMasterConfig, TokenizerType], RunData] = make_data,
+    data: Callable[[TrainMasterConfig, TokenizerType], parts.RunData] = parts.make_data,
     policy_factory: Callable[..., PolicyInterface] | None = None,
     callbacks: Callbacks | None = None,
 ) -> TrainingRun:
@@ -242,13 +220,12 @@ def build_run(
         callbacks: called after steps, validations and checkpoints and at the end.
 
     Raise ConfigError, ResumeError (the checkpoint belongs to a different run) or FolderError (a different run has
-    locked the folder), all ValueErrors, before a model is loaded.
-    """
+    locked the folder), all ValueErrors, before a model is loaded."""
     config = within_budget(checked(config, master_of(config)))
     loop, algorithm = config.loop, ALGORITHMS[config.algorithm]
-    set_seed(loop.seed)
+    parts.set_seed(loop.seed)
     stage("preparing tokenizer, data and environments")
-    tokenizer = make_tokenizer(config.policy)
+    tokenizer = parts.make_tokenizer(config.policy)
     with ExitStack() as resources:  # released in reverse order: if a later part fails, or by `TrainingRun.close`
         made = data(config, tokenizer)
         resources.push(lambda kind, error, trace: close_environments(made.environments, error))
@@ -257,13 +234,13 @@ def build_run(
         resume = open_checkpoints(checkpoints, config)
         state = resume.state
         state.max_num_steps, state.max_num_epochs = loop.max_num_steps, loop.max_num_epochs
-        loader = make_dataloader(config.data, made.train, loop.prompts_per_round, loop.seed, config.algorithm)
+        loader = parts.make_dataloader(config.data, made.train, loop.prompts_per_round, loop.seed, config.algorithm)
         if resume.path is not None:
             load_dataloader_state(loader, resume.path)
         if config.policy.generation.runs_vllm:
             check_vllm(config.policy, config.cluster.device)  # before a model is loaded
         check_trackers(config.logger)
-        cluster, engine_cluster = make_cluster(config), make_engine_cluster(config)
+        cluster, engine_cluster = parts.make_cluster(config), parts.make_engine_cluster(config)
         resources.callback(shut_down, engine_cluster, cluster)
         listener = listener_of(config.policy)
         if listener is not None:
@@ -271,30 +248,30 @@ def build_run(
             if engine_cluster is not None:  # the engine's worker will listen there
                 listener.close()
         stage("loading the model")
-        steps = planned_steps(loop, loader)
-        policy = make_policy(config, tokenizer, resume, cluster, steps, policy_factory)
-        generation = make_generation(config, policy, tokenizer, engine_cluster)
+        steps = parts.planned_steps(loop, loader)
+        policy = parts.make_policy(config, tokenizer, resume, cluster, steps, policy_factory)
+        generation = parts.make_generation(config, policy, tokenizer, engine_cluster)
         resources.callback(end_engine, generation)
-        teachers = make_teachers(config, policy, tokenizer)
-        critic = make_critic(config, tokenizer, resume, cluster, steps)
+        teachers = parts.make_teachers(config, policy, tokenizer)
+        critic = parts.make_critic(config, tokenizer, resume, cluster, steps)
         loss_fn, advantages = make_loss(config.loss_fn, config.candidates), algorithm.make_advantages(config)
-        logger = make_logger(config, state)
+        logger = parts.make_logger(config, state)
         resources.callback(logger.finish)
         if config.policy.generation.expose_http_server and engine_cluster is None:
             generation = serve_policy(policy, generation, config.policy, lambda: state.step, loop.seed, listener)
             resources.callback(end_engine, generation)
-        collector = make_collector(config, policy, generation, tokenizer, loader, made.environments, state)
+        collector = parts.make_collector(config, policy, generation, tokenizer, loader, made.environments, state)
         resources.callback(collector.close)
         resume.load_rollouts(collector)
         timer = Timer()
         run = TrainingRun(
             config=config, state=state, algorithm=algorithm, tokenizer=tokenizer, environments=made.environments,
             policy=policy, critic=critic, teachers=teachers, collector=collector, advantages=advantages, loss_fn=loss_fn, cluster=cluster,
-            engine_cluster=engine_cluster, timer=timer, log=make_log(config, logger, timer, policy),
+            engine_cluster=engine_cluster, timer=timer, log=parts.make_log(config, logger, timer, policy),
             terminal=Terminal(Progress(loop.max_num_steps, state.step), Alerts(to_plain(config))),
-            report=make_report(config, logger, tokenizer), checkpoints=checkpoints,
+            report=parts.make_report(config, logger, tokenizer), checkpoints=checkpoints,
             card=facts_of_run(config, made.environments.train, loss_fn, advantages.estimator),
-            validation=make_validation(config, policy, loss_fn, tokenizer, made, collector, logger, timer),
+            validation=parts.make_validation(config, policy, loss_fn, tokenizer, made, collector, logger, timer),
             callbacks=callbacks or Callbacks(),
         )  # fmt: skip
         connect_hooks(run)
@@ -312,8 +289,7 @@ def connect_hooks(run: TrainingRun) -> None:
     """Set the hooks that the run calls before training and after each step.
 
     The order of the hooks keeps a killed run consistent: metrics are on disk before their checkpoint appears, and a
-    resumed run removes what was logged after its checkpoint. Times are logged last, because saving takes time.
-    """
+    resumed run removes what was logged after its checkpoint. Times are logged last, because saving takes time."""
     config, log, terminal, validation = run.config, run.log, run.terminal, run.validation
     ending = Ending(run.stop, TimeoutChecker(config.checkpointing.checkpoint_must_save_by), config.loop)
     saver = Saver(

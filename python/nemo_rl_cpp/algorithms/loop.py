@@ -6,15 +6,8 @@ epoch."""
 
 from typing import TYPE_CHECKING
 
+from nemo_rl_cpp.algorithms import step
 from nemo_rl_cpp.algorithms.hooks import StepResult
-from nemo_rl_cpp.algorithms.step import (
-    mask_by_logprob_error,
-    overwrite_advantages,
-    require_valid_tokens,
-    select_tokens,
-    step_result,
-    train_epochs,
-)
 from nemo_rl_cpp.rollouts.batches import add_logprobs, build_train_batch
 
 if TYPE_CHECKING:
@@ -42,16 +35,16 @@ def train_loop(run: "TrainingRun") -> None:
                     refit.verify_before_training()
                     metrics |= add_logprobs(run.policy, batch, config.loss_fn, loop, weight_version=state.step)
                     run.teachers.add_logprobs(batch, samples)
-                    metrics |= mask_by_logprob_error(batch, loop.seq_logprob_error_threshold)
+                    metrics |= step.mask_by_logprob_error(batch, loop.seq_logprob_error_threshold)
                     if run.algorithm.needs_tokens:
-                        require_valid_tokens(samples, batch, config.algorithm)
+                        step.require_valid_tokens(samples, batch, config.algorithm)
                 with timer("advantage_calculation"):
                     run.advantages.add(batch)
-                    metrics |= overwrite_advantages(batch, samples.message_log, loop.message_advantages)
-                    metrics |= select_tokens(batch, config.loss_fn, loop.seed, state.step)
-                metrics |= train_epochs(run, batch, timer)
+                    metrics |= step.overwrite_advantages(batch, samples.message_log, loop.message_advantages)
+                    metrics |= step.select_tokens(batch, config.loss_fn, loop.seed, state.step)
+                metrics |= step.train_epochs(run, batch, timer)
                 with timer("metrics"):
-                    result = step_result(run, collected, batch, metrics)
+                    result = step.step_result(run, collected, batch, metrics)
             state.advance(loop.num_prompts_per_step, int(batch.valid_mask.sum()))
             for _ in range(collected.finished_epochs):
                 state.next_epoch()

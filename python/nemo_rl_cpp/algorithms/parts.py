@@ -4,37 +4,21 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from nemo_rl_cpp.algorithms import reward_functions, teachers
 from nemo_rl_cpp.algorithms.algorithm import AnswerValidator, NoEngine, NoRefit, given_answers
 from nemo_rl_cpp.algorithms.checkpointing import Resume
 from nemo_rl_cpp.algorithms.collector import AsyncCollector, RolloutCollector, SyncCollector
 from nemo_rl_cpp.algorithms.dynamic_sampling import GroupSampler
 from nemo_rl_cpp.algorithms.hooks import StepLog, Validation
 from nemo_rl_cpp.algorithms.loss import LossFunction, MseValueLossFn
-from nemo_rl_cpp.algorithms.reward_functions import (
-    apply_length_penalty,
-    apply_reward_penalties,
-    apply_reward_shaping,
-    scale_rewards,
-    shaping_warning,
-)
 from nemo_rl_cpp.algorithms.step import Critic, NoCritic
-from nemo_rl_cpp.algorithms.teachers import (
-    HfTeacher,
-    NoTeacher,
-    OutsideTeacher,
-    ServerTeacher,
-    Teachers,
-    TopKTeachers,
-    check_vocabulary,
-)
 from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
@@ -61,7 +45,7 @@ from nemo_rl_cpp.data.tokenizer import get_tokenizer
 from nemo_rl_cpp.distributed.cluster import Cluster, check_device, use_threads
 from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.environments.remote import ActorSettings
-from nemo_rl_cpp.environments.response_data import Datasets, load_response_data
+from nemo_rl_cpp.environments.response_data import Datasets, RunData, load_response_data
 from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.files.folder_lock import FolderError, make_folder
 from nemo_rl_cpp.loggers.folders import get_experiment_dir
@@ -85,15 +69,6 @@ from nemo_rl_cpp.serving.generation import ServedDedicatedGeneration
 from nemo_rl_cpp.weight_sync import create_weight_synchronizer
 
 
-@dataclass
-class RunData:
-    """The data sets and environments of a run. `train` maps task names to data sets if there are several."""
-
-    train: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset]
-    validation: AllTaskProcessedDataset | None
-    environments: Environments
-
-
 def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
     """Return the tokenizer of the section `policy.tokenizer`; for the model tiny-random, a character-level one."""
     if policy.model_name == TINY_RANDOM and policy.tokenizer.name in (None, TINY_RANDOM):
@@ -110,8 +85,7 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
     limit = config.policy.max_total_sequence_length
     actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
     env = None if config.algorithm == "sft" else config.env  # supervised fine-tuning scores nothing
-    data = load_response_data(tokenizer, config.data, env, limit, actors)
-    return RunData(data.train, data.validation, Environments(data.environments, data.val_environments))
+    return load_response_data(tokenizer, config.data, env, limit, actors)
 
 
 def make_dataloader(
@@ -119,8 +93,7 @@ def make_dataloader(
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
     """Return the training loader, which yields `num_prompts` prompts at a time. For a dictionary of data sets, return a
     wrapper of one loader per data set. Raise ValueError if a data set has fewer rows than a batch; the message suggests
-    keys of the configuration section `section` to change.
-    """
+    keys of the configuration section `section` to change."""
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
         if 0 < len(rows) < batch_size:
@@ -148,8 +121,7 @@ def set_seed(seed: int) -> None:
 def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloaderWrapper) -> int:
     """Return the planned number of steps of the whole run: max_num_steps, or the number of batches in max_num_epochs if
     that is less. With dynamic sampling a step may need several batches, so there may be fewer steps. If there are
-    several loaders, they restart without end, so only max_num_steps limits the run.
-    """
+    several loaders, they restart without end, so only max_num_steps limits the run."""
     if isinstance(loader, MultipleDataloaderWrapper):
         return loop.max_num_steps
     return min(loop.max_num_steps, loop.max_num_epochs * len(loader))
@@ -158,8 +130,7 @@ def planned_steps(loop: LoopConfig, loader: StatefulDataLoader | MultipleDataloa
 def make_cluster(config: TrainMasterConfig) -> Cluster:
     """Return the cluster of workers that train: only this process, or worker processes if `cluster.executor` is
     processes or ray. A single process may run a configuration that was written for any number of devices
-    (`config/fold.py`). Raise ValueError if `cluster.device` requests a GPU that cannot be used.
-    """
+    (`config/fold.py`). Raise ValueError if `cluster.device` requests a GPU that cannot be used."""
     if (text := fold_text(config, forecast_summary(config))) is not None:
         say_once("warning", text)
     use_threads(config.cluster)
@@ -169,8 +140,7 @@ def make_cluster(config: TrainMasterConfig) -> Cluster:
 
 def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
     """Return the cluster of workers that only generate (`policy.generation.colocated.resources`), or None if there are
-    none.
-    """
+    none."""
     count = engines_of(config)
     if count == 0:
         return None
@@ -181,8 +151,7 @@ def make_generation(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: Cluster | None
 ) -> GenerationInterface:
     """Return the engine: one that shares the policy's weights, one in separate workers, or vLLM. If nothing is
-    generated, return `NoEngine`.
-    """
+    generated, return `NoEngine`."""
     if config.algorithm == "sft":
         return NoEngine()
     if config.policy.generation.runs_vllm:
@@ -203,8 +172,7 @@ def make_policy(
 ) -> PolicyInterface:
     """Return the policy with the checkpoint's weights and optimizer, or for a new run with the weights of
     policy.model_name. `steps` is the planned number of steps. The reference model is loaded only if the KL weight is
-    not 0.
-    """
+    not 0."""
     runs_vllm = config.policy.generation.runs_vllm
     if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
         print(f"note: {text}", file=sys.stderr, flush=True)
@@ -233,33 +201,36 @@ def make_policy(
     )
 
 
-def make_teachers(config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType) -> Teachers | NoTeacher:
+def make_teachers(
+    config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType
+) -> teachers.Teachers | teachers.NoTeacher:
     """Return the run's teachers, or `NoTeacher`. Raise ValueError if a teacher that this program loads does not have
-    the policy's vocabulary.
-    """
+    the policy's vocabulary."""
     if isinstance(config, DistillationMasterConfig) and config.teacher.is_outside:
-        return OutsideTeacher(_outside_teacher(config, tokenizer).score)
+        return teachers.OutsideTeacher(_outside_teacher(config, tokenizer).score)
     if not config.teachers:
-        return NoTeacher()
+        return teachers.NoTeacher()
     for key, name in config.teachers.items():
-        check_vocabulary(tokenizer, name, key)
+        teachers.check_vocabulary(tokenizer, name, key)
     if isinstance(config, TaughtMasterConfig):
         section = config.on_policy_distillation
-        return Teachers(policy, section.models(), section.default_teacher)
+        return teachers.Teachers(policy, section.models(), section.default_teacher)
     options = policy, config.teachers, "teacher.model_name"
     if config.candidates is None:
-        return Teachers(*options)
-    return TopKTeachers(*options, k=config.candidates, of_student=config.distillation.topk_of == "student")
+        return teachers.Teachers(*options)
+    return teachers.TopKTeachers(*options, k=config.candidates, of_student=config.distillation.topk_of == "student")
 
 
-def _outside_teacher(config: DistillationMasterConfig, tokenizer: TokenizerType) -> ServerTeacher | HfTeacher:
+def _outside_teacher(
+    config: DistillationMasterConfig, tokenizer: TokenizerType
+) -> teachers.ServerTeacher | teachers.HfTeacher:
     teacher, policy = config.teacher, config.policy
     if teacher.base_url is not None:
-        return ServerTeacher(teacher.base_url, teacher.model_name, teacher.api_key_env)
+        return teachers.ServerTeacher(teacher.base_url, teacher.model_name, teacher.api_key_env)
     name = absolute_folder(teacher.model_name)
-    check_vocabulary(tokenizer, name, "teacher.model_name")
+    teachers.check_vocabulary(tokenizer, name, "teacher.model_name")
     temperature = Scoring.of(policy.generation).temperature
-    return HfTeacher(name, policy.precision, temperature, config.cluster.device)
+    return teachers.HfTeacher(name, policy.precision, temperature, config.cluster.device)
 
 
 def make_critic(
@@ -267,8 +238,7 @@ def make_critic(
 ) -> Critic | NoCritic:
     """Return PPO's critic with the weights and optimizer of the checkpoint, or for a new run with the weights of
     value.model_name or ppo.warm_start_value_checkpoint. Return `NoCritic` for algorithms and estimators that need no
-    values. Raise ValueError if ppo.warm_start_value_checkpoint has no critic.
-    """
+    values. Raise ValueError if ppo.warm_start_value_checkpoint has no critic."""
     if not config.has_critic:
         return NoCritic()
     loop = config.ppo
@@ -292,8 +262,7 @@ def make_critic(
 def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
     """Return the logger of a folder in logger.log_dir: the next unused exp_NNN, or that of the resumed run with its
     logs truncated to the checkpoint's step. The folder stays locked until the logger's `finish`. Raise FolderError if
-    the logs cannot be written.
-    """
+    the logs cannot be written."""
     saves = config.checkpointing.enabled
     home = Path(config.checkpointing.checkpoint_dir)
     logger = None
@@ -334,18 +303,20 @@ def make_collector(
         return SyncCollector(generation, NoRefit(), prompts, given_answers, sampler, state)
     loop, settings, penalties = config.loop, config.loop.beside_training, config.reward_penalties
     length_penalty = config.grpo.length_penalty if isinstance(config, GRPOMasterConfig) else None
-    if warning := shaping_warning(loop.reward_shaping):
+    if warning := reward_functions.shaping_warning(loop.reward_shaping):
         print(warning, flush=True)
 
     def shape_rewards(rollouts: Rollouts) -> Rollouts:
-        return apply_reward_shaping(scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping)
+        return reward_functions.apply_reward_shaping(
+            reward_functions.scale_rewards(rollouts, loop.reward_scaling), loop.reward_shaping
+        )
 
     def change_rewards(rollouts: Rollouts) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if penalties is not None and penalties.any_enabled:
-            metrics |= apply_reward_penalties(rollouts, penalties, tokenizer)
+            metrics |= reward_functions.apply_reward_penalties(rollouts, penalties, tokenizer)
         if length_penalty is not None:
-            metrics |= apply_length_penalty(rollouts, length_penalty, tokenizer)
+            metrics |= reward_functions.apply_length_penalty(rollouts, length_penalty, tokenizer)
         return metrics
 
     roll_out = partial(
@@ -403,8 +374,7 @@ def make_validation(
     timer: Timer,
 ) -> Validation | None:
     """Return the validation that generates responses to prompts, or for supervised fine-tuning the one that computes
-    the loss on held-out answers. Return None without validation data.
-    """
+    the loss on held-out answers. Return None without validation data."""
     rows, loop, environments = data.validation, config.loop, data.environments
     if rows is None:
         return None

@@ -22,7 +22,7 @@ from nemo_rl_cpp.data.interfaces import TaskDataProcessFnCallable as Processor
 from nemo_rl_cpp.data.processors import PROMPT_MAKERS, Prompt, multichoice_qa_processor
 from nemo_rl_cpp.environments.code_verifier import parse_tests
 from nemo_rl_cpp.environments.interfaces import Environment
-from nemo_rl_cpp.environments.loading import create_env
+from nemo_rl_cpp.environments.loading import Environments, create_env
 from nemo_rl_cpp.environments.remote import ActorSettings, shut_down
 from nemo_rl_cpp.environments.verifiers import normalize_response
 from nemo_rl_cpp.errors import Finding, say_once
@@ -45,12 +45,9 @@ def inspect_rows(
     raw: RawDataset, rows: Indexed[Row], tokenizer: TokenizerType, limits: Limits, where: str,
     environment: tuple[str | None, Mapping[str, object] | None] = (None, None),
 ) -> Iterator[Finding]:  # fmt: skip
-    """Yield the problems of one data set: prompts that reach a limit, and ground truths that do not fit the
-    environment.
-
-    `raw` has processor, task_spec and possibly preprocessor. `environment` is the environment's name and its section.
-    At most 1,000 evenly spaced rows are inspected. Rows of custom processors are skipped, because these may have side
-    effects."""
+    """Yield the problems of one data set: prompts that reach a limit, and ground truths that do not fit the environment
+    (its name and section). At most 1,000 evenly spaced rows are inspected; rows of custom processors are skipped,
+    because these may have side effects."""
     make = PROMPT_MAKERS.get(raw.processor)
     if make is None or not len(rows):
         return
@@ -201,8 +198,7 @@ def _read_by_math_verify(text: str) -> str | None:
 
 
 def say(findings: Iterable[Finding]) -> None:
-    """Report the findings of an inspection: print each warning to stderr, once per process, and raise ValueError for
-    the first error."""
+    """Print each warning to stderr, once per process, and raise ValueError for the first error."""
     for finding in findings:
         if finding.level == "error":
             raise ValueError(str(finding))
@@ -247,8 +243,7 @@ class _Tasks:
 
 
 def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
-    """Return the sections of training and validation with defaults filled in. Raise ValueError for mistakes that can be
-    found before data is loaded."""
+    """Return the sections of training and validation with defaults filled in. Raise ValueError for mistakes."""
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "
@@ -270,20 +265,13 @@ def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str
     return sides
 
 
-@dataclass(frozen=True)
-class ResponseData:
-    """The data sets of a run and their environments.
+@dataclass
+class RunData:
+    """The data sets and environments of a run."""
 
-    Attributes:
-        train: one data set, or with `data.use_multiple_dataloader` one per task name.
-        validation: one data set of all rows that split_validation_size holds out and all rows in `data.validation`.
-        environments: the environments of training, by task name; empty without `env_configs`.
-        val_environments: the environments of validation, by task name."""
-
-    train: Datasets
-    validation: AllTaskProcessedDataset | None
-    environments: dict[str, Environment]
-    val_environments: dict[str, Environment]
+    train: Datasets  # one data set, or with `data.use_multiple_dataloader` one per task name
+    validation: AllTaskProcessedDataset | None  # held-out rows (split_validation_size) and those of `data.validation`
+    environments: Environments  # by task name; empty without `env_configs`
 
 
 def load_response_data(
@@ -292,13 +280,10 @@ def load_response_data(
     env_configs: Settings | None = None,
     max_total_sequence_length: int | None = None,
     actors: ActorSettings | None = None,
-) -> ResponseData:
-    """Load the data sets of a run. With `env_configs`, also make each environment that a section refers to; with
-    `actors`, make them in Ray actors.
-
-    Warn of prompts that will be truncated (`data.max_input_seq_length`) or that reach `max_total_sequence_length`, and
-    of ground truths that no response can match. Raise ValueError if one of these problems affects all rows of a
-    section."""
+) -> RunData:
+    """Load the data sets of a run. With `env_configs`, also make the environments of the sections, with `actors` in Ray
+    actors. Warn of prompts that will be truncated or reach `max_total_sequence_length`, and of ground truths that no
+    response can match. Raise ValueError if one of these affects all rows of a section."""
     config = as_written(data_config)
     sides = _filled_sections(config, env_configs)
     max_length = as_model(config, DataConfig, "data").max_input_seq_length
@@ -334,4 +319,4 @@ def load_response_data(
         else train.processed(train_rows, tokenizer, max_length)
     )
     val_dataset = val.processed(val_rows, tokenizer, max_length) if val_rows else None
-    return ResponseData(dataset, val_dataset, train.environments, val.environments)
+    return RunData(dataset, val_dataset, Environments(train.environments, val.environments))

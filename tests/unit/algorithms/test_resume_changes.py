@@ -124,7 +124,7 @@ def test_resume_rejects_changes_that_make_it_a_different_run(
     root, run_of_two_steps, name, paths, overrides, words, monkeypatch
 ):
     shutil.copytree(run_of_two_steps / "model", run_of_two_steps / "model2", dirs_exist_ok=True)
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.parts.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     overrides = [text.replace("BASE", str(run_of_two_steps)) for text in overrides]
     with pytest.raises(ResumeError, match=words) as caught:
         resume(root, run_of_two_steps, *overrides, **paths)
@@ -195,7 +195,7 @@ def test_resuming_a_finished_run_prints_how_to_train_further(run_of_two_steps, c
 
 def test_second_run_in_a_checkpoint_folder_is_rejected_before_a_model_is_loaded(tmp_path, monkeypatch):
     first = tiny.make(tmp_path, *RUN)
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.parts.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(
         FolderInUseError,
         match=r"checkpoints is in use by this very process, since 20.*checkpointing.checkpoint_dir of its own",

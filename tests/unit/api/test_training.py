@@ -81,7 +81,7 @@ CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
     ({"prompts": [{"prompt": CHAT, "tools": 3}]}, r"^prompt 0: 'tools' must be a list of JSON schemas"),
 ])  # fmt: skip
 def test_every_prompt_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, words):
-    monkeypatch.setattr("nemo_rl_cpp.algorithms.build.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("nemo_rl_cpp.algorithms.parts.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=words):
         run(tmp_path, reward=lambda completions, **_: [0.0] * len(completions), **arguments)
 

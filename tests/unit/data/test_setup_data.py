@@ -55,7 +55,8 @@ def test_several_data_sets_are_merged_and_each_environment_is_created_once(smoll
     )
     before = repr(config)
     made = load_response_data(smollm2, config, {"math": {"a": 1}, "digits": {}})
-    train, val, task_to_env, val_task_to_env = made.train, made.validation, made.environments, made.val_environments
+    train, val, environments_of = made.train, made.validation, made.environments
+    task_to_env, val_task_to_env = environments_of.train, environments_of.validation
     assert repr(config) == before
     assert environments == ["create math", "create digits"], "each environment once"
     assert (len(train), len(val)) == (20, 7)

@@ -1,6 +1,5 @@
 """Environments driven by an external agent, which calls the policy over HTTP as often as it likes and
-returns a result.
-"""
+returns a result."""
 
 from __future__ import annotations
 
@@ -10,27 +9,15 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import AgentEnvConfig
-from nemo_rl_cpp.data.interfaces import LLMMessageLogType
+from nemo_rl_cpp.data.interfaces import LLMMessageLogType, ServerAddress
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl_cpp.environments.loading import import_object
 from nemo_rl_cpp.environments.reward_environment import finite_number
 from nemo_rl_cpp.errors import one_sentence, user_code
 from nemo_rl_cpp.user_code import call_user
-
-
-class Address(Protocol):
-    """The address at which agents reach the policy (see `serving.generation.ServerAddress`)."""
-
-    base_url: str
-    api_key: str
-    model: str
-    header: str
-    tokenizer: str
-    max_model_len: int
 
 
 @dataclass(frozen=True)
@@ -41,13 +28,12 @@ class AgentTask:
         key: the key of the rollout. Every request must send it, as a header or as the field `rollout_key`.
         messages: the prompt from the data set's row, as messages {"role", "content"}.
         info: the data for the environment from the data set's row, such as `ground_truth`.
-        address: the policy's address.
-    """
+        address: the policy's address."""
 
     key: str
     messages: list[dict[str, str]]
     info: Mapping[str, object]
-    address: Address
+    address: ServerAddress
 
     @property
     def base_url(self) -> str:
@@ -78,8 +64,7 @@ class AgentResult:
         reward: the reward of the whole rollout, or a dictionary of reward components.
         error: one sentence on why the rollout failed, or None. A failed rollout is not trained on.
         metrics: numbers, which are averaged over the rollouts of a step.
-        trained: whether the rollout is trained on. Its reward counts in its group's baseline in either case.
-    """
+        trained: whether the rollout is trained on. Its reward counts in its group's baseline in either case."""
 
     reward: float | dict[str, float] = 0.0
     error: str | None = None
@@ -88,18 +73,14 @@ class AgentResult:
 
 
 class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
-    """The base class of agent environments. A rollout that fails or times out is counted, gets reward 0 and is not
-    trained on.
-
-    Metrics: `agent_errors` and `agent_timeouts` count rollouts; the agents' metrics are averaged.
-    """
+    """The base class of agent environments. A rollout that fails or times out gets reward 0 and is not trained on.
+    Metrics: `agent_errors` and `agent_timeouts` count such rollouts; the agents' metrics are averaged."""
 
     runs_rollouts = True
 
     def __init__(self, max_concurrency: int, timeout_s: float) -> None:
         self._max_concurrency, self._timeout_s = max_concurrency, timeout_s
         self._errors = self._timeouts = 0
-        self._measured: dict[str, list[float]] = {}
         self._said = False
 
     @abc.abstractmethod
@@ -111,7 +92,7 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
         results = call_user(self._all, tasks)
         for result in results:
             for name, value in result.metrics.items():
-                self._measured.setdefault(name, []).append(float(value))
+                self._means.add(name, value)
         return results
 
     async def _all(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
@@ -138,11 +119,9 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
         return result
 
     def pop_metrics(self) -> dict[str, float]:
-        metrics = {"agent_errors": float(self._errors), "agent_timeouts": float(self._timeouts)}
-        metrics |= {name: sum(values) / len(values) for name, values in self._measured.items()}
+        counts = {"agent_errors": float(self._errors), "agent_timeouts": float(self._timeouts)}
         self._errors = self._timeouts = 0
-        self._measured = {}
-        return metrics
+        return counts | super().pop_metrics()
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[dict]) -> EnvironmentReturn[dict]:
         raise ValueError(
@@ -159,8 +138,7 @@ class AgentFunctionEnvironment(AgentEnvironment):
 
     Async functions run concurrently on the run's event loop (`user_code.py`). A plain function blocks its thread, so
     each call gets its own thread. With `max_concurrency` 1 it instead runs in the thread of user code, where it may use
-    signals.
-    """
+    signals."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         config = as_model(cfg, AgentEnvConfig, "env.agent")
@@ -185,8 +163,7 @@ class AgentFunctionEnvironment(AgentEnvironment):
 
 
 def _checked(result: AgentResult) -> AgentResult:
-    """Return the result with its reward and metrics as floats. Raise ValueError if one of these numbers is not
-    finite."""
+    """Return the result with its reward and metrics as floats. Raise ValueError if one of them is not finite."""
     reward = result.reward
     if isinstance(reward, Mapping):
         parts: float | dict[str, float] = {
@@ -199,9 +176,7 @@ def _checked(result: AgentResult) -> AgentResult:
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
-    """Call the function in a daemon thread and return a future, so that a function that never returns blocks only its
-    rollout.
-    """
+    """Call the function in a daemon thread, so that one that never returns blocks only its rollout."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 

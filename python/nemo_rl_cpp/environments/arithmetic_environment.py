@@ -34,7 +34,6 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
 
     def __init__(self, cfg: PlainEnvConfig | None = None) -> None:
         as_model(cfg or {}, PlainEnvConfig, "env.arithmetic")  # any key is an error
-        self._responses = self._well_formed = self._right = 0
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth]
@@ -46,22 +45,11 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
             number = Decimal(found.group().replace(",", "")) if found else None
             formed = "\n" in text or _BARE_INTEGER.fullmatch(text) is not None
             right = formed and number is not None and number == _expected(info)
-            self._responses += 1
-            self._well_formed += formed
-            self._right += right
+            self._means.add("well_formed", formed)
+            self._means.add("accuracy_of_well_formed", right, formed)
             rewards.append(float(right))
             answers.append(None if number is None else str(number))
         return self._finish(rewards, metadata, answers=answers)
-
-    def pop_metrics(self) -> dict[str, float]:
-        if not self._responses:
-            return {}
-        metrics = {
-            "well_formed": self._well_formed / self._responses,
-            "accuracy_of_well_formed": self._right / max(self._well_formed, 1),
-        }
-        self._responses = self._well_formed = self._right = 0
-        return metrics
 
 
 class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
@@ -72,7 +60,6 @@ class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
 
     def __init__(self, cfg: PlainEnvConfig | None = None) -> None:
         as_model(cfg or {}, PlainEnvConfig, "env.reverse_digits")  # any key is an error
-        self._responses = self._exact = 0
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth]
@@ -82,13 +69,5 @@ class ReverseDigitsEnvironment(SingleTurnEnvironment[GroundTruth]):
         if not all(truths):
             raise ValueError("ground_truth is empty: reverse_digits needs the expected digits")
         rewards = [sum(a == b for a, b in zip(text, truth)) / len(truth) for text, truth in zip(answers, truths)]
-        self._responses += len(rewards)
-        self._exact += sum(reward == 1.0 for reward in rewards)
+        self._means.add("exactly_right", rewards.count(1.0), len(rewards))
         return self._finish(rewards, metadata, answers=answers)
-
-    def pop_metrics(self) -> dict[str, float]:
-        if not self._responses:
-            return {}
-        share = self._exact / self._responses
-        self._responses = self._exact = 0
-        return {"exactly_right": share}

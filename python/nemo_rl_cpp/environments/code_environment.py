@@ -18,27 +18,21 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re
 
 
 class CodeEnvMetadata(TypedDict):
-    """The part of a sample's metadata that the environment reads.
+    """The part of a sample's metadata that the environment reads."""
 
-    Attributes:
-        ground_truth: the tests, see `code_verifier.parse_tests`.
-        code_prefix: the beginning of the program, which the response continues. Without it, the response contains the
-            whole program, with or without a fenced block."""
-
-    ground_truth: object
+    ground_truth: object  # the tests, see `code_verifier.parse_tests`
+    # the beginning of the program, which the response continues. Without it, the response contains the whole program,
+    # with or without a fenced block.
     code_prefix: NotRequired[str]
 
 
 class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
-    """An environment that rewards a program by the tests it passes. Each run is sandboxed as
-    `docs/guides/environments.md` describes.
+    """An environment that rewards a program by the tests it passes, sandboxed as `docs/guides/environments.md`
+    describes. It raises SandboxUnavailableError if this machine lacks a protection. Programs run only after generation
+    has ended, which would take processor time from them.
 
-    The constructor raises SandboxUnavailableError if this machine lacks a protection of the sandbox. Metrics:
-    `num_<reason>`, the number of programs that failed for this reason (see `CodeVerifyWorker`), and those of
-    `VerifyingEnvironment`. `answers` holds each program's result, such as `passed` or `wrong_answer`.
-
-    Programs run only after generation has ended, because generation would use processor time that counts against their
-    time limits."""
+    Metrics: those of `VerifyingEnvironment`, and `num_<reason>`, the number of programs that failed for this reason
+    (see `CodeVerifyWorker`). `answers` holds each program's result, such as `passed` or `wrong_answer`."""
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
         cfg = as_model(cfg or {}, CodeEnvConfig, "env.code")

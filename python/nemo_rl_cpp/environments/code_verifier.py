@@ -75,14 +75,12 @@ class CheckResult(TypedDict, total=False):
     error: str
 
 
-Runner = Callable[..., Outcome]
-"""`run_program` with limits already applied: (source, stdin=..., files=...) -> Outcome."""
+Runner = Callable[..., Outcome]  # `run_program` with limits already applied: (source, stdin=..., files=...) -> Outcome
 
 
 @dataclass(frozen=True)
 class TestResult:
-    """The result of a program's tests, of which it passed `passed` of `count`. `outcome` and `detail` describe the
-    first failure."""
+    """The result of `count` tests, of which `passed` passed. `outcome` and `detail` describe the first failure."""
 
     __test__ = False  # pytest must not collect this class
 
@@ -94,17 +92,14 @@ class TestResult:
 
 @dataclass(frozen=True)
 class CodeTests:
-    """The tests of one problem. Either `pairs` or `checks` is set.
+    """The tests of one problem. Either `pairs` or `checks` is set."""
 
-    Attributes:
-        pairs: (standard input, expected standard output). Each pair is a separate run. Trailing spaces of lines and
-            trailing empty lines are ignored.
-        checks: the tests for `HARNESS`, all in one run.
-        expected: the expected value of each check, or None for a statement. It is compared outside the sandbox, so that
-            the program never sees it."""
-
+    # (standard input, expected standard output). Each pair is a separate run. Trailing spaces of lines and trailing
+    # empty lines are ignored.
     pairs: list[tuple[str, str]] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)  # the tests for `HARNESS`, all in one run
+    # the expected value of each check, or None for a statement. It is compared outside the sandbox, so that the program
+    # never sees it.
     expected: list[object] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -140,8 +135,7 @@ class CodeTests:
 
 
 def uncompiled(outcome: Outcome) -> bool:
-    """Return whether the program is not valid Python. For such a program, Python reports an error
-    without a traceback."""
+    """Return whether the program is not valid Python, for which Python reports an error without a traceback."""
     errors = outcome.stderr.decode(errors="replace")
     last = errors.rstrip().rpartition("\n")[2]  # no regex, which may never end on a megabyte of output
     return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)
@@ -152,8 +146,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
-    """Return the results that the harness wrote, or empty dictionaries if the run was stopped or its output is
-    invalid."""
+    """Return the harness's results, or empty ones if the run was stopped or its output is invalid."""
     found = None
     if outcome.exit_code == 0 and outcome.stopped is None:
         with suppress(ValueError, RecursionError):

@@ -1,7 +1,5 @@
 """A game: the model guesses a number and the environment says higher or lower, until the guess is correct or no guesses
-are left.
-
-It is the smallest useful multi-turn task. A player who halves the range with each guess always wins."""
+are left. It is the smallest useful multi-turn task. A player who halves the range with each guess always wins."""
 
 import re
 from typing import NamedTuple, NotRequired, TypedDict
@@ -31,11 +29,9 @@ class _Turn(NamedTuple):
 
 
 class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
-    """An environment that gives reward 1 for the correct number within `max_guesses` guesses, otherwise 0. A message
-    without a number ends the game.
-
-    A guess is the first number in the model's last message. Metrics: `solved` and `invalid_guess`, fractions of the
-    games that ended, and `guesses_per_game`."""
+    """An environment that gives reward 1 for the correct number within `max_guesses` guesses, otherwise 0. A guess is
+    the first number in the model's last message; a message without one ends the game. Metrics: `solved` and
+    `invalid_guess`, fractions of the games that ended, and `guesses_per_game`."""
 
     def __init__(self, cfg: GuessNumberConfig | None = None) -> None:
         cfg = as_model(cfg or {}, GuessNumberConfig, "env.guess_number")
@@ -43,7 +39,6 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
         self.higher = cfg.higher
         self.lower = cfg.lower
         self.stop_strings = cfg.stop_strings
-        self._games = self._solved = self._invalid = self._guesses = 0
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[GuessNumberMetadata]
@@ -51,10 +46,11 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
         turns = [self._turn(log[-1]["content"], info) for log, info in zip(message_log_batch, metadata)]
         answers, hints, rewards, ended = (list(column) for column in zip(*turns))
         states = [{**info, "guesses": info.get("guesses", 0) + 1} for info in metadata]
-        self._games += sum(ended)
-        self._solved += int(sum(rewards))
-        self._invalid += answers.count(None)
-        self._guesses += sum(state["guesses"] for state, over in zip(states, ended) if over)
+        for guess, reward, state, over in zip(answers, rewards, states, ended):
+            if over:
+                self._means.add("solved", reward)
+                self._means.add("invalid_guess", guess is None)
+                self._means.add("guesses_per_game", state["guesses"])
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": hint} for hint in hints],
             metadata=states,
@@ -64,7 +60,7 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
             answers=answers,
         )
 
-    def _turn(self, said: str, info: GuessNumberMetadata) -> "_Turn":
+    def _turn(self, said: str, info: GuessNumberMetadata) -> _Turn:
         found = _GUESS.search(said)
         if found is None:
             return _Turn(None, "", 0.0, True)
@@ -74,14 +70,3 @@ class GuessNumberEnv(EnvironmentInterface[GuessNumberMetadata]):
         if info.get("guesses", 0) + 1 >= self.max_guesses:
             return _Turn(found[0], "", 0.0, True)
         return _Turn(found[0], self.higher if secret > guess else self.lower, 0.0, False)
-
-    def pop_metrics(self) -> dict[str, float]:
-        if not self._games:
-            return {}
-        metrics = {
-            "solved": self._solved / self._games,
-            "invalid_guess": self._invalid / self._games,
-            "guesses_per_game": self._guesses / self._games,
-        }
-        self._games = self._solved = self._invalid = self._guesses = 0
-        return metrics

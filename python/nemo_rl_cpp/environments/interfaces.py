@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
@@ -75,6 +76,23 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
     return checked
 
 
+class _Means:
+    """Means of numbers by name, over all samples since the last `pop`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, name: str, value: float, count: float = 1) -> None:
+        """Add `value`, the sum over `count` samples."""
+        total, samples = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = total + value, samples + count
+
+    def pop(self) -> dict[str, float]:
+        """Return the means (0 over no samples), and forget the numbers."""
+        sums, self._sums = self._sums, {}
+        return {name: total / max(count, 1) for name, (total, count) in sums.items()}
+
+
 class Environment(Protocol):
     """The interface of environments. A run uses only the five members below.
 
@@ -119,12 +137,16 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """Do one turn of conversations that end with a message of the model (role "assistant"), and
-        return the result."""
+        """Do one turn of conversations that end with a message of the model (role "assistant")."""
+
+    @cached_property
+    def _means(self) -> "_Means":
+        """The numbers whose means `pop_metrics` returns."""
+        return _Means()
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics gathered since the last call; by default none."""
-        return {}
+        """Return the metrics gathered since the last call; by default the means that `step` has added to `_means`."""
+        return self._means.pop()
 
     def shutdown(self) -> None:
         """End the environment's processes. Further calls do nothing."""

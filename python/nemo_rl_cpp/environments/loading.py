@@ -21,8 +21,7 @@ INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 
 
 def environment_target(name: str) -> str:
-    """Return the dotted name of the class for a registered name; a dotted name is returned unchanged. Raise
-    LoadingError for any other name."""
+    """Return the dotted name for a registered or dotted name. Raise LoadingError for any other name."""
     if name in ENV_REGISTRY:
         return ENV_REGISTRY[name]["actor_class_fqn"]
     if "." not in name:
@@ -92,16 +91,11 @@ def create_env(
 
 @dataclass
 class Environments:
-    """The environments of a run, by task name.
+    """The environments of a run, by task name."""
 
-    Attributes:
-        train: environments that score the responses of training.
-        validation: environments that score the responses of validation.
-        owned: whether `close` ends them; environments passed in by a caller stay alive."""
-
-    train: Mapping[str, Environment]
-    validation: Mapping[str, Environment] = field(default_factory=dict)
-    owned: bool = True
+    train: Mapping[str, Environment]  # environments that score training
+    validation: Mapping[str, Environment] = field(default_factory=dict)  # environments that score validation
+    owned: bool = True  # whether `close` ends them; environments passed in by a caller stay alive
 
     def close(self, patience: float | None = None) -> None:
         """End the processes of every environment, once. Abandon an environment that does not answer for `patience`

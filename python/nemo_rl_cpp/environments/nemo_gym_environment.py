@@ -2,8 +2,7 @@
 policy.
 
 NeMo Gym runs in an interpreter of its own (`nemo_gym_servers.py`). Its model server calls the policy's server, which
-identifies a rollout by the field `rollout_key` of its requests and keeps the sampled tokens.
-"""
+identifies a rollout by the field `rollout_key` of its requests and keeps the sampled tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ from typing import Any
 
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import NemoGymEnvConfig
-from nemo_rl_cpp.environments.agents import Address, AgentEnvironment, AgentResult, AgentTask
+from nemo_rl_cpp.data.interfaces import ServerAddress
+from nemo_rl_cpp.environments.agents import AgentEnvironment, AgentResult, AgentTask
 from nemo_rl_cpp.errors import last_lines
 
 _END_SECONDS = 60.0  # for NeMo Gym to end its servers
@@ -39,8 +39,7 @@ class NemoGymEnvironment(AgentEnvironment):
 
     A rollout that the server flags with `mask_sample` counts in its group's baseline, but is not trained on, unless
     `env.should_mask_flagged_samples` is false. Metrics: each number in the server's result as AGENT/NAME, and
-    `agent_errors` and `agent_timeouts`.
-    """
+    `agent_errors` and `agent_timeouts`."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         self._config = as_model(cfg, NemoGymEnvConfig, "env.nemo_gym")
@@ -94,8 +93,7 @@ def interpreter(python: str | None) -> str:
 
 class _Servers:
     """The process that runs NeMo Gym (`nemo_gym_servers.py`). The constructor returns when its servers are ready, and
-    raises RuntimeError with the last lines of their log if they do not start.
-    """
+    raises RuntimeError with the last lines of their log if they do not start."""
 
     def __init__(self, python: str, config: dict[str, object]) -> None:
         handle, log = tempfile.mkstemp(prefix="nemo_gym_", suffix=".log")
@@ -169,10 +167,8 @@ class _Servers:
             self._process.wait()
 
 
-def gym_config(config: NemoGymEnvConfig, address: Address) -> dict[str, object]:
-    """Return NeMo Gym's configuration: the keys of `env.nemo_gym` that this package does not read itself, and the
-    policy's address.
-    """
+def gym_config(config: NemoGymEnvConfig, address: ServerAddress) -> dict[str, object]:
+    """Return NeMo Gym's configuration: the keys of `env.nemo_gym` that are its own, and the policy's address."""
     own = copy.deepcopy(config.model_extra or {})
     policy = own.setdefault("policy_model", {})
     # the policy's server keeps the token ids, so NeMo Gym need not ask for them

@@ -2,8 +2,7 @@
 
 This file runs as a program: it imports nothing of nemo_rl_cpp. Its first line of standard input is the configuration of
 NeMo Gym as JSON. It then prints {"ready": true}. Each further line of input, {"id", "row"}, is a row of NeMo Gym's data,
-and gives one line of output: {"id", "result"}, or {"id", "error"}. The end of the input ends the servers.
-"""
+and gives one line of output: {"id", "result"}, or {"id", "error"}. The end of the input ends the servers."""
 
 import asyncio
 import json

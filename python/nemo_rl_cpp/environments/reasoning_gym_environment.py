@@ -41,11 +41,7 @@ class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
     """An environment whose reward is reasoning_gym's score of the answer, in [0, 1].
 
     `metadata["reasoning_gym_entry"]` is the entry of the task's data set ({"question", "answer", "metadata"}).
-    `metadata["reasoning_gym_task"]` is the task's name, by default the entry's `source_dataset`.
-
-    Args:
-        cfg: `answer_format`, which is "auto" (default), "tag" or "line" (see `extract_answer`), and the keys of
-            `PoolOptions`."""
+    `metadata["reasoning_gym_task"]` is the task's name, by default the entry's `source_dataset`."""
 
     scores_rows_alone = True
 

@@ -38,16 +38,11 @@ _END_SECONDS = 10.0  # for an environment to end its processes
 
 @dataclass(frozen=True)
 class ActorSettings:
-    """The settings of the Ray actors in which environments run.
+    """The settings of the Ray actors in which environments run."""
 
-    Attributes:
-        deadline: the maximum seconds per call.
-        restarts: how often an actor may be restarted.
-        cpus: the number of CPUs of a Ray cluster that this process starts."""
-
-    deadline: float
-    restarts: int
-    cpus: int = 1
+    deadline: float  # the maximum seconds per call
+    restarts: int  # how often an actor may be restarted
+    cpus: int = 1  # the number of CPUs of a Ray cluster that this process starts
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> ActorSettings:
@@ -57,8 +52,7 @@ class ActorSettings:
 
 
 class EnvironmentActor:
-    """The Ray actor of one environment. It makes the environment at the first call, so that errors of the constructor
-    reach the caller."""
+    """The Ray actor of one environment, which it makes at the first call, so that the caller gets errors."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
         """Enter `folder`, set `variables`, and store `make`, the pickled function that makes the environment. It is
@@ -98,10 +92,8 @@ def _told(call: Callable[[], Any]) -> Any:
 
 
 class RemoteMethod:
-    """A method of a handle: `.remote(...)` starts the call, and a direct call also waits for its result.
-
-    Attributes:
-        remote: starts the call, and returns a Ray ObjectRef or a future."""
+    """A method of a handle: `.remote(...)` starts the call and returns a Ray ObjectRef or a future; a direct call also
+    waits."""
 
     def __init__(self, start: Callable[..., object], wait: Callable[[Any], object]) -> None:
         self.remote, self._wait = start, wait
@@ -111,8 +103,7 @@ class RemoteMethod:
 
 
 class RayEnvironment:
-    """A handle to an environment in an actor. It may be passed to other actors; only its creator can end the actor with
-    `close`."""
+    """A handle to an environment in an actor, for any process. Only its creator can end the actor (`close`)."""
 
     def __init__(self, cls: type, actor: Any, deadline: float, held: bool = False) -> None:
         self._cls, self._actor, self.deadline, self._held = cls, actor, deadline, held
@@ -191,9 +182,8 @@ def ray_environment(
 
 
 class LocalActor:
-    """A handle to an object in this process, with the interface of a Ray actor.
-
-    Its thread starts with the first call. It is a daemon, so it does not keep the program from ending."""
+    """A handle to an object in this process, with the interface of a Ray actor. Its daemon thread starts with the first
+    call."""
 
     def __init__(self, instance: object) -> None:
         self._instance = instance
@@ -236,13 +226,11 @@ def _work(calls: queue.SimpleQueue) -> None:
 
 
 class Remotable:
-    """A base class that adds `Class.remote(...)` and `Class.options(...).remote(...)` to a class, as Ray's decorator
-    does."""
+    """A base class that adds `Class.remote(...)` and `Class.options(...).remote(...)`, as Ray's decorator does."""
 
     @classmethod
     def remote(cls, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
-        """Make an object and return a handle to it. It is in a Ray actor if Ray is in use, otherwise in
-        this process."""
+        """Make an object, in a Ray actor if Ray is in use, otherwise in this process. Return a handle to it."""
         return _Options(cls).remote(*args, **kwargs)
 
     @classmethod
@@ -273,8 +261,7 @@ class _Options:
 
 
 class EnvironmentLostError(WorkerLostError):
-    """Raised if an environment's actor has ended and is not restarted, or does not answer; the message names the
-    environment."""
+    """Raised if the actor of the environment in the message has ended for good, or does not answer."""
 
 
 def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
@@ -287,10 +274,9 @@ def call_remote(handle: object, method: str, *args: object, **kwargs: object) ->
 
 
 def answer_of(handle: object, result: object, name: str) -> Any:
-    """Wait for the result of `call_remote` and return it. `name` is the environment's name in error messages.
-
-    Raise the method's exception, or EnvironmentLostError if an actor is lost or misses its deadline
-    (`cluster.communication_timeout_s`). A call in this process has no deadline, because it runs user code."""
+    """Return the result of `call_remote` or raise its exception. Raise EnvironmentLostError, with `name`, if an actor
+    is lost or misses its deadline (`cluster.communication_timeout_s`). A call in this process has no deadline, because
+    it runs user code."""
     ray = ray_in_use()
     if ray is None or not isinstance(result, ray.ObjectRef):
         return get(result)

@@ -18,8 +18,7 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """Return the name of a function, or of the function inside a functools.partial; for any other object, the name of
-    its class."""
+    """Return the name of a function, also inside a functools.partial; of another object, that of its class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)
@@ -42,8 +41,7 @@ def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
-    """Return the result of a reward function as a list with a finite number or None per completion. Raise ValueError
-    for any other result."""
+    """Return a finite number or None per completion. Raise ValueError if a function returned anything else."""
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
@@ -67,8 +65,7 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
 
 
 def finite_number(value: object, what: str, otherwise: str = "") -> float:
-    """Return `value` as a float. Raise ValueError, with `what` and `otherwise` in its message, unless it is a finite
-    number."""
+    """Return `value` as a float. Raise ValueError about `what` unless it is a finite number."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -79,10 +76,8 @@ def finite_number(value: object, what: str, otherwise: str = "") -> float:
 
 
 RewardFunction = Callable[..., Sequence[float | None]]
-Columns = dict[str, list[object]]
-"""Column name -> values, one per sample of the batch."""
-Info = Mapping[str, object] | None
-"""Column name -> value, for one sample."""
+Columns = dict[str, list[object]]  # column name -> values, one per sample of the batch
+Info = Mapping[str, object] | None  # column name -> value, for one sample
 
 
 class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
@@ -132,17 +127,16 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
                 f"reward_funcs is {in_a_line(reward_funcs)}; it must be a function, the dotted name of one, or a list of these"
             )
         self._functions = [reward_function(item) for item in ([reward_funcs] if single else reward_funcs)]
-        self._names = distinct_names(self._functions) if names is None else _checked_names(names, len(self._functions))
-        self._weights = [1.0] * len(self._functions) if weights is None else _numbers(weights)
-        if not self._functions or len(self._weights) != len(self._functions):
+        count = len(self._functions)
+        names = distinct_names(self._functions) if names is None else _checked_names(names, count)
+        weights = [1.0] * count if weights is None else _numbers(weights)
+        if not self._functions or len(weights) != count:
             raise ValueError(
-                f"{len(self._functions)} reward functions and {len(self._weights)} weights were given: one weight a function is expected"
+                f"{count} reward functions and {len(weights)} weights were given: one weight a function is expected"
             )
-        self.weight_of_name = dict(zip(self._names, self._weights))
+        self.weight_of_name = dict(zip(names, weights))
         self._said_unscored = False
         self._as_parts = as_parts
-        self._sums = [0.0] * len(self._functions)
-        self._counts = [0] * len(self._functions)
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Info]) -> EnvironmentReturn[Info]:
         columns: Columns = {
@@ -154,16 +148,16 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         rewards = [0.0] * len(metadata)
         scored = [False] * len(metadata)
         parts: dict[str, torch.Tensor] = {}
-        for i, (function, weight) in enumerate(zip(self._functions, self._weights)):
+        for function, (name, weight) in zip(self._functions, self.weight_of_name.items()):
             part = torch.zeros(len(metadata), dtype=torch.float32)
-            for row, value in enumerate(_call(function, self._names[i], columns, len(metadata))):
+            for row, value in enumerate(_call(function, name, columns, len(metadata))):
                 if value is not None:
                     scored[row] = True
                     part[row] = value
                     rewards[row] += weight * value
-                    self._sums[i] += value
-                    self._counts[i] += 1
-            parts[self._names[i]] = part
+                    if len(self._functions) > 1:
+                        self._means.add(f"rewards/{name}", value)
+            parts[name] = part
         if not all(scored) and not self._said_unscored:
             self._said_unscored = True
             print(
@@ -176,30 +170,16 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         return result._replace(rewards=WeightedParts(parts, self.weight_of_name))
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Raise ValueError if a function requires a column that is not in `names`, the columns that at least one sample
-        has."""
+        """Raise ValueError if a function requires a column that is not in `names`, those of the samples."""
         columns: Columns = {name: [] for name in (*names, "prompts", "completions")}
-        for function, name in zip(self._functions, self._names):
+        for function, name in zip(self._functions, self.weight_of_name):
             _asked_for(function, name, columns)
 
     @property
     def described(self) -> list[str]:
         """The names of the functions with their weights, for the model card."""
-        return [
-            name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in zip(self._names, self._weights)
-        ]
-
-    def pop_metrics(self) -> dict[str, float]:
-        if len(self._functions) < 2 or not any(self._counts):
-            return {}
-        metrics = {
-            f"rewards/{name}": total / count
-            for name, total, count in zip(self._names, self._sums, self._counts)
-            if count
-        }
-        self._sums = [0.0] * len(self._functions)
-        self._counts = [0] * len(self._functions)
-        return metrics
+        weights = self.weight_of_name.items()
+        return [name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in weights]
 
 
 def _checked_names(names: object, count: int) -> list[str]:

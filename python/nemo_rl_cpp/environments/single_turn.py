@@ -35,8 +35,7 @@ def prompt_text(message_log: LLMMessageLogType) -> str:
 
 
 def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
-    """Return the observations: "Environment: incorrect" for a score of 0, and "Environment: correct" for any other
-    score."""
+    """Return the observations: "Environment: incorrect" for a score of 0, otherwise "Environment: correct"."""
     return [{"role": "environment", "content": f"Environment: {'' if score else 'in'}correct"} for score in scores]
 
 

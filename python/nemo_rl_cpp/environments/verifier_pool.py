@@ -26,10 +26,8 @@ _END_SECONDS = 5.0  # for the kernel to end a killed process
 
 
 class WorkerProcess:
-    """A worker process, which runs `verifier_process`, and the socket to it.
-
-    The process is started by exec, not by fork, in a new session. It shares no thread, lock or file with this process,
-    and it is killed together with all its children."""
+    """A worker process, which runs `verifier_process`, and the socket to it. It is started by exec in a new session, so
+    it shares no thread, lock or file with this process, and is killed together with all its children."""
 
     def __init__(self, target: str, options: Mapping[str, object]) -> None:
         self._errors = tempfile.TemporaryFile()
@@ -59,8 +57,7 @@ class WorkerProcess:
         self._ready = True
 
     def ask(self, request: Request, seconds: float) -> Reply:
-        """Send a request and return the reply. Raise TimeoutError after `seconds`, and EOFError if the process has
-        ended."""
+        """Return the reply to a request. Raise TimeoutError after `seconds`, EOFError if the process has ended."""
         end = time.monotonic() + seconds
         try:
             self._socket.settimeout(seconds)
@@ -100,38 +97,24 @@ class WorkerProcess:
 
 @dataclass
 class Verdicts:
-    """The results of one call, in the order of the responses.
+    """The results of one call, in the order of the responses."""
 
-    Attributes:
-        scores: [B], 0 if the verifier failed.
-        answers: [B], the extracted answers; None for a response without an answer.
-        timed_out: the number of responses whose worker missed its deadline and was killed.
-        crashed: the number of responses whose worker ended by itself (for instance, out of memory).
-        oversized: the number of responses longer than the limit, which no worker reads.
-        unmatchable: the number of responses whose ground truth no response can match."""
-
-    scores: list[float]
-    answers: list[str | None]
-    timed_out: int = 0
-    crashed: int = 0
-    oversized: int = 0
-    unmatchable: int = 0
+    scores: list[float]  # [B], 0 if the verifier failed
+    answers: list[str | None]  # [B], the extracted answers; None for a response without an answer
+    timed_out: int = 0  # the number of responses whose worker missed its deadline and was killed
+    crashed: int = 0  # the number of responses whose worker ended by itself (for instance, out of memory)
+    oversized: int = 0  # the number of responses longer than the limit, which no worker reads
+    unmatchable: int = 0  # the number of responses whose ground truth no response can match
 
 
 @dataclass
 class PoolOptions:
-    """The settings of a pool's workers.
+    """The settings of a pool's workers."""
 
-    Attributes:
-        num_workers: the number of processes, at most the number of cores (on a single core, at most two).
-        deadline_s: seconds per response, after which its worker is killed.
-        memory_mb: address space that a worker may use beyond its size at the start; None for no limit.
-        max_answer_chars: a longer response gets score 0 unread."""
-
-    num_workers: int = 1
-    deadline_s: float = 5.0
-    memory_mb: int | None = 2048
-    max_answer_chars: int = 1_000_000
+    num_workers: int = 1  # the number of processes, at most the number of cores (on a single core, at most two)
+    deadline_s: float = 5.0  # seconds per response, after which its worker is killed
+    memory_mb: int | None = 2048  # address space that a worker may use beyond its size at the start; None for no limit
+    max_answer_chars: int = 1_000_000  # a longer response gets score 0 unread
 
     @classmethod
     def from_config(cls, cfg: VerifierPoolConfig) -> "PoolOptions":
@@ -139,11 +122,9 @@ class PoolOptions:
 
 
 class VerifierPool:
-    """A pool of worker processes that score responses with a verifier class.
-
-    The processes start in the background, and the first call waits until they are ready. A worker that misses its
-    deadline or ends is replaced. All workers are killed by `shutdown`, at the end of the program, and when the pool is
-    garbage-collected."""
+    """A pool of worker processes that score responses with a verifier class. They start in the background; the first
+    call waits for them. A worker that misses its deadline or ends is replaced. All are killed by `shutdown`, at the end
+    of the program, and when the pool is garbage-collected."""
 
     def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
@@ -165,11 +146,8 @@ class VerifierPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
-        """Score every response against its ground truth, and return the results as `Verdicts`. `kwargs` are passed to
-        the verifier.
-
-        Raise RuntimeError after `shutdown`, or if workers cannot start, with their error output. Raise ValueError if
-        the verifier reports a usage error."""
+        """Score every response against its ground truth. `kwargs` are passed to the verifier. Raise RuntimeError after
+        `shutdown`, or if workers cannot start, and ValueError if the verifier reports a usage error."""
         verdicts = Verdicts([0.0] * len(responses), [None] * len(responses))
         waiting: deque[int] = deque()
         for i, (response, truth) in enumerate(zip(responses, ground_truths)):

@@ -15,8 +15,7 @@ import sys
 from functools import reduce
 from typing import TypedDict
 
-Request = tuple[str, object, dict[str, object]]
-"""(response, ground truth, keyword arguments of the verifier)."""
+Request = tuple[str, object, dict[str, object]]  # (response, ground truth, keyword arguments of the verifier)
 
 
 class Reply(TypedDict, total=False):
@@ -32,10 +31,9 @@ class Reply(TypedDict, total=False):
 class _Lifeline:
     """A safeguard that ends this process as soon as the parent has ended, even during a computation that never returns.
 
-    When the other end of the socket closes, for instance because the trainer was killed, the kernel sends SIGIO, which
-    ends a process. It sends the same signal when a request arrives, so the signal is ignored while this process waits
-    for a request. (PR_SET_PDEATHSIG is not used, because it reports the end of the thread that started this process.)
-    """
+    When the other end of the socket closes, the kernel sends SIGIO, which ends a process. It sends the same signal when
+    a request arrives, so the signal is ignored while this process waits for one. (PR_SET_PDEATHSIG reports the end of
+    the thread that started this process, not of the parent.)"""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -52,8 +50,7 @@ class _Lifeline:
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limit the address space to the process's current size plus `megabytes`. Larger allocations fail
-    with MemoryError."""
+    """Limit the address space to its current size plus `megabytes`; larger allocations raise MemoryError."""
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
@@ -62,8 +59,7 @@ def _limit_memory(megabytes: int) -> None:
 
 
 def main(target: str, options_json: str) -> None:
-    """Make the verifier, report that the process is ready, then score one response per request until the
-    socket closes."""
+    """Make the verifier, report that it is ready, and score one response per request until the socket closes."""
     options = json.loads(options_json)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")

@@ -41,8 +41,7 @@ _REWRITES = [
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Return an answer without units, articles, spaces and LaTeX decoration, and with braces around the arguments of
-    fractions and roots."""
+    r"""Return an answer without units, articles, spaces and decoration; arguments of \frac and \sqrt get braces."""
     answer = final_answer.split("=")[-1]
     for before, after in SUBSTITUTIONS:
         answer = answer.replace(before, after)
@@ -58,8 +57,7 @@ def normalize_final_answer(final_answer: str) -> str:
 
 def judge(response: str, ground_truth: str) -> tuple[bool, str]:
     """Return (whether the response is correct, normalised answer). The answer is the last one in the last 300
-    characters of the response, or "[INVALID]" if there is none; it is correct if it equals the normalised ground truth.
-    """
+    characters of the response, or "[INVALID]"; it is correct if it equals the normalised ground truth."""
     found = re.findall(ANSWER_PATTERN, response[-LOOKED_AT:])
     answer = normalize_final_answer(found[-1] if found else INVALID)
     return answer == normalize_final_answer(ground_truth), answer
@@ -78,9 +76,8 @@ class UnmatchableTruthError(ValueError):
 
 
 class VerifierBase:
-    """The base class of verifiers, which score responses one by one. A response that raises an error gets score 0.
-
-    `unmatchable` is the number of responses so far whose ground truth no response can match; they also get score 0."""
+    """The base class of verifiers, which score responses one by one. A response that raises an error gets score 0; so
+    do the `unmatchable` responses, whose ground truth nothing can match."""
 
     unmatchable = 0
 
@@ -222,8 +219,7 @@ class MultilingualMultichoiceVerifyWorker(VerifierBase):
 
 
 class EnglishMultichoiceVerifyWorker(MultilingualMultichoiceVerifyWorker):
-    """A verifier for multiple choice. A response is correct if the letter after its first "Answer:" equals the ground
-    truth."""
+    """A verifier for multiple choice: the letter after the first "Answer:" must equal the ground truth."""
 
     _patterns = [re.compile(r"Answer\s*:[ \t]*([A-Z])", re.IGNORECASE)]
 

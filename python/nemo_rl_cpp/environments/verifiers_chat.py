@@ -33,8 +33,7 @@ class ChatHarnessConfig(vf.HarnessConfig):
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
-    """A harness that calls the policy until a response calls no tool. Verifiers calls it again with the user's next
-    message."""
+    """A harness that calls the policy until a response calls no tool; verifiers calls it for each user message."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -77,8 +76,7 @@ class _Tools:
         self._client, self._places, self._connections, self._gate = client, places, connections, gate
 
     async def result_of(self, call: Json) -> Json:
-        """Make a tool call, and return the message with its result. If the call is invalid, the message describes the
-        error, so that the model can retry."""
+        """Make a tool call, and return the message with its result, or with its error, so that the model can retry."""
         function = call["function"]
         name, text = function["name"], function["arguments"] or "{}"
         try:

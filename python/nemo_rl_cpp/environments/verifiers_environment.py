@@ -20,6 +20,7 @@ from nemo_rl_cpp.environments.agents import AgentEnvironment, AgentResult, Agent
 if TYPE_CHECKING:
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.env import Env
+    from verifiers.v1.trace import Trace
 
 CHAT = "nemo_rl_cpp_chat"
 """The id of `verifiers_chat.ChatHarness`. Verifiers imports a harness as a module of this name, so it has no dots."""
@@ -28,10 +29,8 @@ _NO_KEY = "NEMO_RL_CPP_NO_KEY"  # this variable is not set, because a header con
 
 class VerifiersEnvironment(AgentEnvironment):
     """An environment that runs one episode of verifiers per rollout, as `env.verifiers` configures it. The reward is
-    the one in the episode's trace: the weighted sum of the task's rewards.
-
-    Metrics: those of verifiers (each reward and metric of the task by its name), and `agent_errors` and
-    `agent_timeouts`."""
+    the one in the episode's trace: the weighted sum of the task's rewards. Metrics: the task's rewards and metrics by
+    name, and `agent_errors` and `agent_timeouts`."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         check_verifiers("env.verifiers")
@@ -60,10 +59,7 @@ class VerifiersEnvironment(AgentEnvironment):
         errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
         if not episode.ok or not traces:
             return AgentResult(error=f"{errors[-1].type}: {errors[-1].message}" if errors else "no agent was run")
-        trace = traces[0]
-        metrics = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
-        return AgentResult(trace.reward, metrics={name: float(value) for name, value in metrics.items()})
+        return AgentResult(traces[0].reward, metrics=_metrics(traces[0]))
 
     def _env(self, taskset: str) -> Env:
         if taskset not in self._envs:
@@ -98,3 +94,9 @@ class VerifiersEnvironment(AgentEnvironment):
         )
         limit = self._config.max_tokens
         return ModelContext(task.model, client, SamplingConfig(**({} if limit is None else {"max_tokens": limit})))
+
+
+def _metrics(trace: Trace) -> dict[str, float]:
+    metrics = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    metrics |= {name: value for name, value in trace.metrics.items() if value is not None}
+    return {name: float(value) for name, value in metrics.items()}

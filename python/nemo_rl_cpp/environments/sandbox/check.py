@@ -1,6 +1,5 @@
-"""A check of whether this machine can sandbox untrusted programs: `python -m nemo_rl_cpp.environments.sandbox.check`.
-
-The check builds a sandbox and runs a program in it that tries to escape."""
+"""A check of whether this machine can sandbox untrusted programs: it runs a program in a sandbox that tries to escape
+(`python -m nemo_rl_cpp.environments.sandbox.check`)."""
 
 import os
 import subprocess
@@ -51,8 +50,7 @@ _NEEDS = (
 
 
 def missing_protections() -> list[str]:
-    """Return one sentence for each protection of the sandbox that this machine lacks, or [] if it lacks none. The
-    calling process must have only one thread."""
+    """Return one sentence per missing protection. The calling process must have only one thread."""
     if sys.platform != "linux":
         return [f"Linux: this is {sys.platform}"]
     limits = Limits(time_s=10, memory_mb=256, threads=4)
@@ -68,8 +66,7 @@ def missing_protections() -> list[str]:
 
 
 def require_sandbox() -> None:
-    """Raise SandboxUnavailableError if this machine lacks a protection of the sandbox. The check runs in a new,
-    single-threaded process."""
+    """Raise SandboxUnavailableError if a protection is missing. The check runs in a single-threaded process."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "nemo_rl_cpp.environments.sandbox.check"],

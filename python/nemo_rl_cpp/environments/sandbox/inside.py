@@ -23,37 +23,27 @@ NAMESPACES = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
     | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
-PROGRAM_USER = 65534
-"""The program's user id and group id inside its namespace."""
-BOX = "/box"
-"""The program's folder and working directory."""
+PROGRAM_USER = 65534  # the program's user id and group id inside its namespace
+BOX = "/box"  # the program's folder and working directory
 _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID
 
 
 @dataclass(frozen=True)
 class Job:
-    """The program to run, and the file descriptors for communication.
+    """The program to run, and the file descriptors for communication."""
 
-    Attributes:
-        python: path of the interpreter, the same outside and inside.
-        files: name in the program's folder -> contents; `main.py` is run.
-        stdin, stdout, stderr: the program's standard streams.
-        status: the keeper and the first process report here, one line each time.
-        go: becomes readable when the caller has mapped the users of the new namespace."""
-
-    python: str
-    files: dict[str, bytes]
+    python: str  # path of the interpreter, the same outside and inside
+    files: dict[str, bytes]  # name in the program's folder -> contents; `main.py` is run
     limits: "Limits"
-    stdin: int
+    stdin: int  # the program's standard streams
     stdout: int
     stderr: int
-    status: int
-    go: int
+    status: int  # the keeper and the first process report here, one line each time
+    go: int  # becomes readable when the caller has mapped the users of the new namespace
 
 
 def guarded(job: Job, work: Callable[[Job], None]) -> NoReturn:
-    """Call `work(job)` in a forked process and then end the process, so that it never returns into the
-    caller's code."""
+    """Call `work(job)` in a forked process and end it, so that it never returns into the caller's code."""
     try:
         work(job)
     except MemoryError:
@@ -137,14 +127,12 @@ def _program(job: Job) -> NoReturn:
 
 
 def interpreter() -> str:
-    """Return the path of the Python interpreter that runs programs: this process's interpreter, outside its virtual
-    environment."""
+    """Return the path of this process's Python interpreter, outside its virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def _visible_paths() -> list[str]:
-    """Return the paths that are mounted in the sandbox at the same place: interpreter, standard library, system
-    libraries."""
+    """Return the paths that are mounted in the sandbox: interpreter, standard library, system libraries."""
     standard_library = os.path.dirname(os.__file__)
     names = [interpreter(), standard_library, sysconfig.get_config_var("LIBDIR") or ""]
     names += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]

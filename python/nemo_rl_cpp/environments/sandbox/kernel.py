@@ -26,8 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def machine() -> str:
-    """Return "x86_64" or "aarch64". Raise OSError on any other machine, because its system call numbers are not known
-    here."""
+    """Return "x86_64" or "aarch64". Raise OSError on other machines, whose call numbers are not known here."""
     name = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     if name not in _NUMBERS:
         raise OSError(f"the code sandbox knows the system calls of x86_64 and aarch64, not of {name}")
@@ -52,8 +51,7 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move the calling process to new namespaces. A new PID namespace takes effect only for children
-    forked afterwards."""
+    """Move the process to new namespaces. A new PID namespace takes effect only for later children."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
@@ -68,8 +66,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
-    """Set attributes (`MOUNT_ATTR_...`) on the mount at `path`, and if `recursive` on all mounts below
-    it (Linux 5.12)."""
+    """Set `MOUNT_ATTR_...` on the mount at `path`, and if `recursive` on all mounts below (Linux 5.12)."""
     wanted = _MountAttributes(set=attributes)
     syscall(
         "mount_setattr", ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
@@ -177,8 +174,7 @@ def _argument(index: int) -> bytes:
 
 
 def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
-    """Return BPF instructions that give `verdict` if the comparison `code` of the loaded argument with any of `values`
-    holds."""
+    """Return BPF instructions for `verdict` if comparison `code` of the loaded argument with a value holds."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 
@@ -197,8 +193,7 @@ _BY_ARGUMENT = {
 
 
 def filter_program(processor: str) -> bytes:
-    """Return the filter as BPF instructions. Forbidden calls and calls of another architecture kill the program; some
-    calls fail."""
+    """Return the filter as BPF instructions. Forbidden calls kill the program; some calls fail."""
     column = processor == "aarch64"
     checks = [
         _instruction(_LOAD, _ARCH),

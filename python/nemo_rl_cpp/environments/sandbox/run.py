@@ -23,21 +23,15 @@ class SandboxUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits for one run of a program, which is a single process.
+    """The limits for one run of a program, which is a single process."""
 
-    Attributes:
-        time_s: wall-clock seconds; the processor time has the same limit.
-        memory_mb: address space and folder together. The folder gets `folder_mb`, the address space the rest. The
-            kernel enforces both.
-        threads: concurrent threads.
-        output_kb: maximum size of standard output and standard error together.
-        folder_mb: size of the program's folder, which is in memory."""
-
-    time_s: float = 5.0
+    time_s: float = 5.0  # wall-clock seconds; the processor time has the same limit
+    # address space and folder together. The folder gets `folder_mb`, the address space the rest. The kernel enforces
+    # both.
     memory_mb: int = 512
-    threads: int = 8
-    output_kb: int = 1024
-    folder_mb: int = 32
+    threads: int = 8  # concurrent threads
+    output_kb: int = 1024  # maximum size of standard output and standard error together
+    folder_mb: int = 32  # size of the program's folder, which is in memory
 
     def __post_init__(self) -> None:
         least = self.folder_mb + _INTERPRETER_MB
@@ -46,9 +40,8 @@ class Limits:
             raise ValueError(f"memory_mb is {self.memory_mb}; the least is {needed}")
 
     def apply(self, other_processes: int) -> None:
-        """Set the kernel's limits for the calling process, except the memory limit. They cannot be raised again.
-
-        `other_processes` is the number of processes of the same user that do not belong to the program."""
+        """Set the kernel's limits, except memory, for good. `other_processes` of this user do not belong to the
+        program."""
         _lower(resource.RLIMIT_CPU, int(self.time_s) + 1)
         _lower(resource.RLIMIT_NPROC, self.threads + other_processes)
         _lower(resource.RLIMIT_FSIZE, self.folder_mb * _MB)
@@ -71,29 +64,22 @@ def _lower(kind: int, limit: int) -> None:
 
 @dataclass
 class Outcome:
-    """The result of a run.
-
-    Attributes:
-        exit_code: the program's exit code; a negative number is the signal that ended it; None: the run was stopped.
-        stopped: why the run was stopped: "time_limit", "output_limit" or "forbidden_call"; None: it was not.
-        detail: the limit that was reached."""
+    """The result of a run."""
 
     stdout: bytes = b""
     stderr: bytes = b""
-    exit_code: int | None = None
-    stopped: str | None = None
-    detail: str = ""
+    exit_code: int | None = None  # a negative number is the signal that ended the program; None: it was stopped
+    stopped: str | None = None  # why it was stopped: "time_limit", "output_limit" or "forbidden_call"; None: it was not
+    detail: str = ""  # the limit that was reached
     seconds: float = 0.0
 
 
 def run_program(
     source: str, stdin: str = "", limits: Limits | None = None, files: dict[str, bytes] | None = None
 ) -> Outcome:
-    """Run Python code with the standard input `stdin`, and with `files` (name -> contents) in its folder. When this
-    function returns, no process of the run is left.
-
-    The calling process must have only one thread, because it forks. Raise SandboxUnavailableError if the sandbox cannot
-    be built; in that case the program has not run."""
+    """Run Python code with the standard input `stdin`, and with `files` (name -> contents) in its folder. Afterwards no
+    process of the run is left. The calling process must have only one thread, because it forks. Raise
+    SandboxUnavailableError if the sandbox cannot be built; then the program has not run."""
     run = _Run(limits or Limits())
     try:
         run.start(
@@ -230,8 +216,7 @@ class _Run:
             os.kill(self.first or self.keeper, signal.SIGKILL)
 
     def end(self) -> None:
-        """End all processes and close all descriptors, whatever happened. Raise SandboxUnavailableError if the sandbox
-        was not built."""
+        """End all processes, close all descriptors. Raise SandboxUnavailableError if it was not built."""
         if self.keeper:
             if not self.finished or self.outcome.stopped:
                 self._kill()

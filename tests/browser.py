@@ -2,8 +2,7 @@
 
     python tests/browser.py logs/grpo_arithmetic_smollm2/exp_001/report.html docs/images/report.png --height 428
 
-This command takes a screenshot of a page. A report of a finished run is best.
-"""
+This command takes a screenshot of a page. A report of a finished run is best."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ READY = "document.body && document.body.dataset.ready === 'yes'"
 class Browser:
     """A headless browser with one page.
 
-    `errors` holds the errors and warnings of its console, `requests` the addresses that it requested.
-    """
+    `errors` holds the errors and warnings of its console, `requests` the addresses that it requested."""
 
     def __init__(self, width: int = 1280, height: int = 800, dark: bool = False) -> None:
         self.errors: list[str] = []

@@ -2,8 +2,7 @@
 
 Tests marked `gpu` run only if there is a CUDA device, and tests marked `long` only with `-m long`. The fast tier
 excludes slow folders. With `-n`, the tests of a file stay in one process, and so do all tests that compile the CUDA
-kernels for the CPU.
-"""
+kernels for the CPU."""
 
 import os
 import signal
@@ -22,8 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     If PYTHONDONTWRITEBYTECODE is set, every such process would compile torch's 1,500 files again, which takes seconds.
     So compiled files are written to pytest's cache. A shell's background job ignores Ctrl-C, and so would its child
-    processes; the tests of Ctrl-C need the default handler.
-    """
+    processes; the tests of Ctrl-C need the default handler."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTHONDONTWRITEBYTECODE" in os.environ and hasattr(config, "cache"):

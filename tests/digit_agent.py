@@ -34,8 +34,7 @@ def client_of(task: AgentTask) -> httpx.AsyncClient:
 async def two_turns(task: AgentTask) -> AgentResult:
     """Ask for the digit 7 twice, with the agent's text "+" in between.
 
-    A third call, outside the conversation, is not trained on.
-    """
+    A third call, outside the conversation, is not trained on."""
     async with client_of(task) as client:
         first = await ask(task, client, task.messages[0]["content"])
         ids = [*first["prompt_token_ids"], *first["token_ids"], 14]

@@ -61,8 +61,7 @@ class FakeGeneration(GenerationInterface):
     `respond(prompt_text, key)` returns the response as text. EOS is appended unless the response is cut at
     `max_new_tokens` or ends with a stop string. Without `respond`, characters are drawn uniformly from `alphabet`.
     `key` is (stream, draw id, sample, position): the same key and prompt always give the same response, whatever the
-    batch.
-    """
+    batch."""
 
     def __init__(
         self,
@@ -122,8 +121,7 @@ class FakeGeneration(GenerationInterface):
 
 class EchoEnvironment(EnvironmentInterface[dict]):
     """An environment that repeats the model's last message in capitals for `metadata["turns"]` turns. The reward of a
-    turn is the message's length / 100.
-    """
+    turn is the message's length / 100."""
 
     def __init__(self, cfg: dict[str, Any] | None = None) -> None:
         self.cfg = cfg or {}

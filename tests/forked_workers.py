@@ -2,8 +2,7 @@
 
 `in_place(patch)` makes `ProcessWorker` fork a worker instead of starting a program. In all other respects the worker is
 the same: a child of this process, in a separate session, with this process's environment, working directory and module
-paths. tests/unit/distributed/test_process_workers.py tests that a worker can be started as a program.
-"""
+paths. tests/unit/distributed/test_process_workers.py tests that a worker can be started as a program."""
 
 import atexit
 import ctypes

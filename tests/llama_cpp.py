@@ -1,8 +1,7 @@
 """Runs llama.cpp on GGUF files in a separate process, because llama.cpp itself writes to stdout and stderr.
 
 `answers(jobs)` runs the jobs. As a script, this file reads jobs from stdin and writes the results to the file that its
-argument names.
-"""
+argument names."""
 
 import json
 import subprocess
@@ -14,8 +13,7 @@ from typing import Any
 
 def answers(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Run the jobs {"file", "prompt" (ids), "texts"}. Return for each {"ids", "logprobs"} of the greedy continuation,
-    and the "tokens" of each text.
-    """
+    and the "tokens" of each text."""
     out = folder / "llama_cpp.json"
     done = subprocess.run(
         [sys.executable, __file__, str(out)], input=json.dumps(jobs), capture_output=True, text=True, timeout=300

@@ -62,8 +62,7 @@ def fails(ranks):
 def lose(cluster, number, said):
     """Send a signal to rank 1 while rank 0 waits for it, and return the pids of both ranks.
 
-    Assert that the error names the rank, its process, what happened (`said`) and the call.
-    """
+    Assert that the error names the rank, its process, what happened (`said`) and the call."""
     group = WorkerGroup(cluster, partial(make, 0))
     pids = cluster.workers.pids
     with pytest.raises(WorkerLostError, match=rf"rank 1 of 2 \(process {pids[1]}\) {said}.*end_while_others_wait"):

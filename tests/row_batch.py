@@ -14,7 +14,6 @@ def padded_rows(
         ids: int64 [B, S], padded on the right.
         lengths, groups: [B].
         mask: bool [B, S].
-        targets: int64 [B S, K].
-    """
+        targets: int64 [B S, K]."""
     size, width = ids.shape
     return C.RowBatch(ids, torch.arange(size) * width, lengths, mask, groups, targets)

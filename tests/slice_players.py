@@ -1,6 +1,5 @@
 """An object in a worker: a small model, or a tensor-parallel slice of it, which returns what the whole model would
-return.
-"""
+return."""
 
 import torch
 from nemo_rl_cpp._native import C
@@ -45,8 +44,7 @@ def rows(vocab):
 
 class SlicePlayer:
     """A model named in MODELS, or a slice of it. Its weights are random, and larger than those of a newly initialised
-    model.
-    """
+    model."""
 
     def __init__(self, model, dtype, tensor_size, value_head, ranks):
         self.folder = folder(model, value_head)
@@ -72,8 +70,7 @@ class SlicePlayer:
 
     def answers(self, temperature=1.0, top_p=1.0, top_k=0, checkpoint=False):
         """Return everything that a model computes. Gradients and updated weights are returned on the first rank, for
-        the whole model.
-        """
+        the whole model."""
         ids, batch, slopes = rows(self.native["vocab_size"])
         dtype = self.trainer.out_dtype
         out = torch.zeros(B, S, dtype=dtype)

@@ -1,7 +1,6 @@
 """The fast tier, `pytest -m "not slow"`: all tests except those in slow folders, with slow fixtures, or marked `slow`.
 
-With several processes (`-n 2`) the tests of a unit run in one process, and the longest units come first.
-"""
+With several processes (`-n 2`) the tests of a unit run in one process, and the longest units come first."""
 
 from pathlib import Path
 from typing import Any

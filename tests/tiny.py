@@ -29,8 +29,7 @@ SMALL_PPO = (
 def seeds_of(quick: dict[str, tuple[int, ...]], several: Iterable[int] = range(1, 6)) -> list[Any]:
     """Return pytest parameters (name, seed) of runs that learn.
 
-    The seeds in `quick` run in every suite, the others of `several` only with `pytest -m long`.
-    """
+    The seeds in `quick` run in every suite, the others of `several` only with `pytest -m long`."""
     return [
         pytest.param(name, seed, marks=() if seed in seeds else pytest.mark.long)
         for name, seeds in quick.items()
@@ -50,8 +49,7 @@ def make(
     TensorBoard events.
 
     `environment` scores every training task instead of the configuration's environment. `options` are passed to
-    `build_run`.
-    """
+    `build_run`."""
     one_thread()
     section = kind_of(config)
     load = load_grpo_config if section == "grpo" else load_ppo_config
@@ -88,8 +86,7 @@ class StopWhenLearned:
 def train(folder: Path, *overrides: str, until: float | None = None, **options: Any) -> TrainingRun:
     """Make a run as `make` does, and train. `run.history` has the metrics of each step.
 
-    Stop early once the mean raw reward of five steps is above `until`.
-    """
+    Stop early once the mean raw reward of five steps is above `until`."""
     run = make(folder, *overrides, **options)
     if until is not None:
         run.after_step.append(StopWhenLearned(run, until))

@@ -1,8 +1,7 @@
 """Eight kinds of model folders, which differ in how the tokenizer begins a text and which tokens end a response.
 
 Each has a tokenizer trained on a few lines, and a random Llama or Qwen2. After a few tokens, the model's greedy
-response to `TEXT` reaches the EOS token that is easiest to overlook.
-"""
+response to `TEXT` reaches the EOS token that is easiest to overlook."""
 
 import json
 from collections.abc import Callable
@@ -212,8 +211,7 @@ def _meet_the_end(model: Any, prompt: torch.Tensor, end: int) -> bool:
     """Exchange two rows of the LM head, so that the greedy response stays the same until `end` becomes its fifth token
     or a later one.
 
-    Return False if the model only repeats tokens from the fifth on.
-    """
+    Return False if the model only repeats tokens from the fifth on."""
     free = model.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :].tolist()
     met = next(
         (token for i, token in enumerate(free) if i >= 4 and token not in free[:i] and end not in free[: i + 1]), None

@@ -1,7 +1,6 @@
 """Twelve kinds of user code, as reward functions, as an environment and as an agent.
 
-Each returns the share of sevens in a response.
-"""
+Each returns the share of sevens in a response."""
 
 import asyncio
 import os

@@ -13,8 +13,7 @@ MODEL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "in
 def policy_of(tied=True, vllm=None, **generation):
     """Return a policy that generates with vLLM.
 
-    `vllm` is {"python": ...} or {"server_url": ...}, with further keys of vllm_cfg.
-    """
+    `vllm` is {"python": ...} or {"server_url": ...}, with further keys of vllm_cfg."""
     tiny.one_thread()
     vllm = {"timeout_s": 60.0, "enforce_eager": True} | (vllm or {})
     config = PolicyConfig(

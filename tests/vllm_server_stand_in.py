@@ -4,8 +4,7 @@
     interpreter(folder, "good")            # a program for policy.generation.vllm_cfg.python that runs such a server
 
 The routes and their answers are those of vLLM 0.32.0 (`entrypoints/rl/online`, `entrypoints/serve/dev/rpc`,
-`entrypoints/scale_out`).
-"""
+`entrypoints/scale_out`)."""
 
 import contextlib
 import importlib
@@ -37,8 +36,7 @@ MODES = {
 
 class NcclTransfer(vllm_stand_in.Transfer):
     """A mock of vLLM's engine `nccl`, with the parts that the extension uses. It reads the trainer's broadcasts from
-    the queue `wire`.
-    """
+    the queue `wire`."""
 
     init_info_cls = update_info_cls = SimpleNamespace
 
@@ -244,8 +242,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Listening(ThreadingHTTPServer):
     """A server that accepts all connections that a run opens at once. By default only five may wait, and more are
-    refused.
-    """
+    refused."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -271,8 +268,7 @@ def serving(mode, config, port=0, **facts):
 
 def interpreter(folder: Path, mode: str = "good") -> str:
     """Write a program that takes the place of vLLM's interpreter and answers `-c` and `-m` as Python would. Return its
-    path.
-    """
+    path."""
     assert mode in MODES
     path = folder / f"python_{mode}"
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {mode} "$@"\n')

@@ -1,6 +1,5 @@
 """A mock of the parts of vLLM that the worker extension uses: its modules, its weight transfer, and a Llama in plain
-torch, which recomputes the whole sequence for each token.
-"""
+torch, which recomputes the whole sequence for each token."""
 
 import sys
 from types import ModuleType, SimpleNamespace

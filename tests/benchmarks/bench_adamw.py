@@ -3,8 +3,7 @@
     uv run python tests/benchmarks/bench_adamw.py [--threads 1] [--parameters 33554432] [--device cuda] [--json out.json]
 
 The limit is the memory traffic at the copy bandwidth of this run: weights, gradient and two moments are read, and all
-of these except the gradient are written. A bfloat16 copy of the weights adds two bytes per weight.
-"""
+of these except the gradient are written. A bfloat16 copy of the weights adds two bytes per weight."""
 
 import torch
 from harness import alternate, begin, copy_bandwidth

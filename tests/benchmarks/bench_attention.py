@@ -4,8 +4,7 @@
 
 The two sides alternate within one run, and results are medians. GFLOP/s count the causal half: 4*H operations per
 scored pair and head forward, 10*H backward. Decode reads the blocked KV cache; its limit is a memory copy in the same
-run.
-"""
+run."""
 
 import torch
 from harness import Report, alternate, begin

@@ -12,8 +12,7 @@ time. The sides:
     bounded     two threads with the spin count of nemo_rl_cpp (or of --spins)
     passive     two threads that never spin
 
-Each side needs about 2.5 GB of memory.
-"""
+Each side needs about 2.5 GB of memory."""
 
 import argparse
 import json

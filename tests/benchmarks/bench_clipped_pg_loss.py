@@ -4,8 +4,7 @@
 
 The shape is [256, 2048], on a GPU [4096, 8192]. The peer computes the same loss and metrics with torch operations. The
 limit is the larger of two times, both measured in this run: the memory traffic (seven arrays read, one written) at the
-copy bandwidth, and the loss's exponentials by torch.exp.
-"""
+copy bandwidth, and the loss's exponentials by torch.exp."""
 
 import torch
 from harness import alternate, begin, copy_bandwidth, tune_malloc

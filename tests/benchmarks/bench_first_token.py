@@ -3,8 +3,7 @@
     uv run python tests/benchmarks/bench_first_token.py [--repeats 5] [--precision bfloat16 float32] [--json out.json]
 
 Both use the same model and prompt, and their runs are paired. The first run of each side, which fills the file cache,
-does not count.
-"""
+does not count."""
 
 import os
 import statistics

@@ -9,8 +9,7 @@ x tokens per second, divided by the speed of torch's product of 8,192 x 8,192 x 
 
 The time of decode steps is a generation of 160 new tokens minus one of 32, with prompts of 128 tokens; the peer has a
 static cache. `of_limit` is the time to read the weights and the KV cache of such a step at the bandwidth of a copy.
-With --shape small and --device cpu everything runs on a laptop, to test this program.
-"""
+With --shape small and --device cpu everything runs on a laptop, to test this program."""
 
 import sys
 from functools import partial

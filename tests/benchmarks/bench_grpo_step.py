@@ -7,8 +7,7 @@ memory.
 The sides run in separate processes, in turn; TRL has a separate environment, which uv creates. The first step of a
 process is a warm-up. Both sides get the same model folder, prompts, reward and learning rate, and neither stops before
 64 tokens. `--our-batch` is policy.train_micro_batch_size, and `--trl-batch` is TRL's per_device_train_batch_size: the
-number of samples that go through the model at a time. Below 64 this means gradient accumulation.
-"""
+number of samples that go through the model at a time. Below 64 this means gradient accumulation."""
 
 import argparse
 import json

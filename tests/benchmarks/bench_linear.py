@@ -5,8 +5,7 @@
 
 The shapes are those of SmolLM2-135M (qkv, gate and up, down) and Qwen2.5-0.5B (gate and up, down). `gflops` is 2 M N K
 divided by the median time; `ratio` is a side's median time divided by ours. Ours accumulates in float32 in both
-precisions. Its forward product gives a row bit-identical results, whatever other rows it is computed with.
-"""
+precisions. Its forward product gives a row bit-identical results, whatever other rows it is computed with."""
 
 import torch
 from harness import alternate, begin

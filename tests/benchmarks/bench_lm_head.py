@@ -5,8 +5,7 @@
 
 The four products alone (logits, logits again, d_hidden, d_weight) are computed by torch.mm on whole, preallocated
 matrices: with oneDNN for bfloat16, with MKL for float32. `memory` is the peak growth of the process, or on a GPU the
-memory allocated there.
-"""
+memory allocated there."""
 
 import ctypes
 import sys

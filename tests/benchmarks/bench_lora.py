@@ -9,8 +9,7 @@ relative to the first side.
 
 Each side runs in a separate process. The sides take turns after each step, and the first step is a warm-up. Wall-clock
 time and the time of the process's threads are measured; a busy machine affects the latter less. Memory is the process's
-peak, including weights and optimizer, minus its memory before it built the model.
-"""
+peak, including weights and optimizer, minus its memory before it built the model."""
 
 import argparse
 import json

@@ -7,8 +7,7 @@ The model has SmolLM2-135M's shapes, `--layers` layers and random weights. Each 
 in `--micro-batches` micro-batches. Times: all ways take turns in the same processes, on the same weights, and must have
 the same gradient norm; `waiting` is the time of a step beyond the slowest backward pass. Memory: each way runs in
 separate processes, and the result is the peak growth of a process (VmHWM) after the imports. "alone" is a single
-process, which holds all master weights and moments.
-"""
+process, which holds all master weights and moments."""
 
 import statistics
 from functools import partial

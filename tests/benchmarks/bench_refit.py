@@ -10,8 +10,7 @@ tensors in both processes, and the copy of the weights to their place. A broadca
 `--buckets` MB, are for other machines.
 
 With `--changed` the weights are bfloat16, 269 MB. These shares of them change between two refits, and `delta` sends
-only the changed weights (`policy.refit: delta`).
-"""
+only the changed weights (`policy.refit: delta`)."""
 
 import argparse
 import multiprocessing

@@ -9,8 +9,7 @@ separate process. Both sides take the same step in turn, and sample the same tok
 
 Tenants are clients in threads of one process. In a round each takes one step, and the two ways take turns. Memory is
 the peak of a process; one tenant and all tenants have separate processes. Ratios are given as the median and the
-quartiles of the rounds. Except for the first, no round starts that would end after `--seconds`.
-"""
+quartiles of the rounds. Except for the first, no round starts that would end after `--seconds`."""
 
 import argparse
 import json
@@ -129,8 +128,7 @@ def alternated(sides: dict[str, Callable[[int], None]], rounds: range, until: fl
 def tenants(connection: Connection, arguments: argparse.Namespace, count: int) -> None:
     """Run in a child process. Send the seconds of each round and the peak memory.
 
-    The tenants step one after the other ("in turn") and all at once ("together").
-    """
+    The tenants step one after the other ("in turn") and all at once ("together")."""
     with tempfile.TemporaryDirectory() as folder, service(arguments, folder) as local:
         clients = [local.create_lora_training_client(rank=RANK, seed=n).result() for n in range(count)]
 

@@ -25,8 +25,7 @@ warm-up, in which all gradient norms must agree within 5 %. All peers use sdpa a
 Memory is the peak growth of a process after the imports, minus 18 bytes per parameter in bfloat16 and 16 in float32.
 `of_peak` is 6 x parameters x tokens per second (of the tokens and parameters that ours computes), divided by the speed
 of one product of 2,048 x 4,096 x 4,096, by torch or by us, whichever is faster, after each round. `tok_s` counts the
-tokens of all samples on every side, without padding.
-"""
+tokens of all samples on every side, without padding."""
 
 import argparse
 import json
@@ -68,8 +67,7 @@ def ours(folder: str, precision: str, halved: bool = False):
 def our_step(model, max_tokens: int, halved: bool = False):
     """Return a function that takes a step on samples and returns the gradient norm.
 
-    Micro-batches have at most `max_tokens` tokens; with `halved`, the samples form two halves.
-    """
+    Micro-batches have at most `max_tokens` tokens; with `halved`, the samples form two halves."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
     from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
@@ -154,8 +152,7 @@ PEERS = [name for name in SIDES if name.startswith("transformers")]
 
 def one_side(arguments: argparse.Namespace) -> None:
     """Run in the child: take a step for every line of standard input, and print seconds, peak memory so far and
-    gradient norm.
-    """
+    gradient norm."""
     import nemo_rl_cpp._native  # noqa: F401
     import transformers as _  # noqa: F401
 
@@ -182,8 +179,7 @@ def start(name: str, folder: str, precision: str, arguments: argparse.Namespace)
 def matrix_peak(precision: str) -> float:
     """Return the floating-point operations per second of one large product, by torch or by us, whichever is faster.
 
-    The speed of float32 also counts for bfloat16.
-    """
+    The speed of float32 also counts for bfloat16."""
     from nemo_rl_cpp._native import C
 
     best = 0.0

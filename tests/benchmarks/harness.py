@@ -1,6 +1,5 @@
 """Common parts of the benchmarks of single ops: sides that take turns in one run, the machine's limits, a table and
-JSON.
-"""
+JSON."""
 
 import argparse
 import ctypes

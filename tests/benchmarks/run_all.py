@@ -3,8 +3,7 @@
     uv run python tests/benchmarks/run_all.py [--out results/benchmarks] [--only training_step lm_head ...]
 
 That page is made from these files. All benchmarks take about an hour and a half on two cores, with nothing else
-running. Scripts that fail are named at the end; the others still run.
-"""
+running. Scripts that fail are named at the end; the others still run."""
 
 import argparse
 import subprocess

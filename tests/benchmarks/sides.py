@@ -14,8 +14,7 @@ HIDDEN = {"help": argparse.SUPPRESS}
 def options(description: str, **given: object) -> argparse.Namespace:
     """Read the options `given` from the command line. Each value is the default, whose type is the option's type (a
     list: several values; False: a switch), or a dictionary with the arguments of `add_argument`. With `metavar` it is
-    an argument without a name.
-    """
+    an argument without a name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in given.items():
         settings = {"type": type(value), "default": value}
@@ -42,16 +41,14 @@ def choices(known: object, *default: str) -> dict[str, object]:
 
 def memory_of(key: str) -> int:
     """Return the bytes of this process from /proc: VmRSS now, VmHWM at the peak (ru_maxrss would include the
-    parent's).
-    """
+    parent's)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 class Child:
     """A process that answers each line of its standard input with a line, both in JSON. It writes a line once it is
-    ready.
-    """
+    ready."""
 
     def __init__(
         self, name: str, command: list[str], environment: dict[str, str] | None = None, folder: Path | None = None

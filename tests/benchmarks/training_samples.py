@@ -23,8 +23,7 @@ def mixed_lengths() -> list[int]:
     """Return the quantile midpoints of a log-normal distribution (sigma 0.5), in shuffled order.
 
     A batch padded to the longest sample is 56 % padding. Rollouts have 50 to 70 % (NeMo RL's guide to sequence
-    packing).
-    """
+    packing)."""
     weights = [math.exp(0.5 * NormalDist().inv_cdf((i + 0.5) / COUNT)) for i in range(COUNT)]
     lengths = [round(w / sum(weights) * COUNT * MEAN_LENGTH) for w in weights]
     lengths[-1] += COUNT * MEAN_LENGTH - sum(lengths)
@@ -34,8 +33,7 @@ def mixed_lengths() -> list[int]:
 @dataclass(frozen=True)
 class Samples:
     """Rows of tokens, padded with 0. With a prompt, the rows of each GROUP begin with the same tokens, and later tokens
-    are trained.
-    """
+    are trained."""
 
     ids: Tensor  # [B, S]
     lengths: Tensor  # [B]
@@ -61,8 +59,7 @@ class Samples:
     @property
     def trained(self) -> Tensor:
         """Return the mask of trained tokens, bool [B, S]. A row's first token is never trained, because nothing
-        predicts it.
-        """
+        predicts it."""
         return self.real & (torch.arange(self.ids.shape[1]) >= max(self.prompt, 1))
 
     @property

@@ -22,8 +22,7 @@ JOBS = 2
 class Kernels:
     """The functions of entry_points_*.cpp, called as `kernels.name(...)`.
 
-    Arguments are tensors (passed as addresses), None, ints and floats.
-    """
+    Arguments are tensors (passed as addresses), None, ints and floats."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))

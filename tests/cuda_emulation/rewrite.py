@@ -1,7 +1,6 @@
 """Rewrites a CUDA source as C++ that compiles with this folder's cuda_runtime_api.h.
 
-It replaces kernel launches and dynamic shared memory, which no header can define.
-"""
+It replaces kernel launches and dynamic shared memory, which no header can define."""
 
 import re
 

@@ -13,8 +13,7 @@ A mark is a comment on the line above the fence:
 <!-- needs: WORD -->              The block does not run: WORD is one of `NEEDS`. The configurations of its commands
                                   are still loaded.
 
-Blocks of `text` and `json` show output or data, and have no mark.
-"""
+Blocks of `text` and `json` show output or data, and have no mark."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     python tests/fuzz/fuzz_weight_files.py --seconds 20 tests/fuzz/corpus/weight_files
 
 Any bytes must be read, or must raise a one-sentence error that names the file. Files of the corpus are mutated for a
-number of seconds. The same seed gives the same mutations.
-"""
+number of seconds. The same seed gives the same mutations."""
 
 import argparse
 import json

@@ -38,8 +38,7 @@ class Line:
         overrides: as printed.
         gives: what keys of the configuration then are.
         sizes: overrides that make the printed sizes small, for the run.
-        shows: metric -> the values that it may have in the run's steps (a predicate).
-    """
+        shows: metric -> the values that it may have in the run's steps (a predicate)."""
 
     config: str
     overrides: tuple[str, ...] = ()

@@ -1,6 +1,5 @@
 """Model folders as users bring them, each written by a function: valid ones, which transformers reads, and faulty
-ones.
-"""
+ones."""
 
 import json
 import shutil
@@ -149,8 +148,7 @@ class Folder:
 
     def header(self, change) -> "Folder":
         """Replace the header, and keep the bytes after it. `change` receives the header and returns the new one, or its
-        text.
-        """
+        text."""
         raw = self.file.read_bytes()
         length = struct.unpack("<Q", raw[:8])[0]
         text = change(json.loads(raw[8 : 8 + length]))
@@ -211,8 +209,7 @@ def _stacked(weights):
 
 def within_images(folder, model_type="qwen3_5"):
     """Change to the format of released Qwen3.5 folders: the text model is a section, next to a vision tower and more
-    heads.
-    """
+    heads."""
     known = json.loads((folder.path / "config.json").read_text())
     outer = {"model_type": model_type, "vision_config": {"depth": 1}}
     (folder.path / "config.json").write_text(json.dumps(outer | {"text_config": known, "tie_word_embeddings": False}))

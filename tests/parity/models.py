@@ -182,8 +182,7 @@ def build(name: str, folder, dtype=torch.float32, seed: int = 0):
 
 def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
     """Rename tensors from the parameter names of transformers' module to those of its checkpoints: one tensor per
-    expert.
-    """
+    expert."""
     found = {}
     for name, tensor in tensors.items():
         if model_type == "gpt_oss" and ".experts." in name:
@@ -207,8 +206,7 @@ def by_checkpoint_names(tensors: dict, model_type: str) -> dict:
 
 def of_gpt_oss(name: str, tensor: torch.Tensor) -> dict:
     """Split a tensor of all experts, [E, in, out] with the columns gate, up, gate, up, ..., into the tensors of each
-    expert.
-    """
+    expert."""
     block, matrix = name.removesuffix("_bias").rsplit(".", 1)
     kind, found = "bias" if name.endswith("_bias") else "weight", {}
     for expert, columns in enumerate(tensor):
@@ -231,8 +229,7 @@ class Float64Torch:
 def recur_in_float64(monkeypatch) -> None:
     """Make transformers compute the recurrences, norms and routers of Qwen3.5 and Nemotron-H in float64.
 
-    It computes them in float32 whatever the model's dtype, and a recurrence accumulates the rounding errors.
-    """
+    It computes them in float32 whatever the model's dtype, and a recurrence accumulates the rounding errors."""
     from transformers.models.nemotron_h import modeling_nemotron_h
     from transformers.models.qwen3_5 import modeling_qwen3_5
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -247,8 +244,7 @@ def compute_in_float64(model, monkeypatch) -> None:
 
     transformers computes them in float32 whatever the model's dtype, and their last bits differ between processors.
     From here on, norms, softmax and recurrence are in float64, and RoPE's frequencies, angles and cosines are each
-    rounded to float32 once, as in our core. RoPE must be of the default type.
-    """
+    rounded to float32 once, as in our core. RoPE must be of the default type."""
     if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
         recur_in_float64(monkeypatch)
     for module in {type(part).__module__ for part in model.modules()}:

@@ -1,8 +1,7 @@
 """The recipe "an architecture" of CONTRIBUTING.md, followed for EXAONE 4: an entry of the table, and transformers' numbers.
 
 EXAONE 4 (without windows, as the 1.2B) normalises behind attention and MLP, as OLMo 2 does, and each query and key head by itself,
-as Qwen 3 does. No entry of the table has both. Its MLP here has GELU.
-"""
+as Qwen 3 does. No entry of the table has both. Its MLP here has GELU."""
 
 import json
 

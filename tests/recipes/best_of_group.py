@@ -1,7 +1,6 @@
 """An advantage estimator that gives an advantage only to the best responses of a group.
 
-Selected by `grpo.adv_estimator.name=best_of_group`.
-"""
+Selected by `grpo.adv_estimator.name=best_of_group`."""
 
 import torch
 from nemo_rl_cpp.algorithms.advantage_estimator import register_estimator

@@ -1,7 +1,6 @@
 """An environment whose reward is the share of even digits in a response.
 
-Selected by `env_name: even_digits` and a section `env.even_digits`.
-"""
+Selected by `env_name: even_digits` and a section `env.even_digits`."""
 
 from nemo_rl_cpp.config.base import Real, Section, as_model, key
 from nemo_rl_cpp.environments.loading import register_env

@@ -59,8 +59,7 @@ def whiten_biased(values, mask, zero_masked):
 def whiten_unbiased(values, mask, eps=1e-8):
     """Return the whitened values, and whether there were too few.
 
-    `eps` is what masked_mean adds to its count. It is 0 in float32, where rounding removes it.
-    """
+    `eps` is what masked_mean adds to its count. It is 0 in float32, where rounding removes it."""
     n, mean, m2 = moments(values, mask)
     if n <= 1:
         return np.zeros_like(values), True
@@ -149,8 +148,7 @@ def best_of_group(groups, rewards, valid, normalize):
 def pass_at_k(groups, rewards, valid, k):
     """Return the advantages of pass@k by enumerating every set of k responses.
 
-    A set's reward is 1 if one of its responses is correct. A response gets the mean of its sets' advantages.
-    """
+    A set's reward is 1 if one of its responses is correct. A response gets the mean of its sets' advantages."""
     out = np.zeros(len(rewards))
     for i in range(len(rewards)):
         members = [j for j in range(len(rewards)) if groups[j] == groups[i] and valid[j]]

@@ -1,8 +1,7 @@
 """Causal attention of packed sequences with shared prefixes, in plain numpy float64, one query row at a time.
 
 A row attends to the last `window` keys, including its own; 0 means all. If `softcap` is not 0, a score s becomes
-softcap * tanh(s / softcap). `sinks` [N] adds one term without a value to each head's softmax.
-"""
+softcap * tanh(s / softcap). `sinks` [N] adds one term without a value to each head's softmax."""
 
 import numpy as np
 
@@ -47,8 +46,7 @@ def attention_backward(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (d_qkv [T, (N+2K)*H], d_sinks [N]).
 
-    Rows of a shared prefix sum up the gradients of every sequence that reads them.
-    """
+    Rows of a shared prefix sum up the gradients of every sequence that reads them."""
     x = qkv.astype(np.float64).reshape(len(qkv), n + 2 * k, h)
     g = d_out.astype(np.float64).reshape(len(qkv), n, h)
     d, d_sinks = np.zeros_like(x), np.zeros(n)

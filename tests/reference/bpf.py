@@ -5,8 +5,7 @@ import struct
 
 def run(program: bytes, number: int, architecture: int, arguments: tuple[int, ...] = ()) -> int:
     """Return the filter's verdict on a system call. Raise AssertionError or KeyError for a jump out of the program or
-    an unknown instruction.
-    """
+    an unknown instruction."""
     data = struct.pack("=iIQ6Q", number, architecture, 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6])
     code = list(struct.iter_unpack("=HBBI", program))
     accumulator, at = 0, 0

@@ -13,8 +13,7 @@ def topk_divergence(student, teacher, kind, mixed_kl_weight, whole_student=None)
     """Return the divergence at one token, from the log-probabilities of k tokens.
 
     `whole_student` is the student's distribution over the whole vocabulary; its probability outside the k tokens is
-    compared with a teacher's probability of e^-100. If it is None, only the k tokens are compared.
-    """
+    compared with a teacher's probability of e^-100. If it is None, only the k tokens are compared."""
     q = renormalised(teacher)
     p = renormalised(student) if whole_student is None else student
     forward = math.fsum(math.exp(b) * (b - a) for a, b in zip(p, q, strict=True))

@@ -1,8 +1,7 @@
 """A gated delta net in plain torch, token by token: short convolution, gated delta rule and gated norm.
 
 Autograd gives its gradients. Sequences are (start, length, parent). A sequence continues the last token of `parent`, an
-earlier sequence, or starts from a zero state if `parent` is -1.
-"""
+earlier sequence, or starts from a zero state if `parent` is -1."""
 
 import torch
 import torch.nn.functional as F

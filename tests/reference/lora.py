@@ -7,8 +7,7 @@ from torch import nn
 def adapted_call(model: nn.Module, adapters: dict[str, tuple[torch.Tensor, torch.Tensor]], scale: float):
     """Return a function like `model`, in which these modules have the weights W + scale · B · A.
 
-    Everything else is constant. `adapters` maps a module to (A [dim, in], B [out, dim]), which may be leaf tensors.
-    """
+    Everything else is constant. `adapters` maps a module to (A [dim, in], B [out, dim]), which may be leaf tensors."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for module, (a, b) in adapters.items():
         weights[f"{module}.weight"] = weights[f"{module}.weight"] + scale * (b @ a)

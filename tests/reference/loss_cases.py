@@ -1,8 +1,7 @@
 """Random and hostile inputs for the loss tests.
 
 Log-probabilities are multiples of 1/1024. So float32 represents them and their differences exactly, and the tests
-compare the losses, not the rounding of the inputs.
-"""
+compare the losses, not the rounding of the inputs."""
 
 import numpy as np
 
@@ -43,8 +42,7 @@ def config(rng, name=None):
     """Return a complete, consistent configuration of the loss `name` (None: of a random loss), with random values for
     the other keys.
 
-    Its `name` is clipped_pg for losses that are clipped_pg with particular keys.
-    """
+    Its `name` is clipped_pg for losses that are clipped_pg with particular keys."""
     name = str(rng.choice(list(LOSSES))) if name is None else name
     fixed = LOSSES[name]
     c = DEFAULTS | fixed | {"name": name if name in NAMED else "clipped_pg"}
@@ -98,8 +96,7 @@ def logprobs(rng, shape, spread):
 def batch(rng, max_rows=5, max_len=40):
     """Return (x [B, S-1], data).
 
-    Lengths are ragged, some rows and sometimes all are masked, and log-probabilities differ hugely or not at all.
-    """
+    Lengths are ragged, some rows and sometimes all are masked, and log-probabilities differ hugely or not at all."""
     B, S = int(rng.integers(1, max_rows + 1)), int(rng.integers(1, max_len))
     gap = float(rng.choice([0.0, 0.05, 0.3, 3.0, 12.0]))
     near = lambda v, scale: v + np.round(rng.normal(0, scale, v.shape) * 1024) / 1024  # noqa: E731

@@ -1,7 +1,6 @@
 """The losses and their metrics as float64 torch operations, so that autograd gives reference gradients.
 
-Imports nothing of the package.
-"""
+Imports nothing of the package."""
 
 import math
 
@@ -35,8 +34,7 @@ def large_k3(r, raw, w, lp, out_clamp):
     """Return w k3(r) with w = exp(lp - constant), and with the gradient d/dlp = w (k3 - (e^r - 1)) = -w r.
 
     Autograd would compute this gradient as a difference of two huge numbers. So the value is written as value + slope
-    (lp - sg(lp)).
-    """
+    (lp - sg(lp))."""
     r, raw, w = r.detach(), raw.detach(), w.detach()
     k = w * (torch.special.expm1(r) - r)
     slope = torch.where(r == raw, -w * r, torch.zeros_like(r))
@@ -49,8 +47,7 @@ def clipped_pg_loss(x, data, c, num_toks, num_seqs, num_positive_toks=None, larg
 
     `x` is [B, N]. The tensors of `data` are [B, N + 1], and their first column has no prediction. `c` is the complete
     configuration. The loss is differentiable in x and data["curr_logprobs_unfiltered"]. An importance weight that is
-    not below `largest` counts as an overflow, and becomes 0.
-    """
+    not below `largest` counts as an overflow, and becomes 0."""
     A, g, T = (data[k][:, 1:] for k in ("advantages", "generation_logprobs", "token_mask"))
     s = data["sample_mask"]
     M = T * s[:, None]

@@ -1,7 +1,6 @@
 """Mamba-2 in plain torch, token by token: its recurrence and its norm. The short convolution is that of gated_delta.py.
 
-Autograd gives the gradients. Sequences are as in gated_delta.py.
-"""
+Autograd gives the gradients. Sequences are as in gated_delta.py."""
 
 import torch
 import torch.nn.functional as F

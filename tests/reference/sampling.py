@@ -7,8 +7,7 @@ def kept_tokens(logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, to
     """Return a mask, bool [V], of the tokens that top-k and top-p keep.
 
     Top-k keeps values >= the k-th largest, including ties. Then top-p sorts ascending by (value, index), and keeps
-    tokens whose cumulative probability exceeds 1 - p, and always the last.
-    """
+    tokens whose cumulative probability exceeds 1 - p, and always the last."""
     z = logits.astype(np.float64) / temperature
     keep = np.isfinite(z)
     if 0 < top_k < len(z):

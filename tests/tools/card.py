@@ -8,8 +8,7 @@
 
 The most important steps come first. The output of each step is streamed to DIR/NAME.txt. After each step, DIR/card.json
 (how the steps ended, seconds) and DIR/tables.md (the measurements, for docs/benchmarks-in-full.md) are rewritten. The
-exit status is 1 if a step failed or had no time.
-"""
+exit status is 1 if a step failed or had no time."""
 
 import argparse
 import importlib.metadata

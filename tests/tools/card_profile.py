@@ -1,7 +1,6 @@
 """Profiles a training step and decode steps with torch's profiler, and prints the kernels with the longest total time.
 
-python tests/tools/card_profile.py [--device cpu]       on a CPU: tiny shapes, to test this program
-"""
+python tests/tools/card_profile.py [--device cpu]       on a CPU: tiny shapes, to test this program"""
 
 import argparse
 import sys

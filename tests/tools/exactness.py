@@ -4,8 +4,7 @@
 
 Each row is a run of two GRPO steps of a tiny random model. It shows `token_mult_prob_error` (1: equal) and the largest
 difference of two log-probabilities over the steps, or the error of a run that fails. The exit status is 1 if a row
-differs or fails.
-"""
+differs or fails."""
 
 import argparse
 import json

@@ -10,8 +10,7 @@ tiny configurations, with `--kills` kills each. With `--fork`, a run is a forked
 imported everything. It is killed in the same way, and starts in a fraction of the time.
 
 Weights, optimizer state, data position, training state, and the metrics of every step except times and memory must have
-equal SHA-256 digests. The exit status is 1 if anything differs.
-"""
+equal SHA-256 digests. The exit status is 1 if anything differs."""
 
 import argparse
 import hashlib
@@ -87,8 +86,7 @@ def run_and_kill(argv: list[str], environment: dict[str, str], after_step: int, 
     """Start a run, and kill it with all its child processes `delay` seconds after the end of step `after_step` (0:
     after the start).
 
-    Return False if the run had ended by then.
-    """
+    Return False if the run had ended by then."""
     process = start(argv, environment)
     if after_step:
         for line in process.stdout:
@@ -223,8 +221,7 @@ def check(
 
     Each kill comes at a random moment of the rest of the run: a random step, and a random time after its end. So kills
     occur during start-up, generation, training, logging and saving. After a run that reaches its end, the next one
-    starts from scratch in another folder.
-    """
+    starts from scratch in another folder."""
     environment, dice = dict(os.environ), random.Random(seed)
     with tempfile.TemporaryDirectory() as scratch:
         whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"

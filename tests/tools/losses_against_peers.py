@@ -8,8 +8,7 @@ DIR is searched after the environment's own packages, so both sides use the same
 differences over 40 batches, in float64 and in float32: that of the value, relative to the larger of itself and the sum of
 the gradient's absolute values (terms may cancel), and that of the gradient with respect to the log-probabilities,
 relative to its largest element. The exit status is 1 if one is above 1e-6 (float64) or 1e-5 (float32). The last lines
-name what has no counterpart or is defined otherwise.
-"""
+name what has no counterpart or is defined otherwise."""
 
 import sys
 from functools import partial

@@ -1,7 +1,6 @@
 """Repeats refits of the tiny model, from a trainer's process to an engine's, and measures memory, files and threads.
 
-The weights change before every refit, and the engine's digest is compared afterwards.
-"""
+The weights change before every refit, and the engine's digest is compared afterwards."""
 
 import os
 from pathlib import Path

@@ -4,8 +4,7 @@
 
 Creates two namespaces joined by a veth pair, runs a rank in each, lets the ranks add a number, takes the link down, and
 tests whether both ranks report this within their deadline. Exit status: 0 if both do, 1 if not, 3 if this machine does
-not permit namespaces (the reason is printed).
-"""
+not permit namespaces (the reason is printed)."""
 
 import argparse
 import os

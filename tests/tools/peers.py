@@ -1,7 +1,6 @@
 """Drawn batches, and the losses and advantages of TRL and verl on them, computed by their own code.
 
-losses_against_peers.py compares ours with them. The functions after `draw` return (value, gradient or None).
-"""
+losses_against_peers.py compares ours with them. The functions after `draw` return (value, gradient or None)."""
 
 import ast
 import inspect
@@ -30,8 +29,7 @@ LOW, HIGH, LENGTH = 0.2, 0.28 + 2**-13, 24.0
 def draw(seed, dtype):
     """Return a batch: some of one token, with untrained responses, negative advantages, or ratios beyond e^5.
 
-    Log-probabilities are multiples of 1/1024, so float32 holds them and their differences exactly.
-    """
+    Log-probabilities are multiples of 1/1024, so float32 holds them and their differences exactly."""
     rng = np.random.default_rng(seed)
     groups, members, S = (1, 2, 1) if seed == 0 else rng.integers((1, 2, 2), (4, 5, 12)).tolist()
     B = groups * members

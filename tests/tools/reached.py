@@ -11,8 +11,7 @@ dotted names in configurations.
 
 Imports and `__all__` do not count as mentions. A string that equals a class name does, because registries look classes
 up by name. Names are not resolved, so a name that occurs in two places counts as reached in both, and the result is a
-lower bound. `nemo_rl_cpp.compat`, which is for ports, is not counted; what it imports is reached.
-"""
+lower bound. `nemo_rl_cpp.compat`, which is for ports, is not counted; what it imports is reached."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
     python tests/tools/run_digest.py --only grpo ppo multi_turn  some of them
 
 A digest covers weights, optimizer state and the metrics of all steps except times and memory. The exit status is 1 if a
-digest differs.
-"""
+digest differs."""
 
 import argparse
 import hashlib

@@ -72,11 +72,9 @@ def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
 
 @dataclass
 class EqualAdvantages:
-    """A stage that gives every token the advantage 1.
+    """A stage that gives every token the advantage 1."""
 
-    Attributes:
-        keeps_logprobs: whether `generation_logprobs` stay in the batch, because the policy generated the responses."""
-
+    # whether `generation_logprobs` stay in the batch, because the policy generated the responses
     keeps_logprobs: bool = False
     estimator: ClassVar[None] = None
     metrics: ClassVar[Metrics] = {}
@@ -90,11 +88,7 @@ class EqualAdvantages:
 
 @dataclass(kw_only=True)
 class AnswerValidator(Validator):
-    """A validator that computes the loss on held-out answers.
-
-    Attributes:
-        model: the policy.
-        loss_fn: the training loss."""
+    """A validator that computes the loss on held-out answers."""
 
     model: PolicyInterface
     loss_fn: LossFunction
@@ -210,21 +204,17 @@ Advantages = GroupAdvantages | TokenAdvantages | EqualAdvantages
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The properties of an algorithm that its configuration sections do not describe.
+    """The properties of an algorithm that its configuration sections do not describe."""
 
-    Attributes:
-        make_advantages: returns the `Advantages` object that a configuration selects. Raises ValueError if the
-            algorithm has no such estimator.
-        is_trained: returns whether the policy is trained on a message of a conversation.
-        needs_tokens: whether a step without any token to train on ends the run with an error. Without the error, PPO
-            would continue and shrink both models by weight decay. GRPO needs no error: it makes a single update per
-            step, which then changes nothing, and the report shows that nothing was learned.
-        has_rewards: whether samples have rewards. If not, metrics of rewards are omitted."""
-
+    # returns the `Advantages` object that a configuration selects. Raises ValueError if the algorithm has no such
+    # estimator.
     make_advantages: Callable[[TrainMasterConfig], Advantages]
-    is_trained: Callable[[Message], bool]
+    is_trained: Callable[[Message], bool]  # returns whether the policy is trained on a message of a conversation
+    # whether a step without any token to train on ends the run with an error. Without the error, PPO would continue and
+    # shrink both models by weight decay. GRPO needs no error: it makes a single update per step, which then changes
+    # nothing, and the report shows that nothing was learned.
     needs_tokens: bool
-    has_rewards: bool = True
+    has_rewards: bool = True  # whether samples have rewards. If not, metrics of rewards are omitted.
 
 
 def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:

@@ -123,10 +123,7 @@ def find_resume(checkpoints: CheckpointManager) -> Resume:
 
 @dataclass
 class Saver:
-    """The writer of a run's checkpoints. A checkpoint has everything that the run needs to resume.
-
-    Attributes:
-        card: the facts of the model card that stay constant during the run."""
+    """The writer of a run's checkpoints. A checkpoint has everything that the run needs to resume."""
 
     manager: CheckpointManager
     config: TrainMasterConfig
@@ -138,7 +135,7 @@ class Saver:
     logger: Logger
     timer: Timer
     terminal: Terminal
-    card: CardFacts
+    card: CardFacts  # the facts of the model card that stay constant during the run
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:

@@ -36,22 +36,17 @@ CollectedState = dict[str, object]
 
 @dataclass
 class Collected:
-    """The rollouts of one step, and statistics of their collection.
-
-    Attributes:
-        rollout_metrics: metrics of engine and environments, over all rollouts, including those that were filtered out.
-        sampler_metrics: metrics of dynamic sampling.
-        finished_epochs: how many epochs of the data ended while the prompts were drawn.
-        weight_version: the version of the weights that generated the rollouts.
-        metrics: metrics of the weight sync, and of the wait for asynchronous rollouts.
-        seconds: durations of those stages of the collection that ran outside the step."""
+    """The rollouts of one step, and statistics of their collection."""
 
     samples: Rollouts
+    # metrics of engine and environments, over all rollouts, including those that were filtered out
     rollout_metrics: dict[str, float]
-    sampler_metrics: dict[str, float]
-    finished_epochs: int
-    weight_version: int
+    sampler_metrics: dict[str, float]  # metrics of dynamic sampling
+    finished_epochs: int  # how many epochs of the data ended while the prompts were drawn
+    weight_version: int  # the version of the weights that generated the rollouts
+    # metrics of the weight sync, and of the wait for asynchronous rollouts
     metrics: dict[str, float | str | None] = field(default_factory=dict)
+    # durations of those stages of the collection that ran outside the step
     seconds: dict[str, float] = field(default_factory=dict)
 
     def state_dict(self) -> CollectedState:
@@ -60,28 +55,22 @@ class Collected:
 
 @dataclass
 class RolloutCollector(ABC):
-    """The base class of collectors, which generate and score the rollouts of a step.
-
-    Attributes:
-        refit: copies the policy's weights to the engine.
-        prompts: yields the next prompts, each repeated once per response.
-        roll_out: generates responses to prompts and has the environments score them (`run_multi_turn_rollout`).
-        sampler: gathers rollouts until there are enough for a step.
-        shape_rewards: scales and shapes the rewards of one round of generation.
-        change_rewards: changes `total_reward` of finished rollouts and returns metrics (`grpo.length_penalty`).
-        failures_left: how many failed rounds of generation or scoring may still be repeated in this run.
-        pause: for in-flight weight updates (`AsyncCollector`): the point at which generation of a batch waits for new
-            weights. None: one version of the weights generates the whole batch."""
+    """The base class of collectors, which generate and score the rollouts of a step."""
 
     generation: GenerationInterface
-    refit: WeightSynchronizer
-    prompts: PromptSource
+    refit: WeightSynchronizer  # copies the policy's weights to the engine
+    prompts: PromptSource  # yields the next prompts, each repeated once per response
+    # generates responses to prompts and has the environments score them (`run_multi_turn_rollout`)
     roll_out: Callable[[DatumBatch], tuple[DatumBatch, dict[str, float]]]
-    sampler: GroupSampler
+    sampler: GroupSampler  # gathers rollouts until there are enough for a step
     state: TrainState
+    # scales and shapes the rewards of one round of generation
     shape_rewards: Callable[[Rollouts], Rollouts] = lambda rollouts: rollouts
+    # changes `total_reward` of finished rollouts and returns metrics (`grpo.length_penalty`)
     change_rewards: Callable[[Rollouts], dict[str, float]] = lambda rollouts: {}
-    failures_left: int = 0
+    failures_left: int = 0  # how many failed rounds of generation or scoring may still be repeated in this run
+    # for in-flight weight updates (`AsyncCollector`): the point at which generation of a batch waits for new weights.
+    # None: one version of the weights generates the whole batch.
     pause: Pause | None = None
 
     def __post_init__(self) -> None:
@@ -204,13 +193,11 @@ class SyncCollector(RolloutCollector):
 
 @dataclass
 class Meeting:
-    """A point in the middle of one batch's responses at which generation waits for new weights.
+    """A point in the middle of one batch's responses at which generation waits for new weights."""
 
-    Attributes:
-        reached: a future of True once the generation waits here, or of False if the batch ended without waiting.
-        given: a future that the trainer completes once the engines have the new weights."""
-
+    # a future of True once the generation waits here, or of False if the batch ended without waiting
     reached: Future[bool] = field(default_factory=Future)
+    # a future that the trainer completes once the engines have the new weights
     given: Future[None] = field(default_factory=Future)
 
     def wait(self) -> None:
@@ -236,22 +223,18 @@ class AsyncCollector(RolloutCollector):
     In step s, before training, the collector waits until all generation has ended or paused, copies version s to the
     engine and starts the batch of step s + A. A batch is therefore A versions old when it is trained on; only the first
     batches are all generated by version 0. Results are bit-identical at any speed of generation and training. Finished
-    batches wait in order, and checkpoints contain them.
+    batches wait in order, and checkpoints contain them."""
 
-    Attributes:
-        age: A, at least 1 (`max_trajectory_age_steps`).
-        keeps: whether checkpoints are written. If so, the first batch is checked: a column that cannot be saved in a
-            checkpoint raises an error in step 1.
-        groups: (prompts per step, responses per prompt), which a checkpoint's batches must match; None: any.
-        submit: starts a job, which generates one batch, and returns its future; None: jobs run in a thread. Jobs run
-            one after the other.
-        make_meeting: makes the `Meeting` of a batch."""
-
-    age: int = 1
+    age: int = 1  # A, at least 1 (`max_trajectory_age_steps`)
+    # whether checkpoints are written. If so, the first batch is checked: a column that cannot be saved in a checkpoint
+    # raises an error in step 1.
     keeps: bool = False
+    # (prompts per step, responses per prompt), which a checkpoint's batches must match; None: any
     groups: tuple[int, int] | None = None
+    # starts a job, which generates one batch, and returns its future; None: jobs run in a thread. Jobs run one after
+    # the other.
     submit: Callable[[Callable[[], Collected | None]], Future[Collected | None]] | None = None
-    make_meeting: Callable[[], Meeting] = Meeting
+    make_meeting: Callable[[], Meeting] = Meeting  # makes the `Meeting` of a batch
 
     def __post_init__(self) -> None:
         super().__post_init__()

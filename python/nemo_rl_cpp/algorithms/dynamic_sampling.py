@@ -54,8 +54,7 @@ ADVICE = (
 )
 
 
-SamplerState = dict[str, object]
-"""The saved state of a `GroupSampler`: plain values, lists and tensors."""
+SamplerState = dict[str, object]  # the saved state of a `GroupSampler`: plain values, lists and tensors
 
 
 class GroupSampler:
@@ -80,8 +79,7 @@ class GroupSampler:
     ) -> None:  # fmt: skip
         self.num_groups, self.group_size, self._weights = num_groups, group_size, weights
         self.enabled, self.max_gen_batches, self.keep_surplus = enabled, max_gen_batches, keep_surplus
-        self.metrics: dict[str, float] = {}
-        """metrics of the last step"""
+        self.metrics: dict[str, float] = {}  # metrics of the last step
         self._cache: Rollouts | None = None
         self._checked = False
         self._start_step()

@@ -32,32 +32,19 @@ OUT_OF_TIME = "checkpoint_must_save_by"
 
 @dataclass
 class StepResult:
-    """The results of a finished step. Earlier hooks add fields that later hooks read.
+    """The results of a finished step. Earlier hooks add fields that later hooks read."""
 
-    Attributes:
-        state: the counters of the run; `state.step` is this step.
-        metrics: logged under `train/`; empty before the first step.
-        table: columns of train_data_step<N>.jsonl.
-        histograms: name -> values, logged as `train/<name>/histogram`.
-        rollout_names: names of the metrics from rollouts and environments; a validation has these, too.
-        interrupted: whether Ctrl-C or a signal has requested the end of the run.
-        timed_out: whether the run must save and end (`checkpointing.checkpoint_must_save_by`).
-        reached_target: whether the validation reached `stop_at_validation_threshold`.
-        validation: the validation of this step, if there was one.
-        checkpoint: the checkpoint folder written after this step, if there was one.
-        performance: rates, such as tokens per second."""
-
-    state: TrainState
-    metrics: Metrics = field(default_factory=dict)
-    table: dict[str, list[object]] = field(default_factory=dict)
-    histograms: dict[str, list[float]] = field(default_factory=dict)
-    rollout_names: frozenset[str] = frozenset()
-    interrupted: bool = False
-    timed_out: bool = False
-    reached_target: bool = False
-    validation: ValidationResult | None = None
-    checkpoint: Path | None = None
-    performance: Metrics = field(default_factory=dict)
+    state: TrainState  # the counters of the run; `state.step` is this step
+    metrics: Metrics = field(default_factory=dict)  # logged under `train/`; empty before the first step
+    table: dict[str, list[object]] = field(default_factory=dict)  # columns of train_data_step<N>.jsonl
+    histograms: dict[str, list[float]] = field(default_factory=dict)  # name -> values of `train/<name>/histogram`
+    rollout_names: frozenset[str] = frozenset()  # metrics of rollouts and environments; a validation has these, too
+    interrupted: bool = False  # whether Ctrl-C or a signal has requested the end of the run
+    timed_out: bool = False  # whether the run must save and end (`checkpointing.checkpoint_must_save_by`)
+    reached_target: bool = False  # whether the validation reached `stop_at_validation_threshold`
+    validation: ValidationResult | None = None  # the validation of this step, if there was one
+    checkpoint: Path | None = None  # the checkpoint folder written after this step, if there was one
+    performance: Metrics = field(default_factory=dict)  # rates, such as tokens per second
 
     @property
     def step(self) -> int:
@@ -122,20 +109,17 @@ class Validation:
 
 @dataclass
 class StepLog:
-    """A log that writes the metrics of steps and validations to the loggers, and keeps them for `TrainResult`.
-
-    Attributes:
-        history: one dictionary per step that this process ran: `step`, its metrics, `seconds` and rates.
-        validations: one dictionary per validation that this process ran: `step` and its metrics.
-        model_performance: a function that returns the metrics `performance/*` that the policy measures
-            (`PolicyInterface.performance`)."""
+    """A log that writes the metrics of steps and validations to the loggers, and keeps them for `TrainResult`."""
 
     logger: Logger
     timer: Timer
     memory: PhaseMemory
     devices: Devices
+    # a function that returns the metrics `performance/*` that the policy measures (`PolicyInterface.performance`)
     model_performance: Callable[[], dict[str, float]]
+    # one dictionary per step that this process ran: `step`, its metrics, `seconds` and rates
     history: list[Metrics] = field(default_factory=list)
+    # one dictionary per validation that this process ran: `step` and its metrics
     validations: list[Metrics] = field(default_factory=list)
 
     def metrics(self, result: StepResult) -> None:
@@ -154,8 +138,7 @@ class StepLog:
         self.logger.log_metrics(result.validation.timings, result.step, prefix="timing/validation")
 
     def times(self, result: StepResult) -> None:
-        """Log the seconds per stage, rates and memory use, which, unlike other metrics, differ between identical
-        runs."""
+        """Log seconds per stage, rates and memory use, which differ between identical runs."""
         timing = self.timer.step_timing_metrics()
         result.performance = performance_metrics(
             timing,

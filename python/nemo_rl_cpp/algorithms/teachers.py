@@ -46,16 +46,11 @@ class NoTeacher:
 
 @dataclass
 class Teachers:
-    """Teachers inside the policy's workers. The task of a sample determines its teacher.
+    """Teachers inside the policy's workers. The task of a sample determines its teacher."""
 
-    Attributes:
-        policy: holds the teachers' weights alongside its own, by model name.
-        models: teacher name -> model name.
-        default: the teacher of tasks that have no entry in `models`; None: such a task raises ValueError."""
-
-    policy: PolicyInterface
-    models: Mapping[str, str]
-    default: str | None
+    policy: PolicyInterface  # holds the teachers' weights alongside its own, by model name
+    models: Mapping[str, str]  # teacher name -> model name
+    default: str | None  # the teacher of tasks that have no entry in `models`; None: such a task raises ValueError
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
         """Add `teacher_logprobs` [T] to the batch, 0 on untrained tokens. Raise ValueError for a task without a
@@ -87,12 +82,9 @@ class Teachers:
 
 @dataclass
 class OutsideTeacher:
-    """One teacher for all tasks, which runs outside the native core.
+    """One teacher for all tasks, which runs outside the native core."""
 
-    Attributes:
-        score: a function that takes rows of token ids and returns the log-probability of each token given those before
-            it."""
-
+    # a function that takes rows of token ids and returns the log-probability of each token given those before it
     score: Callable[[Sequence[list[int]]], Sequence[Sequence[float]]]
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:

@@ -46,17 +46,13 @@ class Validator:
     """A validator, which runs validations and decides when they are due.
 
     Sampling is seeded with the name `val` and the index of the prompt in the data set. Two validations of the same
-    weights therefore give the same responses, also in a resumed run.
-
-    Attributes:
-        task_to_env: the environment that scores the responses, by task.
-        loop: the configuration section of the training loop, such as `grpo` or `ppo`."""
+    weights therefore give the same responses, also in a resumed run."""
 
     generation: GenerationInterface
     loader: StatefulDataLoader
     tokenizer: TokenizerType
-    task_to_env: Mapping[str, Environment]
-    loop: LoopConfig
+    task_to_env: Mapping[str, Environment]  # the environment that scores the responses, by task
+    loop: LoopConfig  # the configuration section of the training loop, such as `grpo` or `ppo`
     policy: PolicyConfig
     logger: Logger | None = None
     num_samples_to_print: int = 0

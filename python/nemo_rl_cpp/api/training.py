@@ -2,8 +2,7 @@
 
 import nemo_rl_cpp
 result = nemo_rl_cpp.train_grpo("smollm2-135m-instruct", prompts=["3 + 4 = ", "1 + 9 = "], reward_funcs=my_function)
-result.generate(["2 + 5 = "])
-"""
+result.generate(["2 + 5 = "])"""
 
 import inspect
 import sys
@@ -287,8 +286,7 @@ def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainM
 def _preflight(config: TrainMasterConfig) -> None:
     """Run the checks that commands make before a run. Raise ValueError if the run cannot succeed.
 
-    Data and reward functions come from the caller, so problems in their sections of the configuration are ignored.
-    """
+    Data and reward functions come from the caller, so problems in their sections of the configuration are ignored."""
     if config.cluster.has_workers:
         raise ValueError(
             f"cluster.executor is {config.cluster.executor_text}: train_{config.algorithm} trains in this process, whose result "

@@ -252,8 +252,7 @@ def check_engine(
     """Report engine settings that would change results: quantisation, and changes to the model. `name` is the dotted
     key of `generation`.
 
-    `overrides`: policy.hf_config_overrides. Values equal to these are allowed in vllm_kwargs.hf_overrides.
-    """
+    `overrides`: policy.hf_config_overrides. Values equal to these are allowed in vllm_kwargs.hf_overrides."""
     found = {f"vllm_cfg.{key}": getattr(generation.vllm_cfg, key) for key in ("precision", "kv_cache_dtype")}
     found = {key: value for key, value in found.items() if value not in _PRECISIONS}
     for engine in ("vllm_kwargs", "sglang_cfg", "trtllm_cfg", "dynamo_cfg"):

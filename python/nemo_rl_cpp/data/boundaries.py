@@ -44,9 +44,8 @@ def prompt_ids(
 
 
 def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None) -> list[int]:
-    """Return the tokens at which a model's responses end, from generation_config.json in `folder`, otherwise from
-    `config` (config.json), otherwise from the tokenizer. Warn if the tokenizer's end token is not one of the model's.
-    """
+    """Return the tokens at which responses end: those of generation_config.json in `folder`, otherwise of `config`
+    (config.json), otherwise the tokenizer's. Warn if the tokenizer's end token is not one of the model's."""
     ends, own = named_ends(folder, config), getattr(tokenizer, "eos_token_id", None)
     if not ends:
         return end_token_ids_of_tokenizer(tokenizer)

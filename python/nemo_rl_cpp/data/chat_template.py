@@ -1,8 +1,7 @@
-"""Chat templates: the choice of a template, its rendering, and a check that a prompt loses no message. A chat template is a jinja program that renders messages
-as the text on which the model was trained.
-
-Templates come with downloaded models, so they are untrusted. As in transformers and vLLM, they run in jinja's immutable
-sandbox, in which a template cannot access Python internals. Its time and memory are not limited."""
+"""Chat templates: the choice of a template, its rendering, and a check that a prompt loses no message. A chat template
+is a jinja program that renders messages as the text on which the model was trained. Templates come with models, so they
+are untrusted. As in transformers and vLLM, they run in jinja's immutable sandbox, without access to Python internals.
+Their time and memory are not limited."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +36,7 @@ class ChatTemplateError(ValueError):
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks assistant text in some templates. It renders as
-    its body."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks assistant text. It renders as its body."""
 
     tags = {"generation"}
 
@@ -75,8 +73,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def _guarded(what: str, action: Callable[[], T]) -> T:
-    """Call `action` and return its result. For any error, raise ChatTemplateError with a message that begins with
-    `what`."""
+    """Return the result of `action`; raise any error as a ChatTemplateError that begins with `what`."""
     try:
         return action()
     except ChatTemplateError:
@@ -100,11 +97,9 @@ def render_chat_template(
     tools: Sequence[Mapping[str, object]] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> str:
-    """Return the text of one conversation, rendered as by transformers.
-
-    Keys of a message whose value is None (such as `content: null` with tool calls) are omitted. `variables` are further
-    variables for the template (special tokens, `chat_template_kwargs`). Raise ChatTemplateError (a ValueError) if the
-    template has an error or rejects the messages."""
+    """Return the text of one conversation, rendered as by transformers. Keys of a message whose value is None are
+    omitted. `variables` are further variables for the template. Raise ChatTemplateError (a ValueError) if the template
+    has an error or rejects the messages."""
     for tool in tools or ():
         if not isinstance(tool, Mapping):
             raise ChatTemplateError(
@@ -144,8 +139,7 @@ def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """Convert a value to JSON types, because a template could escape the sandbox through the methods of other
-    objects."""
+    """Convert a value to JSON types, because other objects' methods could lead out of the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
@@ -232,8 +226,7 @@ _KEPT: set[tuple[object, ...]] = set()  # combinations (template, roles, ...) kn
 def render_prompt(
     tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None
 ) -> str:
-    """Return a conversation as text, rendered by the chat template. Raise ChatTemplateError if the template omits a
-    message."""
+    """Return a conversation as text. Raise ChatTemplateError if the chat template omits a message."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools)
     missing = [i for i, message in enumerate(messages) if _content(message) not in text]
     shape = (
@@ -288,12 +281,9 @@ def _content(message: Mapping[str, object]) -> str:
 
 
 def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
-    """Return how many leading characters of `text`, the prompt rendered from `messages`, belong to the first (system)
-    message.
-
-    This is the length of the message rendered alone, if `text` begins with that. If the template cannot render a system
-    message alone, or merges it into the user's turn, it is everything up to the end of its content. Return 0 if the
-    content is not in the text."""
+    """Return how many leading characters of `text`, rendered from `messages`, belong to the first (system) message: the
+    length of the message rendered alone, if `text` begins with that; otherwise, as for templates that reject it or
+    merge it into the user's turn, all up to the end of its content, or 0 if that is not in the text."""
     try:
         alone = _apply(tokenizer, messages[:1], False, None)
     except ValueError:  # many templates reject a system message alone

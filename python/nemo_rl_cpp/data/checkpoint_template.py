@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Choose the chat template for the model in `folder` and set it in `tokenizer`. Return notes for the user, one
-    sentence each.
-
-    The model's template is used if it has one. Otherwise, if `folder` is in a checkpoint of a run
-    (`step_N/policy/weights`, with `step_N/config.yaml`), the run's template is used. Raise ValueError if neither has a
+    """Set the chat template for the model in `folder`: the model's own, or in a checkpoint of a run
+    (`step_N/policy/weights`) the run's. Return notes for the user, one sentence each. Raise ValueError if neither has a
     template."""
     run, own = run_section(folder), tokenizer.chat_template
     where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"
@@ -52,8 +49,7 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
-    """Return how an evaluation's section `tokenizer` renders prompts differently from the checkpoint's run, one
-    sentence per difference."""
+    """Return in sentences how an evaluation's section `tokenizer` differs from the checkpoint's run."""
     run = run_section(folder) or {}
     remarks = []
     for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):
@@ -72,8 +68,7 @@ def _run_config(folder: Path) -> Path:
 
 
 def run_section(folder: Path) -> dict[str, Any] | None:
-    """Return the section `policy.tokenizer` of the run that wrote the checkpoint `folder`, or None for any other
-    folder."""
+    """Return `policy.tokenizer` of the run that wrote the checkpoint `folder`, or None for another folder."""
     path = Path(os.path.abspath(folder))
     if (path.parent.name, path.name) != ("policy", "weights") or not _run_config(folder).is_file():
         return None
@@ -81,8 +76,7 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
-    """Return the template that the run used, which is `own` if it used the model's. Return None if the run used no
-    template."""
+    """Return the template that the run used (`own` if it was the model's), or None if it used none."""
     value = own if run is None else run.get("chat_template", "default")
     if run is None or value is None:
         return value

@@ -17,9 +17,7 @@ _ARROW = ("datasets", "pandas", "polars", "pyarrow")
 
 def plain(value: object) -> object:
     """Convert a value recursively: arrays, Series and tuples to lists, mappings to dictionaries, numpy scalars to
-    Python's. Other values stay unchanged.
-
-    Keys with null, which pandas adds to Arrow's structs, are removed from mappings inside an array of objects."""
+    Python's. Mappings inside an array of objects lose keys with null, which pandas adds to Arrow's structs."""
     names = ("tolist", "to_list", "as_py")  # numpy, torch and pandas; polars; scalars of pyarrow
     convert = next((getattr(value, name) for name in names if hasattr(value, name)), None)
     if convert is not None and not isinstance(value, type):
@@ -34,14 +32,12 @@ def plain(value: object) -> object:
 
 
 def comes_from_arrow(rows: object) -> bool:
-    """Return whether `rows` is a table or data set of a library that keeps columns in Arrow's format or reads them from
-    it."""
+    """Return whether a library that keeps or reads columns in Arrow's format made the table or data set `rows`."""
     return any(base.__module__.partition(".")[0] in _ARROW for base in type(rows).__mro__)
 
 
 def came_through_pandas(row: object) -> bool:
-    """Return whether a row has come from Arrow through pandas: it is a mapping in which at least one value is a
-    one-dimensional array of objects."""
+    """Return whether a row came from Arrow through pandas: a value is a one-dimensional array of objects."""
     return isinstance(row, Mapping) and any(_holds_objects(value) for value in row.values())
 
 
@@ -50,9 +46,8 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Remove the keys with null from mappings inside the columns of a row. A column that is itself null stays.
-
-    All structs of an Arrow column have the same keys, so a struct has null for keys that only other structs set."""
+    """Remove the keys with null from mappings inside the columns of a row. All structs of an Arrow column have the same
+    keys, so a struct has null for those that only others set. A column that is itself null stays."""
     return {name: _unpadded(value) for name, value in row.items()}
 
 
@@ -75,8 +70,7 @@ _SHAREGPT_ROLES = {
 _WRITTEN_OUT = re.compile(
     r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:"""
 )  # a conversation written as a JSON or Python string
-ChatMessage = dict[str, object]
-"""A message of a prompt: role, content, and further keys that the chat template reads."""
+ChatMessage = dict[str, object]  # a message of a prompt: role, content, and further keys that the chat template reads
 
 
 def look_up(row: Mapping[str, object], key: str) -> object:
@@ -210,8 +204,7 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
 
 
 def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
-    """Return a list of prompts, each as returned by `prompt_of`. A string or a conversation is one prompt. Raise
-    ValueError for anything else."""
+    """Return the prompts (`prompt_of`) of a string, a conversation or a list. Raise ValueError for others."""
     if isinstance(prompts, str) or is_conversation(prompts):
         several: list[object] = [prompts]
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):

@@ -131,8 +131,7 @@ class StatefulDataLoader:
             yield self.collate_fn(rows)
 
     def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
-        """Start fetching rows. Return a function that waits for them and returns them, or raises the error of a
-        processor."""
+        """Start fetching rows. Return a function that waits for them, and raises a processor's error."""
         if self.num_workers < 1:
             return lambda: [self.dataset[i] for i in chunk]
         if self._pool is None:
@@ -231,10 +230,8 @@ def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
 
 
 def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
-    """Restore the loader's position from a checkpoint.
-
-    Raise FileNotFoundError if the checkpoint has no position, and ValueError if the number of rows, seed or shuffling
-    differ."""
+    """Restore the loader's position. Raise FileNotFoundError if the checkpoint has none, ValueError if it is for other
+    data."""
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():
         raise FileNotFoundError(

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 T_co = TypeVar("T_co", covariant=True)
 
-Row = dict[str, object]
-"""A row of a data set: column name -> value."""
+Row = dict[str, object]  # a row of a data set: column name -> value
 
 
 class Indexed(Protocol[T_co]):
@@ -26,27 +25,17 @@ class Indexed(Protocol[T_co]):
 
 
 class Message(TypedDict, total=False):
-    """A message of S tokens in a rollout.
+    """A message of S tokens in a rollout."""
 
-    Attributes:
-        role: the author: system, user, assistant, tool or environment.
-        content: the text.
-        token_ids: int64 [S].
-        generation_logprobs: float32 [S], only in messages that the policy has sampled.
-        is_invalid_tool_call: True if the response to an agent has tags of a tool call, but no complete one.
-        has_malformed_thinking: True if the response to an agent has thinking tags where none belong.
-    """
-
-    role: str
-    content: str
-    token_ids: torch.Tensor
-    generation_logprobs: torch.Tensor
-    is_invalid_tool_call: bool
-    has_malformed_thinking: bool
+    role: str  # the author: system, user, assistant, tool or environment
+    content: str  # the text
+    token_ids: torch.Tensor  # int64 [S]
+    generation_logprobs: torch.Tensor  # float32 [S], only in messages that the policy has sampled
+    is_invalid_tool_call: bool  # True if the response to an agent has tags of a tool call, but no complete one
+    has_malformed_thinking: bool  # True if the response to an agent has thinking tags where none belong
 
 
-LLMMessageLogType = list[Message]
-"""The messages of a conversation."""
+LLMMessageLogType = list[Message]  # the messages of a conversation
 
 
 def tokens_of(message_log: LLMMessageLogType) -> int:
@@ -78,26 +67,28 @@ class TokenizerType(Protocol):
     def save_pretrained(self, folder: str, /) -> object: ...
 
 
+@dataclass(frozen=True)
+class ServerAddress:
+    """The address at which agents reach the policy."""
+
+    base_url: str  # the URL for an OpenAI client; ends in /v1
+    api_key: str
+    model: str  # the model's name
+    header: str  # the HTTP header in which a request sends its rollout key
+    tokenizer: str  # a folder with the tokenizer's files, for clients that tokenize themselves
+    max_model_len: int  # the longest sequence in tokens
+
+
 class DatumSpec(TypedDict):
-    """One prompt, ready for a rollout.
+    """One prompt, ready for a rollout."""
 
-    Attributes:
-        message_log: the tokenized messages of the prompt.
-        length: the number of tokens of all messages, before the prompt is truncated.
-        extra_env_info: data for the environment, such as the ground truth.
-        loss_multiplier: weight of the sample in the loss; 0 masks it.
-        idx: the index of the row in the data set.
-        task_name: selects the row's processor and environment.
-        stop_strings: strings at which generation ends for this sample.
-    """
-
-    message_log: LLMMessageLogType
-    length: int
-    extra_env_info: Mapping[str, object] | None
-    loss_multiplier: float
-    idx: int
-    task_name: NotRequired[str]
-    stop_strings: NotRequired[list[str]]
+    message_log: LLMMessageLogType  # the tokenized messages of the prompt
+    length: int  # the number of tokens of all messages, before the prompt is truncated
+    extra_env_info: Mapping[str, object] | None  # data for the environment, such as the ground truth
+    loss_multiplier: float  # weight of the sample in the loss; 0 masks it
+    idx: int  # the index of the row in the data set
+    task_name: NotRequired[str]  # selects the row's processor and environment
+    stop_strings: NotRequired[list[str]]  # strings at which generation ends for this sample
     __extra__: NotRequired[object]
 
 
@@ -108,8 +99,7 @@ class TaskDataSpec:
     `prompt_file` is a text with the placeholder `{}` for the question, and `system_prompt_file` the system message.
     Both are read immediately, into `prompt` and `system_prompt` (None without a file). A relative path is looked up in
     the working directory, then in the source tree, then in the package. If no file is found, FileNotFoundError is
-    raised.
-    """
+    raised."""
 
     task_name: str | None = None
     prompt_file: PathLike | None = None

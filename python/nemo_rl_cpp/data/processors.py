@@ -5,7 +5,7 @@ Configurations select it by name; `register_processor` adds one."""
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import NamedTuple
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
@@ -40,9 +40,8 @@ PromptMaker = Callable[[Row, TaskDataSpec, TokenizerType], Prompt]
 def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
-    """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response. It is truncated
-    to a few tokens, so that it costs nothing, and masked; `length` remains the original length. Error messages contain
-    the row number."""
+    """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response: it is cut to a
+    few tokens and masked; `length` remains the original one. Error messages contain the row number."""
     import torch
 
     try:
@@ -70,20 +69,22 @@ def _datum(
     return datum
 
 
+PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {}  # maps the names that configurations use to processors
 PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
 """Maps each processor of this file to its prompt maker, which does not need torch."""
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """Return a processor that calls the prompt maker `make`, and has its name and docstring."""
+    """Register under its name a processor that calls the prompt maker `make`."""
 
+    @wraps(make)
     def process(
         datum_dict: Row, task_data_spec: TaskDataSpec, tokenizer: TokenizerType, max_seq_length: int | None, idx: int
     ) -> DatumSpec:
         return _datum(make, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
-    process.__name__, process.__qualname__, process.__doc__ = make.__name__, make.__qualname__, make.__doc__
-    PROMPT_MAKERS[process] = make
+    del process.__wrapped__  # its signature is another
+    PROCESSOR_REGISTRY[make.__name__], PROMPT_MAKERS[process] = process, make
     return process
 
 
@@ -106,8 +107,7 @@ _LATEX = re.compile(r"(\\[A-Za-z]+\*?(\[[^\]\n]*\])?(\{[^{}\n]*\}|\{\{[^{}\n]*\}
 
 
 def fill_prompt(prompt: str, question: str) -> str:
-    """Return `prompt` with the question in place of its placeholder. Raise ValueError unless it has exactly one
-    placeholder."""
+    """Return `prompt` with the question at its placeholder. Raise ValueError unless it has exactly one."""
     before, after = split_prompt(prompt)
     return before + question + after
 
@@ -164,8 +164,7 @@ def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
 
 
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
-    """Return the system message and the user message as two entries, by splitting the text of a single
-    template call."""
+    """Return the system and the user message as two entries, split from the text of one template call."""
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
@@ -190,8 +189,7 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
-    """Return the conversation of a row, with its last question inserted into the prompt file, and the data for the
-    environment."""
+    """Return a row's conversation, its last question put into the prompt file, and the environment's data."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -237,8 +235,7 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Read rows {"messages"} for agents, which call the policy themselves. The environment gets the system prompt and
-    the messages up to the last question as `messages`. The prompt's tokens are the tokenized contents of these
-    messages; only their number is used."""
+    the messages up to the last question as `messages`. Of the prompt's tokens only their number is used."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)
@@ -301,26 +298,9 @@ def _piece(tokenizer: TokenizerType, text: str) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-FILLS_A_PLACE = (
-    math_data_processor,
-    math_hf_data_processor,
-    raw_completion_data_processor,
-    agent_data_processor,
-    sft_processor,
-)
+PROCESSOR_REGISTRY |= {"default": math_hf_data_processor, "nemo_gym_data_processor": agent_data_processor}
+FILLS_A_PLACE = PROMPT_MAKERS.keys() - {multichoice_qa_processor}
 """The processors that insert the question at the placeholder `{}` of the prompt file."""
-
-
-PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {
-    "agent_data_processor": agent_data_processor,
-    "default": math_hf_data_processor,
-    "math_data_processor": math_data_processor,
-    "math_hf_data_processor": math_hf_data_processor,
-    "multichoice_qa_processor": multichoice_qa_processor,
-    "nemo_gym_data_processor": agent_data_processor,
-    "raw_completion_data_processor": raw_completion_data_processor,
-    "sft_processor": sft_processor,
-}
 
 
 def register_processor(processor_name: str, processor_function: TaskDataProcessFnCallable) -> None:

@@ -1,6 +1,5 @@
-"""Random order without generator state: every random number is a function of a key, so no state has to be saved.
-
-It uses Philox's raw 64-bit numbers, whose values numpy guarantees. numpy's higher-level methods may change."""
+"""Random order without generator state: every random number is a function of a key. It uses Philox's raw 64-bit
+numbers, whose values numpy guarantees, unlike those of its higher-level methods."""
 
 import hashlib
 
@@ -21,8 +20,7 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
 
 
 class Draws:
-    """A source of a few random numbers for one row. `below(n)` is uniform in 0..n-1 (bias under 2**-50 for n below
-    2**14)."""
+    """Random numbers for one row. `below(n)` is uniform in 0..n-1 (bias under 2**-50 for n below 2**14)."""
 
     def __init__(self, seed: int, *key: int):
         self._seed, self._key, self._turn = seed, key, 0
@@ -33,8 +31,7 @@ class Draws:
         return (value * n) >> 64
 
     def distinct(self, count: int, n: int, exclude: int | None = None) -> list[int]:
-        """Return `count` different numbers below n, none of which is `exclude`. Raise ValueError if there are not so
-        many."""
+        """Return `count` different numbers below n except `exclude`. Raise ValueError if there are too few."""
         found: list[int] = []
         if count > n - (exclude is not None):
             raise ValueError(f"cannot draw {count} different numbers below {n}")

@@ -66,8 +66,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
 
     def __call__(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        """Return the bytes of one token, or b"" for an id that the tokenizer does not have (a model's vocabulary may be
-        larger)."""
+        """Return the bytes of a token, or b"" for an id that the tokenizer, unlike the model, does not have."""
         if token_id in self._added:
             if skip_special_tokens and token_id in self._special:
                 return b""
@@ -100,11 +99,8 @@ def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
 def token_bytes_table(
     tokenizer: TokenizerType, size: int | None = None, skip_special_tokens: bool = False
 ) -> list[bytes]:
-    """Return the bytes of the ids 0..size-1 (default: len(tokenizer)), for a tokenizer of this package or of
-    transformers.
-
-    `size` is usually the model's vocabulary size, which may exceed the tokenizer's; the additional ids get b"". With
-    `skip_special_tokens`, special tokens also get b""."""
+    """Return the bytes of the ids 0..size-1 (default: len(tokenizer)). `size` is usually that of the model's
+    vocabulary; ids beyond the tokenizer's get b"". With `skip_special_tokens`, special tokens also get b""."""
     count = len(tokenizer) if size is None else size
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -134,11 +130,7 @@ class TextStream:
 
     The text of a token is returned as soon as no later token can change it: its characters are complete, and it cannot
     be the start of a stop string. The response's text ends before the first stop string, or after it with `keep_stop`.
-
-    Args:
-        before: the prompt's token ids.
-        stops: the stop strings.
-        skip_special: whether special tokens add no text, except those whose text is in `kept`."""
+    `before` are the prompt's token ids. With `skip_special`, special tokens add no text, except those in `kept`."""
 
     def __init__(
         self, tokenizer: TokenizerType, before: Sequence[int] = (), *, stops: tuple[str, ...] = (), keep_stop: bool = False,
@@ -159,8 +151,7 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
-        """Add the next tokens. Return the texts of the tokens that have become final, oldest first. With `last`, return
-        all remaining texts."""
+        """Add tokens. Return the texts that have become final, oldest first; with `last`, all remaining ones."""
         for token in token_ids:
             if not self._is_skipped(token):
                 self._window.append(token)
@@ -181,8 +172,7 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Determine the text of each waiting token. `text` is the text of the window, the tokens that are decoded
-        together."""
+        """Determine the text of each waiting token from `text`, that of the tokens decoded together."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])

@@ -1,8 +1,5 @@
 """A tokenizer for Hugging Face tokenizer folders, like `AutoTokenizer`: it encodes, decodes, and applies chat
-templates.
-
-It needs only the `tokenizers` library and jinja2. Where a function takes this tokenizer, it also takes one of
-transformers."""
+templates. It needs only `tokenizers` and jinja2. Where a function takes it, it also takes one of transformers."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ if TYPE_CHECKING:
 
 TokenIds: TypeAlias = "list[int] | list[list[int]] | torch.Tensor"
 """The ids of one text, of several texts, or of several texts as a tensor [B, S]."""
-Templates = str | dict[str, str] | None
-"""A chat template, name -> template, or None."""
+Templates = str | dict[str, str] | None  # a chat template, name -> template, or None
 
 
 class Encoding(dict[str, TokenIds]):
@@ -59,8 +55,7 @@ class Tokenizer(SpecialTokens):
         config: the keys of tokenizer_config.json.
         eos_token_ids: the end tokens that the model in the tokenizer's folder lists, if any (see `data.boundaries`)."""
 
-    section = "policy.tokenizer"
-    """The configuration section that error messages name; "" without a configuration."""
+    section = "policy.tokenizer"  # the configuration section that error messages name; "" without a configuration
 
     def __init__(
         self,
@@ -88,8 +83,7 @@ class Tokenizer(SpecialTokens):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
-        """Read tokenizer.json and the files next to it, from a folder or for a model name. Raise ValueError if there is
-        no tokenizer.json."""
+        """Read the files of a folder or model name. Raise ValueError if there is no tokenizer.json."""
         folder = resolve_tokenizer(
             name_or_path, key="tokenizer.name" if section == "tokenizer" else "policy.model_name"
         )
@@ -110,8 +104,7 @@ class Tokenizer(SpecialTokens):
         return tokenizer
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json (including the model's chat template) and
-        special_tokens_map.json."""
+        """Write tokenizer.json, tokenizer_config.json (with the model's template), special_tokens_map.json."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         self.backend_tokenizer.save(str(target / "tokenizer.json"))
@@ -136,8 +129,7 @@ class Tokenizer(SpecialTokens):
         self._model_template, self._run_template = template, None
 
     def use_chat_template(self, template: Templates) -> None:
-        """Use `template` from now on. As it belongs to the run and not to the model, `save_pretrained` does not write
-        it."""
+        """Use the run's `template` from now on. `save_pretrained` does not write it: it is not the model's."""
         self._run_template = (template,)
 
     # -- vocabulary --------------------------------------------------------------------------------------------------
@@ -255,10 +247,8 @@ class Tokenizer(SpecialTokens):
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Return the text of a list or 1-D tensor of ids. Bytes that form no character become U+FFFD.
-
-        Spaces are never cleaned up, whatever the argument or the folder's settings say; transformers ignores both for
-        BPE, too."""
+        """Return the text of a list or 1-D tensor of ids. Bytes that form no character become U+FFFD. Spaces are never
+        cleaned up, whatever the argument or the folder say; transformers ignores both for BPE, too."""
         return self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
     def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:

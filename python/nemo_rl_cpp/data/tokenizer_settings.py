@@ -17,8 +17,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if the file does not exist. Raise ValueError if the file contains
-    anything else."""
+    """Return the object in a JSON file, or {} without the file. Raise ValueError for any other content."""
     if not path.is_file():
         return {}
     try:
@@ -36,12 +35,10 @@ def token_text(token: str | Mapping[str, Any] | None) -> str | None:
 
 
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
-    """Return the keys of tokenizer_config.json, completed from older files in the folder.
-
-    If tokenizer_config.json has `added_tokens_decoder`, the older files are ignored. Otherwise special_tokens_map.json
-    takes precedence, and the tokens of added_tokens.json become `added_tokens_decoder`, except those with an id in
-    `own_ids` (the added tokens of tokenizer.json). A chat_template.jinja takes precedence over the key `chat_template`.
-    """
+    """Return the keys of tokenizer_config.json, completed from older files in the folder unless it has
+    `added_tokens_decoder`: special_tokens_map.json takes precedence, and the tokens of added_tokens.json become
+    `added_tokens_decoder`, except those with an id in `own_ids` (of tokenizer.json). chat_template.jinja takes
+    precedence over the key `chat_template`."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
@@ -101,9 +98,8 @@ _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # their fo
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer class that transformers 5 uses for a folder: the class that tokenizer_config.json
-    (`settings`) or config.json names. If neither names one, and for some model types always, return the class of the
-    `model_type`."""
+    """Return the tokenizer class that transformers 5 uses for a folder: the one that tokenizer_config.json (`settings`)
+    or config.json names; without one, and for some model types always, that of the `model_type`."""
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")

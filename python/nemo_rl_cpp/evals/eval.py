@@ -42,8 +42,7 @@ from nemo_rl_cpp.user_code import serve
 
 
 def main(config: MasterConfig) -> EvalResult:
-    """Evaluate the configured model, print the table and return the result. Raise ConfigError if the configuration has
-    mistakes."""
+    """Evaluate the configured model, print and return the result. Raise ConfigError for mistakes."""
     config = checked(config, MasterConfig)
     folder = find_policy_weights(config.generation.model_name)
     for remark in differences_from_run(Path(folder), config.tokenizer):
@@ -192,8 +191,7 @@ def measure(
 def _answer(
     batch: BatchedDataDict, generation: BaseEngine, env: Environment, config: MasterConfig
 ) -> tuple[list[dict[str, object]], dict[str, float]]:
-    """Roll out and score a batch of prompts. Return (one sample per row, metrics of the rollouts and the
-    environment)."""
+    """Roll out and score prompts. Return (one sample per row, metrics of rollouts and environment)."""
     prompts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
     conversations = Conversations(batch, generation.tokenizer, config.generation.vllm_cfg.max_model_len)
     answers: list[str | None] = [None] * batch.size

@@ -31,9 +31,8 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
     """Return cons@k: the share of all k-subsets of the responses whose majority answer has reward 1.
 
     In a tie, the answer that comes first in the subset wins. An answer's reward is that of its first response in the
-    subset. "No answer" (None) is an answer like any other. The subsets are counted by formula, not enumerated: if the
-    winner has v votes and its first vote is response i, then every other answer has fewer than v votes, or v votes that
-    all come after i."""
+    subset; "no answer" (None) is an answer. The subsets are counted, not enumerated: if the winner has v votes and its
+    first vote is response i, every other answer has fewer than v votes, or v votes that all come after i."""
     places: dict[Hashable, list[int]] = {}
     for i, answer in enumerate(answers):
         places.setdefault(answer, []).append(i)
@@ -69,8 +68,7 @@ _Z = 1.959963984540054  # 95 % of a normal distribution lie within this many sta
 
 
 def normal_interval(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of two or more values: mean +- 1.96 s / sqrt(n), with s the standard
-    deviation."""
+    """Return the 95 % interval of the mean of two or more values: mean +- 1.96 s / sqrt(n)."""
     mean, half = math.fsum(values) / len(values), _Z * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean - half, mean + half)
 
@@ -92,21 +90,14 @@ _EXAMPLES = 3
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The result of an evaluation.
+    """The result of an evaluation."""
 
-    Attributes:
-        score: mean of the metric over prompts.
-        interval: 95 % confidence interval of the score, for prompts drawn from the same source.
-        prompts: number of prompts.
-        mean_reward: mean of the environment's rewards over all responses.
-        metrics: metrics of the rollouts and the environment."""
-
-    score: float
-    interval: Interval
-    prompts: int
-    mean_reward: float
+    score: float  # mean of the metric over prompts
+    interval: Interval  # 95 % confidence interval of the score, for prompts drawn from the same source
+    prompts: int  # number of prompts
+    mean_reward: float  # mean of the environment's rewards over all responses
     seconds: float
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # metrics of the rollouts and the environment
 
 
 def interval_of_mean(scores: list[float]) -> Interval:
@@ -228,8 +219,7 @@ def prompts_of(samples: Sequence[Mapping[str, object]], n: int) -> list[Prompt]:
 
 
 def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prompt]) -> str:
-    """Return the HTML page of an evaluation, with wrongly answered prompts first. `facts` are the rows of the table
-    that the terminal shows."""
+    """Return the HTML page, wrongly answered prompts first. `facts` are the rows of the terminal's table."""
     wrong = [prompt for prompt in prompts if max(prompt.rewards) <= 0]
     right = [prompt for prompt in prompts if min(prompt.rewards) >= 1]
     part = [prompt for prompt in prompts if max(prompt.rewards) > 0 and min(prompt.rewards) < 1]
@@ -312,8 +302,7 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
-    """Return the prompts whose mean reward rose (sign 1) or fell (-1) from the first to the last evaluation, largest
-    change first."""
+    """Return the prompts whose mean reward rose (sign 1) or fell (-1) from first to last, largest first."""
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

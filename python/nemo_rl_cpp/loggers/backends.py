@@ -32,8 +32,7 @@ _LONGEST_CUT = 500  # MLflow may truncate parameter values that are longer
 
 
 def import_tracker(package: str) -> ModuleType:
-    """Import a tracker's Python package. If that fails, raise ValueError with the configuration key and the install
-    command."""
+    """Import a tracker's package. Raise ValueError with the key and the install command if that fails."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -45,19 +44,13 @@ def import_tracker(package: str) -> ModuleType:
 
 class TrackerLogger(LoggerInterface):
     """A backend that logs metrics through an experiment tracker's Python package. A subclass that logs only numbers
-    overrides `send`.
-
-    Attributes:
-        name: the name of the Python package.
-        refused: a regular expression for the characters that the tracker does not allow in metric names.
-        section: the class of the tracker's configuration section.
-        variables: key -> environment variable that the Python package reads. A key set by the user overrides its
-            variable, which overrides the default of `section`."""
+    overrides `send`."""
 
     package = staticmethod(import_tracker)
-    name: str
-    refused = r"[\ud800-\udfff]"
-    section: type[Section]
+    name: str  # the name of the Python package
+    refused = r"[\ud800-\udfff]"  # matches the characters that the tracker does not allow in metric names
+    section: type[Section]  # the class of the tracker's configuration section
+    # key -> environment variable that the Python package reads; it overrides the default, and the user's key overrides it
     variables: Mapping[str, str] = {}
 
     def __init__(self, log_dir: str | None) -> None:
@@ -73,8 +66,7 @@ class TrackerLogger(LoggerInterface):
 
     @classmethod
     def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
-        """Return the keys of `cfg` that have a value, except keys with their default value whose environment variable
-        is set."""
+        """Return the keys of `cfg` with a value, except defaults whose environment variable is set."""
         defaults = {key: field.default for key, field in cls.section.model_fields.items()}
         return {
             key: value
@@ -88,8 +80,7 @@ class TrackerLogger(LoggerInterface):
         remove. The new run records the name of the current one if the tracker can store it."""
 
     def accepted(self, name: str) -> str:
-        """Return a metric name with `_` in place of each character that the tracker does not allow, truncated to the
-        maximum length."""
+        """Return a metric name, with `_` for characters that the tracker does not allow, and not too long."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     def send(self, row: dict[str, float], step: int) -> None:
@@ -117,13 +108,10 @@ class TrackerLogger(LoggerInterface):
 
 
 class InitTracker(TrackerLogger):
-    """A tracker whose package has `init`. A run that resumes in the same folder continues the same run of the tracker.
+    """A tracker whose package has `init`. A run that resumes in the same folder continues the same run of the tracker."""
 
-    Attributes:
-        id_key: the argument of `init`, and the attribute of its result, that identify a run.
-        folder_key: the argument of `init` for the folder of the tracker's files, if there is one."""
-
-    id_key, folder_key = "id", ""
+    id_key = "id"  # the argument of `init`, and the attribute of its result, that identify a run
+    folder_key = ""  # the argument of `init` for the folder of the tracker's files, if there is one
 
     def __init__(self, cfg: Section | Mapping[str, object] | None, log_dir: str | None = None) -> None:
         """Start the run. The keys of `cfg`, the section `logger.NAME`, are arguments of `init` (project, name, ...).
@@ -185,8 +173,7 @@ class WandbLogger(InitTracker):
         self.run.config.update(to_plain(params), allow_val_change=True)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a W&B histogram of the finite values. If all are equal, log the value itself, because it cannot be
-        binned."""
+        """Log a histogram of the finite values, or the value if all are equal, which has no bins."""
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
@@ -213,9 +200,8 @@ class MLflowLogger(TrackerLogger):
     }
 
     def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """Start or continue the MLflow run. `cfg` is the section `logger.mlflow` with experiment_name, run_name,
-        run_id, tracking_uri and artifact_location. Raise ValueError if MLflow is not installed or its server does not
-        answer."""
+        """Start or continue the MLflow run. `cfg` is the section `logger.mlflow`. Raise ValueError if MLflow is not
+        installed or its server does not answer."""
         super().__init__(log_dir)
         options = self.options(cfg)
         self._run_name = options.get("run_name")
@@ -265,8 +251,7 @@ class MLflowLogger(TrackerLogger):
         self._use(run, step=None)
 
     def accepted(self, name: str) -> str:
-        """Return a metric name that MLflow allows. Special characters become `_`, and so do the parts of a path that
-        are empty, `.` or `..`."""
+        """Return a name for MLflow: special characters and path parts that are empty, `.` or `..` become `_`."""
         parts = [part if part.strip(".") else part.replace(".", "_") or "_" for part in name.split("/")]
         return super().accepted("/".join(parts)).rstrip("/")
 
@@ -276,8 +261,7 @@ class MLflowLogger(TrackerLogger):
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
-        """Return the metrics that are numbers, and a summary of each list of numbers, by the names under which they are
-        logged."""
+        """Return the numbers, and a summary of each list of numbers, by the names that are logged."""
         row: dict[str, float] = {}
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)

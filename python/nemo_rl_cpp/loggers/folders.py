@@ -18,17 +18,13 @@ _STEP_FILE = re.compile(r"(?:train|val)_data_step(\d+)\.jsonl", re.ASCII)
 
 
 class LogLedger:
-    """A record of which run owns a log folder, and of the files in it that are not yet synced to disk.
-
-    Attributes:
-        owner: the checkpoint folder of the run that wrote the logs; None if no run is recorded.
-        run: a random number that identifies the run."""
+    """A record of which run owns a log folder, and of the files in it that are not yet synced to disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._path = folder, folder / LEDGER
         self._unsynced: dict[Path, None] = {}
-        self.owner: str | None = None
-        self.run: str | None = None
+        self.owner: str | None = None  # the checkpoint folder of the run that wrote the logs
+        self.run: str | None = None  # a random number that identifies the run
         try:
             rows = list(json_rows(self._path.read_text(encoding="utf-8").splitlines()))
         except (OSError, ValueError):
@@ -82,42 +78,34 @@ def get_experiment_dir(
     base_log_dir: str, training_info: Mapping[str, object] | None = None, checkpoint: str | Path | None = None
 ) -> str:
     """Return the log folder for a run in `base_log_dir`: the folder recorded in the run's checkpoint (`log_dir` in
-    training_info) if it exists and belongs to the run, otherwise a new folder.
+    training_info) if it exists and belongs to the run, otherwise a new folder, with a printed line.
 
     Only the name of the folder is taken from the checkpoint, because a checkpoint may have been copied or moved. The
     folder belongs to the run if two conditions hold. Its ledger file has the same run number as the manifest of
     `checkpoint` (a folder step_N). And the checkpoint folder recorded in the ledger contains `checkpoint`, or no longer
-    exists. Print a line if a new folder replaces the recorded one."""
-    recorded = (training_info or {}).get("log_dir")
+    exists."""
     candidate = _recorded(base_log_dir, training_info)
-    if candidate is None:
-        return get_next_experiment_dir(base_log_dir)
-    if _is_own(candidate, checkpoint):
+    if candidate is not None and _is_own(candidate, checkpoint):
         return str(candidate)
     new = get_next_experiment_dir(base_log_dir)
-    owner = LogLedger(candidate).owner
-    why = (
-        "it is not there"
-        if not candidate.is_dir()
-        else f"it holds the logs of {owner}"
-        if owner
-        else "nothing says that it is this run's"
-    )
-    print(
-        f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} is left alone ({why}).", flush=True
-    )
+    if candidate is not None:
+        owner = LogLedger(candidate).owner
+        why = f"it holds the logs of {owner}" if owner else "nothing says that it is this run's"
+        why = why if candidate.is_dir() else "it is not there"
+        recorded = training_info["log_dir"]
+        print(
+            f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} is left alone ({why}).",
+            flush=True,
+        )
     return new
 
 
 def foreseen_experiment_dir(base_log_dir: str | Path, checkpoint: Path | None) -> Path:
-    """Return the path that `get_experiment_dir` will return for a run that resumes from `checkpoint` (None: a new run),
-    without creating a folder."""
-    base = Path(base_log_dir)
-    if checkpoint is not None:
-        candidate = _recorded(base_log_dir, json_object(checkpoint / _TRAINING_INFO))
-        if candidate is not None and _is_own(candidate, checkpoint):
-            return candidate
-    return base / _name(_next_number(base))
+    """Return what `get_experiment_dir` will return for `checkpoint` (None: a new run), without creating it."""
+    info = {} if checkpoint is None else json_object(checkpoint / _TRAINING_INFO)
+    candidate = _recorded(base_log_dir, info)
+    own = candidate is not None and _is_own(candidate, checkpoint)
+    return candidate if own else Path(base_log_dir) / _name(_next_number(Path(base_log_dir)))
 
 
 def _name(number: int) -> str:

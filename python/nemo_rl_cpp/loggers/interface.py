@@ -26,8 +26,7 @@ class LoggerBackend(Protocol):
 
         Args:
             step_metric: the name of an entry that is the x axis instead of `step`.
-            step_finished: whether this is the last call of a step.
-        """
+            step_finished: whether this is the last call of a step."""
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
@@ -79,8 +78,7 @@ def scalar_of(value: object) -> int | float | bool | str | None:
 
 def flatten_dict(d: Mapping[str, object], sep: str = ".", expand_lists: bool = True) -> dict[str, object]:
     """Return a flat mapping with keys joined by `sep`: `{"a": {"b": [1, 2]}}` becomes `{"a.b.0": 1, "a.b.1": 2}`. With
-    `expand_lists=False`, lists remain values.
-    """
+    `expand_lists=False`, lists remain values."""
     flat: dict[str, object] = {}
 
     def walk(value: object, key: str) -> None:

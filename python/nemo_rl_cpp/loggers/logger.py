@@ -28,8 +28,7 @@ class Logger(LoggerInterface):
     shown and the run continues. Other errors of files end the run."""
 
     def __init__(self, cfg: LoggerConfig | Mapping[str, object]) -> None:
-        """Create the folder and the backends. Raise ValueError if an enabled tracker is not installed, or for an
-        unknown key."""
+        """Create the folder and the backends. Raise ValueError for an unknown key or a missing tracker."""
         if isinstance(cfg, Mapping):
             cfg = {"log_dir": "", "monitor_gpus": False} | cfg
         section = as_model(cfg, LoggerConfig, "logger")
@@ -69,8 +68,7 @@ class Logger(LoggerInterface):
 
     @property
     def run_id(self) -> str | None:
-        """The random number that identifies the run of this log folder, for the manifests of checkpoints. None before
-        `claim`."""
+        """The random number of the run of this folder, for checkpoints' manifests. None before `claim`."""
         return self._ledger.run
 
     def claim(self, checkpoint_dir: Path | None = None) -> None:
@@ -146,15 +144,13 @@ class Logger(LoggerInterface):
             )
 
     def flush(self) -> None:
-        """Sync the files to disk. Call this before a checkpoint is published, so that no checkpoint is newer than its
-        logs."""
+        """Sync the files to disk, before a checkpoint appears: none may be newer than its logs."""
         self._each(lambda logger: logger.flush())
         self._ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker's run that
-        already has later steps keeps them; a new tracker run then starts with the metrics up to `step`, so that each
-        run is one curve."""
+        """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker's run that has
+        later steps keeps them; a new one then starts with the metrics up to `step`, so that each is one curve."""
         trackers = [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]
         metrics = self.log_dir / METRICS
         restarts = bool(trackers) and any(row["step"] > step for row in _metric_rows(metrics))

@@ -113,8 +113,7 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     transformers 4 and 5 read the result identically. Keys that affect the computation are checked. Idempotent.
 
     Raises:
-        ModelFolderError: an unsupported architecture or option, or an invalid value; the message contains the key.
-    """
+        ModelFolderError: an unsupported architecture or option, or an invalid value; the message contains the key."""
     overrides = overrides or {}
     config = text_section(config)
     kind = overrides.get("model_type", config.get("model_type"))

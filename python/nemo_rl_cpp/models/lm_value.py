@@ -18,8 +18,7 @@ class Value(TrainedModel, ValueInterface):
     Otherwise the head starts at zero, so that the first values are exactly 0 for any seed. (NeMo RL initialises the
     head at random.)
 
-    The arguments are those of `TrainedModel`; `config` is the section `value`.
-    """
+    The arguments are those of `TrainedModel`; `config` is the section `value`."""
 
     section = "value"
     value_head = True

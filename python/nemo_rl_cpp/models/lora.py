@@ -2,8 +2,7 @@
 
 The model computes with W' = W + s · B · A, rounded to its precision, where s = alpha / dim, or alpha / sqrt(dim) with
 use_rslora. With `merge` false it adds the adapters' output to the output of W instead (csrc/model/adapters.h). W is a
-frozen weight matrix of `model_name`. A [dim, in] and B [out, dim] are trained in float32.
-"""
+frozen weight matrix of `model_name`. A [dim, in] and B [out, dim] are trained in float32."""
 
 import json
 import math
@@ -54,8 +53,7 @@ class Lora:
         value_head: the model is a critic, whose whole scalar head is trained with the adapters.
         base_digest: digest of the base weights; empty if this process holds only a slice of them.
         quantization: format of the base model's matrices; None: not quantised.
-        base_seed: seed of the base weights, if they are random.
-    """
+        base_seed: seed of the base weights, if they are random."""
 
     section: str
     modules: tuple[str, ...]

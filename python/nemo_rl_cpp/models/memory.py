@@ -116,8 +116,7 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     The estimate is the sum over all processes that train or generate. Each process holds the weights (with tensor
     parallelism a slice), its gradients and its micro-batch. Master weights and optimizer state are sharded. With the
     transformers backend weights and gradients are sharded too, and weights are gathered for computation. The native
-    core keeps gradients and activation buffers for the next step, so they take memory in every phase.
-    """
+    core keeps gradients and activation buffers for the next step, so they take memory in every phase."""
     policy, critic = config.policy, config.value if config.has_critic else None
     whole = model_sizes(policy.model_name, policy.hf_config_overrides)
     if whole is None:

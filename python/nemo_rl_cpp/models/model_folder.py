@@ -180,8 +180,7 @@ def open_model_folder(
         length_key, key: the configuration keys of that length and of the model's name, for messages.
 
     Raises:
-        ModelFolderError: the model is not supported, its files are damaged, or sequences are too long for it.
-    """
+        ModelFolderError: the model is not supported, its files are damaged, or sequences are too long for it."""
     if name == TINY_RANDOM:
         folder = tiny_random(overrides, seed=seed, value_head=value_head, max_length=max_length)
     else:
@@ -207,8 +206,7 @@ def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, 
 
     If config.json ties the weights but the LM head in the files differs from the embedding, both are used untied, as in
     vLLM (transformers 5 keeps both, too). This does not apply to a critic. If the folder is a checkpoint with only an
-    adapter of a quantised base model, the weights are read from the base model that the adapter's files specify.
-    """
+    adapter of a quantised base model, the weights are read from the base model that the adapter's files specify."""
     config = hf_config.read_config(path, overrides)
     if (adapter := saved_adapter(path)) is not None:
         base = None if adapter.base == TINY_RANDOM else resolve_model(adapter.base, key="the adapter's base")

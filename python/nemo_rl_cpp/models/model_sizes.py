@@ -300,8 +300,7 @@ def latent_sizes(known: Mapping[str, object]) -> dict[str, int]:
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
     """Return the sizes from the model folder's config.json and the overrides.
 
-    Return None if the folder is missing, or if its file is unreadable or lacks sizes, which other checks report.
-    """
+    Return None if the folder is missing, or if its file is unreadable or lacks sizes, which other checks report."""
     known: dict[str, object] = {}
     if (Path(model_name).expanduser() / "config.json").is_file():
         try:

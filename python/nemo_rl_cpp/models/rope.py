@@ -1,8 +1,7 @@
 """RoPE (rotary position embeddings) in config.json: conversion to a canonical form, and the resulting frequencies.
 
 Format 4 (transformers 4) has `rope_theta` and `rope_scaling`. Format 5 has one section `rope_parameters` with both. The
-canonical form is format 4, which both versions read identically; `rope_scaling` is None without scaling.
-"""
+canonical form is format 4, which both versions read identically; `rope_scaling` is None without scaling."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -104,8 +103,7 @@ def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> 
     """Return a canonical configuration after applying the RoPE keys of `overrides`, which may have either format.
 
     A section with `rope_type` replaces the model's scaling section, null removes it, and a section without `rope_type`
-    changes single keys of it. `rope_theta` is kept unless `overrides` sets it, in the section or at the top level.
-    """
+    changes single keys of it. `rope_theta` is kept unless `overrides` sets it, in the section or at the top level."""
     changed = dict(form)
     beside = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
     changed.update({name: overrides[name] for name in beside if overrides.get(name) is not None})

@@ -220,8 +220,7 @@ def fill_parameters(
 
     Raises:
         ModelFolderError: a tensor is missing, unexpected, duplicate, or of the wrong shape or dtype; the message lists
-            up to eight tensors of each kind.
-    """
+            up to eight tensors of each kind."""
     tied = HEAD not in shapes and VALUE_HEAD not in shapes
     missing, wrong, foreign, extra, stood_in = set(shapes), [], [], [], False
     for given, tensor in split_experts(tensors, is_fused(shapes)):
@@ -368,8 +367,7 @@ def split_experts(
     get the native core's names. MXFP4 becomes bfloat16, which holds every value exactly.
 
     A tensor of fused experts with an unexpected number of dimensions is yielded unchanged. Entries of a file's header
-    (`TensorEntry`) are split in the same way, without data.
-    """
+    (`TensorEntry`) are split in the same way, without data."""
     halves: dict[str, RawTensor | TensorEntry] = {}
     for name, tensor in tensors:
         found = _FUSED.fullmatch(name)
@@ -480,8 +478,7 @@ class SavedAdapter:
         targets: names of the adapted weights.
         base: `model_name` of the run that saved it.
         seed: seed of the base weights, if they are random.
-        quantization: format of the base model's matrices.
-    """
+        quantization: format of the base model's matrices."""
 
     folder: Path
     dim: int

@@ -51,8 +51,7 @@ class Slices:
     Args:
         ranks: its `tensor` communicator connects the tensor-parallel ranks.
         layouts: layout of the flat buffers of each tensor-parallel rank.
-        whole: layout of the whole model's flat buffer.
-    """
+        whole: layout of the whole model's flat buffer."""
 
     def __init__(self, ranks: Ranks, layouts: Sequence[C.ParameterLayout], whole: C.ParameterLayout) -> None:
         self.ranks, self.layouts, self.whole = ranks, layouts, whole
@@ -120,8 +119,7 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
 
     Raises:
         ModelFolderError: no weights, a damaged file, or missing, unexpected or misshapen tensors; the message lists up
-            to eight tensors of each kind.
-    """
+            to eight tensors of each kind."""
     folder = Path(folder)
     target = named_views(model.specs, model.compute if model.masters is None else model.masters)
     specs = {spec.name: spec for spec in model.specs}
@@ -245,8 +243,7 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
 
     Args:
         norm_offset: added to a norm's weight before multiplying (Gemma, Qwen3.5: 1). The norm of a gated delta net has
-            no offset.
-    """
+            no offset."""
     generator = torch.Generator().manual_seed(seed)
     flat = model.compute if model.masters is None else model.masters
     views = named_views(model.specs, flat)

@@ -1,6 +1,5 @@
 """Rollouts made by agents, which call the policy through its server. The policy trains on the engine's token ids and
-log-probabilities; only agents and people read the text.
-"""
+log-probabilities; only agents and people read the text."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,9 +24,7 @@ def is_agent(environment: Environment | None) -> bool:
 
 
 def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]) -> bool:
-    """Return whether the environments of this batch make their own rollouts (`runs_rollouts`). Raise ValueError if only
-    some of them do.
-    """
+    """Return whether the batch's environments make their rollouts. Raise ValueError if only some of them do."""
     by_agent = {task: is_agent(task_to_env.get(task)) for task in set(batch["task_name"])}
     if len(set(by_agent.values())) > 1:
         agents = sorted(task for task, is_agent in by_agent.items() if is_agent)
@@ -41,15 +38,12 @@ def run_agent_rollouts(
     policy: ServedGeneration | ServedDedicatedGeneration, batch: DatumBatch, tokenizer: TokenizerType,
     task_to_env: Mapping[str, Environment], greedy: bool = False
 ) -> tuple[DatumBatch, dict[str, float]]:  # fmt: skip
-    """Have the environments' agents make one rollout per row. Return (batch, metrics of the rollouts and the
-    environments).
+    """Have the environments' agents make one rollout per row. Return (batch, metrics of rollouts and environments).
 
-    The message logs of the returned batch hold the prompts that the agent sent and the engine's responses; the other
-    keys are those of `run_multi_turn_rollout`. A rollout that failed or sent no request gets `loss_multiplier` 0. If
-    the calls of a rollout do not form one conversation, only the longest conversation is trained on, and
-    `agent_calls_left_out` counts the other calls. Raise RuntimeError if every rollout failed, and ValueError if the
-    policy has no server.
-    """
+    The returned message logs hold the prompts that the agent sent and the engine's responses; other keys are those of
+    `run_multi_turn_rollout`. A rollout that failed or sent no request gets `loss_multiplier` 0. Of several
+    conversations in a rollout only the longest is trained on; `agent_calls_left_out` counts the other calls. Raise
+    RuntimeError if every rollout failed, and ValueError if the policy has no server."""
     if not hasattr(policy, "begin_rollout"):
         raise ValueError(
             "the environment's agent asks the policy over HTTP: set policy.generation.expose_http_server=true"
@@ -127,9 +121,7 @@ def _attach(
 
 
 def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLogType:
-    """Return the conversation of an agent's consecutive calls as messages. They hold the token ids that the engine
-    used; nothing is tokenized again.
-    """
+    """Return an agent's consecutive calls as messages with the engine's token ids; nothing is tokenized again."""
     log: LLMMessageLogType = []
     before = 0
     for call in chain:
@@ -154,8 +146,7 @@ def flags_of(text: str, opens_thinking: bool) -> dict[str, bool]:
     response: a complete tool call has no flag, otherwise the answer counts, or, if it is empty, the reasoning.
 
     A tag of a tool call there means `is_invalid_tool_call`. `has_malformed_thinking`: a thinking tag in the answer, or
-    the same one several times in the reasoning. `opens_thinking` says that the prompt ends with `<think>`.
-    """
+    the same one several times in the reasoning. `opens_thinking` says that the prompt ends with `<think>`."""
     if find_calls(text, "", opens_thinking).calls:
         return {}
     reasoning, end, answer = text.partition(END_OF_THINKING)

@@ -17,8 +17,7 @@ from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict, RaggedBatch, o
 from nemo_rl_cpp.dotted_names import is_user_defined
 from nemo_rl_cpp.models.interfaces import PolicyInterface
 
-DatumBatch = BatchedDataDict[DatumSpec]
-"""A batch of rows of a data set, during a rollout."""
+DatumBatch = BatchedDataDict[DatumSpec]  # a batch of rows of a data set, during a rollout
 
 
 class MissingField(AttributeError, KeyError):
@@ -30,14 +29,10 @@ class MissingField(AttributeError, KeyError):
 
 @dataclass
 class _Field:
-    """A field of a batch, which raises MissingField if it is read before a stage has set it.
+    """A field of a batch, which raises MissingField if it is read before a stage has set it."""
 
-    Attributes:
-        store: the dictionary of the batch that holds the field: `data`, `tokens` or `samples`.
-        source: what sets the field, for the error."""
-
-    store: str
-    source: str
+    store: str  # the dictionary of the batch that holds the field: `data`, `tokens` or `samples`
+    source: str  # what sets the field, for the error
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -60,26 +55,16 @@ class _Field:
 
 class Rollouts(BatchedDataDict):
     """Finished conversations with their rewards, one row per sample. Columns of the data set are kept as keys, and
-    reward components have the keys `reward/<name>`. The rows of one prompt form a group.
+    reward components have the keys `reward/<name>`. The rows of one prompt form a group."""
 
-    Attributes:
-        message_log: [B] lists of messages: role, content, token_ids, generation_logprobs.
-        length: int64 [B], the number of tokens of each prompt.
-        loss_multiplier: float32 [B], the weight of each sample; 0: a prompt that was cut.
-        group_id: int64 [B], equal for samples of one prompt.
-        total_reward: float32 [B], over all turns.
-        raw_reward: float32 [B], as the environments gave it.
-        truncated: bool [B], whether a response or an observation ran out of room.
-        weight_version: int64 [B], the version of the weights that sampled the responses."""
-
-    message_log = _Field("data", "it comes from data")
-    length = _Field("data", "it comes from data")
-    loss_multiplier = _Field("data", "it comes from data")
-    group_id = _Field("data", "it comes from the prompt source")
-    total_reward = _Field("data", "it comes from the environments")
-    raw_reward = _Field("data", "it comes from the rollout collector")
-    truncated = _Field("data", "it comes from the rollout")
-    weight_version = _Field("data", "it comes from the rollout collector")
+    message_log = _Field("data", "it comes from data")  # [B] lists of messages with token ids
+    length = _Field("data", "it comes from data")  # int64 [B], the number of tokens of each prompt
+    loss_multiplier = _Field("data", "it comes from data")  # float32 [B], the sample's weight; 0: cut prompt
+    group_id = _Field("data", "it comes from the prompt source")  # int64 [B], equal for samples of one prompt
+    total_reward = _Field("data", "it comes from the environments")  # float32 [B], over all turns
+    raw_reward = _Field("data", "it comes from the rollout collector")  # float32 [B], as the environments gave it
+    truncated = _Field("data", "it comes from the rollout")  # bool [B], whether a message ran out of room
+    weight_version = _Field("data", "it comes from the rollout collector")  # int64 [B], of the sampling weights
 
 
 _OF_ROLLOUTS = "the rollouts that it was built from had none"
@@ -92,43 +77,27 @@ class TrainBatch(RaggedBatch):
     Attributes are ragged: [T] for tokens, [B] for samples. Reading an attribute that no stage has set raises
     MissingField. A padded tensor [B, S] is converted to ragged when it is assigned. Losses and estimators may also read
     the batch as a padded mapping (`RaggedBatch`) with the same names, and reward components as `reward/<name>`.
-    `values` are the critic's values, not the method of a mapping.
+    `values` are the critic's values, not the method of a mapping."""
 
-    Attributes:
-        input_ids: int64 [T].
-        token_mask: [T], 1 on the tokens that are trained.
-        generation_logprobs: float32 [T] of the sampled tokens as generation reported them; 0 elsewhere.
-        sample_mask: float32 [B], the weight of each sample in the loss.
-        rewards: float32 [B].
-        group_id: int64 [B], equal for samples of one prompt.
-        weight_version: int64 [B], the version of the weights that sampled the responses.
-        values: float32 [T], the critic's value of the state before each token.
-        prev_logprobs: [T] of the policy before its first update; missing where generation's are as good.
-        reference_policy_logprobs: [T] of the frozen first weights.
-        teacher_logprobs: [T] of the teachers.
-        sum_pi_squared: [T], the sum of p^2 over the vocabulary, of the policy before training.
-        entropies: [T] in nats, of the policy before its first update.
-        advantages: float32 [T].
-        returns: float32 [T], the critic's targets.
-        lacks_generation_logprobs: whether a trained message was not generated by the policy, so that its
-            `generation_logprobs` are 0."""
-
+    # whether a trained message was not generated by the policy, so that its `generation_logprobs` are 0
     lacks_generation_logprobs: bool = False
-    input_ids = _Field("tokens", _OF_ROLLOUTS)
-    token_mask = _Field("tokens", _OF_ROLLOUTS)
-    generation_logprobs = _Field("tokens", _OF_ROLLOUTS)
-    sample_mask = _Field("samples", _OF_ROLLOUTS)
-    rewards = _Field("samples", _OF_ROLLOUTS)
-    group_id = _Field("samples", _OF_ROLLOUTS)
-    weight_version = _Field("samples", _OF_ROLLOUTS)
-    values = _Field("tokens", "a critic adds them before the advantages, and there is none")
-    prev_logprobs = _Field("tokens", "the policy was not asked for them, since generation's are as good")
-    reference_policy_logprobs = _Field("tokens", "they are added where the KL weight is not 0")
-    teacher_logprobs = _Field("tokens", "the run has no teacher")
+    input_ids = _Field("tokens", _OF_ROLLOUTS)  # int64 [T]
+    token_mask = _Field("tokens", _OF_ROLLOUTS)  # [T], 1 on the tokens that are trained
+    generation_logprobs = _Field("tokens", _OF_ROLLOUTS)  # float32 [T] of sampled tokens, 0 elsewhere
+    sample_mask = _Field("samples", _OF_ROLLOUTS)  # float32 [B], the weight of each sample in the loss
+    rewards = _Field("samples", _OF_ROLLOUTS)  # float32 [B]
+    group_id = _Field("samples", _OF_ROLLOUTS)  # int64 [B], equal for samples of one prompt
+    weight_version = _Field("samples", _OF_ROLLOUTS)  # int64 [B], the version of the weights that sampled the responses
+    values = _Field("tokens", "a critic adds them before the advantages, and there is none")  # float32 [T]
+    prev_logprobs = _Field("tokens", "the policy was not asked for them, since generation's are as good")  # [T]
+    reference_policy_logprobs = _Field("tokens", "they are added where the KL weight is not 0")  # [T]
+    teacher_logprobs = _Field("tokens", "the run has no teacher")  # [T] of the teachers
+    # [T], the sum of p^2 over the vocabulary, of the policy before training
     sum_pi_squared = _Field("tokens", "they are added for the estimator optimal_token_baseline")
+    # [T] in nats, of the policy before its first update
     entropies = _Field("tokens", "they are added where loss_fn.top_entropy_quantile is below 1")
-    advantages = _Field("tokens", "the stage advantage_calculation adds them")
-    returns = _Field("tokens", "an estimator that has values adds them")
+    advantages = _Field("tokens", "the stage advantage_calculation adds them")  # float32 [T]
+    returns = _Field("tokens", "an estimator that has values adds them")  # float32 [T], the critic's targets
 
     @property
     def input_lengths(self) -> Tensor:
@@ -175,8 +144,7 @@ _FIELDS = {name: field for name, field in vars(TrainBatch).items() if isinstance
 
 
 def sampled_by_policy(message: Message) -> bool:
-    """Return whether the policy sampled the message, so that it has log-probabilities. GRPO trains only on such
-    messages."""
+    """Return whether the policy sampled the message. GRPO trains only on such messages."""
     return message["role"] == "assistant" and "generation_logprobs" in message
 
 

@@ -11,22 +11,14 @@ from nemo_rl_cpp.rollouts.batches import Rollouts
 
 @dataclass
 class SampleStats:
-    """The counts of one sample.
+    """The counts of one sample."""
 
-    Attributes:
-        turns: the number of generations, each followed by the environment's reply.
-        assistant_tokens: the number of generated tokens.
-        env_tokens: the number of tokens in the environment's replies.
-        done: whether the environment ended the conversation, or an observation did not fit.
-        truncated: whether a response or an observation was truncated at a length limit.
-        max_turns_reached: whether the conversation was still going after the last allowed turn."""
-
-    turns: int = 0
-    assistant_tokens: int = 0
-    env_tokens: int = 0
-    done: bool = False
-    truncated: bool = False
-    max_turns_reached: bool = False
+    turns: int = 0  # the number of generations, each followed by the environment's reply
+    assistant_tokens: int = 0  # the number of generated tokens
+    env_tokens: int = 0  # the number of tokens in the environment's replies
+    done: bool = False  # whether the environment ended the conversation, or an observation did not fit
+    truncated: bool = False  # whether a response or an observation was truncated at a length limit
+    max_turns_reached: bool = False  # whether the conversation was still going after the last allowed turn
 
 
 def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
@@ -51,11 +43,9 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
 
 
 def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str, float]:
-    """Return metrics of the versions of the weights that sampled the conversations. Each conversation began with
-    `version`.
-
-    mean_weight_versions is the mean number of versions per conversation. total_tokens_of_older_weights and
-    total_tokens_of_newer_weights count the tokens sampled before and after the weights changed."""
+    """Return metrics of the versions of the weights that sampled conversations begun with `version`:
+    mean_weight_versions per conversation, and the tokens sampled before and after the weights changed
+    (total_tokens_of_older_weights, total_tokens_of_newer_weights)."""
     of_samples, older, newer = [], 0, 0
     for log in logs:
         sampled = [message for message in log if "generation_logprobs" in message]
@@ -71,10 +61,8 @@ def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str
 
 
 def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, float]:
-    """Return the environments' metrics since the last call (`pop_metrics`).
-
-    With one environment, names are unchanged. With several, they become `task/name`, and the sum of all
-    `verifier_timeouts` is added under that name."""
+    """Return the environments' metrics since the last call (`pop_metrics`). With several environments, names become
+    `task/name`, and the sum of all `verifier_timeouts` is added under that name."""
     environments: dict[int, tuple[str, Environment]] = {}
     for task, environment in task_to_env.items():
         environments.setdefault(id(environment), (task, environment))

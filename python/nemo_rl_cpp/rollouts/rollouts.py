@@ -1,7 +1,5 @@
 """Rollouts: draw prompts, then let the policy respond and the environment reply, turn by turn, until the conversation
-ends.
-
-Training uses exactly the token ids that were sampled. Only environments and people read the text."""
+ends. Training uses exactly the token ids that were sampled. Only environments and people read the text."""
 
 from __future__ import annotations
 
@@ -42,10 +40,9 @@ def attach_responses(
 ) -> list[torch.Tensor]:
     """Append an engine's responses to `batch["message_log"]`, in place, and return the generated ids of each row.
 
-    A message holds `content` (the text without special tokens), `token_ids`, and if the engine returns them
-    `generation_logprobs`. If the weights could change within a response, it also holds `token_versions`, the version of
-    the weights that sampled each token. `batch["truncated"]` [B] marks truncated responses, if the engine reports them.
-    """
+    A message holds `content` (without special tokens), `token_ids`, `generation_logprobs` if the engine returns them,
+    and `token_versions`, the version of the weights that sampled each token, if these could change.
+    `batch["truncated"]` [B] marks truncated responses, if the engine reports them."""
     responses = Responses.of(outputs, input_lengths)
     generated = responses.rows(responses.token_ids)
     for log, ids in zip(batch["message_log"], generated, strict=True):
@@ -95,8 +92,7 @@ def calculate_rewards(
 
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
-    """Merge the environments' results into one, in the order of the rows. Raise ValueError if only some environments
-    return reward components."""
+    """Merge results in the order of the rows. Raise ValueError if only some have reward components."""
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
         raise ValueError("some environments of this batch give one reward, others a dictionary of them")
     order = [row for rows, _ in parts for row in rows]
@@ -133,12 +129,10 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
 
 
 class EarlyScoring:
-    """The early scoring of a turn's responses that end while other responses are still generated. `calculate_rewards`
-    scores the rest.
+    """The scoring of a turn's responses that end while others are still generated; `calculate_rewards` scores the rest.
 
-    Only environments that score rows independently (`scores_rows_alone`) and run concurrently with the caller
-    (`.remote`) take part, so the rewards equal those of one call at the end. Rows that end while an environment is busy
-    form its next call."""
+    Only environments that score rows independently (`scores_rows_alone`) and run concurrently (`.remote`) take part, so
+    rewards equal those of one call at the end. Rows that end while an environment is busy form its next call."""
 
     def __init__(self, active: DatumBatch, tokenizer: TokenizerType, task_to_env: Mapping[str, Environment]) -> None:
         self._active, self._tokenizer = active, tokenizer
@@ -191,19 +185,14 @@ def last_ids(message_log: LLMMessageLogType) -> list[int]:
 
 
 class Turn(NamedTuple):
-    """The conversations that take part in a turn.
+    """The conversations that take part in a turn."""
 
-    Attributes:
-        active: their rows of the batch, with the current stop strings and environment state.
-        inputs: the engine's inputs."""
-
-    active: BatchedDataDict
+    active: BatchedDataDict  # their rows of the batch, with the current stop strings and environment state
     inputs: RaggedBatch
 
 
 class Conversations:
-    """The conversations of a batch between turns. A turn consists of `begin`, generation, `respond`, the environments'
-    calls and `observe`."""
+    """The conversations of a batch. A turn is `begin`, generation, `respond`, the environments and `observe`."""
 
     def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:
         size = len(batch["message_log"])
@@ -400,8 +389,7 @@ class PromptSource:
         self._finished_epochs = 0
 
     def next(self) -> BatchedDataDict:
-        """Return the next prompts, each repeated G times, with the columns of `repeat_prompts`; `group_id` is the draw
-        id."""
+        """Return the next prompts G times, with the columns of `repeat_prompts`; `group_id` is the draw id."""
         batch = self._draw()
         repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
         repeated["group_id"] = repeated["draw_ids"].clone()  # unique in the run: a group may be kept for a later step

@@ -11,19 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_rl_cpp.data.boundaries import prompt_ids
 from nemo_rl_cpp.data.texts import TextStream
+from nemo_rl_cpp.serving import chat
 from nemo_rl_cpp.serving.bodies import ChatBody, CompletionBody, GenerateBody, RequestError, TextBody
-from nemo_rl_cpp.serving.chat import (
-    ENOUGH_IDS,
-    MARK,
-    MARKS,
-    THINK,
-    AssistantTurn,
-    ParsedToolCalls,
-    chat_prompt,
-    find_calls,
-    turn_of,
-    turns_of,
-)
 from nemo_rl_cpp.serving.engine import STOP_TOKEN, Likeliest, Progress, Sample
 
 if TYPE_CHECKING:
@@ -38,16 +27,11 @@ _MOST_TURNS = 32  # the number of conversations kept per rollout
 
 @dataclass(frozen=True)
 class Header:
-    """The fields that every response body, or every chunk of a streamed response, repeats.
-
-    Attributes:
-        id: the id of the request.
-        model: the model name in the request.
-        version: the version of the weights that generate the response."""
+    """The fields that every response body, or every chunk of a streamed response, repeats."""
 
     id: str
     model: str
-    version: int
+    version: int  # the version of the weights that generate the response
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body(self, kind: str, choices: list[Json]) -> Json:
@@ -87,15 +71,13 @@ class Spelled(NamedTuple):
 
 
 class Speller:
-    """A converter from a stream of tokens to tokens with text. It holds a token back until later tokens can no longer
-    change its text."""
+    """A stream of tokens that get their text. A token is held back until later ones cannot change its text."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream, self._waiting = stream, Sample()
 
     def take(self, part: Sample) -> Spelled:
-        """Add the next tokens and return those whose text is now final, which is all of them if `part` ends the
-        response."""
+        """Add tokens; return those whose text is final: all of them if `part` ends the response."""
         texts = self._stream.push(part.token_ids, last=bool(part.reason))
         w, n = self._waiting, len(texts)
         w.extend(part)
@@ -139,10 +121,9 @@ def _by_text(bytes_of: BytesOf, token: int, text: str, logprob: float, likeliest
 
 
 def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
-    """Return `logprobs` of /v1/chat/completions.
-
-    The `token` entries joined, or the `bytes` joined, are the response's text. A partial character has its bytes in
-    `bytes`. `top_logprobs` gives the text of each token, also of special tokens."""
+    """Return `logprobs` of /v1/chat/completions. The `token` entries joined, or the `bytes` joined, are the response's
+    text; a partial character has its bytes in `bytes`. `top_logprobs` gives the text of each token, also of special
+    ones."""
     content = []
     for token, text, logprob, likeliest in zip_longest(
         spelled.sample.token_ids, spelled.texts, spelled.sample.logprobs, spelled.sample.likeliest, fillvalue=()
@@ -200,8 +181,7 @@ class TextAnswer(Answer):
 
     kind: str  # the object name of a whole response
     chunk_kind: str  # the object name of a stream's chunks
-    kept: tuple[str, ...] = ()
-    """Special tokens that are part of the text."""
+    kept: tuple[str, ...] = ()  # special tokens that are part of the text
 
     def __init__(
         self, model: ServedModel, body: TextBody, prompts: list[list[int]], rollout: Rollout | None, request_id: str
@@ -230,8 +210,7 @@ class TextAnswer(Answer):
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        """Return the body of a response that is not streamed, with the token usage, and the prompt's token ids if
-        requested."""
+        """Return the complete response with the token usage, and the prompt's token ids if requested."""
         choices = [self._complete(k, sample) for k, sample in enumerate(samples)]
         tells_prompt = self.body.return_token_ids and len(self.prompts) == 1
         told = {"prompt_token_ids": self.prompts[0]} if tells_prompt else {}
@@ -270,8 +249,7 @@ class CompletionAnswer(TextAnswer):
         self._offsets: dict[int, int] = {}  # the number of characters sent so far, by choice
 
     def _of_prompt(self, ids: list[int]) -> list[Json | None]:
-        """Return vLLM's `prompt_logprobs` of a prompt: an entry for each token, None for the first. The temperature is
-        1."""
+        """Return vLLM's `prompt_logprobs` at temperature 1: an entry for each token, None for the first."""
         scored = self.served.prompt_logprobs(ids)
         spelled = [_spelling(self.served.bytes_of_token, token) for token in ids]
         entries = zip(ids[1:], scored[1:], spelled[1:], strict=True)
@@ -301,8 +279,8 @@ class ChatAnswer(TextAnswer):
     def __init__(self, model: ServedModel, body: ChatBody, rollout: Rollout | None, request_id: str) -> None:
         self._messages, self._tools = body.messages, body.tools if body.tool_choice != "none" else None
         self._logprobs = body.logprobs
-        self.kept = MARKS if self._tools else ()
-        if self._tools and MARK not in str(getattr(model.tokenizer, "chat_template", None)):
+        self.kept = chat.MARKS if self._tools else ()
+        if self._tools and chat.MARK not in str(getattr(model.tokenizer, "chat_template", None)):
             raise RequestError(
                 "the model's chat template has no tools (no <tool_call>): leave tools out", param="tools"
             )
@@ -313,20 +291,20 @@ class ChatAnswer(TextAnswer):
             text = f"max_tokens is {longest} and max_completion_tokens {same}, which mean the same: give one of them"
             raise RequestError(text, param="max_completion_tokens")
         earlier = [] if rollout is None else list(rollout.turns)
-        prompts = [chat_prompt(model.tokenizer, body.messages, self._tools, earlier)]
+        prompts = [chat.chat_prompt(model.tokenizer, body.messages, self._tools, earlier)]
         super().__init__(model, body, prompts, rollout, f"chatcmpl-{request_id}")
-        self._parsed: dict[int, tuple[Spelled, ParsedToolCalls]] = {}
+        self._parsed: dict[int, tuple[Spelled, chat.ParsedToolCalls]] = {}
 
-    def _parse(self, k: int, sample: Sample) -> tuple[Spelled, ParsedToolCalls]:
+    def _parse(self, k: int, sample: Sample) -> tuple[Spelled, chat.ParsedToolCalls]:
         """Decode a complete response and extract its tool calls. The result is cached."""
         if k not in self._parsed:
             self._spellers.pop(k, None)
             spelled = self._take(k, sample)
-            parsed = ParsedToolCalls(spelled.text)
+            parsed = chat.ParsedToolCalls(spelled.text)
             if self._tools:
-                end = self.served.tokenizer.decode(self.prompts[0][-ENOUGH_IDS:], skip_special_tokens=False)
-                opens_thinking = end.rstrip().endswith(THINK)  # as the templates of some reasoning models do
-                parsed = find_calls(spelled.text, f"{self.id[-8:]}_{k}", opens_thinking)
+                end = self.served.tokenizer.decode(self.prompts[0][-chat.ENOUGH_IDS :], skip_special_tokens=False)
+                opens_thinking = end.rstrip().endswith(chat.THINK)  # as the templates of some reasoning models do
+                parsed = chat.find_calls(spelled.text, f"{self.id[-8:]}_{k}", opens_thinking)
             self._parsed[k] = spelled, parsed
         return self._parsed[k]
 
@@ -350,9 +328,9 @@ class ChatAnswer(TextAnswer):
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
         """Store the conversation with the first response, for later requests of the rollout."""
         _, parsed = self._parse(0, samples[0])
-        turn = turn_of("assistant", parsed.text, [(call.name, call.arguments) for call in parsed.calls])
+        turn = chat.turn_of("assistant", parsed.text, [(call.name, call.arguments) for call in parsed.calls])
         ids, stopped = [*self.prompts[0], *samples[0].token_ids], samples[0].reason == STOP_TOKEN
-        conversation = AssistantTurn((*turns_of(self._messages), turn), ids, stopped, self._tools)
+        conversation = chat.AssistantTurn((*chat.turns_of(self._messages), turn), ids, stopped, self._tools)
         rollout.turns = [*rollout.turns[1 - _MOST_TURNS :], conversation]
 
     def opening(self, header: Header) -> Iterator[Json]:

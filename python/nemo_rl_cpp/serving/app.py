@@ -62,9 +62,8 @@ class Conversation:
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Return a context manager that submits the engine requests on entry and cancels the incomplete ones on exit.
-
-        Raise RequestError (503) if the server's queue is full."""
+        """Submit the engine requests on entry and cancel the incomplete ones on exit. Raise RequestError (503) if the
+        queue is full."""
         service, n, most = self.service, len(self.samples), self.service.model.limits.max_queue
         if service.under_way + n > most:
             raise RequestError(
@@ -133,8 +132,7 @@ class Conversation:
 
 
 class EventStream(StreamingResponse):
-    """A streaming response. It ends when it is complete, at the deadline, or when the client disconnects. It then
-    closes the exit stack `stack`."""
+    """A stream that ends when complete, at the deadline or if the client leaves; then it closes `stack`."""
 
     def __init__(
         self, events: AsyncIterator[bytes], headers: dict[str, str], stack: contextlib.AsyncExitStack, deadline: float
@@ -150,11 +148,7 @@ class EventStream(StreamingResponse):
 
 
 class Service:
-    """The request handlers of the routes.
-
-    Args:
-        model: the served model.
-        api_key: the key that requests must send as `Authorization: Bearer`; None: no key is needed."""
+    """The request handlers of the routes. Requests must send `api_key` as `Authorization: Bearer`, unless it is None."""
 
     def __init__(self, model: ServedModel, api_key: str | None = None) -> None:
         self.model, self._api_key = model, api_key
@@ -251,8 +245,7 @@ _HEADERS = {
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Return the error response for an invalid request, or for one that the server cannot answer in its current
-    state."""
+    """Return the error response for an invalid request, or one that the server cannot answer now."""
     of_kind = _GONE if isinstance(error, ClientDisconnect) else 503 if isinstance(error, ServingError) else 400
     status = getattr(error, "status", of_kind)
     body = error_body(str(error), _KINDS.get(status, "invalid_request_error"), getattr(error, "param", None), status)

@@ -41,10 +41,8 @@ class ParsedToolCalls:
 
 
 def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
-    """Extract the tool calls outside the reasoning block. Return (calls, text without them).
-
-    `thinks` says that the prompt already opened the reasoning block. A block without an end tag reaches to the end of
-    the text. A call that is not a JSON object with a name stays in the text."""
+    """Extract the tool calls outside the reasoning block, which the prompt has opened if `thinks`, and which reaches to
+    the end of the text without an end tag. A call that is not a JSON object with a name stays in the text."""
     calls: list[Call] = []
     kept, copied = [], 0
     at = _end_of_thinking(text, 0) if thinks else 0
@@ -90,17 +88,11 @@ Tools = list[Mapping[str, object]]
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """A conversation that ends with a response of the model.
+    """A conversation that ends with a response of the model."""
 
-    Attributes:
-        turns: the messages of the conversation, with the response last.
-        ids: the token ids of prompt and response.
-        stopped: whether the last token is a stop token.
-        tools: the tools in the prompt."""
-
-    turns: tuple[Turn, ...]
-    ids: list[int]
-    stopped: bool
+    turns: tuple[Turn, ...]  # the messages of the conversation, with the response last
+    ids: list[int]  # the token ids of prompt and response
+    stopped: bool  # whether the last token is a stop token
     tools: Tools | None = None
 
 
@@ -117,11 +109,9 @@ def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
 def chat_prompt(
     tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, earlier: Sequence[AssistantTurn]
 ) -> list[int]:
-    """Return the token ids of a conversation.
-
-    A conversation that continues one of `earlier` with the same tools reuses its token ids and appends the ids of the
-    new text. Otherwise the rendered chat template is tokenized. Raise ChatTemplateError if the template rejects the
-    conversation."""
+    """Return the token ids of a conversation. One that continues one of `earlier` with the same tools reuses its ids
+    and appends those of the new text; otherwise the rendered chat template is tokenized. Raise ChatTemplateError if the
+    template rejects it."""
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)
     same_tools = [each for each in earlier if (each.tools or None) == (tools or None)]
@@ -139,8 +129,7 @@ def chat_prompt(
 def _text_behind(
     tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
 ) -> str | None:
-    """Return the text that the chat template writes after message number `answer`. Return None if the template changes
-    that message's own text."""
+    """Return what the template writes after message number `answer`, or None if it changes that message."""
     marked = [*messages]
     marked[answer] = {"role": "assistant", "content": _PLACE}
     text = render_prompt(tokenizer, marked, tools=tools)

@@ -18,8 +18,7 @@ from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 
 STOP_TOKEN, STOP_STRING, LENGTH = 1, 2, 3
 """Why a sequence ended, numbered as in csrc/generation/sequence.h; 0: not ended."""
-FINISH_REASONS = {STOP_TOKEN: "stop", STOP_STRING: "stop", LENGTH: "length"}
-"""OpenAI's names of these reasons."""
+FINISH_REASONS = {STOP_TOKEN: "stop", STOP_STRING: "stop", LENGTH: "length"}  # OpenAI's names of these reasons
 Likeliest = tuple[tuple[int, float], ...]
 """The likeliest tokens at a position with their log-probabilities, in descending order."""
 
@@ -88,21 +87,16 @@ class Progress(NamedTuple):
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request that the engine has not finished.
-
-    Attributes:
-        samples: the number of responses to the prompt; they share its prefill.
-        tell: callback, called in the engine's thread: after every step if `every_token`, otherwise once per complete
-            response.
-        version: the version of the weights that generate the responses; None until the request starts."""
+    """A request that the engine has not finished."""
 
     prompt_ids: list[int]
     sampling: Sampling
     draw: Draw
+    # callback, called in the engine's thread: after every step if `every_token`, otherwise once per complete response
     tell: Callable[[Progress], None]
-    samples: int = 1
+    samples: int = 1  # the number of responses to the prompt; they share its prefill
     every_token: bool = False
-    version: int | None = None
+    version: int | None = None  # the version of the weights that generate the responses; None until the request starts
     answers: list[Sample] = field(default_factory=list)
     first: int = -1  # the number that the engine gave the first sample
 
@@ -125,15 +119,10 @@ class EngineThread:
     """A thread that runs a `C.ResidentEngine` while it is open and has requests.
 
     While closed, it generates nothing, frees its KV cache, and lets requests wait. Closing lets running requests finish
-    first, so each response comes from one version of the weights.
+    first, so each response comes from one version of the weights. `make_engine` is called in this thread when the
+    engine is first needed; `version` is that of the weights until `open` sets another."""
 
-    Args:
-        make_engine: makes the engine; called in this thread when the engine is first needed.
-        version: the version of the weights until `open` sets another.
-        is_open: whether the thread starts open."""
-
-    step_seconds = 600.0
-    """The longest time that a step may take."""
+    step_seconds = 600.0  # the longest time that a step may take
 
     def __init__(self, make_engine: Callable[[], C.ResidentEngine], version: int = 0, is_open: bool = True) -> None:
         self._make_engine = make_engine
@@ -176,9 +165,7 @@ class EngineThread:
 
     def close(self, patience: float) -> None:
         """Wait at most `patience` seconds for running requests, then fail those that remain. New requests wait until
-        `open`.
-
-        Raise RuntimeError if the thread has died, or if its current step does not end."""
+        `open`. Raise RuntimeError if the thread has died, or if its current step does not end."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
@@ -200,8 +187,7 @@ class EngineThread:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Return a context manager during which the thread runs no step, because another engine computes with the same
-        model."""
+        """Run no step inside this context, because another engine computes with the same model."""
         with self._weights:
             yield
 
@@ -317,9 +303,7 @@ def score_sequence(trainer: C.Trainer, ids: list[int], out: Tensor) -> Tensor:
 
 
 def longest_in_cache(runner: C.ModelRunner, cache_bytes: int) -> int:
-    """Return the length in tokens of the longest sequence that fits in a cache of `cache_bytes`; below 2, nothing can
-    be generated.
-
-    A sequence needs ceil(length / block size) blocks, and one more if a copied prompt ends within a block."""
+    """Return the tokens of the longest sequence in a cache of `cache_bytes` (below 2: nothing can be generated):
+    ceil(length / block size) blocks, and one more if a copied prompt ends within a block."""
     blocks = cache_bytes // max(runner.bytes_per_block(), 1)
     return max((blocks - 1) * runner.block_size() + 1, 0)

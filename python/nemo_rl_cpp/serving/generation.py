@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
-from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.data.interfaces import ServerAddress, TokenizerType
 from nemo_rl_cpp.distributed.cluster import Cluster
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.generation.base_engine import STREAMS
@@ -35,81 +34,37 @@ if TYPE_CHECKING:
 _PATIENCE_S = 30.0
 
 
-@dataclass(frozen=True)
-class ServerAddress:
-    """The address at which agents reach the policy.
-
-    Attributes:
-        base_url: the URL for an OpenAI client; ends in /v1.
-        model: the model's name.
-        header: the HTTP header in which a request sends its rollout key.
-        tokenizer: a folder with the tokenizer's files, for clients that tokenize themselves.
-        max_model_len: the longest sequence in tokens.
-    """
-
-    base_url: str
-    api_key: str
-    model: str
-    header: str
-    tokenizer: str
-    max_model_len: int
+def _saved(tokenizer: TokenizerType) -> tempfile.TemporaryDirectory:
+    """Return a temporary folder with a tokenizer's files."""
+    folder = tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_tokenizer_", ignore_cleanup_errors=True)
+    tokenizer.save_pretrained(folder.name)
+    return folder
 
 
-class _TokenizerFolder:
-    """A temporary folder with a tokenizer's files, which is made when its path is first read."""
-
-    def __init__(self, tokenizer: TokenizerType) -> None:
-        self._tokenizer = tokenizer
-        self._made: str | None = None
-
-    @property
-    def path(self) -> str:
-        if self._made is None:
-            self._made = tempfile.mkdtemp(prefix="nemo_rl_cpp_tokenizer_")
-            self._tokenizer.save_pretrained(self._made)
-        return self._made
-
-    def remove(self) -> None:
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
-            self._made = None
-
-
+@dataclass(eq=False, repr=False)
 class ServedGeneration(GenerationInterface):
     """The training loop's engine and an HTTP server for the same model, which never compute at the same time.
 
     The server answers between `prepare_for_generation` and `finish_generation`; at other times requests wait. Requests
-    in flight at `finish_generation` get up to 30 s to finish, because the weights are about to change.
+    in flight at `finish_generation` get up to 30 s to finish, because the weights are about to change."""
 
-    Args:
-        inner: the training loop's engine.
-        version: a function that returns the step of the current weights.
-        sampling: the sampling parameters of training ("train") and validation ("val").
-    """
-
+    inner: NativeGeneration
+    model: ServedModel
+    server: HttpServer
+    version: Callable[[], int]  # returns the step of the current weights
+    api_key: str
+    sampling: Mapping[str, Sampling]  # the sampling parameters of training ("train") and validation ("val")
     owns_process = True  # `shutdown` ends the server's threads
 
-    def __init__(
-        self,
-        inner: NativeGeneration,
-        model: ServedModel,
-        server: HttpServer,
-        version: Callable[[], int],
-        *,
-        api_key: str,
-        sampling: Mapping[str, Sampling],
-    ) -> None:
-        self.inner, self.model, self.server = inner, model, server
-        self.reports_finished = inner.reports_finished
-        self._version, self._api_key, self._sampling = version, api_key, sampling
-        self._folder = _TokenizerFolder(model.tokenizer)
+    def __post_init__(self) -> None:
+        self.reports_finished = self.inner.reports_finished
 
     # ---- as an engine
 
     def prepare_for_generation(self) -> bool:
         """Prepare the training loop's engine and open the server."""
         done = self.inner.prepare_for_generation()
-        self.model.engine.open(self._version())
+        self.model.engine.open(self.version())
         return done
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: object) -> Answer:
@@ -139,7 +94,8 @@ class ServedGeneration(GenerationInterface):
     def shutdown(self) -> bool:
         self.server.stop()
         self.model.engine.shut_down()
-        self._folder.remove()
+        if "_folder" in vars(self):
+            self._folder.cleanup()
         return self.inner.shutdown()
 
     def invalidate_kv_cache(self) -> bool:
@@ -156,23 +112,25 @@ class ServedGeneration(GenerationInterface):
 
     # ---- for agents
 
+    @cached_property
+    def _folder(self) -> tempfile.TemporaryDirectory:
+        return _saved(self.model.tokenizer)
+
     @property
     def address(self) -> ServerAddress:
-        return self.address_with(self._folder.path)
+        return self.address_with(self._folder.name)
 
     def address_with(self, tokenizer: str) -> ServerAddress:
         """Return the server's address, with a folder of the tokenizer's files."""
         url, model = f"{self.server.url}/v1", self.model
-        return ServerAddress(url, self._api_key, model.names[0], HEADER, tokenizer, model.max_model_len)
+        return ServerAddress(url, self.api_key, model.names[0], HEADER, tokenizer, model.max_model_len)
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """Return the key that a rollout's requests must send. They are sampled with the sampling parameters of
-        `stream`, "train" or "val".
-
-        Sampling is seeded by `name`, which is the same in every validation. The key starts with the step, and no key is
-        used twice."""
-        sampling = Sampling(0.0, 1.0, 0) if greedy else self._sampling[stream]
-        return self.model.rollouts.register(f"{self._version()}-{name}", STREAMS[stream], sampling, name)
+        """Return the key that a rollout's requests must send. They are sampled with the parameters of `stream`,
+        "train" or "val", seeded by `name`, which is the same in every validation. A key starts with the step and is
+        used once."""
+        sampling = Sampling(0.0, 1.0, 0) if greedy else self.sampling[stream]
+        return self.model.rollouts.register(f"{self.version()}-{name}", STREAMS[stream], sampling, name)
 
     def end_rollout(self, key: str) -> Rollout:
         """Return the requests and responses of a rollout; its later requests are rejected."""
@@ -189,7 +147,7 @@ class ServedDedicatedGeneration(DedicatedGeneration):
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType, seed: int) -> None:
         super().__init__(cluster, config, tokenizer, seed)
-        self._folder = _TokenizerFolder(tokenizer)
+        self._tokenizer = tokenizer
         self.group.call_all("serve_engine", self._number, partial(_serve_worker, seed))
         print(
             f"the policy is served at {self._of_server('address_with', '').base_url} while rollouts are made",
@@ -199,9 +157,13 @@ class ServedDedicatedGeneration(DedicatedGeneration):
     def _of_server(self, method: str, *args: object) -> Any:
         return self._ask(method, *args)[0]
 
+    @cached_property
+    def _folder(self) -> tempfile.TemporaryDirectory:
+        return _saved(self._tokenizer)
+
     @property
     def address(self) -> ServerAddress:
-        return self._of_server("address_with", self._folder.path)
+        return self._of_server("address_with", self._folder.name)
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
         """See `ServedGeneration.begin_rollout`."""
@@ -212,7 +174,8 @@ class ServedDedicatedGeneration(DedicatedGeneration):
         return self._of_server("end_rollout", key)
 
     def shutdown(self) -> bool:
-        self._folder.remove()
+        if "_folder" in vars(self):
+            self._folder.cleanup()
         return super().shutdown()
 
 
@@ -235,17 +198,9 @@ def serve_policy(
     seed: int,
     listener: socket.socket,
 ) -> ServedGeneration:
-    """Start an HTTP server for the policy in training. It answers requests once `prepare_for_generation` has been
-    called.
-
-    Args:
-        policy: holds the model, its folder and its tokenizer.
-        inner: the training loop's engine.
-        version: a function that returns the step of the current weights.
-        seed: the run's seed, which seeds all sampling.
-        listener: a socket from `listener_of`; closed if the server cannot start.
-
-    Raise ValueError if the KV cache cannot hold a sequence of full length."""
+    """Start an HTTP server for the model, folder and tokenizer of `policy`. It answers requests once
+    `prepare_for_generation` has been called. `version` returns the step of the current weights. `listener` is closed
+    if the server cannot start. Raise ValueError if the KV cache cannot hold a sequence of full length."""
     from nemo_rl_cpp.serving.app import make_app  # needs the extra `serve`
     from nemo_rl_cpp.serving.http_server import HttpServer
 
@@ -261,14 +216,11 @@ def serve_policy(
         print(f"the policy is served at {server.url}/v1 while rollouts are made", flush=True)
         stack.pop_all()
     sampling = {stream: _sampling(inner, stream) for stream in ("train", "val")}
-    return ServedGeneration(inner, model, server, version, api_key=key, sampling=sampling)
+    return ServedGeneration(inner, model, server, version, key, sampling)
 
 
 def listener_of(config: PolicyConfig) -> socket.socket | None:
-    """Return a socket that listens at the address in `http_server`, or None if `expose_http_server` is false.
-
-    Raise ValueError, before a model is loaded, if a package is missing or the address is unavailable.
-    """
+    """Return a socket at the address of `http_server`, or None without a server. Raise ValueError if it fails."""
     if not config.generation.expose_http_server:
         return None
     check_installed("policy.generation.expose_http_server")
@@ -279,9 +231,7 @@ def listener_of(config: PolicyConfig) -> socket.socket | None:
 
 
 def key_of(variable: str | None) -> str:
-    """Return the API key from the environment variable, or a new key if `variable` is None.
-
-    Raise ValueError if the environment variable is not set."""
+    """Return the API key, a new one if `variable` is None. Raise ValueError if the variable is not set."""
     key = secrets.token_urlsafe(24) if variable is None else os.environ.get(variable)
     if not key:
         raise ValueError(f"policy.generation.http_server.api_key_variable is {variable}, but that variable is not set")

@@ -23,8 +23,7 @@ _LONGEST_HEAD = 64 << 10
 
 
 def listen(host: str, port: int, where: str = "--host and --port") -> socket.socket:
-    """Return a listening socket; port 0 picks a free port. If it cannot listen, raise ValueError whose message names
-    the options `where`."""
+    """Return a listening socket. If it cannot listen, raise ValueError that names the options `where`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
@@ -35,11 +34,8 @@ def listen(host: str, port: int, where: str = "--host and --port") -> socket.soc
 
 
 class HttpServer:
-    """A server of an ASGI application on a listening socket, until `stop`.
-
-    Args:
-        log_level: uvicorn's log level; at "error" it writes the exceptions of handlers to stderr.
-        most_connections: further connections are answered with 503; None: no limit."""
+    """A server of an ASGI application on a listening socket, until `stop`. At the log level "error" uvicorn writes the
+    exceptions of handlers to stderr. More than `most_connections` are answered with 503."""
 
     def __init__(
         self,
@@ -66,8 +62,7 @@ class HttpServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def start(self) -> None:
-        """Start serving in a thread, and return once requests are accepted. Raise RuntimeError if that takes too
-        long."""
+        """Serve in a thread, and return once requests are accepted. Raise RuntimeError if that takes long."""
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
         end = time.monotonic() + _START_SECONDS
@@ -85,8 +80,7 @@ class HttpServer:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Stop accepting requests, wait briefly for those in flight, and end the server. Idempotent; any thread may
-        call it."""
+        """Stop accepting, wait briefly for requests in flight, and end. Any thread may call it, repeatedly."""
         self._server.should_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _END_SECONDS)

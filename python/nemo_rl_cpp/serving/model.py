@@ -31,41 +31,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a server.
+    """The limits of a server."""
 
-    Attributes:
-        max_queue: responses running or waiting, over all clients; further requests get status 503.
-        max_body_bytes: the largest request body.
-        request_timeout_s: the time from the last byte of a request to the last byte of its response.
-        body_timeout_s: the time for a request's body to arrive."""
-
-    max_queue: int = 1024
-    max_body_bytes: int = 8 << 20
-    request_timeout_s: float = 600.0
-    body_timeout_s: float = 30.0
+    max_queue: int = 1024  # responses running or waiting, over all clients; further requests get status 503
+    max_body_bytes: int = 8 << 20  # the largest request body
+    request_timeout_s: float = 600.0  # the time from the last byte of a request to the last byte of its response
+    body_timeout_s: float = 30.0  # the time for a request's body to arrive
 
 
 @dataclass
 class ServedModel:
-    """A model behind a server.
+    """A model behind a server."""
 
-    Attributes:
-        names: the model names that requests may use; the server lists the first.
-        default: sampling parameters for requests without any.
-        digest: the digest of the weights; "" if unknown.
-        prompt_logprobs: a function that returns the log-probability of each token of a prompt given the tokens before
-            it, at temperature 1, and 0 for the first token; None if the server does not score prompts."""
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the model names that requests may use; the server lists the first
     tokenizer: TokenizerType
     engine: EngineThread
     vocab_size: int
     max_model_len: int
     end_token_ids: tuple[int, ...]
     rollouts: Rollouts
-    default: Sampling = field(default_factory=Sampling)
+    default: Sampling = field(default_factory=Sampling)  # sampling parameters for requests without any
     limits: Limits = field(default_factory=Limits)
-    digest: str = ""
+    digest: str = ""  # the digest of the weights; "" if unknown
+    # a function that returns the log-probability of each token of a prompt given the tokens before it, at temperature
+    # 1, and 0 for the first token; None if the server does not score prompts
     prompt_logprobs: Callable[[list[int]], list[float]] | None = None
 
     @cached_property
@@ -74,8 +63,7 @@ class ServedModel:
         return bytes_of_token(self.tokenizer)
 
     def check_name(self, name: str | None) -> str:
-        """Return the requested model name, or the server's first name if `name` is None. Raise RequestError if it is
-        unknown."""
+        """Return the requested name, or the first if it is None. Raise RequestError if it is unknown."""
         if name is not None and name not in self.names:
             raise RequestError(
                 f"the model `{name}` does not exist here: this server has `{self.names[0]}`", 404, "model"
@@ -83,8 +71,7 @@ class ServedModel:
         return name or self.names[0]
 
     def check_prompt(self, prompt_ids: list[int], param: str) -> None:
-        """Raise RequestError if a prompt is empty, leaves no room for a response, or has a token outside the
-        vocabulary."""
+        """Raise RequestError if a prompt is empty, too long, or has a token outside the vocabulary."""
         if not prompt_ids:
             raise RequestError("the prompt has no token: give at least one character", param=param)
         if len(prompt_ids) >= self.max_model_len:
@@ -100,13 +87,10 @@ class ServedModel:
             )
 
     def sampling(self, body: SamplingFields, longest: int | None, prompt: int, rollout: Rollout | None) -> Sampling:
-        """Return the sampling parameters of a request whose prompt has `prompt` tokens.
-
-        If the body sets no limit, a response has at most `longest` tokens, or as many as fit if `longest` is None. In a
-        training rollout, a response has at most `default.max_new_tokens` tokens.
-
-        Raise RequestError if a request of a training rollout sets sampling parameters that differ from the run's, or
-        asks for several responses."""
+        """Return the sampling parameters of a request whose prompt has `prompt` tokens. Without a limit of its own, a
+        response has at most `longest` tokens, or as many as fit; in a training rollout at most
+        `default.max_new_tokens`. Raise RequestError if a request of a training rollout differs from the run's
+        parameters or asks for several responses."""
         trained = None if rollout is None else rollout.sampling
         limit = body.max_tokens or getattr(body, "max_completion_tokens", None)
         if trained is None:
@@ -153,18 +137,12 @@ _LONGEST_CACHE = 4 << 30
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The sizes of a server's engine.
+    """The sizes of a server's engine."""
 
-    Attributes:
-        max_model_len: tokens of the longest sequence (prompt and response); None: what the model and the cache allow.
-        kv_cache_gb: size of the KV cache; None: half of the free memory, at most 4 GiB.
-        max_batch_size: the number of responses generated concurrently.
-        prefill_chunk_tokens: prompt tokens prefilled per step, so that a long prompt does not delay other requests."""
-
-    max_model_len: int | None = None
-    kv_cache_gb: float | None = None
-    max_batch_size: int = 64
-    prefill_chunk_tokens: int = 512
+    max_model_len: int | None = None  # tokens of the longest sequence; None: what the model and the cache allow
+    kv_cache_gb: float | None = None  # size of the KV cache; None: half of the free memory, at most 4 GiB
+    max_batch_size: int = 64  # the number of responses generated concurrently
+    prefill_chunk_tokens: int = 512  # prompt tokens prefilled per step, so that a long prompt delays no others
 
     def cache_bytes(self) -> int:
         """Return the maximum size of the KV cache in bytes."""
@@ -205,14 +183,9 @@ def load_model(
     limits: Limits | None = None,
     seed: int = 42,
 ) -> ServedModel:
-    """Load a model and make its engine.
-
-    Args:
-        name: a model folder, a model name, a checkpoint (`step_N`), or a run's folder, for its newest checkpoint.
-        served_name: the name that clients use, if not `name`.
-        seed: seeds the sampling of requests that belong to a rollout and have no seed.
-
-    Raise ValueError if the model cannot be found or does not fit."""
+    """Load a model and make its engine. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's
+    folder, for its newest checkpoint; clients may also use `served_name`. `seed` seeds the requests of rollouts that
+    have none. Raise ValueError if the model cannot be found or does not fit."""
     if name == TINY_RANDOM:
         raise ValueError(
             f"'{TINY_RANDOM}' has random weights: give the checkpoints of a run that has trained it, or a model"
@@ -262,9 +235,8 @@ def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list
 
 
 def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:
-    """Return how many tokens of one sequence fit in the cache, at most `longest`; warn if fewer than `longest` fit.
-
-    Raise ValueError if `longest` was given by the user (`is_given`) and does not fit, or if no sequence fits."""
+    """Return how many tokens of one sequence fit in the cache, at most `longest`; warn if these are fewer. Raise
+    ValueError if the user gave a `longest` (`is_given`) that does not fit, or if no sequence fits."""
     fits = longest_in_cache(runner, cache_bytes)
     if longest <= fits:
         return longest

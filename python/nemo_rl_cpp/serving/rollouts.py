@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_UNREGISTERED = 4096
 _MOST_ENDED = 1 << 16
-HEADER = "x-rollout-key"
-"""The header that names a rollout, equivalent to the body's field `rollout_key`."""
+HEADER = "x-rollout-key"  # the header that names a rollout, equivalent to the body's field `rollout_key`
 
 
 @dataclass(frozen=True)
@@ -48,32 +47,24 @@ class Call:
 
 @dataclass
 class Rollout:
-    """The requests of one rollout, all with the same rollout key.
-
-    Attributes:
-        name: seeds the sampling; if None, the rollout's key seeds it.
-        stream: the random stream (csrc/common/random.h).
-        sampling: the temperature, top_p and top_k that all requests of a training rollout must have, because training
-            computes log-probabilities under them; None: each request sets them.
-        turns: the rollout's chat conversations, each with its token ids.
-        drawn: for each prompt, the indices of its responses, finished or in flight."""
+    """The requests of one rollout, all with the same rollout key."""
 
     key: str
     seed: int
-    stream: int = 2
+    stream: int = 2  # the random stream (csrc/common/random.h)
+    # the temperature, top_p and top_k that all requests of a training rollout must have, because training computes log-
+    # probabilities under them; None: each request sets them
     sampling: Sampling | None = None
     calls: list[Call] = field(default_factory=list)
-    turns: list[AssistantTurn] = field(default_factory=list)
-    name: str | None = None
-    drawn: dict[bytes, set[int]] = field(default_factory=dict)
+    turns: list[AssistantTurn] = field(default_factory=list)  # its chat conversations, each with its token ids
+    name: str | None = None  # seeds the sampling; if None, the rollout's key seeds it
+    drawn: dict[bytes, set[int]] = field(default_factory=dict)  # prompt -> indices of its responses
 
 
 class Rollouts:
     """All rollouts, by key. A run registers the rollouts that it will train on, and takes each out when it ends. Of
-    other rollouts, the server keeps the latest few thousand, only to continue their conversations.
-
-    Args:
-        seed: seeds all sampling."""
+    other rollouts, the server keeps the latest few thousand, only to continue their conversations. `seed` seeds all
+    sampling."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -83,8 +74,7 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: Sampling, name: str | None = None) -> str:
-        """Add a rollout that `take` returns later, whose sampling is seeded by `name`. Return `key`, or a new key if
-        `key` was used."""
+        """Add a rollout whose sampling `name` seeds. Return `key`, or a new key if `key` was used."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:
@@ -115,10 +105,9 @@ class Rollouts:
             return found
 
     def draw(self, rollout: Rollout, prompt_ids: list[int], seed: int | None) -> Draw:
-        """Return the sampling seed (`Draw`) for the rollout's next response to this prompt.
-
-        It depends on the run's seed, the rollout, the prompt, and the smallest response index that is not yet used for
-        this prompt. So a repeated rollout gets the same samples, in whatever order concurrent requests arrive."""
+        """Return the sampling seed for the rollout's next response to this prompt. It depends on the run's seed, the
+        rollout, the prompt, and the smallest response index not yet used for it. So a repeated rollout gets the same
+        samples, in whatever order concurrent requests arrive."""
         prompt = _digest_of(rollout, prompt_ids)
         with self._lock:
             drawn = rollout.drawn.setdefault(prompt, set())
@@ -152,9 +141,8 @@ def _digest(*parts: bytes) -> bytes:
 
 def longest_chain(calls: list[Call]) -> list[Call]:
     """Return the calls of the longest conversation: each prompt starts with the previous call's prompt and response.
-
-    Retries, sub-agents and shortened conversations are dropped. The longest conversation has the most calls, then the
-    most tokens, so the order in which calls arrived does not matter."""
+    Retries, sub-agents and shortened conversations are dropped. The longest has the most calls, then the most tokens,
+    whatever the order in which calls arrived."""
     ordered = sorted(calls, key=lambda call: (len(call.prompt_ids), call.prompt_ids, call.sample.token_ids))
     size = lambda chain: (len(chain), len(chain[-1].ids), chain[-1].ids)  # noqa: E731
     chains: list[list[Call]] = []

@@ -1,8 +1,7 @@
 """The Protocols of policy, critic, generation, weight synchroniser, environment and logger back end: what is declared is called,
 and is implemented.
 
-A fake policy and a fake engine, written against the Protocols alone, run the whole loop.
-"""
+A fake policy and a fake engine, written against the Protocols alone, run the whole loop."""
 
 import inspect
 from functools import partial

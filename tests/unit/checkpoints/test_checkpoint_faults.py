@@ -1,8 +1,7 @@
 """Kills a save at every system call that changes the disk and checks that a whole checkpoint is always found.
 
 A killed process is a forked child that ends in os._exit before the call. For a power cut, files and folder entries that
-were not synced are lost: every file that was not synced since its last write is emptied.
-"""
+were not synced are lost: every file that was not synced since its last write is emptied."""
 
 import errno
 import os

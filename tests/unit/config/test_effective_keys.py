@@ -2,8 +2,7 @@
 
 A key is effective if a run reads it, or if another value of it changes something else: another key, what is said about the
 configuration, the data, or whether the configuration is accepted. Reads are seen by watching the attributes of all sections
-while tiny runs train; checks of the configuration do not count as reads.
-"""
+while tiny runs train; checks of the configuration do not count as reads."""
 
 import functools
 import importlib.util

@@ -1,8 +1,7 @@
 """Chat templates of the kinds that users bring, each on conversations of every shape: as transformers renders them.
 
 Where transformers refuses, so do we, and always by ChatTemplateError. A prompt that lost a message is refused, and a value
-that is no template is never taken for one.
-"""
+that is no template is never taken for one."""
 
 import json
 

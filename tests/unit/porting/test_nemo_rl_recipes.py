@@ -2,8 +2,7 @@
 
 `nemo_rl_recipes.json` holds, by path below examples/configs (nemo_gym and modelopt: below examples), the keys and values that a recipe
 sets over its parent; the parents' values are those of tests/unit/config/nemo_rl_values.json. Names of logs and checkpoints are left out,
-and so are the settings of NeMo Gym's judges. Files for images and sound are among them, since they run by GRPO.
-"""
+and so are the settings of NeMo Gym's judges. Files for images and sound are among them, since they run by GRPO."""
 
 import importlib.util
 import json

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 class ListDataset:
-    """A list of rows (dictionaries). It can be indexed by row number or by column name. `map` and `select` return a new
-    data set."""
+    """A list of rows, indexed by row number or column name. `map` and `select` return a new data set."""
 
     def __init__(self, rows: Iterable[Mapping[str, object]]):
         self._rows: list[Row] = [dict(row) for row in rows]
@@ -53,8 +52,7 @@ class ListDataset:
         return f"ListDataset({len(self)} rows, columns {self.column_names})"
 
     def __getitem__(self, key: int | str) -> Row | list[object]:
-        """Return the row whose index is `key`, or the list of values of the column whose name is `key`. Raise KeyError
-        for an unknown column."""
+        """Return a row, or the values of a column. Raise KeyError for an unknown column."""
         if isinstance(key, str):
             if key not in self.column_names:
                 raise KeyError(f"the data set has no column {key!r}; it has {self.column_names}")
@@ -70,8 +68,7 @@ class ListDataset:
         remove_columns: Sequence[str] | None = None,
         with_indices: bool = False,
     ) -> ListDataset:
-        """Return the rows without `remove_columns`, updated with the result of `function(row)`, or of `function(row,
-        index)` if `with_indices`."""
+        """Return the rows without `remove_columns`, updated with `function(row)`, or `function(row, index)`."""
         removed = set(remove_columns or ())
         return ListDataset(
             {
@@ -117,8 +114,7 @@ _LISTED = re.compile(rf"({'|'.join(_SPLITS)})(?=[-_.]|$)")  # a split's name at 
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file, without a byte order mark. If it is not UTF-8, raise ValueError with the file and the
-    byte."""
+    """Return the text of a file without byte order mark. Raise ValueError with the byte if it is not UTF-8."""
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -161,8 +157,7 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _are_columns(whole: object) -> bool:
-    """Return whether a JSON object maps column names to lists of values. An object that contains a conversation is a
-    row."""
+    """Return whether a JSON object maps column names to lists; one with a conversation is a row."""
     if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
         return False
     firsts = [values[0] for values in whole.values() if values]
@@ -241,10 +236,9 @@ def read_file(path: Path) -> ListDataset:
 
 
 def read_folder(path: Path, split: str | None) -> ListDataset:
-    """Return the rows of all data files in a folder and in its subfolder `data`, sorted by file name.
-
-    All files must have the same extension. If their names begin with a split's name (`train-00000-of-00002.parquet`),
-    only the files of `split` are read. Raise ValueError if there is no such file."""
+    """Return the rows of all data files in a folder and its subfolder `data`, sorted by file name. All have the same
+    extension. If their names begin with a split's (`train-00000-of-00002.parquet`), only those of `split` are read.
+    Raise ValueError if there are none."""
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [
         file for file in files if file.is_file() and file.suffix.lower() in READERS and not file.name.startswith(".")
@@ -284,11 +278,9 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
 def load_dataset_from_path(
     data_path: str, data_subset: str | None = None, data_split: str | None = "train"
 ) -> ListDataset | Dataset:
-    """Load a local file (.jsonl, .json, .csv, .txt; with pyarrow also .parquet and .arrow), a folder of such files, a
-    folder written by `datasets.save_to_disk`, or a data set on the Hub.
-
-    A local file has the single split "train". Raise ValueError with the configuration key. For a missing file it is a
-    MissingFileError."""
+    """Load a local file (.jsonl, .json, .csv, .txt; with pyarrow also .parquet and .arrow), a folder of such files or
+    of `datasets.save_to_disk`, or a data set on the Hub. A local file has the single split "train". Raise ValueError
+    with the configuration key, MissingFileError for a missing file."""
     path = Path(os.fspath(data_path)).expanduser()
     if path.suffix.lower() in READERS and not path.is_dir():
         if data_subset is not None:
@@ -349,9 +341,8 @@ def _datasets_library(what: str) -> ModuleType:
 
 
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
-    """Load a data set from the Hub, or from the local cache if the Hub is unreachable. The environment variables
-    HF_HOME, HF_DATASETS_CACHE, HF_TOKEN and HF_ENDPOINT apply. Raise SourceError (a ValueError) if neither has the data
-    set."""
+    """Load a data set from the Hub, or from the local cache if the Hub is unreachable, with the environment variables
+    of the Hub's libraries (HF_HOME, HF_TOKEN, ...). Raise SourceError (a ValueError) if neither has it."""
     if check_on_hub(name, "dataset", "dataset_name or data_path"):
         return _datasets_library(name).load_dataset(name, subset, split=split or "train")
     try:
@@ -385,8 +376,7 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
 
 
 def sections_of(side: Section | Sequence[Section] | None) -> list[Section]:
-    """Return the data sets in `data.train` or `data.validation` as a list. The value may be a section, a list of
-    sections, or None."""
+    """Return the sections of `data.train` or `data.validation`: one, a list, or None."""
     return [] if side is None else list(side) if isinstance(side, (list, tuple)) else [side]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.config.access import as_written
@@ -38,12 +39,10 @@ class RawDataset:
     task_spec: TaskDataSpec
     preprocessor: TaskDataPreProcessFnCallable | None = None
     task_name: str
-    default_processor = "default"
-    """The name of the processor, if the configuration names none."""
+    default_processor = "default"  # the name of the processor, if the configuration names none
     unread_columns: Sequence[str] = ()
     """Columns that may be part of the prompt but are not read; they are reported before the run."""
-    eval_split: str | None = None
-    """The split that an evaluation uses if the configuration names none."""
+    eval_split: str | None = None  # the split that an evaluation uses if the configuration names none
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
         """Move `test_size` rows (a count, or a fraction) to `val_dataset`. If it is 0, move none."""
@@ -80,6 +79,7 @@ class RawDataset:
         )
 
 
+@dataclass(eq=False, repr=False)
 class AllTaskProcessedDataset:
     """A data set of processed rows: `dataset[i]` is the DatumSpec of row i.
 
@@ -94,28 +94,19 @@ class AllTaskProcessedDataset:
 
     Reading the first row of each task raises AssertionError if the row begins with two BOS tokens."""
 
-    def __init__(
-        self,
-        dataset: Indexed[Row],
-        tokenizer: TokenizerType,
-        default_task_data_spec: TaskDataSpec | None,
-        task_data_processors: TaskDataProcessFnCallable | Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]],
-        task_data_preprocessors: TaskDataPreProcessFnCallable
-        | Mapping[str, TaskDataPreProcessFnCallable]
-        | None = None,
-        max_seq_length: int | None = None,
-    ):
-        self.dataset = dataset
-        self.tokenizer = tokenizer
-        self.default_task_data_spec = default_task_data_spec
-        self.task_data_processors = task_data_processors
-        self.task_data_preprocessors = task_data_preprocessors
-        self.max_seq_length = max_seq_length
+    dataset: Indexed[Row]
+    tokenizer: TokenizerType
+    default_task_data_spec: TaskDataSpec | None
+    task_data_processors: TaskDataProcessFnCallable | Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
+    task_data_preprocessors: TaskDataPreProcessFnCallable | Mapping[str, TaskDataPreProcessFnCallable] | None = None
+    max_seq_length: int | None = None
+
+    def __post_init__(self) -> None:
         self._begun: set[object] = set()  # tasks whose first tokens were checked
-        if isinstance(task_data_processors, Mapping):
-            for task_data_spec, _ in task_data_processors.values():
+        if isinstance(self.task_data_processors, Mapping):
+            for task_data_spec, _ in self.task_data_processors.values():
                 self._take_defaults(task_data_spec)
-        elif default_task_data_spec is None:
+        elif self.default_task_data_spec is None:
             raise ValueError("one processor for all rows needs a default_task_data_spec")
 
     def _take_defaults(self, spec: TaskDataSpec | None) -> None:

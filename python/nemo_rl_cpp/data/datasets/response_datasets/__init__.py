@@ -27,8 +27,7 @@ def register_dataset(dataset_name: str, cls: type[RawDataset], keys: tuple[str, 
 
 
 def dataset_class(dataset_name: str) -> type[RawDataset]:
-    """Return the data set class with a registered name, or with a dotted path (`my_package.my_module.MyDataset`). Raise
-    ValueError if there is none."""
+    """Return the data set class with a registered name or dotted path. Raise ValueError if there is none."""
     dataset_name = DATASET_ALIASES.get(dataset_name, dataset_name)
     if dataset_name in DATASET_REGISTRY:
         return DATASET_REGISTRY[dataset_name]
@@ -45,9 +44,8 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
 
 
 def check_dataset_config(data_config: dict[str, object], further: frozenset[str] = frozenset()) -> type[RawDataset]:
-    """Return the data set class that a section selects by `dataset_name`. Raise ValueError for a key that is neither
-    common to all data sets nor a key of this class, so that no misspelt key is ignored. The keys of a custom class are
-    not checked."""
+    """Return the class that `dataset_name` selects. Raise ValueError for a key that neither all data sets nor this
+    class have, so that no misspelt key is ignored. The keys of a custom class are not checked."""
     if "dataset_name" not in data_config:
         raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")
     name = str(data_config["dataset_name"])

@@ -1,6 +1,5 @@
 """Data sets for agents: tasks of the package `verifiers`, and rows of NeMo Gym as `ng_prepare_data` or `gym dataset`
-writes them. The environments `verifiers` and `nemo_gym` run them.
-"""
+writes them. The environments `verifiers` and `nemo_gym` run them."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def check_verifiers(what: str) -> None:
 @cache
 def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
     """Return the first `limit` tasks of a task set. `taskset` is the JSON of its configuration, a mapping with `id`.
-    Raise ValueError if verifiers has no such task set, or if it is endless and there is no limit.
-    """
+    Raise ValueError if verifiers has no such task set, or if it is endless and there is no limit."""
     check_verifiers("a task set")
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
@@ -49,8 +47,7 @@ class VerifiersDataset(RawDataset):
     """The first `num_samples` tasks of a task set of `verifiers`, one a row. `taskset` is its id, or a mapping with `id` and
     settings.
 
-    `split_validation_size`, a count or a fraction, holds out the last tasks for validation.
-    """
+    `split_validation_size`, a count or a fraction, holds out the last tasks for validation."""
 
     task_name = "verifiers"
     default_processor = "agent_data_processor"
@@ -89,8 +86,7 @@ class NemoGymDataset(RawDataset):
     """A JSON Lines file of NeMo Gym, each row `repeat` times. A row has `responses_create_params`, whose `input` is the
     prompt, and `agent_ref` or `task_source`. The environment `nemo_gym` gets the row unchanged.
 
-    `split_validation_size` rows (a count, or a fraction), chosen by `seed`, become the validation set.
-    """
+    `split_validation_size` rows (a count, or a fraction), chosen by `seed`, become the validation set."""
 
     task_name = "nemo_gym"
     default_processor = "nemo_gym_data_processor"

@@ -12,14 +12,12 @@ from nemo_rl_cpp.data.interfaces import Row
 from nemo_rl_cpp.data.random_order import Draws, is_held_out, permutation
 
 Q = TypeVar("Q")  # a question
-HELD_OUT = 0.15
-"""The fraction of all questions that belongs to validation."""
+HELD_OUT = 0.15  # the fraction of all questions that belongs to validation
 
 
 class GeneratedDataset(RawDataset):
-    """The base class of generated data sets. It makes the rows of `split` ("train" or "validation"). If
-    `split_validation_size` is set, `val_dataset` has that many held-out rows; a fraction is relative to the number of
-    training rows."""
+    """The base class of generated data sets, with the rows of `split` ("train" or "validation"). `val_dataset` has
+    `split_validation_size` held-out rows; a fraction is relative to the number of training rows."""
 
     default_processor = "raw_completion_data_processor"
     eval_split = "validation"
@@ -64,16 +62,14 @@ class GeneratedDataset(RawDataset):
     def few_shot(
         self, questions: Sequence[Q], shown: Sequence[Q], held_out: bool, num_samples: int | None, seed: int, what: str
     ) -> Iterator[tuple[Q, list[Q]]]:
-        """Yield each picked question with `num_shots` different others of `shown`. In training `shown` is
-        `questions`."""
+        """Yield each picked question with `num_shots` others of `shown` (in training: of `questions`)."""
         for i, number in enumerate(self.pick(len(questions), num_samples, seed, what)):
             shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
             yield questions[number], [shown[s] for s in shots]
 
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
-        """Return the indices of `num_samples` of the `available` questions. No question repeats before each has
-        occurred once."""
+        """Return `num_samples` indices of questions. None repeats before each has occurred once."""
         if available == 0:
             raise ValueError(f"data: there are no {what}: allow more different questions")
         count = available if num_samples is None else num_samples
@@ -119,10 +115,7 @@ class ArithmeticDataset(GeneratedDataset):
 
 class ReverseDigitsDataset(GeneratedDataset):
     """Prompts of `num_digits` digits and "="; the correct response is the digits in reverse order. A model learns this
-    from random weights in seconds.
-
-    The data set is made for the 16-token character tokenizer. A response ends with the end token, so there is no stop
-    string."""
+    from random weights in seconds, with the 16-token character tokenizer. A response ends with the end token."""
 
     task_name = "reverse_digits"
 
@@ -257,12 +250,9 @@ class PythonFunctionsDataset(GeneratedDataset):
 
 
 class GuessNumberDataset(GeneratedDataset):
-    """Games in which the policy guesses a number from `min_number` to `max_number`. The prompt is plain text, the same
-    for every number.
-
-    `{low}` and `{high}` in the prompt are replaced by the bounds. No number repeats before each has occurred once.
-    Training and validation have the same games: as the prompt does not depend on the secret number, nothing can be held
-    out."""
+    """Games in which the policy guesses a number from `min_number` to `max_number`, which replace `{low}` and `{high}`
+    in the prompt. The prompt does not depend on the secret number, so training and validation have the same games. No
+    number repeats before each has occurred once."""
 
     task_name = "guess_number"
 

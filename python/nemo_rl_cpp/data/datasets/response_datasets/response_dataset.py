@@ -23,8 +23,7 @@ _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage
 
 
 def task_name_of(data_path: str) -> str:
-    """Return the last two names of the path joined by "-", up to the first dot: `data/math/train.jsonl` becomes
-    `math-train`."""
+    """Return the path's last two names up to the first dot: `data/math/train.jsonl` -> `math-train`."""
     names = [part for part in str(data_path).split("/") if part not in ("", ".", "..", "~")][-2:]
     return "-".join(names).split(".")[0] or "-".join(name.lstrip(".") for name in names).split(".")[0]
 
@@ -97,8 +96,7 @@ class ResponseDataset(RawDataset):
         return formatted
 
     def format_data(self, data: Row) -> Row:
-        """Return a row as messages, of which the last is the answer. Raise ValueError if the row has no question or
-        answer."""
+        """Return a row as messages that end with the answer. Raise ValueError if a part is missing."""
         messages = conversation_of(look_up(data, self.input_key), self.input_key)
         answered = messages[-1]["role"] == "assistant"
         if answered and self._answers_inside:

@@ -119,7 +119,8 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
 
   const auto T = static_cast<std::int64_t>(batch.token_ids.size());
   const auto adapters = adapters_of(batch, *model_);
-  // A step with experts waits for the device to know how many tokens each of them gets, so it is not recorded.
+  // A step with experts waits for the device to know how many tokens each of them gets, and one with states gets lists
+  // of their places, so they are not recorded.
   const bool recorded =
       recorded_.enabled() && is_decode(batch) && adapters.empty() && !model_->config().has_experts() && !has_states();
   const std::int64_t rows = recorded ? recorded_rows(T) : T;

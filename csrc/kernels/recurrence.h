@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "common/host_device.h"
+
 namespace nemo_rl::kernels {
 
 /// Rows [start, start + length) of a packed batch. Their first token continues the last token of sequence `parent`
@@ -31,12 +33,12 @@ struct RecurrentShape {
   std::int64_t conv_width = 0;   ///< inputs of the convolution: a token's own and those before it, at most 8
   Recurrence rule = Recurrence::gated_delta;
   double least_step = 0, greatest_step = std::numeric_limits<double>::infinity();  ///< limits of Mamba-2's time step
-  bool is_mamba2() const { return rule == Recurrence::mamba2; }
+  NRL_HOST_DEVICE bool is_mamba2() const { return rule == Recurrence::mamba2; }
   std::int64_t key_size() const { return key_heads * key_dim; }
   std::int64_t value_size() const { return value_heads * value_dim; }
   std::int64_t conv_size() const { return 2 * key_size() + value_size(); }
   std::int64_t projection_size() const { return conv_size() + value_size() + (is_mamba2() ? 1 : 2) * value_heads; }
-  std::int64_t group() const { return value_heads / key_heads; }
+  NRL_HOST_DEVICE std::int64_t group() const { return value_heads / key_heads; }
   /// Elements of a head's state.
   std::int64_t state_size() const { return key_dim * value_dim; }
 };

@@ -38,8 +38,6 @@ Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::
                   2 * rope.inv_freq.size(), " dimensions of heads of ", config_.head_dim);
     ropes_.emplace_back(rope, device());
   }
-  NRL_CHECK_ARG(!config_.has_recurrent() || device().is_cpu(), "a recurrent layer is computed on the CPU only, not on ",
-                device().str());
   NRL_CHECK_ARG(
       !config_.output_gate || (config_.qk_norm == QkNorm::head && !config_.qkv_bias && !config_.fused_tensors),
       "gates of attention come with norms of each query head, without biases and fused tensors");

@@ -2,12 +2,15 @@
 
 #include <algorithm>
 
-#include "kernels/gated_delta.h"
-#include "ops/kernel_types.h"
+#include "ops/gated_delta_args.h"
 #include "runtime/parallel_items.h"
 #include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
+
+runtime::CudaSlot<decltype(recurrence_forward)> recurrence_forward_cuda("recurrence_forward");
+runtime::CudaSlot<decltype(recurrence_backward)> recurrence_backward_cuda("recurrence_backward");
+
 namespace {
 
 /// A sequence without a parent, and those that continue it.
@@ -33,9 +36,9 @@ std::vector<Family> families_of(std::span<const RecurrentSequence> sequences) {
 
 void check_rows(const RecurrenceInputs& in, const RecurrentShape& s, const at::Tensor& out, std::int64_t T) {
   check_shape(s);
-  NRL_CHECK_ARG(in.b.defined() != s.is_mamba2() && in.qkv.is_cpu() && in.qkv.dim() == 2 &&
-                    in.qkv.size(1) == s.conv_size() && in.qkv.stride(1) == 1 &&
-                    in.a.sizes() == at::IntArrayRef({in.qkv.size(0), s.value_heads}) && in.a.stride(1) == 1 &&
+  NRL_CHECK_ARG(in.b.defined() != s.is_mamba2() && in.qkv.dim() == 2 && in.qkv.size(1) == s.conv_size() &&
+                    in.qkv.stride(1) == 1 && in.a.sizes() == at::IntArrayRef({in.qkv.size(0), s.value_heads}) &&
+                    in.a.stride(1) == 1 &&
                     (!in.b.defined() || (in.b.sizes() == in.a.sizes() && in.b.strides() == in.a.strides())) &&
                     out.dim() == 2 && out.size(0) == in.qkv.size(0) && out.size(1) == s.value_size() &&
                     out.stride(1) == 1,
@@ -47,32 +50,6 @@ std::int64_t tokens_of(std::span<const RecurrentSequence> sequences) {
   std::int64_t T = 0;
   for (const auto& s : sequences) T += s.length;
   return T;
-}
-
-/// Columns of a row of qkv where queries, keys and values begin.
-struct Columns {
-  explicit Columns(const RecurrentShape& s)
-      : q(s.is_mamba2() ? s.value_size() + s.key_size() : 0),
-        k(s.is_mamba2() ? s.value_size() : s.key_size()),
-        v(s.is_mamba2() ? 0 : 2 * s.key_size()) {}
-  std::int64_t q, k, v;
-};
-
-template <class T>
-kernels::RecurrenceArgs<T> args_of(const RecurrenceInputs& in, const RecurrentShape& s) {
-  const T* const qkv = ptr<T>(in.qkv);
-  const Columns at(s);
-  return {qkv + at.q,
-          qkv + at.k,
-          qkv + at.v,
-          in.qkv.stride(0),
-          in.b.defined() ? ptr<T>(in.b) : nullptr,
-          ptr<T>(in.a),
-          in.a.stride(0),
-          ptr<T>(in.A_log),
-          ptr<T>(in.dt_bias),
-          in.D.defined() ? ptr<T>(in.D) : nullptr,
-          s};
 }
 
 template <class T>
@@ -103,7 +80,7 @@ void forward(const RecurrenceInputs& in, std::span<const RecurrentSequence> sequ
              const at::Tensor& out, const at::Tensor& slots) {
   using A = accumulate_t<T>;
   const auto families = families_of(sequences);
-  const auto p = args_of<T>(in, shape);
+  const auto p = recurrence_args<T>(in, shape);
   const std::int64_t U = shape.value_heads, size = shape.state_size(), stride = out.stride(0);
   const auto count = static_cast<std::int64_t>(families.size());
   const std::int64_t rows = std::max<std::int64_t>(1, in.qkv.size(0) / std::max<std::int64_t>(1, count));
@@ -166,21 +143,8 @@ void backward(const at::Tensor& d_out, const RecurrenceInputs& in, std::span<con
   const auto families = families_of(sequences);
   const auto rows = at::empty({3, in.qkv.size(0), shape.value_heads},
                               in.qkv.options().dtype(sizeof(A) == 8 ? at::kDouble : at::kFloat));
-  const auto p = args_of<T>(in, shape);
-  T* const d_qkv = mutable_ptr<T>(d.qkv);
-  const Columns at(shape);
-  const kernels::RecurrenceGradients<T> g{ptr<T>(d_out),
-                                          d_out.stride(0),
-                                          d_qkv + at.q,
-                                          d_qkv + at.k,
-                                          d_qkv + at.v,
-                                          d.qkv.stride(0),
-                                          d.b.defined() ? mutable_ptr<T>(d.b) : nullptr,
-                                          mutable_ptr<T>(d.a),
-                                          d.a.stride(0),
-                                          mutable_ptr<A>(rows[0]),
-                                          mutable_ptr<A>(rows[1]),
-                                          mutable_ptr<A>(rows[2])};
+  const auto p = recurrence_args<T>(in, shape);
+  const auto g = recurrence_gradients<T>(d_out, d, shape, mutable_ptr<A>(rows));
   runtime::parallel_items(static_cast<std::int64_t>(families.size()) * shape.key_heads, true, [&](std::int64_t item) {
     family_backward(p, g, sequences, families[static_cast<std::size_t>(item / shape.key_heads)],
                     item % shape.key_heads);
@@ -229,6 +193,7 @@ void check_shape(const RecurrentShape& s) {
 void recurrence_forward(const RecurrenceInputs& in, std::span<const RecurrentSequence> sequences,
                         const RecurrentShape& shape, const at::Tensor& out, const at::Tensor& state) {
   check_rows(in, shape, out, tokens_of(sequences));
+  if (out.is_cuda()) return recurrence_forward_cuda.get(out)(in, sequences, shape, out, state);
   dispatch_floating(out.scalar_type(), "recurrence_forward",
                     [&](auto tag) { forward<decltype(tag)>(in, sequences, shape, out, state); });
 }
@@ -238,6 +203,7 @@ void recurrence_backward(const at::Tensor& d_out, const RecurrenceInputs& in,
                          const RecurrenceInputs& d) {
   check_rows(in, shape, d_out, tokens_of(sequences));
   check_rows(d, shape, d_out, tokens_of(sequences));
+  if (d_out.is_cuda()) return recurrence_backward_cuda.get(d_out)(d_out, in, sequences, shape, d);
   dispatch_floating(d_out.scalar_type(), "recurrence_backward",
                     [&](auto tag) { backward<decltype(tag)>(d_out, in, sequences, shape, d); });
 }

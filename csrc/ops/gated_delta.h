@@ -1,7 +1,7 @@
 // The parts of a recurrent layer (gated delta net, Mamba-2) on packed sequences: the short convolution, the recurrence
 // and its norm, each with its gradient; and the gate of the attention that gated delta nets stand between.
-// kernels/gated_delta.h, short_conv.h and gated_norm.h hold the formulas and the order of the sums. They run on the
-// CPU.
+// kernels/gated_delta.h, short_conv.h and gated_norm.h hold the formulas and the order of the sums. Tensors are
+// all on the CPU or on one CUDA device.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -10,6 +10,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/recurrence.h"
+#include "runtime/cuda_dispatch.h"
 
 namespace nemo_rl::ops {
 
@@ -46,7 +47,8 @@ struct RecurrenceInputs {
   at::Tensor dt_bias;  ///< [U]
   at::Tensor D;        ///< [U]; undefined in a gated delta net
 };
-/// out [T, U·dv]. `state` [slots, U, dk·dv], in the accumulation type, holds the states of sequences that have a slot.
+/// out [T, U·dv]. `state` [slots, U, dk·dv], in the accumulation type and the device's own order, holds the states of
+/// sequences that have a slot.
 void recurrence_forward(const RecurrenceInputs& in, std::span<const RecurrentSequence> sequences,
                         const RecurrentShape& shape, const at::Tensor& out, const at::Tensor& state = {});
 /// d.qkv, d.b and d.a are overwritten; the gradients of A_log, dt_bias and D are added to those of `d`, in the
@@ -70,5 +72,14 @@ void head_gate_forward(const at::Tensor& x, const at::Tensor& g, const at::Tenso
 /// dx (may be dy) and dg, which has the strides of g.
 void head_gate_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& g, const at::Tensor& dx,
                         const at::Tensor& dg);
+
+extern runtime::CudaSlot<decltype(short_conv_forward)> short_conv_forward_cuda;
+extern runtime::CudaSlot<decltype(short_conv_backward)> short_conv_backward_cuda;
+extern runtime::CudaSlot<decltype(recurrence_forward)> recurrence_forward_cuda;
+extern runtime::CudaSlot<decltype(recurrence_backward)> recurrence_backward_cuda;
+extern runtime::CudaSlot<decltype(gated_norm_forward)> gated_norm_forward_cuda;
+extern runtime::CudaSlot<decltype(gated_norm_backward)> gated_norm_backward_cuda;
+extern runtime::CudaSlot<decltype(head_gate_forward)> head_gate_forward_cuda;
+extern runtime::CudaSlot<decltype(head_gate_backward)> head_gate_backward_cuda;
 
 }  // namespace nemo_rl::ops

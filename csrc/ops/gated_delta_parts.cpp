@@ -4,22 +4,28 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/gated_norm.h"
 #include "kernels/short_conv.h"
-#include "ops/gated_delta.h"
-#include "ops/kernel_types.h"
+#include "ops/gated_delta_args.h"
 #include "runtime/parallel_items.h"
 #include "runtime/tensor.h"
 
 namespace nemo_rl::ops {
+
+runtime::CudaSlot<decltype(short_conv_forward)> short_conv_forward_cuda("short_conv_forward");
+runtime::CudaSlot<decltype(short_conv_backward)> short_conv_backward_cuda("short_conv_backward");
+runtime::CudaSlot<decltype(gated_norm_forward)> gated_norm_forward_cuda("gated_norm_forward");
+runtime::CudaSlot<decltype(gated_norm_backward)> gated_norm_backward_cuda("gated_norm_backward");
+runtime::CudaSlot<decltype(head_gate_forward)> head_gate_forward_cuda("head_gate_forward");
+runtime::CudaSlot<decltype(head_gate_backward)> head_gate_backward_cuda("head_gate_backward");
+
 namespace {
 
 constexpr std::int64_t kNormRows = 64;  // rows whose share of dw is summed at once
 
 void check_conv(const at::Tensor& x, const ShortConvWeights& weights, const at::Tensor& y) {
   const auto &w = weights.w, &bias = weights.bias;
-  NRL_CHECK_ARG(x.is_cpu() && x.dim() == 2 && x.stride(1) == 1 && y.sizes() == x.sizes() && y.stride(1) == 1 &&
-                    w.dim() == 2 && w.is_contiguous() && w.size(0) == x.size(1) && w.size(0) % 16 == 0 &&
+  NRL_CHECK_ARG(x.dim() == 2 && x.stride(1) == 1 && y.sizes() == x.sizes() && y.stride(1) == 1 && w.dim() == 2 &&
+                    w.is_contiguous() && w.size(0) == x.size(1) && w.size(0) % 16 == 0 &&
                     w.size(1) <= kernels::kMostConvWidth &&
                     (!bias.defined() || (bias.is_contiguous() && bias.sizes() == w.sizes().slice(0, 1))),
                 "short_conv: x ", x.sizes(), ", w ", w.sizes(), " and y ", y.sizes(), " do not match");
@@ -120,17 +126,10 @@ void conv_backward(const at::Tensor& dy, const at::Tensor& x, const ShortConvWei
 }
 
 template <class T>
-kernels::GatedNormArgs<T> norm_args(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, std::int64_t groups,
-                                    double eps) {
-  const std::int64_t heads = groups > 0 ? groups : x.size(1) / w.numel();
-  return {ptr<T>(x), x.stride(0), ptr<T>(z), z.stride(0), ptr<T>(w), heads, x.size(1) / heads, eps, groups > 0};
-}
-
-template <class T>
 void norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& z, const at::Tensor& w,
                    std::int64_t groups, double eps, const at::Tensor& dx, const at::Tensor& dz, const at::Tensor& dw) {
   using A = accumulate_t<T>;
-  const auto p = norm_args<T>(x, z, w, groups, eps);
+  const auto p = gated_norm_args<T>(x, z, w, groups, eps);
   const kernels::GatedNormGradients<T> g{ptr<T>(dy),   dy.stride(0),       mutable_ptr<T>(dx),
                                          dx.stride(0), mutable_ptr<T>(dz), dz.stride(0)};
   const std::int64_t rows = x.size(0), blocks = (rows + kNormRows - 1) / kNormRows, columns = w.numel();
@@ -150,21 +149,16 @@ void norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& 
       mutable_ptr<A>(dw)[d] += parts[static_cast<std::size_t>(block * columns + d)];
 }
 
-template <class T>
-kernels::HeadGateArgs<T> gate_args(const at::Tensor& x, const at::Tensor& g) {
-  return {ptr<T>(x), ptr<T>(g), g.stride(0), g.stride(1), g.size(1), g.size(2)};
-}
-
 void check_gate(const at::Tensor& x, const at::Tensor& g, const at::Tensor& y) {
-  NRL_CHECK_ARG(x.is_cpu() && x.is_contiguous() && y.is_contiguous() && y.sizes() == x.sizes() && g.dim() == 3 &&
-                    g.stride(2) == 1 && x.sizes() == at::IntArrayRef({g.size(0), g.size(1) * g.size(2)}),
+  NRL_CHECK_ARG(x.is_contiguous() && y.is_contiguous() && y.sizes() == x.sizes() && g.dim() == 3 && g.stride(2) == 1 &&
+                    x.sizes() == at::IntArrayRef({g.size(0), g.size(1) * g.size(2)}),
                 "head_gate: x ", x.sizes(), ", g ", g.sizes(), " and y ", y.sizes(), " do not match");
 }
 
 void check_norm(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, std::int64_t groups,
                 const at::Tensor& y) {
   const std::int64_t width = groups > 0 ? w.numel() / groups : w.numel();
-  NRL_CHECK_ARG(x.is_cpu() && x.dim() == 2 && x.sizes() == z.sizes() && x.sizes() == y.sizes() && x.stride(1) == 1 &&
+  NRL_CHECK_ARG(x.dim() == 2 && x.sizes() == z.sizes() && x.sizes() == y.sizes() && x.stride(1) == 1 &&
                     z.stride(1) == 1 && y.stride(1) == 1 && w.is_contiguous() && width >= 16 && width % 16 == 0 &&
                     (groups > 0 ? x.size(1) == w.numel() && w.numel() == groups * width : x.size(1) % width == 0),
                 "gated_norm: x ", x.sizes(), ", z ", z.sizes(), " and w ", w.sizes(), " do not match");
@@ -175,6 +169,7 @@ void check_norm(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, s
 void short_conv_forward(const at::Tensor& x, const ShortConvWeights& weights,
                         std::span<const RecurrentSequence> sequences, const at::Tensor& y, const at::Tensor& state) {
   check_conv(x, weights, y);
+  if (x.is_cuda()) return short_conv_forward_cuda.get(x)(x, weights, sequences, y, state);
   dispatch_floating(y.scalar_type(), "short_conv_forward",
                     [&](auto tag) { conv_forward<decltype(tag)>(x, weights, sequences, y, state); });
 }
@@ -184,6 +179,7 @@ void short_conv_backward(const at::Tensor& dy, const at::Tensor& x, const ShortC
                          const ShortConvWeights& d) {
   check_conv(x, weights, dy);
   check_conv(x, weights, dx);
+  if (x.is_cuda()) return short_conv_backward_cuda.get(x)(dy, x, weights, sequences, dx, d);
   dispatch_floating(dy.scalar_type(), "short_conv_backward",
                     [&](auto tag) { conv_backward<decltype(tag)>(dy, x, weights, sequences, dx, d); });
 }
@@ -191,9 +187,10 @@ void short_conv_backward(const at::Tensor& dy, const at::Tensor& x, const ShortC
 void gated_norm_forward(const at::Tensor& x, const at::Tensor& z, const at::Tensor& w, std::int64_t groups, double eps,
                         const at::Tensor& y) {
   check_norm(x, z, w, groups, y);
+  if (x.is_cuda()) return gated_norm_forward_cuda.get(x)(x, z, w, groups, eps, y);
   dispatch_floating(y.scalar_type(), "gated_norm_forward", [&](auto tag) {
     using T = decltype(tag);
-    const auto p = norm_args<T>(x, z, w, groups, eps);
+    const auto p = gated_norm_args<T>(x, z, w, groups, eps);
     T* const out = mutable_ptr<T>(y);
     const std::int64_t stride = y.stride(0);
     runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / x.size(1)), [&](std::int64_t b, std::int64_t e) {
@@ -208,15 +205,17 @@ void gated_norm_backward(const at::Tensor& dy, const at::Tensor& x, const at::Te
                          std::int64_t groups, double eps, const at::Tensor& dx, const at::Tensor& dz,
                          const at::Tensor& dw) {
   for (const auto& y : {dy, dx, dz}) check_norm(x, z, w, groups, y);
+  if (x.is_cuda()) return gated_norm_backward_cuda.get(x)(dy, x, z, w, groups, eps, dx, dz, dw);
   dispatch_floating(dy.scalar_type(), "gated_norm_backward",
                     [&](auto tag) { norm_backward<decltype(tag)>(dy, x, z, w, groups, eps, dx, dz, dw); });
 }
 
 void head_gate_forward(const at::Tensor& x, const at::Tensor& g, const at::Tensor& y) {
   check_gate(x, g, y);
+  if (x.is_cuda()) return head_gate_forward_cuda.get(x)(x, g, y);
   dispatch_floating(y.scalar_type(), "head_gate_forward", [&](auto tag) {
     using T = decltype(tag);
-    const auto p = gate_args<T>(x, g);
+    const auto p = head_gate_args<T>(x, g);
     T* const out = mutable_ptr<T>(y);
     runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / x.size(1)), [&](std::int64_t b, std::int64_t e) {
       if constexpr (std::is_same_v<T, float>) kernels::head_gate_forward_f32(p, out, b, e);
@@ -230,9 +229,10 @@ void head_gate_backward(const at::Tensor& dy, const at::Tensor& x, const at::Ten
                         const at::Tensor& dg) {
   check_gate(x, g, dx);
   NRL_CHECK(dg.strides() == g.strides() && dg.sizes() == g.sizes() && dy.is_contiguous(), "head_gate_backward");
+  if (x.is_cuda()) return head_gate_backward_cuda.get(x)(dy, x, g, dx, dg);
   dispatch_floating(dy.scalar_type(), "head_gate_backward", [&](auto tag) {
     using T = decltype(tag);
-    const auto p = gate_args<T>(x, g);
+    const auto p = head_gate_args<T>(x, g);
     const T* const in = ptr<T>(dy);
     T *const out = mutable_ptr<T>(dx), *const gate = mutable_ptr<T>(dg);
     runtime::parallel_rows(x.size(0), std::max<std::int64_t>(1, 8192 / x.size(1)), [&](std::int64_t b, std::int64_t e) {

@@ -43,10 +43,8 @@ SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT}
 
 
 def ways_of(family: str, device: str) -> tuple[str, ...]:
-    """Return the ways to train this family: recurrent layers are not quantised, Nemotron-H gets no adapters, and on a
-    GPU nothing is quantised and no layer is recurrent."""
-    if family in RECURRENT and device != "cpu":
-        return ()
+    """Return the ways to train this family: recurrent layers and models on a GPU are not quantised, and Nemotron-H gets
+    no adapters."""
     if family in RECURRENT or device != "cpu":
         return UNQUANTISED[:1] if family == "nemotron_h" else UNQUANTISED
     return tuple(WAYS)

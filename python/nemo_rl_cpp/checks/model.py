@@ -51,7 +51,6 @@ class _Use(NamedTuple):
     value_head: bool = False
     slices: int = 1
     slices_key: str = ""
-    device: str = "cpu"
     quantization: str | None = None
     trained: TrainedModelConfig | None = None
 
@@ -92,8 +91,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         length = engine.max_model_len if "max_model_len" in engine.model_fields_set else None
         tokenizer = name if config.tokenizer.name in (None, given) else config.tokenizer.name
         backend, length_key = config.generation.backend, "generation.vllm_cfg.max_model_len"
-        device, key = config.cluster.device, "generation.model_name"
-        yield _Use(key, name, tokenizer, "tokenizer.name", backend, length, length_key, device=device)
+        yield _Use("generation.model_name", name, tokenizer, "tokenizer.name", backend, length, length_key)
         return
     processes = max(trainers_of(config), 1)
     for section in ("policy", "value") if config.has_critic else ("policy",):
@@ -102,7 +100,7 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
         use = _Use(
             f"{section}.model_name", model.model_name, tokenizer, f"{section}.tokenizer.name", model.backend,
             model.max_total_sequence_length, f"{section}.max_total_sequence_length", model.hf_config_overrides,
-            section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section), config.cluster.device,
+            section == "value", model.tensor_parallel(processes), model.tensor_parallel_key(section),
             model.quantization, model,
         )  # fmt: skip
         yield use
@@ -129,7 +127,6 @@ def _check_model(use: _Use) -> Iterator[Finding]:
             key = f"{use.key.rpartition('.')[0]}.quantization"
             replace(folder, quantization=use.quantization).check_quantization(key)
         folder.check_slices(use.slices, use.slices_key)
-        folder.check_device(use.device)
         if use.trained is not None:
             folder.check_mixers(use.trained, use.key.partition(".")[0])
         folder.check_weights()

@@ -125,14 +125,6 @@ class ModelFolder:
                     f"{key} is {count}, but {what} ({self.config['model_type']}), which slices cannot; set it to 1"
                 )
 
-    def check_device(self, device: str) -> None:
-        """Raise ModelFolderError if the native core does not support the model on a device such as "cpu" or
-        "cuda:0"."""
-        if device != "cpu" and "recurrent" in self.native():
-            raise ModelFolderError(
-                f"{self.config['model_type']} has recurrent layers, which the native core computes on the CPU only: set cluster.device=cpu, or policy.backend=hf"
-            )
-
     def check_mixers(self, model: TrainedModelConfig, section: str) -> None:
         """Raise ModelFolderError if `model`, the configuration section named `section`, requests what the model's
         mixers (attention, gated delta net or Mamba-2) do not support: vLLM, or adapters for Mamba-2."""

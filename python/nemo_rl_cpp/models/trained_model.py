@@ -117,7 +117,6 @@ class TrainedModel:
         folder = replace(folder, quantization=config.quantization)
         folder.check_quantization(f"{self.section}.quantization")
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
-        folder.check_device(str(self.device))
         folder.check_mixers(config, self.section)
         if config.megatron_cfg.enabled and config.megatron_cfg.mtp_num_layers:
             key = f"{self.section}.megatron_cfg.mtp_num_layers"

@@ -192,6 +192,42 @@ def test_kv_cache_copy_on_cuda_copies_the_same_positions_as_the_cpu():
     assert torch.equal(cache.cpu(), expected)
 
 
+# ---------------------------------------------------------------- recurrent layers
+
+
+@pytest.mark.parametrize("dtype, bound", DTYPES)
+@pytest.mark.parametrize("rule", ["gated_delta", "mamba2"])
+def test_recurrences_on_cuda_match_the_cpu_and_are_bit_identical_in_chunks(rule, dtype, bound):
+    (P, U, dk, dv), (sequences, T) = (2, 4, 32, 48), ([(0, 80, -1, -1, False), (80, 40, 0, -1, False)], 120)
+    qkv, a, b = (randn(T, n, dtype=dtype, seed=n) for n in (2 * P * dk + U * dv, U, U))
+    heads = [randn(U, dtype=dtype, seed=i) for i in range(3)]
+    d_out = randn(T, U * dv, dtype=dtype, seed=3)
+
+    def inputs(device, begin, end):
+        rows = [x[begin:end].contiguous().to(device) for x in ((qkv, b, a) if rule == "gated_delta" else (qkv, a))]
+        return *rows, *(h.to(device) for h in (heads[:2] if rule == "gated_delta" else heads))
+
+    def limits():
+        return ((0.01, 2.0),) if rule == "mamba2" else ()
+
+    def run(device):
+        arguments = (*inputs(device, 0, T), sequences, (P, U, dk, dv, 4), *limits())
+        out = getattr(C, rule)(*arguments)
+        return out, getattr(C, f"{rule}_backward")(d_out.to(device), *arguments)
+
+    (out, gradients), (cpu_out, cpu_gradients) = run("cuda"), run("cpu")
+    close(out, cpu_out, bound)
+    for ours, theirs in zip(gradients, cpu_gradients, strict=True):
+        close(ours, theirs, 10 * bound)
+    state, done = torch.full((2, U, dk * dv), float("nan"), device="cuda"), 0
+    for n in (1, 30, 1, 48):
+        part = getattr(C, rule)(
+            *inputs("cuda", done, done + n), [(0, n, -1, 1, done > 0)], (P, U, dk, dv, 4), *limits(), state
+        )
+        assert torch.equal(bits(part), bits(out[done : done + n])), done
+        done += n
+
+
 # ---------------------------------------------------------------- head and sampling
 
 RULES = [

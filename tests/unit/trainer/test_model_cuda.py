@@ -33,6 +33,12 @@ CONFIGS |= {
     f"{name} with experts": COMMON | dict(model_type=name, tie_word_embeddings=False) | config
     for name, config in EXPERTS.items()
 }
+CONFIGS |= {
+    "qwen3_5_text": dict(COMMON, model_type="qwen3_5_text", tie_word_embeddings=True, full_attention_interval=2, linear_num_key_heads=2,
+                         linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32),
+    "nemotron_h": dict(COMMON, model_type="nemotron_h", tie_word_embeddings=False, hybrid_override_pattern="M*-", num_hidden_layers=3,
+                       mlp_hidden_act="relu2", n_groups=2, mamba_num_heads=4, ssm_state_size=16, mamba_head_dim=32, layer_norm_epsilon=1e-5),
+}  # fmt: skip
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 CASES = [
     pytest.param(name, dtype, id=f"{name}-{dtype}")

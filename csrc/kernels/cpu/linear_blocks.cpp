@@ -1,6 +1,6 @@
 // Weights in blocks (kernels/weight_blocks.h): packed when a model is loaded, unpacked strip by strip for the products.
 // Unpacked weights are the same bits in every capability, since each is one product in float32.
-#include "kernels/cpu/block_weights.h"
+#include "kernels/cpu/block_rows.h"
 #include "kernels/cpu/plain.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
@@ -111,6 +111,9 @@ void pack_blocks(BlockFormat format, const T* w, std::int64_t ldw, std::int64_t 
     }
 }
 
+template <int kStrips>
+constexpr auto kRunStrips = [](const auto&... of) { run_block_strips<kStrips>(of...); };
+
 }  // namespace
 
 void unpack_blocks_f32(BlockFormat format, const std::byte* blocks, std::int64_t rows, std::int64_t K, float* out,
@@ -130,13 +133,18 @@ void pack_blocks_bf16(BlockFormat format, const bfloat16* w, std::int64_t ldw, s
   pack_blocks(format, w, ldw, rows, K, blocks);
 }
 
-std::int64_t block_product_rows() { return 0; }
-// never called: block_product_rows says so
-void linear_forward_blocks_bf16(const LinearForwardArgs<bfloat16, bfloat16>&, const WeightBlocks&, std::int64_t,
-                                std::int64_t, bool) {}
-void linear_forward_blocks_bf16_f32(const LinearForwardArgs<bfloat16, float>&, const WeightBlocks&, std::int64_t,
-                                    std::int64_t, bool) {}
-void linear_swiglu_blocks_bf16(const LinearSwigluArgs<bfloat16>&, const WeightBlocks&, std::int64_t, std::int64_t,
-                               bool) {}
+std::int64_t block_product_rows() { return kMostBlockRows; }
+void linear_forward_blocks_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const WeightBlocks& w, std::int64_t b,
+                                std::int64_t e, bool more) {
+  forward_blocks(p, w, b, e, more, kRunStrips<1>);
+}
+void linear_forward_blocks_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const WeightBlocks& w, std::int64_t b,
+                                    std::int64_t e, bool more) {
+  forward_blocks(p, w, b, e, more, kRunStrips<1>);
+}
+void linear_swiglu_blocks_bf16(const LinearSwigluArgs<bfloat16>& p, const WeightBlocks& w, std::int64_t b,
+                               std::int64_t e, bool more) {
+  swiglu_blocks(p, w, b, e, more, kRunStrips<2>);
+}
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

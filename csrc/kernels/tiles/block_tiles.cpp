@@ -1,8 +1,8 @@
 // Products of up to 32 rows of x with weights in blocks. Some steps of a strip of w are unpacked while tiles multiply
 // the steps before them, so the unpacked weights stay in the nearest cache. The tiles and the order of their steps are
 // those of tile_products.h.
+#include "kernels/cpu/block_strips.h"
 #include "kernels/cpu/block_weights.h"
-#include "kernels/cpu/linear_store.h"
 #include "kernels/tiles/tile_products.h"
 
 namespace nemo_rl::kernels::NRL_CAPABILITY {
@@ -15,13 +15,6 @@ constexpr int kRowsOfStep = static_cast<int>(kLinearTileN) / kSteps;            
 constexpr std::int64_t kTileSize = kTileRows * kTileTerms, kChunkSize = kGroups * kSteps * kTileSize;
 constexpr std::int64_t kMostRows = 2 * kTileRows;
 static_assert(kGroups == 3 && kLinearTileN % kSteps == 0);
-
-/// Rows of w of a strip, of which `have` exist.
-struct BlockStrip {
-  const std::byte* rows;
-  std::int64_t have;
-  bool asks_ahead;  ///< the strip after it is read next
-};
 
 /// `count` neighbouring blocks of a row; each is a row of another tile.
 template <BlockFormat kFormat>
@@ -128,18 +121,8 @@ void run_block_tiles(const LinearInput<bfloat16>& p, BlockFormat format, std::in
   }
 }
 
-template <class O>
-void forward_blocks(const LinearForwardArgs<bfloat16, O>& p, const WeightBlocks& w, std::int64_t begin,
-                    std::int64_t end, bool more) {
-  const std::int64_t row_bytes = block_row_bytes(w.format, p.input.K);
-  run_block_tiles<1>(
-      p.input, w.format, begin, end,
-      [&](std::int64_t t, int) {
-        const std::int64_t n = t * kLinearTileN;
-        return BlockStrip{w.at + n * row_bytes, smaller(kLinearTileN, p.N - n), more || t + 1 < end};
-      },
-      [&](std::int64_t t) { return store_strip(p, t); });
-}
+template <int kStrips>
+constexpr auto kRunTiles = [](const auto&... of) { run_block_tiles<kStrips>(of...); };
 
 }  // namespace
 
@@ -147,24 +130,16 @@ std::int64_t block_product_rows() { return kMostRows; }
 
 void linear_forward_blocks_bf16(const LinearForwardArgs<bfloat16, bfloat16>& p, const WeightBlocks& w, std::int64_t b,
                                 std::int64_t e, bool more) {
-  forward_blocks(p, w, b, e, more);
+  forward_blocks(p, w, b, e, more, kRunTiles<1>);
 }
 void linear_forward_blocks_bf16_f32(const LinearForwardArgs<bfloat16, float>& p, const WeightBlocks& w, std::int64_t b,
                                     std::int64_t e, bool more) {
-  forward_blocks(p, w, b, e, more);
+  forward_blocks(p, w, b, e, more, kRunTiles<1>);
 }
 
-void linear_swiglu_blocks_bf16(const LinearSwigluArgs<bfloat16>& p, const WeightBlocks& w, std::int64_t begin,
-                               std::int64_t end, bool more) {
-  static_assert(kHalf == kLinearTileN);
-  const std::int64_t row_bytes = block_row_bytes(w.format, p.input.K);
-  run_block_tiles<2>(
-      p.input, w.format, begin, end,
-      [&](std::int64_t t, int i) {
-        const std::int64_t n = t * kHalf;
-        return BlockStrip{w.at + (i * p.I + n) * row_bytes, smaller<std::int64_t>(kHalf, p.I - n), more || t + 1 < end};
-      },
-      [&](std::int64_t t) { return store_strip(p, t); });
+void linear_swiglu_blocks_bf16(const LinearSwigluArgs<bfloat16>& p, const WeightBlocks& w, std::int64_t b,
+                               std::int64_t e, bool more) {
+  swiglu_blocks(p, w, b, e, more, kRunTiles<2>);
 }
 
 }  // namespace nemo_rl::kernels::NRL_CAPABILITY

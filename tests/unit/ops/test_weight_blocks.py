@@ -196,6 +196,26 @@ def test_products_are_bit_identical_to_dequantised_ones_on_this_cpu():
     exec(compile(PRODUCTS + SHAPES.format(70), "products", "exec"), {})  # noqa: S102
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_products_that_vanish_or_overflow_equal_those_of_the_dequantised_matrix(kind, rows):
+    """Zero weights with both signs of the scale, products below the smallest number, and infinite scales."""
+    w = normal(70, 128, seed=8)
+    w[3], w[4], w[20:25, ::2] = 0.0, 1e-8, 0.0
+    if kind != "nf4":
+        w[50] = 1e7  # its scale is infinite in float16 (q4_0), or nearly
+    blocks = blocks_of(w, kind)
+    x = normal(rows, 128, seed=9).bfloat16()
+    x[0] *= 2.0**-125
+    x[-1, 7] = 0.0 if rows == 1 else float("inf")
+    if rows > 5:
+        x[2], x[3], x[4, 1:] = 0.0, -(2.0**-126), 0.0
+    y, expected = torch.empty(rows, 70), torch.empty(rows, 70)
+    C.linear_forward(x, blocks, None, y, False)
+    C.linear_forward(x, dense(blocks, 128, torch.bfloat16), None, expected, False)
+    assert torch.equal(y.view(torch.int32), expected.view(torch.int32))
+
+
 def test_input_gradient_through_quantised_weights_matches_autograd():
     w = blocks_of(normal(96, 64, seed=5), "q4_0")
     x = normal(7, 64, seed=6).requires_grad_()

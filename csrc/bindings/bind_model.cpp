@@ -165,6 +165,8 @@ void bind_trainer(py::module_& m) {
             self.move_kept(batch, all);
           },
           py::arg("batch"), py::arg("moves"), release_gil())
+      .def("balance_experts", &Trainer::balance_experts, py::arg("coefficient"))
+      .def("take_balance_loss", &Trainer::take_balance_loss)
       .def("zero_grad", &Trainer::zero_grad, release_gil())
       .def(
           "step",

@@ -122,8 +122,8 @@ class Decoder {
                              const at::Tensor& d_norm, Workspace& workspace) const;
   void add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h, const at::Tensor& norm,
                           const at::Tensor& rstd, const at::Tensor& dh, const at::Tensor& d_norm) const;
-  void backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerGradients& grads,
-                    Workspace& workspace);
+  void backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const History& history,
+                    const LayerGradients& grads, Workspace& workspace);
   void backward_mixer(std::int64_t l, const LayerActivations& a, const at::Tensor& positions, const at::Tensor& dh,
                       const History& history, const GradientViews& grads, Workspace& workspace);
 

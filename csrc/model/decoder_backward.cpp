@@ -15,7 +15,7 @@ void Decoder::backward(ActivationSource& source, const at::Tensor& dh, const His
     if (source.holds_input_alone(l))
       run_layer(l, positions, history, a, workspace.take(Slot::recomputed, dh.sizes(), dh.scalar_type()),
                 scratch(dh.size(0), {workspace}));
-    if (has_mlp(l)) backward_mlp(l, a, dh, grads.layer(l), workspace);
+    if (has_mlp(l)) backward_mlp(l, a, dh, history, grads.layer(l), workspace);
     if (has_mixer(l)) backward_mixer(l, a, positions, dh, history, grads, workspace);
     if (layer_done) layer_done(l);
   }
@@ -51,8 +51,8 @@ void Decoder::add_input_gradient(const at::Tensor& d_normed, const at::Tensor& h
   dh.add_(d_normed);
 }
 
-void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const LayerGradients& grads,
-                           Workspace& workspace) {
+void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::Tensor& dh, const History& history,
+                           const LayerGradients& grads, Workspace& workspace) {
   const auto &p = layer(l), &g = grads.dense();
   const std::int64_t T = dh.size(0), D = config_.hidden_size;
   const auto& h = has_mixer(l) ? a.h_mid : a.h_in;
@@ -61,7 +61,7 @@ void Decoder::backward_mlp(std::int64_t l, const LayerActivations& a, const at::
     return normalised(h, p.norm_before_mlp, {}, workspace.take(Slot::normed, {T, D}, compute_dtype()));
   };
   const auto d_normed = workspace.take(Slot::d_normed, {T, D}, accumulate_dtype());
-  mlp(l).backward(weights(l, {workspace}), x, dy, a, d_normed, grads, workspace);
+  mlp(l).backward(weights(l, {workspace}), x, dy, a, d_normed, grads, workspace, history.balance);
   add_input_gradient(d_normed, h, p.norm_before_mlp, a.rstd_mid, dh, g.norm_before_mlp);
 }
 

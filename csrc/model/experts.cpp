@@ -188,7 +188,7 @@ void Experts::forward_shared(const LayerWeights& w, const at::Tensor& x, const a
 
 void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>& x_of, const at::Tensor& dy,
                        const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
-                       Workspace& workspace) const {
+                       Workspace& workspace, ops::ExpertBalance* balance) const {
   const auto x = x_of();
   const auto routes = route(w, x, d_x.scalar_type(), workspace);
   if (const auto& load = w.tensors().load; load.defined())
@@ -207,7 +207,7 @@ void Experts::backward(const LayerWeights& w, const std::function<at::Tensor()>&
   } else {
     d_weight = backward_experts(w, x, routes, dy, a, d_x, grads, workspace);
   }
-  backward_router(w, x, routes, d_weight, d_x, grads, workspace);
+  backward_router(w, x, routes, d_weight, d_x, grads, workspace, balance);
   if (e_.shared_size > 0) backward_shared(w, x, dy, a, d_x, grads, workspace);
 }
 
@@ -280,12 +280,13 @@ void Experts::backward_down_bias(const LayerWeights& w, const at::Tensor& dy_row
 /// d_x += the gradient through the weights of the chosen experts.
 void Experts::backward_router(const LayerWeights& w, const at::Tensor& x, const Routes& routes,
                               const at::Tensor& d_weight, const at::Tensor& d_x, const LayerGradients& grads,
-                              Workspace& workspace) const {
+                              Workspace& workspace, ops::ExpertBalance* balance) const {
   const auto d_logits = at::empty_like(routes.logits),
              dy = workspace.take(Slot::expert_d_logits, routes.logits.sizes(), x.scalar_type());
   if (e_.sigmoid)
     ops::route_tokens_by_sigmoid_backward(routes.logits, *e_.sigmoid, routes.expert, routes.weight, d_weight, d_logits);
   else ops::route_tokens_backward(routes.logits, e_.renormalise, routes.expert, routes.weight, d_weight, d_logits);
+  if (balance != nullptr) ops::balance_experts(routes.logits, routes.expert, *balance, d_logits);
   dy.copy_(d_logits);
   if (grads.wants(&LayerParameters::router_weight)) grads.add(&LayerParameters::router_weight, dy, x, workspace);
   if (const auto& bias = grads.dense().router_bias; bias.defined()) ops::add_column_sums(dy, bias);

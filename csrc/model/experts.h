@@ -18,8 +18,8 @@ class Experts : public Mlp {
   void forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
                const LayerActivations& a, const MlpScratch& s) const override;
   void backward(const LayerWeights& w, const std::function<at::Tensor()>& x, const at::Tensor& dy,
-                const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
-                Workspace& workspace) const override;
+                const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace,
+                ops::ExpertBalance* balance) const override;
 
  private:
   struct Routes {
@@ -44,7 +44,8 @@ class Experts : public Mlp {
                           const ops::ExpertGroups& groups, const at::Tensor& d_weight, const at::Tensor& d_bias,
                           Workspace& workspace) const;
   void backward_router(const LayerWeights& w, const at::Tensor& x, const Routes& routes, const at::Tensor& d_weight,
-                       const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
+                       const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace,
+                       ops::ExpertBalance* balance) const;
   void backward_shared(const LayerWeights& w, const at::Tensor& x, const at::Tensor& dy, const LayerActivations& a,
                        const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace) const;
   /// Columns that an expert reads and writes.

@@ -14,6 +14,7 @@
 #include "model/layer_weights.h"
 #include "model/rope_table.h"
 #include "ops/attention.h"
+#include "ops/experts.h"
 #include "ops/gated_delta.h"
 
 namespace nemo_rl::model {
@@ -36,6 +37,7 @@ struct History {
   AttentionBackward attention_backward;           ///< only in training
   std::vector<ops::RecurrentSequence> sequences;  ///< for recurrent layers; may be empty if there are none
   std::function<RecurrentState(std::int64_t layer)> state;
+  ops::ExpertBalance* balance = nullptr;  ///< of the experts, in a backward pass; nullptr: none
 };
 
 /// What a mixer needs for a forward or backward pass besides its input.

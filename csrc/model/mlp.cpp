@@ -49,8 +49,8 @@ class DenseMlp : public Mlp {
   }
 
   void backward(const LayerWeights& w, const std::function<at::Tensor()>& x, const at::Tensor& dy,
-                const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
-                Workspace& workspace) const override {
+                const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads, Workspace& workspace,
+                ops::ExpertBalance* /*balance*/) const override {
     const auto& g = grads.dense();
     const std::int64_t T = dy.size(0), I = c_.intermediate_size;
     const auto S = dy.scalar_type();

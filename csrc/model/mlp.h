@@ -10,6 +10,7 @@
 #include "model/gradient_views.h"
 #include "model/layer_activations.h"
 #include "model/layer_weights.h"
+#include "ops/experts.h"
 
 namespace nemo_rl::model {
 
@@ -39,10 +40,10 @@ class Mlp {
   virtual void forward(const LayerWeights& w, const at::Tensor& x, const at::Tensor& y, bool accumulate,
                        const LayerActivations& a, const MlpScratch& s) const = 0;
   /// d_x [T, D] A = the gradient of x, from dy [T, D] S. Adds the gradients of the tensors to `grads`. x() returns the
-  /// input of the forward pass.
+  /// input of the forward pass. `balance`: a loss of the experts that is added to the gradient; nullptr: none.
   virtual void backward(const LayerWeights& w, const std::function<at::Tensor()>& x, const at::Tensor& dy,
                         const LayerActivations& a, const at::Tensor& d_x, const LayerGradients& grads,
-                        Workspace& workspace) const = 0;
+                        Workspace& workspace, ops::ExpertBalance* balance) const = 0;
 };
 
 /// Returns the MLP of layer `l`; nullptr: it has none.

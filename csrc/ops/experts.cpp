@@ -4,6 +4,7 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sort.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "ops/kernel_types.h"
@@ -79,6 +80,41 @@ void route_tokens_backward(const at::Tensor& logits, bool renormalise, const at:
       kernels::route_token_backward(routes, t, renormalise, ptr<A>(d_weight), mutable_ptr<A>(d_logits));
     });
   });
+}
+
+void balance_experts(const at::Tensor& logits, const at::Tensor& expert, ExpertBalance& balance,
+                     const at::Tensor& d_logits) {
+  check_routes(logits, expert, at::empty_like(expert, logits.options()));
+  const std::int64_t E = logits.size(1), k = expert.size(1), sequences = std::ssize(balance.begin) - 1;
+  NRL_CHECK_ARG(logits.is_cpu() && sequences >= 0 && balance.begin.front() == 0 &&
+                    balance.begin.back() == logits.size(0) && d_logits.sizes() == logits.sizes() &&
+                    d_logits.is_contiguous() && d_logits.scalar_type() == logits.scalar_type(),
+                "balance_experts: sequences of ", balance.begin.back(), " rows for logits ", logits.sizes());
+  std::vector<double> losses(static_cast<std::size_t>(sequences));
+  dispatch_sums(logits, "balance_experts", [&](auto tag) {
+    using A = decltype(tag);
+    runtime::parallel_items(sequences, /*parallel=*/true, [&](std::int64_t s) {
+      const auto begin = balance.begin[static_cast<std::size_t>(s)],
+                 end = balance.begin[static_cast<std::size_t>(s) + 1];
+      std::vector<A> slope(static_cast<std::size_t>(E)), p(static_cast<std::size_t>(E));
+      for (std::int64_t i = begin * k; i < end * k; ++i)
+        ++slope[static_cast<std::size_t>(ptr<std::int64_t>(expert)[i])];
+      const double tokens = static_cast<double>(end - begin);
+      const auto scale =
+          static_cast<A>(balance.coefficient * static_cast<double>(E) / (static_cast<double>(k) * tokens * tokens));
+      for (auto& value : slope) value *= scale;
+      for (std::int64_t t = begin; t < end; ++t) {
+        const A* row = ptr<A>(logits) + t * E;
+        A* out = mutable_ptr<A>(d_logits) + t * E;
+        const A most = *std::max_element(row, row + E), sum = kernels::sum_of_exps(row, E, most);
+        A mean = 0;
+        for (std::size_t e = 0; e < p.size(); ++e) mean += slope[e] * (p[e] = std::exp(row[e] - most) / sum);
+        for (std::size_t e = 0; e < p.size(); ++e) out[e] += p[e] * (slope[e] - mean);
+        losses[static_cast<std::size_t>(s)] += static_cast<double>(mean);
+      }
+    });
+  });
+  for (const double loss : losses) balance.loss += loss;
 }
 
 void route_tokens_by_sigmoid(const at::Tensor& logits, const at::Tensor& bias, const SigmoidRouter& router,

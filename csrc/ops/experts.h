@@ -22,6 +22,19 @@ void route_tokens(const at::Tensor& logits, bool renormalise, const at::Tensor& 
 void route_tokens_backward(const at::Tensor& logits, bool renormalise, const at::Tensor& expert,
                            const at::Tensor& weight, const at::Tensor& d_weight, const at::Tensor& d_logits);
 
+/// A loss that balances the experts over each sequence (Megatron-LM's seq_aux_loss). Of a sequence of T tokens, of
+/// which n_e have chosen expert e, in one layer: coefficient · E / (k · T²) · sum over e of n_e · (sum over its tokens
+/// of p_e), with p the softmax over all logits. n_e has no gradient.
+struct ExpertBalance {
+  double coefficient = 0;
+  std::vector<std::int64_t> begin;  ///< [sequences + 1]: the rows where sequences begin, and the number of rows
+  double loss = 0;                  ///< each call adds the loss of all sequences
+};
+
+/// d_logits [T, E] A += the gradient of that loss; expert [T, k] is the choice of route_tokens. On the CPU.
+void balance_experts(const at::Tensor& logits, const at::Tensor& expert, ExpertBalance& balance,
+                     const at::Tensor& d_logits);
+
 using kernels::SigmoidRouter;
 
 /// Chooses the k experts of the highest score + bias, as route_tokens does; bias [E] A. A group's value is the sum of

@@ -273,12 +273,25 @@ void Trainer::backward() {
 
 void Trainer::backward_body(const at::Tensor& dh) {
   auto& decoder = model_->decoder();
-  const auto history = history_of(packed_.sequences, decoder);
+  auto history = history_of(packed_.sequences, decoder);
+  if (balance_.coefficient > 0) {
+    balance_.begin = {0};
+    for (const auto& s : packed_.sequences) {
+      NRL_CHECK_ARG(s.prefix_length == 0, "experts are balanced over sequences that share no prompt");
+      balance_.begin.push_back(s.start + s.length);
+    }
+    history.balance = &balance_;
+  }
   NRL_CHECK(activations_ != nullptr, "backward without a forward that keeps its activations");
   const auto done = std::exchange(last_backward_, false) ? gradients_.begin_sum() : model::LayerDone();
   decoder.backward(*activations_, dh, history, gradients_.views(), model_->workspace(), done);
   if (done) gradients_.backward_done();
   activations_.reset();
+}
+
+double Trainer::take_balance_loss() {
+  const auto layers = std::ranges::count_if(model_->config().layers, &model::LayerConfig::has_experts);
+  return std::exchange(balance_.loss, 0.0) / static_cast<double>(std::max<std::ptrdiff_t>(1, layers));
 }
 
 void Trainer::zero_grad() {

@@ -5,9 +5,11 @@
 #pragma once
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "model/decoder_model.h"
 #include "ops/adamw.h"
+#include "ops/experts.h"
 #include "trainer/gradients.h"
 #include "trainer/kept_moves.h"
 #include "trainer/packed_batch.h"
@@ -77,6 +79,13 @@ class Trainer {
   /// Completes the backward pass after a forward pass with a loss.
   void backward();
 
+  /// From now on backward passes, of rows that share no prompts, add the gradient of this loss of the experts in every
+  /// layer: `coefficient` is that of one sequence; 0: none.
+  void balance_experts(double coefficient) { balance_.coefficient = coefficient; }
+  /// The sum of this loss over the sequences of the backward passes since the last call, as a mean over the layers with
+  /// experts.
+  double take_balance_loss();
+
   /// Must be called before passes over rows that other ranks have generated; see trainer/kept_moves.h.
   void move_kept(const RowBatch& batch, const std::vector<KeptMove>& moves);
 
@@ -126,6 +135,7 @@ class Trainer {
   MomentTypes moments_;
   at::Tensor exp_avg_, exp_avg_sq_;
   std::int64_t optimizer_steps_ = 0, reused_tokens_ = 0;
+  ops::ExpertBalance balance_;
   model::LmHead head_;
   model::ValueHead value_head_;
   // of the last forward pass with keep

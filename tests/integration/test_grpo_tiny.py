@@ -70,6 +70,44 @@ def test_biases_of_routers_move_by_the_rate_toward_balanced_loads_whatever_the_m
     assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 3
 
 
+def test_loss_that_balances_experts_does_not_depend_on_micro_batches(tmp_path):
+    experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
+    wanted = [
+        *experts,
+        "++policy.hf_config_overrides.router_aux_loss_coef=0.5",
+        "policy.megatron_cfg.enabled=true",
+        "policy.dtensor_cfg.enabled=false",
+    ]
+
+    def row(name, kind, *overrides):
+        kind = f"policy.megatron_cfg.moe_router_load_balancing_type={kind}"
+        run = tiny.train(tmp_path / name, *tiny.SMALL, *wanted, kind, "grpo.max_num_steps=1", *overrides)
+        assert run.history[0]["max_logprob_gap"] == 0.0
+        return run.history[0]
+
+    packed, off = row("packed", "seq_aux_loss"), row("off", "none")
+    single = row("single", "aux_loss", "policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3")
+    for name in ("moe/load_balancing_loss", "grad_norm"):
+        assert single[name] == pytest.approx(packed[name], rel=1e-5)
+    assert packed["moe/load_balancing_loss"] > 1 and "moe/load_balancing_loss" not in off
+    assert packed["grad_norm"] != pytest.approx(off["grad_norm"], rel=1e-3) and packed["reward"] == off["reward"]
+
+
+def test_loss_that_balances_experts_falls_in_training(tmp_path):
+    experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
+    megatron = (
+        "enabled=true",
+        "freeze_moe_router=false",
+        "moe_router_load_balancing_type=seq_aux_loss",
+        "moe_aux_loss_coeff=1.0",
+        "optimizer.lr=3e-3",
+    )
+    wanted = [*experts, "policy.dtensor_cfg.enabled=false", *(f"++policy.megatron_cfg.{key}" for key in megatron)]
+    run = tiny.train(tmp_path, *tiny.SMALL, *wanted, "grpo.max_num_steps=15")
+    losses = [row["moe/load_balancing_loss"] for row in run.history]
+    assert losses[0] > 1.5 and 1 < losses[-1] < 1.3
+
+
 def test_bias_of_an_expert_with_less_than_the_average_load_is_raised(tmp_path):
     policy = tiny.make(tmp_path, *tiny.SMALL, *BALANCED).policy
     (bias, load), other = policy.model.routers

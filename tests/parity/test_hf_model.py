@@ -97,6 +97,38 @@ def test_loads_of_routers_match_the_choices_of_transformers(name, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe_sparse_step"])
+def test_gradient_of_the_loss_that_balances_experts_matches_transformers(name, tmp_path):
+    """It is transformers' loss of each layer and sequence, divided by the number of experts of a token."""
+    hf = build(name, tmp_path, torch.float64)
+    balance = sys.modules[type(hf).__module__].load_balancing_loss_func
+    model = load(tmp_path, torch.float64)
+    trainer, (batch, ids, lengths, _) = C.Trainer(model), ragged_batch()
+    of_layers = []
+    for row, length in zip(ids, lengths.tolist()):
+        if length > 1:  # the last token of a row predicts none, and is not computed
+            logits = hf(input_ids=row[None, : length - 1], output_router_logits=True).router_logits
+            of_layers.append(
+                [balance((layer,), hf.config.num_experts, hf.config.num_experts_per_tok) for layer in logits]
+            )
+    losses = torch.stack([torch.stack(layers) for layers in of_layers]) / hf.config.num_experts_per_tok
+    assert losses.shape == (3, 1 if name == "qwen2_moe_sparse_step" else 3) and losses.min() > 1
+    (0.7 * losses.sum(1).mean()).backward()
+
+    out = torch.zeros(ids.shape, dtype=torch.float64)
+    trainer.balance_experts(0.7 / len(losses))
+    for rows in ([0, 1], [2, 3]):
+        trainer.forward(batch, rows, 1.0, False, True, False, out)
+        trainer.backward(torch.zeros(ids.shape, dtype=torch.float64))
+    assert trainer.take_balance_loss() / 0.7 == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert trainer.take_balance_loss() == 0
+    grads, gradients = named_views(model.specs, trainer.grads), {}
+    for parameter_name, parameter in hf.named_parameters():
+        gradients[parameter_name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for parameter_name, expected in by_checkpoint_names(gradients, hf.config.model_type).items():
+        assert (grads[parameter_name] - expected).norm() <= 1e-5 * expected.norm() + 1e-12, parameter_name
+
+
 FROZEN = [pytest.param(name, True, id=f"{name}-frozen routers") for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")]
 
 

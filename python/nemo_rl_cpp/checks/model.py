@@ -213,7 +213,7 @@ def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]
     """Yield a problem if load balancing is requested for the experts of a native model."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
-        wanted = balance_wanted(model, sizes.has_router_biases)
+        wanted = balance_wanted(model, "sigmoid" if sizes.has_router_biases else "softmax")
         yield from (Finding("error", f"{section}.{key}", why) for key, why in wanted)
 
 

@@ -316,6 +316,17 @@ class MegatronConfig(Section):
         "the bias of an expert that fewer tokens than the average chose, and subtracts it from the others. Shared "
         "prompts are then computed for each response, so that every token counts. 0: biases keep their values.",
     )
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = key(
+        "none",
+        "Loss that balances the experts of softmax routers (native backend). seq_aux_loss: Megatron's, over each "
+        "sequence. aux_loss: the same; Megatron computes it over each micro-batch, on which it must not depend here. "
+        "Shared prompts are then computed for each response. moe/load_balancing_loss reports it; 1 is balanced.",
+    )
+    moe_aux_loss_coeff: NonNegative | None = key(
+        None,
+        "Weight of this loss, which is a mean over the sequences of a global batch, and is added for each layer. null: "
+        "router_aux_loss_coef of the model's config.json.",
+    )
     freeze_moe_router: bool = key(
         True,
         "Freeze the weights of a mixture of experts' routers: no gradient and no weight decay. Used if "

@@ -334,18 +334,26 @@ def check_engines(config: TrainMasterConfig, report: Report) -> None:
         report.add(f"{_COLOCATED}.enabled", text, "policy.backend")
 
 
-_BALANCE = {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_router_load_balancing_type": "none"}
-
-
-def balance_wanted(model: TrainedModelConfig, has_bias: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each key that requests a method of balancing the experts' loads that is not implemented.
-    `has_bias`: the model is native and its routers have biases."""
-    for key, off in _BALANCE.items() if model.megatron_cfg.enabled else ():
-        if has_bias and model.lora is None and key == "moe_router_bias_update_rate":
-            continue
-        if (given := getattr(model.megatron_cfg, key, off)) not in (off, None):
-            text = f"is {given}, but no loss or bias that balances experts is computed: set it to {off}"
-            yield f"megatron_cfg.{key}", text
+def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for each key that requests load balancing of experts which is not computed. `router`: the
+    kind of a native model's routers, softmax or sigmoid; None: another backend."""
+    megatron = model.megatron_cfg
+    if not megatron.enabled:
+        return
+    given = {
+        "moe_router_bias_update_rate": (megatron.moe_router_bias_update_rate, 0.0, "sigmoid"),
+        "moe_router_load_balancing_type": (megatron.moe_router_load_balancing_type, "none", "softmax"),
+    }
+    for key, (value, off, kind) in given.items():
+        if value != off and router != kind:
+            text = f"is {value}, which balances the experts of {kind} routers in the native core; "
+            text += (
+                "this model is computed by another backend" if router is None else f"this model's are {router} routers"
+            )
+            yield f"megatron_cfg.{key}", f"{text}: set it to {off}"
+    if megatron.moe_aux_loss_coeff and megatron.moe_router_load_balancing_type == "none":
+        text = f"is {megatron.moe_aux_loss_coeff:g}, but moe_router_load_balancing_type is none: set that to seq_aux_loss, or this to 0"
+        yield "megatron_cfg.moe_aux_loss_coeff", text
 
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:

@@ -47,7 +47,7 @@ class Value(TrainedModel, ValueInterface):
         gbs = self._global_batch_size(data.size, gbs)
         way = MicroBatchRunner(
             self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss, ranks=self.ranks,
-            blocks=self.config.gradient_blocks, sums=self._sums(), counts_loads=self._bias_update_rate > 0,
+            blocks=self.config.gradient_blocks, sums=self._sums(), counts_loads=self._bias_update_rate > 0, balance_weight=self._balance_weight,
         )  # fmt: skip
         return self._pass_over(data, gbs, way, eval_mode)
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -118,6 +119,12 @@ class TrainedModel:
         folder.check_quantization(f"{self.section}.quantization")
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
         folder.check_mixers(config, self.section)
+        megatron = config.megatron_cfg
+        if megatron.enabled and megatron.moe_router_load_balancing_type != "none" and str(self.device) != "cpu":
+            raise ModelFolderError(
+                f"{self.section}.megatron_cfg.moe_router_load_balancing_type is {megatron.moe_router_load_balancing_type}, which the native core "
+                "computes on the CPU only: set it to none, or cluster.device to cpu"
+            )
         if config.megatron_cfg.enabled and config.megatron_cfg.mtp_num_layers:
             key = f"{self.section}.megatron_cfg.mtp_num_layers"
             say_once(
@@ -196,6 +203,15 @@ class TrainedModel:
         rate = self.config.router_bias_update_rate
         return rate if rate and self.model.routers else 0.0
 
+    @cached_property
+    def _balance_weight(self) -> float:
+        """Return the weight of the loss that balances the experts of softmax routers; 0: none."""
+        megatron = self.config.megatron_cfg
+        kind, given = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
+        if not megatron.enabled or kind == "none" or "experts" not in self.folder.native() or self.model.routers:
+            return 0.0
+        return float(self.folder.config["router_aux_loss_coef"] if given is None else given)
+
     def _update_router_biases(self) -> None:
         """Raise the bias of each expert whose load is below the average of its router, and lower the other biases; then
         reset the loads. A load is the number of tokens that the expert got in the global batch, on all ranks."""
@@ -211,7 +227,7 @@ class TrainedModel:
         samples = micro_batch_size or (config.train_micro_batch_size if kind == "train" else config.logprob_batch_size)
         tokens = 0 if budget is None or micro_batch_size else getattr(budget, f"{kind}_mb_tokens")
         return MicroBatching(
-            max_samples=0 if tokens else samples, max_tokens=tokens, share_prefix=config.share_prompt_prefix and not (kind == "train" and self._bias_update_rate),
+            max_samples=0 if tokens else samples, max_tokens=tokens, share_prefix=config.share_prompt_prefix and not (kind == "train" and (self._bias_update_rate or self._balance_weight)),
             checkpoint=config.activation_checkpointing, algorithm=packing.algorithm,
             largest_first=packing.microbatch_order == "largest_first",
             length_round=dynamic.sequence_length_round if budget is dynamic else 0,

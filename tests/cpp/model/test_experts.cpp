@@ -85,7 +85,7 @@ TEST_P(ExpertsWithoutGates, ResultsAndGradientsMatchAten) {
   Workspace workspace;
   Experts(c).backward(
       {c, 0, p, nullptr, {workspace}}, [&] { return x.detach(); }, dy, r.kept, d_x, {grads, nullptr, nullptr},
-      workspace);
+      workspace, nullptr);
   for (const auto& tensor : tensors)
     if (!tensor.is_buffer) (p.*tensor.field).set_requires_grad(true);
   const auto y = expected(c, p, x);

@@ -136,6 +136,18 @@ def test_frozen_routers_keep_their_weights_in_one_and_in_two_processes(one, two)
     assert kept == ["model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"]
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [(*EXPERTS, "policy.megatron_cfg.moe_router_load_balancing_type=seq_aux_loss", "policy.megatron_cfg.moe_aux_loss_coeff=0.5")],
+    ids=["balanced experts"],
+)  # fmt: skip
+def test_loss_that_balances_experts_has_the_same_gradient_in_two_processes(one, two):
+    results = [policy.train(batch(policy.get_logprobs(batch())["logprobs"]), NamedLoss({})) for policy in (one, two)]
+    assert one.weight_digest() == two.weight_digest()
+    losses = [sorted(result["all_mb_metrics"]["moe/load_balancing_loss"]) for result in results]
+    assert losses[0] == losses[1] and sum(losses[0]) > 1
+
+
 BESIDE, SHARDED = "policy.overlap_grad_reduce=true", "policy.data_parallel_sharding_strategy=optim_grads"
 
 

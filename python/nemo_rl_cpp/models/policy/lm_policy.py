@@ -150,6 +150,7 @@ class Policy(TrainedModel, PolicyInterface):
             blocks=self.config.gradient_blocks,
             sums=self._sums(),
             counts_loads=self._bias_update_rate > 0,
+            balance_weight=self._balance_weight,
         )
         way = MicroBatchRunner(self.trainer, loss_fn, self._batching("train", mbs), self.scoring, **shared)
         on_policy = "prev_logprobs" not in batch.tokens

@@ -131,6 +131,8 @@ class MicroBatchRunner:
             `Ranks.blocks`); None: one per rank.
         sums: how gradients are summed over the ranks.
         counts_loads: the routers count the tokens of each expert, in the backward pass, so every sample gets one.
+        balance_weight: every sample gets a backward pass, which adds the gradient of the loss that balances experts,
+            with this weight; 0: none.
     """
 
     trainer: C.Trainer
@@ -142,6 +144,12 @@ class MicroBatchRunner:
     blocks: int | None = None
     sums: GradientSums = GradientSums()
     counts_loads: bool = False
+    balance_weight: float = 0.0
+
+    @property
+    def visits_all(self) -> bool:
+        """Return whether every sample gets a backward pass, also if the gradient of its loss is 0."""
+        return self.counts_loads or self.balance_weight > 0
 
     @property
     def own_blocks(self) -> int:
@@ -153,7 +161,7 @@ class MicroBatchRunner:
         """Return whether samples move between ranks so that all ranks have similar backward passes; never with a
         configured number of gradient blocks."""
         asked = hasattr(self.loss_fn, "zero_gradient_rows") and hasattr(self.trainer, "move_kept")
-        return asked and not self.counts_loads and self.blocks is None and self.ranks.size > 1
+        return asked and not self.visits_all and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
         """Join a gradient sum that other ranks may have started, and discard its result. Called after any rank has
@@ -219,7 +227,7 @@ class MicroBatchRunner:
         check_finite(loss, rows, curr)
         if fused:
             trainer.finish_backward()
-        elif batch.backward and not (self.counts_loads or any(grad.any() for grad in loss.grads)):
+        elif batch.backward and not (self.visits_all or any(grad.any() for grad in loss.grads)):
             result.zero_gradient_tokens += packed_tokens
         elif batch.backward:
             trainer.backward(*batch.gradients(micro, loss))
@@ -227,6 +235,8 @@ class MicroBatchRunner:
         metrics = dict(loss.metrics, global_valid_seqs=seqs, global_valid_toks=toks)
         if scoring.filters:
             metrics["num_filtered_out_tokens"] = float(removed)
+        if batch.backward and self.balance_weight:
+            metrics["moe/load_balancing_loss"] = trainer.take_balance_loss() / self.balance_weight
         result.losses.append(loss.value)
         result.metrics.append(metrics)
 
@@ -281,8 +291,11 @@ class _GlobalBatch:
         self.way, self.data, self.backward, self.on_policy, self.exactness = way, data, backward, on_policy, exactness
         self.counts = GlobalCounts.of(data, begin, end)
         self.wanted = wanted_tokens(data)
+        if backward and way.balance_weight:
+            sequences = data.by_sample(self.wanted.float())[begin:end].count_nonzero()
+            way.trainer.balance_experts(way.balance_weight / max(1, int(sequences)))
         self.apart: Tensor | None = None
-        if backward and hasattr(way.loss_fn, "zero_gradient_rows") and not way.counts_loads:
+        if backward and hasattr(way.loss_fn, "zero_gradient_rows") and not way.visits_all:
             self.apart = way.loss_fn.zero_gradient_rows(data)
         self.moves: list[Move] = []
         if way.evens_out and self.apart is not None:

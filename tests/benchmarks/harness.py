@@ -92,15 +92,28 @@ PROMPT, NEW = 40, 64
 
 
 def native_generation(folder: str, precision: str, new: int = NEW):
-    """Return a function that samples `new` tokens for each of its prompts [B, PROMPT], and returns their number."""
+    """Return a function that samples `new` tokens for each of its prompts [B, PROMPT], and returns their number.
+
+    `precision` may be a format of `policy.quantization`.
+    """
     from nemo_rl_cpp.config.policy import PolicyConfig
     from nemo_rl_cpp.data.tokenizer import Tokenizer
+    from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
     from nemo_rl_cpp.models.policy.lm_policy import Policy
 
-    config = PolicyConfig(model_name=folder, precision=precision, max_total_sequence_length=PROMPT + NEW,
-                          generation={"max_new_tokens": new, "stop_token_ids": []})  # fmt: skip
+    quantised = precision in ("q8_0", "q4_0")
+    kind = {"precision": precision}
+    if quantised:
+        kind = {"precision": "bfloat16", "quantization": precision, "dtensor_cfg": {"lora_cfg": {"enabled": True}}}
+    config = PolicyConfig(model_name=folder, max_total_sequence_length=PROMPT + NEW,
+                          generation={"max_new_tokens": new, "stop_token_ids": []}, **kind)  # fmt: skip
     config.fill_defaults()
-    generation = Policy(None, config, Tokenizer.from_pretrained(folder), init_reference_model=False).create_generation()
+    tokenizer = Tokenizer.from_pretrained(folder)
+    policy = Policy(None, config, tokenizer, init_reference_model=False)
+    generation = policy.create_generation()
+    if quantised:  # the base alone, as peers compute it
+        runner = native_runner(policy.model.base(), config.generation)
+        generation = NativeGeneration(runner, config.generation, tokenizer, max_model_len=PROMPT + NEW)
 
     def run(ids: torch.Tensor) -> int:
         out = generation.generate({"input_ids": ids, "input_lengths": torch.full((len(ids),), PROMPT)})

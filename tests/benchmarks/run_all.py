@@ -21,6 +21,8 @@ RUNS = {
     "decode_step": "decode_step --precision bfloat16",
     "vllm": "generation_engines --batches 16 64 --rounds 5 --peers vllm vllm_compiled",
     "llama_cpp": "generation_engines --batches 1 --rounds 15 --peers vllm vllm_compiled llama_cpp",
+    "llama_cpp_q8_0": "generation_engines --batches 1 16 --prompts distinct --rounds 7 --peers llama_cpp --precision q8_0",
+    "llama_cpp_q4_0": "generation_engines --batches 1 16 --prompts distinct --rounds 7 --peers llama_cpp --precision q4_0",
     "training_step": "training_step --rounds 9 --precision bfloat16",
     "training_step_grpo": "training_step --rounds 9 --precision bfloat16 --prompt 40",
     # a peer's padded batch needs so much memory that it gets a separate run

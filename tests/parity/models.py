@@ -156,13 +156,15 @@ def layers(pattern: str) -> list[str]:
     return [{"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}[letter] for letter in pattern]
 
 
-def build(name: str, folder, dtype=torch.float32, seed: int = 0):
+def build(name: str, folder, dtype=torch.float32, seed: int = 0, **changes):
     """Build the transformers model, with random weights for which every option matters, and save it in `folder`."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
+    config = copy.deepcopy(configurations()[name])
+    config.update(changes)
     model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(configurations()[name]), dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -1,6 +1,7 @@
 """LoRA of the native core against torch's tape on transformers' models, and the adapter's folder against PEFT."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from models import build, compute_in_float64
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LoraConfig
 from nemo_rl_cpp.config.policy import PolicyConfig
-from nemo_rl_cpp.models.hf_config import native_config, read_config
+from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
 from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
@@ -35,9 +36,9 @@ def lora_of(folder, **keys) -> Lora:
     return Lora.of(config, read_model_folder(folder), "policy")
 
 
-def adapted(folder, lora, dtype, spread=0.1, seed=4):
+def adapted(folder, lora, dtype, spread=0.1, seed=4, quantization=None):
     """The native model with adapters, B not 0 unless spread is."""
-    model = C.DecoderModel(native_config(read_config(folder)), dtype, False)
+    model = C.DecoderModel(replace(read_model_folder(folder), quantization=quantization).native(), dtype, False)
     load_weights(model, folder)
     lora.begin(model, seed, None, is_whole=True)
     generator = torch.Generator().manual_seed(11)
@@ -65,22 +66,43 @@ def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypat
     compute_in_float64(hf, monkeypatch)
     lora = lora_of(tmp_path, merge=merge, **TARGETS[targets])
     model = adapted(tmp_path, lora, torch.float64)
+    assert_gradients_match(model, hf, lora, 1e-10)
+
+
+def assert_gradients_match(model, hf, lora, bound):
+    """Compare log-probabilities and the gradients of A and B with those of torch's tape on the float64 model `hf`."""
     trainer = C.Trainer(model)
     batch, ids, lengths, mask = ragged_batch()
     weight = torch.randn(ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    leaves = {m: (a.requires_grad_(), b.requires_grad_()) for m, (a, b) in factors(model, model.masters).items()}
+    pairs = factors(model, model.masters.double())
+    leaves = {m: (a.requires_grad_(), b.requires_grad_()) for m, (a, b) in pairs.items()}
     expected_logprobs = hf_logprobs(adapted_call(hf, leaves, 7 / 3), ids, mask)
     (expected_logprobs * weight[:, 1:]).sum().backward()
 
-    out = torch.zeros(ids.shape, dtype=torch.float64)
+    out = torch.zeros(ids.shape, dtype=trainer.out_dtype)
     trainer.forward(batch, list(range(len(lengths))), 1.0, False, True, False, out)
-    trainer.backward(weight * mask)
-    assert (out[:, 1:] - expected_logprobs.detach()).abs().max() < 1e-10
+    trainer.backward((weight * mask).to(out.dtype))
+    assert (out[:, 1:] - expected_logprobs.detach()).abs().max() < bound
     ours = factors(model, trainer.grads)
     assert ours.keys() == leaves.keys() and len(ours) == len(lora.modules)
     for module, pair in ours.items():
         for which, gradient, leaf in zip("AB", pair, leaves[module]):
-            assert (gradient - leaf.grad).norm() <= 1e-10 * leaf.grad.norm() + 1e-14, (module, which)
+            assert (gradient - leaf.grad).norm() <= bound * leaf.grad.norm() + 1e-14, (module, which)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
+def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_its_weights(kind, tmp_path, monkeypatch):
+    hf, lora = build("qwen2", tmp_path, intermediate_size=96), lora_of(tmp_path, merge=False)
+    model = adapted(tmp_path, lora, torch.float32, quantization=kind)
+    parameters = dict(hf.named_parameters())
+    for spec in model.blocks:
+        dequantised = torch.empty(spec.shape)
+        C.unpack_blocks(model.blocks_of(spec), dequantised)
+        parameters[spec.name].data.copy_(dequantised)
+    hf = hf.double()
+    compute_in_float64(hf, monkeypatch)
+    assert len(model.blocks) == 7 * 3
+    assert_gradients_match(model, hf, lora, 1e-5)
 
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])

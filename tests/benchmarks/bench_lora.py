@@ -1,11 +1,11 @@
 """Time and peak memory of a training step with LoRA, merged and separate, compared with a step of all weights.
 
     uv run python tests/benchmarks/bench_lora.py [--precision bfloat16] [--dim 8] [--rounds 5] [--lengths mixed]
-        [--prompt 0] [--sides lora apart]
+        [--prompt 0] [--sides lora apart q4_0 nf4]
 
 SmolLM2-135M is trained on the samples of bench_training_step.py, 2,048 tokens: forward, loss, backward, clipping,
-AdamW, and with `lora` the merge of all adapters (`apart`: lora_cfg.merge false). Times and memory are also given
-relative to the first side.
+AdamW, and with `lora` the merge of all adapters (`apart`: lora_cfg.merge false; `q8_0`, `q4_0` and `nf4`: over a
+quantised base). Times and memory are also given relative to the first side.
 
 Each side runs in a separate process. The sides take turns after each step, and the first step is a warm-up. Wall-clock
 time and the time of the process's threads are measured; a busy machine affects the latter less. Memory is the process's
@@ -24,7 +24,8 @@ from harness import load_decoder, peak_mb, smollm2, tune_malloc
 from sides import choice, choices, options
 from training_samples import Samples
 
-WAYS = ("all_weights", "lora", "apart")
+QUANTISED = ("q8_0", "q4_0", "nf4")
+WAYS = ("all_weights", "lora", "apart", *QUANTISED)
 
 
 def side(connection: Connection, folder: str, arguments: argparse.Namespace, way: str) -> None:
@@ -34,7 +35,8 @@ def side(connection: Connection, folder: str, arguments: argparse.Namespace, way
     tune_malloc()
     torch.set_num_threads(arguments.threads)
     before = peak_mb()
-    model, native = load_decoder(folder, arguments.precision, way == "all_weights")
+    quantization = way if way in QUANTISED else None
+    model, native = load_decoder(folder, arguments.precision, way == "all_weights", quantization)
     if way != "all_weights":
         targets = [f"{m}.weight" for m in LayerKinds(len(native["layers"])).modules()]
         model.adapt(arguments.dim, 4.0 * arguments.dim, targets, merge=way == "lora")

@@ -77,12 +77,14 @@ def smollm2() -> str:
     return str(resolve_model("smollm2-135m-instruct"))
 
 
-def load_decoder(folder: str, precision: str, trainable: bool):
+def load_decoder(folder: str, precision: str, trainable: bool, quantization: str | None = None):
     """Return (model, its native configuration), with the weights in `folder`."""
-    from nemo_rl_cpp.models.hf_config import native_config, read_config
+    from dataclasses import replace
+
+    from nemo_rl_cpp.models.model_folder import read_model_folder
     from nemo_rl_cpp.models.weights import load_weights
 
-    config = native_config(read_config(folder))
+    config = replace(read_model_folder(folder), quantization=quantization).native()
     model = C.DecoderModel(config, getattr(torch, precision), trainable)
     load_weights(model, folder)
     return model, config

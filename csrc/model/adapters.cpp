@@ -53,21 +53,31 @@ void Adapters::keep_base() {
 
 /// Lays out what products add.
 void Adapters::make_added() {
-  unscaled_ = rounded_.scalar_type() == masters_.scalar_type() ? masters_ : at::zeros_like(rounded_);
-  forward_b_ = at::zeros_like(masters_);
-  const auto unscaled = adapter_views(config_, layout_, unscaled_), room = adapter_views(config_, layout_, forward_b_);
   added_.resize(views_.size());
   for (std::size_t l = 0; l < views_.size(); ++l)
     for (std::size_t m = 0; m < views_[l].all.size(); ++m) {
       const auto& [matrix, masters] = views_[l].all[m];
-      AddedToMatrix added{masters.a, unscaled[l].all[m].adapters.a, {}};
+      AddedToMatrix added{masters.a, masters.a, {}};
       for (std::size_t i = 0; i < masters.parts.size(); ++i) {
-        const auto& b = room[l].all[m].adapters.parts[i].b;
-        added.parts.push_back(
-            {masters.parts[i].begin, b.view({b.size(1), b.size(0)}), factors_[l].all[m].adapters.parts[i].b});
+        const auto& part = masters.parts[i];
+        added.parts.push_back({part.begin, at::zeros_like(part.b.t(), at::MemoryFormat::Contiguous),
+                               factors_[l].all[m].adapters.parts[i].b});
       }
       added_[l].all.push_back({matrix, std::move(added)});
     }
+}
+
+GradientViews Adapters::gradient_views(const at::Tensor& flat) {
+  if (!is_rounded_) round();
+  return {config_, layout_, flat, factors_};
+}
+
+/// Rounds A and B to the compute type, for the matrix products of gradients.
+void Adapters::round() {
+  is_rounded_ = true;
+  rounded_.copy_(masters_.mul(scale_));
+  for (auto& layer : added_)
+    for (auto& [matrix, added] : layer.all) added.a_for_gradients = added.a.to(rounded_.scalar_type());
 }
 
 std::vector<at::Tensor> Adapters::partial(std::int64_t layer, const at::Tensor& flat) const {
@@ -80,11 +90,10 @@ std::vector<at::Tensor> Adapters::partial(std::int64_t layer, const at::Tensor& 
 }
 
 void Adapters::masters_changed() {
-  rounded_.copy_(masters_.mul(scale_));
+  if (is_rounded_) round();
   if (merges_) {
     merge_into(weights_);
   } else {
-    if (!unscaled_.is_same(masters_)) unscaled_.copy_(masters_);
     for (std::size_t l = 0; l < views_.size(); ++l)
       for (std::size_t m = 0; m < views_[l].all.size(); ++m)
         for (std::size_t i = 0; i < views_[l].all[m].adapters.parts.size(); ++i)

@@ -20,8 +20,9 @@ class Adapters {
   const ParameterLayout& layout() const { return layout_; }
   /// A and B, and the value head if there is one, in the accumulation type: float32 even if the decoder is bfloat16.
   const at::Tensor& masters() const { return masters_; }
-  /// The gradients that a backward pass adds to, as views of `flat`, a buffer like masters().
-  GradientViews gradient_views(const at::Tensor& flat) const { return {config_, layout_, flat, factors_}; }
+  /// The gradients that a backward pass adds to, as views of `flat`, a buffer like masters(). Adapters that are only
+  /// read have no copies in the compute type; the first call makes them.
+  GradientViews gradient_views(const at::Tensor& flat);
   /// The parts of such a buffer for one layer that every tensor-parallel slice holds whole, and whose gradients must be
   /// summed over the slices: A if all slices have the same input, B if the outputs are summed over them.
   std::vector<at::Tensor> partial(std::int64_t layer, const at::Tensor& flat) const;
@@ -39,6 +40,7 @@ class Adapters {
  private:
   void keep_base();
   void make_added();
+  void round();
   void merge(const at::Tensor& base, const at::Tensor& a, const MatrixAdapters::Part& part, const at::Tensor& weights);
   ModelConfig config_;
   double scale_;
@@ -46,9 +48,8 @@ class Adapters {
   ParameterLayout layout_;
   DecoderParameters weights_;
   at::Tensor masters_;
-  at::Tensor rounded_;    ///< scale · masters in the compute type, for the matrix products of gradients
-  at::Tensor unscaled_;   ///< apart: masters in the compute type
-  at::Tensor forward_b_;  ///< apart: memory of AddedToMatrix::Part::b
+  at::Tensor rounded_;  ///< scale · masters in the compute type, for the matrix products of gradients
+  bool is_rounded_ = false;
   at::Tensor merged_;
   std::vector<LayerAdapters> views_, factors_;
   std::vector<LayerParameters> base_;  ///< merged: only the adapted matrices

@@ -56,7 +56,7 @@ class DecoderModel {
   /// The memory layout of masters(), gradients and optimizer state.
   const ParameterLayout& trained_layout() const { return adapters_ ? adapters_->layout() : layout_; }
   /// The gradients that a backward pass adds to, as views of `flat`, a buffer in that layout.
-  GradientViews gradient_views(const at::Tensor& flat) const {
+  GradientViews gradient_views(const at::Tensor& flat) {
     return adapters_ ? adapters_->gradient_views(flat) : GradientViews(config(), layout_, flat, routers_are_frozen_);
   }
   /// The weights that the other processes of a run need after an update, in the layout of masters().

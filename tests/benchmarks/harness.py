@@ -84,7 +84,7 @@ def load_decoder(folder: str, precision: str, trainable: bool, quantization: str
     from nemo_rl_cpp.models.model_folder import read_model_folder
     from nemo_rl_cpp.models.weights import load_weights
 
-    config = replace(read_model_folder(folder), quantization=quantization).native()
+    config = replace(read_model_folder(Path(folder)), quantization=quantization).native()
     model = C.DecoderModel(config, getattr(torch, precision), trainable)
     load_weights(model, folder)
     return model, config

@@ -230,7 +230,7 @@ def _resting(
         if model.lora.merge:
             masters = ((f"{name} frozen weights", float(kept * width)), (f"{name} adapters", trained * (4.0 + width)))
         else:
-            masters = ((f"{name} adapters", trained * 12.0),)  # see csrc/model/adapters.h
+            masters = ((f"{name} adapters", trained * (9.0 if width == 2 else 10.0)),)  # see csrc/model/adapters.h
     elif model.precision == "bfloat16":
         masters = ((f"{name} master weights", parameters * 4.0),)
     moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes

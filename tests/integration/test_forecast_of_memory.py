@@ -20,11 +20,24 @@ SHAPES = {
     "adapters": LORA | {"policy__dtensor_cfg__lora_cfg__merge": False, "shape": {"num_hidden_layers": 24}},
     "quantised": LORA | {"policy__quantization": "q4_0", "shape": {"num_hidden_layers": 24}},
     "experts": {"shape": {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "num_hidden_layers": 4}},
+    "latent_attention": {
+        "shape": {
+            "model_type": "deepseek_v3", "num_key_value_heads": 8, "head_dim": None, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 1, "moe_intermediate_size": 512, "num_hidden_layers": 4,
+        }
+    },
 }  # fmt: skip
+SHAPES["quantised_experts"] = LORA | {
+    "policy__quantization": "q4_0", "policy__dtensor_cfg__lora_cfg__match_all_linear": False,
+    "policy__dtensor_cfg__lora_cfg__target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "shape": SHAPES["experts"]["shape"] | {"num_hidden_layers": 8, "num_experts": 16},
+}  # fmt: skip
+SHAPES["nf4"] = SHAPES["quantised"] | {"policy__quantization": "nf4"}
 
 
 def measured(folder, **keys):
-    keys = NOT_KEPT | keys | {"shape": SMALL | keys.get("shape", {})}
+    keys = ({} if "policy__memory_budget_gb" in keys else NOT_KEPT) | keys | {"shape": SMALL | keys.get("shape", {})}
     run = [sys.executable, str(SCRIPT), str(folder), json.dumps(keys)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -40,3 +53,9 @@ QUICK = ("bfloat16", "quantised")
 def test_forecast_is_within_a_tenth_of_the_measured_peak(tmp_path, name):
     found = measured(tmp_path, **SHAPES[name])
     assert found["exact"] and found["forecast"] == pytest.approx(found["peak"], rel=0.1), found
+
+
+def test_run_within_a_memory_budget_stays_below_it(tmp_path):
+    """Without a budget the forecast is 1.26 GB, without the activations that are kept."""
+    found = measured(tmp_path, policy__memory_budget_gb=1.25)
+    assert found["exact"] and found["peak"] < 1.25e9, found

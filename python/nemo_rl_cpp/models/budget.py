@@ -22,6 +22,9 @@ from nemo_rl_cpp.models.memory import (
 from nemo_rl_cpp.models.model_sizes import model_sizes
 
 _KEEP_ALL = 1e9  # GB
+_UNCOUNTED = 0.2e9
+"""Bytes of a budget that are left for what the forecast does not count: the modules of the user's code, and buffers of
+threads."""
 
 
 def within_budget(config: WholeConfig) -> WholeConfig:
@@ -40,7 +43,7 @@ def within_budget(config: WholeConfig) -> WholeConfig:
             text = f"needs the sizes of {config.policy.model_name}, which are not on this machine: download it first, or leave this out"
             raise ConfigError([Problem(config.positions.get(MEMORY_BUDGET, ""), MEMORY_BUDGET, text)])
         peak = max(phases, key=lambda phase: phase.total)
-        if peak.total <= budget:
+        if peak.total + _UNCOUNTED <= budget:
             return chosen
     raise ConfigError([Problem(config.positions.get(MEMORY_BUDGET, ""), MEMORY_BUDGET, _too_small(chosen, peak))])
 
@@ -154,12 +157,13 @@ def _too_small(least: TrainMasterConfig, peak: Phase) -> str:
     """Return the error message for a budget that no choice fits. `least` is the choice with the least memory; `peak` is
     its phase with the most."""
     largest, size = max(peak.parts, key=lambda part: part[1])
+    need = peak.total + _UNCOUNTED
     fixed = sorted(least.fixed_by_user)
     verb = "is set and stays" if len(fixed) == 1 else "are set and stay"
     kept = f" ({', '.join(fixed)} {verb})" if fixed else ""
     smaller = "train adapters (policy.dtensor_cfg.lora_cfg.enabled) of quantised weights (policy.quantization)"
     remedy = "or take a smaller model" if least.policy.quantization else f"{smaller}, or take a smaller model"
     return (
-        f"is {least.policy.memory_budget_gb:g}, but this run needs {size_text(peak.total)} with {_settings_text(least)}{kept}; the largest part "
-        f"is {largest}, {size_text(size)}, in {peak.name}: set it to {math.ceil(peak.total / 1e8) / 10:g} or more, {remedy}"
+        f"is {least.policy.memory_budget_gb:g}, but this run needs {size_text(need)} with {_settings_text(least)}{kept}; the largest part "
+        f"is {largest}, {size_text(size)}, in {peak.name}: set it to {math.ceil(need / 1e8) / 10:g} or more, {remedy}"
     )

@@ -20,7 +20,7 @@ def test_progress_is_printed_occasionally_for_long_work_only(clock, capsys):
     assert capsys.readouterr().err == "reading: 50 %, 3 s\nreading: 90 %, 19 s\n"
 
 
-def test_stages_and_progress_are_printed_only_inside_the_stages_shown_context(clock, capsys):
+def test_stages_and_progress_are_printed_only_in_a_with_block_of_stages_shown(clock, capsys):
     def read():
         stages.stage("loading torch")
         with stages.work("reading", 2.0) as advance:

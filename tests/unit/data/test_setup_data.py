@@ -115,7 +115,7 @@ def test_sections_of_one_task_with_different_processors_are_rejected(smollm2):
         load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
 
 
-def test_data_loader_yields_consistent_lengths_and_resumes_at_the_next_batch(smollm2, tmp_path):
+def test_batch_lengths_count_the_token_ids_and_resume_continues_at_the_next_batch(smollm2, tmp_path):
     train = load_response_data(smollm2, data(train=ARITHMETIC)).train
     batches = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42, num_workers=1)
     iterator = iter(batches)

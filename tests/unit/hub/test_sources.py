@@ -71,7 +71,7 @@ UNREACHABLE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", UNREACHABLE)
-def test_unreachable_hub_is_a_one_line_error_with_the_key_within_seconds(case, tmp_path):
+def test_unreachable_hub_fails_within_seconds_with_one_line_that_names_the_config_key(case, tmp_path):
     call, what, words = UNREACHABLE[case]
     begin = time.monotonic()
     said = resolved(tmp_path, call=call, HF_ENDPOINT=CLOSED_PORT)

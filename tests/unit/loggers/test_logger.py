@@ -235,7 +235,7 @@ def test_log_folder_of_a_different_run_is_not_reused(tmp_path):
 
 
 @pytest.mark.parametrize("recorded", ["/etc", "../..", "exp_001/../../x", "", "exp_x", 7, None])
-def test_recorded_log_dir_that_is_no_experiment_folder_gives_a_new_folder(tmp_path, recorded):
+def test_resume_makes_a_new_folder_if_the_checkpoints_log_dir_is_not_an_experiment_folder(tmp_path, recorded):
     _, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     found = get_experiment_dir(str(tmp_path / "logs"), {"log_dir": recorded}, checkpoint)
     assert found == str(tmp_path / "logs" / "exp_002")

@@ -89,7 +89,7 @@ def special(kind):
     [("zeros of both signs", True), ("subnormals", True), ("smaller than what fits", True), ("many small ones in one block", True), ("one in the last place", True),
      ("all equal", True), ("all zero", True), ("powers of two from end to end of what fits", True), ("the largest", False)],
 )  # fmt: skip
-def test_packed_weights_reproduce_values_of_any_kind_exactly(kind, fits):
+def test_products_with_packed_weights_return_special_values_exactly(kind, fits):
     """Rows of x with a single 1 in them: a product is a weight, so that every one is seen alone."""
     w = special(kind)
     packed, one = pack(w), torch.eye(64).bfloat16()

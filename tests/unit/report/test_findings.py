@@ -176,7 +176,7 @@ DEAD = {
 ALIVE = {"grad_norm": 1.0, "reward": 0.5, "groups/pct_equal": 10.0, "token_mult_prob_error": 1.0}
 
 
-def test_run_with_equal_rewards_is_reported_once_and_in_the_final_table():
+def test_run_whose_rewards_are_all_equal_prints_one_warning_and_lists_it_in_the_final_table():
     alerts = Alerts()
     said = [alerts.step(step, DEAD) for step in range(1, 11)]
     assert said[:2] == [[], []] and said[3:] == [[]] * 7

@@ -11,7 +11,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[1] / "command-line.md"
 INTRODUCTION = """# Command line
 
-`nemo-rl-cpp COMMAND --help` prints what stands here. The page is made from the commands' own help
+`nemo-rl-cpp COMMAND --help` prints the text of this page. The page is made from the commands' own help
 (`python docs/site/command_line.py --write`), and a test compares the two.
 
 In a source tree write `uv run nemo-rl-cpp ...`. The scripts of the guides are the same commands: `examples/run_eval.py` (or `python -m nemo_rl_cpp.run_eval`) is

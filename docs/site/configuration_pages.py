@@ -35,7 +35,7 @@ With this page you write the YAML file of a run and find every key. The page is 
 |---|---|---|
 @FIRST@
 
-In a PPO run the keys of `grpo` stand in the section `ppo`, in a distillation run in `distillation`. This page has the keys that do something. NeMo RL's other keys are accepted
+In a PPO run the keys of `grpo` stand in the section `ppo`, in a distillation run in `distillation`. This page lists the keys that have an effect. NeMo RL's other keys are accepted
 and change nothing; `--dry-run` lists those that your file sets.
 
 ## Which way to turn them
@@ -87,7 +87,7 @@ out of range, and combinations that cannot work.
 
 ## Two names of one key
 
-Those of `grpo` also hold for `ppo` and `distillation`.
+The names listed for `grpo` also hold for `ppo` and `distillation`.
 
 | also known as | key |
 |---|---|
@@ -247,11 +247,19 @@ def _rows(model: type[Section], name: str, prefix: str, shown: dict[str, list[st
     same = [key for row, (key, _) in keys.items() if row in shown.get(like, ())]
     said = " ".join((model.__doc__ or "").split())
     if len(same) > 3 or (same and len(same) == len(keys)):
-        names = ", ".join(f"`{key}`" for key in same)
-        said += f" It has the keys of `{like}`." if len(same) == len(shown[like]) else f" As in `{like}`: {names}."
+        there = f"`{like}`" + " of a GRPO run" * (like == name)
+        others = [row[2:].split(" | ", 1)[0] for row in shown[like]]
+        lacking = [key for key in others if key.strip("`") not in dict(keys.values())]
+        if len(same) > 10 and len(lacking) < 5:
+            said += f" It has the keys of {there}" + f", except {', '.join(lacking)}" * bool(lacking)
+            said += ". Keys listed here differ or are new." if len(same) < len(keys) else "."
+        elif len(same) == len(shown[like]):
+            said += f" It has the keys of {there}."
+        else:
+            said += f" These keys are as in {there}: {', '.join(f'`{key}`' for key in same)}."
     else:
         same = []
-    shown[name] = list(keys)
+    shown.setdefault(name, list(keys))  # of two sections with one name, the first
     rows = [_row(prefix + key, info) for key, info in keys.values() if key not in same]
     for key, found in inner:
         meaning, inside = _rows(found, f"{name}.{key}", f"{prefix}{key}.", shown)
@@ -327,7 +335,12 @@ def _parts() -> list[str]:
 
 
 def _environments(lines: list[str], shown: dict[str, list[str]]) -> None:
-    lines += ["### `env`", "", "One section an environment. An environment of your own takes any keys.", ""]
+    lines += [
+        "### `env`",
+        "",
+        "Each environment has one section. The section of your own environment may contain any keys.",
+        "",
+    ]
     for name, model in environment_sections().items():
         _section(model, f"env.{name}", lines, shown)
 

@@ -78,8 +78,8 @@ class ClusterConfig(Section):
     )
     max_restarts: Count = key(
         0,
-        "How often a run started by a run script may resume from its newest checkpoint, with new workers, "
-        "after a worker was lost. 0: the run ends instead.",
+        "How often `nemo-rl-cpp train` or a script of `examples/` may resume the run from its newest checkpoint, "
+        "with new workers, after a worker was lost. 0: the run ends instead.",
     )
     environment_restarts: Count = key(
         3,

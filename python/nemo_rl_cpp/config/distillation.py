@@ -255,7 +255,7 @@ def _check_on_policy_distillation(config: TaughtMasterConfig, taught: bool, repo
 
 
 class SFTLossConfig(ClippedPGLossConfig):
-    """The loss on the answers in the dataset."""
+    """The supervised loss on the answers in the dataset."""
 
     name: LossName = key(
         "nll",

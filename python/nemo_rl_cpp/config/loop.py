@@ -129,7 +129,7 @@ class AsyncConfig(Section):
         False,
         "Update the engines' weights once in the middle of the responses. The later tokens of a long "
         "response then come from weights that are one step newer. Rollouts of agents (NeMo Gym, verifiers, env.agent) "
-        "have no common middle: one version of the weights makes a whole batch, and the run prints a note.",
+        "have no common pause: one version of the weights generates a whole batch, and the run prints a note.",
     )
     in_flight_after_tokens: Positive | None = key(
         None,

@@ -53,7 +53,7 @@ def attends(kernels):
     T, H = 50, 16
     qkv = torch.randn(T, 3 * H, generator=torch.Generator().manual_seed(0)).bfloat16()
     out, lse, blocks = torch.zeros(T, H).bfloat16(), torch.zeros(T, 1), torch.tensor([[0, T, 0, 0, 0, 0, 0]])
-    kernels.attention_forward(1, 1, H, 1, 0, 0.0, qkv, None, None, blocks, 1, out, lse, 1)
+    kernels.attention_forward(1, 1, H, 1, 0, 0.0, qkv, None, None, None, blocks, 1, out, lse, 1)
     q, k, v = qkv.double().split(H, dim=1)
     weights = (q @ k.T / math.sqrt(H)).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
     right = torch.allclose(out.double(), weights.softmax(1) @ v, atol=2e-2)

@@ -3,7 +3,7 @@
 
 # ---- core: a shared library without Python, so that _C, _cuda and the GoogleTest binary use one copy
 file(GLOB NEMO_CORE_SOURCES CONFIGURE_DEPENDS csrc/common/*.cpp csrc/kernels/*.cpp csrc/batching/*.cpp csrc/runtime/*.cpp csrc/ops/*.cpp csrc/distributed/*.cpp
-     csrc/model/*.cpp csrc/trainer/*.cpp csrc/generation/*.cpp csrc/refit/*.cpp csrc/forecast/*.cpp)
+     csrc/model/*.cpp csrc/trainer/*.cpp csrc/generation/*.cpp csrc/refit/*.cpp)
 list(FILTER NEMO_CORE_SOURCES EXCLUDE REGEX "_cuda\\.cpp$|nccl_[a-z_]*\\.cpp$")     # these belong to _cuda
 add_library(nemo_rl_core SHARED ${NEMO_CORE_SOURCES} ${NEMO_KERNEL_OBJECTS})
 target_include_directories(nemo_rl_core PUBLIC csrc)

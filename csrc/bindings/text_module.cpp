@@ -9,7 +9,6 @@
 #include "bindings/interruptible.h"
 #include "bindings/model_config.h"
 #include "common/check.h"
-#include "forecast/pass_times.h"
 #include "generation/engine.h"
 #include "generation/native_model_runner.h"
 #include "ops/weight_blocks.h"
@@ -98,33 +97,6 @@ class TextModel {
   Engine engine_;
 };
 
-/// The seconds of a run's passes. Keys of `run` are the fields of forecast::Passes; absent ones keep their defaults.
-py::dict pass_times(const py::dict& config, const py::dict& run) {
-  forecast::Passes p;
-  const auto get = [&run](const char* key, auto& value) {
-    if (run.contains(key)) value = run[key].cast<std::decay_t<decltype(value)>>();
-  };
-  std::string dtype = "float32";
-  std::vector<std::array<std::int64_t, 4>> decode;
-  get("dtype", dtype), get("decode", decode);
-  get("trains", p.trains), get("checkpoint", p.checkpoint), get("packs", p.packs), get("length", p.length);
-  get("micro_batch", p.micro_batch), get("trained", p.trained), get("scores", p.scores);
-  get("temperature", p.sampling.temperature);
-  get("top_p", p.sampling.top_p), get("top_k", p.sampling.top_k);
-  p.dtype = dtype_of(dtype);
-  for (const auto& [rows, prompt, own, group] : decode) p.decode.push_back({rows, prompt, own, group});
-  if (run.contains("lora")) {
-    const auto [dim, alpha, targets, merge] =
-        run["lora"].cast<std::tuple<std::int64_t, double, std::vector<std::string>, bool>>();
-    p.lora = model::LoraConfig{dim, alpha, targets, merge};
-  }
-  const auto t = forecast::pass_times(config_from(config), p);
-  py::dict out;
-  out["prefill"] = t.prefill, out["score"] = t.score, out["forward"] = t.forward, out["backward"] = t.backward;
-  out["update"] = t.update, out["packing"] = t.packing, out["decode"] = t.decode;
-  return out;
-}
-
 }  // namespace
 }  // namespace nemo_rl::bindings
 
@@ -132,7 +104,6 @@ PYBIND11_MODULE(_text, m) {
   using namespace nemo_rl::bindings;
   m.doc() = "Generation without torch's Python side; see nemo_rl_cpp/generate.py";
   m.def("set_num_threads", [](int n) { at::set_num_threads(n); }, py::arg("num_threads"));
-  m.def("pass_times", &pass_times, py::arg("config"), py::arg("run"), "Seconds; see csrc/forecast/pass_times.h");
   py::class_<TextModel>(m, "TextModel", py::module_local())
       .def(py::init<const py::dict&, const std::string&, std::int64_t>(), py::arg("config"), py::arg("dtype"),
            py::arg("max_model_len"))

@@ -9,7 +9,6 @@ from nemo_rl_cpp.errors import Finding
 
 from . import data, folders, model
 from .banner import banner_lines
-from .time import time_line
 
 
 def preflight(config: WholeConfig) -> list[Finding]:
@@ -19,4 +18,4 @@ def preflight(config: WholeConfig) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
-__all__ = ["Finding", "banner_lines", "preflight", "time_line"]
+__all__ = ["Finding", "banner_lines", "preflight"]

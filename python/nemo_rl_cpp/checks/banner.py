@@ -8,7 +8,6 @@ GRPO smollm2-135m-instruct
   folder    results/grpo_arithmetic_smollm2, starts from scratch
   report    file:///.../logs/grpo_arithmetic_smollm2/exp_001/report.html
   data      arithmetic, 2,091 rows; validation: arithmetic, 256 rows
-  time      about 2 min, if all responses reach 8 tokens
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,6 @@ from nemo_rl_cpp.models.model_sizes import known_model, model_sizes
 from nemo_rl_cpp.threads import cores, threads_at_start
 
 from .data import data_sections, made_up_quickly
-from .time import time_line
 
 _MOST_BYTES = 64 * 2**20
 """The largest file whose lines are counted for the banner, which takes a fraction of a second."""
@@ -63,8 +61,6 @@ def _training(config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
     logs = foreseen_experiment_dir(config.logger.log_dir, newest)
     yield ("report", (Path(logs).absolute() / "report.html").as_uri()) if config.logger.report else ("logs", str(logs))
     yield "data", _data(config)
-    if (time := time_line(config)) is not None:
-        yield "time", time
 
 
 def _evaluation(config: WholeConfig) -> Iterator[tuple[str, str]]:

@@ -26,13 +26,13 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
     Hub data sets and users' data set classes are checked later, when the run loads them."""
     evaluation = not isinstance(config, TrainMasterConfig)
-    tokenizer, findings = run_tokenizer(config, evaluation)
+    tokenizer, findings = _tokenizer(config, evaluation)
     yield from findings
     for where, section in data_sections(config.data, evaluation):
         yield from _check_section(config, where, section, tokenizer, evaluation)
 
 
-def run_tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
+def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
     """Return (tokenizer, problems): the tokenizer with the run's chat template (None if it is not on this machine), and
     problems with the template."""
     section, prefix = (config.tokenizer, "tokenizer") if evaluation else (config.policy.tokenizer, "policy.tokenizer")
@@ -80,7 +80,7 @@ def _check_section(
     from nemo_rl_cpp.environments.response_data import Limits, inspect_rows
 
     try:
-        if not is_quick(section):
+        if not _is_quick(section):
             _check_prompt_file(section)
             return
         raw = (load_eval_dataset if evaluation else load_response_dataset)(section)
@@ -107,7 +107,7 @@ def made_up_quickly(section: Mapping[str, object]) -> bool:
     return section.get("dataset_name") in _QUICK
 
 
-def is_quick(section: dict[str, object]) -> bool:
+def _is_quick(section: dict[str, object]) -> bool:
     """Return whether a data set can be read now: it is generated quickly, or is a local file of limited size."""
     from nemo_rl_cpp.data.datasets.files import is_local
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from nemo_rl_cpp.checks import banner_lines, preflight, time_line
+from nemo_rl_cpp.checks import banner_lines, preflight
 from nemo_rl_cpp.command_line import OneLineParser, add_common_options, command_parser, unknown_option
 from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.errors import KINDS, ConfigError
@@ -103,8 +103,6 @@ def check(arguments: Sequence[str]) -> int:
         print(text)
     if kind != "eval" and (text := budget_text(config)) is not None:
         print(f"{MEMORY_BUDGET} {text}")
-    if kind != "eval" and (text := time_line(config)) is not None:
-        print(f"the run takes {text}")
     generation = config.policy.generation if kind != "eval" else None
     if generation is not None and generation.runs_vllm and generation.vllm_cfg.server_url is not None:
         from nemo_rl_cpp.models.generation.vllm.server import server_command
@@ -160,9 +158,7 @@ def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[W
         help="YAML file, or the name of a shipped one (default: %(default)s)",
     )
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="show forecasts of memory and time and the resolved configuration, then stop",
+        "--dry-run", action="store_true", help="show a memory forecast and the resolved configuration, then stop"
     )
     add_common_options(parser)
     known, overrides = parser.parse_known_args(words)  # all other words are overrides
@@ -210,8 +206,7 @@ def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfi
 
 def _dry_run(config: WholeConfig) -> int:
     if isinstance(config, TrainMasterConfig):  # an evaluation holds only the model and its cache
-        time = time_line(config)
-        print(forecast_text(config) + ("" if time is None else f"\nTime: {time}"), end="\n\n")
+        print(forecast_text(config), end="\n\n")
     print(dump_yaml(written(config)))
     if (ineffective := keys_without_effect_text(config)) is not None:
         print(ineffective)

@@ -1,16 +1,10 @@
 """The first lines of a run: right before torch loads, and nothing made up."""
 
 import nemo_rl_cpp.checks.banner as banner
-import nemo_rl_cpp.checks.time as time
 import pytest
 from nemo_rl_cpp.checks.banner import banner_lines, rows_of
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.models.memory import certain_bytes
-
-
-@pytest.fixture(autouse=True)
-def _no_measuring(monkeypatch):
-    monkeypatch.setattr(banner, "time_line", lambda config: None)
 
 
 def lines_of(config):
@@ -94,13 +88,3 @@ def test_banner_counts_data_rows_only_of_existing_jsonl_files(tmp_path):
     assert rows_of({"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "missing.jsonl")}) is None
     assert rows_of({"dataset_name": "ResponseDataset", "data_path": "openai/gsm8k"}) is None
     assert rows_of({"dataset_name": "arithmetic", "max_number": 0}) is None  # a mistake, which the checks name
-
-
-def test_banner_ends_with_the_time_if_it_is_known(monkeypatch):
-    monkeypatch.setattr(time, "time_text", lambda seconds: f"{seconds:g} s")
-    monkeypatch.setattr(time.TimeForecast, "seconds", lambda self, steps, begins: 7.0 * steps if begins else 0.0)
-    monkeypatch.setattr(banner, "time_line", time.time_line)
-    sizes = "policy.hf_config_overrides={hidden_size: 512, intermediate_size: 2048, num_hidden_layers: 8}"
-    config = load_grpo_config("configs/grpo_tiny.yaml", [sizes, "grpo.max_num_steps=3", "checkpointing.enabled=false"])
-    assert list(lines_of(config)[1].items())[-1] == ("time", "about 21 s, if all responses reach 3 tokens")
-    assert "time" not in lines_of(load_grpo_config("configs/grpo_tiny.yaml"))[1]

@@ -28,22 +28,22 @@ inline constexpr std::int64_t kBlockTerms = 32;        ///< weights of a block
 inline constexpr std::int64_t kNormalFloatTerms = 64;  ///< weights of nf4 that share a scale
 inline constexpr float kNormalFloatLeast = 0x1p-120f;
 /// The codes of nf4: sixteen quantiles of the normal distribution, divided by the largest.
-inline constexpr float kNormalFloat[16] = {-1.0f,
-                                           -0.6961928009986877f,
-                                           -0.5250730514526367f,
-                                           -0.39491748809814453f,
-                                           -0.28444138169288635f,
-                                           -0.18477343022823334f,
-                                           -0.09105003625154495f,
-                                           0.0f,
-                                           0.07958029955625534f,
-                                           0.16093020141124725f,
-                                           0.24611230194568634f,
-                                           0.33791524171829224f,
-                                           0.44070982933044434f,
-                                           0.5626170039176941f,
-                                           0.7229568362236023f,
-                                           1.0f};
+constexpr float kNormalFloat[16] = {-1.0f,
+                                    -0.6961928009986877f,
+                                    -0.5250730514526367f,
+                                    -0.39491748809814453f,
+                                    -0.28444138169288635f,
+                                    -0.18477343022823334f,
+                                    -0.09105003625154495f,
+                                    0.0f,
+                                    0.07958029955625534f,
+                                    0.16093020141124725f,
+                                    0.24611230194568634f,
+                                    0.33791524171829224f,
+                                    0.44070982933044434f,
+                                    0.5626170039176941f,
+                                    0.7229568362236023f,
+                                    1.0f};
 constexpr std::int64_t block_bytes(BlockFormat format) {
   return format == BlockFormat::q8_0 ? 34 : format == BlockFormat::q4_0 ? 18 : 20;
 }

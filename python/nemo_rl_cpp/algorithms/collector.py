@@ -311,8 +311,8 @@ class AsyncCollector(RolloutCollector):
         return None
 
     def settle(self) -> None:
-        """Wait for all batches and end generation. A batch that waits for new weights gets the current weights, because
-        it waits for those of the step that has just trained."""
+        """Wait for all batches and end generation. A batch that is paused for new weights continues with the current
+        ones: they are the weights that it waits for, because the step has already trained."""
         if (paused := self._until_weights_may_change()) is not None:
             self.refresh(Timer())
             paused.given.set_result(None)

@@ -97,8 +97,8 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def takes_own_key(cls, dotted: str) -> bool:
-        """Return whether the user may choose the key `dotted` freely, although the schema does not have it: it is in a
-        free-form mapping, or in a section that accepts any key."""
+        """Return whether the key `dotted`, which the schema does not list, is allowed: it is in a free-form mapping, or
+        in a section that accepts any key."""
         name, _, rest = dotted.partition(".")
         info = dict(fields_of(cls)).get(name)
         if info is None or not rest:

@@ -93,7 +93,7 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
     """If `cluster.strict_sizes` is true, report every number of devices or processes that the run cannot use as
-    configured (see `sizes_of`), and separate devices for generation that it does not use."""
+    configured (see `sizes_of`). Report `colocated.enabled: false`, too, if generation shares the run's device."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"

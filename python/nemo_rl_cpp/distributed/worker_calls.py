@@ -208,10 +208,11 @@ def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
 
 
 def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
-    """Return, for each cluster, the results of its calls, in which workers of several clusters wait for each other.
+    """Wait for calls in which workers of different clusters need each other (an exchange of weights). Return the
+    results of the calls of each cluster.
 
-    Raise the error closest to the root cause. If the calls of one cluster fail, those of the others have two grace
-    periods; workers that still wait after them are killed."""
+    Raise the error closest to the root cause. After the calls of one cluster have failed, the others have twice the
+    grace period to end; then their workers are killed."""
     waits = [Future() for _ in clusters]
     for wait, (workers, calls) in zip(waits, clusters):
         threading.Thread(target=wait.run, args=(partial(workers.wait, calls),), daemon=True).start()

@@ -159,7 +159,10 @@ def engine_thread(
     version: int,
     is_open: bool = True,
 ) -> EngineThread:
-    """Return the thread of an engine for sequences of at most `sizes.max_model_len` tokens."""
+    """Return a thread that makes and runs an engine for sequences of at most `sizes.max_model_len` tokens.
+
+    `version`: the number of the weights that responses report first. `is_open`: answer requests at once, not only
+    after `EngineThread.open`."""
 
     def make() -> C.ResidentEngine:
         return C.ResidentEngine(

@@ -81,7 +81,8 @@ class HfTrainer:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        """Run a forward pass. If `keep`, store the autograd graph for `backward`."""
+        """Run a forward pass and return its outputs. `keep`: store the autograd graph for `backward`, and with
+        `checkpoint` only the inputs of layers. `unfiltered`: also return log-probabilities without top-k and top-p."""
         self._kept = None  # drop the graph of a micro-batch that got no backward pass
         self._checkpoint(checkpoint and keep)
         with quietly(), torch.set_grad_enabled(keep):

@@ -130,9 +130,10 @@ class MicroBatchRunner:
         blocks: number of gradient blocks, the parts of a global batch whose gradients are added along a fixed tree (see
             `Ranks.blocks`); None: one per rank.
         sums: how gradients are summed over the ranks.
-        counts_loads: the routers count the tokens of each expert, in the backward pass, so every sample gets one.
-        balance_weight: every sample gets a backward pass, which adds the gradient of the loss that balances experts,
-            with this weight; 0: none.
+        counts_loads: the routers count the tokens of each expert in backward passes, so every sample has a backward
+            pass.
+        balance_weight: the weight of the loss that balances experts, for which every sample has a backward pass; 0: no
+            such loss.
     """
 
     trainer: C.Trainer
@@ -342,8 +343,8 @@ class _GlobalBatch:
         return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.backward)
 
     def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return three gradients of the loss: with respect to `scored`, to the log-probabilities without top-k and
-        top-p, and to the entropies. The last two are None if not computed. Each gradient has the shape of its
+        """Return three gradients of the loss: with respect to the log-probabilities (`scored`), to those without top-k
+        and top-p, and to the entropies. The last two are None if not computed. Each gradient has the shape of its
         tensor."""
         if self.way.sums.beside and self.is_apart(micro.rows):
             raise ValueError(

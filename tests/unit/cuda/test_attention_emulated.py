@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cuda_emulation.tensors import close, randn, table
 from nemo_rl_cpp._native import C
 
 TILE = C.KEY_TILE
@@ -12,15 +13,6 @@ TILE = C.KEY_TILE
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
 #         N, K, H: heads that share keys or do not, and a head of every register layout (up to 64, 128 and 256)
 HEADS = [(3, 1, 16), (2, 2, 64), (7, 1, 128), (3, 3, 24)]
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def close(got, expected, bound):
-    difference, size = (got.double() - expected.double()).norm(), expected.double().norm()
-    assert difference <= bound * size, float(difference / size)
 
 
 def bits(x):
@@ -37,10 +29,6 @@ def turned(cache, H, to_pairs):
         shape = (outer, 2, inner) if to_pairs else (outer, inner, 2)
         kinds.append(tiles.unflatten(-1, shape).transpose(-1, -2).flatten(-3))
     return torch.stack(kinds, 2)
-
-
-def table(rows):
-    return torch.tensor(rows, dtype=torch.int64)
 
 
 def packed():

@@ -6,25 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from cuda_emulation.tensors import close, randn, table
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
 
 F32, BF16 = torch.float32, torch.bfloat16
 # float32: sums of at most 2,049 terms in a tree. bfloat16: the result's rounding, at most 2^-9 of each number.
 BOUND = {F32: 1e-6, BF16: 2**-8}
-
-
-def randn(*shape, seed=0, dtype=F32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def table(rows):
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def close(got, expected, bound):
-    difference, size = (got.double() - expected.double()).norm(), expected.double().norm()
-    assert difference <= bound * size, float(difference / size)
 
 
 def parts(rows, columns):

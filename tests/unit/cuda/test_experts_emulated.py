@@ -4,17 +4,9 @@ import math
 
 import pytest
 import torch
+from cuda_emulation.tensors import close, randn
 
 T, E, K = 70, 12, 3
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def close(got, expected, bound=1e-6):
-    difference, size = (got.double() - expected.double()).norm(), expected.double().norm()
-    assert difference <= bound * size, float(difference / size)
 
 
 def routed(kernels, logits, groups=0, chosen_groups=0, renormalise=1, scale=1.0, bias=None):

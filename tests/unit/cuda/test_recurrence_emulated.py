@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cuda_emulation.tensors import close, randn, table
 from nemo_rl_cpp._native import C
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -15,19 +16,6 @@ SHARED = [(0, 37, NONE, NONE, 0), (37, 5, 0, NONE, 0), (42, 1, 0, NONE, 0), (43,
 ROWS = 113
 # P, U, dk, dv
 SHAPES = [(1, 2, 16, 48), (2, 2, 48, 16)]
-
-
-def randn(*shape, seed=0, dtype=F32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def table(rows):
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def close(got, expected, bound):
-    difference, size = (got.double() - expected.double()).norm(), expected.double().norm()
-    assert difference <= bound * size, float(difference / size)
 
 
 # ---------------------------------------------------------------- short convolution

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cuda_emulation.tensors import table
 from nemo_rl_cpp._native import C
 
 RULES = [(1.0, 1.0, 0), (0.7, 1.0, 20), (1.0, 0.9, 0), (2.0, 0.999, 0), (1.3, 0.8, 50)]  # temperature, top_p, top_k
@@ -11,10 +12,6 @@ RULES = [(1.0, 1.0, 0), (0.7, 1.0, 20), (1.0, 0.9, 0), (2.0, 0.999, 0), (1.3, 0.
 
 def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def table(rows):
-    return torch.tensor(rows, dtype=torch.int64)
 
 
 def rows_of_logits():

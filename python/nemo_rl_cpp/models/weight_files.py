@@ -110,9 +110,7 @@ def _other_weights(folder: Path) -> str:
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
     """Return name -> entry for the tensors of a file. Raise ModelFolderError if the file is truncated or does not match
     its header."""
-    if (linked := _linked(file)) is not None:
-        return {name: TensorEntry(*place) for name, place in linked.places.items()}
-    return _header(file)
+    return _contents(file)[0]
 
 
 def _header(file: Path) -> dict[str, TensorEntry]:
@@ -146,19 +144,21 @@ def _header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _linked(file: Path) -> LinkedTensors | QuantisedTensors | None:
-    """Return the tensors of a GGUF file, or of a safetensors file that bitsandbytes wrote; None for any other
-    safetensors file."""
+def _contents(file: Path) -> tuple[dict[str, TensorEntry], LinkedTensors | QuantisedTensors | None]:
+    """Return name -> entry for the tensors of a file, and for a GGUF file, or a safetensors file that bitsandbytes
+    wrote, the object that restores their bytes."""
     if file.name == GGUF_FILE:
         from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 
-        return LinkedTensors(file.parent)
-    entries = _header(file)
-    if not any(name.endswith(_QUANTISED) for name in entries):
-        return None
-    from nemo_rl_cpp.models.bitsandbytes_weights import QuantisedTensors
+        restores = LinkedTensors(file.parent)
+    else:
+        entries = _header(file)
+        if not any(name.endswith(_QUANTISED) for name in entries):
+            return entries, None
+        from nemo_rl_cpp.models.bitsandbytes_weights import QuantisedTensors
 
-    return QuantisedTensors(file, entries)
+        restores = QuantisedTensors(file, entries)
+    return {name: TensorEntry(*place) for name, place in restores.places.items()}, restores
 
 
 def _entry(name: str, said: Mapping[str, Plain], begins: int) -> TensorEntry:
@@ -185,9 +185,8 @@ def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]
 def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
     """Yield (name, tensor) for every tensor of the files, without copying. The safetensors library is not used, because
     it needs torch for bfloat16."""
-    headers = {file: tensor_entries(file) for file in files}  # a damaged file is found before the first tensor is read
-    for file, entries in headers.items():
-        linked = _linked(file)
+    contents = {file: _contents(file) for file in files}  # a damaged file is found before the first tensor is read
+    for file, (entries, restores) in contents.items():
         try:
             with (
                 file.open("rb") as handle,
@@ -196,7 +195,7 @@ def raw_tensors(files: Iterable[Path]) -> Iterator[tuple[str, RawTensor]]:
             ):
                 for name, (dtype, shape, begin, end) in entries.items():
                     with data[begin:end] as tensor:
-                        yield name, RawTensor(dtype, shape, linked.restored(name, tensor) if linked else tensor)
+                        yield name, RawTensor(dtype, shape, restores.restored(name, tensor) if restores else tensor)
                     # otherwise the pages of tensors already read would count as this process's memory
                     content.madvise(mmap.MADV_DONTNEED)
         except OSError as error:

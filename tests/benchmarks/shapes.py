@@ -26,7 +26,7 @@ SHAPES = {
     "olmoe": {
         "model_type": "olmoe", "vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 1024,
         "num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64,
-        "num_experts_per_tok": 8,
+        "num_experts_per_tok": 8, "eos_token_id": 0,
     },
     # Gemma 3 1B: 6 of 26 layers, five with a window of 512 tokens, and as large a share of the vocabulary
     "gemma3": {

@@ -1,9 +1,9 @@
 """The rules for where a prompt begins (BOS token) and where a response ends (end tokens). Training, validation,
-evaluation, `generate` and the saved folder share these rules, which are those of transformers.
+evaluation, `generate` and saved checkpoints follow these rules, which are those of transformers.
 
-Beginnings: plain text gets the special tokens that the tokenizer adds to a text (a BOS token, if it has one). The text
-of a chat template gets none, because the template writes them. A passthrough template writes none, so its output is
-treated as plain text.
+Beginnings: plain text gets the special tokens that the tokenizer adds to a text (a BOS token, if it has one). Text that
+a chat template rendered gets none, because the template writes them. A template that only joins the contents writes
+none, so its output is treated as plain text.
 
 Ends: the `eos_token_id` of generation_config.json, a number or a list; otherwise that of config.json; otherwise the
 tokenizer's end token."""

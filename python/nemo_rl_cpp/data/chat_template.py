@@ -281,9 +281,9 @@ def _content(message: Mapping[str, object]) -> str:
 
 
 def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
-    """Return how many leading characters of `text`, rendered from `messages`, belong to the first (system) message: the
-    length of the message rendered alone, if `text` begins with that; otherwise, as for templates that reject it or
-    merge it into the user's turn, all up to the end of its content, or 0 if that is not in the text."""
+    """Return how many leading characters of `text`, rendered from `messages`, belong to the first (system) message. If
+    `text` begins with this message rendered alone, that is the length of the rendering. If the template rejects a
+    system message alone or merges it into the user's turn, it is the end of its content, or 0 if `text` lacks it."""
     try:
         alone = _apply(tokenizer, messages[:1], False, None)
     except ValueError:  # many templates reject a system message alone

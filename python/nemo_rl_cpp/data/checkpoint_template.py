@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Set the chat template for the model in `folder`: the model's own, or in a checkpoint of a run
-    (`step_N/policy/weights`) the run's. Return notes for the user, one sentence each. Raise ValueError if neither has a
-    template."""
+    """Set the chat template of `tokenizer`: that of the model in `folder`, or if the model has none and `folder` is a
+    checkpoint of a run (`step_N/policy/weights`), the run's. Return notes for the user, one sentence each. Raise
+    ValueError if neither has a template."""
     run, own = run_section(folder), tokenizer.chat_template
     where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"
     used = _template_of_run(run, folder, own)
@@ -49,7 +49,8 @@ def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
 
 
 def differences_from_run(folder: Path, section: TokenizerConfig) -> list[str]:
-    """Return in sentences how an evaluation's section `tokenizer` differs from the checkpoint's run."""
+    """Return one sentence for each key in which an evaluation's section `tokenizer` differs from that of the run that
+    wrote the checkpoint `folder`."""
     run = run_section(folder) or {}
     remarks = []
     for key, default in (("chat_template", "default"), ("chat_template_kwargs", None)):

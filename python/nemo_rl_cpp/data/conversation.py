@@ -1,4 +1,4 @@
-"""Conversion of prompts and rows to conversations, with errors of one sentence.
+"""Conversion of prompts and rows to conversations, with one-sentence error messages.
 
 A conversation is a list of messages {"role", "content"}. Data sets, `train_grpo` and `generate` use the same rules. The
 messages of ValueErrors lack the file and the row, which the caller adds."""
@@ -32,7 +32,7 @@ def plain(value: object) -> object:
 
 
 def comes_from_arrow(rows: object) -> bool:
-    """Return whether a library that keeps or reads columns in Arrow's format made the table or data set `rows`."""
+    """Return whether the table or data set `rows` comes from a library that uses Arrow's column format."""
     return any(base.__module__.partition(".")[0] in _ARROW for base in type(rows).__mro__)
 
 
@@ -47,7 +47,7 @@ def _holds_objects(value: object) -> bool:
 
 def without_padding(row: Row) -> Row:
     """Remove the keys with null from mappings inside the columns of a row. All structs of an Arrow column have the same
-    keys, so a struct has null for those that only others set. A column that is itself null stays."""
+    keys, so a key that only other rows set is null. A column that is itself null stays."""
     return {name: _unpadded(value) for name, value in row.items()}
 
 
@@ -89,8 +89,9 @@ def look_up(row: Mapping[str, object], key: str) -> object:
 
 
 def conversation_of(value: object, key: str) -> list[ChatMessage]:
-    """Return a question as messages. A string or a number becomes a user message. A list of {"role", "content"} or of
-    {"from", "value"} (ShareGPT) is a conversation. Raise ValueError, with `key` in its message, for anything else."""
+    """Return the question `value` as a list of messages. A string or a number becomes a user message. A list of
+    {"role", "content"} or of {"from", "value"} (ShareGPT) is a conversation. Raise ValueError, with `key` in its
+    message, for anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         value = str(value)
     if isinstance(value, str):
@@ -108,7 +109,7 @@ def conversation_of(value: object, key: str) -> list[ChatMessage]:
 
 
 def question_and_answer(question: str, answer: object) -> list[ChatMessage]:
-    """Return a conversation of one message of the user and one of the assistant."""
+    """Return a conversation of a user message (the question) and an assistant message (the answer)."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -204,7 +205,8 @@ def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | li
 
 
 def prompts_of(prompts: object) -> list[str | list[ChatMessage]]:
-    """Return the prompts (`prompt_of`) of a string, a conversation or a list. Raise ValueError for others."""
+    """Return a list of prompts (see `prompt_of`) for one string, one conversation, or several of these. Raise
+    ValueError for anything else."""
     if isinstance(prompts, str) or is_conversation(prompts):
         several: list[object] = [prompts]
     elif isinstance(prompts, (bytes, Mapping)) or not is_iterable(prompts):

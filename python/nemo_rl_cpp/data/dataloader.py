@@ -1,4 +1,4 @@
-"""Loaders of prompts for the training loop. Their order depends only on a seed and a position."""
+"""Data loaders for the training loop. The order of the prompts depends only on a seed and the position in the data."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class StatefulDataLoader:
         return here | {"seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Restore a saved position. Raise ValueError if number of rows, seed or shuffling differ, because different
-        rows would follow."""
+        """Restore a saved position. Raise ValueError if the number of rows, the seed or `shuffle` differs from the
+        saved one, because different rows would follow."""
         own = self.state_dict()
         for key in ("seed", "shuffle", "num_rows"):
             if state[key] != own[key]:
@@ -131,7 +131,7 @@ class StatefulDataLoader:
             yield self.collate_fn(rows)
 
     def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
-        """Start fetching rows. Return a function that waits for them, and raises a processor's error."""
+        """Start processing the rows `chunk`. Return a function that waits for them and raises a processor's error."""
         if self.num_workers < 1:
             return lambda: [self.dataset[i] for i in chunk]
         if self._pool is None:
@@ -230,8 +230,8 @@ def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWra
 
 
 def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
-    """Restore the loader's position. Raise FileNotFoundError if the checkpoint has none, ValueError if it is for other
-    data."""
+    """Restore the loader's position. Raise FileNotFoundError if the checkpoint has none, ValueError if the data
+    differs."""
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():
         raise FileNotFoundError(

@@ -18,7 +18,7 @@ Row = dict[str, object]  # a row of a data set: column name -> value
 
 
 class Indexed(Protocol[T_co]):
-    """A sequence of which only indexing and length are used: rows of a data set, or samples made from them."""
+    """A sequence that supports only indexing and `len`: rows of a data set, or samples made from them."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> T_co: ...
@@ -98,8 +98,7 @@ class TaskDataSpec:
 
     `prompt_file` is a text with the placeholder `{}` for the question, and `system_prompt_file` the system message.
     Both are read immediately, into `prompt` and `system_prompt` (None without a file). A relative path is looked up in
-    the working directory, then in the source tree, then in the package. If no file is found, FileNotFoundError is
-    raised."""
+    the working directory, then in the source tree, then in the package. A missing file raises FileNotFoundError."""
 
     task_name: str | None = None
     prompt_file: PathLike | None = None
@@ -133,4 +132,4 @@ TaskDataProcessFnCallable = Callable[[Row, TaskDataSpec, TokenizerType, int | No
 """A processor: (row, task's settings, tokenizer, maximum length, index of the row) -> DatumSpec."""
 
 TaskDataPreProcessFnCallable = Callable[[Row], Row]
-"""A preprocessor, which returns the changed row that the processor gets."""
+"""A preprocessor: a function that changes a row before the processor gets it."""

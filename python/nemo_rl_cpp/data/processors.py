@@ -40,8 +40,8 @@ PromptMaker = Callable[[Row, TaskDataSpec, TokenizerType], Prompt]
 def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
-    """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response: it is cut to a
-    few tokens and masked; `length` remains the original one. Error messages contain the row number."""
+    """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response, so it is cut to
+    a few tokens and masked; `length` is that before the cut. Error messages contain the row number."""
     import torch
 
     try:
@@ -75,7 +75,7 @@ PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """Register under its name a processor that calls the prompt maker `make`."""
+    """Register a processor that calls `make`, under the name of `make`."""
 
     @wraps(make)
     def process(
@@ -83,7 +83,7 @@ def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
     ) -> DatumSpec:
         return _datum(make, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
-    del process.__wrapped__  # its signature is another
+    del process.__wrapped__  # it has a different signature
     PROCESSOR_REGISTRY[make.__name__], PROMPT_MAKERS[process] = process, make
     return process
 
@@ -107,7 +107,7 @@ _LATEX = re.compile(r"(\\[A-Za-z]+\*?(\[[^\]\n]*\])?(\{[^{}\n]*\}|\{\{[^{}\n]*\}
 
 
 def fill_prompt(prompt: str, question: str) -> str:
-    """Return `prompt` with the question at its placeholder. Raise ValueError unless it has exactly one."""
+    """Return `prompt` with the question in place of `{}`. Raise ValueError unless there is exactly one `{}`."""
     before, after = split_prompt(prompt)
     return before + question + after
 
@@ -179,8 +179,7 @@ def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerTy
 
 @_processor
 def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"problem", "expected_answer"} to a prompt. System and user message become two messages of its
-    log."""
+    """Convert a row {"problem", "expected_answer"} to a prompt with separate system and user messages."""
     problem = _question(_column(row, "problem", "math_data_processor"), "problem")
     truth = _column(row, "expected_answer", "math_data_processor")
     if spec.prompt:
@@ -189,7 +188,7 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
-    """Return a row's conversation, its last question put into the prompt file, and the environment's data."""
+    """Return (messages, data for the environment) of a row. The last question is inserted into the prompt file."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -244,8 +243,8 @@ def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType)
 
 @_processor
 def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"question", "options": {letter: text}, "answer"} and optionally "subject". With a prompt file, its
-    text comes before the question, and the options are listed after it."""
+    """Read rows {"question", "options": {letter: text}, "answer"} and optionally "subject". With a prompt file, the
+    prompt is the file's text, the question and the list of options; otherwise the question alone."""
     name = "multichoice_qa_processor"
     question = _question(_column(row, "question", name), "question")
     if spec.prompt:

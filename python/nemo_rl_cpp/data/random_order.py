@@ -1,5 +1,5 @@
-"""Random order without generator state: every random number is a function of a key. It uses Philox's raw 64-bit
-numbers, whose values numpy guarantees, unlike those of its higher-level methods."""
+"""Random order without generator state: every random number is a function of a key. The numbers are Philox's raw 64-bit
+output, because numpy guarantees its values, but not those of its higher-level methods."""
 
 import hashlib
 
@@ -20,7 +20,8 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
 
 
 class Draws:
-    """Random numbers for one row. `below(n)` is uniform in 0..n-1 (bias under 2**-50 for n below 2**14)."""
+    """A sequence of random numbers that (seed, key) determines, for one row of a data set. `below(n)` is uniform in
+    0..n-1 (bias under 2**-50 for n below 2**14)."""
 
     def __init__(self, seed: int, *key: int):
         self._seed, self._key, self._turn = seed, key, 0

@@ -66,7 +66,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
 
     def __call__(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        """Return the bytes of a token, or b"" for an id that the tokenizer, unlike the model, does not have."""
+        """Return the bytes of a token, or b"" for an id that only the model has, not the tokenizer."""
         if token_id in self._added:
             if skip_special_tokens and token_id in self._special:
                 return b""
@@ -99,8 +99,8 @@ def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
 def token_bytes_table(
     tokenizer: TokenizerType, size: int | None = None, skip_special_tokens: bool = False
 ) -> list[bytes]:
-    """Return the bytes of the ids 0..size-1 (default: len(tokenizer)). `size` is usually that of the model's
-    vocabulary; ids beyond the tokenizer's get b"". With `skip_special_tokens`, special tokens also get b""."""
+    """Return the bytes of the ids 0..size-1 (default: len(tokenizer)). `size` is usually the model's vocabulary size;
+    ids that the tokenizer lacks get b"". With `skip_special_tokens`, special tokens also get b""."""
     count = len(tokenizer) if size is None else size
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -172,7 +172,7 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Determine the text of each waiting token from `text`, that of the tokens decoded together."""
+        """Determine the text of each waiting token from `text`, the text of all tokens of the window together."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])

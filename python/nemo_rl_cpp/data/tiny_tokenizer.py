@@ -11,7 +11,7 @@ TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=")
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Return a tokenizer of digits, `+`, `=` and four special tokens, whose template joins the contents."""
+    """Return a tokenizer of digits, `+`, `=` and four special tokens. Its chat template joins the contents."""
     backend = Backend(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()

@@ -1,5 +1,5 @@
 """A tokenizer for Hugging Face tokenizer folders, like `AutoTokenizer`: it encodes, decodes, and applies chat
-templates. It needs only `tokenizers` and jinja2. Where a function takes it, it also takes one of transformers."""
+templates. It needs only `tokenizers` and jinja2. Functions that take this tokenizer also take one of transformers."""
 
 from __future__ import annotations
 
@@ -120,8 +120,7 @@ class Tokenizer(SpecialTokens):
 
     @property
     def chat_template(self) -> Templates:
-        """The template in use (or name -> template): the run's if `use_chat_template` has set it, otherwise the
-        model's."""
+        """The template in use (or name -> template): the run's (see `use_chat_template`) or the model's."""
         return self._model_template if self._run_template is None else self._run_template[0]
 
     @chat_template.setter
@@ -129,7 +128,7 @@ class Tokenizer(SpecialTokens):
         self._model_template, self._run_template = template, None
 
     def use_chat_template(self, template: Templates) -> None:
-        """Use the run's `template` from now on. `save_pretrained` does not write it: it is not the model's."""
+        """Use the run's `template` from now on. `save_pretrained` writes the model's template instead."""
         self._run_template = (template,)
 
     # -- vocabulary --------------------------------------------------------------------------------------------------
@@ -172,8 +171,8 @@ class Tokenizer(SpecialTokens):
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, return_tensors: str | None = None
     ) -> Encoding:
         """Return the token ids of one or several texts, as lists, or with `return_tensors="pt"` as int64 tensors [B, S]
-        (B is 1 for one text). Raise ValueError if tensors are requested and texts have different lengths, because there
-        is no padding."""
+        (B is 1 for one text). Raise ValueError if texts of different lengths are requested as a tensor: there is no
+        padding."""
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors must be None or 'pt', got {return_tensors!r}")
         texts = [text] if isinstance(text, str) else list(text)

@@ -1,5 +1,4 @@
-"""The files next to tokenizer.json, which hold the special tokens and the tokenizer class. They are read and written as
-transformers 5 does."""
+"""Read and write the files next to tokenizer.json (special tokens, tokenizer class) as transformers 5 does."""
 
 from __future__ import annotations
 
@@ -35,10 +34,10 @@ def token_text(token: str | Mapping[str, Any] | None) -> str | None:
 
 
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
-    """Return the keys of tokenizer_config.json, completed from older files in the folder unless it has
-    `added_tokens_decoder`: special_tokens_map.json takes precedence, and the tokens of added_tokens.json become
-    `added_tokens_decoder`, except those with an id in `own_ids` (of tokenizer.json). chat_template.jinja takes
-    precedence over the key `chat_template`."""
+    """Return the keys of tokenizer_config.json. If `added_tokens_decoder` is not among them, keys of
+    special_tokens_map.json override them, and the tokens of added_tokens.json become `added_tokens_decoder`, except
+    those whose ids tokenizer.json has (`own_ids`). The text of chat_template.jinja overrides the key
+    `chat_template`."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
@@ -98,8 +97,9 @@ _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # their fo
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer class that transformers 5 uses for a folder: the one that tokenizer_config.json (`settings`)
-    or config.json names; without one, and for some model types always, that of the `model_type`."""
+    """Return the tokenizer class that transformers 5 uses for a folder: the class that tokenizer_config.json
+    (`settings`) or config.json (`config`) names, or the class of the `model_type` if neither names one. Some model
+    types always use the latter."""
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")

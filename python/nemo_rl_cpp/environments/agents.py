@@ -1,5 +1,4 @@
-"""Environments driven by an external agent, which calls the policy over HTTP as often as it likes and
-returns a result."""
+"""Environments whose rollouts an external agent makes: it calls the policy over HTTP, and returns a reward."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class AgentTask:
         key: the key of the rollout. Every request must send it, as a header or as the field `rollout_key`.
         messages: the prompt from the data set's row, as messages {"role", "content"}.
         info: the data for the environment from the data set's row, such as `ground_truth`.
-        address: the policy's address."""
+        address: URL, API key and model name of the policy's HTTP server."""
 
     key: str
     messages: list[dict[str, str]]
@@ -73,7 +72,8 @@ class AgentResult:
 
 
 class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
-    """The base class of agent environments. A rollout that fails or times out gets reward 0 and is not trained on.
+    """The base class of environments whose rollouts an agent makes. A rollout that fails or times out gets reward 0 and
+    is not trained on.
     Metrics: `agent_errors` and `agent_timeouts` count such rollouts; the agents' metrics are averaged."""
 
     runs_rollouts = True
@@ -137,8 +137,8 @@ class AgentFunctionEnvironment(AgentEnvironment):
     an `AgentTask`, calls the policy with a client, and returns the reward or an `AgentResult`.
 
     Async functions run concurrently on the run's event loop (`user_code.py`). A plain function blocks its thread, so
-    each call gets its own thread. With `max_concurrency` 1 it instead runs in the thread of user code, where it may use
-    signals."""
+    each call gets a new thread. With `max_concurrency` 1, a plain function instead runs in the thread of user code,
+    where it may set signal handlers."""
 
     def __init__(self, cfg: Mapping[str, object]) -> None:
         config = as_model(cfg, AgentEnvConfig, "env.agent")
@@ -176,7 +176,7 @@ def _checked(result: AgentResult) -> AgentResult:
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
-    """Call the function in a daemon thread, so that one that never returns blocks only its rollout."""
+    """Call the function in a daemon thread (if it never returns, only its rollout blocks), and return a future."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 

@@ -27,9 +27,9 @@ class CodeEnvMetadata(TypedDict):
 
 
 class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
-    """An environment that rewards a program by the tests it passes, sandboxed as `docs/guides/environments.md`
-    describes. It raises SandboxUnavailableError if this machine lacks a protection. Programs run only after generation
-    has ended, which would take processor time from them.
+    """An environment that runs each response's program in a sandbox (see `docs/guides/environments.md`) and rewards it
+    by the tests that it passes. The constructor raises SandboxUnavailableError if this machine lacks a protection.
+    Programs run only after generation has ended, because generation would slow them down.
 
     Metrics: those of `VerifyingEnvironment`, and `num_<reason>`, the number of programs that failed for this reason
     (see `CodeVerifyWorker`). `answers` holds each program's result, such as `passed` or `wrong_answer`."""

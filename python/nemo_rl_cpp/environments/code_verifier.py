@@ -80,7 +80,7 @@ Runner = Callable[..., Outcome]  # `run_program` with limits already applied: (s
 
 @dataclass(frozen=True)
 class TestResult:
-    """The result of `count` tests, of which `passed` passed. `outcome` and `detail` describe the first failure."""
+    """The result of `count` tests, `passed` of which succeeded. `outcome` and `detail` describe the first failure."""
 
     __test__ = False  # pytest must not collect this class
 
@@ -135,7 +135,7 @@ class CodeTests:
 
 
 def uncompiled(outcome: Outcome) -> bool:
-    """Return whether the program is not valid Python, for which Python reports an error without a traceback."""
+    """Return whether the program did not compile: Python then prints an error without a traceback."""
     errors = outcome.stderr.decode(errors="replace")
     last = errors.rstrip().rpartition("\n")[2]  # no regex, which may never end on a megabyte of output
     return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)
@@ -146,7 +146,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
-    """Return the harness's results, or empty ones if the run was stopped or its output is invalid."""
+    """Return one result per test, each {} if the run was stopped or its output is invalid."""
     found = None
     if outcome.exit_code == 0 and outcome.stopped is None:
         with suppress(ValueError, RecursionError):
@@ -233,8 +233,8 @@ _NO_PROCESS = re.compile(r"^(?:BlockingIOError: \[Errno 11\]|RuntimeError: can't
 class CodeVerifyWorker(VerifierBase):
     """A verifier that runs the tests in `ground_truth` (see `parse_tests`) on a program, which is the whole response.
 
-    The verifier's process never compiles the program, because a few lines can make a compiler use gigabytes. It is
-    compiled only in the sandbox.
+    The verifier's process never compiles the program, because a few lines can make a compiler use gigabytes. Only the
+    sandbox compiles it.
 
     The score is 1 if all tests pass, otherwise 0, or with `reward="fraction"` the fraction of tests that pass. The
     answer is the result, possibly with a detail after a colon: passed, wrong_answer, runtime_error, syntax_error,
@@ -269,7 +269,7 @@ class CodeVerifyWorker(VerifierBase):
 
 
 def reason_of(result: TestResult, limits: Limits) -> str:
-    """Return why tests failed, from how the run ended and from its standard error."""
+    """Return why tests failed (`memory_limit: 512 MB`), from the run's end and its standard error."""
     outcome = result.outcome
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")

@@ -24,7 +24,7 @@ class WeightedParts(dict[str, "Tensor"]):
 
     @staticmethod
     def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """Return `parts`, with the weights of `given` if it has weights."""
+        """Return `parts` with the weights of `given` if `given` has weights, otherwise `parts` itself."""
         return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
 
 
@@ -104,8 +104,7 @@ class Environment(Protocol):
     """Whether a conversation's result depends only on that conversation. If True, rollouts may call `step` with some
     rows of a batch while the others are still generated."""
     runs_rollouts: bool
-    """Whether agents of the environment make the rollouts, through the policy's HTTP server. If True, `step` is not
-    called."""
+    """Whether the environment's agents make the rollouts, through the policy's HTTP server. `step` is then unused."""
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """Do one turn of B conversations, each of which ends with a message of the model, and return the result.

@@ -21,7 +21,7 @@ INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 
 
 def environment_target(name: str) -> str:
-    """Return the dotted name for a registered or dotted name. Raise LoadingError for any other name."""
+    """Return the dotted class name of a registered or dotted name. Raise LoadingError for any other name."""
     if name in ENV_REGISTRY:
         return ENV_REGISTRY[name]["actor_class_fqn"]
     if "." not in name:
@@ -58,8 +58,7 @@ def reward_function(name: object) -> Callable[..., Sequence[float | None]]:
 
 
 def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | None = None) -> None:
-    """Register an environment class, given by its dotted name, so that `create_env` and configurations can use it as
-    `env_name`.
+    """Register the class with the dotted name `actor_class_fqn` as the environment `env_name` of configurations.
 
     `section` describes the keys of `env.<env_name>`; without it any key is accepted. Raise ValueError if the name is
     taken."""
@@ -73,9 +72,9 @@ def register_env(env_name: str, actor_class_fqn: str, section: type[Section] | N
 def create_env(
     env_name: str, env_config: Mapping[str, object] | None = None, actors: ActorSettings | None = None
 ) -> EnvironmentInterface:
-    """Make an environment with a registered or dotted name from its section, and return a handle to it (see
-    `Environment.remote`). With `actors` it runs in a Ray actor, and Ray is started if needed. Raise ValueError for an
-    unknown name, or for a class without the interface of environments."""
+    """Make the environment with a registered or dotted name from its section `env.<env_name>`, and return a handle to
+    it (see `EnvironmentInterface.remote`). With `actors` it runs in a Ray actor, and Ray is started if needed. Raise
+    ValueError for an unknown name, or for a class without the interface of environments."""
     environment = environment_class(env_name)
     try:
         settings = dict(env_config or {})

@@ -1,8 +1,7 @@
-"""Rollouts with the package NeMo Gym: its agents, tools and resource servers are used unchanged; the model is this run's
-policy.
+"""Rollouts with the package NeMo Gym: its agents, tools and resource servers call this run's policy.
 
-NeMo Gym runs in an interpreter of its own (`nemo_gym_servers.py`). Its model server calls the policy's server, which
-identifies a rollout by the field `rollout_key` of its requests and keeps the sampled tokens."""
+NeMo Gym runs in a separate Python interpreter (`nemo_gym_servers.py`). Its model server calls the policy's server,
+which identifies a rollout by the field `rollout_key` of its requests and keeps the sampled tokens."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ class _Servers:
         handle, log = tempfile.mkstemp(prefix="nemo_gym_", suffix=".log")
         self._log = Path(log)
         print(f"NeMo Gym starts its servers (log: {self._log})", flush=True)
-        # a session of its own: Ctrl-C ends the run, which then ends NeMo Gym
+        # a separate session, so that Ctrl-C reaches only the run, which then ends NeMo Gym
         self._process = subprocess.Popen(
             [python, str(Path(__file__).with_name("nemo_gym_servers.py"))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=handle, text=True, start_new_session=True,
@@ -118,7 +117,7 @@ class _Servers:
         threading.Thread(target=self._read, daemon=True, name="nemo gym").start()
 
     def run(self, row: Mapping[str, object]) -> Future[dict[str, Any]]:
-        """Make the rollout of a row. The future is the agent's result, or RuntimeError with NeMo Gym's error."""
+        """Start the rollout of a row. The returned future yields the agent's result, or raises NeMo Gym's error."""
         self._count += 1
         future = self._asked[self._count] = Future()
         if self._ended:
@@ -146,7 +145,7 @@ class _Servers:
         self._fail_all()
 
     def _fail_all(self) -> None:
-        """Fail the rollouts that have no answer. Two threads call this; each future is taken by one of them."""
+        """Fail all rollouts that have no result. Two threads may call this; only one takes each future."""
         while self._asked:
             with contextlib.suppress(KeyError):
                 _, future = self._asked.popitem()
@@ -157,7 +156,7 @@ class _Servers:
         return f"NeMo Gym has ended (log: {self._log}): {' | '.join(last_lines(self._log)) or 'it printed nothing'}"
 
     def end(self) -> None:
-        """End NeMo Gym: the end of its input asks it to end its servers. It is killed if that takes too long."""
+        """End NeMo Gym: when its standard input closes, it ends its servers. After 60 seconds it is killed."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -168,7 +167,7 @@ class _Servers:
 
 
 def gym_config(config: NemoGymEnvConfig, address: ServerAddress) -> dict[str, object]:
-    """Return NeMo Gym's configuration: the keys of `env.nemo_gym` that are its own, and the policy's address."""
+    """Return NeMo Gym's configuration: the keys of `env.nemo_gym` that belong to NeMo Gym, and the policy's address."""
     own = copy.deepcopy(config.model_extra or {})
     policy = own.setdefault("policy_model", {})
     # the policy's server keeps the token ids, so NeMo Gym need not ask for them

@@ -52,7 +52,7 @@ class ActorSettings:
 
 
 class EnvironmentActor:
-    """The Ray actor of one environment, which it makes at the first call, so that the caller gets errors."""
+    """The Ray actor of one environment. The first call makes it, so its caller gets the constructor's errors."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
         """Enter `folder`, set `variables`, and store `make`, the pickled function that makes the environment. It is
@@ -92,8 +92,8 @@ def _told(call: Callable[[], Any]) -> Any:
 
 
 class RemoteMethod:
-    """A method of a handle: `.remote(...)` starts the call and returns a Ray ObjectRef or a future; a direct call also
-    waits."""
+    """A method of a handle: `.remote(...)` starts the call and returns a Ray ObjectRef or a future; a direct call waits
+    and returns the result."""
 
     def __init__(self, start: Callable[..., object], wait: Callable[[Any], object]) -> None:
         self.remote, self._wait = start, wait
@@ -103,7 +103,7 @@ class RemoteMethod:
 
 
 class RayEnvironment:
-    """A handle to an environment in an actor, for any process. Only its creator can end the actor (`close`)."""
+    """A handle to an environment in a Ray actor. Only the original handle, not a pickled copy, ends the actor."""
 
     def __init__(self, cls: type, actor: Any, deadline: float, held: bool = False) -> None:
         self._cls, self._actor, self.deadline, self._held = cls, actor, deadline, held
@@ -182,8 +182,8 @@ def ray_environment(
 
 
 class LocalActor:
-    """A handle to an object in this process, with the interface of a Ray actor. Its daemon thread starts with the first
-    call."""
+    """A handle to an object in this process, with the interface of a Ray actor. Calls run one after another in a daemon
+    thread, which starts with the first call."""
 
     def __init__(self, instance: object) -> None:
         self._instance = instance
@@ -261,7 +261,7 @@ class _Options:
 
 
 class EnvironmentLostError(WorkerLostError):
-    """Raised if the actor of the environment in the message has ended for good, or does not answer."""
+    """Raised if an environment's actor does not answer, or has ended and is not restarted."""
 
 
 def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
@@ -275,8 +275,7 @@ def call_remote(handle: object, method: str, *args: object, **kwargs: object) ->
 
 def answer_of(handle: object, result: object, name: str) -> Any:
     """Return the result of `call_remote` or raise its exception. Raise EnvironmentLostError, with `name`, if an actor
-    is lost or misses its deadline (`cluster.communication_timeout_s`). A call in this process has no deadline, because
-    it runs user code."""
+    is lost or misses its deadline (`cluster.communication_timeout_s`). Calls in this process have none."""
     ray = ray_in_use()
     if ray is None or not isinstance(result, ray.ObjectRef):
         return get(result)
@@ -298,7 +297,7 @@ def answer_of(handle: object, result: object, name: str) -> Any:
 
 def shut_down(handle: object, patience: float | None = None) -> None:
     """End an environment's processes and its actor. Raise TimeoutError if it does not answer for `patience` seconds.
-    With None, wait without limit for an environment in this process."""
+    With None, wait without limit for an environment in this process, and 10 seconds for an actor."""
     if isinstance(handle, RayEnvironment):
         handle.close(patience)
         return

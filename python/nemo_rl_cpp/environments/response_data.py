@@ -1,5 +1,5 @@
-"""The data sets of a run and the environments that score them, made from the sections `data` and `env`. The
-inspection of prompts and ground truths before a run, which `nemo-rl-cpp check` shares, needs no torch."""
+"""The data sets of a run and the environments that score them, made from the sections `data` and `env`. The inspection
+of prompts and ground truths before a run, which `nemo-rl-cpp check` also does, does not import torch."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _about_truths(
 
 def _verdict(truth: object, name: str, section: Mapping[str, object]) -> str | None:
     """Return None if the environment `name` can compare responses with the ground truth, "as text" if only the same
-    text matches, "never" if no response matches, and "wrong" for a value that it rejects or does not compare."""
+    text matches, "never" if no response matches, and "wrong" for a value that the environment rejects or cannot use."""
     try:
         if name == "code":
             parse_tests(truth)
@@ -243,7 +243,7 @@ class _Tasks:
 
 
 def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
-    """Return the sections of training and validation with defaults filled in. Raise ValueError for mistakes."""
+    """Return {"train": sections, "validation": sections} with defaults. Raise ValueError if one is invalid."""
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "
@@ -281,9 +281,9 @@ def load_response_data(
     max_total_sequence_length: int | None = None,
     actors: ActorSettings | None = None,
 ) -> RunData:
-    """Load the data sets of a run. With `env_configs`, also make the environments of the sections, with `actors` in Ray
-    actors. Warn of prompts that will be truncated or reach `max_total_sequence_length`, and of ground truths that no
-    response can match. Raise ValueError if one of these affects all rows of a section."""
+    """Load the data sets of a run. With `env_configs` (the section `env`), also make their environments, with `actors`
+    in Ray actors. Warn of prompts that will be truncated or reach `max_total_sequence_length`, and of ground truths
+    that no response can match. Raise ValueError if one of these affects all rows of a section."""
     config = as_written(data_config)
     sides = _filled_sections(config, env_configs)
     max_length = as_model(config, DataConfig, "data").max_input_seq_length

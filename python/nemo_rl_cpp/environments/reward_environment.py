@@ -18,7 +18,7 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """Return the name of a function, also inside a functools.partial; of another object, that of its class."""
+    """Return the name of a function (of a functools.partial: its function's name), or of any other object's class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)
@@ -65,7 +65,7 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
 
 
 def finite_number(value: object, what: str, otherwise: str = "") -> float:
-    """Return `value` as a float. Raise ValueError about `what` unless it is a finite number."""
+    """Return `value` as a float. Raise ValueError, whose message begins with `what`, unless it is finite."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -95,7 +95,7 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         as_parts: make each function's reward a component `reward/<function name>`, for `adv_estimator.name: gdpo`. None
             becomes 0. The components are unweighted and the weights apply to their total, because gdpo normalizes
             components before it applies weights.
-        names: the names of the functions in logs; by default those in the code.
+        names: the names of the functions in logs; by default their Python names.
 
     A call raises ValueError if a function returns anything but one finite number (or None) per completion, or requires
     a column that the samples do not have. An exception in a function is raised to the caller, with a message that names

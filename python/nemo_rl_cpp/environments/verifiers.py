@@ -1,5 +1,4 @@
-"""Verifiers, which score a response against its ground truth. They run in a process of the verifier pool or in this
-process."""
+"""Verifiers, which score a response against its ground truth, in this process or in the verifier pool."""
 
 import contextlib
 import io
@@ -76,8 +75,8 @@ class UnmatchableTruthError(ValueError):
 
 
 class VerifierBase:
-    """The base class of verifiers, which score responses one by one. A response that raises an error gets score 0; so
-    do the `unmatchable` responses, whose ground truth nothing can match."""
+    """The base class of verifiers, which score responses one by one. A response on which `judge` raises an exception
+    gets score 0. `unmatchable` counts the responses with score 0 whose ground truth no response can match."""
 
     unmatchable = 0
 
@@ -91,8 +90,8 @@ class VerifierBase:
     def verify(
         self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
     ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
-        """Return the scores [B]. With `return_extracted_answer`, return (scores, extracted answers [B], None for a
-        response without an answer)."""
+        """Return the scores [B]. With `return_extracted_answer`, return (scores, answers [B]); an answer may be
+        None."""
         verdicts = []
         for response, truth in zip(pred_responses, ground_truths):
             try:
@@ -113,8 +112,7 @@ class HFVerifyWorker(VerifierBase):
 
     hf_math_verify is the package math-verify. The ground truth, wrapped in `\boxed{}`, is parsed as LaTeX, the response
     as LaTeX or as a plain expression. The response is correct if the values are equal. Several boxes in the response
-    are compared as a set. The package's time limits need the main thread; on other threads use MathEnvironment, which
-    scores in processes."""
+    are compared as a set. Its time limits need the main thread; on other threads use MathEnvironment."""
 
     def __init__(self) -> None:
         self._metric: Callable[..., tuple[float, tuple[list[str], list[str]] | None]] | None = None
@@ -156,7 +154,7 @@ class HFVerifyWorker(VerifierBase):
         )
 
     def warm_up(self, math_verify_impl: str = "hf_math_verify") -> None:
-        """Load what would otherwise delay the first verdict."""
+        """Load the packages that scoring needs, so that they do not delay the first response."""
         self.judge("\\boxed{1}", "1", math_verify_impl)
 
     @staticmethod

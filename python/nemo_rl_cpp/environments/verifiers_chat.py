@@ -29,7 +29,7 @@ Json = dict[str, object]
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
-    """The configuration of `ChatHarness`. It has verifiers' settings and no others."""
+    """The configuration of `ChatHarness`: the settings that all harnesses of verifiers have."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):

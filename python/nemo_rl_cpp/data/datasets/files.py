@@ -157,7 +157,7 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _are_columns(whole: object) -> bool:
-    """Return whether a JSON object maps column names to lists; one with a conversation is a row."""
+    """Return whether a JSON object maps column names to lists of values; an object with a conversation is a row."""
     if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
         return False
     firsts = [values[0] for values in whole.values() if values]
@@ -279,8 +279,8 @@ def load_dataset_from_path(
     data_path: str, data_subset: str | None = None, data_split: str | None = "train"
 ) -> ListDataset | Dataset:
     """Load a local file (.jsonl, .json, .csv, .txt; with pyarrow also .parquet and .arrow), a folder of such files or
-    of `datasets.save_to_disk`, or a data set on the Hub. A local file has the single split "train". Raise ValueError
-    with the configuration key, MissingFileError for a missing file."""
+    of `datasets.save_to_disk`, or a data set on the Hub. A local file has the single split "train". Raise ValueError,
+    with the configuration key, if it cannot be loaded, and MissingFileError for a missing file."""
     path = Path(os.fspath(data_path)).expanduser()
     if path.suffix.lower() in READERS and not path.is_dir():
         if data_subset is not None:
@@ -341,8 +341,9 @@ def _datasets_library(what: str) -> ModuleType:
 
 
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
-    """Load a data set from the Hub, or from the local cache if the Hub is unreachable, with the environment variables
-    of the Hub's libraries (HF_HOME, HF_TOKEN, ...). Raise SourceError (a ValueError) if neither has it."""
+    """Load a data set from the Hugging Face Hub, or from the local cache if the Hub is unreachable. The Hub's
+    environment variables (HF_HOME, HF_TOKEN, ...) apply. Raise SourceError (a ValueError) if neither has the data
+    set."""
     if check_on_hub(name, "dataset", "dataset_name or data_path"):
         return _datasets_library(name).load_dataset(name, subset, split=split or "train")
     try:
@@ -376,7 +377,7 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
 
 
 def sections_of(side: Section | Sequence[Section] | None) -> list[Section]:
-    """Return the sections of `data.train` or `data.validation`: one, a list, or None."""
+    """Return `data.train` or `data.validation`, which is one section, a list of sections or None, as a list."""
     return [] if side is None else list(side) if isinstance(side, (list, tuple)) else [side]
 
 

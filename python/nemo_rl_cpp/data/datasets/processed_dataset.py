@@ -45,7 +45,7 @@ class RawDataset:
     eval_split: str | None = None  # the split that an evaluation uses if the configuration names none
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
-        """Move `test_size` rows (a count, or a fraction) to `val_dataset`. If it is 0, move none."""
+        """Move `test_size` rows (a count, or a fraction; 0: none) from `dataset` to `val_dataset`."""
         if not hasattr(self, "val_dataset"):
             self.val_dataset = None
         if test_size and test_size > 0:
@@ -87,9 +87,8 @@ class AllTaskProcessedDataset:
         default_task_data_spec: the specification of all rows if there is a single processor. With a mapping, its
             prompts replace missing prompts of the other specifications.
         task_data_processors: one processor for all rows, or a mapping from the row's "task_name" to (specification,
-            processor). Pass a defaultdict to process task names that are not listed.
-        task_data_preprocessors: a function, or a mapping from task name to function, that changes a row before it is
-            processed.
+            processor). A defaultdict may give a default for other task names.
+        task_data_preprocessors: a function that changes a row before it is processed, or task name -> function.
         max_seq_length: the length in tokens at which the processor truncates and masks a prompt; None: no limit.
 
     Reading the first row of each task raises AssertionError if the row begins with two BOS tokens."""

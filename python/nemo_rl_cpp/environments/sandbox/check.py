@@ -66,7 +66,7 @@ def missing_protections() -> list[str]:
 
 
 def require_sandbox() -> None:
-    """Raise SandboxUnavailableError if a protection is missing. The check runs in a single-threaded process."""
+    """Raise SandboxUnavailableError if a protection is missing. The check runs in a new, single-threaded process."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "nemo_rl_cpp.environments.sandbox.check"],

@@ -43,7 +43,7 @@ class Job:
 
 
 def guarded(job: Job, work: Callable[[Job], None]) -> NoReturn:
-    """Call `work(job)` in a forked process and end it, so that it never returns into the caller's code."""
+    """Call `work(job)` and end this forked process, so that it never returns to its caller. Report errors."""
     try:
         work(job)
     except MemoryError:
@@ -127,7 +127,7 @@ def _program(job: Job) -> NoReturn:
 
 
 def interpreter() -> str:
-    """Return the path of this process's Python interpreter, outside its virtual environment."""
+    """Return the path of this process's Python interpreter: the real file, not the link in a virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
@@ -145,7 +145,7 @@ def _visible_paths() -> list[str]:
 
 def _enter_new_root(folder_mb: int) -> None:
     """Build a new root file system with `_visible_paths` and an empty `BOX`, and enter it. The caller must be the only
-    process in its mount namespace. If a mount fails, raise OSError that says which."""
+    process in its mount namespace. Raise OSError, with the path in its message, if a mount fails."""
     staging = "/tmp"
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)  # nothing that follows is visible outside
     # /dev/zero is omitted: when mapped, it is shared memory, which can be held without address space

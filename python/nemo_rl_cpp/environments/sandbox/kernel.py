@@ -93,7 +93,7 @@ def close_at_exec(first: int) -> None:
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities, for now and after any exec."""
+    """Drop all capabilities of this process and of every program that it executes."""
     for capability in range(_LAST_CAPABILITY + 1):
         if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
             break  # this kernel has no further capabilities
@@ -174,7 +174,7 @@ def _argument(index: int) -> bytes:
 
 
 def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
-    """Return BPF instructions for `verdict` if comparison `code` of the loaded argument with a value holds."""
+    """Return BPF instructions: `verdict` if comparison `code` of the loaded argument with a value is true."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 
@@ -193,7 +193,7 @@ _BY_ARGUMENT = {
 
 
 def filter_program(processor: str) -> bytes:
-    """Return the filter as BPF instructions. Forbidden calls kill the program; some calls fail."""
+    """Return the filter for a `machine()` as BPF instructions. Forbidden calls kill the program; some fail."""
     column = processor == "aarch64"
     checks = [
         _instruction(_LOAD, _ARCH),

@@ -40,8 +40,8 @@ class Limits:
             raise ValueError(f"memory_mb is {self.memory_mb}; the least is {needed}")
 
     def apply(self, other_processes: int) -> None:
-        """Set the kernel's limits, except memory, for good. `other_processes` of this user do not belong to the
-        program."""
+        """Set the kernel's limits on this process, except memory. `other_processes`: how many further processes of this
+        user the limit on processes allows."""
         _lower(resource.RLIMIT_CPU, int(self.time_s) + 1)
         _lower(resource.RLIMIT_NPROC, self.threads + other_processes)
         _lower(resource.RLIMIT_FSIZE, self.folder_mb * _MB)
@@ -216,7 +216,7 @@ class _Run:
             os.kill(self.first or self.keeper, signal.SIGKILL)
 
     def end(self) -> None:
-        """End all processes, close all descriptors. Raise SandboxUnavailableError if it was not built."""
+        """End all processes, close all descriptors. Raise SandboxUnavailableError if the sandbox was not built."""
         if self.keeper:
             if not self.finished or self.outcome.stopped:
                 self._kill()

@@ -44,8 +44,8 @@ def tasks_of(taskset: str, limit: int | None = None) -> list[Task]:
 
 
 class VerifiersDataset(RawDataset):
-    """The first `num_samples` tasks of a task set of `verifiers`, one a row. `taskset` is its id, or a mapping with `id` and
-    settings.
+    """The first `num_samples` tasks of a task set of `verifiers`, one per row. `taskset` is the task set's id, or a
+    mapping with `id` and settings.
 
     `split_validation_size`, a count or a fraction, holds out the last tasks for validation."""
 
@@ -117,7 +117,7 @@ class NemoGymDataset(RawDataset):
 
 
 def _text(content: object) -> str:
-    """Return a message's content as one text: its parts of type text, joined."""
+    """Return a message's content as one string: the content itself, or its text parts joined."""
     if is_list(content):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return content if isinstance(content, str) else ""

@@ -1,5 +1,4 @@
-"""Generated data sets: arithmetic, reversing digits, reasoning-gym, coding tasks (write a function), and a
-number-guessing game."""
+"""Generated data sets: arithmetic, reversing digits, reasoning-gym, coding tasks, and a number-guessing game."""
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
@@ -62,14 +61,15 @@ class GeneratedDataset(RawDataset):
     def few_shot(
         self, questions: Sequence[Q], shown: Sequence[Q], held_out: bool, num_samples: int | None, seed: int, what: str
     ) -> Iterator[tuple[Q, list[Q]]]:
-        """Yield each picked question with `num_shots` others of `shown` (in training: of `questions`)."""
+        """Yield (question, solved examples) for each picked question: `num_shots` different entries of `shown`, in
+        training without the question itself."""
         for i, number in enumerate(self.pick(len(questions), num_samples, seed, what)):
             shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
             yield questions[number], [shown[s] for s in shots]
 
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
-        """Return `num_samples` indices of questions. None repeats before each has occurred once."""
+        """Return `num_samples` random indices below `available`. None repeats before each has occurred once."""
         if available == 0:
             raise ValueError(f"data: there are no {what}: allow more different questions")
         count = available if num_samples is None else num_samples
@@ -85,8 +85,7 @@ def _sides(questions: Sequence[Q], text: Callable[[Q], str]) -> dict[bool, list[
 
 
 class ArithmeticDataset(GeneratedDataset):
-    """Sums as plain text: `num_shots` solved lines `a + b = c`, then `a + b = `, which the response continues to the
-    end of the line.
+    """Sums as plain text: `num_shots` solved lines `a + b = c`, then `a + b = `, which the response completes.
 
     Numbers are from 1 to `max_number`. a + b and b + a belong to the same split. Without `num_samples`, every pair of
     the split occurs once. The prompt ends with the space after "=". Tokenizers that split numbers into digits keep that
@@ -135,8 +134,8 @@ class ReasoningGymDataset(GeneratedDataset):
     """A task of the package `reasoning-gym` as plain text: `num_shots` solved questions, then one to answer. All
     questions are different.
 
-    `task` is the task's name in the package, and `task_options` are its options (such as {"max_terms": 2}). The data
-    for the environment includes the package's entry, for tasks with more than one correct answer."""
+    `task` is the task's name in the package, and `task_options` are its options (such as {"max_terms": 2}). The
+    environment also gets the package's entry, because some tasks have more than one correct answer."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from nemo_rl_cpp.data.interfaces import Row
 
 
 class HubSource(NamedTuple):
-    """A data set on the Hub, and where its rows hold question and answer: in a column, or in the result of a function.
+    """A data set on the Hub. `question` and `answer` are each the name of a column, or a function of the row.
 
     For multiple-choice questions `answer` returns (the options in display order, the index of the correct one)."""
 
@@ -40,7 +40,7 @@ def last_boxed(text: str) -> str:
 
 
 def _gpqa_options(row: Row) -> tuple[list[str], int]:
-    """Return the options in an order that depends only on the question, so it is the same in every run."""
+    """Return (options, index of the correct one). Their order depends only on the question, not on the run."""
     order = list(range(4))
     random.Random(row["Question"]).shuffle(order)
     texts = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]

@@ -23,7 +23,7 @@ _PROMPT_COLUMNS = ("system", "system_prompt", "instruction", "context", "passage
 
 
 def task_name_of(data_path: str) -> str:
-    """Return the path's last two names up to the first dot: `data/math/train.jsonl` -> `math-train`."""
+    """Return the last two names of a path up to the first dot: `data/math/train.jsonl` -> `math-train`."""
     names = [part for part in str(data_path).split("/") if part not in ("", ".", "..", "~")][-2:]
     return "-".join(names).split(".")[0] or "-".join(name.lstrip(".") for name in names).split(".")[0]
 
@@ -114,8 +114,8 @@ class ResponseDataset(RawDataset):
 
 
 def _answer(value: object, key: str) -> object:
-    """Return an answer as the environment gets it: of a conversation that ends with an assistant message this message's
-    content, None for an empty cell, a number as a string."""
+    """Return the answer as text for the environment: of a conversation, the content of its last message if this is the
+    assistant's; of a number, its string; of an empty cell (NaN), None."""
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")
     value = None if isinstance(value, float) and not math.isfinite(value) else text_of(value)

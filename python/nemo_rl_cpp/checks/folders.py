@@ -117,8 +117,7 @@ def headline(saved: Saved, changed: list[Change]) -> str:
 
 
 def environment_keys(config: WholeConfig) -> list[str]:
-    """Return the keys whose values come from environment variables. Those values are not saved, so they cannot be
-    compared."""
+    """Return the keys whose values come from environment variables. They are not saved, so they cannot be compared."""
     return sorted(key for key, value in flatten_dict(written(config)).items() if "${oc.env:" in str(value))
 
 
@@ -219,8 +218,7 @@ def architecture_refusals(
 
 
 def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for each override that makes a transformers model differ from the checkpoint's
-    config.json."""
+    """Yield (key, reason) for each override that makes a transformers model differ from the checkpoint's."""
     try:
         saved_config = read_config_file(saved.path / section / "weights")
     except (OSError, ValueError):
@@ -266,8 +264,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:
-    """Return the problems that `question` finds in `folder`, or a problem of the key `key` if it raises OSError (name
-    too long, no permission)."""
+    """Return the problems that `question` finds in `folder`, or one problem with the key `key` if it raises OSError
+    (name too long, no permission)."""
     try:
         return list(question(Path(folder)))
     except OSError as error:

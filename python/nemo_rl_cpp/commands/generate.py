@@ -16,7 +16,7 @@ _EXAMPLES = """examples:
 
 
 def generate(arguments: Sequence[str]) -> int:
-    """Print the text while it is generated, then its length and speed on standard error."""
+    """Generate text and print it token by token, then print its length and speed on standard error."""
     parser = command_parser("generate", "Write text with a model or a checkpoint of a run.", _EXAMPLES)
     parser.add_argument("prompt", nargs="?", help="text to continue; without it, standard input")
     add_model_option(parser)

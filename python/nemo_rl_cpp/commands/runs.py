@@ -34,8 +34,7 @@ _CONFIGS_EXAMPLES = """examples:
 
 
 def train(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Load and check a configuration, then train. `kind` is a key of `KINDS`; if None, it is derived from the
-    configuration."""
+    """Load and check a configuration, then train. `kind` is a key of `KINDS`; None: derive it from the file."""
     return _run(arguments, kind or "grpo", kind, train_to_the_end)
 
 
@@ -44,7 +43,7 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
 
     If a worker is lost (WorkerLostError: killed, stopped, or its machine is gone), end the other workers and resume
     from the newest checkpoint with new workers, at most `cluster.max_restarts` times. Any other error ends the run. A
-    lost worker also ends it if the user has already requested its end.
+    lost worker also ends the run if the user has already asked it to end.
     """
     from nemo_rl_cpp.algorithms.build import build_run  # loads torch, so only after the configuration was checked
     from nemo_rl_cpp.distributed.worker_calls import WorkerLostError

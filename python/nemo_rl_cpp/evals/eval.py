@@ -42,7 +42,7 @@ from nemo_rl_cpp.user_code import serve
 
 
 def main(config: MasterConfig) -> EvalResult:
-    """Evaluate the configured model, print and return the result. Raise ConfigError for mistakes."""
+    """Evaluate the configured model, print and return the result. Raise ConfigError if `config` is invalid."""
     config = checked(config, MasterConfig)
     folder = find_policy_weights(config.generation.model_name)
     for remark in differences_from_run(Path(folder), config.tokenizer):
@@ -61,7 +61,7 @@ def evaluate_policy(
 ) -> EvalResult:
     """Evaluate the current weights of a policy that is being trained. In `config`, the section `tokenizer` and the
     model and precision of `generation` are ignored. Conversations have at most `longest` tokens, or
-    `generation.vllm_cfg.max_model_len` if that is less. Raise ConfigError if the configuration has mistakes."""
+    `generation.vllm_cfg.max_model_len` if that is less. Raise ConfigError if `config` is invalid."""
     config = checked(config, MasterConfig)
     with _environment(config) as environment:
         loader = make_loader(config, tokenizer)
@@ -90,7 +90,7 @@ def _limit_length(config: MasterConfig, longest: int) -> None:
 
 
 def make_loader(config: MasterConfig, tokenizer: TokenizerType) -> StatefulDataLoader:
-    """Return a loader of the data set of the section `data`, whose rows are inspected first."""
+    """Load the data set of the section `data`, report problems of its rows, and return a loader of it."""
     raw = load_eval_dataset(config.data)
     limit, size = config.data.max_input_seq_length, config.generation.num_prompts_per_step
     environment = config.data.env_name, config.env.get(config.data.env_name)

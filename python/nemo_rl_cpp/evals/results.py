@@ -1,5 +1,5 @@
-"""The results of evaluations: pass@k and cons@k, estimated from n responses, with confidence intervals; a table, all
-samples as JSON, an HTML page, and comparisons of evaluations."""
+"""The results of evaluations: pass@k and cons@k with confidence intervals, a table, all samples as JSON, an HTML page,
+and comparisons of evaluations."""
 
 import json
 import math

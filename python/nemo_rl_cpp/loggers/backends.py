@@ -1,5 +1,4 @@
-"""Experiment trackers: wandb, mlflow, swanlab and trackio. A tracker's Python package is imported only if its backend
-is enabled."""
+"""Experiment trackers: wandb, mlflow, swanlab and trackio. A tracker's package is imported only if it is enabled."""
 
 import importlib
 import os
@@ -224,7 +223,7 @@ class MLflowLogger(TrackerLogger):
 
     @contextmanager
     def _own_server(self) -> Iterator[ModuleType]:
-        """Yield MLflow with the tracking URI of the run. User code may have set another one, which is kept."""
+        """Yield MLflow with the tracking URI of the run. If user code has set another one, it is restored."""
         theirs = self._tracker.get_tracking_uri()
         if theirs == self._uri:
             yield self._tracker
@@ -355,7 +354,7 @@ class SwanlabLogger(InitTracker):
 
 
 class TrackioLogger(InitTracker):
-    """A backend that logs to Trackio's local database. It identifies a run by its name."""
+    """A backend that logs to Trackio's local database. Trackio identifies a run by its name."""
 
     name, section, id_key = "trackio", TrackioConfig, "name"
 

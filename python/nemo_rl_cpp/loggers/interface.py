@@ -13,9 +13,8 @@ Metrics = Mapping[str, object]
 class LoggerBackend(Protocol):
     """A destination of metrics. The run's `Logger` calls only the six methods below.
 
-    Steps count from 1 and never decrease, except after `truncate_after`. If a backend raises an exception, it is shown
-    once as a warning, and the run continues. Only the backends that write the run's own files end the run with an
-    error."""
+    Steps count from 1 and never decrease, except after `truncate_after`. If a backend raises an exception, one warning
+    is shown and the run continues. Only errors of the backends that write the run's files end the run."""
 
     @abstractmethod
     def log_metrics(
@@ -40,15 +39,14 @@ class LoggerBackend(Protocol):
         """Write everything logged so far to disk. Called before a checkpoint is published."""
 
     def truncate_after(self, step: int) -> None:
-        """Remove the entries of all steps after `step`, if the backend can. Called before the first step of a resumed
-        run."""
+        """Remove the entries of steps after `step`, if the backend can. Called before a resumed run's first step."""
 
     def finish(self) -> None:
         """Close the backend. Called at the end of the run, possibly twice."""
 
 
 class LoggerInterface(LoggerBackend):
-    """The base class of your own logger backends, with NeMo RL's name: a `LoggerBackend` that writes no files."""
+    """The base class of users' logger backends, with NeMo RL's name: a `LoggerBackend` that writes no files."""
 
     def flush(self) -> None:
         """Do nothing, because no data is buffered."""

@@ -20,8 +20,7 @@ from nemo_rl_cpp.metrics.memory import RayGpuMonitorLogger
 
 
 class Logger(LoggerInterface):
-    """The logger of a run. It sends metrics to metrics.jsonl, to TensorBoard events, and to the enabled experiment
-    trackers.
+    """The logger of a run. It sends metrics to metrics.jsonl, TensorBoard events and the enabled trackers.
 
     `cfg` is the `logger` section, or a mapping with its keys. TensorBoard is enabled unless `tensorboard_enabled` is
     false; a tracker is disabled unless its key is true. If a tracker fails, or if the disk is full, one warning is
@@ -68,7 +67,7 @@ class Logger(LoggerInterface):
 
     @property
     def run_id(self) -> str | None:
-        """The random number of the run of this folder, for checkpoints' manifests. None before `claim`."""
+        """The random number that identifies the run, also in checkpoints' manifests. None before `claim`."""
         return self._ledger.run
 
     def claim(self, checkpoint_dir: Path | None = None) -> None:
@@ -104,8 +103,7 @@ class Logger(LoggerInterface):
         self._each(lambda logger: logger.log_histogram(histogram, step, name))
 
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:
-        """Write (or overwrite) a file in the log folder with one line per sample, to which the sample's index `idx` is
-        added.
+        """Write (or overwrite) a file in the log folder with one line per sample, which includes its index `idx`.
 
         Every value is a tensor, array or list with one entry per sample. Raise ValueError if the lengths differ."""
         columns = {
@@ -144,7 +142,7 @@ class Logger(LoggerInterface):
             )
 
     def flush(self) -> None:
-        """Sync the files to disk, before a checkpoint appears: none may be newer than its logs."""
+        """Sync the files to disk. Called before a checkpoint is published: its logs must not be older."""
         self._each(lambda logger: logger.flush())
         self._ledger.sync()
 

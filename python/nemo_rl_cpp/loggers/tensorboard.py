@@ -32,8 +32,8 @@ class TensorboardLogger(LoggerInterface):
     length u64, masked CRC-32C of the length, `Event` message, masked CRC-32C of the message."""
 
     def __init__(self, cfg: TensorboardConfig | Mapping[str, object] | None, log_dir: str | Path | None = None) -> None:
-        """Open the event file in the `log_dir` of the section `logger.tensorboard`, otherwise in the argument. Several
-        runs may share the former: their event files then end in the name of the run's log folder."""
+        """Open the event file in `cfg.log_dir`, or if that is not set in the argument `log_dir`. Several runs may share
+        `cfg.log_dir`, so the names of their event files end in the name of the run's log folder."""
         given = as_model(cfg or {}, TensorboardConfig, "logger.tensorboard").log_dir
         self.log_dir = str(given or log_dir or "tensorboard")
         self._run = f".{Path(log_dir).absolute().parent.name}" if given and log_dir else ""
@@ -108,7 +108,7 @@ def _tag(name: str) -> str:
 
 
 def truncate_events(path: Path, step: int | None) -> None:
-    """Remove partial records, and those after `step`, atomically. Others keep their exact bytes."""
+    """Remove partial records, and records after `step` (if given), atomically. Other records keep their bytes."""
     content = path.read_bytes()
     kept = b"".join(record for record, event in records(content) if step is None or event.step <= step)
     if kept != content:

@@ -131,8 +131,7 @@ def run_folder(folder: Path) -> Path:
 
 
 def compare_runs(folders: Sequence[Path | str]) -> Comparison:
-    """Compare the runs in log folders: results, curves, keys, times. Raise ValueError for a folder without a run or
-    given twice."""
+    """Compare runs: results, curves, keys, times. Raise ValueError if a folder has no run or is given twice."""
     found = [run_folder(Path(folder)) for folder in folders]
     names, runs = different_folders(found), [LoggedRun.read(folder) for folder in found]
     histories = [run.history for run in runs]

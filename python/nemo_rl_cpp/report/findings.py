@@ -298,7 +298,7 @@ def validation_trend(h: MetricHistory) -> Found:
 
 @rule("train/groups/pct_equal")
 def equal_rewards(h: MetricHistory) -> Found:
-    """Report the share of groups with equal rewards, which have no gradient if a group is compared."""
+    """Report the share of prompt groups whose rewards are all equal, so that their advantages are 0."""
     if not _compares_groups(h):
         return None
     share = h.recent("train/groups/pct_equal")
@@ -347,7 +347,7 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses get about the same reward as all, in steps in which not all were truncated. If
+    """Return whether truncated responses are rewarded about as well as all, in steps where not all were truncated. If
     there are no such steps, return whether the reward rises."""
     cut, every, rate = (h.by_step(name) for name in ("train/reward_of_truncated", REWARD, CUT))
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
@@ -422,10 +422,10 @@ def value_quality(h: MetricHistory) -> Found:
 
 
 class Alerts:
-    """Warnings from the metrics of the steps that this process has run, with or without a report.
+    """Warnings for the terminal, from the metrics of the steps that this process has run.
 
-    The rules are applied from the third step on: at first after every step, later after each twentieth of the steps so
-    far, so that long runs spend almost no time on them."""
+    The rules are applied from the third step on: at first after every step, later whenever the number of steps has
+    grown by a twentieth, so that long runs spend almost no time on them."""
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
         """Store the run's configuration, a plain mapping (see `MetricHistory`)."""
@@ -450,7 +450,7 @@ class Alerts:
         return [f"serious: {finding.title}. {finding.advice}" for finding in new]
 
     def serious(self) -> list[Finding]:
-        """Return the serious findings; of those with the same advice, and so the same cause, the first."""
+        """Return the serious findings. Of those with the same advice (the same cause) return only the first."""
         found = [finding for finding in find(self.history) if finding.level == "bad"]
         return list({finding.advice: finding for finding in reversed(found)}.values())[::-1]
 

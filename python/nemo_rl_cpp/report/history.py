@@ -52,7 +52,7 @@ class Trend(NamedTuple):
 
 
 class MetricHistory:
-    """All numeric metrics of a run; of a metric logged twice at a step the later value. `settings` is the run's
+    """All numeric metrics of a run. If a step logs a metric twice, the later value counts. `settings` is the run's
     configuration as a plain mapping, which the advice of findings may need; empty if unknown."""
 
     def __init__(self, rows: Iterable[Mapping[str, object]] = (), settings: Mapping[str, object] | None = None) -> None:
@@ -237,7 +237,7 @@ class Panel(NamedTuple):
     zero: bool = False
     smooth: bool = False
     wide: bool = False
-    flat: bool = False  # whether each line is constant over all runs
+    flat: bool = False  # whether each line has one value, at all steps of all runs
 
     def spec(self) -> Plain:
         """Return the specification of the chart for chart.js."""
@@ -276,7 +276,7 @@ _PANELS = (
 
 
 def panels_of(histories: Sequence[MetricHistory]) -> list[Panel]:
-    """Return the charts that have values in any run, those whose lines are all constant last."""
+    """Return the charts that have values in any run. Flat charts come last."""
     panels, word = [], validation_word(*histories)
     for panel in _PANELS:
         curves = {label: [h.values(metric) for h in histories] for label, metric in panel.lines.items()}

@@ -177,7 +177,7 @@ def _memory_section(history: MetricHistory) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a report page shows besides the metrics."""
+    """The content of a report page apart from the metrics."""
 
     title: str
     status: str = "running"  # "running", "finished", "stopped in time", "interrupted" or "failed"
@@ -222,7 +222,7 @@ def render(history: MetricHistory, facts: RunFacts) -> str:
 
 
 def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
-    """Return in a sentence or two how the run went, with a step's numbers as in the terminal."""
+    """Return one or two sentences on how the run went."""
     if history.last_step == 0:
         return facts.message or "No step has finished yet."
     rewards, trend = history.values("train/reward"), history.trend("train/reward")
@@ -273,7 +273,7 @@ def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]
 
 
 def curves_section(panels: Sequence[Panel], histories: Sequence[MetricHistory]) -> str:
-    """Return the charts as HTML. Charts of constant lines are collapsed under a line with their names and values."""
+    """Return the charts as HTML. Flat charts (`Panel.flat`) are collapsed under a line with their names and values."""
 
     def last(panel: Panel, of: Sequence[MetricHistory]) -> list[str]:
         curves = [history.curve(next(iter(panel.lines.values()))).values for history in of]
@@ -364,8 +364,7 @@ class ReportWriter:
 
 
 def write_report(log_dir: Path | str) -> Path:
-    """Write report.html from the log folder of any run, and return its path. Raise ValueError without a
-    metrics.jsonl."""
+    """Write report.html of a log folder, and return its path. Raise ValueError if it has no metrics.jsonl."""
     if not (Path(log_dir) / METRICS).exists():
         raise ValueError(f"{log_dir} holds no {METRICS}: give the log folder of a run, such as logs/exp_001")
     writer = ReportWriter(log_dir)
@@ -374,7 +373,7 @@ def write_report(log_dir: Path | str) -> Path:
 
 
 def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
-    """Return {"key", "value", "where"} for each key of the command line, a call, or the user's own file."""
+    """Return {"key", "value", "where"} for each key set on the command line, in a call or in a file of the user."""
     values, positions = written(config), config.positions
     rows: dict[str, dict[str, Plain]] = {}
     for key, where in positions.items():

@@ -83,7 +83,7 @@ class Picked(NamedTuple):
 
 
 def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
-    """Return at most four prompts, each with tags that say why it was picked."""
+    """Return the prompts with the highest, the lowest and the most different rewards and the longest answer."""
     tags: dict[int, list[str]] = {}
 
     def add(tag: str, scores: dict[int, float]) -> None:
@@ -186,7 +186,7 @@ class SampleBook:
         return shown | {"tokens": [texts[i] for i in kept]} | _columns(answer, kept)
 
     def _texts(self, tokens: Sequence[int]) -> list[str] | None:
-        """Return the tokens' texts, or None if one is unknown. A character's text is that of its last token."""
+        """Return the tokens' texts, or None if one is unknown. A character of several tokens is the last one's text."""
         for token in tokens:
             if token not in self._bytes and self._token_bytes is not None:
                 self._bytes[token] = self._token_bytes(token)

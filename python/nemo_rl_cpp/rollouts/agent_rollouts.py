@@ -56,7 +56,7 @@ def run_agent_rollouts(
         tasks = []
         for key, log, info in zip(keys, batch["message_log"], batch["extra_env_info"]):
             info = info or {}
-            messages = info.get("messages")  # of the data's row; otherwise the rendered prompt
+            messages = info.get("messages")  # the row's messages; otherwise the rendered prompt
             if not isinstance(messages, list):
                 messages = [{name: str(message[name]) for name in ("role", "content")} for message in log]
             tasks.append(AgentTask(key, [dict(message) for message in messages], info, address))
@@ -142,11 +142,11 @@ def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLo
 
 
 def flags_of(text: str, opens_thinking: bool) -> dict[str, bool]:
-    """Return the flags of a response that are true, by NeMo RL's rules for NeMo Gym. They look at the end of the
-    response: a complete tool call has no flag, otherwise the answer counts, or, if it is empty, the reasoning.
+    """Return {flag: True} for each flag of a response, by NeMo RL's rules for NeMo Gym. A response with a complete tool
+    call has none. Of any other response the answer is inspected, or the reasoning if the answer is empty.
 
-    A tag of a tool call there means `is_invalid_tool_call`. `has_malformed_thinking`: a thinking tag in the answer, or
-    the same one several times in the reasoning. `opens_thinking` says that the prompt ends with `<think>`."""
+    `is_invalid_tool_call`: it has a tag of a tool call. `has_malformed_thinking`: the answer has a thinking tag, or the
+    reasoning the same one several times. `opens_thinking`: whether the prompt ends with `<think>`."""
     if find_calls(text, "", opens_thinking).calls:
         return {}
     reasoning, end, answer = text.partition(END_OF_THINKING)

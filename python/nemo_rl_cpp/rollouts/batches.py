@@ -1,5 +1,4 @@
-"""The batches of a training step: `Rollouts`, which engine and environments make, and `TrainBatch`, on which the policy
-trains.
+"""The batches of a training step: `Rollouts`, which engine and environments make, and `TrainBatch`, for training.
 
 Shapes: B samples have T tokens in total, concatenated. S is the length of the longest sample in padded views."""
 
@@ -64,14 +63,14 @@ class Rollouts(BatchedDataDict):
     total_reward = _Field("data", "it comes from the environments")  # float32 [B], over all turns
     raw_reward = _Field("data", "it comes from the rollout collector")  # float32 [B], as the environments gave it
     truncated = _Field("data", "it comes from the rollout")  # bool [B], whether a message ran out of room
-    weight_version = _Field("data", "it comes from the rollout collector")  # int64 [B], of the sampling weights
+    weight_version = _Field("data", "it comes from the rollout collector")  # int64 [B], of the weights that sampled it
 
 
 _OF_ROLLOUTS = "the rollouts that it was built from had none"
 
 
 class TrainBatch(RaggedBatch):
-    """The samples to train on. `build_train_batch` makes the batch, and each later stage of a step adds what it
+    """The samples to train on, made by `build_train_batch`. Each later stage of a step adds the fields that it
     computes.
 
     Attributes are ragged: [T] for tokens, [B] for samples. Reading an attribute that no stage has set raises
@@ -211,15 +210,15 @@ def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Ten
 def add_logprobs(
     policy: PolicyInterface, batch: TrainBatch, loss: ClippedPGLossConfig, loop: LoopConfig, weight_version: int
 ) -> dict[str, float]:
-    """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that the sections `loss_fn` and the
-    training loop's (such as `grpo`) need. Return the metric `stale_samples`.
+    """Add `prev_logprobs`, `reference_policy_logprobs` [T] and the other values that `loss_fn` and the training loop's
+    section (such as `grpo`) need. Return the metric `stale_samples`.
 
     `prev_logprobs` are added if the policy does not take them from its first training forward pass (see
-    `Policy.skips_prev_logprobs`), if a sample is stale, if sequences are masked by the difference from generation's
-    (`seq_logprob_error_threshold`), or if an estimator reads messages that were not generated. With `bypass_mode` they
-    are generation's. A sample is stale if its `weight_version` is not the current one. Stale samples keep the
-    log-probabilities of the policy that sampled them, unless the loss of an asynchronous run corrects them by
-    importance sampling."""
+    `Policy.skips_prev_logprobs`), if a sample is stale, if sequences are masked by their difference from
+    `generation_logprobs` (`seq_logprob_error_threshold`), or if an estimator reads messages that were not generated.
+    With `bypass_mode` they are `generation_logprobs`. A sample is stale if its `weight_version` is not the current one.
+    Stale samples keep the log-probabilities of the policy that sampled them, unless the loss of an asynchronous run
+    corrects them by importance sampling."""
     estimator, has_reference = loop.adv_estimator.name, loss.reference_policy_kl_penalty != 0
     reads_logprobs = (
         (has_reference and loss.use_kl_in_reward)

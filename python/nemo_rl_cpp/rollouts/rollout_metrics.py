@@ -43,8 +43,8 @@ def rollout_metrics(samples: list[SampleStats]) -> dict[str, float]:
 
 
 def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str, float]:
-    """Return metrics of the versions of the weights that sampled conversations begun with `version`:
-    mean_weight_versions per conversation, and the tokens sampled before and after the weights changed
+    """Return metrics of conversations that began with the weights `version` and may continue with newer weights:
+    mean_weight_versions per conversation, and the tokens sampled before and after the change
     (total_tokens_of_older_weights, total_tokens_of_newer_weights)."""
     of_samples, older, newer = [], 0, 0
     for log in logs:
@@ -81,7 +81,7 @@ def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, flo
 
 
 COUNTS = frozenset({"agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out"})
-"""Metrics that are counts, which their names do not show."""
+"""Metrics that are counts, although their names do not begin with `num_`."""
 
 
 def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, float]:

@@ -41,7 +41,7 @@ def attach_responses(
     """Append an engine's responses to `batch["message_log"]`, in place, and return the generated ids of each row.
 
     A message holds `content` (without special tokens), `token_ids`, `generation_logprobs` if the engine returns them,
-    and `token_versions`, the version of the weights that sampled each token, if these could change.
+    and `token_versions` (of the weights that sampled each token) if the weights may change while the engine generates.
     `batch["truncated"]` [B] marks truncated responses, if the engine reports them."""
     responses = Responses.of(outputs, input_lengths)
     generated = responses.rows(responses.token_ids)
@@ -192,7 +192,7 @@ class Turn(NamedTuple):
 
 
 class Conversations:
-    """The conversations of a batch. A turn is `begin`, generation, `respond`, the environments and `observe`."""
+    """The conversations of a batch. A turn calls `begin`, the engine, `respond`, the environments and `observe`."""
 
     def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:
         size = len(batch["message_log"])
@@ -306,8 +306,7 @@ class Conversations:
 def repeat_prompts(
     batch: DatumBatch, num_generations: int, first_draw_id: int = 0, stream: str = "train"
 ) -> DatumBatch:
-    """Repeat every prompt `num_generations` times, with copies next to each other, and add columns that distinguish the
-    copies.
+    """Repeat every prompt `num_generations` times (copies are adjacent), with columns that distinguish the copies.
 
     Three added columns are int64 [B * num_generations]: `group_id` (the index of the prompt in this batch), `draw_ids`
     (`first_draw_id` + group_id, which counts prompts over the whole run) and `sample_index` (the index of the copy).
@@ -334,8 +333,7 @@ def run_multi_turn_rollout(
 
     Messages are appended to the rows' message logs in place. The returned batch has, in addition to the input's keys,
     `total_reward` float32 [B], summed over turns, with components under `reward/<name>`, and `truncated` bool [B]:
-    whether a response or an observation was truncated. `draw_ids`, `sample_index` and `stream` are passed to the
-    engine.
+    whether a response or an observation was truncated. The engine gets `draw_ids`, `sample_index` and `stream`.
 
     An environment that scores rows independently starts to score while other rows are still generated, if the engine
     reports ended rows. Agents of environments with `runs_rollouts` make the rollouts instead."""
@@ -389,7 +387,7 @@ class PromptSource:
         self._finished_epochs = 0
 
     def next(self) -> BatchedDataDict:
-        """Return the next prompts G times, with the columns of `repeat_prompts`; `group_id` is the draw id."""
+        """Return the next prompts, each G times, with the columns of `repeat_prompts`; `group_id` is the draw id."""
         batch = self._draw()
         repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
         repeated["group_id"] = repeated["draw_ids"].clone()  # unique in the run: a group may be kept for a later step

@@ -77,7 +77,7 @@ class Speller:
         self._stream, self._waiting = stream, Sample()
 
     def take(self, part: Sample) -> Spelled:
-        """Add tokens; return those whose text is final: all of them if `part` ends the response."""
+        """Add tokens; return those whose text later tokens cannot change (all if `part` ends the response)."""
         texts = self._stream.push(part.token_ids, last=bool(part.reason))
         w, n = self._waiting, len(texts)
         w.extend(part)
@@ -94,10 +94,9 @@ def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tup
     """Return (`logprobs` of /v1/completions, end) for tokens whose text starts at character `at` of the response and
     ends at character `end`.
 
-    The entries of `tokens`, joined, are the response's text. So a token that adds no text (a special token, the first
-    bytes of a multi-byte character) has the entry "". As in OpenAI's API, `top_logprobs` always includes the sampled
-    token; its key is its entry in `tokens`. If another token has the same text, its key is its id, as in vLLM:
-    `token_id:5`."""
+    The entries of `tokens`, joined, are the response's text. So a token that adds no text (a special token, a part of a
+    character) has the entry "". As in OpenAI's API, `top_logprobs` always includes the sampled token; its key is its
+    entry in `tokens`. If another token has the same text, its key is its id, as in vLLM: `token_id:5`."""
     sample, texts = spelled
     offsets = []
     for text in texts:
@@ -122,8 +121,7 @@ def _by_text(bytes_of: BytesOf, token: int, text: str, logprob: float, likeliest
 
 def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
     """Return `logprobs` of /v1/chat/completions. The `token` entries joined, or the `bytes` joined, are the response's
-    text; a partial character has its bytes in `bytes`. `top_logprobs` gives the text of each token, also of special
-    ones."""
+    text; a partial character has its bytes in `bytes`. In `top_logprobs` special tokens have a text, too."""
     content = []
     for token, text, logprob, likeliest in zip_longest(
         spelled.sample.token_ids, spelled.texts, spelled.sample.logprobs, spelled.sample.likeliest, fillvalue=()
@@ -168,7 +166,7 @@ class Answer:
         seed: the seed of the request."""
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Store the conversation for later requests of the rollout; here, do nothing."""
+        """Store the conversation for later requests of the rollout (only a chat does)."""
 
     def opening(self, header: Header) -> Iterator[Json]:
         """Yield the chunks to send before the first token."""
@@ -196,7 +194,7 @@ class TextAnswer(Answer):
         self._spellers: dict[int, Speller] = {}
 
     def _take(self, k: int, part: Sample) -> Spelled:
-        """Add the next tokens of choice `k` and return those whose text is final."""
+        """Add the next tokens of choice `k`; return the tokens whose text later ones cannot change."""
         if k not in self._spellers:
             b = self.body
             stream = TextStream(

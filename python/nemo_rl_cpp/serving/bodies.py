@@ -211,7 +211,7 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
     """Return the fields that may change a response, without nulls and the fields `ignored`. Raise RequestError if a
-    field that accepts only values without effect has another."""
+    field of `_NEUTRAL` has any other value."""
     changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in changing.keys() & _NEUTRAL.keys() - kept:
         value = changing.pop(name)

@@ -41,8 +41,8 @@ class ParsedToolCalls:
 
 
 def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
-    """Extract the tool calls outside the reasoning block, which the prompt has opened if `thinks`, and which reaches to
-    the end of the text without an end tag. A call that is not a JSON object with a name stays in the text."""
+    """Extract the tool calls outside the reasoning block. If `thinks`, the text begins inside this block; without an
+    end tag the block never ends. A call that is not a JSON object with a name stays in the text."""
     calls: list[Call] = []
     kept, copied = [], 0
     at = _end_of_thinking(text, 0) if thinks else 0
@@ -80,7 +80,7 @@ def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
 
 
 _PLACE = "9001place1009"  # digits and letters, which templates do not change
-ENOUGH_IDS = 32  # enough tokens for the tag in any tokenization, with blank lines after it
+ENOUGH_IDS = 32  # the last ids of a prompt that contain `<think>` and blank lines after it
 Turn = tuple[str, str, tuple[tuple[str, str], ...], str]
 """Role, stripped content, tool calls and reasoning of a message, by which messages are compared."""
 Tools = list[Mapping[str, object]]
@@ -109,9 +109,9 @@ def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
 def chat_prompt(
     tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, earlier: Sequence[AssistantTurn]
 ) -> list[int]:
-    """Return the token ids of a conversation. One that continues one of `earlier` with the same tools reuses its ids
-    and appends those of the new text; otherwise the rendered chat template is tokenized. Raise ChatTemplateError if the
-    template rejects it."""
+    """Return the token ids of a conversation. If it continues a conversation of `earlier` with the same tools, reuse
+    those ids and append the ids of the new text; otherwise tokenize the rendered chat template. Raise ChatTemplateError
+    if the template rejects it."""
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)
     same_tools = [each for each in earlier if (each.tools or None) == (tools or None)]

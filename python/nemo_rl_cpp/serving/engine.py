@@ -56,8 +56,7 @@ class Draw:
 
 @dataclass
 class Sample:
-    """Tokens of one response: all tokens so far, or only the new ones. `reason` is 0 while the response is
-    incomplete."""
+    """Tokens of one response: all so far, or only the new ones. `reason` is 0 while the response is incomplete."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -259,7 +258,7 @@ class EngineThread:
                 stop_strings=[text.encode() for text in s.stop_strings], samples=request.samples, seed=d.seed, stream=d.stream,
                 draw_id=d.draw_id, first_sample=0, num_likeliest=s.num_likeliest,
             )  # fmt: skip
-        except Exception as error:  # noqa: BLE001 - reported to the one who asked
+        except Exception as error:  # noqa: BLE001 - reported to the client
             request.tell(Progress(error=error))
             return
         request.version = self._version
@@ -303,7 +302,7 @@ def score_sequence(trainer: C.Trainer, ids: list[int], out: Tensor) -> Tensor:
 
 
 def longest_in_cache(runner: C.ModelRunner, cache_bytes: int) -> int:
-    """Return the tokens of the longest sequence in a cache of `cache_bytes` (below 2: nothing can be generated):
+    """Return the tokens of the longest sequence that fits in a cache of `cache_bytes`; below 2 none fits. It takes
     ceil(length / block size) blocks, and one more if a copied prompt ends within a block."""
     blocks = cache_bytes // max(runner.bytes_per_block(), 1)
     return max((blocks - 1) * runner.block_size() + 1, 0)

@@ -126,9 +126,9 @@ class ServedGeneration(GenerationInterface):
         return ServerAddress(url, self.api_key, model.names[0], HEADER, tokenizer, model.max_model_len)
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """Return the key that a rollout's requests must send. They are sampled with the parameters of `stream`,
-        "train" or "val", seeded by `name`, which is the same in every validation. A key starts with the step and is
-        used once."""
+        """Return the key that a rollout's requests must send. Its responses are sampled with the parameters of
+        `stream`, "train" or "val", seeded by `name`, which is the same in every validation. A key starts with the step
+        and is used once."""
         sampling = Sampling(0.0, 1.0, 0) if greedy else self.sampling[stream]
         return self.model.rollouts.register(f"{self.version()}-{name}", STREAMS[stream], sampling, name)
 
@@ -220,7 +220,7 @@ def serve_policy(
 
 
 def listener_of(config: PolicyConfig) -> socket.socket | None:
-    """Return a socket at the address of `http_server`, or None without a server. Raise ValueError if it fails."""
+    """Return a socket at the address of `http_server`, or None without a server. Raise ValueError if it is in use."""
     if not config.generation.expose_http_server:
         return None
     check_installed("policy.generation.expose_http_server")
@@ -231,7 +231,8 @@ def listener_of(config: PolicyConfig) -> socket.socket | None:
 
 
 def key_of(variable: str | None) -> str:
-    """Return the API key, a new one if `variable` is None. Raise ValueError if the variable is not set."""
+    """Return the API key in the environment variable `variable` (None: a new one). Raise ValueError if it is not
+    set."""
     key = secrets.token_urlsafe(24) if variable is None else os.environ.get(variable)
     if not key:
         raise ValueError(f"policy.generation.http_server.api_key_variable is {variable}, but that variable is not set")

@@ -87,7 +87,7 @@ class ServedModel:
             )
 
     def sampling(self, body: SamplingFields, longest: int | None, prompt: int, rollout: Rollout | None) -> Sampling:
-        """Return the sampling parameters of a request whose prompt has `prompt` tokens. Without a limit of its own, a
+        """Return the sampling parameters of a request whose prompt has `prompt` tokens. If the request sets no limit, a
         response has at most `longest` tokens, or as many as fit; in a training rollout at most
         `default.max_new_tokens`. Raise RequestError if a request of a training rollout differs from the run's
         parameters or asks for several responses."""
@@ -187,8 +187,8 @@ def load_model(
     seed: int = 42,
 ) -> ServedModel:
     """Load a model and make its engine. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's
-    folder, for its newest checkpoint; clients may also use `served_name`. `seed` seeds the requests of rollouts that
-    have none. Raise ValueError if the model cannot be found or does not fit."""
+    folder, for its newest checkpoint; clients may also use `served_name`. `seed` seeds requests that name a rollout but
+    no seed. Raise ValueError if the model cannot be found or does not fit."""
     if name == TINY_RANDOM:
         raise ValueError(
             f"'{TINY_RANDOM}' has random weights: give the checkpoints of a run that has trained it, or a model"
@@ -227,7 +227,7 @@ def load_model(
 
 
 def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list[int]], list[float]]:
-    """Return `ServedModel.prompt_logprobs`: the training forward pass, between two steps of the engine."""
+    """Return `ServedModel.prompt_logprobs`, which runs the training forward pass between two engine steps."""
     trainer = cache(lambda: C.Trainer(model))
 
     def score(ids: list[int]) -> list[float]:

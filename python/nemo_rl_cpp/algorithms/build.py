@@ -280,8 +280,8 @@ def build_run(
 
 
 def close_environments(environments: Environments, error: BaseException | None) -> None:
-    """End the processes of the environments. Wait for environments that do not answer; only GRACE_SECONDS if the user
-    ended the run."""
+    """End the processes of the environments. Wait until they answer, but only GRACE_SECONDS if the user ended the
+    run."""
     environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)
 
 

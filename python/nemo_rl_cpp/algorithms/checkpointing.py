@@ -306,8 +306,8 @@ def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metr
 
 
 def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environment]) -> list[str]:
-    """Return the names of the environments, for the model card. In place of an environment of reward functions, the
-    list has the names of these functions, with their weights."""
+    """Return the names of the environments, for the model card. In place of an environment of reward functions, list
+    each function as `NAME`, or `NAME (weight W)` if W is not 1."""
     found: list[str] = []
     used = environments_of_training(config.data)
     # if the run has further environments, the section may belong to a different task

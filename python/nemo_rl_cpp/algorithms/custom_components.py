@@ -46,7 +46,7 @@ class AdvantageEstimator(Protocol):
         `batch` has the algorithm's other inputs. GRPO passes `group_id` [B], `valid_mask` [B] or None,
         `repeated_batch`, `logprobs_policy` [B, S], and `logprobs_reference` [B, S] or None. PPO passes `values`,
         `logprobs` and `reference_logprobs` [B, S] or None. With a teacher both also pass `teacher_logprobs` and
-        `prev_logprobs`. PPO's estimators return (advantages, returns), and returns are None without a critic. If the
+        `prev_logprobs`. PPO's estimators return (advantages, returns); without a critic, returns are None. If the
         method has a parameter `offsets`, int64 [B + 1], every input of shape [B, S] is passed as [T], without padding.
         """
 

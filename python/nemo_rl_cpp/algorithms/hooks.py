@@ -97,7 +97,8 @@ class Validation:
             result.validation = self.run(result.state)
 
     def run(self, state: TrainState) -> ValidationResult:
-        """Validate the current weights. Record the result in `state` as the latest, and as the best if it is."""
+        """Validate the current weights. Record the result in `state` as the latest, and if it is the best so far, as
+        the best."""
         with self.timer("validation"):
             self.collector.settle()
             self.collector.refit.sync_weights(timer=self.timer)

@@ -1,6 +1,5 @@
 """Functions that change rewards: linear scaling, DAPO's overlong penalty, ProRLv2's stop-properly penalty,
-`grpo.length_penalty` and `reward_penalties`.
-"""
+`grpo.length_penalty` and `reward_penalties`."""
 
 import statistics
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -37,8 +36,7 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
     The stop-properly penalty multiplies the reward by `stop_properly_penalty_coef` if `truncated` is set. The overlong
     penalty (DAPO, arXiv:2503.14476) gives reward + min(-(L - (max - buffer)) / buffer * penalty, 0), where L is the
     length of the first assistant message. This penalty continues to grow beyond max_response_length. If the
-    stop-properly penalty is configured, the overlong penalty applies only with `compose`.
-    """
+    stop-properly penalty is configured, the overlong penalty applies only with `compose`."""
     cfg = as_model(cfg, RewardShapingConfig)
     if not cfg.enabled:
         return batch
@@ -59,8 +57,7 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
 
 def shaping_warning(cfg: RewardShapingConfig) -> str | None:
     """Return a warning if the stop-properly penalty disables keys of the overlong penalty that are set,
-    otherwise None.
-    """
+    otherwise None."""
     keys = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     ignored = [key for key in keys if getattr(cfg, key) is not None]
     if not cfg.enabled or cfg.compose or cfg.stop_properly_penalty_coef is None or not ignored:
@@ -76,8 +73,7 @@ def scale_rewards(repeated_batch: BatchT, reward_scaling_cfg: RewardScalingConfi
 
     r -> target_min + (clamp(r) - source_min) / (source_max - source_min) * (target_max - target_min). Print how many
     rewards were clamped to the source range. If source_min equals source_max, rewards become infinite or NaN, as in
-    NeMo RL; the configuration loader rejects such settings.
-    """
+    NeMo RL; the configuration loader rejects such settings."""
     cfg = as_model(reward_scaling_cfg, RewardScalingConfig)
     if not cfg.enabled:
         return repeated_batch
@@ -105,8 +101,7 @@ def apply_length_penalty(
     A group stays unchanged if any of its rewards is neither 0 nor 1, or if rewards have components (`reward/<name>`). A
     reward never falls below 0. Metrics, all means over B: `length_penalty/env_reward_mean` (before the change),
     `reward_delta_mean`, `wiped_correct_frac` (correct responses reduced to 0), `adjusted_frac` and
-    `skipped_non_binary_frac`.
-    """
+    `skipped_non_binary_frac`."""
     before = rollouts["total_reward"].double().tolist()
     after, skipped = list(before), 0
     in_parts = any(str(key).startswith("reward/") for key in rollouts.keys())
@@ -154,8 +149,7 @@ def penalized(
 
     Args:
         lengths: maps the part that is measured (`reasoning`, `answer` or `total`) to the responses' lengths.
-        too_long: `profiled_length_penalty` is subtracted if the total length is at least this; None: never.
-    """
+        too_long: `profiled_length_penalty` is subtracted if the total length is at least this; None: never."""
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
@@ -178,8 +172,7 @@ def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples:
     The limit is mean + n_std x unbiased standard deviation (0 for one sample) of those `profiled_output_lengths` whose
     `profiled_rewards` are above 0. `info` is the prompt's `extra_env_info`, which may hold these two lists from earlier
     responses. The penalty does not apply without the lists, or if fewer than `min_samples` rewards are above 0. Raise
-    ValueError if only one list is there, or if their lengths differ.
-    """
+    ValueError if only one list is there, or if their lengths differ."""
     info = info or {}
     rewards, lengths = info.get("profiled_rewards"), info.get("profiled_output_lengths")
     if rewards is None and lengths is None:
@@ -198,8 +191,7 @@ def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples:
 
 def band_factor(length: float, band: ProfileBandChannel) -> float:
     """Return the factor for a length: 1 up to `band.a`, `band.f` from `band.b` on, and a linear interpolation in
-    between.
-    """
+    between."""
     if length <= band.a:
         return 1.0
     if length >= band.b:
@@ -220,8 +212,7 @@ def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: Tokenizer
 
 def reasoning_and_answer(text: str) -> tuple[str, str]:
     """Split a response into (reasoning, answer) at `</think>`. Without it, a text that begins with `<think>` is all
-    reasoning, and any other text is all answer.
-    """
+    reasoning, and any other text is all answer."""
     opening, closing = THINKING_TAGS
     before, end, after = text.partition(closing)
     if end:
@@ -256,8 +247,7 @@ def _additions(
 
 def _centred_weights(lengths: list[int]) -> list[float]:
     """Return a weight per response, from 1 for the shortest to 0 for the longest, minus their mean. If all lengths are
-    equal, return zeros.
-    """
+    equal, return zeros."""
     low, high = min(lengths), max(lengths)
     if low == high:
         return [0.0] * len(lengths)
@@ -307,8 +297,7 @@ def apply_reward_penalties(
 ) -> dict[str, float]:
     """Set `total_reward` [B] and its components (`reward/<name>`) to 0 for conversations with a defect that `config`
     penalises, such as malformed think tags. Return the share of conversations with each defect, under NeMo RL's metric
-    names. NeMo RL applies these penalties only in NeMo Gym, this package in every environment.
-    """
+    names. NeMo RL applies these penalties only in NeMo Gym, this package in every environment."""
     defects: dict[str, Callable[[LLMMessageLogType], bool]] = {}
     if config.penalize_duplicated_reasoning:
         defects["reasoning_equal_to_final_answer_rate"] = has_duplicated_reasoning
@@ -364,8 +353,7 @@ def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | No
     to the previous response. If they have one opening tag more than closing tags, the response must close the thinking
     exactly once. If they have equally many, it must not close it. Any other difference is a defect. These rules count
     token ids; they are skipped if `tag_ids`, the ids of `<think>` and `</think>`, is None. In its text, a response may
-    have no `<think>` and at most one `</think>`.
-    """
+    have no `<think>` and at most one `</think>`."""
     opened = closed = 0  # in the messages since the last response
     for message in log:
         here = (0, 0) if tag_ids is None else tuple(int((message["token_ids"] == tag).sum()) for tag in tag_ids)

@@ -177,7 +177,7 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
     return {f"critic/{name}": value for name, value in metrics.items()}
 
 
-# ---- responses with an advantage of their own
+# ---- responses whose advantages are replaced
 
 
 def overwrite_advantages(
@@ -185,8 +185,7 @@ def overwrite_advantages(
 ) -> dict[str, float]:
     """Give all tokens of a response that has one of the flags in `of_flag` (flag -> advantage) this advantage; of
     several flags the first counts. Return, under NeMo RL's metric names, the number of responses and, for each flag,
-    the number and share of responses that it changed. Return {} if `of_flag` is empty.
-    """
+    the number and share of responses that it changed. Return {} if `of_flag` is empty."""
     if not of_flag:
         return {}
     advantages, begin = batch.advantages.clone(), 0

@@ -7,8 +7,7 @@ GRPO smollm2-135m-instruct
   memory    1.82 GB at the peak, in policy training; fits into this machine's 25.2 GB
   folder    results/grpo_arithmetic_smollm2, starts from scratch
   report    file:///.../logs/grpo_arithmetic_smollm2/exp_001/report.html
-  data      arithmetic, 2,091 rows; validation: arithmetic, 256 rows
-"""
+  data      arithmetic, 2,091 rows; validation: arithmetic, 256 rows"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

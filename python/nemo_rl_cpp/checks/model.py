@@ -210,7 +210,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
 
 
 def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield a problem if load balancing is requested for the experts of a native model."""
+    """Yield a problem for each key that requests load balancing of experts which the native backend lacks."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
         wanted = balance_wanted(model, "sigmoid" if sizes.has_router_biases else "softmax")

@@ -43,8 +43,7 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
 
     If a worker is lost (WorkerLostError: killed, stopped, or its machine is gone), end the other workers and resume
     from the newest checkpoint with new workers, at most `cluster.max_restarts` times. Any other error ends the run. A
-    lost worker also ends the run if the user has already asked it to end.
-    """
+    lost worker also ends the run if the user has already asked it to end."""
     from nemo_rl_cpp.algorithms.build import build_run  # loads torch, so only after the configuration was checked
     from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
 
@@ -143,8 +142,7 @@ def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[W
     """Load the configuration given on the command line, call `work` with it, and return the exit status.
 
     `default` is the kind of run whose help text is shown, and whose default configuration is used without --config.
-    `kind` is the kind of run; None: it is derived from the configuration.
-    """
+    `kind` is the kind of run; None: it is derived from the configuration."""
     parser = OneLineParser(
         description=KINDS[default].description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -74,8 +74,8 @@ def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
 
 
 def as_number(value: object) -> float | None:
-    """Return a number as a float; also for the strings "nan", "inf" and "-inf", which `to_json` writes for non-finite
-    numbers. Return None for anything else."""
+    """Return a number as a float. The strings "nan", "inf" and "-inf", which `to_json` writes for non-finite numbers,
+    are also numbers. Return None for anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):

@@ -117,8 +117,7 @@ class LayerKinds:
         fused: the model has the fused matrices of Phi 3.
         recurrent: the indices of the recurrent layers.
         latent: keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
-        latent_queries: queries are also computed from a low-dimensional vector.
-    """
+        latent_queries: queries are also computed from a low-dimensional vector."""
 
     count: int
     fused: bool = False

@@ -261,7 +261,7 @@ class TrainedModelConfig(Section):
 
     @property
     def freezes_routers(self) -> bool:
-        """Return whether the routers of experts are frozen: with megatron_cfg, unless it says otherwise."""
+        """Return megatron_cfg.freeze_moe_router if megatron_cfg is enabled, otherwise False."""
         return self.megatron_cfg.enabled and self.megatron_cfg.freeze_moe_router
 
     def effective_optimizer(self) -> OptimizerSettings:

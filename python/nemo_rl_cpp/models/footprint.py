@@ -21,8 +21,7 @@ class Buffers:
 
     Args:
         sizes: the model's sizes.
-        width: bytes of a number in the run's precision: 2 or 4.
-    """
+        width: bytes of a number in the run's precision: 2 or 4."""
 
     sizes: ModelSizes
     width: int

@@ -2,8 +2,7 @@
 trainer in its process. In a worker that only generates, it reads a copy of the weights, which refits update.
 
 A response does not depend on which engine generates it: its sampling is seeded by the number of its prompt (`draw_ids`)
-and its index among the samples of the prompt (`sample_index`), never by the other rows of a batch.
-"""
+and its index among the samples of the prompt (`sample_index`), never by the other rows of a batch."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -101,8 +100,7 @@ class DistributedGeneration(GenerationInterface):
         tokenizer: provides the pad token for padded results.
         blocks: how the policy assigns samples to ranks in training: (gradient_blocks, train_global_batch_size, whether
             gradient blocks are assigned round-robin). Each rank then generates the samples that it trains on. None: no
-            training follows.
-    """
+            training follows."""
 
     def __init__(
         self,
@@ -210,8 +208,8 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
 
 
 def for_workers(config: ModelConfig) -> ModelConfig:
-    """Return the configuration section with an absolute model folder, so that it is valid in workers with a different
-    working directory. A model name that is no path stays unchanged."""
+    """Return the configuration section with an absolute model folder, because workers may have a different working
+    directory. A model name that is no path stays unchanged."""
     path = Path(config.model_name).expanduser()
     return config.model_copy(update={"model_name": str(path.absolute())}) if path.exists() else config
 
@@ -290,8 +288,7 @@ class DedicatedGeneration(DistributedGeneration):
 
     Attributes:
         weight_version: version of the engines' weights; None before the first refit.
-        change: a change of the weights that is due in the middle of the next responses; None: no change.
-    """
+        change: a change of the weights that is due in the middle of the next responses; None: no change."""
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
         config = for_workers(config)

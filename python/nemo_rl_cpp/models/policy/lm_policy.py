@@ -232,8 +232,7 @@ class PolicyUpdates:
         exactness: comparison of the log-probabilities of the first global batch; None if nothing was compared.
         prev_logprobs: [T] log-probabilities under the policy before the first update, for all ranks' samples.
         reused_tokens: number of tokens whose forward pass was generation's, without another in training.
-        on_policy: whether this call computed `prev_logprobs`.
-    """
+        on_policy: whether this call computed `prev_logprobs`."""
 
     updates: Updates
     exactness: Exactness | None

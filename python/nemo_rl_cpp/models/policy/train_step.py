@@ -133,8 +133,7 @@ class MicroBatchRunner:
         counts_loads: the routers count the tokens of each expert in backward passes, so every sample has a backward
             pass.
         balance_weight: the weight of the loss that balances experts, for which every sample has a backward pass; 0: no
-            such loss.
-    """
+            such loss."""
 
     trainer: C.Trainer
     loss_fn: Loss

@@ -1,5 +1,5 @@
-"""A vLLM server for a run: its options, the server that a run starts and stops, and the check whether a running server
-can generate for the run. Its client sends HTTP requests with timeouts."""
+"""A vLLM server for a run: its options, its start and end, the check of a server that the user has started, and an HTTP
+client with timeouts."""
 
 import ast
 import contextlib
@@ -56,8 +56,7 @@ class ServerClient:
         url: http://host:port, optionally with a path prefix of the routes.
         key: sent as `Authorization: Bearer`; None: no key.
         timeout: seconds without received data after which a call fails.
-        why: returns a text on why the server no longer responds, for the end of an error message.
-    """
+        why: returns a text on why the server no longer responds, for the end of an error message."""
 
     def __init__(self, url: str, key: str | None, timeout: float, why: Callable[[], str] = lambda: "") -> None:
         parts = urlsplit(url)

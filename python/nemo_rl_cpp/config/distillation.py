@@ -53,7 +53,7 @@ class OnPolicyDistillationConfig(Section):
     )
     strict_agent_name_match: bool = key(False, "End the run with an error if a task has no teacher of its name.")
     non_colocated_teachers: NonColocatedTeachersConfig | None = section(
-        NonColocatedTeachersConfig, "devices of the teachers, without effect: they lie beside the policy"
+        NonColocatedTeachersConfig, "devices of the teachers (ignored: they are on the policy's devices)"
     )
     full: FullDistillationConfig | None = section(FullDistillationConfig, "the whole vocabulary (not supported)")
 

@@ -202,7 +202,7 @@ class GenerationConfig(Section):
         "Serve the policy over HTTP during training, with the routes of OpenAI and vLLM, so that agents can use it and "
         "be trained through it. See docs/serving.md. Alias: policy.generation.vllm_cfg.expose_http_server.",
     )
-    http_server: HttpServerConfig = section(HttpServerConfig, "where and within which limits it is served")
+    http_server: HttpServerConfig = section(HttpServerConfig, "address and limits of the HTTP server")
     kv_cache_gb: Real | None = key(
         None, "Size of the KV cache in GB. null: as much as the largest batch needs, limited by the free memory.", gt=0
     )

@@ -148,7 +148,7 @@ def register_logger(
     name: str,
     cls: Callable[..., LoggerBackend] | str,
     keys: type[Section] = Section,
-    doc: str = "log by a back end of one's own",
+    doc: str = "log to a user-defined backend",
 ) -> None:
     """Add a logger backend, which the keys NAME_enabled and NAME of the section `logger` then configure.
 

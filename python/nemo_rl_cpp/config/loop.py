@@ -272,9 +272,7 @@ class RolloutSamplerConfig(Section):
         "With in_order. Sets async_grpo.max_trajectory_age_steps (in a PPO run, async_ppo's). 0: each step generates "
         "its own rollouts.",
     )
-    max_staleness_versions: Count = key(
-        1, "With windowed, the same: the number of steps by which the weights of a rollout may be older."
-    )
+    max_staleness_versions: Count = key(1, "With windowed: the same as max_lookahead_versions with in_order.")
 
 
 class AsyncRLConfig(Section):

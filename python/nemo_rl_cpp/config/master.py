@@ -135,9 +135,7 @@ class TrainMasterConfig(MasterConfig):
     checkpointing: CheckpointingConfig = section(CheckpointingConfig, "checkpoints")
     logger: LoggerConfig = section(LoggerConfig, "logs")
     cluster: ClusterConfig = section(ClusterConfig, "devices")
-    reward_penalties: RewardPenaltyConfig | None = section(
-        RewardPenaltyConfig, "responses with a defect of form earn 0"
-    )
+    reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "malformed responses get reward 0")
     async_rl: AsyncRLConfig | None = key(
         None,
         "Rollouts that overlap with training, in the form of NeMo RL's SingleController. null: see "
@@ -284,7 +282,7 @@ class SFTMasterConfig(TrainMasterConfig):
 class EvalMasterConfig(MasterConfig):
     """The configuration of an evaluation (`run_eval`)."""
 
-    eval: EvalConfig = section(EvalConfig, "what is measured")
+    eval: EvalConfig = section(EvalConfig, "metric and number of responses")
     generation: EvalGenerationConfig = key(..., "Model, sampling and engine.")
     tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
     data: EvalDataConfig = key(..., "The dataset.")

@@ -324,8 +324,8 @@ class MegatronConfig(Section):
     )
     moe_aux_loss_coeff: NonNegative | None = key(
         None,
-        "Weight of this loss, which is a mean over the sequences of a global batch, and is added for each layer. null: "
-        "router_aux_loss_coef of the model's config.json.",
+        "Weight of the loss that moe_router_load_balancing_type selects: a mean over the sequences of a global batch, "
+        "summed over the layers. null: router_aux_loss_coef of the model's config.json.",
     )
     freeze_moe_router: bool = key(
         True,

@@ -360,8 +360,8 @@ class PolicyConfig(TrainedModelConfig):
         None,
         "CPU only, native backend, one process: memory in GB that the run may take at its peak. As far as it is needed, "
         "micro-batches get smaller, generation's activations are not kept, activation_checkpointing is set, and the KV "
-        "cache gets smaller, in this order. Keys that are set where this one is set, or nearer, stay. null: all keys "
-        "stay. See docs/supported-models.md.",
+        "cache gets smaller, in this order. Keys that are set in the same file as this key, in a file that inherits from it, or "
+        "on the command line, keep their values. null: all keys do. See docs/supported-models.md.",
     )
     kept_activations_gb: NonNegative | None = key(
         None,

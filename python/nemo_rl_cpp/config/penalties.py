@@ -189,9 +189,9 @@ class RewardPenaltyTokenIds(Section):
 
 
 class RewardPenaltyConfig(Section):
-    """Set the reward of a malformed response to 0: one that repeats its reasoning, has no answer, contains unwanted
-    tokens or has misplaced think tags. NeMo RL applies this section to NeMo Gym only; this package applies it to every
-    environment."""
+    """Set the reward of malformed responses to 0. A response is malformed if it repeats its reasoning, has no answer,
+    contains unwanted tokens or has misplaced think tags. NeMo RL applies this section to NeMo Gym only; this package
+    applies it to every environment."""
 
     penalize_duplicated_reasoning: bool = key(
         False, "Set the reward to 0 if the answer repeats the reasoning (the text before `</think>`)."

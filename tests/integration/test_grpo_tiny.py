@@ -143,7 +143,7 @@ WITH_A_CRITIC = (
 
 
 @pytest.mark.parametrize("section, more", [("grpo", ()), ("ppo", WITH_A_CRITIC)], ids=["grpo", "ppo"])
-def test_counts_of_a_batch_do_not_depend_on_the_size_of_micro_batches(tmp_path, section, more):
+def test_valid_token_and_sample_counts_do_not_depend_on_the_micro_batch_size(tmp_path, section, more):
     small = (*tiny.SMALL, "grpo.max_num_steps=1", "grpo.overlong_filtering=true", "policy.generation.max_new_tokens=4")
     found = []
     for size in (16, 4, 1):

@@ -87,7 +87,7 @@ def test_interpreter_without_nemo_gym_is_an_error_before_the_model_is_loaded(gym
         gym(f"++env.nemo_gym.python={python}")
 
 
-def test_gym_run_beside_training_trains_on_the_tokens_of_its_engine_and_resumes(gym, tmp_path):
+def test_async_nemo_gym_run_trains_on_the_tokens_of_its_engine_and_resumes(gym, tmp_path):
     """The engine of another process is served. Its log-probabilities are, to the bit, those of the version on the samples."""
     batches, pids = [], []
 

@@ -66,7 +66,7 @@ def frozen(folder, dtype):
     return model
 
 
-def test_adapter_checkpoint_loads_with_its_base_but_not_as_a_model_of_its_own(tmp_path):
+def test_adapter_checkpoint_loads_with_its_base_but_not_as_a_separate_model(tmp_path):
     ids = torch.arange(12)
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *BF16, "policy.quantization=q8_0", "grpo.max_num_steps=2") as run:
         run.train()

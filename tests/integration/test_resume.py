@@ -83,7 +83,7 @@ LATENT = [
     [MAMBA2_AND_EXPERTS, DELTA_NETS_AND_EXPERTS, LATENT],
     ids=["Mamba-2 and experts", "gated delta nets and experts", "latent attention"],
 )
-def test_killed_and_resumed_run_of_another_mixer_ends_like_an_uninterrupted_one(check, model):
+def test_killed_and_resumed_run_with_other_attention_or_experts_ends_like_an_uninterrupted_one(check, model):
     assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *model], seed=7) == []
 
 

@@ -78,7 +78,7 @@ def test_gradients_match_transformers(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_groups", "nemotron_h_experts"])
-def test_loads_of_routers_match_the_choices_of_transformers(name, tmp_path):
+def test_expert_loads_counted_by_routers_match_transformers(name, tmp_path):
     hf, model = build(name, tmp_path), load(tmp_path)
     trainer, (batch, ids, lengths, _) = C.Trainer(model), ragged_batch()
     out = torch.zeros(ids.shape)

@@ -67,7 +67,7 @@ def of_ppo(**settings):
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
-def test_random_cases_with_a_critic_match_the_reference(cases):
+def test_opd_advantages_with_a_critic_match_the_reference_on_random_batches(cases):
     rng = np.random.default_rng(7)
     for _ in range(cases):
         rows, columns = rng.integers(1, 5), rng.integers(1, 6)
@@ -97,7 +97,7 @@ def test_random_cases_with_a_critic_match_the_reference(cases):
         torch.testing.assert_close(ragged[0], advantages.ravel(), rtol=0, atol=0)
 
 
-def test_advantages_and_loss_of_ppo_with_a_teacher_by_hand():
+def test_advantages_and_loss_of_ppo_with_a_teacher_match_hand_computed_values():
     """Rewards: the errors are 0.25 - 0.5 and 1 - 0.25, so GAE with lambda 0.5 gives (0.125, 0.75), and the critic's targets are
     (0.625, 1). The teacher's gaps are (0.5, -0.25). With the weight 2 the advantages are (0.75, 1.25), and the loss at a ratio of 1
     is their mean, negated."""
@@ -310,7 +310,7 @@ def test_distillation_run_reduces_the_logprob_gap_to_its_teacher(teacher, tmp_pa
 
 
 @pytest.mark.slow
-def test_ppo_with_a_teacher_learns_from_both_repeats_and_resumes_to_the_bit(teacher, tmp_path):
+def test_ppo_run_with_a_teacher_approaches_it_and_resumes_bit_identically(teacher, tmp_path):
     keys = (
         *tiny.SMALL_PPO, *opd_keys(teacher, section="ppo"), "ppo.adv_estimator.outcome_advantage_weight=0.1",
         "ppo.policy_training_start_step=2", "checkpointing.enabled=true", "checkpointing.save_period=12",

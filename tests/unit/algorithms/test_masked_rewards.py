@@ -83,7 +83,7 @@ def test_dynamic_sampling_keeps_a_mixed_group_with_its_excluded_samples():
     assert sampler.take(0).size == 4
 
 
-def test_batches_without_mask_sample_concatenate_as_unmasked():
+def test_rows_without_mask_sample_are_unmasked_after_batches_are_concatenated():
     sampler = GroupSampler.from_config(
         GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=4, use_dynamic_sampling=True)
     )

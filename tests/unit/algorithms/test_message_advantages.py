@@ -80,7 +80,7 @@ def test_flagged_responses_get_the_configured_advantage_on_all_their_tokens(keys
     }  # fmt: skip
 
 
-def test_advantages_stay_without_these_keys():
+def test_advantages_are_unchanged_without_the_keys_for_flagged_messages():
     batch, logs = both()
     assert overwrite_advantages(batch, logs, GRPOConfig().message_advantages) == {}
     assert batch.advantages.tolist() == list(range(9))

@@ -131,7 +131,7 @@ def test_topk_distillation_gradient_does_not_depend_on_micro_batches(batching):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_gradient_is_the_sum_of_two_ranks_gradients(settings):
+def test_topk_distillation_gradient_is_the_sum_of_two_ranks_gradients(settings):
     whole, expected = train(settings, WHOLE)
     (first, ours), (second, theirs) = (train(settings, WHOLE, ranks=Ranks(rank, 2), blocks=2) for rank in (0, 1))
     assert min(ours.norm(), theirs.norm()) > 0.1 * expected.norm()

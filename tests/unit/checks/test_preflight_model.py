@@ -415,7 +415,7 @@ def test_settings_unsupported_for_mixture_of_experts_are_reported_before_a_run(m
         ("moe_router_load_balancing_type=seq_aux_loss", "balances the experts of softmax routers"),
     ],
 )
-def test_biases_alone_balance_the_experts_of_a_sigmoid_router(model, tmp_path, key, sentence):
+def test_sigmoid_router_rejects_balancing_losses_and_accepts_bias_updates(model, tmp_path, key, sentence):
     sizes = dict(n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=0)
     folder = model_folder(tmp_path / "experts", model_type="glm4_moe", tie_word_embeddings=False, **sizes)
     enabled = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")

@@ -25,7 +25,7 @@ def settings(config):
     )  # fmt: skip
 
 
-def test_sufficient_budget_only_keeps_generations_activations():
+def test_sufficient_memory_budget_changes_nothing_but_keeping_generations_activations():
     plain, config = load_grpo_config(NAME), chosen(100)
     assert config.policy.kept_activations_gb > 0
     kept = {"memory_budget_gb": None, "kept_activations_gb": None}
@@ -33,7 +33,7 @@ def test_sufficient_budget_only_keeps_generations_activations():
     assert within_budget(plain) is plain and budget_text(plain) is None
 
 
-def test_smaller_budgets_give_up_settings_in_the_documented_order():
+def test_smaller_memory_budgets_change_settings_in_the_documented_order():
     rows = [chosen(gigabytes) for gigabytes in (6.2, 5.2, 4.7, 4.3, 3.9, 3.7, 3.5)]
     assert all(peak(row) <= row.policy.memory_budget_gb for row in rows)
     assert [settings(row) for row in rows] == sorted(map(settings, rows)) and len(set(map(settings, rows))) > 4
@@ -45,7 +45,7 @@ def test_smaller_budgets_give_up_settings_in_the_documented_order():
         assert checked(row, GRPOMasterConfig) is row and within_budget(row).policy == row.policy
 
 
-def test_keys_that_are_set_where_the_budget_is_set_stay(tmp_path):
+def test_memory_budget_changes_no_key_that_is_set_in_the_same_file(tmp_path):
     assert chosen(4, "policy.train_micro_batch_size=16").policy.train_micro_batch_size == 16
     file = tmp_path / "own.yaml"
     file.write_text(
@@ -60,7 +60,7 @@ def test_keys_that_are_set_where_the_budget_is_set_stay(tmp_path):
     assert within_budget(GRPOMasterConfig(**given)).policy.train_micro_batch_size == 16
 
 
-def test_budget_below_the_least_memory_is_an_error_that_names_it():
+def test_memory_budget_below_the_least_possible_memory_is_an_error_that_names_it():
     with pytest.raises(
         ConfigError, match=r"policy.memory_budget_gb is 2, but this run needs 3\.\d+ GB with micro-batches of 1 sample"
     ) as error:
@@ -81,12 +81,12 @@ def test_budget_below_the_least_memory_is_an_error_that_names_it():
         ("policy.backend=hf", "trains with hf"),
     ],
 )
-def test_budget_is_an_error_for_runs_whose_memory_is_not_planned(override, reason):
+def test_memory_budget_is_an_error_for_runs_whose_memory_is_not_planned(override, reason):
     with pytest.raises(ConfigError, match=f"this run {reason}, whose memory is not planned: set it to null"):
         load_grpo_config(NAME, ["policy.memory_budget_gb=4", override])
 
 
-def test_budget_is_an_error_with_a_critic_or_an_unknown_model():
+def test_memory_budget_is_an_error_with_a_critic_or_an_unknown_model():
     with pytest.raises(ConfigError, match="this run has a critic"):
         load_ppo_config("ppo_tiny.yaml", ["++policy.memory_budget_gb=4"])
     with pytest.raises(ConfigError, match="needs the sizes of owner/nameless"):

@@ -40,13 +40,13 @@ def workers(total, engines):
     return [*APART, f"cluster.gpus_per_node={total}", f"policy.generation.colocated.resources.gpus_per_node={engines}"]
 
 
-def test_http_server_is_that_of_the_one_engine_in_its_own_process():
+def test_http_server_requires_a_single_engine():
     load_grpo_config("grpo_tiny.yaml", [EXPOSE, *workers(2, 1)])
     assert "is true, but one engine can be served and 2 generate" in mistakes(EXPOSE, *workers(3, 2))
     assert "cluster.executor to in_process" in mistakes(EXPOSE, "cluster.executor=processes", "cluster.gpus_per_node=2")
 
 
-def test_http_server_of_megatron_needs_the_key_of_every_engine():
+def test_megatrons_expose_http_server_requires_generations_key_if_the_backend_is_megatron():
     megatron = "++policy.generation.mcore_generation_config.expose_http_server=true"
     load_grpo_config("grpo_tiny.yaml", [megatron])  # NeMo RL reads it with its engine alone
     load_grpo_config("grpo_tiny.yaml", [megatron, "policy.generation.backend=megatron", EXPOSE])

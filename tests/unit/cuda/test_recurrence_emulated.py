@@ -171,7 +171,7 @@ def test_recurrence_and_its_gradient_match_the_cpu(kernels, mamba2, shape, dtype
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("mamba2", [False, True])
 @pytest.mark.parametrize("chunks", [[21], [1] * 21, [2, 9, 1, 9]], ids=str)
-def test_recurrence_in_chunks_and_beside_others_is_bit_identical(kernels, chunks, mamba2, dtype):
+def test_recurrence_is_bit_identical_in_chunks_and_in_any_batch(kernels, chunks, mamba2, dtype):
     shape = SHAPES[0]
     inputs, done = Inputs(shape, 21, mamba2, dtype), 0
     whole = inputs.forward(kernels, [(0, 21, NONE, NONE, 0)])

@@ -52,7 +52,7 @@ def test_hub_data_sets_give_question_and_ground_truth_in_one_format(asked, name,
     assert data.dataset[0] == {"messages": messages, "task_name": name}
 
 
-def test_hub_data_sets_take_their_sections_keys(asked):
+def test_hub_data_sets_accept_the_keys_of_their_data_section(asked):
     solution = load_response_dataset({"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution"})
     assert solution.dataset[0]["messages"][1]["content"] == "long"
     assert len(load_eval_dataset({"dataset_name": "AIME2024", "repeat": 1}).dataset) == 2

@@ -109,7 +109,7 @@ def test_bytes_of_byte_level_tokens_concatenate_to_the_utf8_text(smollm2):
     assert table[2] == b"<|im_end|>" and token_bytes_table(smollm2, 3, skip_special_tokens=True) == [b"", b"", b""]
 
 
-def test_token_bytes_of_a_transformers_tokenizer_equal_ours(smollm2, hf_smollm2):
+def test_token_bytes_of_a_transformers_tokenizer_equal_those_of_this_package(smollm2, hf_smollm2):
     assert token_bytes_table(hf_smollm2) == token_bytes_table(smollm2)
 
 

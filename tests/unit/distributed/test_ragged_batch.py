@@ -39,7 +39,7 @@ def test_per_token_fields_are_summed_and_per_sample_fields_are_spread():
     assert [row.tolist() for row in batch.rows(batch.tokens["input_ids"])] == [[1, 2], [3, 4, 5], [6]]
 
 
-def test_places_returns_padded_token_indices_of_selected_samples():
+def test_places_method_gives_the_padded_indices_of_the_tokens_of_selected_samples():
     places, inside = RaggedBatch.of(padded()).places(torch.tensor([2, 0]), 2)
     assert places.tolist() == [[5, 0], [0, 1]] and inside.tolist() == [[True, False], [True, True]]
 

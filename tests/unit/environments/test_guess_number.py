@@ -15,7 +15,7 @@ def turn(env, said, **state):
     return result.observations[0]["content"], result.rewards.item(), bool(result.terminateds.item()), result.metadata[0]
 
 
-def test_each_turn_gives_the_hint_reward_and_end_worked_out_by_hand():
+def test_guess_number_turns_have_hand_computed_hints_rewards_and_endings():
     env = GuessNumberEnv({"higher": "+", "lower": "-", "stop_strings": ["\n"]})
     assert turn(env, " 3\n", secret=5) == ("+", 0.0, False, {"secret": 5, "guesses": 1})
     assert turn(env, "6", secret=5, guesses=1) == ("-", 0.0, False, {"secret": 5, "guesses": 2})
@@ -55,7 +55,7 @@ def play(max_rollout_turns=3, **config):
     return engine, result, metrics
 
 
-def test_a_perfect_player_wins_every_game():
+def test_perfect_player_wins_every_guess_number_game():
     engine, result, metrics = play()
     assert result["total_reward"].tolist() == [1.0] * 7
     assert metrics["solved"] == 1.0 and metrics["guesses_per_game"] == (1 + 2 * 2 + 4 * 3) / 7

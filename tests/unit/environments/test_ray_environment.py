@@ -145,7 +145,7 @@ def test_reward_functions_run_in_the_actors_main_thread(ray):
 
 
 @pytest.mark.slow
-def test_actor_has_folder_and_variables_of_the_run_and_its_loss_is_an_error(ray, tmp_path, monkeypatch):
+def test_environment_actor_gets_the_runs_folder_and_variables_and_losing_it_is_an_error(ray, tmp_path, monkeypatch):
     """Ray is already running, in another folder. The environment cannot be asked again."""
     monkeypatch.chdir(tmp_path)
     given = {

@@ -175,7 +175,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_no_way_of_allocating_exceeds_the_memory_limit(outcomes, name):
+def test_sandboxed_program_cannot_exceed_its_memory_limit_by_any_kind_of_allocation(outcomes, name):
     outcome = outcomes[name]
     assert outcome["stdout"].count(".") / 4 <= LIMIT_MB
     assert (outcome["stopped"] or ("error" if outcome["exit_code"] else "fine")) in WAYS[name][1], outcome

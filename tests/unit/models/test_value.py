@@ -81,7 +81,7 @@ def test_critic_gradients_do_not_depend_on_micro_batches_or_packing():
         assert (grads - reference).norm() <= 1e-6 * reference.norm(), name
 
 
-def test_gradient_is_the_sum_of_two_ranks_gradients():
+def test_critic_gradient_is_the_sum_of_two_ranks_gradients():
     def gradient(**shared):
         value = with_a_head(Value(None, make_value().config.model_copy(update={"precision": "float64"}), None, seed=1))
         batch = RaggedBatch.of(data | {"values": data["values"] + 0.15})  # both branches of the clip

@@ -49,7 +49,7 @@ def call_any(function: Callable[..., object], *args: object, **kwargs: object) -
 
 
 def is_users(thing: object) -> bool:
-    """Return whether a function is defined outside this package, or for any other object whether its class is."""
+    """Return whether `thing` is user code: a function, or an instance of a class, defined outside this package."""
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return module.partition(".")[0] != __name__.partition(".")[0]
 

@@ -142,8 +142,8 @@ def train_grpo(
     zip(completions, answer)]`. Several functions, in a list or as {"name": function}, are summed, weighted by
     `reward_weights` if given; each is logged as `rewards/<name>`.
 
-    `loss_fn` and `adv_estimator` are your function, object or class, its dotted name, or a mapping of keys of that
-    section of the configuration; `adv_estimator` may also be a name such as "gdpo". `callbacks` are
+    `loss_fn` and `adv_estimator` are your function, object or class, its dotted name, or a mapping of keys of the
+    configuration section with the argument's name; `adv_estimator` may also be a name such as "gdpo". `callbacks` are
     `nemo_rl_cpp.Callback` objects.
 
     With `lora`, adapters are trained on frozen weights, which takes about half of the memory (docs/lora.md). It is

@@ -241,8 +241,8 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Return (its samples with a backward pass, their number of tokens) for each group of samples with a common prompt,
-    whose tokens count once."""
+    """Return one pair for each group of samples with a common prompt: (the samples with a backward pass, the number of
+    their tokens). The prompt's tokens count once."""
     groups, lengths, prompts, units = _groups_of(data), data.lengths.tolist(), prompt_lengths(data), {}
     for row in rows:
         if not idle[row]:

@@ -156,7 +156,7 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
-    """Return rope_scaling of the type llama3 from the numbers by which it divides the frequencies.
+    """Return rope_scaling of the type llama3 from `factors`, the numbers by which RoPE frequencies are divided.
 
     With low_freq_factor 1 and high_freq_factor 4, as in all Llama 3, a frequency of wavelength w is divided by 1 if w <
     original / 4, by `factor` if w > original, and else by 1 / ((1 - s) / factor + s) with s = (original / w - 1) / 3.

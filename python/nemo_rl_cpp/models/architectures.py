@@ -195,7 +195,7 @@ RECURRENT_SIZES = (
 )  # fmt: skip
 """Keys of config.json with the sizes of a gated delta net: key heads, value heads, their sizes, the convolution's width."""
 MAMBA2_SIZES = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel")
-"""The same of Mamba-2."""
+"""Keys of config.json with the sizes of Mamba-2: groups, heads, state size, head size, the convolution's width."""
 WITH_A_TEXT_SECTION = {
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),

@@ -20,7 +20,7 @@ CODES = np.array(
 )  # fmt: skip
 """The codes of nf4 (csrc/kernels/weight_blocks.h)."""
 Place = tuple[str, list[int], int, int]
-"""dtype, shape, first byte in the file, end"""
+"""(dtype, shape, first byte in the file, byte after the last)"""
 _BLOCK = 32  # weights of a block of the native core
 _LEAST_SCALE = 2.0**-120  # kNormalFloatLeast of csrc/kernels/weight_blocks.h
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -28,10 +28,10 @@ _DTYPES = {"F32": np.float32, "U8": np.uint8, "I8": np.int8}
 
 
 class QuantisedTensors:
-    """The tensors of a file, with the parts of each quantised matrix as one.
+    """The tensors of a file, in which the parts of each quantised matrix (codes and scales) appear as one tensor.
 
-    `places` maps a name to its `Place`. The dtype NF4 stands for the native core's blocks of nf4.
-    Matrices of 8 bits become float32."""
+    `places` maps a name to its `Place`. A matrix in nf4 has the dtype NF4: the native core's blocks. A matrix in 8 bits
+    becomes float32."""
 
     def __init__(self, file: Path, entries: Mapping[str, Place]) -> None:
         self._file, self._entries = file, entries
@@ -57,7 +57,7 @@ class QuantisedTensors:
                 self.places[name] = (dtype, shape, begin, end)
 
     def _state(self, weight: str, kind: str, name: str) -> dict[str, object]:
-        """Return the description of a matrix in 4 bits. Raise ModelFolderError for a format that is not read."""
+        """Return the description of a matrix in 4 bits. Raise ModelFolderError for an unsupported format."""
         if kind != "nf4":
             raise ModelFolderError(f"{self._file}: {weight} is in bitsandbytes' {kind}, but only nf4 is read in 4 bits")
         try:
@@ -99,7 +99,7 @@ class QuantisedTensors:
 
     def _blocks(self, name: str, data: memoryview) -> np.ndarray:
         """Return a matrix in the native core's blocks: a float32 scale, then weight i in the low half of byte i and weight
-        i + 16 in the high half. In bitsandbytes' bytes the first of two neighbours is in the high half."""
+        i + 16 in the high half. A byte of bitsandbytes holds two adjacent weights, the first in the high half."""
         packed = np.frombuffer(data, np.uint8)
         codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1, _BLOCK)
         scales = np.repeat(self._scales(name), self._states[name]["blocksize"] // _BLOCK)[: len(codes)]
@@ -110,7 +110,7 @@ class QuantisedTensors:
         return blocks
 
     def _scales(self, name: str) -> np.ndarray:
-        """Return the scale of each of bitsandbytes' blocks, which with double quantisation have 8 bits themselves."""
+        """Return the scale of each bitsandbytes block. With double quantisation the file stores it in 8 bits."""
         state, absmax = self._states[name], self._read(f"{name}.absmax").reshape(-1)
         if f"{name}.nested_absmax" not in self._entries:
             return absmax

@@ -90,8 +90,8 @@ class Buffers:
 
     @property
     def backward(self) -> float:
-        """Return the bytes of a backward pass without what the layers have stored: gradients, and the last layer's
-        output."""
+        """Return the bytes that a backward pass needs besides the layers' stored activations: gradients, and the last
+        layer's output."""
         s = self.sizes
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         by_expert = s.experts_per_token * (s.latent_size or s.hidden_size) if s.experts > 1 else 0

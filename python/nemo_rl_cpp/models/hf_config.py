@@ -309,7 +309,7 @@ def _mlp_layer_types(form: Mapping[str, Plain]) -> list[str]:
 
 
 def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
-    """Raise ModelFolderError if a size of the recurrent layers is invalid, or if the list of layer types is."""
+    """Raise ModelFolderError if a size of the recurrent layers or the list of layer types is invalid."""
     names = made.recurrent
     _check_sizes(form, names)
     key_heads, value_heads, key_dim, value_dim, taps = (form[key] for key in names)

@@ -50,7 +50,7 @@ class Lora:
         layers: the layers of the model.
         dim, alpha, init, merge, use_rslora: as in `lora_cfg`.
         base: the base model's name in PEFT's adapter_config.json.
-        value_head: the model is a critic, whose whole scalar head is trained with the adapters.
+        value_head: the model is a critic; its whole scalar head is trained together with the adapters.
         base_digest: digest of the base weights; empty if this process holds only a slice of them.
         quantization: format of the base model's matrices; None: not quantised.
         base_seed: seed of the base weights, if they are random."""

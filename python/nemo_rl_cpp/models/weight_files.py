@@ -35,7 +35,7 @@ _BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K
 """Quantised formats of ggml."""
 _READ = ("F64", "F32", "F16", "BF16", "NF4", *_BLOCKS)
 _QUANTISED = (".quant_map", ".SCB")
-"""Ends of the names of tensors that describe a matrix which bitsandbytes quantised, in 4 and in 8 bits."""
+"""Suffixes of the names of tensors that describe a matrix that bitsandbytes quantised, in 4 and in 8 bits."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -271,8 +271,8 @@ def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
 
 
 def _known_name(name: str, shapes: Container[str]) -> str:
-    """Return the parameter's name in `shapes`. Rename the tensors of Nemotron-H (`backbone.`). Add the prefix `model.`, which checkpoints of base models lack, and
-    remove `language_model.`, which marks the text model in checkpoints of vision-language models."""
+    """Return the parameter's name in `shapes`. Rename Nemotron-H's tensors (`backbone.`). Add the prefix `model.`,
+    which base models' checkpoints lack. Remove `language_model.`, the text model's prefix in vision-language models."""
     name = our_name(name) if name.startswith("backbone.") else name
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return f"model.{name}" if name not in shapes and f"model.{name}" in shapes else name

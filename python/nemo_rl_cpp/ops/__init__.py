@@ -58,8 +58,8 @@ def group_baseline(
     leave_one_out they exclude the sample itself.
 
     All arguments are [B]. `std_rewards` replaces the rewards in the standard deviation only. For a group with at most
-    one valid sample they are (the sample's own reward, 0). The computation uses float64 and two passes, so equal
-    rewards give exactly 0."""
+    one valid sample, mean and deviation are (the sample's own reward, 0). The computation uses float64 and two passes,
+    so equal rewards give exactly 0."""
     return GroupBaseline(*C.group_baseline(rewards, group_ids, valid_mask, leave_one_out, std_rewards))
 
 

@@ -99,8 +99,8 @@ class Base:
         return self._newest
 
     def any_adapted(self) -> AdaptedModel:
-        """Return any existing `AdaptedModel`, or make one. It serves to sample from the base model, by setting all
-        adapters to zero."""
+        """Return any existing `AdaptedModel`, or make one. It is used to sample from the base model, with all adapters
+        set to zero."""
         return self._newest or self.adapted(Shape(1, train_mlp=not self.has_experts))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
@@ -152,7 +152,7 @@ class TrainingState:
 
 @dataclass
 class Row:
-    """A datum of a request, checked.
+    """A checked datum of a request.
 
     Attributes:
         tokens: the N input tokens.

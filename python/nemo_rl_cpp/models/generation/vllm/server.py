@@ -240,8 +240,8 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """Yield options in the syntax of vLLM's command line. False becomes `--no-x`, a list several words, a mapping JSON,
-    and null nothing."""
+    """Yield options in the syntax of vLLM's command line. False becomes `--no-x`, a list becomes several words, a
+    mapping becomes JSON, and null is omitted."""
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

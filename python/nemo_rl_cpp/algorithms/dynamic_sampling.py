@@ -23,8 +23,8 @@ def raw_rewards(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return int64 [B], the number of each row's prompt group, counted in order of appearance. Groups are given by
-    `group_id`, or otherwise by `idx`. Raise ValueError if the batch has neither."""
+    """Return the index of each row's prompt group in order of appearance, int64 [B]. Groups are given by `group_id`, or
+    otherwise by `idx`. Raise ValueError if the batch has neither."""
     ids = batch["group_id"] if "group_id" in batch else batch.get("idx")
     if ids is None:
         raise ValueError("dynamic sampling needs 'group_id' (or 'idx') in the batch, to know which rows share a prompt")

@@ -198,7 +198,8 @@ def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessa
 
 @_processor
 def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages"}. The system prompt and the conversation up to the last question become one user entry.
+    """Read rows {"messages"}. The chat template renders the system prompt and the conversation up to the last question
+    as one user entry.
 
     If the last message is the assistant's, it is the ground truth. The last question is inserted into the prompt file.
     A row's column "tools" is passed to the chat template."""

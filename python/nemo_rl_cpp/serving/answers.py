@@ -120,8 +120,8 @@ def _by_text(bytes_of: BytesOf, token: int, text: str, logprob: float, likeliest
 
 
 def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
-    """Return `logprobs` of /v1/chat/completions. The `token` entries joined, or the `bytes` joined, are the response's
-    text; a partial character has its bytes in `bytes`. In `top_logprobs` special tokens have a text, too."""
+    """Return `logprobs` of /v1/chat/completions. The `token` entries, concatenated, give the response's text, as do the
+    `bytes` entries, which also hold partial characters. In `top_logprobs` special tokens have a text, too."""
     content = []
     for token, text, logprob, likeliest in zip_longest(
         spelled.sample.token_ids, spelled.texts, spelled.sample.logprobs, spelled.sample.likeliest, fillvalue=()

@@ -14,7 +14,7 @@ def make(folder, *overrides, **options):
     return fake_run(folder, "grpo", *overrides, **options)
 
 
-def test_grpo_step_calls_the_policy_in_order(tmp_path):
+def test_grpo_step_calls_the_methods_of_the_policy_in_the_expected_order(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=1", "checkpointing.enabled=false"))
     assert run.policy.events == ["prepare_for_generation", "generate", "finish_generation", "train"]
     assert run.state.step == 1 and run.state.stop_reason == "max_num_steps"

@@ -74,7 +74,7 @@ def test_samples_without_decodable_tokens_are_shown_as_text(tmp_path):
     assert step["groups"][0]["answers"][0] == shown
 
 
-def test_first_and_last_steps_get_page_space_for_samples_first(tmp_path):
+def test_samples_of_the_first_and_last_steps_are_shown_when_space_is_short(tmp_path):
     long = row("x" * 700, [1] * 700, [-1.0] * 700)
     for step in range(1, 12):
         rows = [long | {"group_id": n // 17, "rewards": n // 17} for n in range(34)]

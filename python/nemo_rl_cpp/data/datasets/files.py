@@ -157,7 +157,8 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _are_columns(whole: object) -> bool:
-    """Return whether a JSON object maps column names to lists of values; an object with a conversation is a row."""
+    """Return whether a JSON object maps column names to lists of values. An object with a list of messages is one
+    row."""
     if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
         return False
     firsts = [values[0] for values in whole.values() if values]

@@ -108,7 +108,7 @@ def test_loss_that_balances_experts_falls_in_training(tmp_path):
     assert losses[0] > 1.5 and 1 < losses[-1] < 1.3
 
 
-def test_bias_of_an_expert_with_less_than_the_average_load_is_raised(tmp_path):
+def test_router_bias_of_an_expert_with_less_than_the_average_load_is_increased(tmp_path):
     policy = tiny.make(tmp_path, *tiny.SMALL, *BALANCED).policy
     (bias, load), other = policy.model.routers
     bias.copy_(torch.arange(6.0))

@@ -116,7 +116,7 @@ def test_per_task_overrides_replace_single_keys_of_the_default():
     assert batch["total_reward"].tolist() == [1, 1, 0.75, 1.5, 1, 1.5, 1, 1.5]
 
 
-def test_profile_band_is_enabled_if_given_unless_the_default_disables_it():
+def test_length_profile_band_is_on_unless_its_section_or_the_default_disables_it():
     band = {"enabled": True, "defaults": {"total": {"a": 1, "b": 2, "f": 0.5}}}
     assert LengthPenaltyConfig(profile_band=band).params_of("t").profile_band_total
     assert (
@@ -131,7 +131,7 @@ def test_profile_band_is_enabled_if_given_unless_the_default_disables_it():
     (2, 1.0, [1.0, 0.7, 0.0]),  # earlier lengths 2 and 4 passed: 3 + sqrt(2) = 4.41 tokens
     (2, 0.0, [0.7, 0.7, 0.0]), (3, 1.0, [1.0, 1.0, 0.0]),
 ])  # fmt: skip
-def test_profiled_penalty_applies_beyond_mean_plus_deviations_of_earlier_lengths(least, std, expected):
+def test_profiled_length_penalty_starts_at_mean_plus_deviations_of_earlier_correct_lengths(least, std, expected):
     info = {"profiled_rewards": [1, 0, 1], "profiled_output_lengths": [2, 90, 4]}
     batch = rollouts(["aaa", "aaaaa", "aaaaa"], [1.0, 1.0, 0.0], [0, 0, 0], extra_env_info=[info] * 3)
     params = {"profiled_length_penalty": 0.3, "profiled_length_min_samples": least, "profiled_length_n_std": std}

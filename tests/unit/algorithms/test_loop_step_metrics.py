@@ -54,7 +54,7 @@ def test_token_mult_prob_error_is_averaged_over_global_batches():
     assert mult_prob_error([0.0, 11.0], [0.0, 11.0], global_batches=2) == 0.5  # the first batch trains nothing
 
 
-def test_token_mult_prob_error_without_numerators_is_summed_unrounded():
+def test_token_mult_prob_error_of_micro_batches_is_summed_in_float64():
     metrics = aggregate_microbatch_metrics({"token_mult_prob_error": [0.5, 0.5 + 2.0**-50]})
     assert metrics["token_mult_prob_error"] == 1.0 + 2.0**-50
 

@@ -52,7 +52,7 @@ def test_banner_has_a_lora_line_and_lora_reduces_the_memory_estimate():
     assert certain_bytes(apart) == pytest.approx(134_515_008 * 2 + 30 * 10_176 * 8 * 21, rel=1e-3)
 
 
-def test_lora_line_counts_the_matrices_that_each_kind_of_layer_has():
+def test_lora_line_of_the_banner_counts_the_adapted_matrices_of_all_layers():
     recurrent = {
         "model_type": "qwen3_5_text", "num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 1,
         "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,

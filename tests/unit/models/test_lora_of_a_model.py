@@ -185,7 +185,7 @@ def test_saved_adapter_is_restored_exactly_and_rejected_for_different_settings(t
      (["*.layers.1.linear_attn.out_proj", "q_proj"], ["model.layers.0.self_attn.q_proj", "model.layers.1.linear_attn.out_proj"])],
     ids=["all", "some", "of one layer"],
 )  # fmt: skip
-def test_an_adapter_lists_a_name_that_all_layers_with_such_a_matrix_adapt(targets, names):
+def test_peft_config_has_short_matrix_names_if_every_layer_is_adapted_else_full_names(targets, names):
     lora = lora_of(tiny_random(SIZES | RECURRENT), match_all_linear=not targets, target_modules=targets)
     assert lora.peft_config()["target_modules"] == names
 

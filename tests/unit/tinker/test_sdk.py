@@ -89,7 +89,7 @@ def test_training_and_sampling_logprobs_are_equal(sdk: tinker.ServiceClient, how
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_builtin_loss_has_the_same_gradient_as_its_formula_as_a_custom_loss(
+def test_builtin_loss_and_its_formula_as_a_custom_loss_have_equal_gradients(
     sdk: tinker.ServiceClient, served: tuple[str, Service], name: str
 ) -> None:
     builtin, custom = new_client(sdk, seed=3), new_client(sdk, seed=3)

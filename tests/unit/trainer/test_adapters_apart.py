@@ -135,7 +135,7 @@ def test_logprobs_are_bit_identical_with_packing_shared_prompts_and_recomputatio
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_base_of_an_adapted_model_and_lora_b_zero_give_the_base_logits(dtype):
+def test_unmerged_adapter_with_b_zero_and_the_model_without_it_give_the_base_logits(dtype):
     plain, model = logits(base(dtype)), apart(dtype)
     assert torch.equal(logits(model.base()), plain) and not torch.equal(logits(model), plain)
     assert torch.equal(logits(apart(dtype, spread=0.0)), plain)

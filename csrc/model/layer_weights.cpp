@@ -24,6 +24,11 @@ at::Tensor LayerWeights::dense(const MatrixRows& m) const {
   return m.count == MatrixRows::kAll ? all : all.narrow(0, m.begin, m.count);
 }
 
+/// The rows of W that follow dense(m), if W is quantised except for them; otherwise undefined.
+at::Tensor LayerWeights::rest(const MatrixRows& m) const {
+  return m.field == &LayerParameters::qkv_weight ? tensors_.qkv_rest : at::Tensor();
+}
+
 /// Whether any row has adapters of this matrix.
 bool LayerWeights::is_adapted(const MatrixRows& m) const {
   if (context_.rows.empty()) return added_to(added_, layer_, m) != nullptr;
@@ -31,15 +36,21 @@ bool LayerWeights::is_adapted(const MatrixRows& m) const {
                              [&](const auto& rows) { return added_to(rows.adapters, layer_, m) != nullptr; });
 }
 
+/// y (+)= x · Wᵀ + bias, without adapters; a matrix with a rest has no bias.
+void LayerWeights::product(const MatrixRows& m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& y,
+                           bool accumulate) const {
+  const auto w = dense(m), after = rest(m);
+  if (!after.defined()) return ops::linear_forward(x, w, if_defined(bias), y, accumulate, context_.packed);
+  ops::linear_forward(x, w, {}, y.narrow(1, 0, w.size(0)), accumulate);
+  ops::linear_forward(x, after, {}, y.narrow(1, w.size(0), after.size(0)), accumulate);
+}
+
 void LayerWeights::forward(MatrixRows m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& y,
                            bool accumulate) const {
-  const auto product = [&](const at::Tensor& rows, const at::Tensor& to, bool adds) {
-    ops::linear_forward(rows, dense(m), if_defined(bias), to, adds, context_.packed);
-  };
-  if (!is_adapted(m)) return product(x, y, accumulate);
+  if (!is_adapted(m)) return product(m, x, bias, y, accumulate);
   const auto A = sums_of(x);
   const bool keeps_sums = y.scalar_type() == A;
-  if (keeps_sums) product(x, y, accumulate);
+  if (keeps_sums) product(m, x, bias, y, accumulate);
   const std::int64_t T = x.size(0), out = y.size(1),
                      at_once = std::max<std::int64_t>(1, kAtOnce / std::max(x.size(1), out));
   for (std::int64_t t = 0; t < T; t += at_once) {
@@ -48,7 +59,7 @@ void LayerWeights::forward(MatrixRows m, const at::Tensor& x, const at::Tensor& 
     const auto sums = keeps_sums ? to : context_.workspace.take(Slot::adapted, {n, out}, A);
     if (!keeps_sums) {
       if (accumulate) sums.copy_(to);
-      product(rows, sums, accumulate);
+      product(m, rows, bias, sums, accumulate);
     }
     add_adapters(m, rows, t, sums);
     if (!keeps_sums) to.copy_(sums);
@@ -97,7 +108,13 @@ void LayerWeights::gated_product(MatrixRows m, const at::Tensor& x, const at::Te
 }
 
 void LayerWeights::backward_input(MatrixRows m, const at::Tensor& dy, const at::Tensor& dx, bool accumulate) const {
-  ops::linear_backward_input(dy, dense(m), dx, accumulate);
+  const auto w = dense(m), after = rest(m);
+  if (after.defined()) {
+    ops::linear_backward_input(dy.narrow(1, 0, w.size(0)), w, dx, accumulate);
+    ops::linear_backward_input(dy.narrow(1, w.size(0), after.size(0)), after, dx, /*accumulate=*/true);
+  } else {
+    ops::linear_backward_input(dy, w, dx, accumulate);
+  }
   const auto* const added = added_to(added_, layer_, m);
   if (added == nullptr) return;
   const std::int64_t dim = added->dim();

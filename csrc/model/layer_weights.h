@@ -67,6 +67,9 @@ class LayerWeights {
 
  private:
   at::Tensor dense(const MatrixRows& m) const;
+  at::Tensor rest(const MatrixRows& m) const;
+  void product(const MatrixRows& m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& y,
+               bool accumulate) const;
   bool is_adapted(const MatrixRows& m) const;
   void add_adapters(const MatrixRows& m, const at::Tensor& x, std::int64_t first, const at::Tensor& y) const;
   void add(const AddedToMatrix& added, const at::Tensor& x, const at::Tensor& y) const;

@@ -86,12 +86,30 @@ bool lies_outside(const ModelConfig& c, const LayerTensor& tensor) {
   return tensor.is_buffer || (c.quantization && std::ranges::find(kFields, tensor.field) != kFields.end());
 }
 
+namespace {
+
+/// The tensors of layer `l` as the model stores them: a quantised qkv_weight ends before the parts in qkv_rest.
+std::vector<LayerTensor> stored_tensors(const ModelConfig& c, std::int64_t l) {
+  std::vector<LayerTensor> all;
+  for (auto& tensor : layer_tensors(c, l)) {
+    auto& parts = tensor.parts;
+    const auto first = parts.end() - (c.quantization ? tensor.unquantised : 0);
+    LayerTensor rest{&LayerParameters::qkv_rest, std::vector<LayerTensor::Part>(first, parts.end()), tensor.columns};
+    parts.erase(first, parts.end());
+    all.push_back(std::move(tensor));
+    if (!rest.parts.empty()) all.push_back(std::move(rest));
+  }
+  return all;
+}
+
+}  // namespace
+
 ParameterLayout::ParameterLayout(const ModelConfig& c) {
   NRL_CHECK_ARG(!c.quantization || c.slice.size == 1, "a quantised model is not split into slices");
   LayoutBuilder b(*this);
   b.add_vocabulary(kEmbedding, c.vocab_rows(), c.vocab_size, c.hidden_size);
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
-    for (const auto& tensor : layer_tensors(c, l)) {
+    for (const auto& tensor : stored_tensors(c, l)) {
       if (lies_outside(c, tensor)) {
         NRL_CHECK_ARG(tensor.columns % kernels::kBlockTerms == 0, "a quantised matrix has a multiple of ",
                       kernels::kBlockTerms, " columns, and ", tensor.parts.front().name, " has ", tensor.columns);
@@ -196,7 +214,7 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   embedding = view(kEmbedding, {vocab, c.hidden_size});
   layers.resize(static_cast<std::size_t>(c.num_layers()));
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
-    for (const auto& tensor : layer_tensors(c, l)) {
+    for (const auto& tensor : stored_tensors(c, l)) {
       if (lies_outside(c, tensor)) continue;
       std::int64_t rows = 0;
       for (const auto& part : tensor.parts) rows += part.rows;
@@ -212,7 +230,7 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
 void DecoderParameters::add_blocks(const ModelConfig& c) {
   const auto sums = flat.options().dtype(flat.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
-    for (const auto& tensor : layer_tensors(c, l))
+    for (const auto& tensor : stored_tensors(c, l))
       if (tensor.is_buffer) {
         auto& layer = layers[static_cast<std::size_t>(l)];
         layer.*tensor.field = at::zeros({tensor.parts.front().rows}, sums);
@@ -223,7 +241,7 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
   const auto for_matrices = [&](const auto& f) {  // f(matrix, rows, bytes of a row, offset), returns where all end
     std::int64_t end = 0;
     for (std::int64_t l = 0; l < c.num_layers(); ++l)
-      for (const auto& tensor : layer_tensors(c, l)) {
+      for (const auto& tensor : stored_tensors(c, l)) {
         if (!lies_outside(c, tensor) || tensor.is_buffer) continue;
         std::int64_t rows = 0;
         for (const auto& part : tensor.parts) rows += part.rows;

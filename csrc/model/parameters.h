@@ -29,6 +29,7 @@ struct ParameterSpec {
 struct LayerParameters {
   at::Tensor norm_before_attention;  ///< [D]
   at::Tensor qkv_weight;             ///< [(N+2K)·H, D]
+  at::Tensor qkv_rest;               ///< its last rows, if it is quantised and they are not (LayerTensor::unquantised)
   at::Tensor qkv_bias;               ///< [(N+2K)·H]
   at::Tensor q_norm, k_norm;         ///< [H] each, or [N·H] and [K·H], or of the latents (LatentConfig)
   at::Tensor q_b_weight;             ///< [N·H, query_rank] of latent attention, whose first products are qkv_weight
@@ -76,6 +77,8 @@ struct LayerTensor {
   bool takes_adapters = true;
   bool is_depthwise = false;  ///< [rows, 1, columns] in the checkpoint: a depthwise convolution
   bool is_buffer = false;     ///< a vector that is not trained, in A
+  std::int64_t unquantised =
+      0;  ///< last parts of qkv_weight that a quantised model has in the compute type, in qkv_rest
 };
 /// Whether the tensor lies outside the flat buffer: a quantised matrix (ModelConfig::quantization) or a buffer.
 bool lies_outside(const ModelConfig& config, const LayerTensor& tensor);

@@ -24,12 +24,14 @@ std::vector<LayerTensor> RecurrentMixer::tensors() const {
             {&P::skip, {{"mamba.D", U}}},
             {&P::gated_norm, {{"mamba.norm.weight", V}}},
             {&P::o_weight, {{"mamba.out_proj.weight", hidden_}}, V}};
-  return {{&P::qkv_weight,
-           {{"linear_attn.in_proj_qkv.weight", C},
-            {"linear_attn.in_proj_z.weight", V},
-            {"linear_attn.in_proj_b.weight", U},
-            {"linear_attn.in_proj_a.weight", U}},
-           hidden_},
+  LayerTensor projection{&P::qkv_weight,
+                         {{"linear_attn.in_proj_qkv.weight", C},
+                          {"linear_attn.in_proj_z.weight", V},
+                          {"linear_attn.in_proj_b.weight", U},
+                          {"linear_attn.in_proj_a.weight", U}},
+                         hidden_};
+  projection.unquantised = 2;  // the gates: small matrices, whose errors would accumulate in the state
+  return {projection,
           conv,
           {&P::A_log, {{"linear_attn.A_log", U}}},
           {&P::dt_bias, {{"linear_attn.dt_bias", U}}},

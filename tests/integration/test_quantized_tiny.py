@@ -6,13 +6,15 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models.model_folder import read_model_folder
-from test_lora_tiny import BF16, KL, LORA, ON, SOME
+from test_lora_tiny import BF16, KL, LORA, ON, RECURRENT, SOME
 from test_several_processes import BLOCKS, trained, workers
 from test_tensor_parallel import is_exact
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
-@pytest.mark.parametrize("more", [(), (*BF16, *KL, *SOME)], ids=["float32", "bfloat16_kl_some"])
+@pytest.mark.parametrize(
+    "more", [(), (*BF16, *KL, *SOME), (*RECURRENT, *BF16, *KL)], ids=["float32", "bfloat16_kl_some", "recurrent"]
+)
 def test_generation_is_exact_and_the_quantised_base_does_not_change(tmp_path, more, kind):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, f"policy.quantization={kind}", "grpo.max_num_steps=4") as run:
         model = run.policy.model
@@ -25,8 +27,9 @@ def test_generation_is_exact_and_the_quantised_base_does_not_change(tmp_path, mo
         assert kl and kl[0] == 0 and kl[-1] > 0
 
 
-def test_checkpoint_without_base_weights_resumes_bit_identically(tmp_path):
-    more = (*ON, *BF16, *KL, *SOME, "policy.quantization=q4_0")
+@pytest.mark.parametrize("family", [SOME, RECURRENT], ids=["attention", "recurrent"])
+def test_checkpoint_without_base_weights_resumes_bit_identically(tmp_path, family):
+    more = (*ON, *BF16, *KL, *family, "policy.quantization=q4_0")
     straight, folder = trained(tmp_path / "straight", 4, *more)
     for steps in (2, 4):
         resumed, _ = trained(tmp_path / "resumed", steps, *more)

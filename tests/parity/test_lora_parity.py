@@ -90,9 +90,14 @@ def assert_gradients_match(model, hf, lora, bound):
             assert (gradient - leaf.grad).norm() <= bound * leaf.grad.norm() + 1e-14, (module, which)
 
 
+# rounding errors accumulate in a recurrent state
+@pytest.mark.parametrize("name, matrices, bound", [("qwen2", 7 * 3, 1e-5), ("qwen3_5", 3 * 6 + 7, 1e-4)])
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
-def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_its_weights(kind, tmp_path, monkeypatch):
-    hf, lora = build("qwen2", tmp_path, intermediate_size=96), lora_of(tmp_path, merge=False)
+def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_its_weights(
+    kind, name, matrices, bound, tmp_path, monkeypatch
+):
+    hf = build(name, tmp_path, hidden_size=64, intermediate_size=96)
+    lora = lora_of(tmp_path, merge=False)
     model = adapted(tmp_path, lora, torch.float32, quantization=kind)
     parameters = dict(hf.named_parameters())
     for spec in model.blocks:
@@ -101,8 +106,8 @@ def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_its_we
         parameters[spec.name].data.copy_(dequantised)
     hf = hf.double()
     compute_in_float64(hf, monkeypatch)
-    assert len(model.blocks) == 7 * 3
-    assert_gradients_match(model, hf, lora, 1e-5)
+    assert len(model.blocks) == matrices
+    assert_gradients_match(model, hf, lora, bound)
 
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])

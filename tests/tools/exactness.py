@@ -19,7 +19,7 @@ from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES  # noqa: E4
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
 WAYS = {"all weights": (), "LoRA": LORA, "LoRA apart": (*LORA, "++policy.dtensor_cfg.lora_cfg.merge=false")}
 WAYS |= {f"LoRA over {kind}": (*LORA, f"policy.quantization={kind}") for kind in ("q8_0", "q4_0", "nf4")}
-UNQUANTISED = tuple(way for way in WAYS if "over" not in way)  # those of a model with recurrent layers
+UNQUANTISED = tuple(way for way in WAYS if "over" not in way)  # those of a model on a GPU
 RECURRENT = {
     "qwen3_5_text": {
         "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
@@ -27,7 +27,7 @@ RECURRENT = {
     },
     "qwen3_5_moe_text": {
         "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+        "linear_value_head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
     },
     "nemotron_h": {
         "hybrid_override_pattern": "M-*E", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16, "mamba_head_dim": 16,
@@ -43,11 +43,10 @@ SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT}
 
 
 def ways_of(family: str, device: str) -> tuple[str, ...]:
-    """Return the ways to train this family: recurrent layers and models on a GPU are not quantised, and Nemotron-H gets
-    no adapters."""
-    if family in RECURRENT or device != "cpu":
-        return UNQUANTISED[:1] if family == "nemotron_h" else UNQUANTISED
-    return tuple(WAYS)
+    """Return the ways to train this family: models on a GPU are not quantised, and Nemotron-H gets no adapters."""
+    if family == "nemotron_h":
+        return UNQUANTISED[:1]
+    return tuple(WAYS) if device == "cpu" else UNQUANTISED
 
 
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:

@@ -236,7 +236,7 @@ def _resting(
     moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes
     weights = float(parameters * width)
     if model.quantization and model.backend != "hf":  # of the layers' matrices
-        quantised = sizes.num_hidden_layers * (sizes.layer_parameters - 2 * sizes.hidden_size)
+        quantised = sizes.quantised_parameters
         weights = quantised * _BLOCK_BYTES[model.quantization] / 32 + (parameters - quantised) * _width(model)
     return ((f"{name} weights", weights), *masters, (f"{name} optimizer", moments))
 

@@ -71,17 +71,16 @@ class ModelFolder:
             fill_parameters(self.path, parameter_shapes(native), entries, lambda name, entry: None)
 
     def check_quantization(self, key: str) -> None:
-        """Raise ModelFolderError if the model cannot be quantised: it has recurrent layers, or the rows of a matrix are
-        not divisible into blocks of 32 weights. `key` names the configuration key of the format."""
+        """Raise ModelFolderError if the model cannot be quantised, because the rows of a matrix are not divisible into
+        blocks of 32 weights. `key` names the configuration key of the format."""
         if self.quantization is None:
             return
         native = self.native()
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
-        if "recurrent" in native:
-            raise ModelFolderError(
-                f"{key} is {self.quantization}, but {self.config['model_type']} has recurrent layers, whose matrices are not quantised: set {key}=null"
-            )
+        if recurrent := native.get("recurrent"):
+            size = recurrent["value_heads"] * recurrent["value_dim"]
+            widths["linear_num_value_heads * linear_value_head_dim"] = size
         if latent := native.get("latent"):
             widths |= {"q_lora_rank": latent["query_rank"], "kv_lora_rank": latent["rank"],
                        "num_attention_heads * v_head_dim": native["num_heads"] * latent["value_dim"]}  # fmt: skip

@@ -168,6 +168,14 @@ class ModelSizes:
         return layers + self.embedding_parameters + self.hidden_size
 
     @property
+    def quantised_parameters(self) -> int:
+        """Return the number of weights in the matrices that `policy.quantization` stores in blocks: those of the
+        layers, without the gates of gated delta nets."""
+        gates = len(self.recurrent_layers) * 2 * self.linear_num_value_heads * self.hidden_size
+        norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
+        return self.parameters - self.embedding_parameters - norms - gates
+
+    @property
     def attention_layers(self) -> int:
         """Return the number of layers with attention."""
         return self.num_hidden_layers - len(self.recurrent_layers) - len(self.mlp_layers)

@@ -480,10 +480,6 @@ def test_settings_unsupported_for_latent_attention_are_reported_before_a_run(mod
         ("cluster.device=cuda", None),
         ("policy.dtensor_cfg.lora_cfg.enabled=true", None),
         (
-            "policy.dtensor_cfg.lora_cfg.enabled=true policy.quantization=q8_0",
-            "qwen3_5_text has recurrent layers, whose matrices are not quantised",
-        ),
-        (
             "policy.dtensor_cfg.lora_cfg.enabled=true policy.dtensor_cfg.lora_cfg.match_all_linear=false "
             "policy.dtensor_cfg.lora_cfg.target_modules=[*.layers.0.*.q_proj]",
             "layers is called: name some of in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj, gate_proj, ",

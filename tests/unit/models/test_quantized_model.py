@@ -15,6 +15,12 @@ SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_atte
 QWEN = {**SIZES, "model_type": "qwen2"}
 GEMMA = {**SIZES, "model_type": "gemma2", "query_pre_attn_scalar": 16, "sliding_window": 8}
 EXPERTS = {**SIZES, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+RECURRENT = {
+    **SIZES, "model_type": "qwen3_5_text", "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+BOTH = {**RECURRENT, **EXPERTS, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 64}
+MODELS = {"llama": SIZES, "qwen2": QWEN, "gemma2": GEMMA, "experts": EXPERTS, "recurrent": RECURRENT, "recurrent and experts": BOTH}  # fmt: skip
 
 
 def model_of(sizes, kind, dtype, seed=0):
@@ -39,7 +45,7 @@ def dequantised(sizes, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [SIZES, QWEN, GEMMA, EXPERTS], ids=["llama", "qwen2", "gemma2", "experts"])
+@pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
 def test_logits_are_bit_identical_to_those_of_the_dequantised_model(sizes, dtype, kind):
     quantised, plain = dequantised(sizes, kind, dtype)
     for count in (1, 3, 20):
@@ -58,10 +64,18 @@ def test_quantised_weights_use_the_bits_per_weight_of_their_format(kind):
     assert quantised.digest() != plain.digest()
 
 
+def test_gates_of_a_gated_delta_net_keep_the_compute_type():
+    names = [spec.name for spec in model_of(RECURRENT, "q4_0", torch.bfloat16).blocks]
+    mixer = [name.split(".")[-2] for name in names if ".0.linear_attn." in name]
+    assert mixer == ["in_proj_qkv", "in_proj_z", "out_proj"] and len(names) == 2 * 6 + 7
+
+
+@pytest.mark.parametrize("sizes", [{}, {**RECURRENT, "hidden_size": 256}, {**BOTH, "hidden_size": 256, "moe_intermediate_size": 256}])  # fmt: skip
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
-def test_memory_estimate_counts_quantised_blocks_once_and_no_merged_weights(kind):
+def test_memory_estimate_counts_quantised_blocks_once_and_no_merged_weights(kind, sizes):
     config = load_grpo_config(
-        "grpo_tiny.yaml", [f"policy.quantization={kind}", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.precision=bfloat16"]
+        "grpo_tiny.yaml", [f"policy.quantization={kind}", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.precision=bfloat16",
+                           *(f"++policy.hf_config_overrides.{key}={value}" for key, value in sizes.items())]
     )  # fmt: skip
     model = model_of(config.policy.hf_config_overrides, kind, torch.bfloat16)
     stored = model.compute.nbytes + sum(model.blocks_of(spec).nbytes for spec in model.blocks)
@@ -95,6 +109,12 @@ def test_matrices_and_dtypes_that_cannot_be_quantised_are_rejected():
         replace(tiny_random({**SIZES, "intermediate_size": 80}), quantization="q4_0").check_quantization(
             "policy.quantization"
         )
+    with pytest.raises(
+        ModelFolderError, match="has linear_num_value_heads . linear_value_head_dim 16, which is no multiple"
+    ):
+        replace(
+            tiny_random({**RECURRENT, "linear_num_key_heads": 1, "linear_num_value_heads": 1}), quantization="q4_0"
+        ).check_quantization("policy.quantization")
     native = replace(tiny_random(SIZES), quantization="q4_0").native()
     with pytest.raises(ValueError, match="frozen"):
         C.DecoderModel(native, torch.bfloat16, True)

@@ -30,6 +30,7 @@ CHANGES = {
     "mistral_window": dict(sliding_window=70),
     "qwen3_windows": dict(sliding_window=70),
     "phi3": dict(sliding_window=70),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_tied_other_layers"), dict(linear_key_head_dim=32)),
 }
 REFUSED = {
     "llama_gelu": "the activation gelu_tanh",
@@ -38,10 +39,8 @@ REFUSED = {
     "gpt_oss": "a model of type gpt_oss is not written as GGUF",
     "olmoe": "a model of type olmoe is not written as GGUF",
     **dict.fromkeys(("mixtral", "mixtral_window"), "a model of type mixtral is not written as GGUF"),
-    **dict.fromkeys(
-        ("qwen3_5_moe", "qwen3_5_moe_tied_other_layers"), "a model of type qwen3_5_moe_text is not written as GGUF"
-    ),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_tied_other_layers"), "a model of type qwen3_5_text is not written as GGUF"),
+    "qwen3_5_moe_tied_other_layers": "linear_value_head_dim 32 and linear_key_head_dim 16",
+    "qwen3_5_tied_other_layers": "full attention in other layers than every n-th",
     **dict.fromkeys(
         [name for name in models.configurations() if name.startswith("nemotron_h")],
         "a model of type nemotron_h is not written as GGUF",
@@ -131,19 +130,34 @@ def test_gguf_export_rejects_models_that_llama_cpp_cannot_compute(name, tmp_path
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
 
 
+def tokenizer_folder(name, root):
+    """A folder of one of the kinds, or of Qwen's with the rule of Qwen3.5, whose words may hold combining marks."""
+    folder = tokenizer_folders.write(tokenizer_folders.KINDS[name.removesuffix("3.5")], root / name)
+    if name == "qwen3.5":
+        written = json.loads((folder / "tokenizer.json").read_text())
+        pattern = written["pre_tokenizer"]["pretokenizers"][0]["pattern"]
+        pattern["Regex"] = (
+            pattern["Regex"].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+        )
+        (folder / "tokenizer.json").write_text(json.dumps(written))
+    return folder
+
+
+TOKENIZERS = ("gpt2", "qwen", "qwen3.5", "llama3", "llama2")
 TEXTS = (
     "Hello there, what is 12 plus 30?",
     "  two  spaces\n\n\tand a tab",
     "don't we'll",
     "1234567 3.14",
     "naïve 北京 🙂",
+    "हिन्दी में",
 )
 
 
 def test_exported_tokenizer_gives_the_same_tokens_in_llama_cpp(tmp_path):
     jobs, expected = [], []
-    for name in ("gpt2", "qwen", "llama3", "llama2"):
-        folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
+    for name in TOKENIZERS:
+        folder = tokenizer_folder(name, tmp_path)
         export_gguf(folder, folder / "model.gguf", "f16")
         tokenizer = Tokenizer.from_pretrained(folder)
         jobs.append({"file": str(folder / "model.gguf"), "prompt": [5, 6, 7], "count": 1, "texts": TEXTS})

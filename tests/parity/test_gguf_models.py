@@ -7,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 import tiny
-import tokenizer_folders
 import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.checks.model import check
@@ -17,9 +16,9 @@ from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.hub.sources import SourceError, resolve_model
 from nemo_rl_cpp.models.gguf_export import export_gguf
 from nemo_rl_cpp.models.model_folder import read_model_folder, tiny_random
-from nemo_rl_cpp.models.weight_files import decoded, raw_tensors, weight_files
+from nemo_rl_cpp.models.weight_files import decoded, raw_tensors, split_experts, weight_files
 from nemo_rl_cpp.models.weights import initialize_weights, save_weights
-from test_gguf_export import TEXTS, WRITTEN, make, write_tokenizer
+from test_gguf_export import TEXTS, TOKENIZERS, WRITTEN, make, tokenizer_folder, write_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def weights_of(path):
-    return {name: torch.tensor(decoded(raw.dtype, raw.data)) for name, raw in raw_tensors(weight_files(path))}
+    tensors = split_experts(raw_tensors(weight_files(path)), is_gpt_oss=False)
+    return {name: torch.tensor(decoded(raw.dtype, raw.data)) for name, raw in tensors}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -45,13 +45,13 @@ def test_gguf_file_gives_the_configuration_and_weights_of_the_exported_folder(na
     assert {**before, "layers": None} == {**after, "layers": None}
     before, after = weights_of(folder), weights_of(found.path)
     assert before.keys() == after.keys()
-    offset = 1e-6 if name.startswith("gemma") else 0  # norms are 1 + w in the file
+    offset = 1e-6 if name.startswith(("gemma", "qwen3_5")) else 0  # norms are 1 + w in the file, A_log is -exp(A_log)
     assert all((before[key] - after[key]).abs().max() <= offset for key in before)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen", "llama3", "llama2"])
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_gguf_tokenizer_gives_the_ids_and_texts_of_the_exported_folder(name, tmp_path):
-    folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
+    folder = tokenizer_folder(name, tmp_path)
     export_gguf(folder, tmp_path / "model.gguf", "f16")
     expected, found = (Tokenizer.from_pretrained(path) for path in (folder, resolve_model(tmp_path / "model.gguf")))
     for text in TEXTS:
@@ -65,9 +65,15 @@ def test_gguf_tokenizer_gives_the_ids_and_texts_of_the_exported_folder(name, tmp
 SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)  # fmt: skip
 
 
-def folder_of_blocks(folder):
+RECURRENT = SIZES | dict(
+    model_type="qwen3_5_moe_text", full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=32,
+    linear_value_head_dim=32, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64,
+)  # fmt: skip
+
+
+def folder_of_blocks(folder, sizes=SIZES):
     """A tiny model whose rows blocks of 32 weights divide."""
-    described = tiny_random(SIZES)
+    described = tiny_random(sizes)
     model = C.DecoderModel(described.native(), torch.float32, False)
     initialize_weights(model, 0, std=0.1)
     save_weights(model, folder, described.config)
@@ -98,6 +104,46 @@ def test_quantised_base_has_the_blocks_of_the_gguf_file(kind, tmp_path):
         handle.write(block)
     blocks = quantised(file, kind)["model.layers.1.mlp.up_proj.weight"]
     assert bytes(blocks[0, : len(block)].tolist()) == block
+
+
+def test_quantised_recurrent_base_has_the_blocks_of_the_gguf_file(tmp_path):
+    folder, file = folder_of_blocks(tmp_path / "folder", RECURRENT), tmp_path / "model.gguf"
+    export_gguf(folder, file, "q8_0")
+    expected, found = quantised(folder, "q8_0"), quantised(file, "q8_0")
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_value_heads_that_share_a_block_of_the_gguf_file_are_dequantised(tmp_path):
+    """The file has the value heads 0, 3, 1, 4, 2, 5: the first, second and third ones of each key head."""
+    heads_of_16 = RECURRENT | dict(linear_key_head_dim=16, linear_value_head_dim=16)
+    folder, file = folder_of_blocks(tmp_path / "folder", heads_of_16), tmp_path / "model.gguf"
+    export_gguf(folder, file, "q8_0")
+    tensor = next(each for each in gguf.GGUFReader(file).tensors if each.name == "blk.0.ssm_out.weight")
+    heads = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(64, 6, 16)
+    found = weights_of(resolve_model(file))["model.layers.0.linear_attn.out_proj.weight"].view(64, 6, 16)
+    assert np.array_equal(found[:, [0, 3, 1, 4, 2, 5]], heads)
+
+
+def test_layers_for_multi_token_prediction_in_a_gguf_file_are_not_read(tmp_path):
+    folder, file = folder_of_blocks(tmp_path / "folder", RECURRENT), tmp_path / "model.gguf"
+    export_gguf(folder, file, "f32")
+    reader, other = gguf.GGUFReader(file), gguf.GGUFWriter(tmp_path / "mtp.gguf", "qwen35moe")
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture", "qwen35moe.block_count")):
+            sub = field.types[-1] if len(field.types) > 1 else None
+            other.add_key_value(key, field.contents(), field.types[0], sub)
+    other.add_block_count(3)
+    other.add_nextn_predict_layers(1)
+    for tensor in reader.tensors:
+        other.add_tensor(tensor.name, tensor.data)
+    other.add_tensor("blk.2.nextn.enorm.weight", np.ones(64, np.float32))
+    other.write_header_to_file()
+    other.write_kv_data_to_file()
+    other.write_tensors_to_file()
+    other.close()
+    expected, found = (read_model_folder(resolve_model(path)) for path in (file, tmp_path / "mtp.gguf"))
+    found.check_weights()
+    assert found.config == expected.config and found.config["num_hidden_layers"] == 2
 
 
 def test_gguf_blocks_of_a_format_without_kernels_are_dequantised(tmp_path):

@@ -43,6 +43,8 @@ _KINDS = {
     "phi3": _Kind("phi3", "Phi3ForCausalLM"),
     "gemma2": _Kind("gemma2", "Gemma2ForCausalLM", layers_27b=46),
     "gemma3": _Kind("gemma3_text", "Gemma3ForCausalLM", layers_27b=62),
+    "qwen35": _Kind("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen35moe": _Kind("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
 CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
@@ -52,6 +54,19 @@ CONFIG_KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
+_RECURRENT_AND_EXPERTS = {
+    "feed_forward_length": "intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "full_attention_interval": "full_attention_interval",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Optional keys of Qwen3.5's files -> keys of config.json."""
 _NUMBERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -87,7 +102,10 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
     kind, tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
     config: dict[str, Plain] = {"architectures": [kind.architecture], "model_type": kind.model_type}
     for source, name in CONFIG_KEYS.items():
-        config[name] = int(_value(reader, f"{{arch}}.{source}"))
+        if architecture != "qwen35moe" or source != "feed_forward_length":  # experts alone have no such length
+            config[name] = int(_value(reader, f"{{arch}}.{source}"))
+    if architecture.startswith("qwen35"):
+        _add_recurrence(reader, config)
     heads, width = config["num_attention_heads"], config["hidden_size"]
     head_dim = _value(reader, "{arch}.attention.key_length") or _value(reader, "{arch}.rope.dimension_count")
     config["head_dim"] = int(head_dim or width // heads)
@@ -126,6 +144,20 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
             config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     _add_rope_scaling(reader, config)
     return config
+
+
+def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
+    """Set the sizes of Qwen3.5's gated delta nets and experts in `config`, and the number of layers without those for
+    multi-token prediction."""
+    for source, name in _RECURRENT_AND_EXPERTS.items():
+        if (number := _value(reader, f"{{arch}}.{source}")) is not None:
+            config[name] = int(number)
+    config["linear_value_head_dim"] = int(_value(reader, "{arch}.ssm.inner_size")) // config["linear_num_value_heads"]
+    config["num_hidden_layers"] -= int(_value(reader, "{arch}.nextn_predict_layers", 0))
+    recurrent = _value(reader, "{arch}.attention.recurrent_layers")
+    if isinstance(recurrent, Sequence):
+        kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
+        config["layer_types"] = kinds[: config["num_hidden_layers"]]
 
 
 def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
@@ -189,7 +221,11 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _REST: "qwen2"}
+_WITH_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {_ENDINGS + r"\p{N}{1,3}" + _REST: "llama-bpe", _ENDINGS + r"\p{N}" + _REST: "qwen2", _WITH_MARKS: "qwen35"}
 """Regular expression by which a pre-tokenizer splits text into words -> its name in llama.cpp."""
 
 
@@ -216,7 +252,7 @@ def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in _value(reader, "tokenizer.ggml.merges")]
     whole_words = {"ignore_merges": True} if pre == "llama-bpe" else {}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, byte_fallback=False, **whole_words))
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer, tokenizer.decoder = _words(pre), decoders.ByteLevel()
     return tokenizer

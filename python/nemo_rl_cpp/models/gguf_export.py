@@ -23,8 +23,8 @@ from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.gguf_conversion import SPLITS
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
-from nemo_rl_cpp.models.architectures import FULL, SLIDING, SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.gguf_weights import FAMILIES, from_gguf, tensor_names, to_gguf
+from nemo_rl_cpp.models.architectures import FULL, RECURRENT, SLIDING, SUPPORTED_ARCHITECTURES
+from nemo_rl_cpp.models.gguf_weights import FAMILIES, from_gguf, stored_names, stored_shape, tensor_names, to_gguf
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weight_files import RawTensor, all_entries, decoded, fill_parameters, raw_tensors, weight_files
 
@@ -36,7 +36,8 @@ and avoids most of the error that 4 bits would cause there."""
 def export_gguf(folder: Path, file: Path, kind: str) -> int:
     """Write the model and the tokenizer of a Hugging Face folder as one GGUF file, and return its size in bytes.
 
-    Tensors are read, converted and written one at a time. The file gets its final name once it is complete.
+    Tensors are read, converted and written one at a time, and those of a layer's experts together. The file gets its
+    final name once it is complete.
 
     Args:
         kind: the quantization format of the matrices, one of FORMATS.
@@ -47,10 +48,13 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     check_family(config)
     tokenizer = Tokenizer.from_pretrained(folder, section="")
     files = weight_files(folder)
-    shapes, order = parameter_shapes(hf_config.native_config(config)), []
-    fill_parameters(folder, shapes, ((n, e) for _, n, e in all_entries(files)), lambda name, entry: order.append(name))
-    names, derived = tensor_names(config), _rope_factors(config)
-    formats = {name: _format(names[name], shapes[name], kind) for name in order}
+    shapes, read = parameter_shapes(hf_config.native_config(config)), []
+    fill_parameters(folder, shapes, ((n, e) for _, n, e in all_entries(files)), lambda name, entry: read.append(name))
+    names, stored, derived = tensor_names(config), stored_names(config), _rope_factors(config)
+    last = {names[name]: place for place, name in enumerate(read)}
+    order = sorted(last, key=last.__getitem__)  # a tensor is written once the last parameter of it is read
+    whole = {there: _whole_shape([stored_shape(name, shapes[name]) for name in stored[there]]) for there in order}
+    formats = {there: _format(there, whole[there], kind) for there in order}
     part = file.with_name(f".{file.name}.part")
     writer = gguf.GGUFWriter(part, FAMILIES[config["model_type"]].architecture)
     try:
@@ -58,19 +62,29 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
         add_tokenizer(writer, tokenizer, config["vocab_size"], end_token_ids(folder, config, tokenizer))
         for name, values in derived.items():
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-        for name in order:
-            size = gguf.quant_shape_to_byte_shape(shapes[name], formats[name])
-            writer.add_tensor_info(names[name], size, np.dtype(np.uint8), math.prod(size), raw_dtype=formats[name])
+        for there in order:
+            size = gguf.quant_shape_to_byte_shape(whole[there], formats[there])
+            writer.add_tensor_info(there, size, np.dtype(np.uint8), math.prod(size), raw_dtype=formats[there])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for values in derived.values():
             writer.write_tensor_data(values)
 
+        held: dict[str, dict[str, np.ndarray]] = {}
+
         def write(name: str, tensor: RawTensor) -> None:
+            there = names[name]
             numbers = decoded(tensor.dtype, tensor.data).astype(np.float32, copy=False)
-            values = to_gguf(config, name, numbers.reshape(tensor.shape))
-            writer.write_tensor_data(_encoded(values, formats[name]))
+            values = _encoded(to_gguf(config, name, numbers.reshape(tensor.shape)), formats[there])
+            if len(stored[there]) > 1:
+                parts = held.setdefault(there, {})
+                parts[name] = values.copy()  # the tensor's bytes are only valid until the next one is read
+                if len(parts) < len(stored[there]):
+                    return
+                values = np.stack([parts[part] for part in stored[there]])
+                del held[there]
+            writer.write_tensor_data(values)
 
         fill_parameters(folder, shapes, raw_tensors(files), write)
         writer.close()
@@ -78,6 +92,11 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     finally:
         part.unlink(missing_ok=True)
     return file.stat().st_size
+
+
+def _whole_shape(parts: Sequence[list[int]]) -> list[int]:
+    """Return the shape of a tensor that holds parts of equal shapes."""
+    return parts[0] if len(parts) == 1 else [len(parts), *parts[0]]
 
 
 def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
@@ -118,8 +137,22 @@ def check_family(config: Mapping[str, Plain]) -> None:
         wrong = "attention_bias"
     elif kind.startswith("gemma") and config["query_pre_attn_scalar"] != config["head_dim"]:
         wrong = f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
+    elif kind.startswith("qwen3_5") and config["linear_value_head_dim"] != config["linear_key_head_dim"]:
+        wrong = f"linear_value_head_dim {config['linear_value_head_dim']} and linear_key_head_dim {config['linear_key_head_dim']}"
+    elif kind.startswith("qwen3_5") and made.layer_types(config) != _every_nth_full(config, _interval(config)):
+        wrong = "full attention in other layers than every n-th"
     if wrong is not None:
         raise ModelFolderError(f"a {kind} model with {wrong} is not computed by llama.cpp, so no GGUF file is written")
+
+
+def _interval(config: Mapping[str, Plain]) -> int:
+    """Return the n for which the n-th layer is the first one with full attention."""
+    kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
+    return [*kinds, FULL].index(FULL) + 1
+
+
+def _every_nth_full(config: Mapping[str, Plain], n: int) -> list[str]:
+    return [RECURRENT if (layer + 1) % n else FULL for layer in range(config["num_hidden_layers"])]
 
 
 def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, kind: str) -> None:
@@ -153,7 +186,26 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if config["model_type"].startswith("qwen3_5"):
+        _add_recurrence(writer, config)
     _add_rope(writer, config)
+
+
+def _add_recurrence(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
+    """Write the sizes of Qwen3.5's gated delta nets and experts."""
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+    writer.add_full_attention_interval(_interval(config))
+    pairs = rope.rotary_size(config) // 2  # time, height and width of an image take turns; of text all are equal
+    writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
 def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
@@ -179,9 +231,13 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
                 getattr(writer, f"add_rope_scaling_yarn_{key}")(float(scaling[key]))
 
 
+_EXACT = ("ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_inp.weight")
+"""Small matrices that are float32 in every file: convolutions and gates of gated delta nets, and routers."""
+
+
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
     """Return the format of one tensor in a file whose matrices have the format `kind`."""
-    if len(shape) < 2:
+    if len(shape) < 2 or name.endswith(_EXACT):
         kind = "f32"
     elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):
         kind = "q8_0"
@@ -233,11 +289,12 @@ def compare_with_folder(file: Path, folder: Path) -> Gap:
     opened.fill(model)
     ours = C.Trainer(model).logits(ids)
     views = named_views(model.specs, model.compute)
-    names = {there: here for here, there in tensor_names(opened.config).items()}
+    stored = stored_names(opened.config)
     for tensor in gguf.GGUFReader(file).tensors:
-        if (name := names.get(tensor.name)) is not None:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            views[name].copy_(torch.from_numpy(from_gguf(opened.config, name, values)))
+        names = stored.get(tensor.name, [])
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        for name, part in zip(names, values if len(names) > 1 else [values]):
+            views[name].copy_(torch.from_numpy(from_gguf(opened.config, name, part)).view(views[name].shape))
     model.masters_changed()
     theirs = C.Trainer(model).logits(ids)
     kl = torch.nn.functional.kl_div(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,16 +45,35 @@ FAMILIES = {
     "phi3": Family("phi3", scalings=("longrope",)),
     "gemma2": Family("gemma2", has_windows=True, scalings=()),
     "gemma3_text": Family("gemma3", has_windows=True, scalings=("linear",)),
+    "qwen3_5_text": Family("qwen35"),
+    "qwen3_5_moe_text": Family("qwen35moe"),
 }
 
 
 def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
-    """Return {name of a parameter in the model folder: its name in llama.cpp}."""
+    """Return {name of a parameter in the model folder: its name in llama.cpp}. A matrix of all experts of a layer has
+    one name."""
     architecture = FAMILIES[config["model_type"]].architecture
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     known = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     shapes = parameter_shapes(hf_config.native_config(config))
-    return {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in shapes}
+    spelt = {name: re.sub(r"\.experts\.\d+", ".experts", name).replace(".dt_bias", ".dt_proj.bias") for name in shapes}
+    return {name: known.get_name(spelling, try_suffixes=(".weight", ".bias")) for name, spelling in spelt.items()}
+
+
+def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
+    """Return {name of a tensor in llama.cpp: the parameters of the model folder that it holds, in order}."""
+    stored: dict[str, list[str]] = {}
+    for here, there in tensor_names(config).items():
+        stored.setdefault(there, []).append(here)
+    return stored
+
+
+def stored_shape(name: str, shape: Sequence[int]) -> list[int]:
+    """Return the shape of the parameter `name` in llama.cpp, which drops the dimension 1 of two kinds of parameters."""
+    if name.endswith(".conv1d.weight"):
+        return [shape[0], shape[2]]
+    return list(shape[1:] if name.endswith(".shared_expert_gate.weight") else shape)
 
 
 class LinkedTensors:
@@ -64,38 +84,105 @@ class LinkedTensors:
 
     def __init__(self, folder: Path) -> None:
         self._config = hf_config.read_config(folder)
-        names = {there: here for here, there in tensor_names(self._config).items()}
-        table = hf_config.read_json(folder / GGUF_TABLE)
-        # RoPE factors are skipped, because config.json has them
-        self.places = {names.get(name, name): place for name, place in table.items() if not name.startswith("rope_f")}
+        stored, shapes = stored_names(self._config), parameter_shapes(hf_config.native_config(self._config))
+        self.places: dict[str, tuple[str, list[int], int, int]] = {}
+        self._dequantised: dict[str, str] = {}
+        for there, (dtype, shape, begin, end) in hf_config.read_json(folder / GGUF_TABLE).items():
+            # RoPE factors are in config.json, and layers behind the last one (multi-token prediction) are not computed
+            behind = re.match(r"blk\.(\d+)\.", there)
+            if there.startswith("rope_f") or (behind and int(behind[1]) >= self._config["num_hidden_layers"]):
+                continue
+            names = stored.get(there, [there])
+            each, own = (end - begin) // len(names), shape if len(names) == 1 else shape[1:]
+            for index, name in enumerate(names):
+                known = shapes.get(name, own)
+                is_own = stored_shape(name, known) == own
+                kind = "F32" if _splits_blocks(self._config, name, dtype) else dtype
+                if kind != dtype:
+                    self._dequantised[name] = dtype
+                self.places[name] = kind, known if is_own else own, begin + index * each, begin + (index + 1) * each
 
     def restored(self, name: str, data: memoryview) -> memoryview:
         """Return the bytes of a tensor in Hugging Face's layout. They are copied only if llama.cpp's layout differs."""
         dtype, shape = self.places[name][:2]
-        if not (_paired_heads(self._config, name) or _is_offset(self._config, name)):
+        if not _differs(self._config, name):
             return data
-        values = np.frombuffer(data, np.float32 if dtype == "F32" else np.uint8).reshape(shape[0], -1)
+        if kind := self._dequantised.get(name):
+            values = gguf.quants.dequantize(np.frombuffer(data, np.uint8), gguf.GGMLQuantizationType[kind])
+        else:
+            values = np.frombuffer(data, np.float32 if dtype == "F32" else np.uint8)
+        values = values.reshape(shape[0], -1)
         return memoryview(np.ascontiguousarray(from_gguf(self._config, name, values))).cast("B")
 
 
 def to_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
-    """Return a parameter in llama.cpp's layout. Gemma's norms get 1 added. If llama.cpp's RoPE pairs adjacent rows, the
-    rows of query and key projections are interleaved: row i of a head's first half becomes row 2i, and row i of its
-    second half becomes row 2i + 1."""
+    """Return a parameter in llama.cpp's layout. The norms of Gemma and Qwen3.5 get 1 added. If llama.cpp's RoPE pairs
+    adjacent rows, the rows of query and key projections are interleaved: row i of a head's first half becomes row 2i,
+    and row i of its second half becomes row 2i + 1. The value heads of a gated delta net that share a key head are
+    adjacent in Hugging Face; llama.cpp has the first one of every key head, then the second ones. A_log becomes
+    -exp(A_log)."""
     heads = _paired_heads(config, name)
     if heads:
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-    return values + np.float32(1) if _is_offset(config, name) else values
+    values = _with_swapped_value_heads(config, name, values, to_gguf=True)
+    if name.endswith(".A_log"):
+        values = -np.exp(values)
+    if _is_offset(config, name):
+        values = values + np.float32(1)
+    return values.reshape(stored_shape(name, values.shape))
 
 
 def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.ndarray:
-    """Return a parameter in Hugging Face's layout: the inverse of `to_gguf`. `values` are numbers, or the bytes of each
-    row's quantised blocks."""
+    """Return a parameter in Hugging Face's layout: the inverse of `to_gguf`, except for dimensions of size 1. `values`
+    are numbers, or the bytes of each row's quantised blocks."""
     heads = _paired_heads(config, name)
     if heads:
         values = unpermute(values, heads)
+    values = _with_swapped_value_heads(config, name, values, to_gguf=False)
+    if name.endswith(".A_log"):
+        values = np.log(-values)
     return values - np.float32(1) if _is_offset(config, name) else values
+
+
+def _differs(config: Mapping[str, Plain], name: str) -> bool:
+    """Return whether llama.cpp's layout of a parameter differs from Hugging Face's."""
+    moved = _paired_heads(config, name) > 0 or _value_heads(config, name) is not None
+    return moved or _is_offset(config, name) or name.endswith(".A_log")
+
+
+def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | None:
+    """Return (axis, number of rows before them) of the value heads in a parameter of a gated delta net. Return None if
+    it has none, or if each key head has one, so that their order is the same in llama.cpp."""
+    if ".linear_attn." not in name or name.endswith(".norm.weight"):
+        return None
+    keys = config["linear_num_key_heads"]
+    if keys == config["linear_num_value_heads"]:
+        return None
+    behind_keys = name.endswith((".in_proj_qkv.weight", ".conv1d.weight"))
+    return int(".out_proj." in name), 2 * keys * config["linear_key_head_dim"] if behind_keys else 0
+
+
+def _with_swapped_value_heads(
+    config: Mapping[str, Plain], name: str, values: np.ndarray, *, to_gguf: bool
+) -> np.ndarray:
+    """Return a parameter with the value heads of a gated delta net in the other order: by key head or by their index
+    among those of a key head."""
+    if (found := _value_heads(config, name)) is None:
+        return values
+    axis, first = found
+    keys = config["linear_num_key_heads"]
+    shared = config["linear_num_value_heads"] // keys
+    heads, groups = values[first:], (keys, shared) if to_gguf else (shared, keys)
+    swapped = heads.reshape(*heads.shape[:axis], *groups, -1).swapaxes(axis, axis + 1)
+    return np.concatenate([values[:first], swapped.reshape(heads.shape)])
+
+
+def _splits_blocks(config: Mapping[str, Plain], name: str, dtype: str) -> bool:
+    """Return whether a block of the format `dtype` may hold weights of several value heads, which change places."""
+    found = _value_heads(config, name)
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
+    return found is not None and found[0] == 1 and config["linear_value_head_dim"] % block != 0
 
 
 def _paired_heads(config: Mapping[str, Plain], name: str) -> int:
@@ -107,4 +194,5 @@ def _paired_heads(config: Mapping[str, Plain], name: str) -> int:
 
 
 def _is_offset(config: Mapping[str, Plain], name: str) -> bool:
-    return SUPPORTED_ARCHITECTURES[config["model_type"]].norm_offset != 0 and name.endswith("norm.weight")
+    has_offset = SUPPORTED_ARCHITECTURES[config["model_type"]].norm_offset != 0
+    return has_offset and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")

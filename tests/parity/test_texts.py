@@ -143,7 +143,7 @@ def served(model, kind, body, ids):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_response_text_equals_transformers_decoding_wherever_it_is_computed(name, tmp_path):
+def test_response_text_of_rollouts_and_server_equals_transformers_decoding(name, tmp_path):
     from transformers import AutoTokenizer
 
     make, settings = MADE[name]

@@ -330,8 +330,8 @@ class AsyncCollector(RolloutCollector):
         return [batch.state_dict() for batch in ready if batch is not None]
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Queue the batches of a checkpoint for training, in order, even if the run now allows only a smaller age. If
-        their size differs from this run's, drop them and print a note."""
+        """Queue the batches of a checkpoint for training, in order, even if `age` is now smaller. If their size differs
+        from this run's, drop them and print a note."""
         sizes = [
             torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
         ]

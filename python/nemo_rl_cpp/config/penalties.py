@@ -162,7 +162,7 @@ class LengthPenaltyConfig(Section):
 
 
 class RewardPenaltyTokenIds(Section):
-    """Token ids for the keys of `reward_penalties`."""
+    """Token ids that the penalties of `reward_penalties` look for."""
 
     unwanted: list[Int] = key([], "penalize_unwanted_tokens: token ids that a response must not contain.")
     think_open: Int | None = key(

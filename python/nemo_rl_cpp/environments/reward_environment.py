@@ -18,7 +18,7 @@ from nemo_rl_cpp.user_code import call_user
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """Return the name of a function (of a functools.partial: its function's name), or of any other object's class."""
+    """Return a function's name, also inside a functools.partial. For any other object return its class's name."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", None) or type(function).__name__)

@@ -261,7 +261,7 @@ _NOT_COMPUTED = (
 
 def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
     """Return whether the tensor belongs to the layer for multi-token prediction, which checkpoints with sigmoid routers
-    (GLM-4.5) hold behind the last layer. It is not read: no loss and no sampling here uses it."""
+    (GLM-4.5) hold after the last layer. This layer is not read, because no loss and no sampling here uses it."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if found is None:
         return False

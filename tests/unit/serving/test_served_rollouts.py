@@ -14,7 +14,7 @@ def call(prompt, answer):
     return Call(list(prompt), Sample(list(answer), [-0.5] * len(answer), 1), 0)
 
 
-def test_longest_conversation_is_found_in_any_order_of_calls():
+def test_longest_chain_of_a_rollouts_calls_does_not_depend_on_their_order():
     first, second, third = call([1, 2], [3]), call([1, 2, 3, 4], [5, 6]), call([1, 2, 3, 4, 5, 6], [7])
     aside, retry = call([9] * 20, [9] * 5), call([1, 2, 3, 4], [8])
     for order in permutations([first, second, third, aside, retry]):

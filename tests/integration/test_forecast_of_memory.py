@@ -33,13 +33,6 @@ SHAPES["quantised_experts"] = LORA | {
     "policy__dtensor_cfg__lora_cfg__target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "shape": SHAPES["experts"]["shape"] | {"num_hidden_layers": 8, "num_experts": 16},
 }  # fmt: skip
-SHAPES["quantised_recurrent"] = LORA | {
-    "policy__quantization": "q4_0",
-    "shape": {
-        "model_type": "qwen3_5_text", "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64, "num_hidden_layers": 24,
-    },
-}  # fmt: skip
 SHAPES["nf4"] = SHAPES["quantised"] | {"policy__quantization": "nf4"}
 
 

@@ -6,12 +6,17 @@
 //   nf4    20 bytes   the same;                                                weight = scale · kNormalFloat[q]
 //
 // A weight is rounded once: to float32 the product of nf4, which those of ggml do not need, and to bfloat16. A scale of
-// nf4 below kNormalFloatLeast is 0, because some instructions that round to bfloat16 read subnormal numbers as 0.
+// nf4 nearer to 0 than kNormalFloatLeast is 0, because some instructions that round to bfloat16 read subnormal numbers
+// as 0.
 //
-// A block is made as ggml's reference makes it: for q8_0 scale = max|w| / 127 and q = round(w / scale), halves away
-// from zero; for q4_0 scale = m / -8, m the weight of largest magnitude with its sign, and q = trunc(w / scale + 8.5),
-// at most 15. w / scale is w times the float32 reciprocal of the scale before that is rounded to float16. In nf4, 64
-// weights of a row, which are two blocks, share the scale max|w|; q is the code nearest to w / scale, the lower of two.
+// A block of q8_0 or q4_0 is made as ggml's reference makes it: for q8_0 scale = max|w| / 127 and q = round(w / scale),
+// halves away from zero; for q4_0 scale = m / -8, m the weight of largest magnitude with its sign, and q = trunc(w /
+// scale + 8.5), at most 15. w / scale is w times the float32 reciprocal of the scale before that is rounded to float16.
+//
+// bitsandbytes gives 64 weights of nf4 the scale max|w|. A block made here has a scale of its own, of either sign,
+// because the codes are not symmetric. Each of kNormalFloatPlaces is tried as w / scale of the weight m of largest
+// magnitude. Let c be the nearest codes' values: the scale that fits them best is sum(w c) / sum(c c), and the squared
+// error is least where sum(w c)² / sum(c c) is largest. q is then the code nearest to w / scale, the lower of two.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,8 +29,7 @@ namespace nemo_rl::kernels {
 
 enum class BlockFormat : std::uint8_t { q8_0, q4_0, nf4 };
 
-inline constexpr std::int64_t kBlockTerms = 32;        ///< weights of a block
-inline constexpr std::int64_t kNormalFloatTerms = 64;  ///< weights of nf4 that share a scale
+inline constexpr std::int64_t kBlockTerms = 32;  ///< weights of a block
 inline constexpr float kNormalFloatLeast = 0x1p-120f;
 /// The codes of nf4: sixteen quantiles of the normal distribution, divided by the largest.
 constexpr float kNormalFloat[16] = {-1.0f,
@@ -44,6 +48,8 @@ constexpr float kNormalFloat[16] = {-1.0f,
                                     0.5626170039176941f,
                                     0.7229568362236023f,
                                     1.0f};
+/// Around the outermost codes.
+inline constexpr float kNormalFloatPlaces[] = {-1.18f, -1.05f, -0.95f, 0.95f, 1.05f, 1.18f};
 constexpr std::int64_t block_bytes(BlockFormat format) {
   return format == BlockFormat::q8_0 ? 34 : format == BlockFormat::q4_0 ? 18 : 20;
 }

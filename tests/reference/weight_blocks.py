@@ -39,15 +39,26 @@ NORMAL_FLOATS = (
 
 
 def encoded_nf4(weights: list[float]) -> bytes:
-    """Return the blocks of 64 float32 weights, which share a scale, or of 32."""
+    """Return the block of 32 float32 weights: of the codes nearest to weights whose farthest is at a place, and of the
+    scale that fits these codes best, the ones with the least squared error. Every step is rounded to float32."""
     f = np.float32
-    weights = [f(w) for w in weights]
-    scale = max(abs(w) for w in weights)
+    w = [f(each) for each in weights]
+    farthest, scale, best = max(w, key=abs), f(0), f(-1)
+
+    def code(x: np.float32) -> int:
+        return min(range(16), key=lambda c: (abs(float(x) - NORMAL_FLOATS[c]), c))
+
+    for place in (-1.18, -1.05, -0.95, 0.95, 1.05, 1.18) if abs(farthest) >= 2.0**-120 else ():
+        x = [each * (f(1) / farthest) for each in w]
+        values = [f(NORMAL_FLOATS[code(each * f(place))]) for each in x]
+        products = squares = f(0)
+        for each, value in zip(x, values, strict=True):
+            products, squares = products + each * value, squares + value * value
+        if (score := products * products / squares) > best:
+            best, scale = score, farthest * (products / squares)
     inverse = f(0) if scale == 0 else f(1) / scale
-    codes = [min(range(16), key=lambda c: (abs(float(w * inverse) - NORMAL_FLOATS[c]), c)) for w in weights]
-    blocks = [codes[k : k + 32] for k in range(0, len(codes), 32)]
-    head = struct.pack("<f", float(scale))
-    return b"".join(head + bytes(a | b << 4 for a, b in zip(q[:16], q[16:], strict=True)) for q in blocks)
+    q = [code(each * inverse) for each in w]
+    return struct.pack("<f", float(scale)) + bytes(a | b << 4 for a, b in zip(q[:16], q[16:], strict=True))
 
 
 def encoded(weights: list[float], kind: str) -> bytes:

@@ -77,38 +77,81 @@ void pack_q4_0(const float* w, std::byte* block) {
     block[sizeof(bits) + i] = static_cast<std::byte>(q(i) | q(i + kHalfBlock) << 4);
 }
 
-/// `largest`: the magnitude of this block and its neighbour.
-void pack_nf4(const float* w, float largest, std::byte* block) {
-  const float scale = largest < kNormalFloatLeast ? 0.0f : largest, inverse = reciprocal(scale);
-  __builtin_memcpy(block, &scale, sizeof(scale));
-  const auto q = [&](std::int64_t i) {
-    int code = 0;
-    for (int c = 0; c < 15; ++c) code += w[i] * inverse > (kNormalFloat[c] + kNormalFloat[c + 1]) / 2;
-    return code;
-  };
-  for (std::int64_t i = 0; i < kHalfBlock; ++i)
-    block[sizeof(scale) + i] = static_cast<std::byte>(q(i) | q(i + kHalfBlock) << 4);
+/// One number of each of sixteen blocks.
+using OfBlocks = float[kLanes];
+
+/// The code of nf4 whose level, which is the weight of scale 1, is nearest to x, the lower of two; or that level.
+template <bool kLevel>
+[[gnu::always_inline]] inline float nearest(float x) {
+  float found = kLevel ? kNormalFloat[0] : 0;
+#pragma GCC unroll 16
+  for (int c = 1; c < 16; ++c)
+    found =
+        x > (kNormalFloat[c - 1] + kNormalFloat[c]) / 2 ? (kLevel ? kNormalFloat[c] : static_cast<float>(c)) : found;
+  return found;
 }
 
-template <class T>
-float largest_magnitude(const T* w, std::int64_t count) {
-  float largest = 0;
-  for (std::int64_t i = 0; i < count; ++i) largest = larger(largest, __builtin_fabsf(static_cast<float>(w[i])));
-  return largest;
+/// The scales of sixteen blocks of nf4 (kernels/weight_blocks.h); NaN where a weight is not finite.
+void best_scales(const OfBlocks (&w)[kBlockTerms], OfBlocks& scale) {
+  OfBlocks farthest = {}, inverse, best, x[kBlockTerms];
+  for (const OfBlocks& each : w)
+    for (int b = 0; b < kLanes; ++b)
+      farthest[b] = __builtin_fabsf(each[b]) > __builtin_fabsf(farthest[b]) ? each[b] : farthest[b];
+  for (int b = 0; b < kLanes; ++b) inverse[b] = 1 / farthest[b], best[b] = -1;
+  for (std::int64_t i = 0; i < kBlockTerms; ++i)
+    for (int b = 0; b < kLanes; ++b) x[i][b] = w[i][b] * inverse[b];
+  for (const float place : kNormalFloatPlaces) {
+    OfBlocks products = {}, squares = {};
+    for (const OfBlocks& each : x)
+      for (int b = 0; b < kLanes; ++b) {
+        const float level = nearest<true>(each[b] * place);
+        products[b] += each[b] * level;
+        squares[b] += level * level;
+      }
+    for (int b = 0; b < kLanes; ++b) {
+      const float score = products[b] * products[b] / squares[b], fitting = farthest[b] * (products[b] / squares[b]);
+      scale[b] = score <= best[b] ? scale[b] : fitting;
+      best[b] = score <= best[b] ? best[b] : score;
+    }
+  }
+  for (int b = 0; b < kLanes; ++b)
+    if (__builtin_fabsf(farthest[b]) < kNormalFloatLeast || __builtin_fabsf(scale[b]) < kNormalFloatLeast) scale[b] = 0;
+}
+
+/// Up to sixteen blocks of nf4.
+void pack_nf4(const float (&w)[kLanes][kBlockTerms], std::int64_t count, std::byte* block) {
+  OfBlocks turned[kBlockTerms], scale, inverse, codes[kBlockTerms];
+  for (std::int64_t i = 0; i < kBlockTerms; ++i)
+    for (int b = 0; b < kLanes; ++b) turned[i][b] = w[b][i];
+  best_scales(turned, scale);
+  for (int b = 0; b < kLanes; ++b) inverse[b] = reciprocal(scale[b]);
+  for (std::int64_t i = 0; i < kBlockTerms; ++i)
+    for (int b = 0; b < kLanes; ++b) codes[i][b] = nearest<false>(turned[i][b] * inverse[b]);
+  for (std::int64_t b = 0; b < count; ++b, block += block_bytes(BlockFormat::nf4)) {
+    __builtin_memcpy(block, &scale[b], sizeof(float));
+    const auto q = [&](std::int64_t i) { return static_cast<unsigned>(codes[i][b]); };
+    for (std::int64_t i = 0; i < kHalfBlock; ++i)
+      block[sizeof(float) + i] = static_cast<std::byte>(q(i) | q(i + kHalfBlock) << 4);
+  }
 }
 
 template <class T>
 void pack_blocks(BlockFormat format, const T* w, std::int64_t ldw, std::int64_t rows, std::int64_t K,
                  std::byte* blocks) {
-  float terms[kBlockTerms];
-  for (std::int64_t row = 0; row < rows; ++row, w += ldw)
-    for (std::int64_t k = 0; k < K; k += kBlockTerms, blocks += block_bytes(format)) {
-      for (std::int64_t i = 0; i < kBlockTerms; ++i) terms[i] = static_cast<float>(w[k + i]);
-      const std::int64_t first = k / kNormalFloatTerms * kNormalFloatTerms;
-      if (format == BlockFormat::q8_0) pack_q8_0(terms, blocks);
-      else if (format == BlockFormat::q4_0) pack_q4_0(terms, blocks);
-      else pack_nf4(terms, largest_magnitude(w + first, smaller(kNormalFloatTerms, K - first)), blocks);
+  const std::int64_t of_row = K / kBlockTerms, total = rows * of_row, bytes = block_bytes(format);
+  for (std::int64_t block = 0; block < total; block += kLanes) {
+    const std::int64_t count = smaller<std::int64_t>(kLanes, total - block);
+    float terms[kLanes][kBlockTerms] = {};
+    for (std::int64_t b = 0; b < count; ++b) {
+      const T* const from = w + (block + b) / of_row * ldw + (block + b) % of_row * kBlockTerms;
+      for (std::int64_t i = 0; i < kBlockTerms; ++i) terms[b][i] = static_cast<float>(from[i]);
     }
+    std::byte* const out = blocks + block * bytes;
+    if (format == BlockFormat::nf4) pack_nf4(terms, count, out);
+    else
+      for (std::int64_t b = 0; b < count; ++b)
+        (format == BlockFormat::q8_0 ? pack_q8_0 : pack_q4_0)(terms[b], out + b * bytes);
+  }
 }
 
 template <int kStrips>

@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("reports:report", "write report.html of a log folder again"),
     "compare": (
         "reports:compare",
-        "compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed",
+        "compare runs or evaluations: results, keys that differ, curves, prompts that changed",
     ),
 }
 """Name of a command -> (module of commands/ and its function, description)."""

@@ -37,18 +37,21 @@ def compare(arguments: Sequence[str]) -> int:
     """Compare runs or evaluations: print tables in the terminal, and write a page."""
     parser = command_parser(
         "compare",
-        "Compare runs or evaluations: results, keys that differ, curves, timings, prompts that changed.",
+        "Compare runs or evaluations: results, keys that differ, curves, prompts that changed.",
         _COMPARE_EXAMPLES,
     )
     parser.add_argument(
         "runs", nargs="+", metavar="LOG_DIR", help="log folders, or folders of evaluations, two or more"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write a page, too")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the report page of the runs, too")
     known = parser.parse_args(arguments)
     if len(known.runs) < 2:
         parser.error("compare needs two log folders or more, such as logs/a/exp_001 logs/b/exp_001")
 
-    compared = compare_evaluations if any(map(is_evaluation, known.runs)) else compare_runs
+    of_evaluations = any(map(is_evaluation, known.runs))
+    if of_evaluations and known.out is not None:
+        parser.error("--out writes the page of runs; evaluations are compared in the terminal: omit --out")
+    compared = compare_evaluations if of_evaluations else compare_runs
     try:
         comparison = compared(known.runs)
     except ValueError as error:

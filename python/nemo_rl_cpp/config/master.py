@@ -45,9 +45,7 @@ class EvalConfig(Section):
     k_value: Positive = key(1, "k of the metric. At most num_tests_per_prompt.")
     seed: Int = key(42, "Random seed for sampling.")
     max_rollout_turns: Positive = key(1, "Maximum number of turns of a rollout, for environments that reply.")
-    save_path: str | None = key(
-        None, "Folder for evaluation.html, evaluation_data.json and config.json. null: they are not written."
-    )
+    save_path: str | None = key(None, "Folder for evaluation_data.json and config.json. null: they are not written.")
 
 
 class MasterConfig(Section):

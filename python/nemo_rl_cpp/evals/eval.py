@@ -150,8 +150,8 @@ def run_env_eval(
     for cons@k if the environment extracts no answers."""
     result, samples = measure(vllm_generation, dataloader, env, master_config)
     if master_config.eval.save_path is not None:
-        save_evaluation_data(samples, master_config, Path(master_config.eval.save_path), result)
-    show(result, master_config)
+        save_evaluation_data(samples, master_config, Path(master_config.eval.save_path))
+    show(result, samples, master_config)
     return result
 
 

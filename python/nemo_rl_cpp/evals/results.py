@@ -1,13 +1,13 @@
-"""The results of evaluations: pass@k and cons@k with confidence intervals, a table, all samples as JSON, an HTML page,
-and comparisons of evaluations."""
+"""The results of evaluations: pass@k and cons@k, estimated from n responses, with confidence intervals; a table, all
+samples as JSON, and comparisons of evaluations."""
 
 import json
 import math
 import statistics
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -15,9 +15,9 @@ from rich.table import Table
 from nemo_rl_cpp.config.master import EvalConfig, EvalMasterConfig
 from nemo_rl_cpp.files.durable import write_atomic
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.report.compare import Block, Comparison, Row, different_folders, differing_keys
-from nemo_rl_cpp.report.page import PageSection, document, duration, parts
-from nemo_rl_cpp.report.samples import clip, printable, writable
+from nemo_rl_cpp.report.compare import Comparison, different_folders, differing_keys
+from nemo_rl_cpp.report.page import duration
+from nemo_rl_cpp.report.samples import printable, writable
 
 
 def pass_at_k(num_tests: int, num_correct: int, k: int) -> float:
@@ -83,9 +83,8 @@ def wilson_interval(share: float, count: int) -> Interval:
     return Interval(max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale))
 
 
-PAGE, DATA = "evaluation.html", "evaluation_data.json"
-_MOST = 60  # prompts shown per section of the page; evaluation_data.json contains all
-_EXAMPLES = 3
+DATA = "evaluation_data.json"
+_EXAMPLES = 3  # prompts shown in the terminal; evaluation_data.json contains all
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ def metric_name(wanted: EvalConfig) -> str:
     return wanted.metric.replace("@k", f"@{wanted.k_value}")
 
 
-def show(result: EvalResult, config: EvalMasterConfig) -> None:
-    """Print the lines that NeMo RL's evaluation prints, then the table of results."""
+def show(result: EvalResult, samples: Sequence[Mapping[str, Any]], config: EvalMasterConfig) -> None:
+    """Print the lines that NeMo RL's evaluation prints, the table of results, and some wrong responses."""
     wanted, generation = config.eval, config.generation
     print(f"model_name={generation.model_name!r} dataset_name={config.data.dataset_name!r}")
     print(
@@ -129,9 +128,10 @@ def show(result: EvalResult, config: EvalMasterConfig) -> None:
     for name, value in _rows(result, config).items():
         table.add_row(name, value)
     if wanted.save_path is not None:
-        folder = Path(wanted.save_path)
-        table.add_row("samples", f"{folder / PAGE}, and all in {folder / DATA}")
+        table.add_row("samples", str(Path(wanted.save_path) / DATA))
     Console().print(table)
+    for sample in [sample for sample in samples if sample["reward"] <= 0][:_EXAMPLES]:
+        print(f"wrong: {_short(sample['prompt'])}\n  {_short(sample['response'])}")
 
 
 def _rows(result: EvalResult, config: EvalMasterConfig) -> dict[str, str]:
@@ -160,11 +160,9 @@ _ROLLOUT = {
 """Metrics that `_rows` shows under other names, or omits."""
 
 
-def save_evaluation_data(
-    samples: list[dict[str, object]], config: EvalMasterConfig, folder: Path, result: EvalResult
-) -> None:
-    """Write `evaluation_data.json` ({"evaluation_data": [one dictionary per response]}), `config.json` (the settings of
-    the evaluation) and `evaluation.html` (the prompts with their responses) into `folder`."""
+def save_evaluation_data(samples: list[dict[str, object]], config: EvalMasterConfig, folder: Path) -> None:
+    """Write `evaluation_data.json` ({"evaluation_data": [one dictionary per response]}) and `config.json` (the settings
+    of the evaluation) into `folder`."""
     wanted, generation = config.eval, config.generation
     folder.mkdir(parents=True, exist_ok=True)
     described: dict[str, object] = {"model_name": generation.model_name, "dataset_name": config.data.dataset_name}
@@ -173,77 +171,27 @@ def save_evaluation_data(
     write_atomic(folder / "config.json", writable(json.dumps(described, indent=2, ensure_ascii=False)) + "\n")
     text = json.dumps({"evaluation_data": samples}, indent=2, ensure_ascii=False, default=str)
     write_atomic(folder / DATA, writable(text) + "\n")
-    facts = _rows(result, config)
-    title = f"{facts.pop('model')}: {metric_name(wanted)} {facts[metric_name(wanted)]}"
-    page = evaluation_page(title, facts, prompts_of(samples, wanted.num_tests_per_prompt))
-    write_atomic(folder / PAGE, writable(page), durable=False)
 
 
-# ---- prompts with their answers
+# ---- evaluations side by side
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt with its responses. `rewards`, `responses` and `cut` (whether it was truncated) have one entry per
-    response; `truth` is the ground truth or None."""
+class Prompt(NamedTuple):
+    """A prompt of an evaluation: the mean reward of its responses, and the first of them."""
 
     text: str
-    truth: str | None
-    rewards: Sequence[float]
-    responses: Sequence[str]
-    cut: Sequence[bool]
-
-    @property
-    def mean(self) -> float:
-        return math.fsum(self.rewards) / len(self.rewards)
+    mean: float
+    response: str
 
 
 def prompts_of(samples: Sequence[Mapping[str, object]], n: int) -> list[Prompt]:
     """Return the prompts of an evaluation, given its samples. Every `n` consecutive samples belong to one prompt."""
     prompts = []
     for start in range(0, len(samples), n):
-        own = samples[start : start + n]
-        info = own[0].get("extra_env_info")
-        info = info if isinstance(info, Mapping) else {}
-        truth = next((info[name] for name in ("ground_truth", "answer", "expected_answer") if name in info), None)
-        prompts.append(
-            Prompt(
-                str(own[0]["prompt"]),
-                None if truth is None else str(truth),
-                [float(str(sample["reward"])) for sample in own],
-                [str(sample["response"]) for sample in own],
-                [bool(sample.get("truncated")) for sample in own],
-            )
-        )
+        rewards = [float(str(sample["reward"])) for sample in samples[start : start + n]]
+        text, response = (str(samples[start][name]) for name in ("prompt", "response"))
+        prompts.append(Prompt(text, math.fsum(rewards) / len(rewards), response))
     return prompts
-
-
-def evaluation_page(title: str, facts: Mapping[str, str], prompts: Sequence[Prompt]) -> str:
-    """Return the HTML page, wrongly answered prompts first. `facts` are the rows of the terminal's table."""
-    wrong = [prompt for prompt in prompts if max(prompt.rewards) <= 0]
-    right = [prompt for prompt in prompts if min(prompt.rewards) >= 1]
-    part = [prompt for prompt in prompts if max(prompt.rewards) > 0 and min(prompt.rewards) < 1]
-    sections = []
-    for key, name, found in (("wrong", "Wrong", wrong), ("part", "Right in part", part), ("right", "Right", right)):
-        heading = f"{name}: {len(found)} of {len(prompts)} prompts"
-        answers = [zip(p.rewards, ["cut off" if cut else "" for cut in p.cut], p.responses, strict=True) for p in found]
-        sections.append(PageSection(key, heading, _cards([*zip(found, answers, strict=True)])))
-    tiles = [(name, value.partition(" (")[0], value.partition(" (")[2].rstrip(")")) for name, value in facts.items()]
-    header = parts().header({"title": "evaluation", "status": "", "total_steps": 0}, 0, title, tiles)
-    return document(f"evaluation: {title}", header, sections, {}, has_scripts=False)
-
-
-def _cards(found: Sequence[tuple[Prompt, Iterable[tuple[float, str, str]]]]) -> str:
-    """Return as HTML the first prompts with their answers, and the number of omitted prompts; "" without prompts. An
-    answer is (reward, note shown above the response, response)."""
-    cards = [
-        (clip(prompt.text), clip(prompt.truth or ""), [(reward, note, clip(text)) for reward, note, text in answers])
-        for prompt, answers in found[:_MOST]
-    ]
-    return str(parts().answers(cards, len(found) - _MOST)) if cards else ""
-
-
-# ---- evaluations side by side
 
 
 def is_evaluation(folder: Path | str) -> bool:
@@ -264,27 +212,24 @@ def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
                 f"{folders[0]} and {folder} have other prompts ({len(prompts[0])} and {len(other)}): compare evaluations "
                 "of the same data, with the same seed and prompt template"
             )
-    models = [str(config["model_name"]) for config in configs]
-    means = [f"{_mean(each):.4f}" for each in prompts]
-    blocks = [
-        Block("results", "Side by side", [Row("model", models), Row("mean reward", means)]),
-        Block("keys", "Keys that differ", differing_keys(configs, ("model_name",))),
-    ]
+    tables = {
+        "Side by side": {
+            "model": [str(config["model_name"]) for config in configs],
+            "mean reward": [f"{_mean(each):.4f}" for each in prompts],
+        },
+        "Keys that differ": differing_keys(configs, ("model_name",)),
+    }
     examples = []
     changed = {"worse": _changed(list(zip(*prompts)), -1), "better": _changed(list(zip(*prompts)), 1)}
     for word, found in changed.items():
-        cards = [(each[0], [(a.mean, name, a.responses[0]) for name, a in zip(names, each)]) for each in found]
-        if found:
-            title = f"{word.capitalize()}: {len(found)} prompt{'' if len(found) == 1 else 's'}"
-            blocks.append(Block(word, title, html=lambda cards=cards: _cards(cards)))
         for answers in found[:_EXAMPLES]:
             examples.append(f"\n{word}, {answers[0].mean:.3g} -> {answers[-1].mean:.3g}: {_short(answers[0].text)}")
-            examples += [f"  {name}: {_short(answer.responses[0])}" for name, answer in zip(names, answers)]
+            examples += [f"  {name}: {_short(answer.response)}" for name, answer in zip(names, answers)]
     verdict = [f"{name}: {difference(prompts[0], other)}" for name, other in zip(names[1:], prompts[1:])]
     better, worse = len(changed["better"]), len(changed["worse"])
     counts = f"{better} are better, {worse} worse, {len(prompts[0]) - better - worse} equal"
     verdict.append(f"of {len(prompts[0])} prompts {counts} in {names[-1]} against {names[0]}")
-    return Comparison("evaluations", names, models, "\n".join(verdict), blocks, examples=examples)
+    return Comparison(names, tables, verdict, examples=examples)
 
 
 def difference(first: Sequence[Prompt], second: Sequence[Prompt]) -> str:

@@ -35,6 +35,9 @@ from nemo_rl_cpp.report.samples import SampleBook, TokenBytes, writable
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("base", "chart", "export", "metrics", "samples", "page")
+_COLORS = 9  # the number of colors of runs in chart.js
+
+Rows = Mapping[str, Sequence[str]]  # a table of several runs: the name of each row, and one text per run
 
 
 class PageSection(NamedTuple):
@@ -52,13 +55,11 @@ def document(
     data: Mapping[str, Plain],
     status: str = "finished",
     footer: str = "",
-    *,
-    has_scripts: bool = True,
 ) -> str:
     """Return the HTML of a page. `data` maps ids of elements to the data that the page's scripts read."""
     written = int(time.time())
     style = Markup(_asset("page.css"))
-    code = Markup("".join(_asset(f"{name}.js") for name in _SCRIPTS if has_scripts))
+    code = Markup("".join(_asset(f"{name}.js") for name in _SCRIPTS))
     shown = [section for section in sections if section.content]
     blocks = {key: packed(value) for key, value in data.items()}
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(written))
@@ -217,8 +218,26 @@ def render(history: MetricHistory, facts: RunFacts) -> str:
         data["data-samples"] = facts.samples
     done = f"{history.last_step}/{facts.total_steps} · " if facts.status == "running" and facts.total_steps else ""
     environment = "".join(f" · {key} {value}" for key, value in facts.environment.items())
-    header = parts().header(facts, history.last_step, verdict(history, facts, found), _tiles(history, facts))
+    numbers = tiles(history, facts.total_steps)
+    header = parts().header(facts, history.last_step, verdict(history, facts, found), numbers)
     return document(done + facts.title, header, sections, data, facts.status, environment)
+
+
+def render_side_by_side(
+    histories: Mapping[str, MetricHistory], tables: Mapping[str, Rows], verdict: Sequence[str]
+) -> str:
+    """Return the HTML of the report page of several runs, given by name: tables with a column per run, and their
+    curves in the same charts."""
+    title, runs = f"comparison of {len(histories)} runs", list(histories.values())
+    panels = panels_of(runs)
+    sections = [
+        PageSection(name.replace(" ", "-"), name, parts().side_by_side(histories, rows, _COLORS) if rows else "")
+        for name, rows in tables.items()
+    ]
+    sections.append(PageSection("curves", "Curves", curves_section(panels, runs)))
+    sections.append(PageSection("metrics", "All metrics", parts().metrics()))
+    data: dict[str, Plain] = {"data-metrics": metric_data(histories) | {"panels": [panel.spec() for panel in panels]}}
+    return document(title, parts().compared(title, histories, verdict, _COLORS), sections, data)
 
 
 def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
@@ -249,10 +268,10 @@ def _span(values: Sequence[float]) -> str:
     return f"{values[0]:.3f} → {values[-1]:.3f} (best {max(values):.3f})"
 
 
-def _tiles(history: MetricHistory, facts: RunFacts) -> list[tuple[str, str, str]]:
+def tiles(history: MetricHistory, total_steps: int | None) -> list[tuple[str, str, str]]:
     """Return (name, value, note) for each number at the top of the page."""
     values = history.values
-    tiles = [("steps", f"{history.last_step}", f"of {facts.total_steps}" if facts.total_steps else "")]
+    tiles = [("steps", f"{history.last_step}", f"of {total_steps}" if total_steps else "")]
     if rewards := values("train/reward"):
         tiles.append(("reward", f"{rewards[-1]:.3f}", f"first {rewards[0]:.3f}, best {max(rewards):.3f}"))
     if means := values("validation/accuracy"):

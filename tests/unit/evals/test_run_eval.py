@@ -189,10 +189,12 @@ def test_cons_at_k_scores_the_most_frequent_answer(capsys):
     assert "metric=cons@3" in capsys.readouterr().out
 
 
-def test_evaluation_prints_environment_metrics(capsys):
+def test_evaluation_prints_environment_metrics_and_wrong_responses(capsys):
     result = sums("pass@k")
     assert result.metrics["well_formed"] == pytest.approx(4 / 6)
-    assert "well_formed" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "well_formed" in printed
+    assert printed.endswith("wrong: 1 + 1 =\n  3\nwrong: 2 + 0 =\n  no idea\nwrong: 2 + 0 =\n  no idea\n")
 
 
 def test_cons_at_k_without_extracted_answers_is_an_error():

@@ -1,22 +1,14 @@
-"""The page of an evaluation's samples, and evaluations side by side."""
+"""The saved samples of an evaluation, and evaluations side by side."""
 
 import json
 import math
 import re
 import statistics
 
+import pytest
 from nemo_rl_cpp.commands import reports as command
 from nemo_rl_cpp.config import load_eval_config
-from nemo_rl_cpp.evals.results import (
-    EvalResult,
-    Interval,
-    compare_evaluations,
-    difference,
-    evaluation_page,
-    is_evaluation,
-    prompts_of,
-    save_evaluation_data,
-)
+from nemo_rl_cpp.evals.results import compare_evaluations, difference, is_evaluation, prompts_of, save_evaluation_data
 
 
 def samples(rewards, response="a"):
@@ -38,22 +30,10 @@ def folder(path, rewards, model, response="a", n=2):
 BEFORE, AFTER = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
 
 
-def test_evaluation_page_lists_wrong_prompts_first_and_escapes_html():
-    found = prompts_of(samples(BEFORE), 2)
-    assert [prompt.mean for prompt in found] == [0.0, 0.5, 1.0] and found[0].cut == [False, True]
-    page = evaluation_page("m: pass@2 0.6667", {"pass@2": "0.6667 (95 % interval 0.1 to 0.9)", "time": "3 s"}, found)
-    assert re.findall(r"<h2>([^<]*)</h2>", page) == [
-        "Wrong: 1 of 3 prompts", "Right in part: 1 of 3 prompts", "Right: 1 of 3 prompts",
-    ]  # fmt: skip
-    assert "prompt 0 &lt;b&gt;" in page and "prompt 0 <b>" not in page and "truth 2" in page
-    assert page.count("cut off") == 1 and "<script" not in page and "95 % interval 0.1 to 0.9" in page
-    assert "http" not in page.replace("http-equiv", "")
-
-
 def test_difference_of_evaluations_is_computed_over_paired_prompts(tmp_path):
     half = 1.959963984540054 * statistics.stdev([0.5, 0.5, -1.0]) / math.sqrt(3)
     found = compare_evaluations([folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new", "b")])
-    told, counts = found.verdict.splitlines()
+    told, counts = found.verdict
     interval = f"95 % interval {-half:+.4f} to {half:+.4f} (may be chance)"
     assert told == f"b: mean reward 0.5000 -> 0.5000, difference +0.0000, {interval}"
     assert counts == "of 3 prompts 2 are better, 1 worse, 0 equal in b against a"
@@ -70,21 +50,21 @@ def test_several_evaluations_are_each_compared_with_the_first(tmp_path):
     ]
     (tmp_path / "c" / "config.json").write_text(json.dumps({"model_name": "c", "num_tests_per_prompt": 2, "seed": 7}))
     found = compare_evaluations(folders)
-    assert [line.partition(":")[0] for line in found.verdict.splitlines()[:2]] == ["b", "c"]
-    assert "0 are better, 0 worse, 3 equal in c against a" in found.verdict
-    assert [(row.name, row.values) for row in found.blocks[1].rows] == [("seed", ["–", "–", "7"])]
+    assert [line.partition(":")[0] for line in found.verdict[:2]] == ["b", "c"]
+    assert "0 are better, 0 worse, 3 equal in c against a" in found.verdict[2]
+    assert found.tables["Keys that differ"] == {"seed": ["–", "–", "7"]}
 
 
 def test_compare_command_prints_evaluations_side_by_side(tmp_path, capsys):
     first, second = folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new")
-    page = tmp_path / "out" / "page.html"
-    assert is_evaluation(first) and command.compare([str(first), str(second), "--out", str(page)]) == 0
+    assert is_evaluation(first) and command.compare([str(first), str(second)]) == 0
     text = capsys.readouterr().out
     assert (
         re.search(r"model +old +new\nmean reward +0.5000 +0.5000\n", text) and "b: mean reward 0.5000 -> 0.5000" in text
     )
-    titles = ["Side by side", "Worse: 1 prompt", "Better: 2 prompts"]
-    assert re.findall(r"<h2>([^<]*)</h2>", page.read_text()) == titles and "<script" not in page.read_text()
+    with pytest.raises(SystemExit):
+        command.compare([str(first), str(second), "--out", str(tmp_path / "page.html")])
+    assert "--out writes the page of runs" in capsys.readouterr().err
 
 
 def test_evaluations_that_cannot_be_compared_are_rejected(tmp_path, capsys):
@@ -100,13 +80,11 @@ def test_evaluations_that_cannot_be_compared_are_rejected(tmp_path, capsys):
 def test_control_characters_in_model_output_are_escaped_in_the_terminal(tmp_path, capsys):
     folders = [folder(tmp_path / name, rewards, f"{name}\x1b[2J", "\x1b]0;title\x07 \ud83d \u202e👩\u200d🔬 ü\n")
                for name, rewards in (("a", BEFORE), ("b", AFTER))]  # fmt: skip
-    page = tmp_path / "page.html"
-    assert command.compare([*map(str, folders), "--out", str(page)]) == 0
+    assert command.compare([*map(str, folders)]) == 0
     told = capsys.readouterr().out
     told.encode()  # half a character would raise
     assert "a: \\x1b]0;title\\x07 \\ud83d \\u202e👩\u200d🔬 ü 4\n" in told and "a\\x1b[2J " in told
     assert all(each.isprintable() or each in "\n\u200d" for each in told)
-    assert "title" in page.read_text(encoding="utf-8")
 
 
 def test_lone_surrogate_in_a_response_does_not_prevent_saving_an_evaluation(tmp_path):
@@ -119,11 +97,9 @@ def test_lone_surrogate_in_a_response_does_not_prevent_saving_an_evaluation(tmp_
             f"eval.save_path={tmp_path / 'out'}",
         ],
     )
-    metrics = dict.fromkeys(("mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "truncation_rate"), 0.0)
     given = samples(BEFORE, "ü\ud83d")
     given[0]["extra_env_info"]["ground_truth"] = "\ude00!"
-    save_evaluation_data(given, config, tmp_path / "out", EvalResult(0.5, Interval(0.0, 1.0), 3, 0.5, 1.0, metrics))
+    save_evaluation_data(given, config, tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "evaluation_data.json").read_text(encoding="utf-8"))["evaluation_data"]
     assert [each["response"] for each in saved] == [f"ü?{i}" for i in range(6)]
     assert saved[0]["extra_env_info"]["ground_truth"] == "?!" and is_evaluation(tmp_path / "out")
-    assert "ü?3" in (tmp_path / "out" / "evaluation.html").read_text(encoding="utf-8")

@@ -16,6 +16,9 @@ def child_pid_file(parent: int) -> str:
 
 class HostileVerifier(VerifierBase):
     def judge(self, response, ground_truth, **kwargs):
+        if response in ("bigint", "sleep"):
+            with open("/proc/self/comm", "w") as name:
+                name.write("judging")
         if response == "bigint":
             return float((7 ** (10**9)) % 10), None  # holds the GIL, so no signal handler runs
         if response == "sleep":

@@ -5,14 +5,13 @@ from collections import Counter
 from typing import NotRequired, TypedDict
 
 from nemo_rl_cpp.config.base import as_model
-from nemo_rl_cpp.config.env import CodeEnvConfig
+from nemo_rl_cpp.config.env import CodeEnvConfig, VerifierPoolConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.code_verifier import CodeVerifyWorker, parse_tests
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.sandbox import Limits
 from nemo_rl_cpp.environments.sandbox.check import require_sandbox
 from nemo_rl_cpp.environments.single_turn import VerifyingEnvironment, assistant_text
-from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
@@ -46,9 +45,14 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
         self._total_time_s, self._reward = cfg.total_time_limit_s, cfg.reward
         require_sandbox()
         self._reasons: Counter[str] = Counter()
-        # the worker enforces the time limit; the deadline is for a worker that hangs
-        deadline = self._total_time_s + self._limits.time_s + 30
-        super().__init__(CodeVerifyWorker, PoolOptions(cfg.num_workers, deadline, None, cfg.max_answer_chars))
+        pool = VerifierPoolConfig(
+            num_workers=cfg.num_workers,
+            # the worker enforces the time limit; the deadline is for a worker that hangs
+            verifier_deadline_s=self._total_time_s + self._limits.time_s + 30,
+            verifier_memory_mb=None,
+            max_answer_chars=cfg.max_answer_chars,
+        )
+        super().__init__(CodeVerifyWorker, pool)
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[CodeEnvMetadata]

@@ -17,7 +17,6 @@ from nemo_rl_cpp.environments.single_turn import (
     correct_or_not,
     truth_text,
 )
-from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import (
     EnglishMultichoiceVerifyWorker,
     HFVerifyWorker,
@@ -50,7 +49,7 @@ class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
         kind = cfg.verifier_type or "math"
         implementation = {"math_verify_impl": cfg.math_verify_impl or "hf_math_verify"}
         self._verify_kwargs = implementation if kind == "math" else {}
-        super().__init__(_VERIFIERS[kind], PoolOptions.from_config(cfg), warm_up=self._verify_kwargs)
+        super().__init__(_VERIFIERS[kind], cfg, warm_up=self._verify_kwargs)
 
     def step(
         self,

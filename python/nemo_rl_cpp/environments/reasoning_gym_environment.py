@@ -9,7 +9,6 @@ from nemo_rl_cpp.config.env import ReasoningGymEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import VerifyingEnvironment, assistant_text
-from nemo_rl_cpp.environments.verifier_pool import PoolOptions
 from nemo_rl_cpp.environments.verifiers import GymEntry, ReasoningGymVerifyWorker
 
 _NEXT_QUESTION = "\n\nQuestion:"  # ends a multi-line answer in the data set `reasoning_gym`
@@ -50,7 +49,7 @@ class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
             raise ImportError("the reasoning_gym environment needs the package: pip install 'nemo-rl-cpp[gym]'")
         self.cfg = as_model(cfg or {}, ReasoningGymEnvConfig, "env.reasoning_gym")
         self._format = self.cfg.answer_format
-        super().__init__(ReasoningGymVerifyWorker, PoolOptions.from_config(self.cfg))
+        super().__init__(ReasoningGymVerifyWorker, self.cfg)
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[ReasoningGymMetadata]

@@ -7,9 +7,10 @@ from typing import TypedDict
 
 import torch
 
+from nemo_rl_cpp.config.env import VerifierPoolConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentInterface, EnvironmentReturn, MetadataT
-from nemo_rl_cpp.environments.verifier_pool import PoolOptions, Verdicts, VerifierPool
+from nemo_rl_cpp.environments.verifier_pool import Verdicts, VerifierPool
 
 
 class GroundTruth(TypedDict):
@@ -70,8 +71,8 @@ class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
 
     can_be_asked_again = True
 
-    def __init__(self, verifier: type, options: PoolOptions, warm_up: Mapping[str, object] | None = None) -> None:
-        self._pool = VerifierPool(verifier, options, warm_up)
+    def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
+        self._pool = VerifierPool(verifier, cfg, warm_up)
         self._counts: Counter[str] = Counter()
 
     def _verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:

@@ -1,7 +1,8 @@
 """The worker process of `verifier_pool`: `python -m nemo_rl_cpp.environments.verifier_process module:Class options`.
 
-Standard input and output are one socket. Requests are pickled; replies are JSON, one per line. The scored texts come
-from a model: whatever they make this process do, its replies cannot make the parent run code."""
+Standard output is a socket for requests and replies, standard input a pipe that closes when the parent ends. Requests are
+pickled, replies are JSON. The scored texts come from a model: whatever they make this process do, its replies cannot make
+the parent run code."""
 
 import fcntl
 import importlib
@@ -10,16 +11,16 @@ import os
 import pickle
 import resource
 import select
-import signal
 import sys
 from functools import reduce
+from multiprocessing.connection import Connection
 from typing import TypedDict
 
 Request = tuple[str, object, dict[str, object]]  # (response, ground truth, keyword arguments of the verifier)
 
 
 class Reply(TypedDict, total=False):
-    """One line from the process: its process id when it is ready, the score and answer of a response, or an error."""
+    """A message from the process: its process id when it is ready, the score and answer of a response, or an error."""
 
     ready: int
     score: float
@@ -28,25 +29,17 @@ class Reply(TypedDict, total=False):
     error: str
 
 
-class _Lifeline:
-    """A safeguard that ends this process as soon as the parent has ended, even during a computation that never returns.
+def _end_with_the_parent() -> None:
+    """End this process as soon as the parent has ended, even during a computation that never returns.
 
-    When the other end of the socket closes, the kernel sends SIGIO, which ends a process. It sends the same signal when
-    a request arrives, so the signal is ignored while this process waits for one. (PR_SET_PDEATHSIG reports the end of
-    the thread that started this process, not of the parent.)"""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
-
-    def hold(self) -> None:
-        """Let the signal end the process from now on. Call this when no request is expected."""
-        signal.signal(signal.SIGIO, signal.SIG_DFL)
-        closed = select.poll()
-        closed.register(self._descriptor, 0)
-        if closed.poll(0):
-            os._exit(0)
+    When the other end of standard input closes, the kernel sends SIGIO, which ends a process. (PR_SET_PDEATHSIG reports
+    the end of the thread that started this process, not of the parent.)"""
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    closed = select.poll()
+    closed.register(0, 0)
+    if closed.poll(0):
+        os._exit(0)
 
 
 def _limit_memory(megabytes: int) -> None:
@@ -59,18 +52,14 @@ def _limit_memory(megabytes: int) -> None:
 
 
 def main(target: str, options_json: str) -> None:
-    """Make the verifier, report that it is ready, and score one response per request until the socket closes."""
+    """Make the verifier, report that it is ready, and score one response per request until the parent ends."""
     options = json.loads(options_json)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    lifeline = _Lifeline(requests.fileno())
-    lifeline.hold()
+    _end_with_the_parent()
+    parent = Connection(os.dup(1))
     os.dup2(2, 1)  # a verifier that prints must not write into the replies
 
     def say(reply: Reply) -> None:
-        signal.signal(signal.SIGIO, signal.SIG_IGN)
-        answers.write(json.dumps(reply) + "\n")
-        answers.flush()
+        parent.send_bytes(json.dumps(reply).encode())
 
     module, _, name = target.partition(":")
     verifier = reduce(getattr, name.split("."), importlib.import_module(module))()
@@ -83,14 +72,7 @@ def main(target: str, options_json: str) -> None:
     os.dup2(2, 1)
 
     while True:
-        try:
-            response, truth, kwargs = pickle.load(requests)
-        except (EOFError, OSError):
-            os._exit(0)
-        lifeline.hold()
-        # If the parent cannot kill this process, a timer of the kernel ends it some time after its deadline.
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, 2 * options["deadline_s"] + 1)
+        response, truth, kwargs = pickle.loads(parent.recv_bytes())
         before = getattr(verifier, "unmatchable", 0)
         try:
             scores, found = verifier.verify([response], [truth], return_extracted_answer=True, **kwargs)
@@ -98,7 +80,6 @@ def main(target: str, options_json: str) -> None:
             reply["unmatchable"] = getattr(verifier, "unmatchable", 0) > before
         except Exception as error:  # a usage error, because a verifier gives a faulty response score 0
             reply = {"error": f"{type(error).__name__}: {error}"}
-        signal.setitimer(signal.ITIMER_PROF, 0)
         say(reply)
 
 

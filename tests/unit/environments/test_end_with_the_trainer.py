@@ -17,7 +17,8 @@ TRAINERS = f"""
 import os, sys, threading
 from hostile_verifier import HostileVerifier
 from nemo_rl_cpp.environments.code_environment import CodeEnvironment
-from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
+from nemo_rl_cpp.config.env import VerifierPoolConfig
+from nemo_rl_cpp.environments.verifier_pool import VerifierPool
 
 def code():
     env = CodeEnvironment({{"num_workers": 2, "time_limit_s": 60.0, "total_time_limit_s": 60.0}})
@@ -25,7 +26,8 @@ def code():
     env.step(programs, [{{"ground_truth": {{"inputs": [""], "outputs": [""]}}}}] * 2)
 
 def verifiers():
-    VerifierPool(HostileVerifier, PoolOptions(num_workers=2, deadline_s=60.0)).verify(["bigint", "sleep"], ["ok", "ok"])
+    cfg = VerifierPoolConfig(num_workers=2, verifier_deadline_s=60.0)
+    VerifierPool(HostileVerifier, cfg).verify(["bigint", "sleep"], ["ok", "ok"])
 
 import_and_sleep, deaf = "import time; time.sleep(60)", {DEAF!r}
 for _ in sys.stdin:
@@ -63,12 +65,10 @@ def starter():
 
 
 def judges(pid: str) -> bool:
-    """Whether a verifier has been given its task: it listens to the end of its input then, by a signal."""
+    """Whether a verifier has been given its task: `HostileVerifier` names its process then."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as command, open(f"/proc/{pid}/status") as status:
-            ignored = next(int(line.split()[1], 16) for line in status if line.startswith("SigIgn"))
-            return b"HostileVerifier" in command.read() and not ignored >> 28 & 1  # SIGIO is 29
-    except (OSError, StopIteration):
+        return Path(f"/proc/{pid}/comm").read_text() == "judging\n"
+    except OSError:
         return False
 
 

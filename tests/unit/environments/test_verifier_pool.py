@@ -7,14 +7,17 @@ import sys
 import hostile_verifier
 import pytest
 from hostile_verifier import HostileVerifier, NeverStarts
+from nemo_rl_cpp.config.env import VerifierPoolConfig
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
-from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
+from nemo_rl_cpp.environments.verifier_pool import VerifierPool
 from processes import verifier_pids, wait_until_gone
 
 
 @pytest.fixture
 def pool():
-    pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=2, deadline_s=1.0, memory_mb=256))
+    pool = VerifierPool(
+        HostileVerifier, VerifierPoolConfig(num_workers=2, verifier_deadline_s=1.0, verifier_memory_mb=256)
+    )
     yield pool
     pool.shutdown()
 
@@ -47,7 +50,7 @@ def test_verifier_may_print_to_stdout_and_its_child_processes_end_at_a_timeout(p
 
 
 def test_oversized_response_scores_zero_without_being_verified(pool):
-    pool.options.max_answer_chars = 10
+    pool.cfg.max_answer_chars = 10
     verdicts = pool.verify(["x" * 11, "ok"], ["ok", "ok"])
     assert verdicts.scores == [0, 1] and verdicts.oversized == 1
 
@@ -72,14 +75,14 @@ def test_verifier_pool_shutdown_leaves_no_process(pool):
 
 
 def test_garbage_collected_verifier_pool_leaves_no_process():
-    pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=1))
+    pool = VerifierPool(HostileVerifier, VerifierPoolConfig(num_workers=1))
     pids = verifier_pids(pool)
     del pool
     assert wait_until_gone(pids) == []
 
 
 def test_verifier_that_cannot_start_is_an_error_with_the_reason():
-    pool = VerifierPool(NeverStarts, PoolOptions())
+    pool = VerifierPool(NeverStarts, VerifierPoolConfig())
     with pytest.raises(RuntimeError, match="the dictionary is missing"):
         pool.verify(["a"], ["a"])
     pool.shutdown()
@@ -90,14 +93,15 @@ def test_verifier_class_that_cannot_be_imported_by_name_is_rejected():
         pass
 
     with pytest.raises(ValueError, match="importable"):
-        VerifierPool(Local, PoolOptions())
+        VerifierPool(Local, VerifierPoolConfig())
 
 
 SCRIPT = """
 import sys
 from hostile_verifier import HostileVerifier
-from nemo_rl_cpp.environments.verifier_pool import PoolOptions, VerifierPool
-pool = VerifierPool(HostileVerifier, PoolOptions(num_workers=2, deadline_s=1.0))
+from nemo_rl_cpp.config.env import VerifierPoolConfig
+from nemo_rl_cpp.environments.verifier_pool import VerifierPool
+pool = VerifierPool(HostileVerifier, VerifierPoolConfig(num_workers=2, verifier_deadline_s=1.0))
 assert pool.verify(["ok"], ["ok"]).scores == [1]
 print(*(worker.pid for worker in pool._workers), flush=True)
 if sys.argv[1] == "idle":

@@ -17,19 +17,10 @@ class DynamicSamplingExhausted(ValueError):
     """Raised if too few prompt groups have mixed rewards after the allowed number of batches."""
 
 
-def raw_rewards(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the rewards [B] before shaping, since shaping can make the equal rewards of a group differ."""
-    return batch["unshaped_total_reward"] if "unshaped_total_reward" in batch else batch["total_reward"]
-
-
-def group_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the index of each row's prompt group in order of appearance, int64 [B]. Groups are given by `group_id`, or
-    otherwise by `idx`. Raise ValueError if the batch has neither."""
-    ids = batch["group_id"] if "group_id" in batch else batch.get("idx")
-    if ids is None:
-        raise ValueError("dynamic sampling needs 'group_id' (or 'idx') in the batch, to know which rows share a prompt")
+def group_numbers(ids: torch.Tensor) -> torch.Tensor:
+    """Return int64 [B], the group ids [B] numbered in order of appearance."""
     numbers: dict[int, int] = {}
-    return torch.tensor([numbers.setdefault(int(i), len(numbers)) for i in ids], dtype=torch.long)
+    return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids.tolist()], dtype=torch.long)
 
 
 def extremes(
@@ -46,12 +37,6 @@ def extremes(
         empty.scatter_reduce(0, groups, values, "amin", include_self=False),
         empty.scatter_reduce(0, groups, values, "amax", include_self=False),
     )
-
-
-ADVICE = (
-    "Use data that the model solves sometimes, generate more samples a prompt (num_generations_per_prompt), raise "
-    "dynamic_sampling_max_gen_batches or batch_multiplier, or set use_dynamic_sampling=false"
-)
 
 
 SamplerState = dict[str, object]  # the saved state of a `GroupSampler`: plain values, lists and tensors
@@ -119,12 +104,13 @@ class GroupSampler:
 
         Raise ValueError for a reward that is not finite. Raise DynamicSamplingExhausted if this was the last allowed
         batch and there are still fewer than `num_groups` groups."""
-        rewards = raw_rewards(rollouts)
+        # raw rewards, because shaping can make the equal rewards of a group differ
+        rewards = rollouts["unshaped_total_reward" if "unshaped_total_reward" in rollouts else "total_reward"]
         bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
         if bad:
             raise ValueError(f"the reward of sample {bad[0]} is {rewards[bad[0]].item()}: rewards must be finite")
         rollouts = rollouts.copy()
-        rollouts["group_id"] = groups = group_numbers(rollouts)
+        rollouts["group_id"] = groups = group_numbers(rollouts["group_id"])
         if self.enabled and self.keep_surplus and not self._checked:  # report in step 1 what a checkpoint cannot hold
             check_state(dict(rollouts.data), "rollouts")
             self._checked = True
@@ -142,7 +128,7 @@ class GroupSampler:
             return
         kept = rollouts.select_indices(mixed[groups])
         if kept.size:
-            kept["group_id"] = group_numbers(kept)
+            kept["group_id"] = group_numbers(kept["group_id"])
             self._keep(kept)
         if not self.full and self._batches >= self.max_gen_batches:
             counts = self._counts
@@ -150,7 +136,9 @@ class GroupSampler:
                 f"dynamic sampling found {self.cached_groups} of the {self.num_groups} groups that a step needs in "
                 f"{self._batches} generation batches (dynamic_sampling_max_gen_batches={self.max_gen_batches}): of "
                 f"{sum(counts.values())} groups {counts['all_right']} were all right, {counts['all_wrong']} all wrong and "
-                f"{counts['mixed']} mixed (all right: equal rewards above 0; all wrong: equal rewards of 0 or less). {ADVICE}"
+                f"{counts['mixed']} mixed (all right: equal rewards above 0; all wrong: equal rewards of 0 or less). "
+                "Use data that the model solves sometimes, generate more samples a prompt (num_generations_per_prompt), "
+                "raise dynamic_sampling_max_gen_batches or batch_multiplier, or set use_dynamic_sampling=false"
             )
 
     def _keep(self, rollouts: Rollouts) -> None:

@@ -31,7 +31,6 @@ _MODULES = {
         "DynamicSamplingExhausted": "algorithms.dynamic_sampling",
         "MasterConfig": "config.master:GRPOMasterConfig",
         "ReinforcePlusPlusAdvantageEstimator": "algorithms.advantage_estimator",
-        "dynamic_sampling": "compat.dynamic_sampling",
         "grpo_train": "algorithms.loop:train_loop",
         "scale_rewards": "algorithms.reward_functions",
     },

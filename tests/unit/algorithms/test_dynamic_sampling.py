@@ -3,7 +3,6 @@ import io
 import pytest
 import torch
 from nemo_rl_cpp.algorithms.dynamic_sampling import DynamicSamplingExhausted, GroupSampler
-from nemo_rl_cpp.compat.algorithms.grpo import dynamic_sampling
 from nemo_rl_cpp.config.loop import GRPOConfig
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 
@@ -20,9 +19,6 @@ def rollouts(*groups, start=0, version=0):
 
 
 RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
-
-
-# ---- GroupSampler
 
 
 def test_disabled_dynamic_sampling_keeps_every_group():
@@ -143,70 +139,8 @@ def test_resumed_sampler_gives_the_same_batches():
         assert run(cut) == unbroken
 
 
-def test_sampler_rejects_nan_rewards_and_missing_group_ids():
+def test_sampler_rejects_nan_rewards():
     with pytest.raises(ValueError, match="sample 1 is nan"):
         GroupSampler(1).add(rollouts((1.0, float("nan"))))
-    with pytest.raises(ValueError, match="group_id"):
-        GroupSampler(1).add(BatchedDataDict(total_reward=torch.ones(2)))
     sampler = GroupSampler.from_config(GRPOConfig(num_prompts_per_step=2, use_dynamic_sampling=True))
     assert sampler.enabled and sampler.max_gen_batches == 10 and not sampler.keep_surplus
-
-
-# ---- the public function
-
-
-def config(prompts=2, generations=2, limit=2, on=True, section="grpo"):
-    sizes = {"num_prompts_per_step": prompts, "num_generations_per_prompt": generations}
-    return {section: {"use_dynamic_sampling": on, "dynamic_sampling_max_gen_batches": limit, **sizes}}
-
-
-def round_(batch, number, cfg, cache=None, std=None, **kwargs):
-    std = torch.ones(batch.size) if std is None else torch.tensor(std)
-    return dynamic_sampling(batch, std, torch.zeros(batch.size), number, cfg, None, cache, **kwargs)
-
-
-def test_dynamic_sampling_function_returns_the_batch_unchanged_if_disabled():
-    batch = rollouts(RIGHT, MIXED)
-    got, complete, cache, metrics = round_(batch, 1, config(on=False))
-    assert got is batch and complete and cache is None and metrics == {}
-    assert got["baseline"].tolist() == [0] * 4 and got["std"].tolist() == [1] * 4
-
-
-@pytest.mark.parametrize("section", ["grpo", "ppo"])
-def test_dynamic_sampling_function_caches_mixed_groups_until_the_batch_is_full(section):
-    cfg = config(section=section)
-    batch, complete, cache, metrics = round_(rollouts(RIGHT, MIXED, WRONG), 1, cfg, std=[0.0] * 6)
-    assert not complete and metrics == {}
-    assert cache["name"] == ["1.0", "1.1"] and cache["filtered_reward"].tolist() == [0, 1]
-    assert cache["total_reward"].tolist() == [1, 1, 0, 1, 0, 0]  # all of the round, as in NeMo RL
-    batch, complete, cache, metrics = round_(rollouts(MIXED, MIXED, start=10), 2, cfg, cache)
-    assert complete and metrics == {"dynamic_sampling_num_discarded_valid_samples": 2}
-    assert batch["name"] == ["1.0", "1.1", "10.0", "10.1"] and batch["filtered_reward"].tolist() == [0, 1, 0, 1]
-    assert batch["total_reward"].tolist() == [1, 1, 0, 1]
-
-
-def test_dynamic_sampling_by_sample_keeps_only_samples_of_nonzero_std():
-    cfg = config(prompts=1, generations=3, limit=1)
-    batch, complete, cache, _ = round_(rollouts((1.0, 0.0, 0.0, 0.0)), 1, cfg, std=[0.0, 0.5, 0.5, 0.0], unit="sample")
-    assert not complete and cache["name"] == ["0.1", "0.2"]
-    # nothing kept in this round: the cache stays, and it is the empty selection whose size is checked
-    empty, complete, same, _ = round_(rollouts(WRONG), 1, cfg, cache, std=[0.0, 0.0], unit="sample")
-    assert not complete and same is cache and empty["name"] == []
-    with pytest.raises(ValueError, match="2 generation batches"):
-        round_(rollouts(WRONG), 2, cfg, cache, std=[0.0, 0.0], unit="sample")
-
-
-def test_dynamic_sampling_function_raises_when_the_batch_limit_is_reached():
-    with pytest.raises(DynamicSamplingExhausted, match="0 of 4 samples after 2"):
-        round_(rollouts(WRONG), 2, config())
-    assert not round_(rollouts(WRONG), 1, config())[1]
-    with pytest.raises(ValueError, match="positive"):
-        round_(rollouts(WRONG), 1, config(limit=0))
-    with pytest.raises(ValueError, match="'rows'"):
-        round_(rollouts(WRONG), 1, config(), unit="rows")
-
-
-def test_dynamic_sampling_function_groups_by_idx_without_a_group_id():
-    batch = rollouts(MIXED, RIGHT)
-    batch["idx"] = batch.pop("group_id").tolist()
-    assert round_(batch, 1, config(prompts=1))[0]["name"] == ["0.0", "0.1"]

@@ -16,7 +16,7 @@ from nemo_rl_cpp.rollouts.rollouts import calculate_rewards
 
 NAMES = {
     "algorithms.advantage_estimator": "GRPOAdvantageEstimator GeneralizedAdvantageEstimator ReinforcePlusPlusAdvantageEstimator",
-    "algorithms.grpo": "MasterConfig ReinforcePlusPlusAdvantageEstimator dynamic_sampling grpo_train scale_rewards",
+    "algorithms.grpo": "MasterConfig ReinforcePlusPlusAdvantageEstimator grpo_train scale_rewards",
     "algorithms.interfaces": "LossFunction LossInputType LossType",
     "algorithms.loss": "ClippedPGLossConfig ClippedPGLossFn LossFunction LossType MseValueLossFn",
     "algorithms.loss.interfaces": "LossFunction LossInputType LossType",

@@ -2,13 +2,12 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
@@ -105,7 +104,7 @@ class Validator:
                 table["ground_truth"] = right
             self.logger.log_batched_dict_as_jsonl(table, f"val_data_step{step}.jsonl")
         if self.num_samples_to_print:
-            print_message_log_samples(logs, rewards, self.num_samples_to_print, step)
+            print_samples(logs, rewards, self.num_samples_to_print, step)
         return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
 
     def _prompts(self) -> Iterator[BatchedDataDict]:
@@ -168,8 +167,6 @@ def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
 
 # ---- conversations in the terminal
 
-_ROLE_COLORS = {"system": "magenta", "user": "blue", "assistant": "green", "environment": "yellow"}
-
 
 def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
     """Return the indices of `num_samples` samples: half with the highest rewards, half with the lowest. If
@@ -183,56 +180,11 @@ def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
     return ranked[:half] + middle + (ranked[-half:] if half else [])
 
 
-def print_message_log_samples(
-    message_logs: Sequence[Sequence[object]],
-    rewards: Sequence[float],
-    num_samples: int = 5,
-    step: int = 0,
-    console: Console | None = None,
+def print_samples(
+    logs: Sequence[Sequence[Mapping[str, str]]], rewards: Sequence[float], num_samples: int, step: int
 ) -> None:
-    """Print the distribution of the rewards, and up to `num_samples` conversations.
-
-    Args:
-        message_logs: a list of messages (`role`, `content`) per sample.
-        rewards: a number per sample. Raise ValueError if there are not as many as message logs."""
-    if len(message_logs) != len(rewards):
-        raise ValueError(f"{len(message_logs)} message logs but {len(rewards)} rewards: one reward a log is expected")
-    if not message_logs or num_samples <= 0:
-        return
-    values = [float(reward) for reward in rewards]
-    console = console or Console()
-    console.print(Panel(_reward_bars(values), title=f"Rewards of step {step}", border_style="cyan"))
-    for number, index in enumerate(choose_samples(values, num_samples), start=1):
-        body = [
-            Text.assemble(
-                (f"{message['role'].upper()}: ", f"bold {_ROLE_COLORS.get(message['role'], 'white')}"),
-                str(message["content"]),
-            )
-            for message in message_logs[index]
-            if isinstance(message, dict) and "role" in message and "content" in message
-        ]
-        title = f"Sample {number} | Reward: {values[index]:.4f} | row {index}"
-        console.print(
-            Panel(Group(*body) if body else Text("(no text)"), title=title, border_style=_color(values[index]))
-        )
-
-
-def _reward_bars(values: list[float]) -> Text:
-    counts = Counter(values)
-    text = Text(
-        f"{len(values)} samples, mean {sum(values) / len(values):.4g}, "
-        f"lowest {min(values):.4g}, highest {max(values):.4g}\n"
-    )
-    # many different rewards (length penalties, mixed scores) would fill the screen
-    shown = sorted(counts, reverse=True)[:12]
-    for reward in shown:
-        bar = "█" * max(1, round(24 * counts[reward] / max(counts.values())))
-        text.append(f"{reward:>9.4g} {bar} {counts[reward]}\n", style=_color(reward))
-    if len(counts) > len(shown):
-        text.append(f"          and {len(counts) - len(shown)} lower values\n")
-    text.rstrip()
-    return text
-
-
-def _color(reward: float) -> str:
-    return "green" if reward > 0.5 else "white" if reward > 0 else "red" if reward < 0 else "yellow"
+    """Print up to `num_samples` conversations with their rewards."""
+    console = Console()
+    for index in choose_samples(rewards, num_samples):
+        text = "\n".join(f"{message['role']}: {message['content']}" for message in logs[index])
+        console.print(Panel(Text(text), title=f"step {step}, row {index}, reward {rewards[index]:.4g}"))

@@ -1,19 +1,17 @@
 """Rules that read a run's metric history and report findings in words, with the configuration key to change."""
 
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import NamedTuple
 
 from nemo_rl_cpp.config.access import as_number
 from nemo_rl_cpp.metrics import extremum
-from nemo_rl_cpp.report.history import MetricHistory, validation_word
+from nemo_rl_cpp.report.history import MetricHistory
 from nemo_rl_cpp.report.history import format_number as fmt
 
 LEVELS = ("bad", "warn", "good", "info")
 ERROR, NORM, REWARD = "train/token_mult_prob_error", "train/grad_norm", "train/reward"
-ACCURACY = "validation/accuracy"
 CUT, LENGTH, PROMPT = "train/truncation_rate", "train/mean_gen_tokens_per_sample", "train/mean_prompt_length"
 _NEARLY_ALL = 0.9
 
@@ -206,21 +204,6 @@ def not_finite(h: MetricHistory) -> Found:
 
 
 @rule(NORM)
-def gradient_spikes(h: MetricHistory) -> Found:
-    norms = h.by_step(NORM)
-    if len(norms) < 10:
-        return None
-    usual = statistics.median(norms.values())
-    spikes = [step for step, value in norms.items() if usual > 0 and value > 8 * usual]
-    if not spikes:
-        return None
-    where = ", ".join(map(str, spikes[:5])) + (", ..." if len(spikes) > 5 else "")
-    size = f"up to {fmt(max(norms.values()))}, usually {fmt(usual)}"
-    title = f"The gradient norm spiked in {count(len(spikes), 'step')} ({where}): {size}"
-    return "warn", title, "policy.max_grad_norm limits their effect; look at the samples of these steps."
-
-
-@rule(NORM)
 def vanishing_gradient(h: MetricHistory) -> Found:
     values = h.values(NORM)[-10:]
     if len(values) < 3 or any(value != 0 for value in values):
@@ -278,24 +261,6 @@ def reward_trend(h: MetricHistory) -> Found:
     return "warn", f"The reward has not clearly moved: {span}", advice
 
 
-@rule(ACCURACY)
-def validation_trend(h: MetricHistory) -> Found:
-    means = h.by_step(ACCURACY)
-    if len(means) < 2:
-        return None
-    (begin, *_, end), (first, *_, last), best = means, means.values(), max(means, key=means.__getitem__)
-    name, note = f"Validation {validation_word(h)}", f"The best was {fmt(means[best])} at step {best}."
-    text = f"from {fmt(first)} (step {begin}) to {fmt(last)} (step {end})"
-    if last < first:
-        return "warn", f"{name} fell {text}", note
-    if last == first:
-        return "info", f"{name} is unchanged {text}", note
-    low, high = (h.by_step(f"{ACCURACY}_ci95_{side}") for side in ("low", "high"))
-    if begin in high and end in low and low[end] <= high[begin]:
-        return "info", f"{name} rose {text}", f"{note} The 95 % intervals of the two overlap."
-    return "good", f"{name} rose {text}", note
-
-
 @rule("train/groups/pct_equal")
 def equal_rewards(h: MetricHistory) -> Found:
     """Report the share of prompt groups whose rewards are all equal, so that their advantages are 0."""
@@ -318,20 +283,6 @@ def equal_rewards(h: MetricHistory) -> Found:
         why = f"{percent(worst / 100)} had the worst reward throughout: the task is too hard. Use easier prompts first."
     why += " grpo.use_dynamic_sampling=true replaces such groups by others, at the price of more generation."
     return level, title, why
-
-
-@rule("train/advantages/max")
-def no_signal(h: MetricHistory) -> Found:
-    low, high = h.curve("train/advantages/min"), h.curve("train/advantages/max")
-    silent, steps = sum(a == 0 == b for a, b in zip(low.values, high.values)), len(low.values)
-    if silent == 0:
-        return None
-    level = "bad" if silent * 2 > steps else "warn"
-    why = "No response was better or worse than expected: look at the rewards of the samples."
-    if _compares_groups(h):
-        why = "All rewards within each group were equal. More generations per prompt or other prompts would help."
-    advice = (cause_of_no_signal(h) if level == "bad" else None) or why
-    return level, f"{silent} of {steps} steps had no learning signal: every advantage was 0", advice
 
 
 @rule("train/cut_prompts_rate")

@@ -26,16 +26,11 @@ CASES = [
     (findings.reward_trend, H(train__reward=noisy(ramp(0.6, 0.1))), "bad", "The reward fell", H(other=ramp(0, 1))),
     (findings.reward_trend, H(train__reward=noisy([0.3] * 40)), "warn", "has not clearly moved", H(train__reward=[0.3]
      * 5)),
-    (findings.validation_trend, H(validation__accuracy=[0.1, 0.7, 0.6]), "good", "rose from 0.1 (step 1) to 0.6",
-     H(validation__accuracy=[0.1])),
-    (findings.validation_trend, H(validation__accuracy=[0.5, 0.4]), "warn", "fell", H()),
-    (findings.validation_trend, H(validation__accuracy=[0.5, 0.5]), "info", "is unchanged", H()),
     (findings.equal_rewards, H(train__groups__pct_equal=[71.0] * 5, train__groups__pct_equal_best=[60.0] * 5,
      train__groups__pct_equal_worst=[11.0] * 5), "warn", "71 % of groups had equal rewards",
      H(train__groups__pct_equal=[39.0] * 5)),
     (findings.equal_rewards, H(train__baseline_reward__pct_mixed=[5.0], train__baseline_reward__pct_0=[95.0]), "bad",
      "95 % of groups", H(train__baseline_reward__pct_mixed=[80.0])),
-    (findings.no_signal, H(train__advantages__min=[0.0, -1.0, 0.0], train__advantages__max=[0.0, 1.0, 0.0]), "bad", "2 of 3 steps had no learning signal", H(train__advantages__min=[-1.0], train__advantages__max=[0.0])),
     (findings.truncation, H(train__truncation_rate=[0.3] * 10), "warn", "30 % of responses were cut off",
      H(train__truncation_rate=[0.9] * 5 + [0.1] * 10)),
     (findings.truncation, H(train__truncation_rate=[0.7]), "bad", "70 %", H(train__truncation_rate=[0.19])),
@@ -64,7 +59,6 @@ CASES = [
      H(train__loss=[1.0])),
     (findings.exactness, H(train__token_mult_prob_error=[1.0, 1.2]), "bad", "reached 1.2", H()),
     (findings.not_finite, H(train__loss=[0.1, math.nan]), "bad", "train/loss was not finite in 1 step, first in step 2", H(train__probs_ratio_min=[math.inf], train__loss=[0.1])),
-    (findings.gradient_spikes, H(train__grad_norm=[1.0] * 11 + [20.0]), "warn", "spiked in 1 step (12): up to 20, usually 1", H(train__grad_norm=[1.0] * 11 + [7.0])),
     (findings.vanishing_gradient, H(train__grad_norm=[1.0, 0.0] + [0.0] * 10), "bad", "was 0 in the last 10 steps",
      H(train__grad_norm=[0.0, 0.0, 0.1])),
     (findings.verifier_timeouts, H(train__math__num_timeouts=[0.0, 2.0]), "warn", "2 answers could not be verified",
@@ -95,9 +89,7 @@ def test_every_warning_rule_is_tested_and_accepts_empty_or_non_finite_metrics():
 
 
 def test_warnings_are_sorted_by_severity():
-    history = H(
-        train__token_mult_prob_error=[1.0] * 12, train__grad_norm=[1.0] * 11 + [20.0], train__loss=[math.nan] * 12
-    )
+    history = H(train__token_mult_prob_error=[1.0] * 12, train__kl_penalty=[0.8], train__loss=[math.nan] * 12)
     assert [finding.level for finding in find(history)] == ["bad", "warn", "good"]
 
 
@@ -144,7 +136,7 @@ CAUSES = {
 def test_advice_names_the_actual_cause_of_missing_gradients(case):
     history, words = CAUSES[case]
     found = {finding.metric: finding for finding in find(history) if finding.level == "bad"}
-    for metric in ("train/grad_norm", "train/advantages/max", "train/groups/pct_equal"):
+    for metric in ("train/grad_norm", "train/groups/pct_equal"):
         for word in words:
             assert word in found[metric].advice, found[metric]
     assert all("easier prompts" not in finding.advice for finding in found.values())
@@ -162,9 +154,7 @@ def test_group_warnings_are_omitted_if_advantages_do_not_compare_groups():
     for given in (ppo, {"ppo": {**ppo["ppo"], "num_generations_per_prompt": 8}}, plus_plus):
         assert findings.equal_rewards(silent(given)) is None
         assert "grpo.use_dynamic_sampling" not in "".join(finding.advice for finding in find(silent(given)))
-        assert "within each group" not in findings.no_signal(silent(given, steps=1)).advice
     assert findings.equal_rewards(silent()).level == "bad"
-    assert "within each group" in findings.no_signal(silent(steps=1)).advice
 
 
 # ---- in the terminal: when findings are printed, how often, and what the last table says
@@ -180,7 +170,7 @@ def test_run_whose_rewards_are_all_equal_prints_one_warning_and_lists_it_in_the_
     alerts = Alerts()
     said = [alerts.step(step, DEAD) for step in range(1, 11)]
     assert said[:2] == [[], []] and said[3:] == [[]] * 7
-    (line,) = said[2]  # three findings of one cause are one line
+    (line,) = said[2]  # two findings of one cause are one line
     assert line.startswith("serious: ") and "had the same reward, 0.5" in line
     assert alerts.learned_nothing and len(alerts.table()) == 1 and "had the same reward" in alerts.table()["serious"]
 

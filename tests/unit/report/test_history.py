@@ -1,7 +1,6 @@
 import math
 
 import pytest
-from nemo_rl_cpp.report.findings import validation_trend
 from nemo_rl_cpp.report.history import MetricHistory, downsample, read_metrics, validation_word
 from synthetic_run import history_of
 
@@ -54,12 +53,3 @@ def test_downsampling_keeps_every_spike_and_both_ends():
 def test_validation_is_called_accuracy_only_if_rewards_are_zero_or_one(metrics, word):
     history = MetricHistory([{"step": 1} | {f"validation/{name}": value for name, value in metrics.items()}])
     assert validation_word(history) == word
-
-
-@pytest.mark.parametrize(("low", "level"), [(0.14, "info"), (0.2, "good")])
-def test_validation_gain_within_confidence_intervals_is_not_reported_as_success(low, level):
-    interval = {"validation__accuracy_ci95_low": [0.05, low], "validation__accuracy_ci95_high": [0.15, 0.4]}
-    history = history_of(validation__accuracy=[0.1, 0.3], **interval)
-    found = validation_trend(history)
-    assert found.level == level and found.title.startswith("Validation accuracy rose from 0.1")
-    assert ("intervals of the two overlap" in found.advice) == (level == "info")

@@ -49,7 +49,7 @@ constexpr float kNormalFloat[16] = {-1.0f,
                                     0.7229568362236023f,
                                     1.0f};
 /// Around the outermost codes.
-inline constexpr float kNormalFloatPlaces[] = {-1.18f, -1.05f, -0.95f, 0.95f, 1.05f, 1.18f};
+constexpr float kNormalFloatPlaces[] = {-1.18f, -1.05f, -0.95f, 0.95f, 1.05f, 1.18f};
 constexpr std::int64_t block_bytes(BlockFormat format) {
   return format == BlockFormat::q8_0 ? 34 : format == BlockFormat::q4_0 ? 18 : 20;
 }

@@ -135,9 +135,9 @@ def is_apart(config: WholeConfig) -> bool:
 
 
 def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
-    """Return a line on the devices and the engine that the configuration file was written for, and on those of this run
-    instead; None if they are the same. A run, `check` and `--dry-run` print the line. `forecast` is a short text about
-    the memory that the run needs, for the end of the line."""
+    """Return a line that names the devices and the engine for which the configuration file was written, and those that
+    this run uses instead; None if they are the same. A run, `check` and `--dry-run` print the line. `forecast` is a
+    short text about the memory that the run needs, for the end of the line."""
     devices, generation, apart = devices_of(config), config.sampling[1], is_apart(config)
     written = []
     if devices > 1:

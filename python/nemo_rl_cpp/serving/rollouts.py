@@ -74,7 +74,7 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: Sampling, name: str | None = None) -> str:
-        """Add a rollout whose sampling `name` seeds. Return `key`, or a new key if `key` was used."""
+        """Add a rollout and return its key: `key`, or a new one if `key` was used. `name` seeds its sampling."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:

@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from nemo_rl_cpp.environments.verifier_process import Reply, Request
 
 _START_SECONDS = 300.0
 _END_SECONDS = 5.0  # for the kernel to end a killed process
+_SEND_SECONDS = 10  # for an idle process to take a request
 _SLICE = 0.5  # seconds per wait, between which Python raises the exception of a signal
 
 
@@ -34,6 +37,8 @@ class WorkerProcess:
     def __init__(self, target: str, options: Mapping[str, object]) -> None:
         self._errors = tempfile.TemporaryFile()
         self._connection, theirs = multiprocessing.Pipe()
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with theirs:  # the worker's standard input is a pipe that closes when this process ends
             self._process = subprocess.Popen(
@@ -51,7 +56,7 @@ class WorkerProcess:
             self._wait_until_ready()
         try:
             self._connection.send_bytes(pickle.dumps(request))
-        except OSError:  # the process has ended, or is being killed
+        except OSError:  # the process has ended, is being killed, or does not read
             raise EOFError from None
         return json.loads(self._receive(seconds))
 

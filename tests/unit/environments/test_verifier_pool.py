@@ -1,6 +1,7 @@
 """Hostile responses: whatever they do to a verifier, they score 0, the pool goes on, and no process stays behind."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import hostile_verifier
 import pytest
 from hostile_verifier import HostileVerifier, NeverStarts
 from nemo_rl_cpp.config.env import VerifierPoolConfig
+from nemo_rl_cpp.environments import verifier_pool
 from nemo_rl_cpp.environments.math_environment import MathEnvironment
 from nemo_rl_cpp.environments.verifier_pool import VerifierPool
 from processes import verifier_pids, wait_until_gone
@@ -47,6 +49,16 @@ def test_verifier_may_print_to_stdout_and_its_child_processes_end_at_a_timeout(p
         child = int(written.read())
     os.unlink(hostile_verifier.child_pid_file(os.getpid()))
     assert wait_until_gone([child]) == []
+
+
+def test_idle_worker_that_stops_reading_is_replaced(monkeypatch):
+    monkeypatch.setattr(verifier_pool, "_SEND_SECONDS", 1)
+    pool = VerifierPool(HostileVerifier, VerifierPoolConfig(num_workers=1, verifier_deadline_s=5.0))
+    assert pool.verify(["ok"], ["ok"]).scores == [1]
+    os.kill(pool._workers[0].pid, signal.SIGSTOP)
+    assert pool.verify(["x" * 900_000], ["ok"]).crashed == 1  # more than the socket's buffer holds
+    assert pool.verify(["ok"], ["ok"]).scores == [1]
+    pool.shutdown()
 
 
 def test_oversized_response_scores_zero_without_being_verified(pool):

@@ -75,8 +75,8 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the log-probabilities (policy, reference) if the reward has a KL penalty and both are given, otherwise
-        (None, None)."""
+        """Return the log-probabilities (policy, reference) that a KL penalty in the reward compares, or (None, None) if
+        the reward has no such penalty or one of them is missing."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
@@ -88,8 +88,8 @@ class _SampleEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor] | None = None, *,
         valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **inputs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, even of masked ones, as an expanded view [B, S], or [T] if `offsets` is
-        given. The statistics of a group exclude samples with valid_mask 0."""
+        """Return the advantages of all tokens, even of masked ones, in the shape of `mask`, as an expanded view [B, S],
+        or as [T] if `offsets` [B + 1] is given. The statistics of a group exclude samples with valid_mask 0."""
         advantages = self._of_samples(
             rewards,
             _groups(prompt_ids, group_id),
@@ -104,7 +104,8 @@ class _SampleEstimator(_Estimator):
 
     @abstractmethod
     def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
-        """Return the advantages [B]. `of_batch` has `repeated_batch`, `mask` and `offsets`."""
+        """Return the advantages [B] for `rewards` [B]. `groups` int64 [B] numbers the group of each sample. `of_batch`
+        holds the arguments `repeated_batch`, `mask` and `offsets` of `compute_advantage`."""
 
 
 class GRPOAdvantageEstimator(_SampleEstimator):
@@ -250,19 +251,22 @@ class ReMaxAdvantageEstimator(_SampleEstimator):
 
 class OptimalTokenBaselineAdvantageEstimator(_Estimator):
     """The baseline that minimises the variance at each token (verl's optimal_token_baseline). The t-th trained token of
-    a response gets
+    response j gets the advantage
 
-        A = reward - sum_i(W_it reward_i) / sum_i W_it,   W_it = sum over s <= t of (1 - 2 p_is + sum_v p_v^2)
+        A_jt = reward_j - sum_i(W_it reward_i) / sum_i W_it
+        W_it = sum over s <= t of (1 - 2 p_is + sum_v p_isv^2)
 
-    where i runs over the group's responses that have a t-th trained token. W_it is the squared norm of the gradient of
-    the log-probability of response i's first t trained tokens with respect to the logits. If no other response has a
-    t-th trained token, A is 0."""
+    where i runs over the responses of j's group that have a t-th trained token, p_isv is the policy's probability of
+    vocabulary item v at the s-th trained token of response i, and p_is that of the sampled token. W_it is the squared
+    norm of the gradient of the log-probability of response i's first t trained tokens with respect to the logits. If no
+    other response has a t-th trained token, A_jt is 0."""
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor, sum_pi_squared: Tensor,
         valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages, 0 at masked positions. Baselines exclude samples with valid_mask 0."""
+        """Return advantages in the shape of `mask`, 0 at masked positions. `sum_pi_squared` holds, for each token, the
+        sum of the policy's squared probabilities over the vocabulary. Baselines exclude samples with valid_mask 0."""
         groups = _groups(prompt_ids, group_id)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         energy = 1 - 2 * logprobs_policy.double().exp() + sum_pi_squared.double()
@@ -310,7 +314,7 @@ class ReinforcePlusPlusAdvantageEstimator(_Estimator):
 
 class RawRewardAdvantageEstimator(_Estimator):
     """The reward itself as the advantage of every token, whitened over the valid tokens if normalize_advantages. The
-    returns, a critic's targets, are None."""
+    returns, which would train a critic, are None."""
 
     section = GAEConfig
 
@@ -331,7 +335,8 @@ class GeneralizedAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
         logprobs: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return (advantages, returns) per token. `values[t]` is the critic's value of the state before token t."""
+        """Return (advantages, returns), both in the shape of `mask`. `values` holds at token t the critic's value of
+        the state before this token."""
         logprobs, reference = self._for_kl(logprobs, reference_logprobs) if self.kl_coef > 0 else (None, None)
         given = self.config
         config = ops.GAEConfig(
@@ -357,11 +362,11 @@ class OPDAdvantageEstimator(_Estimator):
         forward KL      min(e^g, max_teacher_ratio) - 1
         Jensen-Shannon  (log(1 + e^g) - log 2) / 2
 
-    and for `mixed` the weighted sum of the first two. In every case E_p[advantage d(log p)] = -dD (subtracting a
-    constant does not change it). MOPD (arXiv:2601.02780) is the reverse KL plus `outcome_advantage_weight` times the
-    advantage computed from the rewards: by GRPO, or in a PPO run by GAE, whitened if normalize_advantages. The critic
-    learns from the rewards alone. TROPD replaces q with alpha q + (1 - alpha) p, so the reverse KL's advantage is at
-    least log(1 - alpha)."""
+    and for a `mixed` divergence the weighted sum of the first two. In every case E_p[advantage d(log p)] = -dD
+    (subtracting a constant does not change it). MOPD (arXiv:2601.02780) is the reverse KL plus
+    `outcome_advantage_weight` times the advantage computed from the rewards: by GRPO, or in a PPO run by GAE, whitened
+    if normalize_advantages. The critic learns from the rewards alone. TROPD replaces q with alpha q + (1 - alpha) p, so
+    the reverse KL's advantage is at least log(1 - alpha)."""
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         self._in_ppo = isinstance(estimator_config, GAEConfig)
@@ -393,7 +398,7 @@ class OPDAdvantageEstimator(_Estimator):
     ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return advantages, or in a PPO run (advantages, returns), where returns are None without a critic. A token
         that the student's top-k or top-p filter removes (log-probability -inf) gets 0. `of_rewards` holds the inputs of
-        the estimator that computes advantages from rewards."""
+        the GRPO or GAE estimator that computes advantages from rewards."""
         valid = (mask != 0) & torch.isfinite(prev_logprobs)
         gap = torch.where(valid, teacher_logprobs - prev_logprobs, 0.0).detach()
         advantages = self._of_divergence(gap)

@@ -39,7 +39,7 @@ from nemo_rl_cpp.rollouts.batches import (
 
 
 class NoEngine:
-    """A placeholder for the engine in a run that generates nothing."""
+    """A placeholder for the generation engine in a run that generates nothing, such as supervised fine-tuning."""
 
     owns_process = False
 
@@ -51,7 +51,7 @@ class NoEngine:
 
 
 class NoRefit:
-    """A placeholder for the weight sync in a run without an engine."""
+    """A placeholder for the weight sync from trainer to engine, in a run without an engine."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
         return {}
@@ -64,7 +64,8 @@ class NoRefit:
 
 
 def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
-    """Return the rows as finished rollouts with reward 0: their conversations already hold the answers to train on."""
+    """Return `rows` as if they were finished rollouts, with `total_reward` 0, and no metrics. Their conversations
+    already hold the answers to train on, so nothing is generated."""
     rows["total_reward"] = torch.zeros(rows.size)
     rows["truncated"] = torch.zeros(rows.size, dtype=torch.bool)
     return rows, {}
@@ -72,7 +73,7 @@ def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
 
 @dataclass
 class EqualAdvantages:
-    """A stage that gives every token the advantage 1."""
+    """A stage that gives every token the advantage 1, as in supervised fine-tuning."""
 
     # whether `generation_logprobs` stay in the batch, because the policy generated the responses
     keeps_logprobs: bool = False
@@ -80,7 +81,8 @@ class EqualAdvantages:
     metrics: ClassVar[Metrics] = {}
 
     def add(self, batch: TrainBatch) -> None:
-        """Add `advantages`, all 1. Remove `generation_logprobs` from the batch unless `keeps_logprobs`."""
+        """Set `advantages` of the batch to 1 for all tokens. Remove `generation_logprobs` from the batch unless the
+        field `keeps_logprobs` is set."""
         batch.advantages = torch.ones(batch.num_tokens)
         if not self.keeps_logprobs:
             batch.tokens.pop("generation_logprobs", None)
@@ -98,7 +100,7 @@ class AnswerValidator(Validator):
 
     def run(self, step: int) -> ValidationResult:
         """Compute the loss and return the metrics `val_loss` (the mean over the tokens of all batches), `num_samples`
-        and `num_tokens`. A last batch that is not full is ignored, unless it is the only one. Raise ValueError if the
+        and `num_tokens`. A last batch with fewer rows is ignored, unless it is the only one. Raise ValueError if the
         answers have no tokens."""
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0
@@ -136,7 +138,7 @@ class _EstimatedAdvantages:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the last call of the estimator."""
+        """The metrics of the estimator's latest call."""
         return dict(self.estimator.last_metrics)
 
     def _inputs(self, batch: TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
@@ -153,7 +155,7 @@ class _EstimatedAdvantages:
 
 
 class GroupAdvantages(_EstimatedAdvantages):
-    """The stage that computes advantages in GRPO. It compares each sample with the others of its group. `group_id`
+    """The stage that computes advantages in GRPO, by comparing each sample with the others of its group. `group_id`
     defines the groups, so two equal prompts of a batch are two groups.
 
     If `masked_reward_policy` is exclude, a group's statistics exclude samples that receive no gradient. Advantages are
@@ -204,7 +206,7 @@ Advantages = GroupAdvantages | TokenAdvantages | EqualAdvantages
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The properties of an algorithm that its configuration sections do not describe."""
+    """What distinguishes an algorithm in the training loop, beyond its configuration sections."""
 
     # returns the `Advantages` object that a configuration selects. Raises ValueError if the algorithm has no such
     # estimator.

@@ -65,13 +65,13 @@ class TrainingRun:
         state: the counters from which a resumed run continues.
         critic: computes values for the advantages and is trained (`Critic`), or does nothing (`NoCritic`).
         teachers: compute log-probabilities of the sampled tokens (`Teachers`), or do nothing (`NoTeacher`).
-        collector: makes the rollouts of a step, during that step or while earlier steps train.
+        collector: generates and scores the rollouts of a step, during that step or while earlier steps train.
         environments: score the responses, in training and in validation.
         stop: reports between steps whether the user has requested the end of the run.
         before_training: hooks called before the first step.
         after_step: hooks called after each step, listed in call order (`algorithms/hooks.py`).
         validation: runs validations; None without validation data.
-        log: writes the metrics of steps, and keeps them.
+        log: writes the metrics of steps to the loggers, and keeps them for `history`.
         report: writes report.html; None: no report is written.
         resources: processes, folder locks and the engine, which `close` releases.
         cluster: the workers of policy, critic and engine.
@@ -185,7 +185,7 @@ class TrainingRun:
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
     def card_facts(self) -> CardFacts:
-        """Return the facts for the model card of the current weights."""
+        """Return what the model card says about the current weights (see `checkpointing.facts_of_step`)."""
         step = self.state.step
         validation = next((row for row in self.validations[-1:] if row["step"] == step), None)
         return facts_of_step(self.card, step, self.history[-1] if self.history else {}, validation)
@@ -217,7 +217,7 @@ def build_run(
         data: a function (configuration, tokenizer) -> `RunData`; by default data sets and environments are built from
             the configuration.
         policy_factory: called in place of `Policy` or `DistributedPolicy`, with the same arguments.
-        callbacks: called after steps, validations and checkpoints and at the end.
+        callbacks: objects whose methods are called after steps, validations and checkpoints and at the end.
 
     Raise ConfigError, ResumeError (the checkpoint belongs to a different run) or FolderError (a different run has
     locked the folder), all ValueErrors, before a model is loaded."""
@@ -280,8 +280,8 @@ def build_run(
 
 
 def close_environments(environments: Environments, error: BaseException | None) -> None:
-    """End the processes of the environments. Wait until they answer, but only GRACE_SECONDS if the user ended the
-    run."""
+    """End the processes of the environments. Wait until they answer, but at most GRACE_SECONDS if `error` shows that
+    the user ended the run."""
     environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)
 
 

@@ -24,7 +24,7 @@ METHODS = ("on_step", "on_validation", "on_checkpoint", "on_end")
 
 @dataclass(frozen=True)
 class RunEvent:
-    """The event that a callback receives.
+    """The event that each method of a callback receives.
 
     Attributes:
         step: the number of finished steps.
@@ -91,8 +91,9 @@ class Callbacks:
             self._call(callback, "on_checkpoint", self.run.history[-1], checkpoint=result.checkpoint)
 
     def end(self, status: str) -> None:
-        """Call `on_end` of every callback, even if some raise. Raise the first error and print the others. If `status`
-        is "failed", print all errors, because the caller raises the run's failure."""
+        """Call `on_end` of every callback, even if some raise; `status` is that of the event. Then raise the first
+        error and print the others. If `status` is "failed", print all errors, because the caller raises the run's
+        failure."""
         first = None
         for callback in self._callbacks:
             try:

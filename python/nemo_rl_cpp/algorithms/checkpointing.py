@@ -143,8 +143,8 @@ class Saver:
         return {"policy": self.policy} | self.critic.models
 
     def after_step(self, result: StepResult) -> None:
-        """Save a checkpoint if `CheckpointManager.save_reason` gives a reason, or if an earlier save failed on a full
-        disk that has space again.
+        """Save a checkpoint if `CheckpointManager.save_reason` returns a reason, or if an earlier save failed because
+        the disk was full and there is space now.
 
         If the disk is full, warn once and continue; at the end of the run raise NotSavedError instead. Weights that are
         not finite are never saved: raise NonFiniteError, whose message lists the first such parameters."""
@@ -289,7 +289,8 @@ class Saver:
 def facts_of_run(
     config: TrainMasterConfig, environments: Mapping[str, Environment], loss_fn: object, estimator: object
 ) -> CardFacts:
-    """Return the facts of the model card that stay constant during a run."""
+    """Return those facts of the model card that stay constant during a run, such as the names of its rewards and of
+    custom components."""
     own = {"loss_fn": loss_fn, "adv_estimator": estimator}
     components = {what: each.name for what, each in own.items() if isinstance(each, (OwnLoss, OwnEstimator))}
     return CardFacts(0, reward_names(config, environments), {}, components)
@@ -306,8 +307,8 @@ def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metr
 
 
 def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environment]) -> list[str]:
-    """Return the names of the environments, for the model card. In place of an environment of reward functions, list
-    each function as `NAME`, or `NAME (weight W)` if W is not 1."""
+    """Return the names of the environments, for the model card. An environment that scores with reward functions is
+    replaced by its functions, each as `NAME`, or `NAME (weight W)` if W is not 1."""
     found: list[str] = []
     used = environments_of_training(config.data)
     # if the run has further environments, the section may belong to a different task
@@ -356,9 +357,9 @@ def open_checkpoints(checkpoints: CheckpointManager, config: TrainMasterConfig) 
 
 
 def announce(resume: Resume, config: TrainMasterConfig) -> None:
-    """Print from which checkpoint the run resumes, which configuration keys changed, and if the checkpoint has already
-    reached the configured steps or epochs, how to train on. Raise ResumeError if the checkpoint belongs to a different
-    run."""
+    """Print from which checkpoint the run resumes and which configuration keys changed. If the checkpoint has already
+    reached the configured steps or epochs, also print how to train on. Raise ResumeError if the checkpoint belongs to a
+    different run."""
     saved = folders.read_saved(resume.path)
     if refused := list(folders.refusals(saved, config)):
         raise ResumeError(folders.refusal_text(saved, refused))

@@ -58,13 +58,14 @@ Loss = LossFunction | Callable[..., object] | Mapping[str, object] | str | None
 
 
 def component_name(found: object) -> str:
-    """Return the name of a function, a class, or an object's class, for messages."""
+    """Return a component's name for messages: that of a function or class, or for another object the name of its
+    class."""
     return str(getattr(found, "__qualname__", None) or type(found).__qualname__)
 
 
 class Made(NamedTuple):
-    """A custom component, and a function `call`, which accepts any inputs and passes on those that the component
-    takes."""
+    """A custom component, with a function `call` that accepts any keyword arguments and passes on those that the
+    component has parameters for."""
 
     component: Any
     call: Callable[..., Any]
@@ -75,9 +76,10 @@ def make_component(
 ) -> Made:
     """Make a component from a class, an object with `method`, or a function.
 
-    A class is constructed with `kwargs` and with each entry of `sections` (name -> configuration section) for which its
-    __init__ has a parameter. A function gets `kwargs` in each call. Raise LoadingError if `method` is missing; the
-    message contains `what`, which describes the component, and `base`, the class to derive from."""
+    `found` is one of the three. A class is constructed with `kwargs` and with each entry of `sections` (name ->
+    configuration section) for which its __init__ has a parameter. A function gets `kwargs` in each call. Raise
+    LoadingError if `method` is missing; the message contains `what`, which describes the component, and `base`, the
+    class to derive from."""
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")
     with user_code(what):
@@ -212,9 +214,9 @@ def _own_loss(section: ClippedPGLossConfig, folders: list[str]) -> OwnLoss:
 
 
 def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> LossFunction:
-    """Return the loss that the section `loss_fn` names. If it names none of the user's, return the clipped
-    policy-gradient loss, or with `candidates` the distillation loss over the top `candidates` tokens of each position.
-    Raise LoadingError (a ValueError) if a dotted name cannot be loaded."""
+    """Return the loss that the section `loss_fn` names. If it names no custom loss, return the clipped policy-gradient
+    loss, or with `candidates` the distillation loss over the top `candidates` tokens of each position. Raise
+    LoadingError (a ValueError) if a dotted name cannot be loaded."""
     if isinstance(section.name, PythonObjectRef):
         return own_loss(section.name.component, section)
     if not is_dotted(section.name):

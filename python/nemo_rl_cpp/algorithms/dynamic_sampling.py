@@ -14,11 +14,12 @@ from nemo_rl_cpp.rollouts.batches import Rollouts, sample_mask
 
 
 class DynamicSamplingExhausted(ValueError):
-    """Raised if too few prompt groups have mixed rewards after the allowed number of batches."""
+    """Raised if too few prompt groups have unequal rewards after the allowed number of batches."""
 
 
 def group_numbers(ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 [B], the group ids [B] numbered in order of appearance."""
+    """Return int64 [B]: the group ids `ids` [B] replaced by the numbers 0, 1, ... in the order in which the groups
+    first appear."""
     numbers: dict[int, int] = {}
     return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids.tolist()], dtype=torch.long)
 
@@ -26,8 +27,9 @@ def group_numbers(ids: torch.Tensor) -> torch.Tensor:
 def extremes(
     groups: torch.Tensor, rewards: torch.Tensor, voters: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (smallest, largest) reward of each group, [number of groups] each, over the rows for which `voters` bool
-    [B] is True (None: all rows); 0 for a group without such rows."""
+    """Return (smallest, largest) reward of each group, each of shape [number of groups]. `groups` [B] numbers the group
+    of each row, `rewards` is [B]. Only rows for which `voters` bool [B] is True count (None: all rows); a group without
+    such rows gets 0."""
     count = int(groups.max()) + 1 if len(groups) else 0
     empty = torch.zeros(count, dtype=rewards.dtype)
     values = rewards.cpu()
@@ -95,12 +97,12 @@ class GroupSampler:
 
     @property
     def cached_groups(self) -> int:
-        """The number of groups collected so far."""
+        """The number of groups that the buffer holds."""
         return 0 if self._cache is None else int(self._cache["group_id"].max()) + 1
 
     def add(self, rollouts: Rollouts) -> None:
-        """Add one batch of rollouts with `group_id`, `total_reward`, `weight_version` and, if rewards are shaped,
-        `unshaped_total_reward`.
+        """Add one batch of rollouts with the columns `group_id`, `total_reward`, `weight_version` and, if rewards are
+        shaped, `unshaped_total_reward`.
 
         Raise ValueError for a reward that is not finite. Raise DynamicSamplingExhausted if this was the last allowed
         batch and there are still fewer than `num_groups` groups."""
@@ -155,7 +157,7 @@ class GroupSampler:
 
     def take(self, weight_version: int) -> Rollouts:
         """Return the rollouts to train on, with `group_id` numbered from 0, and set `metrics` to statistics of their
-        collection. Called when `full`.
+        collection. `full` must be True.
 
         `weight_version` is the policy's current version; `stale_samples` counts the rows of older versions."""
         batch, self._cache = self._cache, None
@@ -196,8 +198,8 @@ class GroupSampler:
         }
 
     def takes(self, cache: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether this sampler can use the groups of a checkpoint: whether it keeps surplus groups, and has the
-        same group size."""
+        """Return whether this sampler can use `cache`, the groups of a checkpoint: whether it keeps surplus groups, and
+        the groups have its size."""
         sizes = torch.bincount(cache["group_id"]).unique().tolist()
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 

@@ -56,7 +56,8 @@ Hook = Callable[[StepResult], None]
 
 @dataclass
 class Ending:
-    """The hook that ends the run after Ctrl-C or a signal, at the time limit, or if a validation reached its target."""
+    """The hook that ends the run: after Ctrl-C or a signal, at the time limit, or once a validation has reached its
+    target."""
 
     stop: GracefulStop
     timeout: TimeoutChecker
@@ -97,8 +98,8 @@ class Validation:
             result.validation = self.run(result.state)
 
     def run(self, state: TrainState) -> ValidationResult:
-        """Validate the current weights. Record the result in `state` as the latest, and if it is the best so far, as
-        the best."""
+        """Validate the current weights. Record the result in `state` as the latest, and also as the best if it is
+        better than all before."""
         with self.timer("validation"):
             self.collector.settle()
             self.collector.refit.sync_weights(timer=self.timer)
@@ -190,7 +191,8 @@ def _headline_text(metrics: Metrics) -> str:
 
 
 def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]:
-    """Return the rows of the summary table at the end of a run."""
+    """Return the rows of the summary table that is printed at the end of a run: name -> text. The run trained for
+    `seconds`, from step `first_step` on."""
     state, history, validations = run.state, run.history, run.validations
     steps = state.step - first_step
     table: dict[str, str] = {

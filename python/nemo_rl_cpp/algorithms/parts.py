@@ -204,8 +204,8 @@ def make_policy(
 def make_teachers(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType
 ) -> teachers.Teachers | teachers.NoTeacher:
-    """Return the run's teachers, or `NoTeacher`. Raise ValueError if a teacher that this program loads does not have
-    the policy's vocabulary."""
+    """Return the run's teachers, or `NoTeacher`. Raise ValueError if a teacher does not have the policy's vocabulary
+    (not checked for a teacher on a server)."""
     if isinstance(config, DistillationMasterConfig) and config.teacher.is_outside:
         return teachers.OutsideTeacher(_outside_teacher(config, tokenizer).score)
     if not config.teachers:
@@ -260,8 +260,8 @@ def make_critic(
 
 
 def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
-    """Return the logger of a folder in logger.log_dir: the next unused exp_NNN, or that of the resumed run with its
-    logs truncated to the checkpoint's step. The folder stays locked until the logger's `finish`. Raise FolderError if
+    """Return the logger of a new folder exp_NNN in logger.log_dir, or for a resumed run of its old folder, whose logs
+    are truncated to the checkpoint's step. The folder stays locked until the logger's `finish`. Raise FolderError if
     the logs cannot be written."""
     saves = config.checkpointing.enabled
     home = Path(config.checkpointing.checkpoint_dir)
@@ -344,9 +344,9 @@ def make_collector(
 
 
 def _pause(config: TrainMasterConfig, environments: Environments) -> Pause | None:
-    """Return the point in responses at which they wait for new weights, or None without in-flight weight updates. Print
-    a note if agents make the rollouts, because these cannot wait for weights, and if the loss does not correct for
-    older weights."""
+    """Return where responses pause for in-flight weight updates, or None without these updates or if agents make the
+    rollouts, which cannot pause. Print a note if agents disable the updates, and a note if the loss does not correct
+    for older weights."""
     loop, settings = config.loop, config.loop.beside_training
     section = f"{loop.section_name}.async_{loop.section_name}"
     if not config.loss_fn.use_importance_sampling_correction and not config.loss_fn.bypass_mode:
@@ -373,8 +373,8 @@ def make_validation(
     logger: Logger,
     timer: Timer,
 ) -> Validation | None:
-    """Return the validation that generates responses to prompts, or for supervised fine-tuning the one that computes
-    the loss on held-out answers. Return None without validation data."""
+    """Return the validation of a run, or None without validation data. It generates responses to prompts; in supervised
+    fine-tuning it computes the loss on held-out answers."""
     rows, loop, environments = data.validation, config.loop, data.environments
     if rows is None:
         return None
@@ -396,8 +396,8 @@ def make_validation(
 
 
 def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: PolicyInterface) -> StepLog:
-    """Return the log of steps. In its rates per device, the trainers' devices count for generation too, unless engines
-    have separate devices."""
+    """Return the log of steps. For its rates per device, the trainers' devices also count as generating devices, unless
+    engines have separate devices."""
     trainers, engines = trainers_of(config), engines_of(config)
     devices = Devices(trainers + engines, trainers, engines or trainers)
     return StepLog(logger, timer, PhaseMemory(), devices, policy.performance)

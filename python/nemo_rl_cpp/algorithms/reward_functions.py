@@ -56,7 +56,7 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
 
 
 def shaping_warning(cfg: RewardShapingConfig) -> str | None:
-    """Return a warning if the stop-properly penalty disables keys of the overlong penalty that are set,
+    """Return a warning if keys of the overlong penalty are set although the stop-properly penalty disables it,
     otherwise None."""
     keys = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     ignored = [key for key in keys if getattr(cfg, key) is not None]
@@ -143,13 +143,14 @@ def penalized(
     bands: Mapping[str, ProfileBandChannel] | None = None, too_long: float | None = None,
 ) -> list[float]:  # fmt: skip
     """Return the rewards of the G responses to one prompt, after length bonuses, length penalties and the factors of
-    `bands`. Each reward is 0 or 1; rewards of 0 do not change.
+    `bands`. `rewards` are 0 or 1, and rewards of 0 do not change. A reward of 1 becomes
 
-        reward = max(0, reward + additions) x band_factor of each band
+        max(0, 1 + bonuses - penalties) x band_factor(length, band) for each band
 
     Args:
-        lengths: maps the part that is measured (`reasoning`, `answer` or `total`) to the responses' lengths.
-        too_long: `profiled_length_penalty` is subtracted if the total length is at least this; None: never."""
+        lengths: maps each part of a response (`reasoning`, `answer`, `total`) to the G lengths of this part.
+        bands: maps a part to its band; None: no factors.
+        too_long: responses whose total length is at least this lose `profiled_length_penalty`; None: none does."""
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
@@ -190,8 +191,8 @@ def profiled_limit(info: Mapping[str, object] | None, n_std: float, min_samples:
 
 
 def band_factor(length: float, band: ProfileBandChannel) -> float:
-    """Return the factor for a length: 1 up to `band.a`, `band.f` from `band.b` on, and a linear interpolation in
-    between."""
+    """Return the factor by which the reward of a response with this length is multiplied: 1 up to length `band.a`,
+    `band.f` from `band.b` on, and a linear interpolation in between."""
     if length <= band.a:
         return 1.0
     if length >= band.b:
@@ -223,8 +224,9 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
 def _additions(
     right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
 ) -> list[float]:
-    """Return for each response the sum of bonuses minus penalties for its lengths; zeros if fewer than two responses
-    are correct."""
+    """Return for each response the sum of its length bonuses minus its length penalties. `right` lists the indices of
+    the correct responses; if they are fewer than two, all sums are 0. `gate` enables the penalties relative to the
+    group."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
         return additions
@@ -246,8 +248,8 @@ def _additions(
 
 
 def _centred_weights(lengths: list[int]) -> list[float]:
-    """Return a weight per response, from 1 for the shortest to 0 for the longest, minus their mean. If all lengths are
-    equal, return zeros."""
+    """Return a weight for each length, from 1 for the shortest to 0 for the longest, minus the mean of these weights.
+    If all lengths are equal, return zeros."""
     low, high = min(lengths), max(lengths)
     if low == high:
         return [0.0] * len(lengths)
@@ -257,7 +259,8 @@ def _centred_weights(lengths: list[int]) -> list[float]:
 
 
 def _outliers(rows: list[int], lengths: Sequence[int], threshold: float) -> list[int]:
-    """Return the rows whose length is far above the median, by the modified z-score of Iglewicz and Hoaglin."""
+    """Return those indices in `rows` whose length is far above the median of all of `rows`: their modified z-score
+    (Iglewicz and Hoaglin) exceeds `threshold`."""
     values = [lengths[i] for i in rows]
     median = statistics.median(values)
     mad = statistics.median(abs(value - median) for value in values)
@@ -327,7 +330,7 @@ def _responses(log: LLMMessageLogType) -> LLMMessageLogType:
 
 
 def has_duplicated_reasoning(log: LLMMessageLogType) -> bool:
-    """Return whether a response's answer repeats its reasoning word for word."""
+    """Return whether, in some response of a conversation, the answer repeats the reasoning word for word."""
     for message in _responses(log):
         reasoning, answer = reasoning_and_answer(str(message["content"]))
         if reasoning.strip() and reasoning.strip() == answer.strip():
@@ -336,24 +339,25 @@ def has_duplicated_reasoning(log: LLMMessageLogType) -> bool:
 
 
 def has_empty_final_answer(log: LLMMessageLogType) -> bool:
-    """Return whether the last response has no answer, for instance because it was truncated during its reasoning."""
+    """Return whether the last response of a conversation has no answer, for instance because it was truncated during
+    its reasoning."""
     last = _responses(log)[-1:]
     return not last or not reasoning_and_answer(str(last[0]["content"]))[1].strip()
 
 
 def has_token(log: LLMMessageLogType, unwanted: Tensor) -> bool:
-    """Return whether a response contains one of the `unwanted` token ids."""
+    """Return whether a response of a conversation contains one of the token ids `unwanted`."""
     return any(bool(torch.isin(message["token_ids"], unwanted).any()) for message in _responses(log))
 
 
 def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | None) -> bool:
     """Return whether a conversation has misplaced thinking tags, `<think>` or `</think>`.
 
-    A response must not contain `<think>`, because the prompt opens the thinking. Consider the messages before it, back
-    to the previous response. If they have one opening tag more than closing tags, the response must close the thinking
-    exactly once. If they have equally many, it must not close it. Any other difference is a defect. These rules count
-    token ids; they are skipped if `tag_ids`, the ids of `<think>` and `</think>`, is None. In its text, a response may
-    have no `<think>` and at most one `</think>`."""
+    A response must not contain `<think>`, because the prompt opens the thinking. The messages between the previous
+    response and this one show whether thinking is open: with one opening tag more than closing tags, the response must
+    contain `</think>` exactly once; with equally many, it must not contain it. Any other difference is a defect. These
+    rules count token ids; they are skipped if `tag_ids`, the ids of `<think>` and `</think>`, is None. In its text, a
+    response may have no `<think>` and at most one `</think>`."""
     opened = closed = 0  # in the messages since the last response
     for message in log:
         here = (0, 0) if tag_ids is None else tuple(int((message["token_ids"] == tag).sum()) for tag in tag_ids)

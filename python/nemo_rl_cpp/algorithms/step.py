@@ -49,8 +49,8 @@ def mask_by_logprob_error(batch: MutableMapping[str, Tensor], threshold: float |
 
     The error of sequence b is e_b = sum_t exp(|generation - prev| M) M / max(sum_t M, 1) over its shifted tokens, with
     M the token mask. The metrics are max_, mean_ and min_seq_mult_prob_error over the sequences with a trained token (0
-    if there are none); the same with `_after_mask` over the sequences that are not masked; num_masked_seqs; and
-    masked_correct_pct, the share of masked sequences with reward 1."""
+    if there are none); the same three with the suffix `_after_mask`, over the sequences that are not masked;
+    num_masked_seqs; and masked_correct_pct, the share of masked sequences with reward 1."""
     if "prev_logprobs" not in batch:
         return {}
     sample_mask = batch["sample_mask"]
@@ -101,8 +101,8 @@ def train_epochs(run: TrainingRun, batch: TrainBatch, timer: Timer) -> dict[str,
 
 
 def step_result(run: TrainingRun, collected: Collected, batch: TrainBatch, metrics: step_metrics.Metrics) -> StepResult:
-    """Return everything that is logged for a step, except its times. If the algorithm has no rewards, omit the metrics
-    of rewards."""
+    """Return everything that is logged for a step, except its durations. If the algorithm has no rewards, omit the
+    metrics of rewards."""
     samples, has_rewards = collected.samples, run.algorithm.has_rewards
     baseline, _ = calculate_baseline_and_std_per_prompt(
         batch.group_id[:, None], batch.rewards, torch.ones_like(batch.rewards), run.config.loop.leave_one_out
@@ -167,8 +167,7 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
 
         critic/explained_var = 1 - Var(R - V) / max(Var(R), 1e-8)
 
-    over the valid tokens. R and V are those of the training forward pass; the variances follow from means and mean
-    squares."""
+    over the valid tokens. V is that of the training forward pass."""
     metrics = step_metrics.training_metrics(value_results)
     returns, values = metrics.get("returns_mean", 0.0), metrics.get("values_mean", 0.0)
     residual_variance = metrics.get("residual_sq_mean", 0.0) - (returns - values) ** 2
@@ -183,9 +182,10 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
 def overwrite_advantages(
     batch: TrainBatch, logs: Sequence[LLMMessageLogType], of_flag: Mapping[str, float]
 ) -> dict[str, float]:
-    """Give all tokens of a response that has one of the flags in `of_flag` (flag -> advantage) this advantage; of
-    several flags the first counts. Return, under NeMo RL's metric names, the number of responses and, for each flag,
-    the number and share of responses that it changed. Return {} if `of_flag` is empty."""
+    """For each response that has one of the flags in `of_flag` (flag -> advantage), set the advantage of all its tokens
+    to the flag's; of several flags the first counts. `logs` are the conversations of the batch. Return, under NeMo RL's
+    metric names, the number of responses and, for each flag, the number and share of responses that it changed. Return
+    {} if `of_flag` is empty."""
     if not of_flag:
         return {}
     advantages, begin = batch.advantages.clone(), 0
@@ -242,8 +242,8 @@ def _covariance(batch: TrainBatch, valid: Tensor) -> Tensor:
 
 
 def _largest(covariance: Tensor, valid: Tensor, share: float) -> Tensor:
-    """Return bool [T], the tokens that KL-Cov penalises: the `share` of the trained tokens with the largest covariance,
-    at least one token."""
+    """Return bool [T], True for the tokens that KL-Cov penalises: the fraction `share` of the trained tokens (`valid`)
+    with the largest `covariance` [T], at least one token."""
     chosen, places = torch.zeros_like(valid), valid.nonzero().flatten()
     order = covariance[places].argsort(descending=True, stable=True)
     chosen[places[order[: max(int(share * len(places)), 1)]]] = True
@@ -254,7 +254,7 @@ def _drawn(
     covariance: Tensor, valid: Tensor, within: tuple[float, float], share: float, seed: tuple[int, int]
 ) -> Tensor:
     """Return bool [T], the tokens that Clip-Cov excludes: a random `share` of the trained tokens, at least one, drawn
-    from those whose covariance is within the bounds. The draw depends only on `seed`."""
+    from those whose covariance is within the bounds `within`. The draw depends only on `seed`."""
     generator = random.Random((seed[0] << 32) + seed[1])
     chosen = torch.zeros_like(valid)
     places = (valid & (covariance > within[0]) & (covariance < within[1])).nonzero().flatten().tolist()

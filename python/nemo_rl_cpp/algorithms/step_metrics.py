@@ -50,8 +50,9 @@ def aggregate_microbatch_metrics(
 
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
-    """Return the sum over global batches of each batch's mean over tokens, given their `sums` and numbers of `tokens`.
-    The sums of global batches with equal numbers of tokens are added before the division."""
+    """Return the sum over global batches of a metric's mean over tokens. `sums` holds the metric's sum in each global
+    batch, `tokens` the batch's number of tokens. The sums of batches with equal numbers of tokens are added before the
+    division."""
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
         total.setdefault(count, []).append(value)
@@ -120,14 +121,14 @@ def batch_metrics(samples: Rollouts, batch: TrainBatch) -> dict[str, float]:
 
 
 def without_rewards(metrics: Metrics) -> Metrics:
-    """Return the metrics except those computed from rewards and advantages."""
+    """Return `metrics` without those that are computed from rewards and advantages."""
     names = ("reward", "accuracy", "zero_std_groups", "reward_of_truncated")
     groups = ("baseline_reward/", "advantages/", "groups/")
     return {name: value for name, value in metrics.items() if name not in names and not name.startswith(groups)}
 
 
 def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
-    """Return the percentages of samples whose baseline is exactly 0, exactly 1, and neither."""
+    """Return the percentages of samples whose reward baseline (`baseline` [B]) is exactly 0, exactly 1, and neither."""
     zero = 100.0 * float((baseline == 0).float().mean())
     one = 100.0 * float((baseline == 1).float().mean())
     return {
@@ -138,7 +139,7 @@ def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
 
 
 def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object]]:
-    """Return the columns of train_data_step<N>.jsonl, one entry per sample."""
+    """Return the columns of train_data_step<N>.jsonl: column name -> list with one entry per sample."""
     lengths = batch.input_lengths.tolist()
     table: dict[str, list[object]] = {
         "content": [[{key: m[key] for key in ("role", "content")} for m in log] for log in samples.message_log],
@@ -162,7 +163,8 @@ def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object
 
 
 def truths(samples: Rollouts) -> dict[str, list[object]]:
-    """Return the column `ground_truth` of a rollout file if any prompt has a ground truth, otherwise {}."""
+    """Return {"ground_truth": one entry per sample}, a column of a rollout file, or {} if no prompt has a ground
+    truth."""
     found = [(info or {}).get("ground_truth") for info in samples.get("extra_env_info") or ()]
     shown = [truth if truth is None or isinstance(truth, (str, int, float)) else str(truth) for truth in found]
     return {"ground_truth": shown} if any(truth is not None for truth in shown) else {}

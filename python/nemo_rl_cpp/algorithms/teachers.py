@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 def check_vocabulary(tokenizer: TokenizerType, teacher: str, key: str) -> None:
-    """Raise ValueError unless teacher and policy have the same vocabulary, because the teacher gets the policy's token
-    ids."""
+    """Raise ValueError unless the teacher's tokenizer has the same vocabulary as the policy's (`tokenizer`), because
+    the teacher scores the policy's token ids. `teacher` is a model name or folder; `key`, its configuration key, is for
+    the message."""
     if teacher == TINY_RANDOM:  # tiny-random has no tokenizer
         return
     if Tokenizer.from_pretrained(teacher, section=key).get_vocab() != tokenizer.get_vocab():
@@ -46,7 +47,7 @@ class NoTeacher:
 
 @dataclass
 class Teachers:
-    """Teachers inside the policy's workers. The task of a sample determines its teacher."""
+    """Frozen teachers inside the policy's workers. Each sample is scored by the teacher of its task."""
 
     policy: PolicyInterface  # holds the teachers' weights alongside its own, by model name
     models: Mapping[str, str]  # teacher name -> model name
@@ -106,8 +107,8 @@ class TopKTeachers(Teachers):
     of_student: bool = False
 
     def add_logprobs(self, batch: TrainBatch, samples: Rollouts) -> None:
-        """Add `candidate_ids` int64 [T, k] and `candidate_teacher_logprobs` [T, k] to the batch, 0 on untrained tokens.
-        Raise ValueError for a task without a teacher."""
+        """Add `candidate_ids` int64 [T, k] and `candidate_teacher_logprobs` [T, k] to the batch; both are 0 on
+        untrained tokens. Raise ValueError for a task without a teacher."""
         ids = torch.zeros(batch.num_tokens, self.k, dtype=torch.int64)
         logprobs = torch.zeros(batch.num_tokens, self.k)
         if self.of_student:

@@ -45,19 +45,20 @@ class TrainState:
         return self.stop_reason is not None
 
     def advance(self, num_prompts: int = 0, num_valid_tokens: int = 0) -> None:
-        """Count a finished step, in which `num_prompts` prompts were used and `num_valid_tokens` tokens trained."""
+        """Count a finished step, which used `num_prompts` prompts and trained on `num_valid_tokens` tokens."""
         self.total_steps += 1
         self.current_step += 1
         self.consumed_samples += num_prompts
         self.total_valid_tokens += int(num_valid_tokens)
 
     def next_epoch(self) -> None:
-        """Count an epoch: the data loader starts over."""
+        """Count an epoch, when the data loader starts over."""
         self.current_epoch += 1
         self.current_step = 0
 
     def draw(self, num_prompts: int) -> int:
-        """Reserve draw ids, the numbers of drawn prompts, for the next `num_prompts` prompts. Return the first."""
+        """Reserve draw ids for the next `num_prompts` prompts, and return the first. A draw id is the number of a
+        prompt in the order in which the whole run draws prompts."""
         first = self.draw_counter
         self.draw_counter += num_prompts
         return first
@@ -78,8 +79,8 @@ class TrainState:
         return False
 
     def to_training_info(self, metric: dict[str, float] | None = None) -> dict[str, object]:
-        """Return the content of training_info.json, to which `metric` is added. Omit `val_reward` before the first
-        validation."""
+        """Return the content of training_info.json: this state and the entries of `metric`. Omit `val_reward` before
+        the first validation."""
         info = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("saved", True)}
         if info["val_reward"] is None:
             del info["val_reward"]
@@ -87,8 +88,9 @@ class TrainState:
 
     @classmethod
     def from_training_info(cls, info: dict[str, object] | None) -> Self:
-        """Return the state saved in `info`, or a fresh state if it is None. Unknown names are ignored, and missing
-        names keep their defaults. `stop_reason` is not restored, because the configuration may now allow more steps."""
+        """Return the state that `to_training_info` saved as `info`, or a fresh state if `info` is None. Ignore unknown
+        names, and keep the defaults of missing ones. `stop_reason` is not restored, because the configuration may now
+        allow more steps."""
         known = {f.name for f in fields(cls) if f.metadata.get("saved", True)} - {"stop_reason"}
         values = {name: value for name, value in (info or {}).items() if name in known}
         for name in ("val_reward", "best_metric"):

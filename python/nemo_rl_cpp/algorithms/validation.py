@@ -57,8 +57,9 @@ class Validator:
     num_samples_to_print: int = 0
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
-        """Return the names of a validation's metrics: this class's, and `rollout_names`, those of training rollouts.
-        Return None (not known yet) if validation has other environments than training (`task_to_env`)."""
+        """Return the names of the metrics that a validation will have: those of this class and `rollout_names`, the
+        names of the metrics of training rollouts. Return None (not known yet) if the environments of validation differ
+        from those of training, `task_to_env`."""
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
@@ -108,7 +109,7 @@ class Validator:
         return ValidationResult(metrics, {"total_validation_time": time.perf_counter() - start})
 
     def _prompts(self) -> Iterator[BatchedDataDict]:
-        """Yield batches that have max_val_samples prompts in total, or all prompts if there are fewer."""
+        """Yield batches of prompts, max_val_samples prompts in total, or all prompts if there are fewer."""
         limit = self.loop.max_val_samples
         taken = 0
         for batch in self.loader:
@@ -169,9 +170,9 @@ def reached_target(metrics: Metrics | None, loop: LoopConfig) -> bool:
 
 
 def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
-    """Return the indices of `num_samples` samples: half with the highest rewards, half with the lowest. If
-    `num_samples` is odd, one is from the middle. If there are at most `num_samples` samples, return all indices in
-    order."""
+    """Return the indices of `num_samples` samples to print: half of them with the highest rewards, half with the
+    lowest, and one from the middle if `num_samples` is odd. If there are at most `num_samples` samples, return all
+    indices in order."""
     if len(rewards) <= num_samples:
         return list(range(len(rewards)))
     ranked = sorted(range(len(rewards)), key=lambda index: rewards[index], reverse=True)
@@ -183,7 +184,8 @@ def choose_samples(rewards: Sequence[float], num_samples: int) -> list[int]:
 def print_samples(
     logs: Sequence[Sequence[Mapping[str, str]]], rewards: Sequence[float], num_samples: int, step: int
 ) -> None:
-    """Print up to `num_samples` conversations with their rewards."""
+    """Print up to `num_samples` conversations with their rewards, as chosen by `choose_samples`, under the heading of
+    step `step`."""
     console = Console()
     for index in choose_samples(rewards, num_samples):
         text = "\n".join(f"{message['role']}: {message['content']}" for message in logs[index])

@@ -22,7 +22,8 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
 
 class LossType(enum.Enum):
-    """The count by which a loss is divided: of valid tokens or of valid sequences in the global batch."""
+    """The number by which the sum of a loss is divided: that of the valid tokens, or of the valid sequences, in the
+    global batch."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
@@ -107,7 +108,8 @@ class ClippedPGLossFn:
         return getattr(self.cfg, name)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state without `op_config`, which the worker that unpickles the loss computes again."""
+        """Return the attributes to pickle: all but `op_config`, which the worker that unpickles the loss computes
+        again."""
         return {name: value for name, value in self.__dict__.items() if name != "op_config"}
 
     @cached_property
@@ -151,7 +153,8 @@ class ClippedPGLossFn:
         )
 
     def _fixed_length(self) -> float:
-        """Return the constant by which the sum over a sequence is divided, or 0 to divide by the sequence's length."""
+        """Return the constant by which the sum of a sequence's token losses is divided, or 0 to divide by the
+        sequence's length."""
         if self.loss_agg_mode == "seq-mean-token-sum":
             return 1.0
         if self.loss_agg_mode != "seq-mean-token-sum-norm":
@@ -185,7 +188,7 @@ class ClippedPGLossFn:
         return self._with_entropy_bonus(result, data, counts) if self.takes_entropies else result
 
     def _token_weights(self, data: Mapping[str, Tensor], counts: ops.LossCounts) -> Tensor:
-        """Return [B, S-1], the weight of each token in the mean over tokens that the loss computes."""
+        """Return [B, S-1]: the weight with which each token enters the loss's mean over tokens."""
         config, mask, samples = self.op_config, data["token_mask"][:, 1:].double(), data["sample_mask"].double()
         weights = mask * samples[:, None]
         if config.token_level_loss:
@@ -198,13 +201,13 @@ class ClippedPGLossFn:
     def _with_centered_scores(
         self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.ClippedPGResult:
-        """Add score centering (arXiv:2609.20807). The term -A sg(w) log p of each token gets A sum_v sg(q_v w_v) log
-        p_v, so that the score has mean 0 under the old policy q. w is 1 (gpg) or the clipped p / q (cispo); sg stops
-        the gradient.
+        """Return `result` with score centering (arXiv:2609.20807). The loss of a token is -A sg(w) log p, where w is 1
+        (gpg) or the clipped p / q (cispo), and sg stops the gradient. Add A sum_v sg(q_v w_v) log p_v, where v runs
+        over the vocabulary, so that the score has mean 0 under the old policy q.
 
-        The sum is over the k most likely tokens of q. All other tokens together are taken to have p's distribution,
+        The sum takes the k most likely tokens of q. All other tokens together are assumed to have p's distribution,
         scaled to q's mass by a = (1 - sum q) / (1 - sum p). As sum_v p_v d(log p_v) = 0, they add -a w(1 / a) p_v to
-        the k coefficients."""
+        the coefficient of each of the k tokens."""
         x, q = data["curr_candidates"].double(), data["candidate_old_logprobs"][:, 1:].double().exp()
         p, weights = x.exp(), self._token_weights(data, counts)
         rest = 1 - p.sum(-1, keepdim=True)
@@ -225,8 +228,8 @@ class ClippedPGLossFn:
     def _with_entropy_bonus(
         self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.ClippedPGResult:
-        """Return `result` with an entropy bonus: entropy_coef times the mean of `curr_entropies` [B, S-1], with the
-        token weights of the loss, is subtracted from the loss."""
+        """Return `result` with an entropy bonus: subtract entropy_coef times the mean of `curr_entropies` [B, S-1] from
+        the loss. The mean weights tokens as the loss does."""
         entropies, weights = data["curr_entropies"], self._token_weights(data, counts)
         bonus = torch.where(weights != 0, weights * entropies, 0.0).sum()
         metrics = {**result.metrics, "entropy": float(bonus)}
@@ -263,9 +266,9 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | None,
     ) -> C.TokenLoss | None:
-        """Return the loss of `native` as a per-token loss (ops.token_loss), or None if the settings do not allow it;
-        the trainer then calls `native`. `data` is the global batch. If it has no `prev_logprobs`, the current
-        log-probabilities replace them."""
+        """Return the loss that `native` computes as a per-token loss (`ops.token_loss`) of the global batch `data`, or
+        None if the settings do not allow it; the trainer then calls `native`. If `data` has no `prev_logprobs`, the
+        current log-probabilities replace them."""
         if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
         prev = None if self.op_config.ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
@@ -367,8 +370,8 @@ LOG_OF_ZERO = -100.0
 
 class DistillationResult(NamedTuple):
     """The scalar loss, its metrics, and its gradients with respect to three inputs: the student's log-probabilities of
-    the sampled tokens [b, S-1] (always zero), those of the k candidate tokens [b, S-1, k], and the entropies [b, S-1]
-    (None if unused)."""
+    the sampled tokens [b, S-1] (always zero), the student's log-probabilities of the k candidate tokens [b, S-1, k],
+    and the student's entropies [b, S-1] (None if unused)."""
 
     loss: Tensor
     metrics: dict[str, float]
@@ -422,7 +425,8 @@ class TopKDistillationLossFn:
         global_valid_toks: Tensor | float,
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> DistillationResult:
-        """Return loss, metrics and gradients. Positions with mask 0 have no effect."""
+        """Return loss, metrics and gradients of one micro-batch, without autograd. Positions with mask 0 have no
+        effect."""
         mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).double()
         valid = mask != 0
         student = data["curr_candidates"][valid].double().requires_grad_()

@@ -18,8 +18,8 @@ def check_torch_version(installed: str) -> None:
 
 
 def _built_for_torch() -> str | None:
-    """Return the torch version for which this package was built, from the file that the build wrote; None if it is
-    missing. The extension is not loaded."""
+    """Return the torch version for which this package was built, or None if the file that the build wrote is missing.
+    The C++ extension is not loaded."""
     stamp = resources.files("nemo_rl_cpp").joinpath("_torch_version.txt")
     try:
         return stamp.read_text().strip()

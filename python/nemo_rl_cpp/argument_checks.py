@@ -1,5 +1,5 @@
-"""Checks of arguments. Each returns the value in its proper form or raises ValueError with a message of one sentence.
-Needs no torch."""
+"""Checks of arguments. A check returns the value in its proper form, or raises ValueError with a message of one
+sentence. The module does not import torch."""
 
 import difflib
 import os
@@ -28,8 +28,8 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: f
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
     """Return the known name that is most similar to `name`, or None if all have a difflib ratio below `cutoff`.
 
-    If two names share whole words (`use_`), their remaining words must be similar, too: `use_rslora` does not suggest
-    `use_triton`."""
+    For names that share whole words, such as `use_`, the other words must be similar, too: `use_triton` is no
+    suggestion for `use_rslora`."""
     for near in difflib.get_close_matches(name, list(known), 3, cutoff):
         words, others = _WORDS.findall(name), _WORDS.findall(near)
         own, its = ("".join(w for w in some if w not in rest) for some, rest in ((words, others), (others, words)))
@@ -59,8 +59,8 @@ def whole_number(name: str, value: object, low: int, high: int = 2**63 - 1) -> i
 
 
 def number(name: str, value: object, low: float, high: float, zero_is: str = "") -> float:
-    """Return `value` as a float from `low` to `high`. Also accept 0 if `zero_is` is set: a text for the error message
-    on what 0 means. Reject True and strings."""
+    """Return `value` as a float from `low` to `high`. If `zero_is` is not empty, 0 is valid, too, and the error message
+    describes the meaning of 0 with this text. Reject True and strings."""
     found = _scalar(value)
     if (
         isinstance(found, bool)
@@ -74,7 +74,7 @@ def number(name: str, value: object, low: float, high: float, zero_is: str = "")
 
 
 def stop_texts(value: object) -> list[str]:
-    """Return stop strings as a list: a single string gives a list of one, None an empty list."""
+    """Return stop strings as a list: [value] for a single string, [] for None."""
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"stop_strings = {in_a_line(value)}: expected a text or a list of texts")
@@ -85,7 +85,7 @@ def stop_texts(value: object) -> list[str]:
 
 
 def stop_text_fault(texts: Iterable[str]) -> str:
-    """Return a description of the first invalid stop string, or "" if all are valid."""
+    """Return an error message about the first invalid stop string, or "" if all are valid."""
     for text in texts:
         if not text:
             return "holds an empty string, at which every response would end"

@@ -17,7 +17,8 @@ from nemo_rl_cpp.interrupts import Ended, nobody_reads, say, startup
 
 
 class Exit(SystemExit):
-    """Raised when the command line exits on purpose (--help, an invalid option). Any other `sys.exit` is an error."""
+    """Raised when a command line exits on purpose, for --help or an invalid option. `program` treats any other
+    SystemExit as an error."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -32,7 +33,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class Outcome:
-    """The exit status of a command, which `program` sets."""
+    """A record of a command's exit status, which `program` sets."""
 
     status = 0
 
@@ -78,7 +79,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option --model."""
+    """Add the option --model, which names the model or checkpoint."""
     parser.add_argument(
         "--model",
         required=True,

@@ -21,7 +21,7 @@ class LoadingError(ValueError):
 
 
 def searched_folders() -> list[str]:
-    """Return the folders that are searched for user modules, after the installed packages."""
+    """Return the folders in which user modules are searched, after the installed packages."""
     return list(_searched)
 
 
@@ -40,8 +40,8 @@ def is_dotted(name: object) -> bool:
 
 
 class PythonObjectRef(str):
-    """The value of a configuration key for a component that was passed as a Python object. Its text is the component's
-    name followed by "(given from Python)". Other processes receive only that text, which is never a valid dotted
+    """The value that a configuration key gets if its component was passed as a Python object: a string, the component's
+    name followed by "(given from Python)". Other processes receive only this string, which is never a valid dotted
     name."""
 
     component: object
@@ -121,7 +121,8 @@ def _no_attribute(name: str, what: str, owner: object, attribute: str) -> str:
 
 
 def takes(function: Callable[..., object], *arguments: object) -> bool:
-    """Return whether the function's signature accepts these arguments; True if the signature is unknown."""
+    """Return whether `function` can be called with `arguments`, judged by its signature; True if the signature is
+    unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

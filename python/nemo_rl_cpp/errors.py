@@ -67,19 +67,21 @@ _SAID: set[str] = set()  # remarks that the user has seen, without their memory 
 
 
 def note_as_said(remark: str) -> str:
-    """Record that the caller shows `remark` to the user, so that `say_once` does not repeat it. Return `remark`."""
+    """Record that the caller has shown the message `remark` to the user, so that `say_once` does not print it again.
+    Return `remark`."""
     _SAID.add(remark.partition("; memory forecast")[0])
     return remark
 
 
 def say_once(kind: str, remark: str) -> None:
-    """Print a remark to stderr as a "warning" or "note", unless this process has shown it to the user."""
+    """Print the message `remark` to stderr as a "warning" or "note" (`kind`), unless this process has already shown it
+    to the user."""
     if remark.partition("; memory forecast")[0] not in _SAID:
         print(f"{kind}: {note_as_said(remark)}", file=sys.stderr, flush=True)
 
 
 class Place(NamedTuple):
-    """A line of code, with its file and function."""
+    """A line of source code, with its file and function."""
 
     file: str
     line: int
@@ -106,8 +108,8 @@ def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
 
 
 def keep_out_of_files(texts: Mapping[str, str]) -> None:
-    """Make `save_traceback` replace each secret, a key of `texts`, by `texts[secret]`. Secrets below 6 characters are
-    ignored, since they occur in ordinary words."""
+    """Make `save_traceback` replace each secret, a key of `texts`, by its value in `texts`. Secrets below 6 characters
+    are ignored, since they occur in ordinary words."""
     _secrets.update({secret: shown for secret, shown in texts.items() if len(secret) >= 6})
 
 
@@ -153,8 +155,8 @@ def user_place(error: BaseException) -> Place | None:
 
 
 def _called_place(error: BaseException) -> Place | None:
-    """Return the line of code that was called from this package's innermost frame. It counts as user code even in a
-    library."""
+    """Return the line of code that was called from this package's innermost frame. This line counts as user code even
+    if it is in a library."""
     places = _places(error)
     last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
     return places[last + 1] if last + 1 < len(places) else None
@@ -182,9 +184,10 @@ def as_user_error(error: BaseException, text: str) -> UserCodeError:
 def in_user_code(
     error: BaseException, what: str = "your code", hint: str = "", called: bool = False
 ) -> UserCodeError | None:
-    """Return the exception to raise in place of an exception from user code: of the same type, with one sentence as its
-    message. Return None if `error` is not from user code, is KeyboardInterrupt, or already has such a message. If
-    `called`, this package was calling user code, so the exception counts as the user's even if a library raised it."""
+    """Return the exception to raise in place of `error` if user code raised it: of the same type, with one sentence as
+    its message, which calls the code `what` and ends in `hint`. Return None if `error` is not from user code, is
+    KeyboardInterrupt, or already has such a message. `called`: this package was calling user code, so the exception
+    counts as the user's even if a library raised it."""
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)
@@ -246,7 +249,8 @@ def _type_and_text(error: BaseException) -> str:
 
 
 def _says_it_all(error: BaseException) -> bool:
-    """Return whether this package wrote the exception's message, so that users understand it without its type."""
+    """Return whether this package wrote the exception's message, so that the message is clear without the exception's
+    type."""
     if isinstance(error, UserCodeError) or type(error).__module__.partition(".")[0] == "nemo_rl_cpp":
         return True
     places = _places(error)
@@ -258,8 +262,8 @@ def _says_it_all(error: BaseException) -> bool:
 
 
 def one_sentence(error: BaseException) -> str:
-    """Return an exception's message for users, in one line, with the rank of the worker that raised it, if a worker
-    did."""
+    """Return an exception's message for users, in one line. If a worker raised the exception, the message contains its
+    rank."""
     note = next((note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_ON)), None)
     return _sentence(error) + (f" ({note.splitlines()[0].removeprefix('raised on ').rstrip(':')})" if note else "")
 
@@ -319,7 +323,8 @@ def save_traceback(error: BaseException) -> Path | None:
 
 
 def report(error: BaseException, debug: bool = False) -> None:
-    """Print the exception's sentence and the file with its traceback to stderr; with `debug`, first the traceback."""
+    """Print to stderr the exception's sentence and the name of the file with its traceback; with `debug`, print the
+    traceback first."""
     if debug:
         traceback.print_exception(error)
     sentence, path = one_sentence(error), save_traceback(error)

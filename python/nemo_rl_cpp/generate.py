@@ -37,7 +37,7 @@ class GeneratedText:
 
 
 class TextGenerator:
-    """A model and its tokenizer, with the engine of training runs, for one text at a time.
+    """A model with its tokenizer and the native generation engine, which generates one text at a time.
 
     Args:
         model: a Hugging Face folder, a GGUF file, a model name, a checkpoint (`step_N`) or the folder of a run's checkpoints.

@@ -3,7 +3,8 @@ torch."""
 
 
 class Rows:
-    """A placeholder for the data set in grpo_notebook.yaml and ppo_notebook.yaml; a call passes its rows instead."""
+    """The placeholder that grpo_notebook.yaml and ppo_notebook.yaml name as their data set. The prompts come from the
+    arguments of the call instead."""
 
     def __init__(self, **kwargs: object) -> None:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Converts arguments of `train_grpo`, `train_ppo` and `evaluate` to configuration keys, components, environments, and
-prompts in any supported form to tokenized data sets."""
+"""Converts arguments of `train_grpo`, `train_ppo` and `evaluate`: settings to configuration keys, functions to
+components and environments, and prompts in any supported form to tokenized data sets."""
 
 import inspect
 import os
@@ -35,7 +35,7 @@ from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironmen
 
 _SECTIONS: dict[str, type[Section]] = {"grpo": GRPOConfig, "ppo": PPOConfig}
 Keys = dict[str, tuple[str, object]]
-"""Configuration key -> (argument, value)."""
+"""Configuration key -> (name of the argument that sets it, value)."""
 
 
 # ---- further keywords
@@ -80,8 +80,8 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
 
 @dataclass(frozen=True)
 class Given:
-    """The argument `loss_fn` or `adv_estimator` after conversion: the configuration keys that it sets, and the user's
-    component, if any."""
+    """The argument `loss_fn` or `adv_estimator` after conversion: the configuration keys that it sets, and the loss or
+    estimator if it was passed as a Python object."""
 
     what: str
     keys: Keys = field(default_factory=dict)
@@ -98,7 +98,8 @@ class Given:
 
 
 def component_keys(given: object, what: str, algorithm: str) -> Given:
-    """Convert the argument `what` (`loss_fn` or `adv_estimator`) to configuration keys or a component."""
+    """Return the configuration keys and the component for `given`, the value of the argument `what` (`loss_fn` or
+    `adv_estimator`)."""
     section = "loss_fn" if what == "loss_fn" else f"{algorithm}.adv_estimator"
     if given is None:
         return Given(what)
@@ -115,7 +116,8 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
 
 
 def lora_keys(given: object, algorithm: str) -> Keys:
-    """Return the configuration keys under `lora_cfg` that the argument `lora` sets, for the policy and the critic."""
+    """Return the configuration keys under `lora_cfg`, of the policy and of PPO's critic, for `given`, the value of the
+    argument `lora`."""
     if given is None or given is False:
         return {}
     if isinstance(given, int):
@@ -168,8 +170,8 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
 
 
 def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[RewardFunctionEnvironment, Keys]:
-    """Return (environment of the reward functions, configuration keys set by their weights). The keys are empty unless
-    the estimator is gdpo, which weights the rewards itself. `keys` are the configuration keys that the other arguments
+    """Return (environment of the reward functions, configuration keys that the weights set). There are such keys only
+    for the estimator gdpo, which weights the rewards itself. `keys` are the configuration keys that the other arguments
     set. Raise ValueError if weights are given twice."""
     is_gdpo = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo"
     environment = reward_environment(functions, weights, is_gdpo)
@@ -193,7 +195,8 @@ _RESERVED = ("prompts", "completions")
 
 
 def rows_of(given: object, name: str) -> list[Row]:
-    """Return checked rows with the key `prompt`. `name` is the argument's name in error messages.
+    """Return the prompts `given` as checked rows {"prompt": ..., other columns}. `name` is the argument's name in error
+    messages.
 
     A string is one prompt, unless it is the path of a file or folder, which is read. A mapping of columns, a data frame
     (pandas, polars, pyarrow) and a `datasets.Dataset` give rows; anything else is iterated. Raise ValueError for an
@@ -207,7 +210,7 @@ def rows_of(given: object, name: str) -> list[Row]:
 
 
 def _items(given: object, name: str) -> tuple[list[object], str]:
-    """Return (the prompts or rows, the name of their source in error messages)."""
+    """Return (the prompts or rows in `given`, the name of their source in error messages)."""
     if given is None:
         raise ValueError(f"{name} is missing: {FORMS}")
     if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_path(given, name)):
@@ -319,8 +322,8 @@ def dataset_of(
 
 
 def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
-    """Return a message with text and token ids for a prompt: a text, or a conversation, which the chat template
-    renders."""
+    """Return a message with the text and token ids of a prompt: of a text itself, or of a conversation as the chat
+    template renders it with `tools`."""
     messages = None if isinstance(prompt, str) else list(prompt)
     text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)

@@ -33,8 +33,8 @@ _OPTIONS = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_strings")
 
 
 class TextWriter:
-    """The base class of objects that generate text with their `generation` and `tokenizer`: a `LoadedModel`, or the
-    result of a training.
+    """The base class of objects that generate text with their attributes `generation` (an engine) and `tokenizer`: a
+    `LoadedModel`, or the result of a training.
 
     `limit_name` is the name of the length limit in error messages."""
 
@@ -126,7 +126,8 @@ class TextWriter:
 
 
 def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bool:
-    """Return whether to decode greedily. Raise ValueError if options are unknown or contradict each other."""
+    """Return whether to decode greedily, from the arguments of `generate`. Raise ValueError if `options` are unknown or
+    contradict `greedy` or `n`."""
     unknown = next((name for name in options if name not in _OPTIONS), None)
     if unknown is not None:
         known = ["n", "greedy", "seed", *_OPTIONS]
@@ -205,8 +206,8 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
 
 
 def eval_config(given: Keys) -> EvalMasterConfig:
-    """Build the configuration for the arguments of a call. Raise ConfigError, whose message names the invalid
-    arguments."""
+    """Build a configuration from `given`, the keys that the arguments of `load` or `evaluate` set. Raise ConfigError,
+    whose message names the invalid arguments."""
     precision = given.get("generation.vllm_cfg.precision", ("", "float32"))[1]
     if precision not in ("float32", "bfloat16"):
         raise ValueError(f"precision is {in_a_line(precision)}: expected float32 or bfloat16")

@@ -54,7 +54,7 @@ class Model:
 
 
 class Engine:
-    """An engine that samples from a model.
+    """An engine that samples responses from a `Model`.
 
     Args:
         settings: keys of `policy.generation`, such as `max_new_tokens=64, temperature=0.7`.

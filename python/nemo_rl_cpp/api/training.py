@@ -200,7 +200,7 @@ _RESUME = {True: "must", False: "never", None: "auto", "must": "must", "never": 
 
 
 def _train_call(algorithm: str, arguments: dict[str, Any]) -> TrainResult:
-    """Check all arguments of a call, train, and return the result."""
+    """Check all arguments of a call of `train_<algorithm>`, train, and return the result."""
     names = [name for name in arguments if name != "overrides"]
     own = dotted_keys(arguments["overrides"], algorithm, names)
     rows, val_rows = _rows(arguments)
@@ -265,8 +265,8 @@ def _folders(arguments: Mapping[str, Any]) -> Keys:
 
 
 def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainMasterConfig:
-    """Build the configuration for the arguments of a call. Error messages name the arguments, not the configuration
-    keys."""
+    """Build the configuration from the section `section` of the algorithm and the keys `given` as arguments. Error
+    messages name the arguments, not the configuration keys."""
     values: dict[str, object] = {f"{section}.val_at_start": validates, f"{section}.val_at_end": validates}
     name, prompts = given[f"{section}.num_prompts_per_step"]
     try:
@@ -284,7 +284,7 @@ def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainM
 
 
 def _preflight(config: TrainMasterConfig) -> None:
-    """Run the checks that commands make before a run. Raise ValueError if the run cannot succeed.
+    """Run the checks that the command line makes before a run. Raise ValueError if the run cannot succeed.
 
     Data and reward functions come from the caller, so problems in their sections of the configuration are ignored."""
     if config.cluster.has_workers:

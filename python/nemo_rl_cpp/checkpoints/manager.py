@@ -138,7 +138,7 @@ class CheckpointManager:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock in the `with` block. Raise FolderInUseError if another process holds it."""
+        """Hold the lock of checkpoint_dir in the `with` block. Raise FolderInUseError if another process holds it."""
         self._lock = self._lock or FolderLock(self.checkpoint_dir, _KEY)
         self._saving = True
         try:
@@ -150,8 +150,8 @@ class CheckpointManager:
                 self._lock = None
 
     def _tidy_up(self, step: int, saved: Path) -> None:
-        """Write the status file and remove old checkpoints. If that raises OSError, only warn, because the new
-        checkpoint is safe."""
+        """Write the status file and remove old checkpoints after `step` was saved to `saved`. If that raises OSError,
+        only warn, because the new checkpoint is safe."""
         status = json.dumps({"latest_step": step, "checkpoint": saved.name}, indent=1)
         for work in (lambda: durable.write_atomic(self.checkpoint_dir / _STATUS, status), self._thin_out):
             try:
@@ -204,8 +204,8 @@ class CheckpointManager:
         return None
 
     def _problem(self, folder: Path) -> str | None:
-        """Return a description of what is wrong with a checkpoint's contents, or None if it is complete. Files are read
-        only the first time; later calls for the same manifest return the same result."""
+        """Return a description of what is wrong with a checkpoint's contents, or None if it is complete. The first call
+        reads all files; later calls return its result unless the manifest has changed."""
         try:
             key = (folder, (folder / durable.MANIFEST).stat().st_mtime_ns)
         except OSError as error:
@@ -321,8 +321,8 @@ class CheckpointRecord(NamedTuple):
 
 
 def history(root: Path) -> list[CheckpointRecord]:
-    """Return every step_N whose files and sizes match its manifest and whose training_info can be read, in order of
-    steps."""
+    """Return every complete checkpoint in the folder `root`, in order of steps. Complete means that files and sizes
+    match the manifest, and that training_info can be read."""
     return [
         CheckpointRecord(step, path, json.loads((path / TRAINING_INFO).read_text(encoding="utf-8")))
         for prefix, step, path in _folders(root)
@@ -331,7 +331,8 @@ def history(root: Path) -> list[CheckpointRecord]:
 
 
 def _folders(root: Path) -> list[tuple[str, int, Path]]:
-    """Return (prefix, step, path) of every checkpoint folder, in the order del, tmp, old, published, and then by step."""
+    """Return (prefix, step, path) of every checkpoint folder in `root`. The order is by prefix (`del`, `tmp`, `old`,
+    then none) and then by step."""
     if not root.is_dir():
         return []
     order = {"del_": 0, "tmp_": 1, "old_": 2, "": 3}
@@ -354,7 +355,8 @@ def _quick_problem(path: Path) -> str | None:
 
 
 def _recover(root: Path) -> list[str]:
-    """Finish or remove what a crash during a save has left. Warn about each action, and return the warnings."""
+    """Finish or remove what a crash during a save has left in `root`. Warn about each action, and return the
+    warnings."""
     done = [text for prefix, step, path in _folders(root) if (text := _recover_one(prefix, step, path))]
     for prefix, _, path in _folders(root):
         if prefix == "" and (problem := _quick_problem(path)) is not None:
@@ -368,8 +370,8 @@ def _recover(root: Path) -> list[str]:
 
 
 def _recover_one(prefix: str, step: int, path: Path) -> str | None:
-    """Recover one folder and return a description of what was done, or None. `_folders` lists tmp_step_N before
-    old_step_N, so that an old_step_N is renamed back only if no newer folder could be published."""
+    """Recover one folder <prefix>_step_N, and return a description of what was done, or None. `_folders` lists
+    tmp_step_N before old_step_N, so that an old_step_N is renamed back only if no newer folder could be published."""
     target = path.with_name(f"step_{step}")
     if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
         _publish(path)
@@ -399,7 +401,7 @@ def _publish(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint. Rename it first, so that a crash cannot leave a partial `step_N`."""
+    """Remove a checkpoint. Rename its folder first, so that a crash cannot leave a partial `step_N`."""
     doomed = folder.with_name(f"del_{folder.name}")
     _make_way(doomed)
     durable.rename(folder, doomed)
@@ -407,8 +409,8 @@ def _remove(folder: Path) -> None:
 
 
 def _make_way(path: Path) -> None:
-    """Free the name `path` for a new folder: remove a folder of this name, and rename anything else to a `corrupt_`
-    name."""
+    """Make `path` free for a new folder: if it is a folder, delete it; if it is a file or link, rename it to a
+    `corrupt_` name."""
     if path.is_dir() and not path.is_symlink():
         _delete(path)
     elif os.path.lexists(path):
@@ -416,8 +418,8 @@ def _make_way(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a folder step_N to `corrupt_step_N`, or if this name is taken to `corrupt_step_N_2`, `_3`, ..., and return
-    the new path."""
+    """Rename the folder step_N to `corrupt_step_N`, or if that exists to `corrupt_step_N_2`, `_3`, ..., and return the
+    new path."""
     aside, number = path.with_name(f"corrupt_{path.name}"), 2
     while os.path.lexists(aside):
         aside, number = path.with_name(f"corrupt_{path.name}_{number}"), number + 1

@@ -26,7 +26,7 @@ from nemo_rl_cpp.threads import cores, threads_at_start
 from .data import data_sections, made_up_quickly
 
 _MOST_BYTES = 64 * 2**20
-"""The largest file whose lines are counted for the banner, which takes a fraction of a second."""
+"""The size in bytes above which a data file's lines are not counted for the banner, because that would take long."""
 
 
 def banner_lines(config: WholeConfig) -> Iterator[str]:
@@ -144,7 +144,8 @@ def _data(config: WholeConfig) -> str:
 
 
 def rows_of(section: Mapping[str, object], evaluation: bool = False) -> int | None:
-    """Return the number of rows of a generated data set or a JSON Lines file, or None if counting would be slow."""
+    """Return the number of rows of the data set that `section` configures, a generated one or a JSON Lines file, or
+    None if counting would be slow. `evaluation`: whether the section belongs to an evaluation."""
     path = section.get("data_path")
     try:
         if made_up_quickly(section):

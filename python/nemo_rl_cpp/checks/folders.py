@@ -89,8 +89,8 @@ def _saved_config(file: Path) -> dict[str, dict[str, object]] | None:
 
 
 def changes(saved: Saved, config: WholeConfig) -> list[Change]:
-    """Return every key whose value differs from the checkpoint's. A key that the checkpoint lacks is included only if a
-    file or the command line sets it."""
+    """Return every configuration key whose value in this run, `config`, differs from the checkpoint's. A key that the
+    checkpoint lacks is included only if a file or the command line sets it."""
     if saved.config is None:
         return []
     before = flatten_dict(saved.config, expand_lists=False)
@@ -107,7 +107,7 @@ def changes(saved: Saved, config: WholeConfig) -> list[Change]:
 
 
 def headline(saved: Saved, changed: list[Change]) -> str:
-    """Return the first line that a resumed run prints: its checkpoint and what has changed."""
+    """Return the first line that a resumed run prints: its checkpoint and which keys have changed."""
     begin = f"Resuming {short(saved.path)}, saved {saved.time}."
     if saved.config is None:
         return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
@@ -117,7 +117,8 @@ def headline(saved: Saved, changed: list[Change]) -> str:
 
 
 def environment_keys(config: WholeConfig) -> list[str]:
-    """Return the keys whose values come from environment variables. They are not saved, so they cannot be compared."""
+    """Return the configuration keys whose values come from environment variables. Checkpoints do not contain these
+    values, so they cannot be compared."""
     return sorted(key for key, value in flatten_dict(written(config)).items() if "${oc.env:" in str(value))
 
 
@@ -125,7 +126,7 @@ def environment_keys(config: WholeConfig) -> list[str]:
 
 
 def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for every setting with which the checkpoint cannot be resumed."""
+    """Yield (key, reason) for every setting of `config` with which a run cannot resume from the checkpoint."""
     before, loop = saved.config or {}, config.algorithm
     if saved.config is not None and not isinstance(before.get(loop), Mapping):
         other = next((name for name in KINDS if name in before), "grpo").upper()
@@ -162,7 +163,7 @@ def refusals(saved: Saved, config: TrainMasterConfig) -> Iterator[tuple[str, str
 
 
 def _is_another(before: object, now: object) -> bool:
-    """Return whether two names of a model, or two of a tokenizer, differ. Of paths only the last part is compared,
+    """Return whether the names of two models, or of two tokenizers, differ. Of paths only the last part is compared,
     since folders may move."""
     known = before is not None and now is not None and "${" not in f"{before}{now}"
     return known and Path(str(before)).name != Path(str(now)).name
@@ -200,8 +201,8 @@ def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> I
 def architecture_refusals(
     saved: Saved, section: str, config: TrainedModelConfig, model_config: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for each setting that would make the native decoder compute something else than in the
-    checkpoint's run. `model_config` is the model's config.json with the overrides applied."""
+    """Yield (key, reason) for each setting of the model `section` that would make the native decoder compute something
+    else than in the checkpoint's run. `model_config` is the model's config.json with the overrides applied."""
     value_head = section == "value"
     try:
         saved_config = read_config(saved.path / section / "weights")
@@ -218,7 +219,8 @@ def architecture_refusals(
 
 
 def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for each override that makes a transformers model differ from the checkpoint's."""
+    """Yield (key, reason) for each entry of the overrides of config.json that makes a transformers model differ from
+    the checkpoint's."""
     try:
         saved_config = read_config_file(saved.path / section / "weights")
     except (OSError, ValueError):
@@ -238,7 +240,7 @@ def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
 
 
 def short(path: Path) -> str:
-    """Return a path relative to the working directory if it is inside it, otherwise unchanged."""
+    """Return `path` relative to the working directory if it is inside, otherwise unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -264,8 +266,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:
-    """Return the problems that `question` finds in `folder`, or one problem with the key `key` if it raises OSError
-    (name too long, no permission)."""
+    """Return the problems that the check `question` finds in `folder`, or one problem with the key `key` if the check
+    raises OSError (name too long, no permission)."""
     try:
         return list(question(Path(folder)))
     except OSError as error:

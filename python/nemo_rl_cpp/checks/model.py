@@ -37,8 +37,8 @@ _MUCH_SMALLER = 0.9  # vocabularies are padded to round sizes, by a few percent 
 
 
 class _Use(NamedTuple):
-    """A model that a run uses. `key` is the configuration key that names the model. `length` is the maximum sequence
-    length, set by the key `length_key`."""
+    """A model that a run uses, with the configuration key `key` that names the model, and the maximum sequence length
+    `length`, set by the key `length_key`."""
 
     key: str
     name: str
@@ -70,8 +70,8 @@ def check(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
-    """Yield the problems in `findings` whose messages are not yet in `said`, and add these messages to it. Return the
-    value that the generator `findings` returns."""
+    """Yield the problems in `findings` whose messages are not yet in `said`, and add their messages to it. Return the
+    return value of the generator `findings`."""
     while True:
         try:
             finding = next(findings)
@@ -110,8 +110,8 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
-    """Yield problems with a model of the native backend. The generator returns the model, or None if it is not on this
-    machine or cannot be used."""
+    """Yield problems with a model of the native backend. The generator's return value is the model's files, or None if
+    they are not on this machine or cannot be used."""
     fields = {"value_head": use.value_head, "max_length": use.length}
     try:
         if use.name == TINY_RANDOM:
@@ -156,8 +156,8 @@ def _check_hf(use: _Use) -> Iterator[Finding]:
 
 
 def _whole_folder(use: _Use) -> Iterator[Finding]:
-    """Yield problems with the model's name. The generator returns the model's folder, or None if files must be
-    downloaded first."""
+    """Yield problems with the model's name. The generator's return value is the model's folder, or None if files must
+    be downloaded first."""
     path = local_folder(use.name)
     if path is None:
         yield from _check_name(use)
@@ -186,8 +186,8 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 
 
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield a problem if the model lacks layers that `lora_cfg` lists, or if PEFT would not find the adapter's base
-    model."""
+    """Yield a problem if the model lacks layers that `lora_cfg` lists, or if a saved adapter could not name a base
+    model that PEFT finds."""
     key = f"{section}.dtensor_cfg.lora_cfg"
     if model.lora is not None and model.model_name == TINY_RANDOM:
         yield Finding(
@@ -210,7 +210,8 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
 
 
 def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield a problem for each key that requests load balancing of experts which the native backend lacks."""
+    """Yield a problem for each key that enables a method of balancing the load of experts which the native backend
+    lacks."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
         wanted = balance_wanted(model, "sigmoid" if sizes.has_router_biases else "softmax")
@@ -271,8 +272,8 @@ def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: WholeConfig) -> Iterator[Finding]:
-    """Yield a warning if the configuration was written for other hardware or engines, and a problem if there is too
-    little memory."""
+    """Yield a warning if the configuration was written for other hardware or engines, and a problem if the run needs
+    more memory than there is."""
     text = fold_text(config, memory.forecast_summary(config))
     if text is not None:
         yield Finding("warning", "", note_as_said(text))

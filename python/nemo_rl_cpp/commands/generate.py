@@ -100,7 +100,8 @@ def chat(arguments: Sequence[str]) -> int:
 
 
 def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
-    """Respond to each line of input, as a conversation with the earlier lines and responses."""
+    """Run a chat: read lines from standard input until it ends, and respond to each with all earlier messages as
+    context."""
     begin = [] if known.system is None else [{"role": "system", "content": known.system}]
     messages, answers = list(begin), 0
     while True:
@@ -124,7 +125,8 @@ def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
 
 
 def write_answer(generator: TextGenerator, known: argparse.Namespace, asked: list[dict[str, str]], number: int) -> str:
-    """Print a response while it is generated, and return it. Ctrl-C ends the response."""
+    """Print a response to the messages `asked` while it is generated, and return it. Ctrl-C ends the response. `number`
+    counts the chat's responses, which have different seeds."""
     written: list[str] = []
 
     def show(piece: str) -> None:

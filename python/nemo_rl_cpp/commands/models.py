@@ -25,8 +25,8 @@ The forecast for your own run: nemo-rl-cpp train --config my.yaml --dry-run"""
 
 
 class Task(NamedTuple):
-    """A column of the memory table, a kind of run: its heading, whether it trains a critic, its KL weight, and its
-    precision."""
+    """A kind of run, which is a column of the memory table: its heading, whether it trains a critic, its KL weight, and
+    its precision."""
 
     heading: str
     critic: bool = False
@@ -95,8 +95,8 @@ def _base(critic: bool) -> GRPOMasterConfig | PPOMasterConfig:
 
 
 def _config(model: KnownModel, task: Task, responses: int, tokens: int) -> TrainMasterConfig:
-    """Return the configuration of a task for a model: the shipped one, with the model's sizes and the table's batch
-    size."""
+    """Return the shipped configuration of a task, with the model's sizes and batches of `responses` sequences of
+    `tokens` tokens."""
     config = _base(task.critic).model_copy(deep=True)
     loop = config.ppo if task.critic else config.grpo
     loop.__dict__ |= {"num_prompts_per_step": responses, "num_generations_per_prompt": 1}

@@ -34,7 +34,8 @@ _CONFIGS_EXAMPLES = """examples:
 
 
 def train(arguments: Sequence[str], kind: str | None = None) -> int:
-    """Load and check a configuration, then train. `kind` is a key of `KINDS`; None: derive it from the file."""
+    """Load and check a configuration, train, and return the exit status. `kind` is the kind of run, a key of `KINDS`;
+    None: derive it from the configuration file."""
     return _run(arguments, kind or "grpo", kind, train_to_the_end)
 
 
@@ -78,7 +79,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Print every error in a configuration, or that there is none."""
+    """Print every error in a configuration, or that there is none. Return the exit status."""
     parser = command_parser(
         "check", "Check a configuration with its overrides, without loading anything else.", _CHECK_EXAMPLES
     )
@@ -125,7 +126,7 @@ def configs(arguments: Sequence[str]) -> int:
 
 
 def descriptions() -> dict[str, str]:
-    """Return the first sentence of each shipped configuration's leading comment, by the configuration's name."""
+    """Return {name of a shipped configuration: first sentence of the comment at the top of its file}."""
     texts = {}
     for name in shipped_configs():
         text = find_config(name).read_text(encoding="utf-8")
@@ -224,8 +225,8 @@ def _started() -> Iterator[None]:
 
 
 def _is_ready(config: WholeConfig) -> bool:
-    """Print the banner, check data, model and folders, and download the tokenizer's files if necessary. Return whether
-    the run can start."""
+    """Print the banner, check data, model and folders, and download the tokenizer's files if they are missing. Return
+    whether the run can start."""
     for line in banner_lines(config):
         print(line, flush=True)
     stage("checking data, model and folders")

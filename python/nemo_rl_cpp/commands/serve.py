@@ -10,7 +10,7 @@ from nemo_rl_cpp.serving import check_installed
 
 KEY_VARIABLE = "NEMO_RL_CPP_API_KEY"
 _OF_OPENAI = {"max_queue": 1024, "request_timeout": 600.0, "seed": 42}
-"""Options of the OpenAI routes, and their defaults."""
+"""Options that only the OpenAI routes have -> default."""
 _EXAMPLES = """examples:
   nemo-rl-cpp serve --model smollm2-135m-instruct
   nemo-rl-cpp serve --model results/grpo_arithmetic_smollm2 --port 8080 --api-key secret

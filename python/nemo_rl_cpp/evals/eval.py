@@ -60,8 +60,9 @@ def evaluate_policy(
     policy: PolicyInterface, tokenizer: TokenizerType, config: MasterConfig, longest: int
 ) -> EvalResult:
     """Evaluate the current weights of a policy that is being trained. In `config`, the section `tokenizer` and the
-    model and precision of `generation` are ignored. Conversations have at most `longest` tokens, or
-    `generation.vllm_cfg.max_model_len` if that is less. Raise ConfigError if `config` is invalid."""
+    model and precision of `generation` are ignored, because those of the policy are used. Conversations have at most
+    `longest` tokens, or `generation.vllm_cfg.max_model_len` if that is less. Raise ConfigError if `config` is
+    invalid."""
     config = checked(config, MasterConfig)
     with _environment(config) as environment:
         loader = make_loader(config, tokenizer)
@@ -84,13 +85,14 @@ def _environment(config: MasterConfig) -> Iterator[Environment]:
 
 
 def _limit_length(config: MasterConfig, longest: int) -> None:
-    """Reduce `generation.vllm_cfg.max_model_len` to `longest`. The key is not marked as set by the user."""
+    """Reduce `generation.vllm_cfg.max_model_len` to `longest` tokens. Messages do not treat the key as set by the
+    user."""
     engine = config.generation.vllm_cfg
     engine.__dict__["max_model_len"] = min(engine.max_model_len or longest, longest)
 
 
 def make_loader(config: MasterConfig, tokenizer: TokenizerType) -> StatefulDataLoader:
-    """Load the data set of the section `data`, report problems of its rows, and return a loader of it."""
+    """Load the data set of the section `data`, report problems of its rows, and return a loader of its prompts."""
     raw = load_eval_dataset(config.data)
     limit, size = config.data.max_input_seq_length, config.generation.num_prompts_per_step
     environment = config.data.env_name, config.env.get(config.data.env_name)
@@ -158,7 +160,8 @@ def run_env_eval(
 def measure(
     generation: BaseEngine, dataloader: Iterable[BatchedDataDict], env: Environment, config: MasterConfig
 ) -> tuple[EvalResult, list[dict[str, object]]]:
-    """Return the result of an evaluation and its samples: one dictionary per response, in the order of the prompts."""
+    """Generate and score the responses to all prompts of `dataloader`. Return the evaluation's result and its samples:
+    one dictionary per response, in the order of the prompts."""
     n = config.eval.num_tests_per_prompt
     samples: list[dict[str, object]] = []
     rounds: list[tuple[int, dict[str, float]]] = []
@@ -191,7 +194,8 @@ def measure(
 def _answer(
     batch: BatchedDataDict, generation: BaseEngine, env: Environment, config: MasterConfig
 ) -> tuple[list[dict[str, object]], dict[str, float]]:
-    """Roll out and score prompts. Return (one sample per row, metrics of rollouts and environment)."""
+    """Generate responses to a batch of prompts and score them. Return (one sample per response, metrics of rollouts and
+    environment)."""
     prompts = ["\n".join(message["content"] for message in log) for log in batch["message_log"]]
     conversations = Conversations(batch, generation.tokenizer, config.generation.vllm_cfg.max_model_len)
     answers: list[str | None] = [None] * batch.size
@@ -234,7 +238,8 @@ def _score(active: BatchedDataDict, env: Environment, name: str) -> EnvironmentR
 
 
 def prompt_scores(rewards: list[float], answers: list[str | None], config: MasterConfig) -> list[float]:
-    """Return the metric of each prompt. Raise ValueError for cons@k if no response has an answer."""
+    """Return the configured metric (pass@k or cons@k) of each prompt, from the rewards and extracted answers of all
+    responses. Raise ValueError for cons@k if no response has an answer."""
     wanted, n = config.eval, config.eval.num_tests_per_prompt
     votes = wanted.metric == "cons@k"
     if votes and all(answer is None for answer in answers):

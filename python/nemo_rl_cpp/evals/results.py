@@ -31,8 +31,9 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
     """Return cons@k: the share of all k-subsets of the responses whose majority answer has reward 1.
 
     In a tie, the answer that comes first in the subset wins. An answer's reward is that of its first response in the
-    subset; "no answer" (None) is an answer. The subsets are counted, not enumerated: if the winner has v votes and its
-    first vote is response i, every other answer has fewer than v votes, or v votes that all come after i."""
+    subset; "no answer" (None) is an answer. Instead of enumerating the subsets, count those that an answer wins with v
+    votes, of which the first is response i: every other answer has fewer than v votes, or v votes that all come after
+    i."""
     places: dict[Hashable, list[int]] = {}
     for i, answer in enumerate(answers):
         places.setdefault(answer, []).append(i)
@@ -49,8 +50,8 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
 
 
 def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
-    """Return in how many ways `remaining` votes can go to answers that lose against an answer with `votes` votes, the
-    first of which is response `first`."""
+    """Return in how many ways `remaining` votes can go to the answers `others` (the indices of each answer's responses)
+    so that all of them lose against an answer with `votes` votes, the first of which is response `first`."""
     ways = [1] + [0] * remaining  # ways[m]: the number of ways in which m votes go to the answers so far
     for place in others:
         after = sum(i > first for i in place)
@@ -114,7 +115,7 @@ def metric_name(wanted: EvalConfig) -> str:
 
 
 def show(result: EvalResult, samples: Sequence[Mapping[str, Any]], config: EvalMasterConfig) -> None:
-    """Print the lines that NeMo RL's evaluation prints, the table of results, and some wrong responses."""
+    """Print the lines that NeMo RL's evaluation prints, a table of the results, and some wrong responses."""
     wanted, generation = config.eval, config.generation
     print(f"model_name={generation.model_name!r} dataset_name={config.data.dataset_name!r}")
     print(
@@ -157,7 +158,7 @@ _ROLLOUT = {
     "total_turns", "avg_turns_per_sample", "max_turns_per_sample", "natural_termination_rate", "truncation_rate", "max_turns_reached_rate",
     "mean_total_tokens_per_sample", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "mean_env_tokens_per_sample",
 }  # fmt: skip
-"""Metrics that `_rows` shows under other names, or omits."""
+"""Metrics of rollouts that the table of results shows under other names, or omits."""
 
 
 def save_evaluation_data(samples: list[dict[str, object]], config: EvalMasterConfig, folder: Path) -> None:
@@ -247,7 +248,8 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
-    """Return the prompts whose mean reward rose (sign 1) or fell (-1) from first to last, largest first."""
+    """Return the entries of `answers` whose mean reward rose (`sign` 1) or fell (-1) from the first to the last
+    evaluation, largest change first. An entry is one prompt's results in each evaluation."""
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

@@ -40,8 +40,8 @@ def publish_folder(fresh: Path, target: Path, old: Path) -> None:
     """Rename the sealed folder `fresh` to `target`.
 
     An existing target is first renamed to `old`, which the caller then removes. If the rename of `fresh` fails, `old`
-    is renamed back to `target`. A crash in between leaves `old` without a target, and the next start renames it back.
-    """
+    is renamed back to `target`. A crash in between leaves `old` without a target, which the next start of a run renames
+    back."""
     if not target.exists():
         rename(fresh, target)
         return
@@ -55,8 +55,8 @@ def publish_folder(fresh: Path, target: Path, old: Path) -> None:
 
 
 def write_durable(path: Path, text: str) -> None:
-    """Write `text` to a file and sync it to disk. This is not atomic: use it for a file in a folder that is not
-    published yet."""
+    """Write `text` to a file and sync it to disk. The write is not atomic, so use it only for files in a folder that is
+    not published yet."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -107,10 +107,10 @@ def seal_folder(root: Path, **facts: Plain) -> dict[str, Plain]:
 
 def folder_problem(root: Path, contents: bool, verify: Collection[str] = (), within: str = "") -> str | None:
     """Return a few words on why a sealed folder is not complete and valid, or None if it is. Only files whose names in
-    the manifest begin with `within` are examined.
+    the manifest begin with `within` are checked.
 
-    If `contents`, every SHA-256 is checked; otherwise only the manifest, the sizes, and the SHA-256 of the (small)
-    files in `verify`. Files that the manifest does not list are allowed, except files in `verify`."""
+    If `contents`, the SHA-256 of every file is checked; otherwise only the manifest, the sizes, and the SHA-256 of the
+    (small) files in `verify`. Files that the manifest does not list are allowed, except files in `verify`."""
     try:
         files = _manifest_files(root)
     except FileNotFoundError:
@@ -134,7 +134,7 @@ def folder_problem(root: Path, contents: bool, verify: Collection[str] = (), wit
 
 
 def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
-    """Return a mapping from file name to (size, SHA-256), read from the manifest. Raise ValueError unless the manifest
+    """Return {file name: (size, SHA-256)} from the manifest of the folder `root`. Raise ValueError unless the manifest
     is well-formed, matches its own digest, and lists only files inside its folder."""
     manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     files = manifest["files"]
@@ -147,7 +147,8 @@ def _manifest_files(root: Path) -> dict[str, tuple[int, str]]:
 
 
 def manifest_facts(root: Path) -> dict[str, Plain]:
-    """Return the `facts` that `seal_folder` stored for a folder, or an empty mapping if the manifest cannot be read."""
+    """Return the `facts` that `seal_folder` stored in a folder's manifest, or an empty dictionary if the manifest
+    cannot be read."""
     return {key: value for key, value in json_object(root / MANIFEST).items() if key not in ("files", "digest")}
 
 
@@ -161,7 +162,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def json_rows(lines: Iterable[str | bytes]) -> Iterator[dict[str, Plain]]:
-    """Yield the objects in JSON lines. Lines that are incomplete, damaged or not an object are skipped."""
+    """Yield the objects in the lines of a JSON Lines file. Skip lines that are incomplete, damaged or not an object."""
     for line in lines:
         with suppress(ValueError, RecursionError):
             if isinstance(row := json.loads(line), dict):
@@ -178,7 +179,7 @@ _TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 def disk_trouble(error: BaseException | None) -> str | None:
     """Return a text such as "No space left on device" if the exception was caused by lack of space, a quota or a
-    failing disk, otherwise None. Exceptions of non-Python libraries have the error number only in the message."""
+    failing disk, otherwise None. Exceptions of libraries outside Python are recognised by their message."""
     while error is not None:
         found = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None

@@ -28,7 +28,8 @@ class FolderInUseError(FolderError, RuntimeError):
 
 
 class FolderLock:
-    """A lock that is held from construction to `close`, or until the process ends. Forked children do not inherit it.
+    """A lock on a folder, held from construction until `close` or the end of the process. Forked children do not
+    inherit it.
 
     Raise FolderInUseError with process, host and time if another run holds the lock, and FolderError if the folder
     cannot be locked. `key` is the configuration key in error messages. If the file system has no locks, print a
@@ -56,7 +57,7 @@ class FolderLock:
             self._path.write_text(json.dumps(me) + "\n")
 
     def close(self, remove: bool = False) -> None:
-        """Release the lock. With `remove`, also delete the lock file. Idempotent."""
+        """Release the lock. With `remove`, also delete the lock file. Further calls do nothing."""
         if self._lock.is_locked:
             with contextlib.suppress(OSError):
                 self._path.unlink() if remove else os.truncate(self._path, 0)
@@ -81,7 +82,8 @@ def holder_of(folder: Path) -> dict[str, Plain] | None:
 
 
 def held_by(holder: dict[str, Plain]) -> str:
-    """Return a text about the holder of a lock, such as "is in use by process 12 on host, since ..."."""
+    """Return a text about the process `holder` that holds a lock, such as "is in use by process 12 on host, since
+    ..."."""
     if "pid" not in holder:
         return "is in use by another process"
     if holder["pid"] == os.getpid() and holder.get("host") == socket.gethostname():

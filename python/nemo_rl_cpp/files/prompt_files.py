@@ -11,7 +11,8 @@ class MissingFileError(FileNotFoundError, ValueError):
 
 def _places(path: str | Path) -> list[Path]:
     """Return the paths at which a file may be: the given path, the path in the source tree, and that in the installed
-    package. The package contains the prompts of `examples/prompts/`, which are found by that path or by file name."""
+    package. The package contains the prompts of `examples/prompts/`; either this path or the file name alone finds
+    them."""
     given = Path(path).expanduser()
     if given.is_absolute():
         return [given]

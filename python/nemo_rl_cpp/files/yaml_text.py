@@ -13,8 +13,7 @@ _RESERVED = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "none"
 
 
 def dump_yaml(value: Plain) -> str:
-    """Return dicts, lists, strings, numbers, booleans and None as YAML text. Floats always contain a dot, because a
-    YAML 1.1 reader reads `1e-06` as a string."""
+    """Return `value` as YAML text. Floats always contain a dot, because a YAML 1.1 reader reads `1e-06` as a string."""
     if isinstance(value, (dict, list)) and value:
         return "\n".join(_lines(value, 0)) + "\n"
     return _scalar(value) + "\n"

@@ -74,8 +74,8 @@ def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
 
 
 def as_number(value: object) -> float | None:
-    """Return a number as a float. The strings "nan", "inf" and "-inf", which `to_json` writes for non-finite numbers,
-    are also numbers. Return None for anything else."""
+    """Return `value` as a float if it is a number, or one of the strings "nan", "inf" and "-inf", which `to_json`
+    writes for non-finite numbers. Return None for anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     if isinstance(value, str) and value in ("nan", "inf", "-inf"):
@@ -129,7 +129,8 @@ def plain(value: object) -> object:
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a mapping with `plain` applied to every value. Raise ConfigError if a key is not a string."""
+    """Return a copy of `values` in which `plain` has converted every value. Raise ConfigError if a key is not a
+    string."""
     wrong = next((key for key in values if not isinstance(key, str)), None)
     if wrong is not None:
         text = f"the keys of a mapping must be texts, not {type(wrong).__name__} ({in_a_line(wrong)})"

@@ -62,9 +62,9 @@ class Section(BaseModel, metaclass=_Made):
     """A section of the configuration. Its keys are read as `section.key` or, as in NeMo RL's scripts, `section["key"]`.
 
     An unknown key raises ConfigError. A key declared by `only` belongs to an unsupported feature, and accepts only the
-    listed values. A key declared by `no_effect` is accepted and ignored. Ignored keys of NeMo RL are listed in
-    idle_keys.toml, under the class name of their section. In a section that is created or assigned to in Python, values
-    are not converted: a string is not read as a number, nor a number as a string."""
+    values that the declaration lists. A key declared by `no_effect` is accepted and ignored. Ignored keys of NeMo RL
+    are listed in idle_keys.toml, under the class name of their section. In a section that is created or assigned to in
+    Python, values are not converted: a string is not read as a number, nor a number as a string."""
 
     model_config = ConfigDict(
         strict=True,  # the loader is not strict, because ${oc.env:...} gives numbers as strings
@@ -97,8 +97,8 @@ class Section(BaseModel, metaclass=_Made):
 
     @classmethod
     def takes_own_key(cls, dotted: str) -> bool:
-        """Return whether the key `dotted`, which the schema does not list, is allowed: it is in a free-form mapping, or
-        in a section that accepts any key."""
+        """Return whether the key `dotted` is allowed although the schema does not list it: because it is in a free-form
+        mapping, or in a section that accepts any key."""
         name, _, rest = dotted.partition(".")
         info = dict(fields_of(cls)).get(name)
         if info is None or not rest:
@@ -117,7 +117,7 @@ class Section(BaseModel, metaclass=_Made):
         return tuple(found.items())
 
     def check_all(self, report: Report) -> None:
-        """Report mistakes, beyond those that type checks detect, in a section that was created in Python."""
+        """Report those mistakes in a section that was created in Python which type checks do not detect."""
         check_marks(self, "", report)
 
     def __getitem__(self, key: str) -> Any:
@@ -222,14 +222,16 @@ StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 
 def key(default: object, doc: str, **options: Any) -> Any:
-    """Declare a key with its default and its description in docs/configuration.md. The default is defined only here."""
+    """Declare a key of a section, with its default and its description in docs/configuration.md. The default is defined
+    only here. `options` are arguments of pydantic's `Field`."""
     if isinstance(default, (list, dict)):
         return Field(default_factory=lambda: type(default)(default), description=doc, **options)
     return Field(default, description=doc, **options)
 
 
 def section(model: type[Section], doc: str) -> Any:
-    """Declare a nested section with its description. If a file omits it, all its keys have their defaults."""
+    """Declare a nested section of the class `model`, with its description. If a file omits the section, all its keys
+    have their defaults."""
     return Field(default_factory=model, description=doc)
 
 
@@ -303,13 +305,13 @@ def own_keys(model: type[Section]) -> frozenset[str]:
 
 
 def mark_of(info: FieldInfo) -> Mapping[str, object]:
-    """Return the data that `only` or `no_effect` attached to a key; empty for other keys."""
+    """Return the data that `only` or `no_effect` attached to a key's field; empty for other keys."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
 def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
-    """Return the overrides, with `++` put before each `KEY=VALUE` whose key is a free-form mapping or lies inside one,
-    because such a key may be new."""
+    """Return the overrides of the command line, with `++` put before each `KEY=VALUE` whose key is a free-form mapping
+    or lies inside one, because such a key may be new."""
     free = free_mappings(model)
 
     def added(override: str) -> str:
@@ -322,8 +324,8 @@ def additions(overrides: Sequence[str], model: type[Section]) -> list[str]:
 
 @cache
 def free_mappings(model: type[Section]) -> frozenset[str]:
-    """Return the dotted keys of free-form mappings. An override may add keys to them without `+`. `env` is excluded,
-    because its sections are checked."""
+    """Return the dotted keys whose values are free-form mappings. An override may add keys to these mappings without
+    `+`. `env` is not among them, because its sections are checked."""
     return frozenset(key for key, info in dotted_fields(model) if _is_mapping(info.annotation) and key != "env")
 
 
@@ -346,7 +348,8 @@ def mistakes(failure: ValidationError, cls: type[Section]) -> list[Problem]:
 
 
 def check_marks(section: Section, prefix: str, report: Report) -> None:
-    """Report each key declared by `only` whose value is not allowed. `prefix` is the section's dotted key and a dot."""
+    """Report each key declared by `only` whose value is not allowed. `prefix` precedes the section's keys in messages:
+    the section's dotted key and a dot."""
     if section.is_switched and not section.enabled:
         return
     for name, info in type(section).model_fields.items():
@@ -401,9 +404,10 @@ M = TypeVar("M", bound=Section)
 
 
 def as_model(config: object, model: type[M], section: str = "") -> M:
-    """Return `config` if it is an instance of `model`; build one from a mapping. Raise ConfigError for mistakes in it.
+    """Return `config` if it is an instance of `model`, or build an instance from a mapping. Raise ConfigError if the
+    mapping has mistakes.
 
-    `section`: the dotted key of the mapping in a file ("env.math"), used in messages."""
+    `section` is the dotted key under which a file has the mapping ("env.math"), for messages."""
     if isinstance(config, model):
         return config
     if not isinstance(config, Mapping):
@@ -435,8 +439,9 @@ E = TypeVar("E", bound=Entry)
 
 
 class Table(Mapping[str, Any], Generic[E]):
-    """A mapping from names to objects. An object is imported when it is accessed. `entries` holds the definitions
-    without importing the objects. `what` is the noun for an entry in messages, such as "environment"."""
+    """A mapping from names to objects, such as classes of loggers, that imports an object when it is accessed.
+    `entries` holds the definitions without importing the objects. `what` is the noun for an entry in messages, such as
+    "environment"."""
 
     def __init__(self, what: str, entries: Mapping[str, E]) -> None:
         self.what = what
@@ -499,7 +504,8 @@ def add_keys(section: type[BaseModel], keys: Mapping[str, FieldInfo]) -> None:
 
 
 def rebuild(section: type[BaseModel]) -> None:
-    """Make pydantic rebuild the validators of a section and of every section that contains it."""
+    """Make pydantic rebuild the validators of a section and of every section that contains it, after its keys have
+    changed."""
     own_keys.cache_clear()
     level, done = _below(section), set()
     while level:

@@ -41,7 +41,7 @@ def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class ClusterConfig(Section):
-    """The devices and processes of a run."""
+    """Settings of the devices and processes of a run."""
 
     _beside_training: bool = PrivateAttr(False)
     gpus_per_node: Positive = key(
@@ -138,17 +138,18 @@ class ClusterConfig(Section):
 
     @property
     def one_process_text(self) -> str:
-        """A remedy for the end of an error message: how to run in one process, without workers."""
+        """The end of an error message that says how to run in one process, without workers."""
         return "start one process" if self.executor == "auto" else "set it to auto"
 
     @property
     def has_written_size(self) -> bool:
-        """Whether the run has as many workers as its configuration says: `num_nodes * gpus_per_node`."""
+        """Whether the run has as many workers as its configuration asks for: `num_nodes * gpus_per_node`."""
         return self.has_workers and self.processes == self.num_nodes * self.gpus_per_node
 
 
 def engines_of(config: TrainMasterConfig) -> int:
-    """Return the number of workers that only generate; 0 if generation shares the trainers' processes and weights.
+    """Return the number of workers that only generate; 0 if the training processes also generate, with their own
+    weights.
 
     On one node the number is `colocated.resources.gpus_per_node`. On several nodes, all workers of
     `resources.num_nodes` nodes only generate. With the executor `auto` the number is 1 if rollouts overlap with
@@ -164,5 +165,5 @@ def engines_of(config: TrainMasterConfig) -> int:
 
 
 def trainers_of(config: TrainMasterConfig) -> int:
-    """Return the number of processes that train."""
+    """Return the number of processes of the run that train (the others only generate)."""
     return config.cluster.processes - engines_of(config)

@@ -59,7 +59,7 @@ DATASET_REGISTRY: Table[DatasetEntry] = Table(
 
 
 def dataset_keys() -> dict[str, tuple[str, ...]]:
-    """Return the keys of each dataset in addition to those of `DatasetConfig`."""
+    """Return {name of a dataset: its keys in addition to those of `DatasetConfig`}."""
     return {name: entry.keys for name, entry in DATASET_REGISTRY.entries.items()}
 
 
@@ -70,11 +70,11 @@ DATASET_ALIASES = {
     "aime2026": "AIME2026",
     "openmathinstruct2": "OpenMathInstruct-2",
 }
-"""Names of datasets in NeMo RL's guides -> their names here."""
+"""Name of a dataset in NeMo RL's guides -> its name in this package."""
 
 
 def is_class_name(dataset_name: str) -> bool:
-    """Return whether the name has the form package.module.Name, the name of a user's own class."""
+    """Return whether `dataset_name` has the form package.module.Name, which names a user's own class."""
     return "." in dataset_name and all(part.isidentifier() for part in dataset_name.split("."))
 
 
@@ -93,8 +93,8 @@ def defaults_for(section: Mapping[str, object], default: Mapping[str, object]) -
 
 
 class DatasetDefaults(Section):
-    """The keys that all datasets have. If a dataset omits a key, it gets the key's value in the section `data.default`,
-    which may also contain the keys that only the datasets of its dataset_name have."""
+    """The keys that all datasets have. A key that a dataset omits has its value in the section `data.default`, which
+    may also contain keys that only some datasets have, those of its dataset_name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -131,7 +131,7 @@ HeldOut = Annotated[object, AfterValidator(_held_out)]
 
 
 class DatasetConfig(DatasetDefaults):
-    """A dataset. Further keys depend on dataset_name."""
+    """Settings of one dataset. Further keys depend on dataset_name."""
 
     split_validation_size: HeldOut = key(
         None,
@@ -216,8 +216,8 @@ def environments_of_training(data: DataConfig) -> set[str | None]:
 
 
 def datasets_of(value: DatasetConfig | list[DatasetConfig] | None, dotted: str) -> list[tuple[str, DatasetConfig]]:
-    """Return a pair (dotted key, dataset) for a dataset, or for each dataset of a list. `dotted` is the key of
-    `value`."""
+    """Return (dotted key, dataset) for the dataset `value`, or for each dataset if `value` is a list. `dotted` is the
+    key of `value`."""
     if value is None:
         return []
     if isinstance(value, list):

@@ -39,7 +39,7 @@ class NonColocatedTeachersConfig(Section):
 
 
 class OnPolicyDistillationConfig(Section):
-    """Teachers that score the policy's samples, for `adv_estimator.name: opd` of a GRPO or PPO run."""
+    """Settings of teachers that score the policy's samples, for `adv_estimator.name: opd` of a GRPO or PPO run."""
 
     is_switched = True
     enabled: bool = key(False, "Load the teachers and score the responses with them.")
@@ -58,8 +58,7 @@ class OnPolicyDistillationConfig(Section):
     full: FullDistillationConfig | None = section(FullDistillationConfig, "the whole vocabulary (not supported)")
 
     def models(self) -> dict[str, str]:
-        """Return a mapping from each task to the model of its teacher; empty if `enabled` is false. Local folders are
-        absolute paths."""
+        """Return {task: model of its teacher}; empty if `enabled` is false. Local folders are absolute paths."""
         if not self.enabled:
             return {}
         return {task: absolute_folder(name) for task, name in self.teacher_model_by_agent_name.items()}
@@ -75,8 +74,8 @@ class OnPolicyDistillationConfig(Section):
 
 
 class TeacherConfig(Section):
-    """The teacher of a distillation run. It has the policy's precision, batch sizes and maximum sequence length. NeMo
-    RL's other keys of this section are accepted and ignored."""
+    """Settings of the teacher of a distillation run. It has the policy's precision, batch sizes and maximum sequence
+    length. NeMo RL's other keys of this section are accepted and ignored."""
 
     model_config = ConfigDict(extra="allow")
     model_name: str = key(
@@ -104,7 +103,8 @@ class TeacherConfig(Section):
 
 
 class DistillationLossConfig(ClippedPGLossConfig):
-    """The loss of a distillation run: a divergence between policy and teacher, applied as a policy-gradient loss."""
+    """Settings of the loss of a distillation run: a divergence between policy and teacher, applied as a policy-gradient
+    loss."""
 
     reference_policy_kl_penalty: NonNegative = key(
         0.0,
@@ -130,7 +130,7 @@ class DistillationLossConfig(ClippedPGLossConfig):
 
 
 class DistillationEstimatorConfig(AdvEstimatorConfig):
-    """The advantage estimator of a distillation run. It converts the teacher's scores to advantages."""
+    """Settings of the advantage estimator of a distillation run, which converts the teacher's scores to advantages."""
 
     name: GRPOEstimator = key(
         "opd",
@@ -140,7 +140,7 @@ class DistillationEstimatorConfig(AdvEstimatorConfig):
 
 
 class DistillationConfig(LoopConfig):
-    """The training loop of a distillation run. Keys that are also in `grpo` have the same meaning."""
+    """Settings of the training loop of a distillation run. Keys that are also in `grpo` have the same meaning."""
 
     section_name = "distillation"
     num_prompts_per_step: Positive = other_default("num_prompts_per_step", 128)
@@ -167,7 +167,7 @@ class DistillationConfig(LoopConfig):
 
 
 def check_teachers(config: TaughtMasterConfig | DistillationMasterConfig, report: Report) -> None:
-    """Report teachers' settings that do not fit the advantage estimator or the policy."""
+    """Report settings of the teachers that do not fit the advantage estimator or the policy."""
     estimator, key = config.loop.adv_estimator, f"{config.algorithm}.adv_estimator"
     taught = estimator.name == "opd"
     for name in ("proximal_teacher_alpha", "subtract_global_baseline", "outcome_advantage_weight"):
@@ -255,7 +255,7 @@ def _check_on_policy_distillation(config: TaughtMasterConfig, taught: bool, repo
 
 
 class SFTLossConfig(ClippedPGLossConfig):
-    """The supervised loss on the answers in the dataset."""
+    """Settings of the supervised loss on the answers in the dataset."""
 
     name: LossName = key(
         "nll",
@@ -270,8 +270,8 @@ class SFTLossConfig(ClippedPGLossConfig):
 
 
 class SFTConfig(OnePassLoop):
-    """The training loop of supervised fine-tuning. Each step trains on policy.train_global_batch_size rows of the
-    dataset."""
+    """Settings of the training loop of supervised fine-tuning. Each step trains on policy.train_global_batch_size rows
+    of the dataset."""
 
     section_name: ClassVar[str] = "sft"
     max_num_epochs: Positive = key(

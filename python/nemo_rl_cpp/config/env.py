@@ -24,7 +24,7 @@ class VerifierPoolConfig(Section):
 
 
 class MathEnvConfig(VerifierPoolConfig):
-    """Math: the reward is 1 if the answer equals the ground truth, otherwise 0."""
+    """Settings of the math environment: the reward is 1 if the answer equals the ground truth, otherwise 0."""
 
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] | None = key(
         "hf_math_verify",
@@ -41,7 +41,8 @@ class MathEnvConfig(VerifierPoolConfig):
 
 
 class MultiRewardEnvConfig(Section):
-    """Math with three reward components, for adv_estimator gdpo: correct answer, integer answer, and format."""
+    """Settings of the math environment with three reward components for adv_estimator gdpo: correct answer, integer
+    answer, and format."""
 
     math_verify_impl: Literal["hf_math_verify"] | None = no_effect(
         "hf_math_verify", "answers are compared letter for letter"
@@ -53,7 +54,7 @@ class MultiRewardEnvConfig(Section):
 
 
 class ReasoningGymEnvConfig(VerifierPoolConfig):
-    """Tasks of the package reasoning_gym, scored by the package."""
+    """Settings of the environment for tasks of the package reasoning_gym, which also scores the answers."""
 
     answer_format: Literal["auto", "tag", "line"] = key(
         "auto",
@@ -67,7 +68,8 @@ class PlainEnvConfig(Section):
 
 
 class CodeEnvConfig(Section):
-    """Code: runs the program in a response against tests, in a sandbox without network and without access to files."""
+    """Settings of the code environment, which runs the program in a response against tests, in a sandbox without
+    network and without access to files."""
 
     num_workers: Positive = key(1, "Number of programs that run at the same time.")
     reward: Literal["all", "fraction"] = key(
@@ -85,7 +87,7 @@ class CodeEnvConfig(Section):
 
 
 class GuessNumberEnvConfig(Section):
-    """A multi-turn game: guess a number from the hints "higher" and "lower"."""
+    """Settings of a multi-turn game: the policy guesses a number from the hints "higher" and "lower"."""
 
     max_guesses: Positive = key(
         3, "Maximum number of guesses in a game. grpo.max_rollout_turns must be at least as large."
@@ -98,7 +100,7 @@ class GuessNumberEnvConfig(Section):
 
 
 class AgentEnvConfig(Section):
-    """Rollouts by your own function, which calls the policy over HTTP. This needs
+    """Settings of rollouts by your own function, which calls the policy over HTTP. They need
     policy.generation.expose_http_server."""
 
     function: str = key(..., "Dotted name of your function, which takes an AgentTask and returns the reward.")
@@ -111,7 +113,7 @@ class AgentEnvConfig(Section):
 
 
 class VerifiersEnvConfig(Section):
-    """Rollouts by agents of the package verifiers. This needs policy.generation.expose_http_server."""
+    """Settings of rollouts by agents of the package verifiers. They need policy.generation.expose_http_server."""
 
     env: dict[str, Any] = key({}, "The section env of verifiers without its task set: id, roles, timeouts.")
     harness: dict[str, Any] | None = key(
@@ -139,7 +141,7 @@ TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_
 
 
 class NemoGymEnvConfig(Section):
-    """Rollouts by the agents and resource servers of the package NeMo Gym, which the run starts. This needs
+    """Settings of rollouts by the agents and resource servers of the package NeMo Gym, which the run starts. They need
     policy.generation.expose_http_server. Keys that are not listed are passed to NeMo Gym."""
 
     model_config = ConfigDict(extra="allow")
@@ -201,7 +203,7 @@ ENV_REGISTRY: dict[str, EnvironmentEntry] = {
 
 
 def environment_sections() -> dict[str, type[Section]]:
-    """Return a mapping from environment name to the class of its section, for environments whose keys are checked."""
+    """Return {name of an environment: class of its section} for the environments whose keys are checked."""
     return {name: entry["section"] for name, entry in ENV_REGISTRY.items() if "section" in entry}
 
 

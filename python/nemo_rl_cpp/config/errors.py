@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """A mistake: its place ("grpo.yaml:12", "override 'a.b=c'", or "" if unknown), its dotted key, and a message that
-    says what to change."""
+    """A mistake in a configuration: its place ("grpo.yaml:12", "override 'a.b=c'", or "" if unknown), its dotted key,
+    and a message that says what to change."""
 
     where: str
     key: str
@@ -48,8 +48,8 @@ class ConfigError(ValueError):
 
 
 class Report:
-    """A collector of mistakes. `positions` maps each key that is set to its place, a file and line or an override. For
-    other keys the place is the file `file`."""
+    """A collector of the mistakes in a configuration. `positions` maps each key that is set to its place, a file and
+    line or an override. For other keys the place is the file `file`."""
 
     def __init__(self, positions: dict[str, str], file: str = ""):
         self._positions = positions
@@ -128,7 +128,7 @@ KINDS = {
         ("eval", "an evaluation", "run_eval", "evals/eval.yaml", "Evaluate a language model: pass@k or cons@k."),
     )
 }  # fmt: skip
-"""Name of each kind of configuration, which is also the section that identifies its files."""
+"""The kinds of configuration. The name of a kind is also the section that identifies its files."""
 
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
@@ -171,7 +171,7 @@ def dotted_key(location: tuple[int | str, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as in YAML, shortened to one line."""
+    """Return a configuration value as YAML text, shortened to one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -241,7 +241,7 @@ _EXPECTED = {
 
 
 def explained(message: str) -> str:
-    """Return the YAML reader's error message, or a message about the tab if the line of the error contains one."""
+    """Return the message of the YAML reader, or if its line contains a tab a message about the tab."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

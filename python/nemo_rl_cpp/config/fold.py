@@ -67,8 +67,8 @@ def exactness_of(policy: PolicyConfig) -> Exactness | None:
 
 
 def exactness_text(config: WholeConfig) -> str | None:
-    """Return a line for the terminal on how closely generation and training agree. Return None for an evaluation, or if
-    the engine cannot be combined with policy.backend."""
+    """Return a line for the terminal on how closely the log-probabilities of generation and training agree. Return None
+    for an evaluation, or if the engine cannot be combined with policy.backend."""
     if not config.trained_models() or (row := exactness_of(config.policy)) is None:
         return None
     how = "equal to the bit" if row.equal else "equal up to rounding"
@@ -91,9 +91,9 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Return {dotted key: configured value} for each number above 1 of machines, devices or (in enabled backends)
-    parallel processes that this run does not use as configured. Tensor-parallel sizes that divide the number of worker
-    processes can be used."""
+    """Return {dotted key: configured value} for each number of machines, devices or (in enabled backends) parallel
+    processes that is above 1 and that this run does not use as configured. Tensor-parallel sizes that divide the number
+    of worker processes can be used."""
     ours = config.cluster.has_written_size  # the sizes are used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
@@ -115,7 +115,7 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
 
 
 def devices_of(config: WholeConfig) -> int:
-    """Return the number of devices that a configuration was written for, as far as this run does not use them: the
+    """Return the number of devices that a configuration was written for, counting only what this run does not use: the
     cluster's size, or the number of shards of a model if that is larger."""
     cut: dict[str, list[int]] = {}
     for key, size in sizes_of(config).items():
@@ -182,7 +182,7 @@ def keys_without_effect(config: WholeConfig) -> dict[str, list[str]]:
 
 
 def keys_without_effect_text(config: WholeConfig) -> str | None:
-    """Return the keys of `keys_without_effect` as text for the terminal; None if there are none."""
+    """Return the result of `keys_without_effect` as text for the terminal; None if there are no such keys."""
     found = keys_without_effect(config)
     if not found:
         return None

@@ -83,14 +83,15 @@ class VllmConfig(Section):
     )
 
     def dtype_for(self, precision: str) -> str:
-        """Return the full name of the dtype that vLLM computes in: the section's `precision`, or the argument if that
-        is not set."""
+        """Return the full name of the dtype that vLLM computes in: that of the section's key `precision`, or of the
+        argument if the key is not set."""
         wanted = precision if self.precision in (None, "auto") else self.precision
         return _DTYPES.get(wanted, wanted)
 
 
 class ResourcesConfig(Section):
-    """The number of workers that only generate and do not train. Used if generation is not colocated."""
+    """Settings of the workers that only generate and do not train: how many there are. Used if generation is not
+    colocated."""
 
     gpus_per_node: Positive | None = key(
         None,
@@ -105,7 +106,7 @@ class ResourcesConfig(Section):
 
 
 class ColocatedConfig(Section):
-    """The placement of generation: on the devices of training, or on workers that only generate."""
+    """Settings of where generation runs: on the devices of training, or on workers that only generate."""
 
     enabled: bool = key(
         True,
@@ -118,17 +119,17 @@ class ColocatedConfig(Section):
 
 
 class NixlConfig(Section):
-    """NIXL weight transfer of NeMo RL. The section is ignored."""
+    """Settings of NeMo RL's NIXL weight transfer. The section is ignored."""
 
 
 class RefitConfig(Section):
-    """Weight transfer of NeMo RL. The section is ignored."""
+    """Settings of NeMo RL's weight transfer. The section is ignored."""
 
     nixl: NixlConfig = section(NixlConfig, "transfer by NIXL")
 
 
 class McoreGenerationConfig(Section):
-    """Megatron's generation engine. The section is ignored, so it accepts any keys."""
+    """Settings of Megatron's generation engine. The section is ignored, so it accepts any keys."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -138,7 +139,7 @@ PACKAGES = ("starlette", "uvicorn")
 
 
 class HttpServerConfig(Section):
-    """The address and the limits of the HTTP server for the policy. Used if expose_http_server is true."""
+    """Settings of the HTTP server for the policy: its address and limits. Used if expose_http_server is true."""
 
     host: str = key(
         "127.0.0.1",
@@ -162,7 +163,7 @@ class HttpServerConfig(Section):
 
 
 class GenerationConfig(Section):
-    """Sampling of responses, and the engine that generates them."""
+    """Settings of the sampling of responses, and of the engine that generates them."""
 
     spellings = {"max_model_len": "vllm_cfg.max_model_len", "vllm_cfg.expose_http_server": "expose_http_server"}
     backend: Literal["native", "hf", "vllm", "sglang", "megatron", "trtllm", "dynamo"] | None = key(
@@ -242,7 +243,7 @@ class GenerationConfig(Section):
 
 
 class EvalVllmConfig(VllmConfig):
-    """Settings of vLLM. The native engine uses only max_model_len, enforce_eager and precision."""
+    """Settings of vLLM in an evaluation. The native engine uses only max_model_len, enforce_eager and precision."""
 
     precision: Literal["bfloat16", "float32"] | None = key(
         None, "dtype of the weights and of the matrix products. null: bfloat16."
@@ -250,7 +251,8 @@ class EvalVllmConfig(VllmConfig):
 
 
 class EvalGenerationConfig(GenerationConfig):
-    """Generation in an evaluation. The section also selects the model and the number of prompts per batch."""
+    """Settings of generation in an evaluation. The section also selects the model and the number of prompts per
+    batch."""
 
     model_name: str = key(
         ...,

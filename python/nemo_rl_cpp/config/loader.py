@@ -51,20 +51,7 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 
 
 class GivenValues:
-    """Python values that the caller gives in addition to a file, by dotted key.
-
-    They are passed to the loader as overrides: numbers, booleans and None literally, every other value as a
-    placeholder. After loading, `restore` replaces the placeholders by the values, so strings such as `"${x}"` stay
-    exactly as given.
-
-    Args:
-        values: dotted key -> value. A mapping for a section is split into its keys.
-        places: dotted key -> name of the value in messages ("argument learning_rate"). The default is "value of KEY".
-        model: the class of the configuration.
-
-    Attributes:
-        problems: mistakes found without the file: unknown keys and wrong types.
-        overrides: the overrides for `values`, to be applied after the caller's own overrides."""
+    """Configuration values that a Python caller gives in addition to a file, by dotted key."""
 
     def __init__(self, values: Mapping[str, object], places: Mapping[str, str], model: type[Section]) -> None:
         self._model = model
@@ -139,8 +126,8 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
-        """If the place `where` is the override of a given value, return the value's name in messages. Return any other
-        place unchanged."""
+        """Return the name that messages use for the value set at the place `where`, if the place is the override of a
+        given value. Return any other place unchanged."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:
@@ -209,8 +196,8 @@ LOADERS = dict(
 
 
 def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None:
-    """Return (section, message) if the sections of a file show that it is for another kind of run than `own`, a key of
-    KINDS; otherwise None."""
+    """Return (section, message) if `sections`, those of a file, show that the file is for another kind of run than
+    `own` (a key of KINDS); otherwise None."""
     there = set(sections)
     other = next((name for name in KINDS if name in there), None) if own not in there else None
     if other is None:
@@ -288,8 +275,8 @@ def _not_given(data: object, prefix: str) -> list[str]:
 
 
 def _validate(data: dict[str, object], model: type[Master], report: Report) -> Master | None:
-    """Return `data` as an instance of `model`. Mistakes are reported, and wrong values removed, so that further rules
-    can be checked. Return None if no instance can be built."""
+    """Return `data` as an instance of `model`. Report mistakes and remove wrong values, so that further rules can be
+    checked. Return None if no instance can be built."""
     if isinstance(env := data.get("env"), dict):
         for name, inner in environment_sections().items():
             if isinstance(env.get(name), dict):
@@ -319,7 +306,8 @@ def _validate_part(
 
 
 def _repair(data: dict[str, object], error: ErrorDetails) -> None:
-    """Remove a wrong value, or insert a placeholder for a missing one, so that validation can continue."""
+    """Change `data` so that validation can continue after the mistake `error`: remove a wrong value, or insert a
+    placeholder for a missing one."""
     *above, last = location = [part for part in dotted_key(error["loc"]).split(".") if part] or [""]
     if error["type"] != "missing":
         _remove(data, location)
@@ -331,7 +319,8 @@ def _repair(data: dict[str, object], error: ErrorDetails) -> None:
 
 
 def _remove(node: object, location: Sequence[str]) -> None:
-    """Remove the key at `location` in place. If it is an element of a list, remove the whole list."""
+    """Remove the value at `location` (keys and list indices) from `node` in place. If it is an element of a list,
+    remove the whole list."""
     if not isinstance(node, dict) or not location or location[0] not in node:
         return
     name, *rest = location
@@ -359,13 +348,14 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 
 
 def source_tree() -> Path | None:
-    """Return the root of the checkout that contains this package; None for an installed wheel."""
+    """Return the root of the repository's checkout that contains this package; None for an installed wheel."""
     root = PACKAGE.parents[1]
     return root if (root / "pyproject.toml").is_file() and (root / "configs").is_dir() else None
 
 
 def config_folders() -> list[Path]:
-    """Return the folders of shipped configurations. In a checkout, its `configs/` comes before the package's."""
+    """Return the folders with shipped configurations. In a checkout of the repository, its `configs/` comes before the
+    package's."""
     root = source_tree()
     return ([root / "configs"] if root else []) + [PACKAGE / "configs"]
 

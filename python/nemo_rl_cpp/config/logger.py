@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class WandbConfig(Section):
-    """Weights & Biases. Used if logger.wandb_enabled is true. Environment variables (WANDB_PROJECT, ...) give the
-    values of keys that are not set."""
+    """Settings of Weights & Biases. Used if logger.wandb_enabled is true. Environment variables (WANDB_PROJECT, ...)
+    give the values of keys that are not set."""
 
     project: str = key("grpo-dev", "Project of the run.")
     name: str | None = key("grpo-dev-logger", "Name of the run.")
@@ -35,8 +35,8 @@ class WandbConfig(Section):
 
 
 class SwanlabConfig(Section):
-    """SwanLab. Used if logger.swanlab_enabled is true. Environment variables (SWANLAB_PROJ_NAME, ...) give the values
-    of keys that are not set."""
+    """Settings of SwanLab. Used if logger.swanlab_enabled is true. Environment variables (SWANLAB_PROJ_NAME, ...) give
+    the values of keys that are not set."""
 
     project: str = key("grpo-dev", "Project of the run.")
     name: str | None = key("grpo-dev-logger", "Name of the run.")
@@ -47,8 +47,8 @@ class SwanlabConfig(Section):
 
 
 class MLflowConfig(Section):
-    """MLflow. Used if logger.mlflow_enabled is true. Environment variables (MLFLOW_RUN_NAME, ...) give the values of
-    keys that are not set."""
+    """Settings of MLflow. Used if logger.mlflow_enabled is true. Environment variables (MLFLOW_RUN_NAME, ...) give the
+    values of keys that are not set."""
 
     experiment_name: str = key("grpo-dev", "Experiment that the run belongs to.")
     run_name: str | None = key("grpo-dev-logger", "Name of the run.")
@@ -60,7 +60,7 @@ class MLflowConfig(Section):
 
 
 class TrackioConfig(Section):
-    """Trackio. Used if logger.trackio_enabled is true."""
+    """Settings of Trackio. Used if logger.trackio_enabled is true."""
 
     project: str = key("grpo-dev", "Project of the run.")
     name: str | None = key("grpo-dev-logger", "Name of the run.")
@@ -69,7 +69,7 @@ class TrackioConfig(Section):
 
 
 class TensorboardConfig(Section):
-    """TensorBoard. Used if logger.tensorboard_enabled is true."""
+    """Settings of TensorBoard. Used if logger.tensorboard_enabled is true."""
 
     log_dir: str | None = key(
         None, "Folder of the event files. null: the subfolder tensorboard of the run's log folder."
@@ -77,14 +77,14 @@ class TensorboardConfig(Section):
 
 
 class GPUMonitoringConfig(Section):
-    """The intervals at which the GPU usage is logged. Used if logger.monitor_gpus is true."""
+    """Settings of the logging of GPU usage: its intervals. Used if logger.monitor_gpus is true."""
 
     collection_interval: Real = key(10, "Seconds between samples of the GPU usage.", gt=0)
     flush_interval: Real = key(10, "Seconds between writes of the samples to the logs.", gt=0)
 
 
 class LoggerConfig(Section):
-    """Logging. Metrics are always written to metrics.jsonl, and to each enabled backend.
+    """Settings of logging. Metrics are always written to metrics.jsonl, and also to each enabled backend.
 
     A backend called NAME has two keys: the switch NAME_enabled, and the section NAME."""
 
@@ -103,8 +103,8 @@ class LoggerConfig(Section):
 
 @dataclass(frozen=True)
 class LoggerEntry(Entry):
-    """A logger backend: its class, its section, the description and the default of its switch, and the Python package
-    that it needs."""
+    """The definition of a logger backend: its class, its section, the description and the default of its switch, and
+    the Python package that it needs."""
 
     section: type[Section] = Section
     doc: str = ""

@@ -57,8 +57,8 @@ PPOEstimator = Annotated[str, OneOf(lambda: estimators_of("ppo"), dotted=True)]
 
 
 def checked_name(algorithm: str, name: str) -> str:
-    """Return `name` unchanged. Raise ValueError if it is neither an advantage estimator of the algorithm nor a dotted
-    name."""
+    """Return the estimator's name `name` unchanged. Raise ValueError if it is neither an advantage estimator of the
+    algorithm nor a dotted name."""
     known = estimators_of(algorithm)
     if name not in known and not is_dotted(name):
         raise ValueError(f"{algorithm}.adv_estimator.name is {name!r}; expected one of {', '.join(known)}")
@@ -73,8 +73,8 @@ def other_default(name: str, default: object) -> Any:
 
 
 class RewardScalingConfig(Section):
-    """A linear map of rewards from [source_min, source_max] to [target_min, target_max]. Rewards outside the source
-    range are clamped to it first."""
+    """Settings of a linear map of rewards from [source_min, source_max] to [target_min, target_max]. Rewards outside
+    the source range are first clamped to it."""
 
     is_switched = True
     spellings = {"correct": "target_max", "incorrect": "target_min"}
@@ -86,7 +86,8 @@ class RewardScalingConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """Length penalties: DAPO's overlong penalty, or ProRLv2's stop-properly penalty, or both if `compose` is true."""
+    """Settings of length penalties: DAPO's overlong penalty, or ProRLv2's stop-properly penalty, or both if `compose`
+    is true."""
 
     is_switched = True
     enabled: bool = key(False, "Apply length penalties to the rewards.")
@@ -116,8 +117,8 @@ class RewardShapingConfig(Section):
 
 
 class AsyncConfig(Section):
-    """Rollouts of later steps that overlap with the training of the current step. They need engines with separate
-    weights (policy.generation.colocated.enabled=false), and importance sampling correction in the loss."""
+    """Settings of rollouts of later steps that overlap with the training of the current step. They need engines with
+    separate weights (policy.generation.colocated.enabled=false), and importance sampling correction in the loss."""
 
     enabled: bool = key(False, "Generate the rollouts of later steps while the current step trains.")
     max_trajectory_age_steps: Positive = key(
@@ -149,8 +150,8 @@ class AsyncConfig(Section):
 
 
 class OnePassLoop(Section):
-    """The base of the training loops. Its attributes describe a loop in which the policy makes one pass over each batch
-    and nothing overlaps with training. Subclasses override those that differ."""
+    """The base class of the sections of training loops. Its attributes describe a loop in which the policy makes one
+    pass over each batch and no generation overlaps with training. Subclasses override those that differ."""
 
     policy_epochs: ClassVar[int] = 1
     """The number of passes of the policy over each batch of rollouts."""
@@ -167,13 +168,13 @@ class OnePassLoop(Section):
 
     @property
     def beside_training(self) -> AsyncConfig:
-        """The section `async_grpo` or `async_ppo`; in loops without such a section, one with `enabled` false."""
+        """The section `async_grpo` or `async_ppo`. Loops without such a section return one with `enabled` false."""
         return AsyncConfig()
 
     @property
     def trajectory_age(self) -> int:
-        """The maximum age of a batch when it is trained on: the number of weight updates since it was generated. 0:
-        each step generates its own rollouts."""
+        """The maximum age of a batch when it is trained on, in weight updates since it was generated. 0: each step
+        generates its own rollouts."""
         return self.beside_training.max_trajectory_age_steps if self.beside_training.enabled else 0
 
 
@@ -259,7 +260,7 @@ class LoopConfig(OnePassLoop):
 
 
 class RolloutSamplerConfig(Section):
-    """The choice of rollouts that a step of NeMo RL's SingleController trains on."""
+    """Settings of how NeMo RL's SingleController chooses the rollouts that a step trains on."""
 
     name: Literal["in_order", "windowed"] = key(
         "in_order",
@@ -276,8 +277,8 @@ class RolloutSamplerConfig(Section):
 
 
 class AsyncRLConfig(Section):
-    """NeMo RL's SingleController, whose rollouts overlap with training. The section is converted to async_grpo (in a
-    PPO run, async_ppo). Its other keys control queues and time limits, and are ignored."""
+    """Settings of NeMo RL's SingleController, whose rollouts overlap with training. Its key `sampler` is converted to
+    keys of async_grpo (in a PPO run, async_ppo). The other keys control queues and time limits, and are ignored."""
 
     model_config = ConfigDict(extra="allow")
     sampler: RolloutSamplerConfig = section(RolloutSamplerConfig, "which rollouts a step trains on")
@@ -291,7 +292,7 @@ class AsyncRLConfig(Section):
 
 
 class AsyncGRPOConfig(AsyncConfig):
-    """Rollouts that overlap with GRPO's training."""
+    """Settings of rollouts that overlap with GRPO's training."""
 
     max_generation_failures: Count = key(
         0, "Number of rounds of generation and scoring that may fail during a run. A failed round is repeated."
@@ -303,7 +304,7 @@ class AsyncGRPOConfig(AsyncConfig):
 
 
 class AdvEstimatorConfig(Section):
-    """The advantage estimator, which converts rewards to advantages."""
+    """Settings of the advantage estimator, which converts rewards to advantages."""
 
     name: GRPOEstimator = key(
         "grpo",
@@ -342,7 +343,7 @@ class AdvEstimatorConfig(Section):
 
 
 class GRPOConfig(LoopConfig):
-    """The training loop of GRPO, DAPO and ProRLv2."""
+    """Settings of the training loop of GRPO, DAPO and ProRLv2."""
 
     normalize_rewards: bool = key(
         True, "Value for adv_estimator.normalize_rewards, which reads it as ${grpo.normalize_rewards}."
@@ -400,17 +401,18 @@ class GRPOConfig(LoopConfig):
 
 
 class DataPlaneConfig(Section):
-    """Transfer queues between Ray workers. The section is ignored, because data stays in one process."""
+    """Settings of transfer queues between Ray workers. The section is ignored, because data stays in one process."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class AsyncPPOConfig(AsyncConfig):
-    """Rollouts that overlap with PPO's training."""
+    """Settings of rollouts that overlap with PPO's training."""
 
 
 class GAEConfig(Section):
-    """The advantage estimator of PPO: generalised advantage estimation, raw rewards, teachers, or your own."""
+    """Settings of the advantage estimator of PPO: generalised advantage estimation, raw rewards, teachers, or your
+    own."""
 
     name: PPOEstimator = key(
         "gae",
@@ -446,7 +448,7 @@ Epochs = Annotated[Positive, BeforeValidator(lambda count: _ENDLESS if count == 
 
 
 class PPOConfig(LoopConfig):
-    """The training loop of PPO. Keys that are also in `grpo` have the same meaning."""
+    """Settings of the training loop of PPO. Keys that are also in `grpo` have the same meaning."""
 
     section_name = "ppo"
     max_num_epochs: Epochs = key(

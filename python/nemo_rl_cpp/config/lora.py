@@ -53,8 +53,8 @@ FROZEN = ("lm_head", "model.embed_tokens", "score")
 
 
 class LoraConfig(Section):
-    """LoRA: each adapted matrix gets two trained matrices, A [dim, in] and B [out, dim]. All weights of the base model
-    are frozen."""
+    """Settings of LoRA: each adapted matrix gets two trained matrices, A [dim, in] and B [out, dim]. All weights of the
+    base model are frozen."""
 
     is_switched = True
     enabled: bool = key(
@@ -114,10 +114,10 @@ class LayerKinds:
 
     Attributes:
         count: the number of layers.
-        fused: the model has the fused matrices of Phi 3.
+        fused: whether the layers have the fused matrices of Phi 3.
         recurrent: the indices of the recurrent layers.
-        latent: keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
-        latent_queries: queries are also computed from a low-dimensional vector."""
+        latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
+        latent_queries: whether queries are also computed from a low-dimensional vector."""
 
     count: int
     fused: bool = False
@@ -132,7 +132,7 @@ class LayerKinds:
 
     @classmethod
     def of_native(cls, native: Mapping[str, Any]) -> Self:
-        """Return the kinds of the layers of a native model. `native`: the result of `ModelFolder.native`."""
+        """Return the `LayerKinds` of a native model, from `native`, the result of `ModelFolder.native`."""
         recurrent = native.get("recurrent", {}).get("layers", ())
         latent = native.get("latent", {"query_rank": 0})
         is_latent = "latent" in native, latent["query_rank"] > 0
@@ -199,8 +199,8 @@ class AdapterSizes(NamedTuple):
 
     Attributes:
         trained: weights of all matrices A and B.
-        kept: weights of the base matrices that have adapters; with `merge`, a frozen copy of these matrices is kept. A
-            matrix that is stored together with an adapted one counts, too."""
+        kept: weights of the base matrices that have adapters, including matrices that are stored together with an
+            adapted one. With `merge`, a frozen copy of them is kept."""
 
     trained: int
     kept: int
@@ -222,7 +222,7 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
 
 
 def _shapes(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    """Return {name of a matrix (a key of MATRICES): (rows, columns)}."""
+    """Return {name of a matrix (a key of MATRICES): (rows, columns)} for a model with the sizes `sizes`."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     gates = query if sizes.recurrent_layers else 0
@@ -292,8 +292,8 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
-    """Report LoRA keys that are set while `enabled` is false: they have no effect, since all weights are trained. They
-    are allowed if `enabled: false` is set in the same file or in a place of higher precedence."""
+    """Report LoRA keys that are set while `enabled` is false, because they have no effect: all weights are trained.
+    They are allowed if `enabled: false` is set in the same file or in a place of higher precedence."""
     if report.has_problem(prefix):
         return
     for name in _ASKING:
@@ -307,8 +307,8 @@ def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
 
 
 def _fault(pattern: str, key: str) -> str | None:
-    """Return the error message for a pattern of target_modules or exclude_modules, or None if it matches some
-    module."""
+    """Return the error message for a pattern of target_modules or exclude_modules, or None if a model can have a module
+    that it matches. `key` is the key with the pattern."""
     if any(matches(pattern, module) for layers in _ANY_MODEL for module in layers.modules()):
         return None
     if any(matches(pattern, module) for module in FROZEN):

@@ -44,13 +44,13 @@ TRUNCATIONS = {
     "geo-tis": ("tis", "geometric"),
     "geo-icepop": ("icepop", "geometric"),
 }
-"""truncated_importance_sampling_type -> (how a weight out of bounds is truncated, what one weight covers)."""
+"""truncated_importance_sampling_type -> (what happens to a weight out of bounds, the level of weights)."""
 TruncationType = Literal["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "geo-tis", "geo-icepop"]
 LossName = Annotated[str, OneOf(lambda: [*LOSSES, *_ALIASES], dotted=True)]
 
 
 class ClippedPGLossConfig(Section):
-    """The clipped policy-gradient loss of GRPO and PPO."""
+    """Settings of the clipped policy-gradient loss of GRPO and PPO."""
 
     name: LossName = key(
         "clipped_pg",
@@ -241,7 +241,7 @@ class ClippedPGLossConfig(Section):
 
     @property
     def correction_left_open(self) -> bool:
-        """Whether the user left `use_importance_sampling_correction` null, so that `fill_correction` has set it."""
+        """Whether the user did not set `use_importance_sampling_correction`, so that `fill_correction` has set it."""
         return self._correction_left_open
 
     def fill_correction(self, wanted: bool) -> None:
@@ -255,7 +255,7 @@ class ClippedPGLossConfig(Section):
 
 
 class MseValueLossConfig(Section):
-    """The loss of the critic: the clipped squared error of its values."""
+    """Settings of the loss of the critic: the clipped squared error of its values."""
 
     scale: NonNegative = key(1.0, "Factor of the critic's loss.")
     cliprange: NonNegative | None = key(

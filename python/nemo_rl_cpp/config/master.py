@@ -34,7 +34,7 @@ from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConf
 
 
 class EvalConfig(Section):
-    """The metric of an evaluation."""
+    """Settings of an evaluation: the metric, and how many responses to each prompt it is computed from."""
 
     metric: Literal["pass@k", "cons@k"] = key(
         "pass@k",
@@ -49,8 +49,8 @@ class EvalConfig(Section):
 
 
 class MasterConfig(Section):
-    """The base of whole configurations. It also records where keys are set, and the environment variables that were
-    read."""
+    """The base class of whole configurations. An instance also records where keys are set, and the environment
+    variables that were read."""
 
     _positions: dict[str, str] = PrivateAttr(default_factory=dict)
     _environment: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -71,18 +71,20 @@ class MasterConfig(Section):
     """Whether a critic is trained."""
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
-        """Return {name of a section ("policy", "value"): section} for the models that are trained; empty for an
+        """Return {name of a section ("policy", "value"): section} for the models that the run trains; empty for an
         evaluation."""
         return {}
 
     @property
     def sampling(self) -> tuple[str, GenerationConfig]:
-        """(dotted key, section) of the section that configures generation."""
+        """(dotted key, section) of the section that configures generation: `policy.generation`, or in an evaluation
+        `generation`."""
         raise NotImplementedError
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Return every dotted key, including the keys of all datasets and environments."""
+        """Return every dotted key that a configuration may have, including the keys of all datasets and
+        environments."""
         found = set(own_keys(cls))
         for name, inner in environment_sections().items():
             found.update(f"env.{name}.{key}" for key in own_keys(inner))
@@ -118,7 +120,7 @@ class MasterConfig(Section):
 
 
 class TrainMasterConfig(MasterConfig):
-    """The base of the configurations of training runs: the sections that all algorithms share."""
+    """The base class of the configurations of training runs, with the sections that all algorithms share."""
 
     algorithm: ClassVar[str]
     """The name of the training loop's section: "grpo", "ppo", "distillation" or "sft"."""
@@ -154,7 +156,8 @@ class TrainMasterConfig(MasterConfig):
 
     @property
     def fixed_by_user(self) -> frozenset[str]:
-        """The keys that policy.memory_budget_gb must not change, see `rules_model.check_budget`."""
+        """The dotted keys that policy.memory_budget_gb must not change, because the user has set them (see
+        `rules_model.check_budget`)."""
         return self._fixed
 
     def trained_models(self) -> dict[str, TrainedModelConfig]:
@@ -193,8 +196,8 @@ class TrainMasterConfig(MasterConfig):
 
 
 class TaughtMasterConfig(TrainMasterConfig):
-    """The base of the configurations of GRPO and PPO runs, which can also learn from teachers: models that score the
-    policy's samples (`on_policy_distillation`)."""
+    """The base class of the configurations of GRPO and PPO runs, which can also learn from teachers: models that score
+    the policy's samples (`on_policy_distillation`)."""
 
     on_policy_distillation: OnPolicyDistillationConfig | None = section(
         OnPolicyDistillationConfig, "teachers, for adv_estimator.name opd; null: none"
@@ -310,8 +313,8 @@ WholeConfig = GRPOMasterConfig | PPOMasterConfig | DistillationMasterConfig | SF
 
 
 def master_of(config: object) -> type[TrainMasterConfig]:
-    """Return the configuration class of a training run: the class of `config`, or, for a mapping, the class that has
-    its training loop's section. The default is GRPOMasterConfig."""
+    """Return the configuration class of a training run: the class of `config`, or, for a mapping, the class whose
+    training loop is a section of the mapping. The default is GRPOMasterConfig."""
     if isinstance(config, TrainMasterConfig):
         return type(config)
     sections = config if isinstance(config, Mapping) else ()
@@ -323,9 +326,9 @@ Master = TypeVar("Master", bound=MasterConfig)
 
 
 def checked(config: object, model: type[Master]) -> Master:
-    """Return `config`, an instance of `model` or a mapping, as an instance of `model` that passes all checks of the
-    loader. An instance is checked again, because its keys may have been changed since. Raise ConfigError (a ValueError)
-    for mistakes."""
+    """Return `config`, an instance of `model` or a mapping, as an instance of `model` that passes all checks that a
+    file must pass. An instance is checked again, because its keys may have been changed since. Raise ConfigError (a
+    ValueError) for mistakes."""
     if isinstance(config, model):
         report = Report({}, "")
         try:

@@ -46,7 +46,7 @@ Float32 = Annotated[Literal["float32"], BeforeValidator(_float32)]
 
 
 class OptimizerKwargs(Section):
-    """The arguments of AdamW."""
+    """Settings of AdamW, under the names of torch's arguments."""
 
     lr: NonNegative = key(5e-6, "Learning rate.")
     weight_decay: NonNegative = key(0.01, "Decoupled weight decay.")
@@ -63,7 +63,7 @@ class OptimizerKwargs(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer and its arguments."""
+    """Settings of the optimizer: its name and its arguments."""
 
     name: Annotated[Literal["torch.optim.AdamW"], BeforeValidator(_adamw)] = key(
         "torch.optim.AdamW",
@@ -156,7 +156,7 @@ class MegatronSchedulerConfig(Section):
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The settings of AdamW, independent of the section that they were read from."""
+    """The settings of AdamW, whether they come from torch's or Megatron's section."""
 
     lr: float
     weight_decay: float
@@ -191,9 +191,9 @@ class TorchSchedule:
 
 @dataclass(frozen=True)
 class MegatronSchedule:
-    """Megatron's schedule. The learning rate rises linearly from lr_warmup_init to max_lr, then decays to min_lr. The
-    weight decay changes from start_weight_decay to end_weight_decay. If `lr_decay_iters` is None, the decay lasts for
-    the whole run."""
+    """Megatron's schedule of learning rate and weight decay. The learning rate rises linearly from lr_warmup_init to
+    max_lr, then decays to min_lr. The weight decay changes from start_weight_decay to end_weight_decay. If
+    `lr_decay_iters` is None, the decay lasts for the whole run."""
 
     max_lr: float
     min_lr: float
@@ -207,7 +207,8 @@ class MegatronSchedule:
 
 
 def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:
-    """Return the learning-rate schedule for the entries of `scheduler`; None for a constant learning rate."""
+    """Return the learning-rate schedule for `stages`, the entries of the key `scheduler`; None for a constant learning
+    rate."""
     if not stages:
         return None
     named = tuple(
@@ -243,8 +244,8 @@ _TENSOR = (
 
 
 class DTensorConfig(Section):
-    """NeMo RL's PyTorch backend. If it is enabled, the keys optimizer, scheduler and max_grad_norm of the section that
-    contains it are used."""
+    """Settings of NeMo RL's PyTorch backend. If it is enabled, the keys optimizer, scheduler and max_grad_norm of the
+    section that contains it are used."""
 
     is_switched = True
     enabled: bool = key(True, "Use optimizer, scheduler and max_grad_norm of the section that contains dtensor_cfg.")
@@ -258,16 +259,17 @@ class DTensorConfig(Section):
 
 
 class MegatronCheckpointConfig(Section):
-    """Megatron's checkpoint format. The section is ignored."""
+    """Settings of Megatron's checkpoint format. The section is ignored."""
 
 
 class PeftConfig(Section):
-    """LoRA of the Megatron backend, which is not supported."""
+    """Settings of LoRA in the Megatron backend, which is not supported."""
 
 
 class DDPConfig(Section):
-    """Megatron's gradient reduction. Used if the Megatron backend is enabled. The keys `overlap_grad_reduce` and
-    `data_parallel_sharding_strategy` of the model's section take precedence unless they are null."""
+    """Settings of Megatron's gradient reduction. Used if the Megatron backend is enabled. The keys
+    `overlap_grad_reduce` and `data_parallel_sharding_strategy` of the model's section take precedence unless they are
+    null."""
 
     overlap_grad_reduce: bool = key(
         True, "With several processes: reduce gradients during the backward pass. false: after it."
@@ -284,11 +286,11 @@ class DDPConfig(Section):
 
 
 class Fp8Config(Section):
-    """FP8 training of Megatron, which is not supported."""
+    """Settings of FP8 training of Megatron, which is not supported."""
 
 
 class MegatronConfig(Section):
-    """NeMo RL's Megatron backend. If it is enabled, its own sections optimizer and scheduler are used."""
+    """Settings of NeMo RL's Megatron backend. If it is enabled, its own sections optimizer and scheduler are used."""
 
     is_switched = True
     enabled: bool = key(False, "Use the optimizer, scheduler and clip_grad of this section.")

@@ -12,9 +12,9 @@ CHANNELS = ("reasoning", "answer", "total")
 
 
 class LengthPenaltyParams(Section):
-    """Bonuses and penalties for the length of responses, added to their rewards. A response has three lengths: of the
-    reasoning (the text before `</think>`), of the answer (the text after it), and in total. Only correct responses
-    (reward above 0) are compared, and only in groups whose rewards are all 0 or 1."""
+    """Settings of bonuses and penalties for the length of responses, which are added to their rewards. A response has
+    three lengths: of the reasoning (the text before `</think>`), of the answer (the text after it), and in total. Only
+    correct responses (reward above 0) are compared, and only in groups whose rewards are all 0 or 1."""
 
     is_switched = True
     enabled: bool = key(True, "Apply the length penalties of this section.")
@@ -97,8 +97,8 @@ class LengthPenaltyParams(Section):
 
 
 class ProfileBandChannel(Section):
-    """A reward factor that depends on a length: 1 up to length a, then falling linearly to f at length b, and f for
-    greater lengths."""
+    """Settings of a reward factor that depends on a length: 1 up to length a, then falling linearly to f at length b,
+    and f for greater lengths."""
 
     a: Real = key(..., "Length up to which the factor is 1.")
     b: Real = key(..., "Length from which the factor is f. It must be above a.")
@@ -112,8 +112,8 @@ class ProfileBandChannel(Section):
 
 
 class ProfileBandDefaults(Section):
-    """The reward factors by length ("bands"). A band called NAME that is set here is used, unless profile_band_NAME in
-    the section `default` is false."""
+    """Settings of the reward factors by length ("bands"). A band called NAME that is set here is used, unless
+    profile_band_NAME in the section `default` is false."""
 
     total: ProfileBandChannel | None = key(None, "Band for the length of the whole response. null: none.")
     reasoning: ProfileBandChannel | None = key(None, "Band for the length of the reasoning. null: none.")
@@ -121,15 +121,15 @@ class ProfileBandDefaults(Section):
 
 
 class ProfileBandConfig(Section):
-    """Factors for the rewards of correct responses, which depend on their lengths."""
+    """Settings of factors for the rewards of correct responses, which depend on their lengths."""
 
     enabled: bool = key(False, "Multiply rewards by the factors of the bands.")
     defaults: ProfileBandDefaults = section(ProfileBandDefaults, "the bands")
 
 
 class LengthPenaltyConfig(Section):
-    """Bonuses for short responses and penalties for long ones. NeMo RL applies this section to NeMo Gym only; this
-    package applies it to every environment."""
+    """Settings of bonuses for short responses and penalties for long ones. NeMo RL applies this section to NeMo Gym
+    only; this package applies it to every environment."""
 
     verbose: bool = key(False, "Print the rewards before and after, and the lengths, of each group.")
     default: LengthPenaltyParams = section(LengthPenaltyParams, "settings of all environments")
@@ -142,15 +142,15 @@ class LengthPenaltyConfig(Section):
 
     def bands(self) -> dict[str, ProfileBandChannel]:
         """Return {kind of length ("total", "reasoning" or "answer"): band} for the bands that are set. A band says how
-        the reward factor falls with this length. Return {} if profile_band is off."""
+        the reward factor falls with this length. Return {} if profile_band is disabled."""
         if self.profile_band is None or not self.profile_band.enabled:
             return {}
         found = {name: getattr(self.profile_band.defaults, name) for name in CHANNELS}
         return {name: band for name, band in found.items() if band is not None}
 
     def params_of(self, task: str | None) -> LengthPenaltyParams:
-        """Return the settings for the samples of a task: `default`, overridden by the task's entry in
-        agent_overrides."""
+        """Return the settings for the samples of a task: the section `default`, with the keys replaced that the task's
+        entry in agent_overrides sets."""
         params = self.default.model_copy()
         for name in self.bands():
             if f"profile_band_{name}" not in params.model_fields_set:
@@ -189,9 +189,9 @@ class RewardPenaltyTokenIds(Section):
 
 
 class RewardPenaltyConfig(Section):
-    """Set the reward of malformed responses to 0. A response is malformed if it repeats its reasoning, has no answer,
-    contains unwanted tokens or has misplaced think tags. NeMo RL applies this section to NeMo Gym only; this package
-    applies it to every environment."""
+    """Settings of penalties that set the reward of malformed responses to 0. A response is malformed if it repeats its
+    reasoning, has no answer, contains unwanted tokens or has misplaced think tags. NeMo RL applies this section to NeMo
+    Gym only; this package applies it to every environment."""
 
     penalize_duplicated_reasoning: bool = key(
         False, "Set the reward to 0 if the answer repeats the reasoning (the text before `</think>`)."

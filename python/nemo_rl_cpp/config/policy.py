@@ -42,7 +42,7 @@ PACKERS: Table[Entry] = Table(
         "modified_first_fit_decreasing": Entry("nemo_rl_cpp._native:C.pack_modified_first_fit_decreasing"),
     },
 )
-"""The table of bin-packing algorithms: name -> function (costs, capacity) that returns the indices of each bin."""
+"""The table of bin-packing algorithms: name -> function (costs, capacity), which returns for each bin the indices of its items."""
 
 
 PackingAlgorithm = Annotated[
@@ -56,7 +56,7 @@ Schedule = Annotated[list[SchedulerStage], BeforeValidator(lambda value: [value]
 
 
 class TokenizerConfig(Section):
-    """The tokenizer and its chat template."""
+    """Settings of the tokenizer and its chat template."""
 
     name: str | None = key(
         None, "Tokenizer: a local folder, or a name on the Hugging Face Hub. null: policy.model_name."
@@ -70,7 +70,7 @@ class TokenizerConfig(Section):
 
 
 class TokenBudget(Section):
-    """The token budget of a micro-batch."""
+    """Settings of the token budget of a micro-batch."""
 
     train_mb_tokens: Positive | None = key(
         None,
@@ -84,8 +84,8 @@ class TokenBudget(Section):
 
 
 class DynamicBatchingConfig(TokenBudget):
-    """Dynamic batching: micro-batches of sequences with similar lengths, up to a token budget. It cannot be combined
-    with sequence_packing."""
+    """Settings of dynamic batching: micro-batches of sequences with similar lengths, up to a token budget. It cannot be
+    combined with sequence_packing."""
 
     enabled: bool = key(False, "Sort sequences by length and fill each micro-batch up to the token budget.")
     sequence_length_round: Positive = key(
@@ -94,7 +94,8 @@ class DynamicBatchingConfig(TokenBudget):
 
 
 class SequencePackingConfig(TokenBudget):
-    """Sequence packing: sequences are concatenated to micro-batches without padding, up to a token budget."""
+    """Settings of sequence packing: sequences are concatenated to micro-batches without padding, up to a token
+    budget."""
 
     enabled: bool = key(True, "Pack sequences.")
     algorithm: PackingAlgorithm = key(
@@ -110,20 +111,21 @@ class SequencePackingConfig(TokenBudget):
 
 
 class DraftConfig(Section):
-    """The draft model of speculative decoding, which is not supported."""
+    """Settings of the draft model of speculative decoding, which is not supported."""
 
     is_switched = True
 
 
 class RouterReplayConfig(Section):
-    """Replay of the expert routing of a mixture-of-experts model in training. The native core does not need it."""
+    """Settings of the replay, in training, of a mixture-of-experts model's expert routing. The native core does not
+    need it."""
 
     is_switched = True
     model_config = ConfigDict(extra="allow")
 
 
 class HfConfig(Section):
-    """How transformers loads a model. Used if the section's key `backend` is hf."""
+    """Settings of how transformers loads a model. Used if the section's key `backend` is hf."""
 
     attn_implementation: str | None = key(
         None,
@@ -139,7 +141,8 @@ Backend = Literal["native", "hf"]
 
 
 class TrainedModelConfig(Section):
-    """The keys that the policy and the critic share: batch sizes, precision, optimizer, backend sections."""
+    """The base class of the sections `policy` and `value`, with the keys that they share: batch sizes, precision,
+    optimizer, backend sections."""
 
     spellings = {
         "automodel_cfg": "dtensor_cfg",
@@ -232,8 +235,7 @@ class TrainedModelConfig(Section):
 
     @property
     def overlaps_grad_reduce(self) -> bool:
-        """Whether the processes of the native trainer reduce gradients during the backward pass. False for backend
-        hf."""
+        """Whether the processes of the native trainer sum gradients during the backward pass. False for backend hf."""
         if self.backend == "hf":
             return False
         theirs = self.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
@@ -241,7 +243,7 @@ class TrainedModelConfig(Section):
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Whether the backward pass recomputes activations, as set in the section of the enabled backend."""
+        """Whether the backward pass recomputes activations, as the section of the enabled backend sets."""
         return (
             self.megatron_cfg.activation_checkpointing
             if self.megatron_cfg.enabled
@@ -256,12 +258,13 @@ class TrainedModelConfig(Section):
 
     @property
     def router_bias_update_rate(self) -> float:
-        """Return megatron_cfg's update rate of router biases if megatron_cfg is enabled, otherwise 0."""
+        """The value of megatron_cfg's key for the update rate of router biases if megatron_cfg is enabled, otherwise
+        0."""
         return self.megatron_cfg.moe_router_bias_update_rate if self.megatron_cfg.enabled else 0.0
 
     @property
     def freezes_routers(self) -> bool:
-        """Return megatron_cfg.freeze_moe_router if megatron_cfg is enabled, otherwise False."""
+        """The value of megatron_cfg.freeze_moe_router if megatron_cfg is enabled, otherwise False."""
         return self.megatron_cfg.enabled and self.megatron_cfg.freeze_moe_router
 
     def effective_optimizer(self) -> OptimizerSettings:
@@ -321,15 +324,14 @@ class TrainedModelConfig(Section):
 
 
 def fill(target: Section, **values: object) -> None:
-    """For each key in `values` that is None in `target`, set it to the value in `values`, without marking it as set by
-    the user."""
+    """Set those of the keys `values` that are None in `target`, without marking them as set by the user."""
     for name, value in values.items():
         if getattr(target, name) is None:
             target.__dict__[name] = value
 
 
 class PolicyConfig(TrainedModelConfig):
-    """The policy: its model, training and generation."""
+    """Settings of the policy: its model, training and generation."""
 
     model_name: str = key(
         ...,
@@ -415,19 +417,20 @@ class RewardModelConfig(Section):
 
 
 class ValuePackingConfig(SequencePackingConfig):
-    """Sequence packing of the critic."""
+    """Settings of sequence packing of the critic."""
 
     enabled: bool = key(False, "Pack sequences.")
 
 
 class ValueTokenizerConfig(TokenizerConfig):
-    """The critic's tokenizer. The section is ignored, because the critic reads the policy's token ids."""
+    """Settings of the critic's tokenizer. The section is ignored, because the critic reads the policy's token ids."""
 
     name: str | None = no_effect(None, "the critic reads what the policy's tokenizer wrote")
 
 
 class ValueConfig(TrainedModelConfig):
-    """The critic: the policy's architecture with a scalar head. Keys that are null take the policy's values."""
+    """Settings of the critic: the policy's architecture with a scalar head. Keys that are null take the policy's
+    values."""
 
     backend: Backend | None = key(None, "Implementation that trains the critic: native or hf. null: policy.backend.")
     tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
@@ -436,7 +439,7 @@ class ValueConfig(TrainedModelConfig):
     reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
 
     def fill_from(self, policy: TrainedModelConfig) -> None:
-        """Set keys that are null to the policy's values."""
+        """Set the keys that are null to the values of the same keys in `policy`."""
         fill(
             self,
             backend=policy.backend,

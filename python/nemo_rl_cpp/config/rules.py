@@ -41,7 +41,7 @@ _GYM_SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should
 
 
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
-    """Report mistakes in `env`. Return whether there are none, so that other rules can rely on it."""
+    """Report mistakes in the section `env`. Return whether there are none, so that other rules can rely on it."""
     check_env(env, report)
     for name, section in env.items():
         if section is not None and not isinstance(section, Mapping) and name not in _GYM_SWITCHES:
@@ -138,8 +138,7 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
 
 
 def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
-    """Report force_on_policy_ratio if a batch has several updates, because the true ratio is 1 only in the first
-    one."""
+    """Report force_on_policy_ratio if each batch has several updates, because only in the first is the true ratio 1."""
     loss, loop, name = config.loss_fn, config.loop, config.algorithm
     if not loss.force_on_policy_ratio:
         return
@@ -193,7 +192,7 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Report that `key` has no effect with another setting, which `beside` describes, if the run's own file or an
+    """Report that `key` has no effect because of another setting, which `beside` describes, if the run's own file or an
     override sets `key`. A parent file may set it."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
@@ -420,7 +419,7 @@ def _check_dataset(dataset: DatasetConfig, dotted: str, report: Report, default:
 
 
 def _is_known(name: str, dotted: str, report: Report) -> bool:
-    """Return whether `name` is a known dataset or a user's class. If not, report it as a mistake of the key
+    """Return whether `name` is a known dataset or a user's class. If it is not, report a mistake of the key
     `dotted`.dataset_name."""
     if name in DATASET_REGISTRY or name in DATASET_ALIASES or is_class_name(name):
         return True
@@ -456,8 +455,8 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
 
 
 def check_env(env: EnvConfigs, report: Report) -> None:
-    """Report NeMo RL's keys that make a reward model score the responses. If the keys were ignored, another environment
-    would score the responses without notice."""
+    """Report NeMo RL's keys that make a reward model score the responses. These keys must not be ignored, since another
+    environment would then score the responses without notice."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     model = env.get("reward_model")
     if isinstance(model, dict) and model.get("enabled"):

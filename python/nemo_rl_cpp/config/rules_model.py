@@ -93,7 +93,7 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
     """If `cluster.strict_sizes` is true, report every number of devices or processes that the run cannot use as
-    configured (see `sizes_of`). Report `colocated.enabled: false`, too, if generation shares the run's device."""
+    configured (see `sizes_of`). Also report `colocated.enabled: false` if generation shares the run's device."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -178,7 +178,7 @@ def check_budget(config: TrainMasterConfig, report: Report) -> frozenset[str]:
 
 
 def _value_at(section: Section, dotted: str) -> object:
-    """Return the value that the user set for a dotted key; None if the key has its default."""
+    """Return the value that the user set for the key `dotted` of a section; None if the key has its default."""
     first, _, rest = dotted.partition(".")
     if rest:
         return _value_at(getattr(section, first), rest)
@@ -186,8 +186,8 @@ def _value_at(section: Section, dotted: str) -> object:
 
 
 def check_resources(config: TrainMasterConfig, report: Report) -> None:
-    """If generation is not colocated, report the numbers of workers that leave none for generation or for training, and
-    keys that need generation and training to share weights."""
+    """If generation is not colocated, report numbers of workers that leave none for generation or none for training,
+    and keys that need generation and training to share weights."""
     generation, cluster = config.policy.generation, config.cluster
     if generation.colocated.enabled:
         return
@@ -273,7 +273,8 @@ def check_engine(
 
 
 def _quantises(value: object) -> bool:
-    """Return whether a quantisation setting is on. A mapping is on unless its `scheme` is an unquantised dtype."""
+    """Return whether the value of a quantisation setting enables quantisation. A mapping does unless its `scheme` is an
+    unquantised dtype."""
     return bool(value) and (value.get("scheme", "unknown") if isinstance(value, dict) else value) not in _PRECISIONS
 
 
@@ -293,7 +294,7 @@ INSTALL = "transformers is not installed: pip install 'nemo_rl_cpp[hf]'"
 
 
 def _check_pair(policy: PolicyConfig, report: Report) -> None:
-    """Report an engine that cannot use the weights of policy.backend. Report router replay unless both trainer and
+    """Report an engine that cannot use the weights of policy.backend. Also report router replay unless both trainer and
     engine are native."""
     if exactness_of(policy) is None:
         text = (
@@ -314,8 +315,8 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> None:
-    """Report settings that need bit-identical generation and training, which `engine` (a text for the message) does not
-    give. `key` is the dotted key that selects that engine."""
+    """Report settings that need bit-identical generation and training. `engine`, a text for the message, is the engine
+    that does not give them; `key` is the dotted key that selects it."""
     if policy.reuse_generation_logprobs == "always":
         text = (
             f"cannot be always with {engine}: its log-probabilities are not those of training to the bit; set it to "
@@ -335,8 +336,8 @@ def check_engines(config: TrainMasterConfig, report: Report) -> None:
 
 
 def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each key that requests load balancing of experts which is not computed. `router`: the
-    kind of a native model's routers, softmax or sigmoid; None: another backend."""
+    """Yield (key, message) for each key that enables a method of balancing the load of experts which is not computed.
+    `router` is the kind of a native model's routers, softmax or sigmoid; None: another backend."""
     megatron = model.megatron_cfg
     if not megatron.enabled:
         return
@@ -357,8 +358,8 @@ def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iter
 
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report heads for multi-token prediction that change the policy, and settings that backend hf does not support.
-    `name` is the name of the section `model`."""
+    """Report settings of multi-token prediction with which its heads would change the policy, and settings that backend
+    hf does not support. `name` is the name of the section `model`."""
     megatron = model.megatron_cfg
     if megatron.enabled and megatron.mtp_num_layers and not megatron.mtp_detach_heads:
         text = f"is {megatron.mtp_num_layers} with mtp_detach_heads false, so the loss of these heads would change the policy"
@@ -377,7 +378,8 @@ def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
 
 
 def _refuse_gguf(model: str | None, key: str, engine: str, report: Report) -> None:
-    """Report a model in a GGUF file if the value of the configuration key `engine` is not native."""
+    """Report the model `model` if it is a GGUF file and the value of the configuration key `engine` is not native.
+    `key` is the key that names the model."""
     if model is not None and model.endswith(".gguf"):
         text = f"is a GGUF file, which only native reads: set {engine} to native, or name a folder with safetensors"
         report.add(key, text, engine)

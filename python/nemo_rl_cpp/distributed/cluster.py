@@ -23,7 +23,8 @@ def cuda_usable() -> bool:
 
 
 def check_device(device: str) -> str:
-    """Return `cluster.device`. Raise ValueError with the reason if it is `cuda` and no GPU can be used."""
+    """Return `device`, the value of `cluster.device`. Raise ValueError with the reason if it is `cuda` and no GPU can
+    be used."""
     if device != "cuda" or cuda_usable():
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -45,14 +46,14 @@ def use_threads(settings: ClusterConfig) -> None:
 
 
 def shut_down(*clusters: "Cluster | None") -> None:
-    """Shut down the given clusters; None is skipped."""
+    """Shut down each of the given clusters that is not None."""
     for cluster in clusters:
         if cluster is not None:
             cluster.shutdown()
 
 
 class Cluster:
-    """The workers of a run, one per device. By default a single worker is this process itself. All other workers are
+    """The workers of a run, one per device. By default this process itself is the only worker. Other workers are
     processes on this machine, or Ray actors (`cluster.executor`), and compute on the CPU.
 
     Args:
@@ -112,7 +113,7 @@ class Cluster:
         return "cuda" if self.use_gpus and precision in ("float32", "bfloat16") and cuda_usable() else "cpu"
 
     def shutdown(self) -> bool:
-        """Shut down the worker processes, if any. Idempotent."""
+        """Shut down the worker processes, if any. Further calls do nothing."""
         if self._workers is not None:
             self._workers.kill()
         return True
@@ -136,8 +137,8 @@ class WorkerGroup:
         self.call_all("__create__", remote_worker_builder)
 
     def first_of_groups(self, values: list) -> list:
-        """Return those of the `values`, one per worker, that belong to the first worker of each tensor-parallel group.
-        All workers of a group have the same value."""
+        """Return, from `values` (one per worker), the value of the first worker of each tensor-parallel group. All
+        workers of a group have the same value."""
         return values[:: self.tensor_size]
 
     def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: object) -> WorkerCall:
@@ -151,13 +152,13 @@ class WorkerGroup:
         return [workers.call(rank, self._target, method_name, payload) for rank in range(self.cluster.world_size())]
 
     def call_all(self, method_name: str, *args: object, **kwargs: object) -> list:
-        """Call a method on all workers together and return the results in rank order. If a rank fails, raise an error
-        that names it; the other ranks do not wait for it forever."""
+        """Call the method `method_name` on all workers concurrently, and return the results in rank order. If a rank
+        fails, stop waiting for the others and raise an error that names the rank."""
         return self.cluster.workers.wait(self.run_all_workers_single_data(method_name, *args, **kwargs))
 
     def call_for_one_value(self, method_name: str, *args: object) -> object:
-        """Call a method on all workers and return its result, which must be the same on all workers. Otherwise raise
-        RuntimeError."""
+        """Call a method on all workers and return the result that they all return. Raise RuntimeError if their results
+        differ."""
         first, *others = self.call_all(method_name, *args)
         for rank, value in enumerate(others, 1):
             if value != first:

@@ -42,7 +42,7 @@ C = TypeVar("C")
 
 
 class Launch(NamedTuple):
-    """The launch settings of this process, which the launcher passes in environment variables.
+    """The settings that a launcher (`torchrun`, `srun`) gives this process in environment variables.
 
     Attributes:
         rank, size: rank of this process, and number of ranks.
@@ -57,7 +57,8 @@ class Launch(NamedTuple):
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the launch settings of this process, or None if it was not launched as one of several ranks."""
+    """Return the settings that a launcher gave this process, or None if the process is not one of several launched
+    ranks."""
     variables = launcher_variables(environment)
     if variables is None:
         return None
@@ -104,8 +105,8 @@ def check_launch(cluster: ClusterConfig, launch: Launch, engines: int = 0) -> No
 
 
 def serving(load: Callable[..., C]) -> Callable[..., C]:
-    """Return `load`, a function that loads a configuration, wrapped: in a process that a launcher started with rank 1
-    or higher, a call does not return, because the process becomes a worker."""
+    """Return the function `load`, which loads a configuration, with a different behaviour in a process that a launcher
+    started with rank 1 or higher: there a call does not return, because the process becomes a worker."""
 
     def load_and_serve(*arguments: object) -> C:
         config = load(*arguments)
@@ -154,8 +155,8 @@ def meet(launch: Launch) -> Store:
 
 
 def listen(launch: Launch, store: Store) -> tuple[socket.socket, bytes]:
-    """Open rank 0's listening socket, and write its port and the secret to the store. Return the socket and the
-    secret."""
+    """Open the socket at which rank 0 accepts connections, and write its port and the secret to the store. Return the
+    socket and the secret."""
     listening = socket.create_server((socket.gethostbyname(launch.host), 0))
     if not os.environ.get(TOKEN):
         store.set("secret", secrets.token_hex(32))
@@ -247,7 +248,7 @@ class SocketPeer:
         return f"gave no sign of life for {time.monotonic() - self.last_beat:.0f} s (cluster.worker_timeout_s)"
 
     def call(self, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start a call; see `Workers.call`."""
+        """Start a call of a method in the worker and return it (see `Workers.call`)."""
         self._last_call += 1
         event, on_event = listener or (None, None)
         call = self._expect(self._last_call, method.strip("_"), on_event)
@@ -288,7 +289,7 @@ class SocketPeer:
             self._changed.notify_all()
 
     def _wait_for_end(self) -> None:
-        """Wait, for at most a few seconds, until the reason why the worker's socket was closed is known."""
+        """Wait, for at most a few seconds, until it is known why the worker's socket was closed."""
 
     def _take(self, kind: str, number: int, value: object) -> None:
         self.last_beat = time.monotonic()
@@ -302,7 +303,7 @@ class SocketPeer:
             call.events.append(value)
 
     def kill(self) -> None:
-        """Stop the threads and close the connection. Idempotent."""
+        """Stop the threads and close the connection. Further calls do nothing."""
         self._outgoing.put(None)
         if not self._connection.closed:
             with contextlib.suppress(OSError):  # wakes the reading thread if the peer is still alive
@@ -342,7 +343,7 @@ class ProcessWorker(SocketPeer):
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
     def kill(self) -> None:
-        """Kill the process and all its child processes. Idempotent."""
+        """Kill the process and all its child processes. Further calls do nothing."""
         with contextlib.suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self.pid, signal.SIGKILL)
@@ -439,8 +440,8 @@ class LaunchedWorker(SocketPeer):
         return "is gone: its connection was closed" if self.closed else super()._how()
 
     def kill(self) -> None:
-        """Close the worker's connection, which makes it exit. If it is unresponsive on this machine, kill it.
-        Idempotent."""
+        """Close the worker's connection, which makes it exit. If it does not respond and is on this machine, kill it.
+        Further calls do nothing."""
         if self._local and self.failed and not self.closed:
             # printed now, because the launcher ends this process too once that rank has ended
             print(f"error: {self.lost()}", file=sys.stderr, flush=True)
@@ -450,7 +451,8 @@ class LaunchedWorker(SocketPeer):
 
 
 class LaunchedWorkers(ProcessWorkers):
-    """Workers like `ProcessWorkers`, but the launcher started all ranks except the first. They cannot be restarted."""
+    """The workers of a run whose launcher started all ranks except the first. Unlike `ProcessWorkers`, they cannot be
+    restarted."""
 
     def _start(self, join: dict, role: str) -> None:
         launch, size = launched(), join["size"]

@@ -27,7 +27,7 @@ class RaggedBatch:
         tokens: name -> [T, ...]; includes `input_ids`.
         samples: name -> [B, ...], a list with one item per sample, or a value for the whole batch.
         pad_token_id: fills `batch["input_ids"]` after the end of a sample.
-        width: S, at least the length of the longest sample."""
+        width: S, the width of padded tensors, at least the length of the longest sample."""
 
     def __init__(
         self, offsets: Tensor, tokens: dict[str, Tensor], samples: dict[str, object], *, pad_token_id: int = 0, width: int = 0
@@ -62,7 +62,8 @@ class RaggedBatch:
         return made
 
     def copy(self) -> Self:
-        """Return a shallow copy: it shares the tensors, but names can be added or replaced independently."""
+        """Return a shallow copy: it shares the tensors, but adding or replacing a tensor in one batch does not change
+        the other."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, tokens=dict(self.tokens), samples=dict(self.samples))
         return made
@@ -91,7 +92,7 @@ class RaggedBatch:
 
     @property
     def starts(self) -> Tensor:
-        """The offset of each sample's first token, int64 [B]."""
+        """The index of each sample's first token, int64 [B]."""
         return self.offsets[:-1].contiguous()
 
     def by_token(self, of_samples: Tensor) -> Tensor:
@@ -107,8 +108,8 @@ class RaggedBatch:
         return of_tokens.split(self.lengths.tolist())
 
     def of_samples(self, value: object, rows: list[int]) -> object:
-        """Return the samples `rows` of a tensor [B, ...] or of a list with one item per sample. Return a value for the
-        whole batch unchanged."""
+        """Return the entries of the samples with the indices `rows`, if `value` is a tensor [B, ...] or a list with one
+        item per sample. Return a value for the whole batch unchanged."""
         if isinstance(value, Tensor) and value.dim() and len(value) == self.size:
             return value[torch.tensor(rows, dtype=torch.int64)]
         if isinstance(value, list) and len(value) == self.size:
@@ -119,8 +120,8 @@ class RaggedBatch:
 
     @cached_property
     def _inside(self) -> Tensor:
-        """Return bool [B, S]: whether each padded position holds a token. In row-major order, the True positions are in
-        the order of the ragged tokens."""
+        """Return bool [B, S]: whether each position of the padded layout holds a token. In row-major order, the True
+        positions are in the order of the T tokens."""
         return torch.arange(self.width)[None] < self.lengths[:, None]
 
     def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:
@@ -130,9 +131,9 @@ class RaggedBatch:
         return out
 
     def ragged(self, value: Tensor) -> Tensor:
-        """Remove the padding of a tensor [B, S, ...]; return [T, ...]. S may be as small as the longest sample's
-        length. A tensor [T] is returned unchanged. One value per sample, [B] or [B, 1], is expanded to each of its
-        tokens."""
+        """Remove the padding of a tensor [B, S, ...]; return [T, ...]. S is at least the longest sample's length. A
+        tensor [T] is returned unchanged. A tensor [B] or [B, 1] is expanded: each token gets the value of its
+        sample."""
         if value.dim() >= 2 and len(value) == self.size and value.shape[1] >= int(self.lengths.max()):
             width = min(value.shape[1], self.width)
             return value[:, :width][self._inside[:, :width]]
@@ -146,8 +147,8 @@ class RaggedBatch:
         )
 
     def places(self, samples: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return (int64 [b, width], bool [b, width]) for b samples padded to `width`: each position's index among the T
-        tokens (0 in the padding), and whether the position holds a token."""
+        """Return (indices int64 [b, width], mask bool [b, width]) of the samples `samples` [b], padded to `width`: each
+        position's index among the T tokens (0 in the padding), and whether the position holds a token."""
         column = torch.arange(width)[None]
         inside = column < self.lengths[samples][:, None]
         return torch.where(inside, self.offsets[samples][:, None] + column, 0), inside
@@ -200,11 +201,12 @@ class RaggedBatch:
 
 
 Batch = Mapping[str, object] | RaggedBatch
-"""The input of models: padded tensors by NeMo RL's names, or a ragged batch."""
+"""The input of models: padded tensors under NeMo RL's names, or a batch without padding."""
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Return offsets, int64 [B + 1], from lengths [B]: the start of each sample, and the end of the last sample."""
+    """Return offsets, int64 [B + 1], from `lengths` [B]: the index of each sample's first token, then the total number
+    of tokens."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])
 
 
@@ -212,7 +214,7 @@ DictT = TypeVar("DictT", bound=Mapping[str, object])
 
 
 class BatchedDataDict(UserDict, Generic[DictT]):
-    """A dictionary of rows. Slicing, repeating and joining apply to all its values."""
+    """A dictionary of columns with equally many rows. Slicing, repeating and joining apply to all columns."""
 
     @classmethod
     def from_batches(
@@ -298,5 +300,5 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
 
 def rows_of(value: torch.Tensor | Sequence[object]) -> int:
-    """Return the number of rows in `value`, one entry of a batch."""
+    """Return the number of rows in `value`, a column of a batch."""
     return value.shape[0] if torch.is_tensor(value) else len(value)

@@ -31,16 +31,16 @@ LEAST_GAIN = 0.05
 
 
 class OtherRankFailedError(RuntimeError):
-    """Raised if this rank stops because another rank failed; the error of that rank says why."""
+    """Raised if this rank stops because another rank failed. The error of the failed rank says why."""
 
 
 @dataclass(frozen=True)
 class GradientSums:
-    """How gradients are summed over ranks. All settings give bit-identical sums.
+    """Settings of how gradients are summed over ranks. All settings give bit-identical sums.
 
     Attributes:
-        beside: sum layer by layer during the last backward pass; otherwise sum after it.
-        sharded: each rank keeps only its shard, and gradient blocks are assigned round-robin (ZeRO-2). Requires
+        beside: whether gradients are summed layer by layer during the last backward pass, not after it.
+        sharded: whether each rank keeps only its shard, and gradient blocks are assigned round-robin (ZeRO-2). Requires
             `beside`."""
 
     beside: bool = False
@@ -51,7 +51,7 @@ class GradientSums:
 class Ranks:
     """The position of this process among the ranks. By default it is the only process.
 
-    A group is a tensor-parallel group: its processes have the same samples, and each has a slice of the model.
+    "Group" means a tensor-parallel group: its processes have the same samples, and each has a slice of the model.
 
     Attributes:
         rank: index of this process, or of its group, from 0.
@@ -78,12 +78,12 @@ class Ranks:
 
     @property
     def tensor_size(self) -> int:
-        """The number of slices of the model."""
+        """The number of slices into which tensor parallelism divides the model."""
         return 1 if self.tensor is None else self.tensor.size
 
     @property
     def tensor_rank(self) -> int:
-        """The index of this process's slice."""
+        """The index of the model's slice that this process has."""
         return 0 if self.tensor is None else self.tensor.rank
 
     @property
@@ -92,7 +92,8 @@ class Ranks:
         return self.rank == 0 and self.tensor_rank == 0
 
     def split(self, tensor_size: int) -> Ranks:
-        """Split the processes into tensor-parallel groups of `tensor_size` consecutive ranks. Collective call."""
+        """Return this process's `Ranks` after the processes were split into tensor-parallel groups of `tensor_size`
+        consecutive ranks. Collective call."""
         if tensor_size == 1:
             return self
         group, place = divmod(self.rank, tensor_size)
@@ -103,7 +104,8 @@ class Ranks:
         return Ranks(group, count, same_slice, self.address, tensor, self.communicator, self.meet, members=members)
 
     def beside(self) -> Communicator | None:
-        """Connect the processes of `communicator` a second time, for messages from another thread. Collective call."""
+        """Return a second communicator for the processes of `communicator`, for messages from another thread.
+        Collective call."""
         return None if self.communicator is None or self.meet is None else self.meet(self.members, "beside")
 
     def tensor_least(self, value: int) -> int:
@@ -116,17 +118,17 @@ class Ranks:
         return int(every.min())
 
     def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
-        """Return this rank's share of the samples [begin, end), for work whose result does not depend on how samples
-        are divided."""
+        """Return the indices of the samples in [begin, end) that this rank processes, for work whose result does not
+        depend on how samples are divided."""
         return deal(data, begin, end, self.size)[self.rank]
 
     def blocks(
         self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False
     ) -> list[list[int]]:
-        """Return the samples of each of this rank's gradient blocks. The global batch, the samples [begin, end), is
-        divided into `count` gradient blocks, or into one per rank if `count` is None. Neither the blocks nor the order
-        in which their gradients are summed (csrc/distributed/gradient_sums.h) depends on the number of ranks. With
-        `in_turns` blocks are assigned to ranks round-robin; otherwise each rank gets consecutive blocks.
+        """Return the sample indices of each of this rank's gradient blocks. Gradient blocks are the `count` parts
+        (None: one per rank) into which the global batch, the samples [begin, end), is divided. Neither the blocks nor
+        the order in which their gradients are summed (csrc/distributed/gradient_sums.h) depends on the number of ranks.
+        With `in_turns` blocks are assigned to ranks round-robin; otherwise each rank gets consecutive blocks.
 
         A sample is trained where it was generated (`generated_by`), because its activations may be kept there, unless
         the lengths of the responses make that too uneven."""
@@ -134,9 +136,9 @@ class Ranks:
         return _blocks_of(dealt, self.rank, self.size, in_turns)
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
-        """Return (samples, moves): the samples that this rank trains, and the `Move`s of all ranks. The samples are
-        those of `blocks` with one gradient block per rank, except that samples with a backward pass (not `idle`, bool
-        [B]) are balanced, so some are not trained on the rank that generated them."""
+        """Return (indices of the samples that this rank trains, the `Move`s of all ranks). The samples are those of
+        `blocks` with one gradient block per rank, but moved between ranks so that samples with a backward pass (not
+        `idle`, bool [B]) are balanced. A moved sample is not trained on the rank that generated it."""
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
         blocks = [set(rows) for rows in dealt]
@@ -169,8 +171,8 @@ class Ranks:
             raise OtherRankFailedError(f"rank {world.rank} stopped: {failed:.0f} of {world.size} ranks failed")
 
     def gather_shards(self, shard: Tensor, bounds: tuple[int, int], total: int, name: str) -> Tensor | None:
-        """Return the whole tensor [total] on rank 0, gathered from each rank's shard `bounds`, and None on other
-        ranks."""
+        """Gather a tensor of `total` elements, of which each rank holds the part `shard`, from `bounds[0]` to
+        `bounds[1]`. Return the tensor on rank 0, and None on other ranks. `name` is for messages."""
         if self.communicator is None:
             return shard
         phase, every = f"gathering {name}", torch.empty(self.size, 2, dtype=torch.int64)
@@ -188,7 +190,8 @@ class Ranks:
 
 
 def _sum(ranks: Communicator | None, value: float) -> float:
-    """Return the sum of `value` over all ranks, added in rank order."""
+    """Return the sum of `value` over the processes of `ranks`, added in rank order; `value` itself if `ranks` is
+    None."""
     if ranks is None:
         return value
     own, every = torch.tensor([value], dtype=torch.float64), torch.empty(ranks.size, 1, dtype=torch.float64)
@@ -199,8 +202,8 @@ def _sum(ranks: Communicator | None, value: float) -> float:
 def deal(
     data: RaggedBatch, begin: int, end: int, parts: int, weights: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Divide the samples [begin, end) among `parts` parts with about equal numbers of tokens, or about equal sums of
-    `weights` [B]. Return each part's samples in ascending order.
+    """Divide the samples [begin, end) into `parts` parts with about equal numbers of tokens, or about equal sums of
+    `weights` [B]. Return each part's sample indices in ascending order.
 
     Consecutive samples of one group (`group_id`; for prompts `draw_ids`) stay together, so that they share their
     prompt, unless there are fewer groups than parts. Groups are assigned in descending order of length, each to the
@@ -226,13 +229,15 @@ def deal(
 
 
 def _groups_of(data: RaggedBatch, default: object = None) -> list[int]:
-    """Return the `group_id` of each sample; if the batch has none, `default`, or without a default -1 (no group)."""
+    """Return the `group_id` of each sample. If the batch has none, return `default`, or if that is None -1 (no group)
+    for each sample."""
     groups = data.samples.get("group_id", default)
     return [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
 
 
 def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int]]:
-    """Return the samples of each of the `count` gradient blocks of the global batch [begin, end)."""
+    """Return the sample indices of each of the `count` gradient blocks of the global batch, the samples [begin,
+    end)."""
     if count == 1:
         return deal(data, begin, end, 1)
     dealt = deal(data, begin, end, count, prompt_lengths(data))
@@ -241,8 +246,9 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Return one pair for each group of samples with a common prompt: (the samples with a backward pass, the number of
-    their tokens). The prompt's tokens count once."""
+    """Return, for each group of the samples `rows` with a common prompt, (its samples with a backward pass, the number
+    of their tokens). The prompt's tokens count once. `idle` tells for each sample of the batch whether it has no
+    backward pass."""
     groups, lengths, prompts, units = _groups_of(data), data.lengths.tolist(), prompt_lengths(data), {}
     for row in rows:
         if not idle[row]:
@@ -251,7 +257,8 @@ def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[l
 
 
 class Move(NamedTuple):
-    """Samples that change their rank: `rows` were generated on rank `source` and are trained on rank `target`."""
+    """A move of samples to another rank: the samples `rows` were generated on rank `source` and are trained on rank
+    `target`."""
 
     rows: list[int]
     source: int
@@ -259,14 +266,14 @@ class Move(NamedTuple):
 
 
 def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
-    """Return moves of samples that reduce the load of the busiest rank.
+    """Return moves of samples between ranks that reduce the cost of the busiest rank.
 
     Args:
         units: for each rank, pairs of (samples that must stay together, their cost).
 
-    Each move takes a unit from the busiest to the least busy rank: the first unit that minimizes the maximum load of
-    the two. Moves end when the gain is below LEAST_GAIN. The result depends only on the arguments, so every rank
-    computes the same moves."""
+    Each move takes a pair's samples from the busiest to the least busy rank: those of the first pair that minimizes the
+    larger cost of the two ranks. Moves end when the gain is below LEAST_GAIN. The result depends only on the arguments,
+    so every rank computes the same moves."""
     left = [list(own) for own in units]
     load = [sum(cost for _, cost in own) for own in left]
     found: list[Move] = []
@@ -282,8 +289,8 @@ def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
 
 
 def prompt_lengths(data: RaggedBatch) -> list[int]:
-    """Return the number of each sample's tokens before its first trained token (`token_mask`), or of all its tokens if
-    none is trained, [B]."""
+    """Return, for each of the B samples, the number of tokens before its first trained token (`token_mask`), or of all
+    its tokens if none is trained."""
     mask = data.tokens.get("token_mask")
     if mask is None:
         return data.lengths.tolist()
@@ -295,8 +302,9 @@ def prompt_lengths(data: RaggedBatch) -> list[int]:
 def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
-    """Return the rows of `prompts` that each rank generates. They are the rows that `Ranks.blocks` assigns to the rank
-    for training, if each row gets one response and global batches of `global_batch` rows are trained on in order."""
+    """Return, for each of the `ranks` ranks, the rows of `prompts` whose responses it generates. They are the rows that
+    `Ranks.blocks` assigns to the rank for training, in `blocks` gradient blocks per global batch of `global_batch`
+    rows, if each row gets one response."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)
@@ -306,7 +314,8 @@ def generated_by(
 
 
 def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
-    """Return those of the gradient blocks `dealt` that belong to `rank`. All ranks have the same number of blocks."""
+    """Return those of the gradient blocks `dealt` (lists of sample indices) that belong to rank `rank` of `ranks`; see
+    `Ranks.blocks` for `in_turns`. All ranks have the same number of blocks."""
     each = len(dealt) // ranks
     return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 
@@ -314,7 +323,7 @@ def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) ->
 def connect(
     rank: int, size: int, host: str, port: int, deadline: float, address: str | None = None, backend: str = "gloo"
 ) -> Ranks:  # fmt: skip
-    """Join the rendezvous of all ranks at the TCP store at `host` and `port`. Return this process's position.
+    """Join the rendezvous of all ranks at the TCP store at `host` and `port`. Return this process's `Ranks`.
 
     Args:
         deadline: timeout in seconds of every message between ranks.
@@ -347,8 +356,8 @@ def connect(
 
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
-    """Return a Gloo backend that connects the ranks with the same `store` prefix; `place` is (rank, number of
-    ranks)."""
+    """Return a Gloo backend that connects the processes whose `store` has the same prefix; `place` is (rank, number of
+    ranks) of this process."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline)
@@ -357,7 +366,8 @@ def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: flo
 
 
 def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, deadline: float) -> DeviceMesh:
-    """Return a 1-D mesh of all ranks, which Gloo connects at `address`, not at the host's name. Collective call."""
+    """Return a 1-D mesh of all ranks, connected by Gloo at the IP address `address` rather than that of the host's
+    name. Collective call."""
     name = "nemo_rl_cpp_gloo"
     dist.Backend.register_backend(
         name, lambda part, rank, size, _: _gloo(part, (rank, size), address, deadline), devices="cpu"
@@ -368,7 +378,8 @@ def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, dead
 
 
 def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:
-    """Return a Gloo communicator of the ranks that use the same `label`; `place` is (rank, number of ranks)."""
+    """Return a Gloo communicator of the processes that use the same `label`; `place` is (rank, number of ranks) of this
+    process."""
     backend = _gloo(dist.PrefixStore(f"gloo{label}", store), place, address, deadline)
     group = dist.ProcessGroup(store, *place)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)

@@ -61,7 +61,8 @@ def ray_module() -> ModuleType:
 
 
 def ray_in_use() -> ModuleType | None:
-    """Return Ray if this program has started or joined a cluster, otherwise None. Never imports Ray."""
+    """Return the module `ray` if this program has started or joined a Ray cluster, otherwise None. The call never
+    imports Ray."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized() else None
 
@@ -101,7 +102,7 @@ def let_ray_go() -> None:
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Return this process's working directory and environment variables, without variables that describe a machine or a
+    """Return this process's working directory and its environment variables, except those that describe a machine or a
     process."""
     kept = {name for name in os.environ if name not in _OF_A_MACHINE and not name.startswith(_OF_A_PROCESS)}
     return os.getcwd(), {name: os.environ[name] for name in sorted(kept)}
@@ -123,7 +124,8 @@ def enter(folder: str, variables: Mapping[str, str]) -> None:
 
 
 class ActorWorker:
-    """The Python object in each actor. Calls run in the main thread, because a user's loss may set signal handlers."""
+    """The Python object in each Ray actor, which runs the calls for a worker. Calls run in the main thread, because a
+    user's loss may set signal handlers."""
 
     def __init__(self) -> None:
         self._objects = WorkerObjects()
@@ -166,17 +168,7 @@ def _beats_of(rank: int) -> str:
 
 
 class RayWorkers(Workers):
-    """The Ray actors of a cluster.
-
-    They join the Ray cluster of RAY_ADDRESS if it is set. Otherwise a cluster is started on this machine, and it stops
-    with the workers.
-
-    Args:
-        count, silence, deadline, role: see `ProcessWorkers`.
-        threads: threads per worker; also the number of CPUs reserved for it in the cluster.
-        all_workers: number of workers in all clusters of the run; a Ray cluster started here gets CPUs for all of them.
-
-    Raise ValueError if the cluster has no room for all workers."""
+    """The workers of a cluster that are Ray actors."""
 
     tells_events = False
 
@@ -237,8 +229,8 @@ class RayWorkers(Workers):
         return self._ray.remote(ActorWorker).options(**options).remote()
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start a call as in `Workers.call`. The listener is ignored: an actor reports no events before its call
-        ends."""
+        """Start a call of a method in an actor and return it (see `Workers.call`). The listener is ignored: an actor
+        reports no events before its call ends."""
         what = method.strip("_")
         if not self._actors:
             call = WorkerCall(rank, self._count, what, role=self._role)
@@ -272,7 +264,7 @@ class RayWorkers(Workers):
             self._lose(call, f"is gone ({str(error).splitlines()[0]})")
 
     def _lose(self, call: WorkerCall, how: str) -> None:
-        """End the call with a WorkerLostError, in which `how` says what happened to the worker."""
+        """End `call` with a WorkerLostError, in whose message `how` says what happened to the worker."""
         pid = f" (process {self.pids[call.rank]})" if self.pids else ""
         call.set(None, WorkerLostError(f"{call.who}{pid} {how}; it was doing: {call.what}"))
 

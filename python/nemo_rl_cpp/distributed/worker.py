@@ -27,7 +27,7 @@ BEAT_SECONDS = 1.0  # seconds between two heartbeats
 
 
 class WorkerObjects:
-    """The objects of one worker. Arguments arrive pickled; an exception is returned to the caller."""
+    """The Python objects in one worker. Arguments of calls arrive pickled; an exception is returned to the caller."""
 
     def __init__(self) -> None:
         self._objects: dict[int, object] = {}
@@ -83,7 +83,7 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 class SocketWorker:
-    """A worker that answers the calls arriving at one socket, in order."""
+    """A worker process that answers, in order, the calls that arrive at one socket."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._sending = connection, threading.Lock()
@@ -125,7 +125,8 @@ class SocketWorker:
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that schedulers send to every process of a job; only the run's main process reacts."""
+    """Ignore the signals that schedulers send to every process of a job, because the run's main process handles
+    them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 

@@ -16,7 +16,7 @@ _SLICE = 0.5  # seconds per wait: between waits Python handles signals, even tho
 GRACE_SECONDS = 5.0  # for the cause to arrive, if a rank reports only that another rank failed
 
 Listener = tuple[str, Callable[..., None]]
-"""(Name of a callback argument, function that runs in the caller's thread when the worker calls this argument)."""
+"""(Name of an argument that is a callback, function that the caller's thread runs when the worker calls it)."""
 
 
 class WorkerLostError(RuntimeError):
@@ -79,7 +79,7 @@ def is_done(result: object) -> bool:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """Return the exception that a Ray actor raised, without Ray's wrapper and with its traceback as a note. If user
+    """Return the exception that a Ray actor raised without Ray's wrapper, with the actor's traceback as a note. If user
     code raised it, its message is the actor's sentence for the user. Return an exception that is not from an actor
     unchanged."""
     ray = sys.modules.get("ray")
@@ -111,7 +111,7 @@ def get(result: object, timeout: float | None = None) -> Any:
 
 
 def picklable(error: BaseException) -> BaseException:
-    """Return the exception, or a RuntimeError with its text if it cannot be pickled."""
+    """Return `error`, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -131,7 +131,7 @@ class WorkerCall(Future):
         self.events: list[tuple] = []
 
     def tell_events(self) -> None:
-        """Pass the events that the call has reported so far to `on_event`, in the current thread."""
+        """Call `on_event` in the current thread with each event that the worker has reported so far."""
         while self.events:
             self.on_event(*self.events.pop(0))
 
@@ -165,12 +165,12 @@ class Workers(Protocol):
         or a worker is lost (WorkerLostError), first kill all workers."""
 
     def kill(self) -> None:
-        """Kill all workers. Idempotent."""
+        """Kill all workers. Further calls do nothing."""
 
 
 def _depth(error: BaseException) -> int:
-    """Return how far an error is from the root cause: 0 for a lost worker, 1 for a rank's own failure, 2 if the rank
-    stopped because another rank failed."""
+    """Return a number that ranks errors by how close they are to the root cause: 0 for a lost worker, 1 for a rank's
+    own failure, 2 if the rank stopped because another rank failed."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.distributed.ranks import OtherRankFailedError
 
@@ -180,8 +180,8 @@ def _depth(error: BaseException) -> int:
 
 
 class Patience:
-    """A time limit for the calls that other workers still run once one call has failed. These calls have `periods`
-    times `GRACE_SECONDS` to report the cause; then those that still wait for the failed rank are abandoned. If a worker
+    """A time limit for calls that are still running on other workers once one call has failed. They have `periods`
+    times `GRACE_SECONDS` to report the cause; then calls that still wait for the failed rank are abandoned. If a worker
     is lost, waiting ends at once."""
 
     def __init__(self, calls: Sequence[Future], periods: int = 1) -> None:
@@ -189,7 +189,7 @@ class Patience:
         self._failed_at: float | None = None
 
     def is_over(self) -> bool:
-        """Return whether to stop waiting for the calls. It must be called again and again while the calls run."""
+        """Return whether to stop waiting for the calls. Call this method repeatedly while the calls run."""
         errors = [call.error for call in self._calls if call.error is not None]
         if errors and self._failed_at is None:
             self._failed_at = time.monotonic()
@@ -198,8 +198,8 @@ class Patience:
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
-    """Return the values of `calls`, for which waiting is over, or raise the error closest to the root cause. If the
-    workers cannot continue, kill them before raising it."""
+    """Return the values of `calls`, which have ended or are abandoned. If any failed, raise the error closest to the
+    root cause; if the workers cannot continue, kill them first."""
     if error := min((call.error for call in calls if call.error is not None), key=_depth, default=None):
         if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
             workers.kill()
@@ -208,8 +208,8 @@ def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
 
 
 def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
-    """Wait for calls in which workers of different clusters need each other (an exchange of weights). Return the
-    results of the calls of each cluster.
+    """Wait for calls in which workers of different clusters need each other (an exchange of weights). Return a list of
+    results for each cluster.
 
     Raise the error closest to the root cause. After the calls of one cluster have failed, the others have twice the
     grace period to end; then their workers are killed."""

@@ -26,7 +26,7 @@ def to_plain(value: object) -> Plain: ...
 
 
 def to_plain(value: object) -> Plain:
-    """Return `value` as a tree of dicts, lists, strings, numbers, booleans and None. Sections, enums and arrays are
+    """Return `value` as plain data: dicts, lists, strings, numbers, booleans and None. Sections, enums and arrays are
     converted; paths and objects of other types become strings. Non-finite floats stay floats, unlike in `to_json`."""
     if isinstance(value, Enum):  # includes StrEnum and IntEnum
         return to_plain(value.value)

@@ -106,7 +106,7 @@ class ResourcesConfig(Section):
 
 
 class ColocatedConfig(Section):
-    """Settings of where generation runs: on the devices of training, or on workers that only generate."""
+    """Settings of the placement of generation: on the devices of training, or on workers that only generate."""
 
     enabled: bool = key(
         True,

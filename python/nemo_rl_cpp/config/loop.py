@@ -260,7 +260,7 @@ class LoopConfig(OnePassLoop):
 
 
 class RolloutSamplerConfig(Section):
-    """Settings of how NeMo RL's SingleController chooses the rollouts that a step trains on."""
+    """Settings with which NeMo RL's SingleController chooses the rollouts that a step trains on."""
 
     name: Literal["in_order", "windowed"] = key(
         "in_order",

@@ -125,7 +125,7 @@ class RouterReplayConfig(Section):
 
 
 class HfConfig(Section):
-    """Settings of how transformers loads a model. Used if the section's key `backend` is hf."""
+    """Settings with which transformers loads a model. Used if the section's key `backend` is hf."""
 
     attn_implementation: str | None = key(
         None,

@@ -44,8 +44,9 @@ def prompt_ids(
 
 
 def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None) -> list[int]:
-    """Return the tokens at which responses end: those of generation_config.json in `folder`, otherwise of `config`
-    (config.json), otherwise the tokenizer's. Warn if the tokenizer's end token is not one of the model's."""
+    """Return the ids of the tokens at which responses end: those of generation_config.json in `folder`, otherwise of
+    `config` (config.json), otherwise the tokenizer's end token. Warn if the tokenizer's end token is not one of the
+    model's."""
     ends, own = named_ends(folder, config), getattr(tokenizer, "eos_token_id", None)
     if not ends:
         return end_token_ids_of_tokenizer(tokenizer)
@@ -60,14 +61,15 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
-    """Return the ids of a tokenizer's end tokens: those that the model in the tokenizer's folder lists, if any,
-    otherwise the tokenizer's own. Return [] if `tokenizer` is None."""
+    """Return the ids of a tokenizer's end tokens: those that the files of the model in the tokenizer's folder list, if
+    any, otherwise the tokenizer's own end token. Return [] if `tokenizer` is None."""
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
 
 
 def named_ends(folder: Path | None, config: Mapping[str, object]) -> list[int]:
-    """Return the end tokens in generation_config.json, otherwise those in config.json, or [] if neither has any."""
+    """Return the ids of the end tokens in generation_config.json of `folder`, otherwise of those in `config`
+    (config.json), or [] if neither has any."""
     generation = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     for source, name in ((generation, GENERATION_CONFIG), (config, "config.json")):
         if ends := _ids(source.get("eos_token_id"), f"{name} of {folder}"):
@@ -86,8 +88,8 @@ def _ids(value: object, where: str) -> list[int]:
 def save_generation_config(
     folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None, target: Path
 ) -> None:
-    """Write the generation_config.json of a trained model to `target`: a copy of the one in `folder`, to which end
-    tokens are added if it has none."""
+    """Write the generation_config.json of a trained model to `target`: a copy of the one in `folder`. If it has no end
+    tokens, add those of `config` or the tokenizer."""
     content = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     if not content:
         content = {key: config[key] for key in _FROM_CONFIG if config.get(key) is not None}

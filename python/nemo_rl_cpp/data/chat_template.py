@@ -1,7 +1,7 @@
-"""Chat templates: the choice of a template, its rendering, and a check that a prompt loses no message. A chat template
-is a jinja program that renders messages as the text on which the model was trained. Templates come with models, so they
-are untrusted. As in transformers and vLLM, they run in jinja's immutable sandbox, without access to Python internals.
-Their time and memory are not limited."""
+"""Chat templates: the choice of a template, its rendering, and a check that the rendered prompt contains every message.
+A chat template is a jinja program that renders messages as the text on which the model was trained. Templates come with
+models, so they are untrusted. As in transformers and vLLM, they run in jinja's immutable sandbox, without access to
+Python internals. Their time and memory are not limited."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,8 @@ class ChatTemplateError(ValueError):
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks assistant text. It renders as its body."""
+    """A jinja extension for the block `{% generation %}...{% endgeneration %}`, with which templates mark assistant
+    text. The block renders as its body."""
 
     tags = {"generation"}
 
@@ -118,8 +119,9 @@ def render_chat_template(
 
 
 def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
-    """Return copies of the messages with plain values, without None values, and with reasoning under the keys that
-    templates read. Raise ChatTemplateError if `messages` is not a list of messages."""
+    """Return copies of the messages in the form that chat templates expect: with plain values, without None values, and
+    with reasoning under the keys that templates read. Raise ChatTemplateError if `messages` is not a list of
+    messages."""
     if isinstance(messages, (str, bytes, Mapping)) or not hasattr(messages, "__iter__"):
         raise ChatTemplateError(
             f"a conversation is a list of messages {{'role', 'content'}}, got {type(messages).__name__}"
@@ -139,7 +141,8 @@ def _as_templates_see_them(messages: object) -> list[dict[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """Convert a value to JSON types, because other objects' methods could lead out of the sandbox."""
+    """Return `value` converted to JSON types, because a template could leave the sandbox through methods of other
+    objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
@@ -160,7 +163,8 @@ _ENDINGS = (".jinja", ".jinja2", ".j2", ".txt", ".json", ".tpl", ".tmpl")
 
 
 def choose_template(value: object, own: str | Mapping[str, str] | None, key: str) -> str | dict[str, str] | None:
-    """Return the template that `value` of the configuration key `key` selects. `own` holds the tokenizer's templates.
+    """Return the template that `value` of the configuration key `key` selects. `own` is the tokenizer's template, or
+    its named templates (name -> template).
 
     None selects `PASSTHROUGH`, and "default" the tokenizer's template. A string with `{{` or `{%` is itself a template.
     The name of one of the tokenizer's named templates selects it. A path is read; a .json file must have the entry
@@ -226,7 +230,8 @@ _KEPT: set[tuple[object, ...]] = set()  # combinations (template, roles, ...) kn
 def render_prompt(
     tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool = True, tools: Tools = None
 ) -> str:
-    """Return a conversation as text. Raise ChatTemplateError if the chat template omits a message."""
+    """Return a conversation as text, rendered by the tokenizer's chat template with `tools`. Raise ChatTemplateError if
+    the text lacks a message."""
     text = _apply(tokenizer, messages, add_generation_prompt, tools)
     missing = [i for i, message in enumerate(messages) if _content(message) not in text]
     shape = (
@@ -282,8 +287,9 @@ def _content(message: Mapping[str, object]) -> str:
 
 def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
     """Return how many leading characters of `text`, rendered from `messages`, belong to the first (system) message. If
-    `text` begins with this message rendered alone, that is the length of the rendering. If the template rejects a
-    system message alone or merges it into the user's turn, it is the end of its content, or 0 if `text` lacks it."""
+    `text` begins with this message rendered alone, return the length of that rendering. If the template rejects a
+    system message alone or merges it into the user's turn, return where its content ends in `text`, or 0 if `text`
+    lacks it."""
     try:
         alone = _apply(tokenizer, messages[:1], False, None)
     except ValueError:  # many templates reject a system message alone

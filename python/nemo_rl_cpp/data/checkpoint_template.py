@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def settle_chat_template(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """Set the chat template of `tokenizer`: that of the model in `folder`, or if the model has none and `folder` is a
-    checkpoint of a run (`step_N/policy/weights`), the run's. Return notes for the user, one sentence each. Raise
-    ValueError if neither has a template."""
+    """Set the chat template of `tokenizer` to that of the model in `folder`. If the model has none and `folder` is a
+    checkpoint of a run (`step_N/policy/weights`), set the run's template. Return notes for the user, one sentence each.
+    Raise ValueError if neither has a template."""
     run, own = run_section(folder), tokenizer.chat_template
     where = "" if run is None else f"policy.tokenizer.chat_template of {_run_config(folder)}"
     used = _template_of_run(run, folder, own)
@@ -69,7 +69,8 @@ def _run_config(folder: Path) -> Path:
 
 
 def run_section(folder: Path) -> dict[str, Any] | None:
-    """Return `policy.tokenizer` of the run that wrote the checkpoint `folder`, or None for another folder."""
+    """Return the section `policy.tokenizer` of the run that wrote the checkpoint `folder`, or None if `folder` is no
+    checkpoint."""
     path = Path(os.path.abspath(folder))
     if (path.parent.name, path.name) != ("policy", "weights") or not _run_config(folder).is_file():
         return None
@@ -77,7 +78,8 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
-    """Return the template that the run used (`own` if it was the model's), or None if it used none."""
+    """Return the chat template that the run used, or None if it used none. `run` is the run's section
+    `policy.tokenizer`, and `own` the model's template, which is returned if `run` is None."""
     value = own if run is None else run.get("chat_template", "default")
     if run is None or value is None:
         return value

@@ -16,8 +16,9 @@ _ARROW = ("datasets", "pandas", "polars", "pyarrow")
 
 
 def plain(value: object) -> object:
-    """Convert a value recursively: arrays, Series and tuples to lists, mappings to dictionaries, numpy scalars to
-    Python's. Mappings inside an array of objects lose keys with null, which pandas adds to Arrow's structs."""
+    """Convert a value recursively to Python's types: arrays, Series and tuples to lists, mappings to dictionaries,
+    numpy scalars to numbers. Mappings inside an array of objects lose keys with null, which pandas adds to Arrow's
+    structs."""
     names = ("tolist", "to_list", "as_py")  # numpy, torch and pandas; polars; scalars of pyarrow
     convert = next((getattr(value, name) for name in names if hasattr(value, name)), None)
     if convert is not None and not isinstance(value, type):
@@ -37,7 +38,8 @@ def comes_from_arrow(rows: object) -> bool:
 
 
 def came_through_pandas(row: object) -> bool:
-    """Return whether a row came from Arrow through pandas: a value is a one-dimensional array of objects."""
+    """Return whether a row came from Arrow through pandas, which shows in a value that is a one-dimensional array of
+    objects."""
     return isinstance(row, Mapping) and any(_holds_objects(value) for value in row.values())
 
 
@@ -46,8 +48,8 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Remove the keys with null from mappings inside the columns of a row. All structs of an Arrow column have the same
-    keys, so a key that only other rows set is null. A column that is itself null stays."""
+    """Return the row without the keys whose value is null in mappings inside its columns. All structs of an Arrow
+    column have the same keys, so a key that only other rows set is null here. A column that is itself null stays."""
     return {name: _unpadded(value) for name, value in row.items()}
 
 
@@ -58,7 +60,7 @@ def _unpadded(value: object) -> object:
 
 
 def row_at(rows: Indexed[Row], index: int) -> Row:
-    """Return row `index` of a data set as it was before Arrow added keys with null."""
+    """Return row `index` of a data set without the keys with null that Arrow adds to mappings."""
     return without_padding(rows[index]) if comes_from_arrow(rows) else rows[index]
 
 
@@ -74,8 +76,8 @@ ChatMessage = dict[str, object]  # a message of a prompt: role, content, and fur
 
 
 def look_up(row: Mapping[str, object], key: str) -> object:
-    """Return the value of a column, or with a dotted key (`reward_model.ground_truth`) a value inside a column. If it
-    does not exist, raise ValueError with the existing keys."""
+    """Return the value of the column `key`, or for a dotted key (`reward_model.ground_truth`) a value inside a column.
+    If it does not exist, raise ValueError with the existing keys."""
     if key in row:
         return row[key]
     value: object = row
@@ -139,9 +141,10 @@ def _message(message: object, key: str) -> ChatMessage:
 
 
 def split_conversation(messages: object, key: str = "messages") -> tuple[list[ChatMessage], object]:
-    """Return (prompt, ground truth). The ground truth is the content of the last message if it is the assistant's,
-    otherwise None. The prompt is the messages before it, and must end with the user or with a tool's result. Text parts
-    of a content are joined. Raise ValueError, with `key` in its message, for anything else."""
+    """Split a conversation into (prompt, ground truth). The ground truth is the content of the last message if it is
+    the assistant's, otherwise None. The prompt is the list of messages before it, and must end with the user or with a
+    tool's result. The parts of a content that consists of text parts are joined. Raise ValueError, with `key` in its
+    message, for anything else."""
     if not is_list(messages):
         raise ValueError(f"{key!r} must be a list of messages, not {_kind(messages)}")
     checked, truth = conversation_of(messages, key), None
@@ -160,7 +163,8 @@ def split_conversation(messages: object, key: str = "messages") -> tuple[list[Ch
 
 
 def check_characters(text: str, where: str) -> None:
-    """Raise ValueError if a text contains a lone surrogate, which no tokenizer accepts and no file can contain."""
+    """Raise ValueError, with a message that begins with `where`, if a text contains a lone surrogate, which no
+    tokenizer accepts and no file can contain."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -238,7 +242,8 @@ def is_parts(content: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
 
 
 def joined_text(parts: Sequence[Mapping[str, object]], key: str = "content") -> str:
-    """Return the joined texts of the parts. Raise ValueError if a part is not text (an image, audio or video)."""
+    """Return the texts of the parts of a message's content, joined. Raise ValueError, with `key` in its message, if a
+    part is not text (an image, audio or video)."""
     for part in parts:
         if part["type"] != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"{key} has a part of type {in_a_line(part['type'])}: only text is supported")

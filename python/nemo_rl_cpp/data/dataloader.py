@@ -43,7 +43,8 @@ def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
 
 
 class StatefulDataLoader:
-    """A loader that yields batches of `batch_size` rows. The order of an epoch depends only on (seed, epoch).
+    """A loader that yields batches of `batch_size` rows, in an order that depends only on the seed and the number of
+    the epoch.
 
     The position is two numbers, so it can be saved after every step. A resumed loader continues with exactly the rows
     that would have come next, whatever the batch size. `iter()` continues the unfinished epoch of a loaded state, or
@@ -131,7 +132,8 @@ class StatefulDataLoader:
             yield self.collate_fn(rows)
 
     def _submit(self, chunk: list[int]) -> Callable[[], list[DatumSpec]]:
-        """Start processing the rows `chunk`. Return a function that waits for them and raises a processor's error."""
+        """Start processing the rows with the indices `chunk`. Return a function that waits for the results and raises a
+        processor's error."""
         if self.num_workers < 1:
             return lambda: [self.dataset[i] for i in chunk]
         if self._pool is None:
@@ -140,7 +142,7 @@ class StatefulDataLoader:
         return lambda: [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that tokenize batches."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
@@ -224,14 +226,14 @@ class MultipleDataloaderWrapper:
 
 
 def save_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
-    """Write the loader's position into a checkpoint."""
+    """Write the loader's position in the data into the checkpoint folder."""
     file = checkpoint / "train_dataloader.json"
     file.write_text(json.dumps(dataloader.state_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def load_dataloader_state(dataloader: StatefulDataLoader | MultipleDataloaderWrapper, checkpoint: Path) -> None:
-    """Restore the loader's position. Raise FileNotFoundError if the checkpoint has none, ValueError if the data
-    differs."""
+    """Restore the loader's position from the checkpoint folder. Raise FileNotFoundError if the folder has no saved
+    position, and ValueError if it was saved with different data."""
     file = checkpoint / "train_dataloader.json"
     if not file.is_file():
         raise FileNotFoundError(

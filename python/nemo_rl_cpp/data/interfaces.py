@@ -25,7 +25,7 @@ class Indexed(Protocol[T_co]):
 
 
 class Message(TypedDict, total=False):
-    """A message of S tokens in a rollout."""
+    """A message of a rollout's conversation, with its S tokens."""
 
     role: str  # the author: system, user, assistant, tool or environment
     content: str  # the text
@@ -80,7 +80,7 @@ class ServerAddress:
 
 
 class DatumSpec(TypedDict):
-    """One prompt, ready for a rollout."""
+    """One tokenized prompt, with the data that its rollout needs."""
 
     message_log: LLMMessageLogType  # the tokenized messages of the prompt
     length: int  # the number of tokens of all messages, before the prompt is truncated
@@ -96,9 +96,10 @@ class DatumSpec(TypedDict):
 class TaskDataSpec:
     """The settings that determine how the rows of a task become prompts.
 
-    `prompt_file` is a text with the placeholder `{}` for the question, and `system_prompt_file` the system message.
-    Both are read immediately, into `prompt` and `system_prompt` (None without a file). A relative path is looked up in
-    the working directory, then in the source tree, then in the package. A missing file raises FileNotFoundError."""
+    `prompt_file` is the path of a text with the placeholder `{}` for the question, `system_prompt_file` that of the
+    system message. Both are read immediately, into `prompt` and `system_prompt` (None without a file). A relative path
+    is looked up in the working directory, then in the source tree, then in the package. A missing file raises
+    FileNotFoundError."""
 
     task_name: str | None = None
     prompt_file: PathLike | None = None

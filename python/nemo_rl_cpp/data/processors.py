@@ -15,7 +15,8 @@ from nemo_rl_cpp.data.interfaces import DatumSpec, Row, TaskDataProcessFnCallabl
 
 
 class Entry(NamedTuple):
-    """One message of a prompt: its role, its part of the rendered text, and the token ids of this part."""
+    """One message of a prompt: its role, the part of the rendered text that belongs to it, and the token ids of this
+    part."""
 
     role: str
     content: str
@@ -40,8 +41,9 @@ PromptMaker = Callable[[Row, TaskDataSpec, TokenizerType], Prompt]
 def _datum(
     make: PromptMaker, row: Row, spec: TaskDataSpec, tokenizer: TokenizerType, limit: int | None, idx: int
 ) -> DatumSpec:
-    """Return the DatumSpec of a row. A prompt of `limit` tokens or more leaves no room for a response, so it is cut to
-    a few tokens and masked; `length` is that before the cut. Error messages contain the row number."""
+    """Return the DatumSpec of a row, from the prompt that `make` returns. A prompt of `limit` tokens or more leaves no
+    room for a response, so it is cut to a few tokens and excluded from the loss. The datum's `length` stays the number
+    of tokens before the cut. Error messages contain the row number `idx`."""
     import torch
 
     try:
@@ -114,10 +116,10 @@ def fill_prompt(prompt: str, question: str) -> str:
 
 @lru_cache(maxsize=64)
 def split_prompt(prompt: str) -> tuple[str, str]:
-    """Return the text before and after the placeholder `{}`. Raise ValueError, with the line in its message, unless
-    there is exactly one.
+    """Return the text before and after the placeholder `{}` of a prompt file. Raise ValueError, which quotes the line
+    of the mistake, unless there is exactly one placeholder.
 
-    A file whose other braces are all doubled is parsed as by `str.format`. Otherwise other braces are literal, and a
+    If all other braces are doubled, the text is parsed as by `str.format`. Otherwise other braces are literal, and a
     `{}` that is the argument of a LaTeX command is not a placeholder."""
     tokens = [(found.start(), found[0]) for found in _TOKEN.finditer(prompt)]
     places = [(start, token) for start, token in tokens if token in ("{}", "{0}")]
@@ -157,14 +159,15 @@ def _wrong_places(prompt: str, places: list[int], alone: list[int]) -> str:
 
 
 def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
-    """Return a list with the system message, or [] without a system prompt. Line ends at the end of the file are
-    dropped, because editors add them."""
+    """Return a list with the system message, or [] without a system prompt. Line ends at the end of the system prompt
+    are dropped, because editors add them."""
     text = (spec.system_prompt or "").rstrip("\r\n")
     return [{"role": "system", "content": text}] if text else []
 
 
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
-    """Return the system and the user message as two entries, split from the text of one template call."""
+    """Return two entries, the system and the user message, made by splitting the text of one call of the chat
+    template."""
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
@@ -188,7 +191,8 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
-    """Return (messages, data for the environment) of a row. The last question is inserted into the prompt file."""
+    """Return (messages, data for the environment) of a row. The text of the prompt file, if any, replaces the last
+    question, with the question in its placeholder. `processor` is the processor's name in errors."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
@@ -198,8 +202,8 @@ def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessa
 
 @_processor
 def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages"}. The chat template renders the system prompt and the conversation up to the last question
-    as one user entry.
+    """Convert a row {"messages"} to a prompt with one user entry, in which the chat template renders the system prompt
+    and the conversation up to the last question.
 
     If the last message is the assistant's, it is the ground truth. The last question is inserted into the prompt file.
     A row's column "tools" is passed to the chat template."""
@@ -217,8 +221,8 @@ def math_hf_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerTyp
 
 @_processor
 def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages": [question, answer]} as plain text that the model continues, without a chat template. The
-    text begins with a BOS token if the tokenizer adds one.
+    """Convert a row {"messages": [question, answer]} to plain text that the model continues, without a chat template.
+    The text begins with a BOS token if the tokenizer adds one.
 
     The question is inserted into the prompt file and the system prompt is put before it, both literally. This processor
     is for base models and for few-shot tasks, whose responses end at the row's "stop_strings"."""
@@ -234,8 +238,9 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages"} for agents, which call the policy themselves. The environment gets the system prompt and
-    the messages up to the last question as `messages`. Of the prompt's tokens only their number is used."""
+    """Convert a row {"messages"} to a prompt for agents, which call the policy themselves. The environment gets the
+    system prompt and the messages up to the last question as `messages`. Only the number of the prompt's tokens is
+    used."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)
@@ -244,8 +249,8 @@ def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType)
 
 @_processor
 def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"question", "options": {letter: text}, "answer"} and optionally "subject". With a prompt file, the
-    prompt is the file's text, the question and the list of options; otherwise the question alone."""
+    """Convert a row {"question", "options": {letter: text}, "answer"}, optionally with "subject", to a prompt. With a
+    prompt file, the prompt is the file's text, the question and the list of options; otherwise the question alone."""
     name = "multichoice_qa_processor"
     question = _question(_column(row, "question", name), "question")
     if spec.prompt:
@@ -262,9 +267,10 @@ def multichoice_qa_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerT
 
 @_processor
 def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Read rows {"messages"} on whose assistant messages the model is trained. For each assistant message there are two
-    entries: a user entry (not trained) with the conversation since the previous assistant message, and an assistant
-    entry (trained) that includes the template's end of the turn. The last entry ends with the end token."""
+    """Convert a row {"messages"} to a conversation on whose assistant messages the model is trained. For each assistant
+    message there are two entries: a user entry (not trained) with the conversation since the previous assistant
+    message, and an assistant entry (trained) that includes the template's end of the turn. The last entry ends with the
+    end token."""
     messages, info = _asked(row, spec, "sft_processor")
     answer = info["ground_truth"]
     if not isinstance(answer, str) or not answer:

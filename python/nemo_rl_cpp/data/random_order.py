@@ -1,5 +1,5 @@
-"""Random order without generator state: every random number is a function of a key. The numbers are Philox's raw 64-bit
-output, because numpy guarantees its values, but not those of its higher-level methods."""
+"""Random order without generator state: every random number is a function of a key. The numbers are the raw 64-bit
+output of numpy's Philox generator, because numpy guarantees these values, but not those of its higher-level methods."""
 
 import hashlib
 
@@ -20,7 +20,7 @@ def permutation(count: int, seed: int, epoch: int) -> list[int]:
 
 
 class Draws:
-    """A sequence of random numbers that (seed, key) determines, for one row of a data set. `below(n)` is uniform in
+    """A sequence of random numbers for one row of a data set, determined by (seed, key). `below(n)` is uniform in
     0..n-1 (bias under 2**-50 for n below 2**14)."""
 
     def __init__(self, seed: int, *key: int):
@@ -44,6 +44,7 @@ class Draws:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Return whether a question belongs to the validation set. The result depends only on the question, so no seed,
-    size or order can put the question into both training and validation."""
+    """Return whether a question belongs to the validation set, which has the fraction `fraction` of all questions. The
+    result depends only on the question, so no seed, size or order can put the question into both training and
+    validation."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") < fraction * 2**64

@@ -17,13 +17,13 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def is_byte_token(spelling: str | None) -> bool:
-    """Return whether a token represents a single byte, which SentencePiece spells like `<0x0A>`."""
+    """Return whether a token's spelling is that of a single byte, which SentencePiece writes like `<0x0A>`."""
     return spelling is not None and _BYTE_FALLBACK.fullmatch(spelling) is not None
 
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """Return character -> byte of GPT-2's byte alphabet. Printable Latin-1 characters represent themselves; the
+    """Return {character: byte} for GPT-2's byte alphabet. Printable Latin-1 characters represent themselves; the
     characters from U+0100 on represent the other 68 bytes, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
@@ -33,7 +33,8 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the steps of a decoder of tokenizer.json, with nested sequences flattened."""
+    """Return the steps of the decoder in a tokenizer.json as a flat list; the steps of nested sequences are
+    included."""
     if not decoder:
         return []
     if decoder["type"] == "Sequence":
@@ -42,7 +43,7 @@ def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 class TokenBytes:
-    """A function from token ids to bytes, for one `tokenizers.Tokenizer`.
+    """A callable that returns the bytes of a token id of one `tokenizers.Tokenizer`.
 
     It supports byte-level BPE (GPT-2, Llama 3, Qwen), byte fallback with a space mark (Llama 2), and plain tokens,
     which are joined by spaces if there is no decoder. The bytes are those that a token adds to a text. Changes that a
@@ -119,7 +120,8 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8; a character has at most as many tokens
 def text_of(
     tokenizer: TokenizerType, token_ids: Sequence[int], before: Sequence[int] = (), skip_special: bool = True
 ) -> str:
-    """Return the text that `token_ids` add after the tokens `before`. It equals the joined output of a `TextStream`."""
+    """Return the text that `token_ids` add to a text of the tokens `before`. It equals the joined output of a
+    `TextStream`."""
     decode = _decoder(tokenizer, skip_special)
     context, unfinished = _context(decode, _spelling(tokenizer), before)
     return decode([*context, *unfinished, *token_ids])[len(decode(context)) :] if token_ids else ""
@@ -151,7 +153,8 @@ class TextStream:
         self._stopped = False
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
-        """Add tokens. Return the texts that have become final, oldest first; with `last`, all remaining ones."""
+        """Add the response's next tokens. Return the texts of those tokens whose text has become final, oldest first;
+        with `last`, of all remaining ones."""
         for token in token_ids:
             if not self._is_skipped(token):
                 self._window.append(token)
@@ -172,7 +175,8 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Determine the text of each waiting token from `text`, the text of all tokens of the window together."""
+        """Split `text`, the text of all tokens in the decoding window together, into the texts of the waiting tokens,
+        and store them."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])

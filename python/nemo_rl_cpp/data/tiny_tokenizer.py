@@ -7,7 +7,7 @@ from nemo_rl_cpp.data.chat_template import PASSTHROUGH
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 
 TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "+", "=")
-"""The token with id i has index i. Any other character becomes <unk>."""
+"""The tokens; a token's index is its id. Any other character becomes <unk>."""
 
 
 def tiny_tokenizer() -> Tokenizer:

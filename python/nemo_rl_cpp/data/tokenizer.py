@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 TokenIds: TypeAlias = "list[int] | list[list[int]] | torch.Tensor"
-"""The ids of one text, of several texts, or of several texts as a tensor [B, S]."""
+"""Token ids: of one text, of several texts, or as a tensor [B, S] of B texts with S tokens each."""
 Templates = str | dict[str, str] | None  # a chat template, name -> template, or None
 
 
@@ -83,7 +83,8 @@ class Tokenizer(SpecialTokens):
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | Path, *, section: str = "policy.tokenizer") -> Tokenizer:
-        """Read the files of a folder or model name. Raise ValueError if there is no tokenizer.json."""
+        """Load a tokenizer from a folder or by model name. Raise ValueError, with the key of `section` to change in its
+        message, if there is no tokenizer.json."""
         folder = resolve_tokenizer(
             name_or_path, key="tokenizer.name" if section == "tokenizer" else "policy.model_name"
         )
@@ -104,7 +105,7 @@ class Tokenizer(SpecialTokens):
         return tokenizer
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json (with the model's template), special_tokens_map.json."""
+        """Write tokenizer.json, tokenizer_config.json (with the model's chat template) and special_tokens_map.json."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         self.backend_tokenizer.save(str(target / "tokenizer.json"))
@@ -120,7 +121,7 @@ class Tokenizer(SpecialTokens):
 
     @property
     def chat_template(self) -> Templates:
-        """The template in use (or name -> template): the run's (see `use_chat_template`) or the model's."""
+        """The chat template in use, or {name: template}: the one set by `use_chat_template`, otherwise the model's."""
         return self._model_template if self._run_template is None else self._run_template[0]
 
     @chat_template.setter
@@ -128,7 +129,7 @@ class Tokenizer(SpecialTokens):
         self._model_template, self._run_template = template, None
 
     def use_chat_template(self, template: Templates) -> None:
-        """Use the run's `template` from now on. `save_pretrained` writes the model's template instead."""
+        """Use `template`, that of a run, from now on. `save_pretrained` still writes the model's template."""
         self._run_template = (template,)
 
     # -- vocabulary --------------------------------------------------------------------------------------------------
@@ -150,7 +151,8 @@ class Tokenizer(SpecialTokens):
     def convert_ids_to_tokens(
         self, ids: int | Iterable[int], skip_special_tokens: bool = False
     ) -> str | list[str | None] | None:
-        """Return the tokens as the vocabulary spells them (a leading space may be written as another character)."""
+        """Return the tokens with these ids as the vocabulary spells them (a leading space may be written as another
+        character)."""
         if isinstance(ids, int):
             return self.backend_tokenizer.id_to_token(ids)
         skip = set(self.all_special_ids) if skip_special_tokens else set()

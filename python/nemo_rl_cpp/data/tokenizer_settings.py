@@ -36,7 +36,7 @@ def token_text(token: str | Mapping[str, Any] | None) -> str | None:
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
     """Return the keys of tokenizer_config.json. If `added_tokens_decoder` is not among them, keys of
     special_tokens_map.json override them, and the tokens of added_tokens.json become `added_tokens_decoder`, except
-    those whose ids tokenizer.json has (`own_ids`). The text of chat_template.jinja overrides the key
+    those whose ids tokenizer.json has (`own_ids`). The text of chat_template.jinja replaces the value of the key
     `chat_template`."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
@@ -99,7 +99,7 @@ _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # their fo
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
     """Return the tokenizer class that transformers 5 uses for a folder: the class that tokenizer_config.json
     (`settings`) or config.json (`config`) names, or the class of the `model_type` if neither names one. Some model
-    types always use the latter."""
+    types always use the class of the `model_type`."""
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
@@ -128,7 +128,7 @@ def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
 
 
 def _parts(pre_tokenizer: PreTokenizer | None) -> Iterator[PreTokenizer]:
-    """Yield the steps of a pre-tokenizer, with nested sequences flattened."""
+    """Yield the steps of a pre-tokenizer; the steps of nested sequences are included."""
     if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
         for part in pre_tokenizer:
             yield from _parts(part)
@@ -175,7 +175,7 @@ class SpecialTokens:
                 )
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Mark the named and the additional special tokens as special. They keep the flags given in
+        """Mark all special tokens as special, those in `named` and the additional ones. They keep the flags given in
         `added_tokens_decoder`; tokens that tokenizer.json lacks get the flags given in `named`."""
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]

@@ -15,8 +15,8 @@ LENGTHS = "input_lengths"
 
 
 class RaggedBatch:
-    """A batch of B samples with T tokens in total. Per-token tensors have T entries: sample b has
-    [offsets[b], offsets[b + 1]).
+    """A batch of B samples with T tokens in total. Per-token tensors have T entries; those of sample b
+    are [offsets[b], offsets[b + 1]).
 
     As a mapping it has NeMo RL's padded layout, which losses, estimators and adapters use: per-token `batch[name]` is
     [B, S], padded on the right with zeros (`input_ids` with the pad token), and `input_lengths` is int32 [B]. A padded

@@ -1,1 +1,1 @@
-"""Environments, which respond to the model's messages with observations and rewards."""
+"""Environments, which answer the model's messages with observations and rewards."""

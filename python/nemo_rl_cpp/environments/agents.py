@@ -1,4 +1,4 @@
-"""Environments whose rollouts an external agent makes: it calls the policy over HTTP, and returns a reward."""
+"""Environments with agents: an agent makes a rollout by calling the policy over HTTP, and returns a reward."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ from nemo_rl_cpp.user_code import call_user
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The task of one rollout, for an agent.
-
-    Attributes:
-        key: the key of the rollout. Every request must send it, as a header or as the field `rollout_key`.
-        messages: the prompt from the data set's row, as messages {"role", "content"}.
-        info: the data for the environment from the data set's row, such as `ground_truth`.
-        address: URL, API key and model name of the policy's HTTP server."""
+    """The task of one rollout, which an agent receives."""
 
     key: str
     messages: list[dict[str, str]]
@@ -57,13 +51,7 @@ class AgentTask:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """The result of a rollout.
-
-    Attributes:
-        reward: the reward of the whole rollout, or a dictionary of reward components.
-        error: one sentence on why the rollout failed, or None. A failed rollout is not trained on.
-        metrics: numbers, which are averaged over the rollouts of a step.
-        trained: whether the rollout is trained on. Its reward counts in its group's baseline in either case."""
+    """The result of one rollout, which an agent returns."""
 
     reward: float | dict[str, float] = 0.0
     error: str | None = None
@@ -74,7 +62,8 @@ class AgentResult:
 class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
     """The base class of environments whose rollouts an agent makes. A rollout that fails or times out gets reward 0 and
     is not trained on.
-    Metrics: `agent_errors` and `agent_timeouts` count such rollouts; the agents' metrics are averaged."""
+    Metrics: `agent_errors` and `agent_timeouts` count rollouts that failed or timed out; the agents' metrics are
+        averaged."""
 
     runs_rollouts = True
 
@@ -176,7 +165,8 @@ def _checked(result: AgentResult) -> AgentResult:
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
-    """Call the function in a daemon thread (if it never returns, only its rollout blocks), and return a future."""
+    """Call the function in a new daemon thread, and return a future of its result. If the function never returns, only
+    its rollout blocks."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 

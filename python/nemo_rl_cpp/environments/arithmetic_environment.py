@@ -28,7 +28,8 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
     `metadata["ground_truth"]`, otherwise 0. A response is well-formed if it is a complete line (it contains a line
     end, the stop string), or consists only of an integer.
 
-    Metrics: `well_formed`, the fraction of well-formed responses, and `accuracy_of_well_formed`."""
+    Metrics: `well_formed`, the fraction of well-formed responses, and `accuracy_of_well_formed`, the accuracy of
+        these."""
 
     can_be_asked_again = True
 

@@ -17,7 +17,7 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re
 
 
 class CodeEnvMetadata(TypedDict):
-    """The part of a sample's metadata that the environment reads."""
+    """The entries of a sample's metadata that the code environment reads."""
 
     ground_truth: object  # the tests, see `code_verifier.parse_tests`
     # the beginning of the program, which the response continues. Without it, the response contains the whole program,
@@ -80,6 +80,6 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
 
 
 def extract_code(response: str) -> str:
-    """Return the last fenced block of a response, or the whole response if it has none."""
+    """Return the program in a response: its last fenced code block, or the whole response if it has none."""
     blocks = _FENCED.findall(response)
     return blocks[-1] if blocks else response

@@ -58,7 +58,8 @@ os.write(results, json.dumps(found).encode())
 
 
 class Check(TypedDict, total=False):
-    """A test that `HARNESS` runs: a call with its arguments, an expression, or a statement."""
+    """A test that the program `HARNESS` runs in the sandbox: a call with its arguments, an expression, or a
+    statement."""
 
     call: str
     arguments: list[object]
@@ -67,8 +68,8 @@ class Check(TypedDict, total=False):
 
 
 class CheckResult(TypedDict, total=False):
-    """The result of one test that `HARNESS` ran: the value of a call or expression as a string, the run's random token
-    for a statement that passed, or the exception."""
+    """The result of one test that the program `HARNESS` ran: the value of a call or expression as a string, the run's
+    random token for a statement that passed, or the exception."""
 
     value: str
     passed: str
@@ -92,7 +93,7 @@ class TestResult:
 
 @dataclass(frozen=True)
 class CodeTests:
-    """The tests of one problem. Either `pairs` or `checks` is set."""
+    """The tests of one problem: either `pairs` of input and output, or `checks` of values."""
 
     # (standard input, expected standard output). Each pair is a separate run. Trailing spaces of lines and trailing
     # empty lines are ignored.
@@ -135,7 +136,7 @@ class CodeTests:
 
 
 def uncompiled(outcome: Outcome) -> bool:
-    """Return whether the program did not compile: Python then prints an error without a traceback."""
+    """Return whether the program did not compile, which shows in an error of Python without a traceback."""
     errors = outcome.stderr.decode(errors="replace")
     last = errors.rstrip().rpartition("\n")[2]  # no regex, which may never end on a megabyte of output
     return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)
@@ -146,7 +147,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
-    """Return one result per test, each {} if the run was stopped or its output is invalid."""
+    """Return the results of `count` tests from the output of a run. All are {} if the run was stopped or its output is
+    invalid."""
     found = None
     if outcome.exit_code == 0 and outcome.stopped is None:
         with suppress(ValueError, RecursionError):
@@ -269,7 +271,8 @@ class CodeVerifyWorker(VerifierBase):
 
 
 def reason_of(result: TestResult, limits: Limits) -> str:
-    """Return why tests failed (`memory_limit: 512 MB`), from the run's end and its standard error."""
+    """Return why tests failed (such as `memory_limit: 512 MB`), from how the run ended and what it wrote to standard
+    error."""
     outcome = result.outcome
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")

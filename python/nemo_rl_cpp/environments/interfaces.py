@@ -15,8 +15,8 @@ MetadataT = TypeVar("MetadataT")
 
 
 class WeightedParts(dict[str, "Tensor"]):
-    """The unweighted components of a reward, name -> [B], and their weights in the total reward (`weights`). They are
-    unweighted because the estimator gdpo normalizes each component before it applies the weights."""
+    """The unweighted components of a reward, name -> [B], and their weights in the total reward (`weights`). The
+    estimator gdpo needs them unweighted, because it normalizes each component before it applies the weights."""
 
     def __init__(self, parts: "Mapping[str, Tensor]", weights: Mapping[str, float]) -> None:
         super().__init__(parts)
@@ -51,8 +51,8 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
 
 
 def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
-    """Return the result of an environment's `step` for `size` conversations as an EnvironmentReturn. A plain sequence
-    of the same six fields is also accepted. Raise ValueError with the task's name for anything else."""
+    """Return `answer`, the result of an environment's `step` for `size` conversations, as an EnvironmentReturn. A plain
+    sequence of the same six fields is also accepted. Raise ValueError with the task's name for anything else."""
     fields = EnvironmentReturn._fields
     if not isinstance(answer, (tuple, list)) or len(answer) != len(fields):
         given = f"{len(answer)} things" if isinstance(answer, (tuple, list)) else type(answer).__name__
@@ -77,18 +77,18 @@ def checked_return(answer: object, size: int, task: str) -> EnvironmentReturn:
 
 
 class _Means:
-    """Means of numbers by name, over all samples since the last `pop`."""
+    """Means by name of the numbers that were added since the last `pop`."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, value: float, count: float = 1) -> None:
-        """Add `value`, the sum over `count` samples."""
+        """Add `value`, the sum of a number over `count` samples, to the mean `name`."""
         total, samples = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = total + value, samples + count
 
     def pop(self) -> dict[str, float]:
-        """Return the means (0 over no samples), and forget the numbers."""
+        """Return the means added so far, name -> mean (0 over no samples), and start again from none."""
         sums, self._sums = self._sums, {}
         return {name: total / max(count, 1) for name, (total, count) in sums.items()}
 
@@ -130,13 +130,14 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
     scores_rows_alone: bool = False
     runs_rollouts: bool = False
     can_be_asked_again: bool = False
-    """Whether results depend only on `step`'s arguments. If True, a lost Ray actor is restarted and called again."""
+    """Whether the result of `step` depends only on its arguments. If True, a lost Ray actor is restarted and called again."""
 
     @abc.abstractmethod
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT]
     ) -> EnvironmentReturn[MetadataT]:
-        """Do one turn of conversations that end with a message of the model (role "assistant")."""
+        """Do one turn of conversations, each of which ends with a message of the model (role "assistant"), and return
+        the result."""
 
     @cached_property
     def _means(self) -> "_Means":
@@ -144,7 +145,8 @@ class EnvironmentInterface(Remotable, abc.ABC, Generic[MetadataT]):
         return _Means()
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the metrics gathered since the last call; by default the means that `step` has added to `_means`."""
+        """Return the metrics gathered since the last call: by default the means of the numbers that `step` has added to
+        `_means`."""
         return self._means.pop()
 
     def shutdown(self) -> None:

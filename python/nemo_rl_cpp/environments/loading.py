@@ -1,4 +1,4 @@
-"""The lookup of environments and reward functions by name, and the environments of a run."""
+"""The lookup of environments and reward functions by name, and the collection of a run's environments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ INTERFACE = "nemo_rl_cpp.environments.interfaces.EnvironmentInterface"
 
 
 def environment_target(name: str) -> str:
-    """Return the dotted class name of a registered or dotted name. Raise LoadingError for any other name."""
+    """Return the dotted name of the class for an environment's registered name; return a dotted name unchanged. Raise
+    LoadingError for any other name."""
     if name in ENV_REGISTRY:
         return ENV_REGISTRY[name]["actor_class_fqn"]
     if "." not in name:
@@ -90,7 +91,7 @@ def create_env(
 
 @dataclass
 class Environments:
-    """The environments of a run, by task name."""
+    """The environments of a run, task name -> environment, for training and for validation."""
 
     train: Mapping[str, Environment]  # environments that score training
     validation: Mapping[str, Environment] = field(default_factory=dict)  # environments that score validation

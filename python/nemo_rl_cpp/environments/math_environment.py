@@ -25,7 +25,7 @@ from nemo_rl_cpp.environments.verifiers import (
 
 
 class MathEnvironmentMetadata(TypedDict):
-    """The part of a sample that the environment reads."""
+    """The entries of a sample's metadata that the math environments read."""
 
     ground_truth: str
     extracted_answer: str | None
@@ -39,8 +39,8 @@ _VERIFIERS: dict[str, type] = {
 
 
 class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
-    """An environment that compares the model's joined messages with `metadata["ground_truth"]`, gives reward 1 or 0,
-    and ends the conversation."""
+    """An environment that compares the text of the model's messages, joined, with `metadata["ground_truth"]`. It gives
+    reward 1 if they match, otherwise 0, and ends the conversation."""
 
     scores_rows_alone = True
 
@@ -76,7 +76,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
     three reward components, each 1 or 0:
 
     - `reward/correctness`: the text between the answer tags equals the ground truth exactly.
-    - `reward/integer`: that text consists only of digits.
+    - `reward/integer`: the text between the answer tags consists only of digits.
     - `reward/format`: the whole response has this form, with exactly one pair of answer tags.
 
     The answer follows the last `<answer>`. A response without tags is treated as the answer. `total_reward` of a rollout

@@ -75,7 +75,8 @@ class NemoGymEnvironment(AgentEnvironment):
 
 
 def interpreter(python: str | None) -> str:
-    """Return the Python interpreter that has nemo-gym. Raise ValueError if it does not exist or lacks the package."""
+    """Return the path of the Python interpreter that has nemo-gym: `python`, or a default if it is None. Raise
+    ValueError if it does not exist or lacks the package."""
     python = os.path.expanduser(python or sys.executable)
     try:
         found = subprocess.run([python, "-c", "import nemo_gym"], capture_output=True, text=True, check=False)
@@ -145,7 +146,8 @@ class _Servers:
         self._fail_all()
 
     def _fail_all(self) -> None:
-        """Fail all rollouts that have no result. Two threads may call this; only one takes each future."""
+        """Set an error on the futures of all rollouts that have no result yet. Two threads may call this method; only
+        one takes each future."""
         while self._asked:
             with contextlib.suppress(KeyError):
                 _, future = self._asked.popitem()
@@ -156,7 +158,7 @@ class _Servers:
         return f"NeMo Gym has ended (log: {self._log}): {' | '.join(last_lines(self._log)) or 'it printed nothing'}"
 
     def end(self) -> None:
-        """End NeMo Gym: when its standard input closes, it ends its servers. After 60 seconds it is killed."""
+        """End NeMo Gym by closing its standard input, upon which it ends its servers. After 60 seconds it is killed."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:

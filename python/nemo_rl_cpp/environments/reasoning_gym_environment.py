@@ -30,7 +30,8 @@ def extract_answer(text: str, answer_format: str = "auto", several_lines: bool =
 
 
 class ReasoningGymMetadata(TypedDict):
-    """The part of a sample that the environment reads: the entry of the task's data set, and the task's name."""
+    """The entries of a sample's metadata that the environment reads: the entry of the task's data set, and the task's
+    name."""
 
     reasoning_gym_entry: GymEntry
     reasoning_gym_task: NotRequired[str]

@@ -66,7 +66,7 @@ class EnvironmentActor:
             self._environment = _told(lambda: pickle.loads(self._make)())
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, object]) -> object:
-        """Call the environment's method `method` and return its result."""
+        """Call the environment's method `method` with these arguments, and return its result."""
         self.start()
         return _told(lambda: getattr(self._environment, method)(*args, **kwargs))
 
@@ -78,8 +78,8 @@ class EnvironmentActor:
 
 
 def _told(call: Callable[[], Any]) -> Any:
-    """Return the result of a call of user code. If the call raises, attach to the exception its traceback and the
-    sentence that locates the error in user code. Both are known only in this process."""
+    """Return the result of `call`, which runs user code. If it raises, attach to the exception its traceback and a
+    sentence that locates the error in user code, because only this process knows both."""
     try:
         return call_user(call)
     except BaseException as error:
@@ -226,11 +226,13 @@ def _work(calls: queue.SimpleQueue) -> None:
 
 
 class Remotable:
-    """A base class that adds `Class.remote(...)` and `Class.options(...).remote(...)`, as Ray's decorator does."""
+    """A base class with the class methods `Class.remote(...)` and `Class.options(...).remote(...)`, as Ray's decorator
+    adds them."""
 
     @classmethod
     def remote(cls, *args: object, **kwargs: object) -> LocalActor | RayEnvironment:
-        """Make an object, in a Ray actor if Ray is in use, otherwise in this process. Return a handle to it."""
+        """Make an object of this class, in a Ray actor if Ray is in use, otherwise in this process. Return a handle to
+        it."""
         return _Options(cls).remote(*args, **kwargs)
 
     @classmethod
@@ -246,7 +248,7 @@ class Remotable:
 
 @dataclass
 class _Options:
-    """A class with Ray's options for its actors."""
+    """A class together with Ray's options for the actors that are made from it."""
 
     _cls: type
     _options: Mapping[str, object] | None = None
@@ -265,8 +267,8 @@ class EnvironmentLostError(WorkerLostError):
 
 
 def call_remote(handle: object, method: str, *args: object, **kwargs: object) -> object:
-    """Call `handle.method(...)`. If the method has `.remote`, start the call and return a future or a Ray ObjectRef;
-    otherwise return the result."""
+    """Call the method `method` of `handle`. If the method has `.remote`, start the call and return a future or a Ray
+    ObjectRef; otherwise return the result."""
     function = getattr(handle, method)
     if hasattr(function, "remote"):
         return function.remote(*args, **kwargs)
@@ -275,7 +277,7 @@ def call_remote(handle: object, method: str, *args: object, **kwargs: object) ->
 
 def answer_of(handle: object, result: object, name: str) -> Any:
     """Return the result of `call_remote` or raise its exception. Raise EnvironmentLostError, with `name`, if an actor
-    is lost or misses its deadline (`cluster.communication_timeout_s`). Calls in this process have none."""
+    is lost or misses its deadline (`cluster.communication_timeout_s`). Calls in this process have no deadline."""
     ray = ray_in_use()
     if ray is None or not isinstance(result, ray.ObjectRef):
         return get(result)

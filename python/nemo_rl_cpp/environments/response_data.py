@@ -33,8 +33,9 @@ _MOST_CHARACTERS = 2_000_000
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits on a prompt's number of tokens. A prompt must stay below `cut` (data.max_input_seq_length), at which
-    it is truncated, and below `context`, the maximum sequence length. None means no limit."""
+    """The limits on a prompt's number of tokens. A prompt is truncated from `cut` tokens on
+    (data.max_input_seq_length), and must be shorter than `context`, the maximum sequence length. None means no
+    limit."""
 
     cut: int | None = None
     context: int | None = None
@@ -45,9 +46,9 @@ def inspect_rows(
     raw: RawDataset, rows: Indexed[Row], tokenizer: TokenizerType, limits: Limits, where: str,
     environment: tuple[str | None, Mapping[str, object] | None] = (None, None),
 ) -> Iterator[Finding]:  # fmt: skip
-    """Yield the problems of one data set: prompts that reach a limit, and ground truths that do not fit the environment
-    (its name and section). At most 1,000 evenly spaced rows are inspected; rows of custom processors are skipped,
-    because these may have side effects."""
+    """Yield the problems of one data set: prompts that reach a limit, and ground truths that do not fit `environment`,
+    (name, section). At most 1,000 evenly spaced rows are inspected; rows of custom processors are skipped, because
+    these may have side effects."""
     make = PROMPT_MAKERS.get(raw.processor)
     if make is None or not len(rows):
         return
@@ -87,7 +88,8 @@ def inspect_rows(
 
 
 def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, rows: int) -> Iterator[Finding]:
-    """Yield the problems of prompts that reach a limit. Prompts are given as (number of tokens, row number)."""
+    """Yield the problems of prompts that reach a limit. `lengths` holds (number of tokens, row number) of each
+    prompt."""
     longest, row = max(lengths, key=lambda each: each[0])
     looked_at = "" if len(lengths) == rows else f" looked at (of {rows:,})"
     cut = None if limits.cut == limits.context else limits.cut
@@ -118,7 +120,7 @@ _EXPECTED = {
     "reverse_digits": "a text that is not empty",
     "code": "tests: inputs and outputs, or asserts",
 }
-"""The environments of this package that compare responses with a row's ground truth -> the ground truth they need."""
+"""Environment of this package that compares responses with a ground truth -> the ground truth that it needs."""
 
 
 def _about_truths(
@@ -144,8 +146,9 @@ def _about_truths(
 
 
 def _verdict(truth: object, name: str, section: Mapping[str, object]) -> str | None:
-    """Return None if the environment `name` can compare responses with the ground truth, "as text" if only the same
-    text matches, "never" if no response matches, and "wrong" for a value that the environment rejects or cannot use."""
+    """Return None if the environment `name` can compare responses with the ground truth `truth`, "as text" if only a
+    response with the same text is correct, "never" if no response is, and "wrong" for a value that the environment
+    rejects or cannot use."""
     try:
         if name == "code":
             parse_tests(truth)
@@ -198,7 +201,7 @@ def _read_by_math_verify(text: str) -> str | None:
 
 
 def say(findings: Iterable[Finding]) -> None:
-    """Print each warning to stderr, once per process, and raise ValueError for the first error."""
+    """Print each warning in `findings` to stderr, once per process, and raise ValueError for the first error."""
     for finding in findings:
         if finding.level == "error":
             raise ValueError(str(finding))
@@ -243,7 +246,8 @@ class _Tasks:
 
 
 def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
-    """Return {"train": sections, "validation": sections} with defaults. Raise ValueError if one is invalid."""
+    """Return the sections of the data sets, {"train": sections, "validation": sections}, with defaults filled in. Raise
+    ValueError if one is invalid."""
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "

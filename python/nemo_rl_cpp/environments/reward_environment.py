@@ -41,7 +41,8 @@ def distinct_names(functions: Sequence[Callable[..., object]]) -> list[str]:
 
 
 def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
-    """Return a finite number or None per completion. Raise ValueError if a function returned anything else."""
+    """Return `returned`, the result of the reward function `name`, as a list with a finite number or None for each of
+    `rows` completions. Raise ValueError if it is anything else."""
     wanted = f"reward function {name} must return one number a completion, a list of {rows}"
     if getattr(returned, "ndim", 1) > 1:
         raise ValueError(f"{wanted}, but returned a {type(returned).__name__} of shape {tuple(returned.shape)}")
@@ -170,7 +171,8 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         return result._replace(rewards=WeightedParts(parts, self.weight_of_name))
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Raise ValueError if a function requires a column that is not in `names`, those of the samples."""
+        """Raise ValueError if a reward function requires a column that is not in `names`, the columns of the
+        samples."""
         columns: Columns = {name: [] for name in (*names, "prompts", "completions")}
         for function, name in zip(self._functions, self.weight_of_name):
             _asked_for(function, name, columns)
@@ -209,7 +211,8 @@ def _call(function: RewardFunction, name: str, columns: Columns, rows: int) -> l
 
 
 def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns:
-    """Return the columns that a function takes. Raise ValueError if it requires a column that does not exist."""
+    """Return those of the columns `columns` that a reward function takes. Raise ValueError if it requires a column that
+    does not exist."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
@@ -232,7 +235,7 @@ def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns
 
 
 def _missing_column(columns: Columns, error: BaseException) -> str:
-    """Return a hint for a KeyError about a column that the samples do not have, or "" for any other error."""
+    """Return a hint for the user if `error` is a KeyError about a column that the samples do not have, otherwise ""."""
     if not isinstance(error, KeyError) or not error.args or error.args[0] in columns:
         return ""
     return f"the samples have no column {error.args[0]!r}, they have {', '.join(sorted(columns))}"

@@ -1,4 +1,4 @@
-"""Base classes of single-turn environments, among them those whose verifiers run in processes."""
+"""Base classes of environments with a single turn, among them those that score responses in separate processes."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from nemo_rl_cpp.environments.verifier_pool import Verdicts, VerifierPool
 
 
 class GroundTruth(TypedDict):
-    """The part of a sample that an environment reads: the ground truth."""
+    """The entry of a sample's metadata that an environment reads: the ground truth."""
 
     ground_truth: str
 
@@ -36,7 +36,8 @@ def prompt_text(message_log: LLMMessageLogType) -> str:
 
 
 def correct_or_not(scores: Iterable[float]) -> list[dict[str, str]]:
-    """Return the observations: "Environment: incorrect" for a score of 0, otherwise "Environment: correct"."""
+    """Return an observation for each score: "Environment: incorrect" for a score of 0, otherwise "Environment:
+    correct"."""
     return [{"role": "environment", "content": f"Environment: {'' if score else 'in'}correct"} for score in scores]
 
 
@@ -62,7 +63,7 @@ class SingleTurnEnvironment(EnvironmentInterface[MetadataT]):
 
 
 class VerifyingEnvironment(SingleTurnEnvironment[MetadataT]):
-    """The base class of environments that score responses with a `VerifierPool`. It counts the pool's failures.
+    """The base class of environments that score responses with a `VerifierPool`, and count the pool's failures.
 
     Metrics: `verifier_timeouts` is the number of responses that got score 0 because the verifier failed on them: it
     missed its deadline (or ended: `verifier_crashes`), or the response was longer than `max_answer_chars`

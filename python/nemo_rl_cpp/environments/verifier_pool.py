@@ -31,7 +31,7 @@ _SLICE = 0.5  # seconds per wait, between which Python raises the exception of a
 
 
 class WorkerProcess:
-    """A worker process, which runs `verifier_process`, and the connection to it. It is started by exec in a new session,
+    """A worker process that runs `verifier_process`, with the connection to it. It is started by exec in a new session,
     so it shares no thread, lock or file with this process, and is killed together with all its children."""
 
     def __init__(self, target: str, options: Mapping[str, object]) -> None:
@@ -91,7 +91,7 @@ class WorkerProcess:
 
 @dataclass
 class Verdicts:
-    """The results of one call, in the order of the responses."""
+    """The results of one call of `VerifierPool.verify`, in the order of the responses."""
 
     scores: list[float]  # [B], 0 if the verifier failed
     answers: list[str | None]  # [B], the extracted answers; None for a response without an answer
@@ -107,7 +107,8 @@ class VerifierPool:
     of the program, and when the pool is garbage-collected."""
 
     def __init__(self, verifier: type, cfg: VerifierPoolConfig, warm_up: Mapping[str, object] | None = None) -> None:
-        """Start `cfg.num_workers` processes, at most as many as there are cores (on a single core, at most two)."""
+        """Start `cfg.num_workers` processes, at most as many as there are cores (on a single core, at most two). Each
+        makes a `verifier`, and calls its `warm_up` with the arguments `warm_up`, if given."""
         if verifier.__module__ == "__main__" or "<locals>" in verifier.__qualname__:
             raise ValueError(
                 f"the verifier {verifier.__qualname__} must be importable by worker processes: put it into a module"
@@ -171,7 +172,8 @@ class VerifierPool:
         return verdicts
 
     def _judge(self, place: int, request: Request) -> Reply | str:
-        """Return the worker's reply, or "timed_out" or "crashed" if the worker had to be replaced."""
+        """Return the reply of worker number `place` to the request, or "timed_out" or "crashed" if the worker had to be
+        replaced."""
         worker = self._workers[place]
         try:
             reply = worker.ask(request, self.cfg.verifier_deadline_s)

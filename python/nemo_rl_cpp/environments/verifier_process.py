@@ -20,7 +20,8 @@ Request = tuple[str, object, dict[str, object]]  # (response, ground truth, keyw
 
 
 class Reply(TypedDict, total=False):
-    """A message from the process: its process id when it is ready, the score and answer of a response, or an error."""
+    """A message from the worker process: its process id when it is ready, the score and answer of a response, or an
+    error."""
 
     ready: int
     score: float

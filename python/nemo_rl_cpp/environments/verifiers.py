@@ -55,8 +55,8 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def judge(response: str, ground_truth: str) -> tuple[bool, str]:
-    """Return (whether the response is correct, normalised answer). The answer is the last one in the last 300
-    characters of the response, or "[INVALID]"; it is correct if it equals the normalised ground truth."""
+    """Return (whether the response is correct, normalised answer). The answer is the last one that is marked in the
+    last 300 characters of the response, or "[INVALID]". It is correct if it equals the normalised ground truth."""
     found = re.findall(ANSWER_PATTERN, response[-LOOKED_AT:])
     answer = normalize_final_answer(found[-1] if found else INVALID)
     return answer == normalize_final_answer(ground_truth), answer
@@ -71,7 +71,8 @@ class VerifierUseError(ValueError):
 
 
 class UnmatchableTruthError(ValueError):
-    """Raised if no response can be correct, because the ground truth contains nothing to compare with."""
+    """Raised if no response can be correct, because the ground truth contains nothing that a response could be compared
+    with."""
 
 
 class VerifierBase:
@@ -90,8 +91,8 @@ class VerifierBase:
     def verify(
         self, pred_responses: list[str], ground_truths: list[str], return_extracted_answer: bool = False, **kwargs: object
     ) -> list[float] | tuple[list[float], list[str | None]]:  # fmt: skip
-        """Return the scores [B]. With `return_extracted_answer`, return (scores, answers [B]); an answer may be
-        None."""
+        """Return the scores of B responses as a list. With `return_extracted_answer`, return (scores, answers), where
+        an answer may be None."""
         verdicts = []
         for response, truth in zip(pred_responses, ground_truths):
             try:
@@ -223,7 +224,8 @@ class EnglishMultichoiceVerifyWorker(MultilingualMultichoiceVerifyWorker):
 
 
 class GymEntry(TypedDict):
-    """A question of a reasoning_gym task. `answer` is None if the task checks responses without a reference answer."""
+    """A question of a reasoning_gym task, with its answer. `answer` is None if the task checks responses without a
+    reference answer."""
 
     question: str
     answer: str | None
@@ -231,7 +233,8 @@ class GymEntry(TypedDict):
 
 
 class ReasoningGymVerifyWorker(VerifierBase):
-    """A verifier that uses reasoning_gym's scorers. `ground_truth` is the entry of the data set."""
+    """A verifier that scores responses with reasoning_gym's scorers. `ground_truth` is the question's entry in the data
+    set."""
 
     def __init__(self) -> None:
         self._scorers: dict[str, Callable[..., float]] = {}

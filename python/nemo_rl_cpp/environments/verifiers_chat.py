@@ -33,7 +33,8 @@ class ChatHarnessConfig(vf.HarnessConfig):
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
-    """A harness that calls the policy until a response calls no tool; verifiers calls it for each user message."""
+    """A harness (the package's word for an agent) that calls the policy, and the tools that its responses call, until a
+    response calls no tool. The package calls it for each user message."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -68,7 +69,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
 
 
 class _Tools:
-    """The tools of a rollout, and the gate: a URL at which the task decides on each tool call before it is made."""
+    """The tools of a rollout, and the gate: a URL at which the task decides whether a tool call is made."""
 
     def __init__(
         self, client: httpx.AsyncClient, places: dict[str, tuple[str, str]], connections: dict[str, MCPConnection], gate: str | None

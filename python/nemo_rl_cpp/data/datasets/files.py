@@ -68,7 +68,8 @@ class ListDataset:
         remove_columns: Sequence[str] | None = None,
         with_indices: bool = False,
     ) -> ListDataset:
-        """Return the rows without `remove_columns`, updated with `function(row)`, or `function(row, index)`."""
+        """Return a data set of the rows without `remove_columns`, each updated with `function(row)`, or `function(row,
+        index)` if `with_indices`."""
         removed = set(remove_columns or ())
         return ListDataset(
             {
@@ -131,7 +132,8 @@ def _text(path: Path) -> str:
 
 
 def _json_rows(path: Path) -> list[Row]:
-    """Return the rows of a JSON Lines file, or of a JSON file that is a list of objects or an object of columns."""
+    """Return the rows of a JSON Lines file, or of a JSON file with a list of objects or an object of columns (column
+    name -> values)."""
     text = _text(path)
     try:
         whole = json.loads(text)
@@ -157,8 +159,8 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _are_columns(whole: object) -> bool:
-    """Return whether a JSON object maps column names to lists of values. An object with a list of messages is one
-    row."""
+    """Return whether the object in a JSON file maps column names to lists of values. An object with a list of messages
+    is not that, but one row."""
     if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
         return False
     firsts = [values[0] for values in whole.values() if values]
@@ -237,9 +239,9 @@ def read_file(path: Path) -> ListDataset:
 
 
 def read_folder(path: Path, split: str | None) -> ListDataset:
-    """Return the rows of all data files in a folder and its subfolder `data`, sorted by file name. All have the same
-    extension. If their names begin with a split's (`train-00000-of-00002.parquet`), only those of `split` are read.
-    Raise ValueError if there are none."""
+    """Return the rows of all data files in a folder and its subfolder `data`, sorted by file name. All files must have
+    the same extension. If file names begin with the name of a split (`train-00000-of-00002.parquet`), only the files of
+    `split` are read. Raise ValueError if there is no file to read."""
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
     files = [
         file for file in files if file.is_file() and file.suffix.lower() in READERS and not file.name.startswith(".")
@@ -343,8 +345,8 @@ def _datasets_library(what: str) -> ModuleType:
 
 def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "train") -> Dataset:
     """Load a data set from the Hugging Face Hub, or from the local cache if the Hub is unreachable. The Hub's
-    environment variables (HF_HOME, HF_TOKEN, ...) apply. Raise SourceError (a ValueError) if neither has the data
-    set."""
+    environment variables (HF_HOME, HF_TOKEN, ...) apply. Raise SourceError (a ValueError) if neither the Hub nor the
+    cache has the data set."""
     if check_on_hub(name, "dataset", "dataset_name or data_path"):
         return _datasets_library(name).load_dataset(name, subset, split=split or "train")
     try:
@@ -363,7 +365,7 @@ def load_hub_dataset(name: str, subset: str | None = None, split: str | None = "
 
 
 def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
-    """Return the concatenation of data sets."""
+    """Return one data set with the rows of all `datasets`, in order."""
     if len(datasets) == 1:
         return datasets[0]
     if all(isinstance(dataset, ListDataset) for dataset in datasets):
@@ -378,7 +380,8 @@ def merge_datasets(datasets: list[Indexed[Row]]) -> Indexed[Row]:
 
 
 def sections_of(side: Section | Sequence[Section] | None) -> list[Section]:
-    """Return `data.train` or `data.validation`, which is one section, a list of sections or None, as a list."""
+    """Return `side`, the value of `data.train` or `data.validation`, as a list of sections. It is one section, a list
+    of sections, or None."""
     return [] if side is None else list(side) if isinstance(side, (list, tuple)) else [side]
 
 

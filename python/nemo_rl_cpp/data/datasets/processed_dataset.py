@@ -41,7 +41,7 @@ class RawDataset:
     task_name: str
     default_processor = "default"  # the name of the processor, if the configuration names none
     unread_columns: Sequence[str] = ()
-    """Columns that may be part of the prompt but are not read; they are reported before the run."""
+    """Columns whose names suggest a part of the prompt but that are not read. They are reported before the run."""
     eval_split: str | None = None  # the split that an evaluation uses if the configuration names none
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:

@@ -30,7 +30,7 @@ _READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID
 
 @dataclass(frozen=True)
 class Job:
-    """The program to run, and the file descriptors for communication."""
+    """A program to run in the sandbox, and the file descriptors for communication with it."""
 
     python: str  # path of the interpreter, the same outside and inside
     files: dict[str, bytes]  # name in the program's folder -> contents; `main.py` is run
@@ -43,7 +43,8 @@ class Job:
 
 
 def guarded(job: Job, work: Callable[[Job], None]) -> NoReturn:
-    """Call `work(job)` and end this forked process, so that it never returns to its caller. Report errors."""
+    """Call `work(job)` and then end this forked process, so that it never returns to the code that forked it. Report
+    errors."""
     try:
         work(job)
     except MemoryError:

@@ -66,7 +66,8 @@ class _MountAttributes(ctypes.Structure):
 
 
 def set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
-    """Set `MOUNT_ATTR_...` on the mount at `path`, and if `recursive` on all mounts below (Linux 5.12)."""
+    """Set `attributes` (`MOUNT_ATTR_...`) on the mount at `path`, and if `recursive` on all mounts below. This needs
+    Linux 5.12."""
     wanted = _MountAttributes(set=attributes)
     syscall(
         "mount_setattr", ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
@@ -83,7 +84,8 @@ def change_root(new_root: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. Call this after a change of the user, which resets it."""
+    """Make the kernel kill this process when its parent ends. Call this function after a change of the user, which
+    resets the setting."""
     prctl(_PR_SET_PDEATHSIG, 9)
 
 
@@ -174,7 +176,8 @@ def _argument(index: int) -> bytes:
 
 
 def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
-    """Return BPF instructions: `verdict` if comparison `code` of the loaded argument with a value is true."""
+    """Return BPF instructions that end with `verdict` if the loaded argument of a system call compares true, by the
+    comparison `code`, with one of `values`."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 
@@ -193,7 +196,8 @@ _BY_ARGUMENT = {
 
 
 def filter_program(processor: str) -> bytes:
-    """Return the filter for a `machine()` as BPF instructions. Forbidden calls kill the program; some fail."""
+    """Return the filter of system calls for the processor `processor` (see `machine`), as BPF instructions. Most
+    forbidden calls kill the program; some only fail."""
     column = processor == "aarch64"
     checks = [
         _instruction(_LOAD, _ARCH),
@@ -213,7 +217,7 @@ def filter_program(processor: str) -> bytes:
 
 
 def install_filter() -> None:
-    """Install the filter for the calling process and all its descendants."""
+    """Install the filter of system calls for the calling process and all its descendants."""
     code = filter_program(machine())
     program = _Program(len(code) // 8, code)
     prctl(_SET_SECCOMP, _SET_SECCOMP_FILTER, ctypes.addressof(program))

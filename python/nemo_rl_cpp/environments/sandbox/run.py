@@ -40,8 +40,8 @@ class Limits:
             raise ValueError(f"memory_mb is {self.memory_mb}; the least is {needed}")
 
     def apply(self, other_processes: int) -> None:
-        """Set the kernel's limits on this process, except memory. `other_processes`: how many further processes of this
-        user the limit on processes allows."""
+        """Set the kernel's limits on this process, except memory. `other_processes` is the number of processes that
+        this user may have besides this one."""
         _lower(resource.RLIMIT_CPU, int(self.time_s) + 1)
         _lower(resource.RLIMIT_NPROC, self.threads + other_processes)
         _lower(resource.RLIMIT_FSIZE, self.folder_mb * _MB)
@@ -52,7 +52,8 @@ class Limits:
         os.nice(5)  # the training run has priority
 
     def apply_memory(self) -> None:
-        """Limit the address space. Call this right before exec, because this process may be larger than the limit."""
+        """Limit the address space of this process. Call this method right before exec, because the process may be
+        larger than the limit until then."""
         _lower(resource.RLIMIT_AS, (self.memory_mb - self.folder_mb) * _MB)
 
 
@@ -64,7 +65,7 @@ def _lower(kind: int, limit: int) -> None:
 
 @dataclass
 class Outcome:
-    """The result of a run."""
+    """The result of running a program in the sandbox."""
 
     stdout: bytes = b""
     stderr: bytes = b""
@@ -120,7 +121,7 @@ class _Run:
         self.deadline = self.began + _SETUP_SECONDS
 
     def watch(self) -> None:
-        """Wait until all processes inside have ended. Stop the program when it reaches a limit."""
+        """Wait until all processes in the sandbox have ended. Stop the program when it reaches a limit."""
         poll = select.poll()
         for descriptor in self.streams:
             os.set_blocking(descriptor, False)
@@ -167,7 +168,7 @@ class _Run:
         return bool(chunk)
 
     def _told(self, line: str) -> None:
-        """Handle a status line from the processes inside."""
+        """Handle a line that a process in the sandbox has written about its state."""
         word, _, rest = line.partition(" ")
         if word == "unshared":
             self._name_users()
@@ -187,8 +188,8 @@ class _Run:
                 self.outcome.exit_code = int(rest)
 
     def _name_users(self) -> None:
-        """Map the user ids inside to user ids outside. As root, map the program's user to nobody, because root has no
-        limits; otherwise map it to the caller's user."""
+        """Map the user ids in the sandbox to user ids outside. As root, map the program's user to nobody, because root
+        has no limits; otherwise map it to the caller's user."""
         program, uid, gid = inside.PROGRAM_USER, os.getuid(), os.getgid()
         folder = Path(f"/proc/{self.keeper}")
         try:
@@ -211,12 +212,13 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the first process inside. The kernel then kills the program, and the keeper ends."""
+        """Kill the first process in the sandbox. The kernel then kills the program, and the keeper process ends."""
         with suppress(ProcessLookupError):
             os.kill(self.first or self.keeper, signal.SIGKILL)
 
     def end(self) -> None:
-        """End all processes, close all descriptors. Raise SandboxUnavailableError if the sandbox was not built."""
+        """End all processes of the run and close all file descriptors. Raise SandboxUnavailableError if the sandbox was
+        not built."""
         if self.keeper:
             if not self.finished or self.outcome.stopped:
                 self._kill()

@@ -44,7 +44,7 @@ def dataset_class(dataset_name: str) -> type[RawDataset]:
 
 
 def check_dataset_config(data_config: dict[str, object], further: frozenset[str] = frozenset()) -> type[RawDataset]:
-    """Return the class that `dataset_name` selects. Raise ValueError for a misspelt key: one that is neither common to
+    """Return the class that `dataset_name` selects. Raise ValueError for an unknown key: one that is neither common to
     all data sets, nor a key of this class, nor in `further`. The keys of a custom class are not checked."""
     if "dataset_name" not in data_config:
         raise ValueError("data: the section lacks dataset_name (a known name, ResponseDataset, or a dotted class path)")
@@ -73,7 +73,8 @@ def load_response_dataset(data_config: DatasetConfig | Mapping[str, object]) -> 
 
 
 def load_eval_dataset(data_config: DatasetConfig | Mapping[str, object]) -> RawDataset:
-    """Load the data set of an evaluation's section `data`. `split` defaults to a test or held-out split, if any."""
+    """Load the data set of an evaluation's section `data`. `split` defaults to the data set's test or held-out split,
+    if it has one."""
     config = as_written(data_config)
     cls = check_dataset_config(config, _OF_THE_EVAL_SECTION)
     repeat = 1 if "repeat" in _keys_of(str(config["dataset_name"])) else config.pop("repeat", 1)

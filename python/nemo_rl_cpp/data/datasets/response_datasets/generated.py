@@ -15,8 +15,8 @@ HELD_OUT = 0.15  # the fraction of all questions that belongs to validation
 
 
 class GeneratedDataset(RawDataset):
-    """The base class of generated data sets, with the rows of `split` ("train" or "validation"). `val_dataset` has
-    `split_validation_size` held-out rows; a fraction is relative to the number of training rows."""
+    """The base class of data sets whose rows a program generates, those of the split `split` ("train" or "validation").
+    `val_dataset` has `split_validation_size` held-out rows; a fraction is relative to the number of training rows."""
 
     default_processor = "raw_completion_data_processor"
     eval_split = "validation"
@@ -47,7 +47,8 @@ class GeneratedDataset(RawDataset):
             self.val_dataset = ListDataset(self.rows(True, count, seed))
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
-        """Return the rows of training, or of validation if `held_out`."""
+        """Return `num_samples` generated rows (None: all) of the training split, or of the validation split if
+        `held_out`."""
         raise NotImplementedError
 
     def row(self, prompt: str, answer: str | None, stop: str | None, **extra: object) -> Row:
@@ -61,15 +62,17 @@ class GeneratedDataset(RawDataset):
     def few_shot(
         self, questions: Sequence[Q], shown: Sequence[Q], held_out: bool, num_samples: int | None, seed: int, what: str
     ) -> Iterator[tuple[Q, list[Q]]]:
-        """Yield (question, solved examples) for each picked question: `num_shots` different entries of `shown`, in
-        training without the question itself."""
+        """Yield (question, solved examples) for `num_samples` random entries of `questions`. The solved examples are
+        `num_shots` different entries of `shown`, in training without the question itself. `what` names the questions in
+        errors."""
         for i, number in enumerate(self.pick(len(questions), num_samples, seed, what)):
             shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
             yield questions[number], [shown[s] for s in shots]
 
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
-        """Return `num_samples` random indices below `available`. None repeats before each has occurred once."""
+        """Return `num_samples` (None: `available`) random indices below `available`. No index repeats before each has
+        occurred once."""
         if available == 0:
             raise ValueError(f"data: there are no {what}: allow more different questions")
         count = available if num_samples is None else num_samples
@@ -80,7 +83,8 @@ class GeneratedDataset(RawDataset):
 
 
 def _sides(questions: Sequence[Q], text: Callable[[Q], str]) -> dict[bool, list[Q]]:
-    """Divide questions into training (False) and validation (True) by a hash of `text(question)`."""
+    """Divide questions by a hash of `text(question)`, and return {False: training questions, True: validation
+    questions}."""
     return {side: [q for q in questions if is_held_out(text(q), HELD_OUT) == side] for side in (False, True)}
 
 
@@ -113,8 +117,8 @@ class ArithmeticDataset(GeneratedDataset):
 
 
 class ReverseDigitsDataset(GeneratedDataset):
-    """Prompts of `num_digits` digits and "="; the correct response is the digits in reverse order. A model learns this
-    from random weights in seconds, with the 16-token character tokenizer. A response ends with the end token."""
+    """Prompts of `num_digits` digits and "="; the correct response is the digits in reverse order. A model with random
+    weights and the 16-token character tokenizer learns the task in seconds. A response ends with the end token."""
 
     task_name = "reverse_digits"
 
@@ -210,7 +214,7 @@ _TESTED = (-3, 0, 1, 5, 12)
 
 
 def _functions() -> list[tuple[str, str]]:
-    """Return (name, expression) of each function."""
+    """Return (name, expression) of each Python function that a coding task may ask for."""
     single = [(f"{word}_{n}", f"x {sign} {n}") for word, sign in _SIGNS.items() for n in range(2, 21)]
     pairs = [
         (f"times_{n}_{word}_{m}", f"x * {n} {_SIGNS[word]} {m}")

@@ -12,7 +12,8 @@ from nemo_rl_cpp.data.interfaces import Row
 
 
 class HubSource(NamedTuple):
-    """A data set on the Hub. `question` and `answer` are each the name of a column, or a function of the row.
+    """The description of a data set on the Hub. `question` and `answer` are each the name of a column, or a function of
+    the row.
 
     For multiple-choice questions `answer` returns (the options in display order, the index of the correct one)."""
 
@@ -40,7 +41,8 @@ def last_boxed(text: str) -> str:
 
 
 def _gpqa_options(row: Row) -> tuple[list[str], int]:
-    """Return (options, index of the correct one). Their order depends only on the question, not on the run."""
+    """Return (answer options, index of the correct one) of a row. The order of the options depends only on the
+    question, not on the run."""
     order = list(range(4))
     random.Random(row["Question"]).shuffle(order)
     texts = [row["Correct Answer"], *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
@@ -78,7 +80,7 @@ SOURCES = {
     "gpqa": HubSource("Idavidrein/gpqa", "Question", _gpqa_options, ("gpqa_main",)),
     "gpqa_diamond": HubSource("Idavidrein/gpqa", "Question", _gpqa_options, ("gpqa_diamond",)),
 }  # fmt: skip
-"""Name in a configuration -> data set."""
+"""Name of a data set in a configuration -> its description."""
 
 
 class HubDataset(RawDataset):

@@ -96,7 +96,8 @@ class ResponseDataset(RawDataset):
         return formatted
 
     def format_data(self, data: Row) -> Row:
-        """Return a row as messages that end with the answer. Raise ValueError if a part is missing."""
+        """Return a row as {"messages", "task_name"}, with messages that end with the answer. Raise ValueError if a part
+        is missing."""
         messages = conversation_of(look_up(data, self.input_key), self.input_key)
         answered = messages[-1]["role"] == "assistant"
         if answered and self._answers_inside:
@@ -114,8 +115,8 @@ class ResponseDataset(RawDataset):
 
 
 def _answer(value: object, key: str) -> object:
-    """Return the answer as text for the environment: of a conversation, the content of its last message if this is the
-    assistant's; of a number, its string; of an empty cell (NaN), None."""
+    """Return the answer `value` as text for the environment: for a conversation, the content of its last message if
+    this is the assistant's; for a number, its string; for an empty cell (NaN), None."""
     if is_list(value) and value and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant":
         value = value[-1].get("content")
     value = None if isinstance(value, float) and not math.isfinite(value) else text_of(value)

@@ -25,9 +25,8 @@ from pydantic_core import PydanticUndefined
 _DOCS = Path(__file__).resolve().parents[1]
 _INTRODUCTION = """# Configuration
 
-With this page you write the YAML file of a run and find every key. The page is made from the schema
-(`python docs/site/configuration_pages.py --write`). A key in the table of a section is written behind the section's name: `reward_scaling.enabled` of `grpo` is
-`grpo.reward_scaling.enabled`.
+This page lists every key of a run's YAML file. It is made from the schema (`python docs/site/configuration_pages.py --write`). The table of a section omits the section's
+name: `reward_scaling.enabled` in the table of `grpo` is the key `grpo.reward_scaling.enabled`.
 
 ## The keys to change first
 

@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """Return the first argument if it is a subcommand. Otherwise print an error, or the help if there are no arguments,
-    and return None. For --help and --version, print the requested text and exit."""
+    """Return the first of the command line's arguments `words` if it is a subcommand. Otherwise print an error, or the
+    help if there are no arguments, and return None. For --help and --version, print the requested text and exit."""
     from nemo_rl_cpp.argument_checks import did_you_mean
     from nemo_rl_cpp.command_line import Exit
 

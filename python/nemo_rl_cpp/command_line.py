@@ -125,8 +125,8 @@ def command_parser(name: str, description: str, examples: str) -> OneLineParser:
 
 
 def unknown_option(words: Sequence[str]) -> str | None:
-    """Return an error message for the first argument that is an option, not a configuration override; None if all are
-    overrides."""
+    """Return an error message for the first of the arguments `words` that is an option, such as --x, and not a
+    configuration override; None if all are overrides."""
     for i, word in enumerate(words):
         if not word.startswith("-") or word == "-":
             continue

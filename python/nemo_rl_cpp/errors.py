@@ -225,7 +225,8 @@ class user_code:  # noqa: N801  (reads as a function; one made from a generator 
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the last twelve lines of a child process's output, for an error message; [] if there are none."""
+    """Return the last twelve lines of `log`, the output of a child process, for an error message; [] if there are
+    none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - 4000, 0))

@@ -131,8 +131,8 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
         self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, *, repeated_batch: Mapping[str, Tensor],
         **of_batch: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages [B]. Raise ValueError if the batch has fewer than two reward components, or if the
-        number of weights differs from the number of components."""
+        """Return the advantages [B] from the reward components in `repeated_batch`. Raise ValueError if the batch has
+        fewer than two reward components, or if the number of weights differs from the number of components."""
         keys = sorted(key for key in repeated_batch.keys() if str(key).startswith("reward/"))
         if len(keys) < 2:
             raise ValueError(
@@ -423,7 +423,8 @@ class OPDAdvantageEstimator(_Estimator):
 def make_estimator(
     algorithm: str, settings: AdvEstimatorConfig | GAEConfig, loss: ClippedPGLossConfig
 ) -> AdvantageEstimator:
-    """Return the estimator that `<algorithm>.adv_estimator` selects. Raise ValueError for an unknown name."""
+    """Return the advantage estimator that `settings`, the section `<algorithm>.adv_estimator`, selects. Raise
+    ValueError for an unknown name."""
     name = settings.name
     if isinstance(name, PythonObjectRef):
         return OwnEstimator(name.component, algorithm, settings, loss)

@@ -117,7 +117,7 @@ class Callbacks:
 
 
 def checked_callbacks(given: object) -> Callbacks:
-    """Return `Callbacks` made from None, one callback, or several callbacks. Raise ValueError for anything else."""
+    """Return `given` (None, one callback, or several) as `Callbacks`. Raise ValueError for anything else."""
 
     def methods_of(callback: object) -> list[str]:
         return [name for name in dir(callback) if name.startswith("on_")]

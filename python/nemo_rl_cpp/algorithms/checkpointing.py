@@ -71,9 +71,9 @@ class Resume(NamedTuple):
     state: TrainState
 
     def load_rollouts(self, collector: RolloutCollector) -> None:
-        """Restore the prompt groups that dynamic sampling had kept for the next step, and the rollouts that were
-        generated ahead for later steps. If the sampler no longer keeps groups, or now makes groups of a different size,
-        drop them and print a note."""
+        """Restore in `collector` the prompt groups that dynamic sampling had kept for the next step, and the rollouts
+        that were generated ahead for later steps. If the sampler no longer keeps groups, or now makes groups of a
+        different size, drop them and print a note."""
         if self.path is None:
             return
         if (kept := _kept_groups(self.path)) is not None:

@@ -225,8 +225,8 @@ def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> Lo
 
 
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
-    """Return a loss for an object that was passed from Python. Raise LoadingError (a ValueError) if the object cannot
-    be used as a loss."""
+    """Return a `LossFunction` for `given`, an object that was passed from Python as a loss. Raise LoadingError (a
+    ValueError) if it cannot be used as one."""
     if type(given) is ClippedPGLossFn:
         return given
     return OwnLoss(given, section)

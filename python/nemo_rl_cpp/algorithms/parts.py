@@ -91,9 +91,9 @@ def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
 def make_dataloader(
     data: DataConfig, dataset: Datasets, num_prompts: int, seed: int, section: str = "grpo"
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
-    """Return the training loader, which yields `num_prompts` prompts at a time. For a dictionary of data sets, return a
-    wrapper of one loader per data set. Raise ValueError if a data set has fewer rows than a batch; the message suggests
-    keys of the configuration section `section` to change."""
+    """Return the training loader, which yields `num_prompts` prompts at a time. If `dataset` is a dictionary of data
+    sets, return a wrapper of one loader per data set. Raise ValueError if a data set has fewer rows than a batch; the
+    message suggests keys of the configuration section `section` to change."""
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
         if 0 < len(rows) < batch_size:
@@ -150,8 +150,8 @@ def make_engine_cluster(config: TrainMasterConfig) -> Cluster | None:
 def make_generation(
     config: TrainMasterConfig, policy: PolicyInterface, tokenizer: TokenizerType, cluster: Cluster | None
 ) -> GenerationInterface:
-    """Return the engine: one that shares the policy's weights, one in separate workers, or vLLM. If nothing is
-    generated, return `NoEngine`."""
+    """Return the generation engine: one that shares the policy's weights, one in the separate workers `cluster`, or
+    vLLM. If nothing is generated, return `NoEngine`."""
     if config.algorithm == "sft":
         return NoEngine()
     if config.policy.generation.runs_vllm:
@@ -171,8 +171,8 @@ def make_policy(
     factory: Callable[..., PolicyInterface] | None = None,
 ) -> PolicyInterface:
     """Return the policy with the checkpoint's weights and optimizer, or for a new run with the weights of
-    policy.model_name. `steps` is the planned number of steps. The reference model is loaded only if the KL weight is
-    not 0."""
+    policy.model_name. `steps` is the planned number of steps; `factory` is called in place of `Policy` or
+    `DistributedPolicy`. The reference model is loaded only if the KL weight is not 0."""
     runs_vllm = config.policy.generation.runs_vllm
     if (config.policy.backend == "hf" or runs_vllm) and (text := exactness_text(config)) is not None:
         print(f"note: {text}", file=sys.stderr, flush=True)

@@ -298,9 +298,9 @@ def _gate_is_open(
 def apply_reward_penalties(
     rollouts: MutableMapping[str, torch.Tensor], config: RewardPenaltyConfig, tokenizer: TokenizerType
 ) -> dict[str, float]:
-    """Set `total_reward` [B] and its components (`reward/<name>`) to 0 for conversations with a defect that `config`
-    penalises, such as malformed think tags. Return the share of conversations with each defect, under NeMo RL's metric
-    names. NeMo RL applies these penalties only in NeMo Gym, this package in every environment."""
+    """Set `total_reward` [B] and its components (`reward/<name>`) of `rollouts` to 0 for conversations with a defect
+    that `config` penalises, such as malformed think tags. Return the share of conversations with each defect, under
+    NeMo RL's metric names. NeMo RL applies these penalties only in NeMo Gym, this package in every environment."""
     defects: dict[str, Callable[[LLMMessageLogType], bool]] = {}
     if config.penalize_duplicated_reasoning:
         defects["reasoning_equal_to_final_answer_rate"] = has_duplicated_reasoning

@@ -232,9 +232,9 @@ def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step:
 
 
 def _covariance(batch: TrainBatch, valid: Tensor) -> Tensor:
-    """Return float64 [T]: (A - mean A) (log p - mean log p) for each trained token, 0 elsewhere. p is the policy before
-    the step, and means are over the trained tokens. The mean of this product is the covariance that sets how fast the
-    entropy falls (arXiv:2505.22617, eq. 7)."""
+    """Return float64 [T]: (A - mean A) (log p - mean log p) for each trained token (`valid`), 0 elsewhere, where A is
+    the advantage. p is the token's probability under the policy before the step, and means are over the trained tokens.
+    The mean of this product is the covariance that sets how fast the entropy falls (arXiv:2505.22617, eq. 7)."""
     covariance = torch.zeros(batch.num_tokens, dtype=torch.float64)
     advantages, logprobs = batch.advantages[valid].double(), batch.old_logprobs[valid].double()
     covariance[valid] = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
@@ -263,8 +263,8 @@ def _drawn(
 
 
 def _most_uncertain(entropies: Tensor, valid: Tensor, share: float) -> Tensor:
-    """Return bool [T]: the trained tokens whose entropy is at least the quantile 1 - share of all trained tokens'
-    entropies (arXiv:2506.01939). The quantile is interpolated, as in TRL."""
+    """Return bool [T], True for the trained tokens (`valid`) whose entropy is at least the quantile 1 - share of all
+    trained tokens' entropies (arXiv:2506.01939). The quantile is interpolated, as in TRL."""
     ordered = entropies[valid].double().sort().values
     if not len(ordered):
         return valid

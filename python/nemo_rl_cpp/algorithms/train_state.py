@@ -68,8 +68,8 @@ class TrainState:
         self.stop_reason = self.stop_reason or reason
 
     def note_metric(self, value: float, higher_is_better: bool = True) -> bool:
-        """Record `value` if it is the best value of the checkpoint metric so far, and return whether it is. NaN is
-        never the best."""
+        """Record `value` if it is the best value of the checkpoint metric so far, and return whether it is. The best
+        value is the largest if `higher_is_better`, otherwise the smallest; NaN is never the best."""
         if value != value:
             return False
         best = self.best_metric

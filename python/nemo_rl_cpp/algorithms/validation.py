@@ -64,7 +64,8 @@ class Validator:
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 
     def due(self, step: int, is_last: bool) -> bool:
-        """Return whether to validate after step `step`, counted from 1."""
+        """Return whether to validate after step `step`, counted from 1. `is_last` says that the run ends with this
+        step."""
         if is_last and self.loop.val_at_end:
             return True
         period = self.loop.val_period
@@ -145,8 +146,8 @@ class Validator:
 
 
 def headline(metrics: Mapping[str, Any]) -> tuple[str, float]:
-    """Return (name, value) of the main result of a validation: the loss on held-out answers, or the mean reward, which
-    is named "accuracy" if all rewards were 0 or 1, otherwise "reward"."""
+    """Return (name, value) of the main result among the metrics of a validation: the loss on held-out answers, or the
+    mean reward, which is named "accuracy" if all rewards were 0 or 1, otherwise "reward"."""
     if "val_loss" in metrics:
         return "loss", float(metrics["val_loss"])
     word = "accuracy" if metrics.get("right_or_wrong", 1.0) == 1.0 else "reward"

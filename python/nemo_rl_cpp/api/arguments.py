@@ -42,8 +42,8 @@ Keys = dict[str, tuple[str, object]]
 
 
 def dotted_keys(overrides: Mapping[str, object], algorithm: str, arguments: Collection[str]) -> Keys:
-    """Return the dotted configuration keys for keyword arguments of `train_<algorithm>`. A keyword has the form
-    `section__key`, or is a key of the algorithm's section.
+    """Return the configuration keys that `overrides`, further keyword arguments of `train_<algorithm>`, set. A keyword
+    has the form `section__key`, or is a key of the algorithm's section.
 
     Raise a one-line ValueError that lists every unknown keyword, with the most similar argument or key."""
     section = _SECTIONS[algorithm]

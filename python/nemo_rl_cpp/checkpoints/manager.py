@@ -91,8 +91,8 @@ class CheckpointManager:
         timeout: bool = False,
         interrupted: bool = False,
     ) -> str | None:
-        """Return the reason why a checkpoint is due after `step` (counted from 1), or None if none is due or if
-        checkpoints are disabled."""
+        """Return the reason why a checkpoint is due after `step` (counted from 1), such as `save_period` or one of the
+        arguments, or None if none is due or if checkpoints are disabled."""
         reasons = {
             "interrupted": interrupted,
             "timeout": timeout,

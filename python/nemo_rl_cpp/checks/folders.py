@@ -234,7 +234,8 @@ def hf_architecture_refusals(saved: Saved, section: str, config: TrainedModelCon
 
 
 def refusal_text(saved: Saved, refused: list[tuple[str, str]]) -> str:
-    """Return one sentence with all reasons (`refused`) why the checkpoint cannot be resumed, and what to do."""
+    """Return one sentence that says for which reasons, `refused`, the run cannot resume from the checkpoint, and what
+    to do."""
     listed = "; ".join(f"{key}: {why}" for key, why in dict.fromkeys(refused))
     return f"{short(saved.path)} cannot be resumed by this configuration, which is another run ({listed}): {WHAT_TO_DO}"
 

@@ -140,7 +140,8 @@ def descriptions() -> dict[str, str]:
 
 
 def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[WholeConfig], None]) -> int:
-    """Load the configuration given on the command line, call `work` with it, and return the exit status.
+    """Load the configuration that the command-line arguments `words` give, call `work` with it, and return the exit
+    status.
 
     `default` is the kind of run whose help text is shown, and whose default configuration is used without --config.
     `kind` is the kind of run; None: it is derived from the configuration."""
@@ -189,8 +190,9 @@ def _help(kind: str) -> str:
 
 
 def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfig | None:
-    """Load a configuration. If it has errors, print them and return None. In a process that a launcher started with a
-    rank above 0, this call does not return: the process becomes a worker."""
+    """Load a configuration from `file` and the overrides of the command line. If it has errors, print them and return
+    None. In a process that a launcher started with a rank above 0, this call does not return: the process becomes a
+    worker."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
         found = kind or kind_of(file)

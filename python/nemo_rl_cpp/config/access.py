@@ -66,8 +66,8 @@ def to_json(value: object) -> Plain:
 
 
 def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:
-    """Return a copy of plain data in which every leaf (a value that is no mapping and no list) is replaced by
-    `leaf(value)`."""
+    """Return a copy of the plain data `node` in which every leaf (a value that is no mapping and no list) is replaced
+    by `leaf(value)`."""
     if isinstance(node, dict):
         return {key: mapped(item, leaf) for key, item in node.items()}
     return [mapped(item, leaf) for item in node] if isinstance(node, list) else leaf(node)

@@ -242,7 +242,7 @@ def only(*allowed: object, why: str, **options: Any) -> Any:
 
 
 def no_effect(default: object, why: str = "makes no difference here", **options: Any) -> Any:
-    """Declare a key of NeMo RL that accepts any value of its type and is ignored."""
+    """Declare a key of NeMo RL that accepts any value of its type and is ignored, for the reason `why`."""
     return key(default, why, json_schema_extra={"no_effect": True}, **options)
 
 
@@ -462,8 +462,8 @@ class Table(Mapping[str, Any], Generic[E]):
     def add(
         self, name: str, entry: E, section: type[BaseModel] | None = None, keys: Mapping[str, FieldInfo] | None = None
     ) -> None:
-        """Add the definition of a name, and add the configuration keys `keys` (name -> field) to the class `section`.
-        Raise ValueError if the name is taken."""
+        """Add the definition `entry` of a name, and add the configuration keys `keys` (name -> field) to the class
+        `section`. Raise ValueError if the name is taken."""
         if name in self.entries:
             raise ValueError(f"the {self.what} {name} is there already: choose another name")
         if section is not None:

@@ -57,8 +57,8 @@ class Report:
         self.problems: list[Problem] = []
 
     def where(self, dotted: str) -> str:
-        """Return the place where a key is set, or else the place of the closest section that contains it, or else the
-        first line of the file."""
+        """Return the place where the key `dotted` is set, or else the place of the closest section that contains it, or
+        else the first line of the file."""
         while dotted:
             if dotted in self._positions:
                 return self._positions[dotted]
@@ -66,8 +66,8 @@ class Report:
         return f"{self._file}:1" if self._file else ""
 
     def nearness(self, dotted: str) -> int:
-        """Return the precedence of the place that sets a key: 3 for an override or an argument, 2 for the run's own
-        file, 1 for a parent file; 0 if the key is not set."""
+        """Return the precedence of the place that sets the key `dotted`: 3 for an override or an argument, 2 for the
+        run's own file, 1 for a parent file; 0 if the key is not set."""
         if dotted not in self._positions:
             return 0
         file = self._positions[dotted].rpartition(":")[0]
@@ -76,7 +76,8 @@ class Report:
         return 2 if file == self._file else 1
 
     def has_problem(self, dotted: str) -> bool:
-        """Return whether a mistake is already reported for the key, a section that contains it, or a key inside it."""
+        """Return whether a mistake is already reported for the key `dotted`, for a section that contains it, or for a
+        key inside it."""
         return any(
             p.key == dotted or dotted.startswith(p.key + ".") or p.key.startswith(dotted + ".")
             for p in self.problems
@@ -132,7 +133,8 @@ KINDS = {
 
 
 def unknown_key(dotted: str, model: type[Section]) -> str:
-    """Return the message for a key that is not in the schema. It suggests a similar known key if there is one."""
+    """Return the error message for the key `dotted`, which is not in the schema. The message suggests a similar known
+    key if there is one."""
     parent, _, name = dotted.rpartition(".")
     if (right := _DEAD.get(name)) is not None:
         return f"is read by nothing, in NeMo RL neither; the key that works is {right}; remove it"

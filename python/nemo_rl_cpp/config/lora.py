@@ -158,7 +158,7 @@ class LayerKinds:
 
 
 def adapted_modules(lora: LoraConfig, layers: LayerKinds) -> list[str]:
-    """Return the names of the modules that get adapters in a model with these layers."""
+    """Return the names of the modules that get adapters by the settings `lora` in a model with the layers `layers`."""
     modules = list(layers.modules())
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if everything or not (wanted or unwanted):

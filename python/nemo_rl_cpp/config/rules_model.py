@@ -279,8 +279,8 @@ def _quantises(value: object) -> bool:
 
 
 def _leaves(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) for each value of a free-form mapping. A mapping with quantisation settings counts as
-    one value."""
+    """Yield (`prefix` + dotted key, value) for each value of a free-form mapping with nested mappings. A mapping with
+    quantisation settings counts as one value."""
     for key, value in tree.items():
         if isinstance(value, dict) and key not in _QUANTISED:
             yield from _leaves(value, f"{prefix}.{key}")
@@ -386,7 +386,7 @@ def _refuse_gguf(model: str | None, key: str, engine: str, report: Report) -> No
 
 
 def check_evaluation(generation: GenerationConfig, report: Report) -> None:
-    """Report mistakes in the engine settings of an evaluation. vLLM is not supported there, because an evaluation has
+    """Report mistakes in the engine settings of an evaluation. vLLM is not supported in an evaluation, because it has
     no trainer that sends it weights."""
     _check_installed(generation.backend, "generation.backend", report)
     if generation.backend == "hf":

@@ -99,8 +99,9 @@ def render_chat_template(
     variables: Mapping[str, object] | None = None,
 ) -> str:
     """Return the text of one conversation, rendered as by transformers. Keys of a message whose value is None are
-    omitted. `variables` are further variables for the template. Raise ChatTemplateError (a ValueError) if the template
-    has an error or rejects the messages."""
+    omitted. With `add_generation_prompt` the text ends with the start of an assistant message. `variables` are further
+    variables for the template. Raise ChatTemplateError (a ValueError) if the template has an error or rejects the
+    messages."""
     for tool in tools or ():
         if not isinstance(tool, Mapping):
             raise ChatTemplateError(

@@ -185,7 +185,7 @@ def is_conversation(items: object) -> bool:
 
 def prompt_of(value: object, where: str, may_be_empty: bool = False) -> str | list[ChatMessage]:
     """Return a prompt as a string, or as the messages of a conversation that the model can continue. Raise ValueError,
-    with a message that begins with `where`, for anything else."""
+    with a message that begins with `where`, for anything else, and for an empty text unless `may_be_empty`."""
     if isinstance(value, str):
         if not value and not may_be_empty:
             raise ValueError(f"{where} is an empty text: a prompt needs at least one character")

@@ -32,7 +32,8 @@ class Draws:
         return (value * n) >> 64
 
     def distinct(self, count: int, n: int, exclude: int | None = None) -> list[int]:
-        """Return `count` different numbers below n except `exclude`. Raise ValueError if there are too few."""
+        """Return `count` different random numbers from 0 to n - 1, none of them `exclude`. Raise ValueError if there
+        are too few."""
         found: list[int] = []
         if count > n - (exclude is not None):
             raise ValueError(f"cannot draw {count} different numbers below {n}")

@@ -213,7 +213,8 @@ class TextStream:
 
 
 def _decoder(tokenizer: TokenizerType, skip_special: bool) -> Callable[[Sequence[int]], str]:
-    """Return a function from ids to text. It uses the tokenizers library if possible, which never cleans up spaces."""
+    """Return a function from a list of token ids to text, which omits special tokens if `skip_special`. It uses the
+    tokenizers library if possible, which never cleans up spaces."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     return lambda ids: backend.decode(list(ids), skip_special_tokens=skip_special)
 

@@ -249,7 +249,8 @@ class Tokenizer(SpecialTokens):
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
         """Return the text of a list or 1-D tensor of ids. Bytes that form no character become U+FFFD. Spaces are never
-        cleaned up, whatever the argument or the folder say; transformers ignores both for BPE, too."""
+        cleaned up, whatever `clean_up_tokenization_spaces` or the tokenizer's folder say; transformers ignores both for
+        BPE, too."""
         return self.backend_tokenizer.decode(_as_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
     def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:

@@ -161,8 +161,8 @@ class SpecialTokens:
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
-        """Add the tokens of `added_tokens_decoder` (id -> token) that tokenizer.json lacks or has with different flags.
-        Warn if a token has a different id."""
+        """Add the tokens in `listed`, the key `added_tokens_decoder` (id -> token), that tokenizer.json lacks or has
+        with different flags. Warn if a token has a different id."""
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])

@@ -120,8 +120,8 @@ def serving(load: Callable[..., C]) -> Callable[..., C]:
 
 
 def serve(launch: Launch) -> None:
-    """Connect this rank to rank 0 and answer the calls of rank 0 until it closes the connection, then exit with status
-    0."""
+    """Connect this process, a launched rank above 0, to rank 0, and answer its calls until it closes the connection.
+    Then exit with status 0."""
     ignore_signals()
     store = meet(launch)
     reached = socket.create_connection((launch.host, int(store.get("port"))), timeout=HANDSHAKE_SECONDS)
@@ -185,8 +185,9 @@ def admit(reached: socket.socket, token: bytes) -> tuple[Connection, dict]:
 
 
 def as_connection(reached: socket.socket) -> Connection:
-    """Return a connection over a socket, which detects a dead peer. A read or write fails after HANDSHAKE_SECONDS, so
-    that a peer that sends nothing cannot block the run. `_wait_at_most(connection, 0)` removes this limit."""
+    """Return a `Connection` over the connected socket `reached`, which detects a dead peer. A read or write fails after
+    HANDSHAKE_SECONDS, so that a peer that sends nothing cannot block the run. `_wait_at_most(connection, 0)` removes
+    this limit."""
     reached.setblocking(True)
     reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -199,7 +200,7 @@ def as_connection(reached: socket.socket) -> Connection:
 
 
 def _wait_at_most(connection: Connection, seconds: float) -> None:
-    """Set the timeout of a single read or write on a connection; 0: no limit."""
+    """Set the timeout, in seconds, of a single read or write on a connection; 0: no limit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as known:
         value = struct.pack("ll", int(seconds), 0)
         known.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)

@@ -104,7 +104,7 @@ class RaggedBatch:
         return of_tokens.new_zeros(self.size).index_add_(0, self.sample_of_token, of_tokens)
 
     def rows(self, of_tokens: Tensor) -> Sequence[Tensor]:
-        """Split a tensor [T, ...] into one view per sample."""
+        """Split a tensor [T, ...] with values of the tokens into one view per sample."""
         return of_tokens.split(self.lengths.tolist())
 
     def of_samples(self, value: object, rows: list[int]) -> object:

@@ -83,7 +83,8 @@ def start_ray(cpus: int) -> bool:
 
 
 def hold_ray(cpus: int) -> ModuleType:
-    """Join or start Ray and return it. Ray runs until `let_ray_go` has been called as many times as `hold_ray`."""
+    """Join a Ray cluster with at least `cpus` CPUs or start one, and return the module `ray`. Ray runs until
+    `let_ray_go` has been called as many times as `hold_ray`."""
     with _lock:
         started = start_ray(cpus)
         _held["ours"] = started or (_held["ours"] and _held["holders"] > 0)
@@ -131,8 +132,8 @@ class ActorWorker:
         self._objects = WorkerObjects()
 
     def start(self, surroundings: tuple[str, dict[str, str]], host: str, port: int, rank: int) -> Answer:
-        """Apply the run's working directory and environment variables (`surroundings`). Start to send heartbeats to the
-        store at `host` and `port`.
+        """Apply the run's working directory and environment variables (`surroundings`). Start to send heartbeats as
+        rank `rank` to the TCP store at `host` and `port`.
 
         Return (the address at which other nodes reach this node, the process id)."""
 

@@ -34,7 +34,8 @@ class WorkerObjects:
         self._ranks: Ranks | None = None
 
     def join(self, threads: int, **meeting: object) -> Answer:
-        """Set the number of threads, and join the rendezvous of the ranks with the arguments of `ranks.connect`."""
+        """Set the number of threads, and join the rendezvous of the ranks: call `ranks.connect` with the arguments
+        `meeting`."""
 
         def make() -> None:
             import torch
@@ -91,7 +92,8 @@ class SocketWorker:
         self._objects = WorkerObjects()
 
     def run(self, join: dict) -> None:
-        """Join the rendezvous of the ranks, then answer calls until the socket is closed."""
+        """Join the rendezvous of the ranks (`WorkerObjects.join` with the arguments `join`), then answer calls until
+        the socket is closed."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
         self._send("answer", -1, self._objects.join(**join))

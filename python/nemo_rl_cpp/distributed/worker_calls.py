@@ -95,8 +95,8 @@ def as_raised(error: BaseException) -> BaseException:
 
 
 def get(result: object, timeout: float | None = None) -> Any:
-    """Wait for a Future, a Ray ObjectRef, or a list of them, and return the values. Return any other object
-    unchanged."""
+    """Wait for the call `result` (a Future or a Ray ObjectRef), or for a list of calls, and return the values. Return
+    any other object unchanged. Raise TimeoutError after `timeout` seconds."""
     if isinstance(result, Future):
         return result.result(timeout)
     if isinstance(result, list):
@@ -136,7 +136,8 @@ class WorkerCall(Future):
             self.on_event(*self.events.pop(0))
 
     def end(self, answer: Answer) -> None:
-        """Store the outcome of the call. An error gets a note with the rank and the worker's traceback."""
+        """Store the outcome of the call, which is in `answer`. If it is an error, add a note with the rank and the
+        worker's traceback."""
         error = answer.error
         if error is not None:
             error = error if answer.told is None else as_user_error(error, answer.told)
@@ -156,7 +157,7 @@ class Workers(Protocol):
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
         """Start and return a call of `method` of object number `target` on rank `rank`. `payload` is the pickled (args,
-        kwargs)."""
+        kwargs), `listener` the callback for events of the call."""
 
     def wait(self, calls: Sequence[WorkerCall]) -> list:
         """Wait for `calls`, which the ranks run together, and return their results in the same order.

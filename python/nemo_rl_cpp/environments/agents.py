@@ -74,7 +74,7 @@ class AgentEnvironment(EnvironmentInterface[dict], abc.ABC):
 
     @abc.abstractmethod
     async def roll_out(self, task: AgentTask) -> AgentResult:
-        """Make one rollout and return its result. An exception counts as a failed rollout."""
+        """Make one rollout of `task` with the agent, and return its result. An exception counts as a failed rollout."""
 
     def run_rollouts(self, tasks: Sequence[AgentTask]) -> list[AgentResult]:
         """Make all rollouts, at most `max_concurrency` at a time, and return their results in order."""

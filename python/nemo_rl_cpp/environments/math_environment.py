@@ -57,8 +57,8 @@ class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
         metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
-        """Score the responses. Observations are "Environment: correct" or "Environment: incorrect". `answers` is None
-        unless `return_extracted_answer`."""
+        """Score the responses and end the conversations. Observations are "Environment: correct" or "Environment:
+        incorrect". `answers` is None unless `return_extracted_answer`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         truths = [truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)
@@ -91,7 +91,7 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
-        """Score the responses and end the conversations. Observations are as in `MathEnvironment`."""
+        """Score the responses and end the conversations. Observations and `answers` are as in `MathEnvironment`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [response.rpartition("<answer>")[2].partition("</answer>")[0].strip() for response in responses]
         scores = [

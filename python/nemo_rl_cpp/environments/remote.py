@@ -52,7 +52,8 @@ class ActorSettings:
 
 
 class EnvironmentActor:
-    """The Ray actor of one environment. The first call makes it, so its caller gets the constructor's errors."""
+    """The Ray actor of one environment. The environment is made in the first call, whose caller gets the errors of the
+    constructor."""
 
     def __init__(self, make: bytes, folder: str, variables: Mapping[str, str]) -> None:
         """Enter `folder`, set `variables`, and store `make`, the pickled function that makes the environment. It is

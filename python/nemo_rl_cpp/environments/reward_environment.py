@@ -66,7 +66,8 @@ def rewards_of(name: str, returned: object, rows: int) -> list[float | None]:
 
 
 def finite_number(value: object, what: str, otherwise: str = "") -> float:
-    """Return `value` as a float. Raise ValueError, whose message begins with `what`, unless it is finite."""
+    """Return `value` as a float. Raise ValueError, whose message begins with `what` and ends with `otherwise`, unless
+    it is finite."""
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):

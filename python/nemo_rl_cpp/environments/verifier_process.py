@@ -44,7 +44,8 @@ def _end_with_the_parent() -> None:
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limit the address space to its current size plus `megabytes`; larger allocations raise MemoryError."""
+    """Limit the address space of this process to its current size plus `megabytes`; larger allocations raise
+    MemoryError."""
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
@@ -53,7 +54,8 @@ def _limit_memory(megabytes: int) -> None:
 
 
 def main(target: str, options_json: str) -> None:
-    """Make the verifier, report that it is ready, and score one response per request until the parent ends."""
+    """Make the verifier `target` (module:Class), report that it is ready, and score one response per request until the
+    parent ends."""
     options = json.loads(options_json)
     _end_with_the_parent()
     parent = Connection(os.dup(1))

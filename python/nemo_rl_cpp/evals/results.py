@@ -234,7 +234,8 @@ def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
 
 
 def difference(first: Sequence[Prompt], second: Sequence[Prompt]) -> str:
-    """Return the change of the mean reward as text, with its 95 % interval: mean +- 1.96 s / sqrt(P) over P prompts."""
+    """Return as text how much the mean reward of the second evaluation's prompts differs from the first's, with its 95
+    % interval: mean +- 1.96 s / sqrt(P) over P prompts, with s the standard deviation."""
     gaps = [b.mean - a.mean for a, b in zip(first, second, strict=True)]
     text = f"mean reward {_mean(first):.4f} -> {_mean(second):.4f}, difference {statistics.fmean(gaps):+.4f}"
     if len(gaps) < 2:

@@ -29,7 +29,8 @@ def fsync_path(path: Path | str) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder and sync its parent folder, or both parent folders if they differ."""
+    """Rename the file or folder `source` to `target`, and sync the parent folder, or both parent folders if they
+    differ."""
     os.rename(source, target)
     fsync_path(target.parent)
     if source.parent != target.parent:

@@ -336,8 +336,8 @@ class MseValueLossFn:
         global_valid_seqs: Tensor | float | None,
         global_valid_toks: Tensor | float | None,
     ) -> ops.ValueLossResult:
-        """Return the loss, its gradient with respect to `values` [B, S], metrics, and the first (sample, token) whose
-        loss is not finite."""
+        """Return the loss of one micro-batch, divided by the global counts, its gradient with respect to `values` [B,
+        S], metrics, and the first (sample, token) whose loss is not finite."""
         result = ops.mse_value_loss(
             values.detach(),
             returns=data["returns"],
@@ -354,7 +354,8 @@ class MseValueLossFn:
     def __call__(
         self, logits: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return (loss, metrics) for the critic's values [B, S] or [B, S, 1], differentiable in the values."""
+        """Return (loss, metrics) for `logits`, the critic's values [B, S] or [B, S, 1], differentiable in them. The
+        counts are those of the global batch."""
         values = _floating(logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits)
         result = self.native(values, data, global_valid_seqs, global_valid_toks)
         if not torch.is_grad_enabled():

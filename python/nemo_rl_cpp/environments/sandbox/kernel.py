@@ -51,7 +51,8 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move the process to new namespaces. A new PID namespace takes effect only for later children."""
+    """Move the process to new namespaces, of the kinds in `flags`. A new PID namespace takes effect only for later
+    children."""
     _checked(_libc.unshare(flags), f"unshare({flags:#x})")
 
 

@@ -78,9 +78,9 @@ class Outcome:
 def run_program(
     source: str, stdin: str = "", limits: Limits | None = None, files: dict[str, bytes] | None = None
 ) -> Outcome:
-    """Run Python code with the standard input `stdin`, and with `files` (name -> contents) in its folder. Afterwards no
-    process of the run is left. The calling process must have only one thread, because it forks. Raise
-    SandboxUnavailableError if the sandbox cannot be built; then the program has not run."""
+    """Run the Python code `source` in the sandbox, with the standard input `stdin`, and with `files` (name -> contents)
+    in its folder. Afterwards no process of the run is left. The calling process must have only one thread, because it
+    forks. Raise SandboxUnavailableError if the sandbox cannot be built; then the program has not run."""
     run = _Run(limits or Limits())
     try:
         run.start(
@@ -152,7 +152,7 @@ class _Run:
         return len(self.streams[self.stdout]) + len(self.streams[self.stderr])
 
     def _read(self, descriptor: int) -> bool:
-        """Read the available bytes of a stream. Return False at its end."""
+        """Read the bytes that are available from a stream of the program. Return False at the stream's end."""
         try:
             chunk = os.read(descriptor, 1 << 16)
         except BlockingIOError:

@@ -168,7 +168,8 @@ class ReasoningGymDataset(GeneratedDataset):
         super().__init__(num_samples, **kwargs)
 
     def _entries(self, held_out: bool, count: int, seed: int) -> list[dict[str, str | None]]:
-        """Return up to `count` different questions of the split, or fewer if the task has no more."""
+        """Return up to `count` different questions of the training split, or of the validation split if `held_out`;
+        fewer if the task has no more."""
         try:
             source = self._create(self.task, seed=seed, size=2**30, **self._options)
         except (TypeError, AssertionError, ValueError) as error:
@@ -254,8 +255,8 @@ class PythonFunctionsDataset(GeneratedDataset):
 
 class GuessNumberDataset(GeneratedDataset):
     """Games in which the policy guesses a number from `min_number` to `max_number`, which replace `{low}` and `{high}`
-    in the prompt. The prompt does not depend on the secret number, so training and validation have the same games. No
-    number repeats before each has occurred once."""
+    in the prompt. The prompt does not depend on the secret number, so training and validation have the same games. A
+    secret number repeats only after every other has occurred."""
 
     task_name = "guess_number"
 

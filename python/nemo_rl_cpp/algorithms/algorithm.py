@@ -206,7 +206,8 @@ Advantages = GroupAdvantages | TokenAdvantages | EqualAdvantages
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What distinguishes an algorithm in the training loop, beyond its configuration sections."""
+    """What algorithms set differently in the training loop: how advantages are computed, which messages are trained on,
+    and whether there are rewards."""
 
     # returns the `Advantages` object that a configuration selects. Raises ValueError if the algorithm has no such
     # estimator.

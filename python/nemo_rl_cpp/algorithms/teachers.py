@@ -83,7 +83,7 @@ class Teachers:
 
 @dataclass
 class OutsideTeacher:
-    """One teacher for all tasks, which runs outside the native core."""
+    """One teacher for all tasks, which runs on a server or as a transformers model."""
 
     # a function that takes rows of token ids and returns the log-probability of each token given those before it
     score: Callable[[Sequence[list[int]]], Sequence[Sequence[float]]]

@@ -110,8 +110,8 @@ class CheckpointManager:
         self, step: int, training_info: Mapping[str, object], run_config: Settings | None = None
     ) -> Iterator[Path]:
         """Yield the folder `tmp_step_N` with training_info.json and config.yaml, for the `with` block to fill. When the
-        block ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove the
-        checkpoints that no rule keeps.
+        block ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove old
+        checkpoints.
 
         Raise FolderInUseError (a RuntimeError) if another process uses the same checkpoint_dir."""
         make_folder(self.checkpoint_dir, _KEY)
@@ -223,8 +223,9 @@ class CheckpointManager:
         return found + sorted(aside)
 
     def check_resume_mode(self, latest: str | Path | None) -> None:
-        """Raise ResumeError if `checkpointing.resume` does not allow `latest`, the newest complete checkpoint (None:
-        there is none), or if there are checkpoints and none of them is complete."""
+        """Raise ResumeError if `checkpointing.resume` does not allow the run to resume from `latest`, the newest
+        complete checkpoint, or to start from scratch if that is None. Also raise it if there are checkpoints and none
+        of them is complete."""
         if latest is not None and self.config.resume == "never":
             raise ResumeError(
                 f"checkpointing.resume=never, but {self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name}): give the run "

@@ -79,7 +79,7 @@ _MODULES = {
 
 
 class _Module(ModuleType):
-    """A module with the name of one of NeMo RL's, which imports each of its attributes when it is first used."""
+    """A replacement for a module of NeMo RL, which imports each of its names when the name is first used."""
 
     __path__: list[str] = []  # marks a package; its submodules are all registered
 

@@ -182,8 +182,8 @@ def shown(value: object) -> str:
 
 
 def sentence(error: ErrorDetails, dotted: str, model: type[Section], where: str = "") -> str:
-    """Return the message for a pydantic error at the key `dotted` of `model`. `where` is the place that set the key: a
-    file and line, or an override."""
+    """Return the error message for a pydantic error at the key `dotted` of `model`. `where` is the place that set the
+    key: a file and line, or an override."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(dotted, model)

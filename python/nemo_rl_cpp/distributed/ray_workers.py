@@ -169,7 +169,7 @@ def _beats_of(rank: int) -> str:
 
 
 class RayWorkers(Workers):
-    """The workers of a cluster that are Ray actors."""
+    """The workers of a cluster, each in a Ray actor."""
 
     tells_events = False
 

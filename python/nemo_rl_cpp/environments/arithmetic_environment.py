@@ -29,7 +29,7 @@ class ArithmeticEnvironment(SingleTurnEnvironment[GroundTruth]):
     end, the stop string), or consists only of an integer.
 
     Metrics: `well_formed`, the fraction of well-formed responses, and `accuracy_of_well_formed`, the accuracy of
-        these."""
+    these."""
 
     can_be_asked_again = True
 

@@ -46,9 +46,9 @@ def inspect_rows(
     raw: RawDataset, rows: Indexed[Row], tokenizer: TokenizerType, limits: Limits, where: str,
     environment: tuple[str | None, Mapping[str, object] | None] = (None, None),
 ) -> Iterator[Finding]:  # fmt: skip
-    """Yield the problems of one data set: prompts that reach a limit, and ground truths that do not fit `environment`,
-    (name, section). At most 1,000 evenly spaced rows are inspected; rows of custom processors are skipped, because
-    these may have side effects."""
+    """Yield the problems of one data set: prompts that reach a limit, and ground truths that do not fit the
+    environment, given as (name, section). At most 1,000 evenly spaced rows are inspected; rows of custom processors are
+    skipped, because these may have side effects."""
     make = PROMPT_MAKERS.get(raw.processor)
     if make is None or not len(rows):
         return

@@ -24,12 +24,12 @@ def _places(path: str | Path) -> list[Path]:
 
 
 def find_prompt(path: str | Path) -> Path | None:
-    """Return the file for a path in a configuration, or None if there is none."""
+    """Return the prompt file that a configuration names by `path`, or None if there is no such file."""
     return next((place for place in _places(path) if place.is_file()), None)
 
 
 def find_file(path: str | Path, key: str) -> Path:
-    """Return the file for a path in a configuration.
+    """Return the file that a configuration names by `path`.
 
     If there is none, raise MissingFileError naming `key` and every place searched."""
     if (found := find_prompt(path)) is not None:

@@ -114,7 +114,7 @@ class ClippedPGLossFn:
 
     @cached_property
     def op_config(self) -> ops.ClippedPGConfig:
-        """The settings in the form that the native op takes."""
+        """The settings of the loss in the form that the native op takes."""
         default = "full" if self.use_importance_sampling_correction else "none"
         kind, level = TRUNCATIONS.get(self.truncated_importance_sampling_type, (default, "token"))
         if self.name in OWN_TERMS:

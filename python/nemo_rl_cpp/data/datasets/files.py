@@ -160,7 +160,7 @@ def _json_rows(path: Path) -> list[Row]:
 
 def _are_columns(whole: object) -> bool:
     """Return whether the object in a JSON file maps column names to lists of values. An object with a list of messages
-    is not that, but one row."""
+    is one row instead."""
     if not isinstance(whole, dict) or not whole or not all(isinstance(values, list) for values in whole.values()):
         return False
     firsts = [values[0] for values in whole.values() if values]

@@ -28,13 +28,13 @@ def training(monkeypatch):
     return load("training_samples", monkeypatch)
 
 
-def test_run_all_script_runs_every_benchmark_that_needs_no_gpu(run_all):
+def test_script_run_all_runs_every_benchmark_that_works_without_a_gpu(run_all):
     scripts = {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
     assert {command.split()[0] for command in run_all.RUNS.values()} == scripts - ON_A_GPU_ONLY
 
 
 @pytest.mark.slow
-def test_a_failing_benchmark_is_reported_and_the_remaining_ones_run(run_all, monkeypatch, tmp_path, capfd):
+def test_script_run_all_reports_a_failed_benchmark_and_runs_the_remaining_ones(run_all, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(run_all, "RUNS", {"broken": "adamw --no-such-option", "help": "adamw --help"})
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--out", str(tmp_path)])
     assert run_all.main() == 1
@@ -43,7 +43,7 @@ def test_a_failing_benchmark_is_reported_and_the_remaining_ones_run(run_all, mon
     assert "usage" in (tmp_path / "help.txt").read_text()
 
 
-def test_mixed_and_equal_length_benchmark_batches_have_the_same_number_of_tokens(training):
+def test_benchmark_batches_of_mixed_and_of_equal_lengths_have_equally_many_tokens(training):
     mixed, equal = training.mixed_lengths(), training.equal_lengths()
     assert sum(mixed) == sum(equal) == 2048 and len(mixed) == len(equal) == 16
     assert 0.5 < 1 - sum(mixed) / (len(mixed) * max(mixed)) < 0.7  # padding of rollouts
@@ -51,7 +51,7 @@ def test_mixed_and_equal_length_benchmark_batches_have_the_same_number_of_tokens
 
 @pytest.mark.parametrize("prompt", [0, 40])
 @pytest.mark.parametrize("layout", ["padded", "sorted_by_length", "packed"])
-def test_every_batch_layout_trains_each_token_once_with_its_full_prefix(training, layout, prompt):
+def test_benchmark_batches_of_every_layout_train_each_token_once_after_all_earlier_ones(training, layout, prompt):
     samples = training.Samples.random(training.mixed_lengths(), prompt, seed=1)
     wanted = sorted(
         tuple(row[: t + 1])
@@ -71,14 +71,14 @@ def card(monkeypatch):
     return load("card", monkeypatch, BENCHMARKS.parent / "tools")
 
 
-def test_every_script_that_the_gpu_benchmark_script_runs_exists(card):
+def test_every_script_called_by_the_gpu_benchmark_script_exists(card):
     words = [word for step in card.STEPS for word in f"{step.command} {step.tiny}".split() if word.endswith(".py")]
     assert words and all((card.ROOT / word).is_file() for word in words)
     assert len({step.name for step in card.STEPS}) == len(card.STEPS)
 
 
 @pytest.mark.slow
-def test_gpu_benchmark_script_saves_each_step_and_continues_after_a_failed_step(card, monkeypatch, tmp_path, capsys):
+def test_gpu_benchmark_script_saves_every_output_and_continues_after_a_failure(card, monkeypatch, tmp_path, capsys):
     adamw = next(step for step in card.STEPS if step.name == "adamw")
     broken = card.Step("broken", 1, "a step that fails", "", "python -c 'print(7); raise SystemExit(3)'")
     endless = card.Step("endless", 0.01, "a step that does not end", "", "python -c 'import time; time.sleep(60)'")

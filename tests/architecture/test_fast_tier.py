@@ -25,18 +25,18 @@ def is_slow(node: ast.expr) -> bool:
     return "pytest.mark.slow" in ast.unparse(node)
 
 
-def test_slow_test_folders_are_the_listed_ones_and_contain_tests():
+def test_only_three_test_folders_are_marked_slow_as_a_whole():
     assert set(SLOW_FOLDERS) == {"integration", "parity", "unit/cuda"}  # a folder that is added takes many tests away
     assert all(list((TESTS / folder).rglob("test_*.py")) for folder in SLOW_FOLDERS)
 
 
 @pytest.mark.parametrize("package", sorted(p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()))
-def test_every_package_has_fast_tests(package):
+def test_every_package_has_tests_that_are_not_marked_slow(package):
     folder = TESTS / "unit" / package
     assert f"unit/{package}" not in SLOW_FOLDERS
     assert sum(fast_tests(path) for path in folder.rglob("test_*.py")) >= 3
 
 
 @pytest.mark.parametrize("path", sorted((TESTS / "unit" / "ops").glob("test_*.py")), ids=lambda path: path.stem)
-def test_every_test_file_of_an_op_has_fast_tests(path):
+def test_every_test_file_of_an_op_has_tests_that_are_not_marked_slow(path):
     assert fast_tests(path) > 0

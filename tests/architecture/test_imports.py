@@ -14,7 +14,7 @@ def test_no_module_outside_compat_imports_compat():
     assert len(files) > 150 and [path for path in files if COMPAT in path.read_text()] == []
 
 
-def test_unused_definitions_are_detected_by_following_names(tmp_path, monkeypatch):
+def test_check_for_unused_definitions_finds_functions_that_only_unused_code_calls(tmp_path, monkeypatch):
     package = tmp_path / "python" / "nemo_rl_cpp"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('_EXPORTS = {"Public": "a"}\n')
@@ -33,6 +33,6 @@ def test_unused_definitions_are_detected_by_following_names(tmp_path, monkeypatc
     assert lost == {"_EXPORTS", "never", "unused", "helper"}
 
 
-def test_no_definition_is_used_by_tests_only():
+def test_every_definition_in_the_package_is_used_outside_the_tests():
     lost = [f"{item.path.name}:{item.name}" for item in reached.reached(ROOT) if not item.reached]
     assert not lost, "neither a user nor a port needs it: delete it, or document it where users look"

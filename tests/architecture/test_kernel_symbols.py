@@ -39,7 +39,7 @@ def mergeable_symbols(path: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernel_object_files_define_no_mergeable_symbol(capability):
+def test_compiled_kernel_files_define_no_symbol_that_the_linker_may_merge_with_another_files(capability):
     if shutil.which("nm") is None:
         pytest.skip("nm (binutils) is not installed")
     sources = {p.name for p in (ROOT / "csrc/kernels").glob(CAPABILITIES[capability])}
@@ -50,7 +50,7 @@ def test_kernel_object_files_define_no_mergeable_symbol(capability):
     assert {p.name: symbols for p in objects if (symbols := mergeable_symbols(p))} == {}
 
 
-def test_mergeable_symbol_is_detected_by_the_check(tmp_path):
+def test_check_for_symbols_that_the_linker_may_merge_finds_a_template_instance(tmp_path):
     if shutil.which("nm") is None or shutil.which("g++") is None:
         pytest.skip("nm and g++ are needed")
     source = tmp_path / "shared.cpp"
@@ -59,7 +59,7 @@ def test_mergeable_symbol_is_detected_by_the_check(tmp_path):
     assert mergeable_symbols(tmp_path / "shared.o") == ["int twice<int>(int)"]
 
 
-def test_kernel_files_include_only_allowed_standard_headers():
+def test_kernel_files_include_only_the_allowed_cpp_standard_headers():
     for path in sorted(p for folder in ("cpu", "tiles") for p in (ROOT / "csrc/kernels" / folder).iterdir()):
         included = set(re.findall(r"#include <([\w.]+)>", path.read_text()))
         assert included <= HARMLESS, f"{path.name} includes {sorted(included - HARMLESS)}; see csrc/kernels/cpu/plain.h"

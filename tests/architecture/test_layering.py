@@ -23,7 +23,7 @@ def includes(path: Path) -> list[str]:
     return re.findall(r'#include ["<]([^">]+)[">]', path.read_text())
 
 
-def test_layer_table_lists_every_csrc_folder():
+def test_layer_table_of_the_architecture_page_lists_every_csrc_folder():
     assert {p.name for p in CSRC.iterdir() if p.is_dir() and any(p.rglob("*.*"))} <= set(allowed_includes())
 
 
@@ -68,7 +68,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_config_never_imports_torch():
+def test_config_package_never_imports_torch():
     for path in (PACKAGE / "config").rglob("*.py"):
         assert not {i for i in imports(path) if i.split(".")[0] == "torch"}, path.relative_to(ROOT)
 

@@ -67,14 +67,14 @@ def num_results(node):
     return math.inf if ast.unparse(entries[0]) == "Any" else 1
 
 
-def test_source_files_stay_within_the_line_limit():
+def test_source_files_have_at_most_the_allowed_number_of_lines():
     long = {
         str(p.relative_to(ROOT)): n for p in source_files() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES
     }
     assert not long
 
 
-def test_python_functions_stay_within_the_line_limit():
+def test_python_functions_have_at_most_the_allowed_number_of_lines():
     long = {
         f"{p.relative_to(ROOT)}:{name}": n
         for p in (ROOT / "python").rglob("*.py")
@@ -88,12 +88,12 @@ def test_readme_has_at_most_160_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160
 
 
-def test_training_loop_stays_within_its_line_limit():
+def test_training_loop_has_at_most_the_allowed_number_of_lines():
     loop = dict(functions(ROOT / "python" / "nemo_rl_cpp" / "algorithms" / "loop.py"))
     assert loop["train_loop"] <= MAX_LOOP_LINES
 
 
-def test_functions_stay_within_the_parameter_limit():
+def test_functions_have_at_most_the_allowed_number_of_parameters():
     many = {name: n for name, node in house_definitions() if (n := num_parameters(node)) > MAX_PARAMETERS}
     assert sorted(many) == sorted(FACADES), f"{many}: put settings that belong together into a dataclass"
 

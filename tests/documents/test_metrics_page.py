@@ -43,7 +43,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", RUNS)
-def test_every_logged_metric_has_a_row_on_the_metrics_page(config, tmp_path):
+def test_every_metric_that_a_run_logs_has_a_row_on_the_metrics_page(config, tmp_path):
     tiny.train(tmp_path, *RUNS[config], config=config)
     (path,) = tmp_path.rglob("metrics.jsonl")
     logged = {name for line in path.read_text().splitlines() for name in json.loads(line)}

@@ -31,13 +31,13 @@ def results():
     return rows(README[README.index("## Results") : README.index("[Benchmarks](docs/benchmarks.md)")])
 
 
-def test_every_ratio_of_the_readme_table_has_a_row_on_the_benchmarks_page():
+def test_every_speed_ratio_in_the_readme_is_checked_against_the_benchmarks_page():
     with_ratio = {name for name, cells in results().items() if re.match(r"[\d.]+ ", cells[2])}
     assert with_ratio == set(ROWS)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_readme_ratios_match_the_benchmarks_page(name):
+def test_speed_ratios_in_the_readme_equal_those_of_the_benchmarks_page(name):
     """README's machine is the Zen 4: the first of the columns with figures."""
     ours, peer, ratio = results()[name]
     cells = rows(BENCHMARKS)[ROWS[name]]
@@ -47,7 +47,7 @@ def test_readme_ratios_match_the_benchmarks_page(name):
         assert re.search(rf"(?<![\d.,]){re.escape(figure.split()[0])}(?![\d,])", IN_FULL), figure
 
 
-def test_readme_gpu_figures_match_the_benchmarks_page():
+def test_gpu_figures_in_the_readme_equal_those_of_the_benchmarks_page():
     claim = re.search(r"On one H200 a training step of 16,384 tokens is ([\d.]+) times as fast", README)
     assert claim is not None
     assert f"a training step of 16,384 tokens is {claim[1]} times as fast as transformers'" in BENCHMARKS

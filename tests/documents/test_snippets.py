@@ -37,7 +37,7 @@ def complaint(snippet: Snippet) -> str | None:
     return None
 
 
-def test_every_code_block_has_a_valid_mark():
+def test_every_code_block_of_the_documents_has_a_comment_that_says_how_it_is_tested():
     assert len(SNIPPETS) > 40
     assert [f"{s}: {message}" for s in SNIPPETS if (message := complaint(s))] == []
 
@@ -59,7 +59,7 @@ PRINTED = [(s, command) for s in SNIPPETS if s.language == "bash" and s.kind != 
 @pytest.mark.parametrize(
     "snippet, command", [p for p in PRINTED if p[0].kind not in RUN], ids=lambda value: str(value)[:60]
 )
-def test_configuration_of_every_printed_command_loads(snippet, command):
+def test_configuration_in_every_command_of_the_documents_loads(snippet, command):
     loads(command)
 
 

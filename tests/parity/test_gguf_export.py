@@ -110,7 +110,7 @@ def test_exported_gguf_gives_the_same_tokens_in_llama_cpp_as_in_transformers(tmp
         assert found["logprobs"] == pytest.approx(logprobs, abs=2e-3 if name.startswith("gemma") else 1e-4), name
 
 
-def test_gguf_formats_with_fewer_bits_differ_more_from_the_model(tmp_path, monkeypatch):
+def test_logits_of_exported_gguf_files_differ_more_from_the_models_the_fewer_bits_the_format_has(tmp_path, monkeypatch):
     """Rows of 48 and 80 numbers, which blocks of 32 do not divide, have 16 bits in all formats below them; rows of 64 are in blocks."""
     folder, _ = make("llama_tied", tmp_path, monkeypatch)
     gaps = {}
@@ -123,7 +123,7 @@ def test_gguf_formats_with_fewer_bits_differ_more_from_the_model(tmp_path, monke
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_gguf_export_rejects_models_that_llama_cpp_cannot_compute(name, tmp_path, monkeypatch):
+def test_exporting_a_model_to_gguf_that_llama_cpp_cannot_run_is_an_error(name, tmp_path, monkeypatch):
     folder, _ = make(name, tmp_path, monkeypatch)
     with pytest.raises(ModelFolderError, match=REFUSED[name]):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
@@ -167,13 +167,13 @@ def test_exported_tokenizer_gives_the_same_tokens_in_llama_cpp(tmp_path):
 
 
 @pytest.mark.parametrize("name, reason", [("unigram", "of type Unigram"), ("other_end", "of type WordLevel")])
-def test_gguf_export_rejects_tokenizers_that_llama_cpp_does_not_support(name, reason, tmp_path):
+def test_exporting_a_tokenizer_to_gguf_that_llama_cpp_does_not_support_is_an_error(name, reason, tmp_path):
     folder = tokenizer_folders.write(tokenizer_folders.KINDS[name], tmp_path / name)
     with pytest.raises(ModelFolderError, match=reason):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
 
 
-def test_export_command_prints_the_file_size_and_the_difference_from_the_model(tmp_path, monkeypatch, capsys):
+def test_export_command_prints_file_size_and_how_far_its_logprobs_differ_from_the_models(tmp_path, monkeypatch, capsys):
     folder, _ = make("llama", tmp_path, monkeypatch)
     assert cli.main(["export", "--model", str(folder), "--gguf", "q8_0", "--out", str(tmp_path / "a" / "x.gguf")]) == 0
     said = capsys.readouterr().out

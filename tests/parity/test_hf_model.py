@@ -45,7 +45,7 @@ def hf_logprobs(hf, ids, mask):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_match_transformers(name, tmp_path):
+def test_logits_of_every_architecture_match_transformers(name, tmp_path):
     hf = build(name, tmp_path)
     trainer = C.Trainer(load(tmp_path))
     ids = torch.randint(3, 97, (80,), generator=torch.Generator().manual_seed(3))
@@ -54,7 +54,7 @@ def test_logits_match_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_match_transformers(name, tmp_path, monkeypatch):
+def test_gradients_of_every_architecture_match_transformers(name, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     if name.startswith(("qwen3_5", "nemotron_h")):
         recur_in_float64(monkeypatch)
@@ -78,7 +78,7 @@ def test_gradients_match_transformers(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_groups", "nemotron_h_experts"])
-def test_expert_loads_counted_by_routers_match_transformers(name, tmp_path):
+def test_numbers_of_tokens_routed_to_each_expert_match_transformers(name, tmp_path):
     hf, model = build(name, tmp_path), load(tmp_path)
     trainer, (batch, ids, lengths, _) = C.Trainer(model), ragged_batch()
     out = torch.zeros(ids.shape)
@@ -98,7 +98,7 @@ def test_expert_loads_counted_by_routers_match_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe_sparse_step"])
-def test_gradient_of_the_loss_that_balances_experts_matches_transformers(name, tmp_path):
+def test_gradient_of_the_load_balancing_loss_of_experts_matches_transformers(name, tmp_path):
     """It is transformers' loss of each layer and sequence, divided by the number of experts of a token."""
     hf = build(name, tmp_path, torch.float64)
     balance = sys.modules[type(hf).__module__].load_balancing_loss_func
@@ -142,7 +142,7 @@ FROZEN = [pytest.param(name, True, id=f"{name}-frozen routers") for name in ("qw
         *FROZEN,
     ],
 )  # fmt: skip
-def test_weights_after_ten_adamw_steps_match_torch(name, freezes, tmp_path, monkeypatch):
+def test_weights_after_ten_adamw_steps_match_those_of_torchs_adamw(name, freezes, tmp_path, monkeypatch):
     # a recurrence accumulates the rounding errors of float32, and torch's differ between processors
     recurs = name.startswith(("qwen3_5", "nemotron_h"))
     dtype = torch.float64 if recurs else torch.float32
@@ -205,7 +205,7 @@ def test_saved_checkpoint_gives_the_same_logits_in_transformers(name, shard_byte
     assert load(tmp_path / "out").digest() == model.digest()
 
 
-def test_save_removes_weight_files_of_an_earlier_save(tmp_path):
+def test_saving_a_model_removes_weight_files_of_an_earlier_save(tmp_path):
     build("qwen3", tmp_path / "in")
     model, config = load(tmp_path / "in"), read_config(tmp_path / "in")
     files = []

@@ -93,7 +93,7 @@ def assert_gradients_match(model, hf, lora, bound):
 # rounding errors accumulate in a recurrent state
 @pytest.mark.parametrize("name, matrices, bound", [("qwen2", 7 * 3, 1e-5), ("qwen3_5", 3 * 6 + 7, 1e-4)])
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
-def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_its_weights(
+def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_the_dequantised_base(
     kind, name, matrices, bound, tmp_path, monkeypatch
 ):
     hf = build(name, tmp_path, hidden_size=64, intermediate_size=96)
@@ -111,7 +111,7 @@ def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_its_we
 
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
-def test_adapters_after_ten_adamw_steps_match_torch(merge, tmp_path):
+def test_lora_adapters_after_ten_adamw_steps_match_those_of_torchs_adamw(merge, tmp_path):
     """From B = 0, with clipping and weight decay, in float32."""
     hf = build("qwen2", tmp_path)
     model = adapted(tmp_path, lora_of(tmp_path, merge=merge), torch.float32, spread=0.0)
@@ -152,7 +152,7 @@ def saved(tmp_path, name, **keys):
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_5"])
 @pytest.mark.parametrize("targets", TARGETS)
-def test_saved_adapter_gives_the_same_logits_in_peft_as_the_merged_model(targets, name, tmp_path):
+def test_saved_lora_adapter_gives_the_logits_of_the_merged_model_in_peft(targets, name, tmp_path):
     peft = pytest.importorskip("peft")
     hf, model, folder = saved(tmp_path, name, **TARGETS[targets])
     ids = torch.arange(3, 40)[None]
@@ -167,7 +167,7 @@ def test_saved_adapter_gives_the_same_logits_in_peft_as_the_merged_model(targets
 @pytest.mark.parametrize(
     "name, rslora", [("qwen3", False), ("qwen3", True), ("qwen3_5", False)], ids=["lora", "rslora", "recurrent"]
 )
-def test_unmerged_adapter_gives_the_same_logits_as_peft(name, rslora, tmp_path):
+def test_unmerged_lora_adapter_gives_the_same_logits_as_peft(name, rslora, tmp_path):
     """PEFT computes the same formula, W x + s B (A x)."""
     peft = pytest.importorskip("peft")
     hf, model, folder = saved(tmp_path, name, merge=False, use_rslora=rslora)
@@ -180,7 +180,7 @@ def test_unmerged_adapter_gives_the_same_logits_as_peft(name, rslora, tmp_path):
     assert loaded.peft_config["default"].use_rslora is rslora
 
 
-def test_saved_adapter_files_use_pefts_names_and_fields(tmp_path):
+def test_saved_lora_adapter_has_the_tensor_names_and_config_fields_of_peft(tmp_path):
     from safetensors.torch import load_file
 
     _, model, folder = saved(tmp_path, "llama_tied", **TARGETS["some"])
@@ -197,7 +197,7 @@ def test_saved_adapter_files_use_pefts_names_and_fields(tmp_path):
     assert len(tensors) == 2 * len(factors(model, model.masters)) == 2 * 10
 
 
-def test_merged_weights_load_unchanged_in_transformers(tmp_path):
+def test_merged_lora_weights_load_unchanged_in_transformers(tmp_path):
     hf, model, folder = saved(tmp_path, "qwen3_tied")
     merged = type(hf).from_pretrained(folder, attn_implementation="eager").eval()
     weights = named_views(model.specs, model.compute)

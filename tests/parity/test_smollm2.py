@@ -30,7 +30,7 @@ def models():
     return policy, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokenizer
 
 
-def test_logits_and_greedy_text_match_transformers(models):
+def test_logits_and_greedy_text_of_smollm2_match_transformers(models):
     policy, hf, tokenizer = models
     rows = [torch.tensor(tokenizer.encode(text)) for text in TEXTS]
     with torch.inference_mode():

@@ -71,7 +71,7 @@ def test_critic_values_and_gradients_match_transformers(name, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3"])
-def test_saved_critic_loads_in_transformers_as_a_sequence_classifier(name, tmp_path):
+def test_saved_critic_loads_in_transformers_as_a_sequence_classification_model(name, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     build(name, tmp_path / "in")

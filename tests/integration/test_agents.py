@@ -52,7 +52,7 @@ def run_of(folder, function, *more):
     return run, kept
 
 
-def test_agent_run_learns_and_trains_only_on_sampled_tokens(tmp_path):
+def test_run_with_an_agent_function_learns_and_trains_only_on_sampled_tokens(tmp_path):
     run, kept = run_of(tmp_path / "a", "two_turns", f"grpo.max_num_steps={STEPS}")
     rewards = [row["accuracy"] for row in run.history]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
@@ -77,7 +77,7 @@ def test_agent_run_learns_and_trains_only_on_sampled_tokens(tmp_path):
     assert [row["loss"] for row in again.history] == [row["loss"] for row in run.history[:3]]
 
 
-def test_failed_rollouts_are_counted_and_excluded_from_training(tmp_path, capsys):
+def test_failed_agent_rollouts_are_counted_and_excluded_from_training(tmp_path, capsys):
     run, kept = run_of(tmp_path / "a", "fails", "grpo.max_num_steps=2")
     assert [row["agent_errors"] for row in run.history] == [16, 16]
     assert "KeyError" in capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_failed_rollouts_are_counted_and_excluded_from_training(tmp_path, capsys
             run_of(tmp_path / function, function, "grpo.max_num_steps=1", f"env.agent.timeout_s={seconds}")
 
 
-def test_validation_rollouts_are_driven_by_the_agent(tmp_path):
+def test_validation_rollouts_are_made_by_the_agent_function(tmp_path):
     run = tiny.make(tmp_path, *overrides("two_turns", "grpo.max_num_steps=1", "grpo.max_val_samples=8"))
     with run:
         result = run.validate()
@@ -98,6 +98,6 @@ def test_validation_rollouts_are_driven_by_the_agent(tmp_path):
         assert all("-val-" in key for key, _, _ in digit_agent.SEEN[-24:])
 
 
-def test_agent_without_an_http_server_gets_an_error_that_names_the_key_to_set(tmp_path):
+def test_agent_function_without_the_http_server_is_an_error_that_names_the_key_to_set(tmp_path):
     with pytest.raises(ValueError, match="policy.generation.expose_http_server"):
         tiny.make(tmp_path, *overrides("two_turns", "policy.generation.expose_http_server=false"))

@@ -10,7 +10,7 @@ import torch
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_from_scratch.py"
 
 
-def test_example_learns_without_logprob_gap_and_saves_a_model_for_transformers(tmp_path):
+def test_example_learns_with_equal_generation_and_training_logprobs_and_its_model_loads_in_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     model, rewards, gap = runpy.run_path(str(EXAMPLE))["train"]()
     assert rewards[0] < 0.2
@@ -26,7 +26,7 @@ def test_example_learns_without_logprob_gap_and_saves_a_model_for_transformers(t
     assert ours["input_ids"].tolist() == answered.tolist()
 
 
-def test_sampled_rows_begin_with_their_prompts_of_different_lengths():
+def test_engine_sample_returns_rows_that_begin_with_their_prompts():
     model = nemo_rl_cpp.Model("tiny-random")
     prompts = [[4, 5, 15], [6]]
     batch = nemo_rl_cpp.Engine(model, max_new_tokens=4).sample(prompts, n=3)
@@ -38,7 +38,7 @@ def test_sampled_rows_begin_with_their_prompts_of_different_lengths():
         assert mask.tolist() == [0.0] * len(prompt) + [1.0] * (len(ids) - len(prompt))
 
 
-def test_trainer_with_the_engines_top_p_and_top_k_scores_what_was_sampled():
+def test_trainer_with_top_p_and_top_k_returns_the_engines_logprobs_of_the_sampled_tokens():
     rule = {"temperature": 1.3, "top_p": 0.7, "top_k": 6}
     model = nemo_rl_cpp.Model("tiny-random", initializer_range=0.5)
     engine, trainer = nemo_rl_cpp.Engine(model, max_new_tokens=6, **rule), nemo_rl_cpp.Trainer(model, **rule)
@@ -81,7 +81,7 @@ def test_non_finite_or_non_scalar_loss_raises_and_leaves_the_gradient_unchanged(
     assert trainer.step(0.1) == 0
 
 
-def test_sampling_zero_prompts_or_zero_responses_is_an_error():
+def test_engine_sample_with_zero_prompts_or_zero_responses_is_an_error():
     engine = nemo_rl_cpp.Engine(nemo_rl_cpp.Model("tiny-random"), max_new_tokens=4)
     with pytest.raises(ValueError, match="0 prompts"):
         engine.sample([])

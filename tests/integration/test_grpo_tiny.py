@@ -48,7 +48,7 @@ BALANCED = [
 ]  # fmt: skip
 
 
-def test_biases_of_routers_move_by_the_rate_toward_balanced_loads_whatever_the_micro_batches(tmp_path):
+def test_router_bias_update_balances_experts_and_does_not_depend_on_micro_batches(tmp_path):
     def biases(name, *overrides):
         run = tiny.train(tmp_path / name, *tiny.SMALL, *BALANCED, "grpo.max_num_steps=1", *overrides)
         assert run.history[0]["max_logprob_gap"] == 0.0
@@ -70,7 +70,7 @@ def test_biases_of_routers_move_by_the_rate_toward_balanced_loads_whatever_the_m
     assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 3
 
 
-def test_loss_that_balances_experts_does_not_depend_on_micro_batches(tmp_path):
+def test_load_balancing_loss_of_experts_does_not_depend_on_micro_batches(tmp_path):
     experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
     wanted = [
         *experts,
@@ -93,7 +93,7 @@ def test_loss_that_balances_experts_does_not_depend_on_micro_batches(tmp_path):
     assert packed["grad_norm"] != pytest.approx(off["grad_norm"], rel=1e-3) and packed["reward"] == off["reward"]
 
 
-def test_loss_that_balances_experts_falls_in_training(tmp_path):
+def test_load_balancing_loss_of_experts_falls_in_training(tmp_path):
     experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
     megatron = (
         "enabled=true",
@@ -108,7 +108,7 @@ def test_loss_that_balances_experts_falls_in_training(tmp_path):
     assert losses[0] > 1.5 and 1 < losses[-1] < 1.3
 
 
-def test_router_bias_of_an_expert_with_less_than_the_average_load_is_increased(tmp_path):
+def test_router_bias_is_raised_for_experts_below_the_average_load_and_lowered_above_it(tmp_path):
     policy = tiny.make(tmp_path, *tiny.SMALL, *BALANCED).policy
     (bias, load), other = policy.model.routers
     bias.copy_(torch.arange(6.0))
@@ -118,7 +118,7 @@ def test_router_bias_of_an_expert_with_less_than_the_average_load_is_increased(t
     assert other[0].tolist() == [0.0] * 6
 
 
-def test_metrics_report_exact_agreement_of_generation_and_training(tmp_path):
+def test_grpo_metrics_show_no_difference_between_generation_and_training_logprobs(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4")
     for row in run.history:
         assert row["token_mult_prob_error"] == 1.0
@@ -143,7 +143,7 @@ WITH_A_CRITIC = (
 
 
 @pytest.mark.parametrize("section, more", [("grpo", ()), ("ppo", WITH_A_CRITIC)], ids=["grpo", "ppo"])
-def test_valid_token_and_sample_counts_do_not_depend_on_the_micro_batch_size(tmp_path, section, more):
+def test_metrics_that_count_valid_tokens_and_samples_do_not_depend_on_the_micro_batch_size(tmp_path, section, more):
     small = (*tiny.SMALL, "grpo.max_num_steps=1", "grpo.overlong_filtering=true", "policy.generation.max_new_tokens=4")
     found = []
     for size in (16, 4, 1):
@@ -156,7 +156,7 @@ def test_valid_token_and_sample_counts_do_not_depend_on_the_micro_batch_size(tmp
     assert found == found[:1] * 3 and 0 < found[0]["num_valid_samples"] < 32
 
 
-def test_chrome_trace_of_a_run_is_written_among_its_logs(tmp_path):
+def test_run_writes_a_chrome_trace_into_its_log_folder(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "logger.chrome_trace=true")
     (trace,) = (tmp_path / "logs").rglob("trace_from_step_*.json")
     assert trace.name == "trace_from_step_1.json" and trace.parent == run.log_dir
@@ -164,7 +164,7 @@ def test_chrome_trace_of_a_run_is_written_among_its_logs(tmp_path):
     assert names.count("total_step_time") == names.count("policy_training") == names.count("generation") == 3
 
 
-def test_non_finite_gradient_ends_the_run_and_saves_the_batch(tmp_path, capsys):
+def test_run_ends_and_saves_the_batch_if_a_gradient_is_not_finite(tmp_path, capsys):
     """A learning rate of 1e30 ruins the weights in the first step: the second ends the program with one sentence."""
     options = ["policy.optimizer.kwargs.lr=1e30", "checkpointing.enabled=false", f"logger.log_dir={tmp_path}"]
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", *tiny.SMALL, *options]) == 1
@@ -179,7 +179,7 @@ def test_non_finite_gradient_ends_the_run_and_saves_the_batch(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("updates", [1, 4])
-def test_weights_do_not_depend_on_reuse_of_generation_logprobs_or_activations(tmp_path, updates):
+def test_grpo_weights_are_identical_with_reused_and_recomputed_generation_logprobs_and_activations(tmp_path, updates):
     """Neither scoring the batch beforehand nor a training forward of its own changes anything: generation's is the same."""
     options = (*tiny.SMALL, "grpo.max_num_steps=4", f"policy.train_global_batch_size={32 // updates}")
     digests, ratios, reused = [], [], []
@@ -201,7 +201,7 @@ def test_weights_do_not_depend_on_reuse_of_generation_logprobs_or_activations(tm
         assert max(ratios[0]) > 1.0  # later updates of a step are off-policy
 
 
-def test_groups_of_equal_rewards_skip_the_backward_pass(tmp_path):
+def test_backward_pass_is_skipped_for_groups_whose_rewards_are_all_equal(tmp_path):
     run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=6", "loss_fn.reference_policy_kl_penalty=0")
     equal = [row["zero_std_groups"] > 0 for row in run.history]
     assert [row["zero_gradient_share"] > 0 for row in run.history] == equal and any(equal)
@@ -227,7 +227,7 @@ def with_a_fault(run):
     return run
 
 
-def test_bit_flip_in_the_weights_between_generation_and_training_stops_the_run(tmp_path):
+def test_bit_flip_in_the_weights_between_generation_and_training_ends_the_run_with_an_error(tmp_path):
     run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=4"))
     with pytest.raises(RuntimeError, match="the weights have changed between generation"):
         run.train()
@@ -235,7 +235,7 @@ def test_bit_flip_in_the_weights_between_generation_and_training_stops_the_run(t
 
 
 @pytest.mark.parametrize("reuse", ["auto", "never"])
-def test_bit_flip_in_the_weights_shows_in_both_logprob_mismatch_metrics(tmp_path, reuse):
+def test_bit_flip_in_the_weights_raises_token_mult_prob_error_and_max_logprob_gap(tmp_path, reuse):
     run = with_a_fault(
         tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", f"policy.reuse_generation_logprobs={reuse}")
     )
@@ -250,7 +250,7 @@ def test_bit_flip_in_the_weights_shows_in_both_logprob_mismatch_metrics(tmp_path
         assert faulty["logprob_mismatched_tokens"] > 0
 
 
-def test_repeated_run_gives_bit_identical_weights(tmp_path):
+def test_two_runs_with_the_same_seed_end_with_bit_identical_weights(tmp_path):
     runs = [tiny.train(tmp_path / str(i), *tiny.SMALL, "grpo.max_num_steps=3") for i in range(2)]
     assert runs[0].policy.weight_digest() == runs[1].policy.weight_digest()
     other = tiny.train(tmp_path / "other", *tiny.SMALL, "grpo.max_num_steps=3", "grpo.seed=5")

@@ -48,7 +48,7 @@ def weights(checkpoint: Path, model: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("section", RUNS)
-def test_weights_of_two_ranks_and_one_process_agree_within_1e_6(section, tmp_path):
+def test_transformers_backend_trains_the_same_weights_on_one_and_two_ranks_within_1e_6(section, tmp_path):
     """Within 1e-6 after ten steps. PPO's second run is cut after six: a checkpoint of two ranks goes on in one process."""
     config, overrides, models = RUNS[section]
     alone, expected = trained(tmp_path / "one", config, STEPS, *overrides)

@@ -16,7 +16,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def test_grpo_learns_with_the_hf_backend(tmp_path):
+def test_grpo_learns_with_the_transformers_backend(tmp_path):
     run = tiny.train(tmp_path, "grpo.max_num_steps=60", config="grpo_hf.yaml", until=0.5)
     assert run.history[0]["accuracy"] < 0.2
     assert sum(row["accuracy"] for row in run.history[-5:]) / 5 > 0.5
@@ -32,7 +32,7 @@ UNTIED = ("++policy.hf_config_overrides.tie_word_embeddings=false",)
 @pytest.mark.long
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
 @pytest.mark.parametrize("model_type", ["gemma", "phi", "olmo", "gpt_neox", "mixtral"])
-def test_hf_backend_learns_on_architectures_that_the_native_core_lacks(section, model_type, tmp_path):
+def test_transformers_backend_learns_with_architectures_that_the_native_core_lacks(section, model_type, tmp_path):
     model = (f"++policy.hf_config_overrides.model_type={model_type}", *(UNTIED if model_type == "gemma" else ()))
     fast = tiny.FAST if section == "grpo" else ()
     steps = f"{section}.max_num_steps=300"
@@ -41,7 +41,7 @@ def test_hf_backend_learns_on_architectures_that_the_native_core_lacks(section, 
 
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
-def test_resumed_run_ends_with_bit_identical_weights(section, tmp_path):
+def test_resumed_run_of_the_transformers_backend_ends_with_bit_identical_weights(section, tmp_path):
     """Policy, critic, optimizer states and metrics; and the checkpoint can be evaluated."""
     options = {"config": f"{section}_tiny.yaml"}
     saving = (*SIZES[section], "checkpointing.enabled=true", "checkpointing.save_period=2")

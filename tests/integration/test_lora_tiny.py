@@ -30,7 +30,7 @@ RECURRENT = tuple(
     [(), (*BF16, *KL, *SOME), APART, (*APART, *BF16, *KL, *SOME), RECURRENT, (*RECURRENT, *BF16, *KL), (*RECURRENT, *APART), (*RECURRENT, *APART, *BF16, *KL)],
     ids=["float32", "bfloat16_kl_some", "apart", "apart_bfloat16_kl_some", "recurrent", "recurrent_bfloat16_kl", "recurrent_apart", "recurrent_apart_bfloat16_kl"],
 )  # fmt: skip
-def test_lora_generation_is_exact_and_frozen_weights_do_not_change(tmp_path, more):
+def test_lora_run_has_equal_generation_and_training_logprobs_and_keeps_frozen_weights(tmp_path, more):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, "grpo.max_num_steps=4") as run:
         start = {name: view.clone() for name, view in run.policy.state_dict().items()}
         run.train()
@@ -51,7 +51,7 @@ def test_lora_generation_is_exact_and_frozen_weights_do_not_change(tmp_path, mor
      ("grpo_tiny.yaml", "true", RECURRENT), ("grpo_tiny.yaml", "false", RECURRENT)],
     ids=["grpo", "grpo_apart", "ppo", "ppo_apart", "grpo_recurrent", "grpo_recurrent_apart"],
 )  # fmt: skip
-def test_resumed_lora_run_ends_bit_identically(tmp_path, config, merge, family):
+def test_resumed_lora_run_ends_with_bit_identical_weights_and_metrics(tmp_path, config, merge, family):
     more = (*ON, *BF16, *KL, *SOME) if config.startswith("grpo") else (
         *ON, "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "++value.dtensor_cfg.lora_cfg.enabled=true",
         "value.optimizer={kwargs:{lr:1e-2}}", "ppo.policy_training_start_step=1",
@@ -74,7 +74,7 @@ def test_resumed_lora_run_ends_bit_identically(tmp_path, config, merge, family):
         assert "base_model.model.score.weight" in adapter
 
 
-def test_resume_with_changed_lora_settings_is_rejected(tmp_path):
+def test_resuming_with_changed_lora_settings_is_an_error(tmp_path):
     trained(tmp_path, 1, *ON, *SOME)
     for change, said in (
         ((f"{LORA}.dim=8",), "lora_cfg.dim"),
@@ -96,7 +96,7 @@ def test_lora_weights_are_bit_identical_on_one_and_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("merging", [(), APART], ids=["merged", "apart"])
-def test_two_tensor_parallel_ranks_train_the_adapters_of_one_process(tmp_path, merging):
+def test_two_tensor_parallel_ranks_train_the_same_lora_adapters_as_one_process(tmp_path, merging):
     """Also on top of one another: a run in two slices goes on in one process."""
     one, alone = trained_in_slices(tmp_path / "1", 2, *ON, *BLOCKS, *merging)
     two, sliced = trained_in_slices(tmp_path / "2", 2, *ON, *BLOCKS, *merging, *workers(2), *TP)

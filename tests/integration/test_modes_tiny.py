@@ -85,7 +85,7 @@ def test_rloo_advantages_match_hand_computed_values(tmp_path):
     assert torch.allclose(advantages, expected, atol=1e-6)
 
 
-def test_new_run_from_a_checkpoint_uses_it_as_the_reference_model(tmp_path):
+def test_new_run_that_starts_from_a_checkpoint_uses_the_checkpoint_as_reference_model(tmp_path):
     """How the ProRLv2 guide resets the reference: a new run that begins at a checkpoint has a KL of exactly 0 there."""
     options = (
         *tiny.SMALL,
@@ -119,7 +119,7 @@ class HalfHopeless(SingleTurnEnvironment):
 
 
 @pytest.mark.parametrize("mode", ["dapo", "prorlv2"])
-def test_dynamic_sampling_trains_only_whole_groups_with_mixed_rewards(tmp_path, mode):
+def test_dynamic_sampling_trains_only_complete_groups_whose_rewards_differ(tmp_path, mode):
     run = tiny.make(
         tmp_path, *tiny.SMALL, "grpo.max_num_steps=4", "grpo.reward_shaping.enabled=false", config=f"{mode}_tiny.yaml",
         environment=HalfHopeless(),

@@ -46,7 +46,7 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_generation_is_exact_in_every_turn_under_every_algorithm(tmp_path, algorithm):
+def test_every_algorithm_has_equal_generation_and_training_logprobs_in_every_turn(tmp_path, algorithm):
     parent, overrides = ALGORITHMS[algorithm]
     path = tmp_path / "conversation.yaml"
     path.write_text(

@@ -47,7 +47,7 @@ def gym(tmp_path, monkeypatch):
     return train
 
 
-def test_nemo_gym_run_learns_and_trains_only_on_sampled_tokens_that_are_not_flagged(gym, tmp_path):
+def test_nemo_gym_run_learns_and_does_not_train_on_samples_that_the_agent_flags(gym, tmp_path):
     history = gym("grpo.max_num_steps=14")
     rewards = [row["accuracy"] for row in history]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
@@ -61,18 +61,18 @@ def test_nemo_gym_run_learns_and_trains_only_on_sampled_tokens_that_are_not_flag
     assert (tmp_path / "ended").read_text() == "ended\n"
 
 
-def test_flagged_samples_are_trained_if_should_mask_flagged_samples_is_false(gym):
+def test_samples_flagged_by_a_nemo_gym_agent_are_trained_if_should_mask_flagged_samples_is_false(gym):
     history = gym("grpo.max_num_steps=1", "++env.should_mask_flagged_samples=false")
     assert history[0]["digit_agent/mask_sample"] > 0 and history[0]["global_valid_toks"] == 32
 
 
-def test_rows_whose_agent_fails_are_counted_and_the_error_is_printed(gym, capsys):
+def test_nemo_gym_rows_whose_agent_fails_are_counted_and_the_error_is_printed(gym, capsys):
     history = gym("grpo.max_num_steps=1", agents=("digit_agent", "broken_agent"))
     assert history[0]["agent_errors"] == 16 and history[0]["global_valid_toks"] <= 16
     assert "NeMo Gym: ConnectionError: the agent does not answer" in capsys.readouterr().out
 
 
-def test_servers_that_do_not_start_end_the_run_with_the_end_of_their_log(gym):
+def test_error_for_nemo_gym_servers_that_do_not_start_contains_the_end_of_their_log(gym):
     with pytest.raises(RuntimeError, match=r"NeMo Gym has ended .*FileNotFoundError: no_such_server"):
         gym("grpo.max_num_steps=1", "++env.nemo_gym.config_paths=[no_such_server]")
 
@@ -81,13 +81,13 @@ def test_servers_that_do_not_start_end_the_run_with_the_end_of_their_log(gym):
     ("python", "said"),
     [("no/such/python", "cannot be started: No such file"), (sys.executable, "cannot import nemo_gym .*No module named")],
 )  # fmt: skip
-def test_interpreter_without_nemo_gym_is_an_error_before_the_model_is_loaded(gym, monkeypatch, python, said):
+def test_nemo_gym_interpreter_without_nemo_gym_is_an_error_before_the_model_is_loaded(gym, monkeypatch, python, said):
     monkeypatch.setenv("PYTHONPATH", "")
     with pytest.raises(ValueError, match=rf"env\.nemo_gym\.python is .*{said}"):
         gym(f"++env.nemo_gym.python={python}")
 
 
-def test_async_nemo_gym_run_trains_on_the_tokens_of_its_engine_and_resumes(gym, tmp_path):
+def test_async_nemo_gym_run_trains_on_the_sampled_tokens_and_logprobs_and_resumes(gym, tmp_path):
     """The engine of another process is served. Its log-probabilities are, to the bit, those of the version on the samples."""
     batches, pids = [], []
 

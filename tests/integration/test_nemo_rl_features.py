@@ -66,7 +66,7 @@ def test_length_penalty_changes_the_training_reward_but_not_the_accuracy_metric(
 PPO = (*tiny.SMALL_PPO, "ppo.ppo_epochs=1")
 
 
-def test_warm_started_critic_takes_the_checkpoints_weights_and_not_its_optimizer(tmp_path):
+def test_warm_start_value_checkpoint_loads_the_critics_weights_but_not_its_optimizer_state(tmp_path):
     first = tiny.train(
         tmp_path / "a", *PPO, "ppo.max_num_steps=2", "checkpointing.enabled=true", "checkpointing.save_period=2", config="ppo_tiny.yaml",
     )  # fmt: skip
@@ -80,7 +80,7 @@ def test_warm_started_critic_takes_the_checkpoints_weights_and_not_its_optimizer
 
 
 @pytest.mark.parametrize("epochs, critic, expected", [(2, "null", (2, 2)), (1, 3, (1, 3)), (3, 1, (3, 1))])
-def test_critic_ppo_epochs_sets_the_number_of_critic_passes(tmp_path, epochs, critic, expected):
+def test_critic_ppo_epochs_sets_how_often_the_critic_trains_on_each_batch(tmp_path, epochs, critic, expected):
     run = tiny.make(
         tmp_path, *tiny.SMALL_PPO, f"ppo.ppo_epochs={epochs}", f"ppo.critic_ppo_epochs={critic}", "ppo.max_num_steps=1",
         "ppo.policy_training_start_step=0", config="ppo_tiny.yaml",
@@ -97,7 +97,7 @@ def test_critic_ppo_epochs_sets_the_number_of_critic_passes(tmp_path, epochs, cr
     assert (passes["policy"], passes["value"]) == expected
 
 
-def test_warm_start_without_a_saved_critic_is_an_error_before_the_run(tmp_path):
+def test_warm_start_value_checkpoint_without_a_critic_is_an_error_before_the_run(tmp_path):
     config = load_ppo_config(
         "ppo_tiny.yaml",
         [f"ppo.warm_start_value_checkpoint={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}/none"],

@@ -7,7 +7,7 @@ import pytest
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebooks" / "grpo_in_a_notebook.ipynb"
 
 
-def test_notebook_runs_from_the_first_cell_to_the_last(tmp_path):
+def test_example_notebook_runs_from_the_first_cell_to_the_last(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     (training,) = (cell for cell in notebook.cells if "num_steps=60" in cell.source)
@@ -22,7 +22,7 @@ def test_notebook_runs_from_the_first_cell_to_the_last(tmp_path):
     assert any("<iframe" in output.get("data", {}).get("text/html", "") for output in last)
 
 
-def test_the_notebook_is_saved_without_output():
+def test_example_notebook_is_saved_without_cell_outputs():
     import json
 
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]

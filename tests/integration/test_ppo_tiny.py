@@ -33,7 +33,7 @@ def test_ppo_learns_to_reverse_digits(tmp_path, config, seed):
     check(config, tiny.learn(config, seed, tmp_path))
 
 
-def test_metrics_report_exact_agreement_of_generation_and_training(tmp_path):
+def test_ppo_metrics_show_no_difference_between_generation_and_training_logprobs(tmp_path):
     run = train(tmp_path, *SMALL, "ppo.max_num_steps=4")
     for row in run.history:
         assert row["token_mult_prob_error"] == 1.0
@@ -49,7 +49,7 @@ def test_metrics_report_exact_agreement_of_generation_and_training(tmp_path):
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
-def test_step_whose_samples_are_all_masked_ends_the_run_without_an_update(tmp_path):
+def test_ppo_step_whose_samples_are_all_masked_ends_the_run_without_an_update(tmp_path):
     """Every response is cut off after its first token, and overlong filtering masks what was cut off."""
     run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", "ppo.overlong_filtering=true", "policy.generation.stop_token_ids=[]",
                     config="ppo_tiny.yaml")  # fmt: skip
@@ -62,7 +62,7 @@ def test_step_whose_samples_are_all_masked_ends_the_run_without_an_update(tmp_pa
     assert (run.policy.weight_digest(), run.critic.model.weight_digest()) == before
 
 
-def test_policy_is_frozen_in_critic_warm_up_while_explained_variance_rises(tmp_path):
+def test_policy_does_not_change_before_policy_training_start_step_while_the_critic_improves(tmp_path):
     run = tiny.make(tmp_path, "ppo.max_num_steps=61", "ppo.policy_training_start_step=60", config="ppo_tiny.yaml")
     digests, critics, step = [], [], run.critic.train
 
@@ -80,7 +80,7 @@ def test_policy_is_frozen_in_critic_warm_up_while_explained_variance_rises(tmp_p
 
 
 @pytest.mark.parametrize("epochs, updates", [(1, 1), (2, 1), (2, 4)])
-def test_weights_do_not_depend_on_reuse_of_generation_logprobs(tmp_path, epochs, updates):
+def test_ppo_weights_are_identical_with_reused_and_recomputed_generation_logprobs(tmp_path, epochs, updates):
     """Scoring the batch beforehand changes nothing, in the first pass over it and in later ones."""
     options = (
         *SMALL, "ppo.max_num_steps=3", f"policy.train_global_batch_size={32 // updates}", f"ppo.ppo_epochs={epochs}",
@@ -94,7 +94,7 @@ def test_weights_do_not_depend_on_reuse_of_generation_logprobs(tmp_path, epochs,
         assert max(row["probs_ratio_max"] for row in run.history) > 1.0  # later passes are off-policy
 
 
-def test_kl_in_reward_changes_the_weights_through_the_advantages_alone(tmp_path):
+def test_use_kl_in_reward_changes_the_advantages_and_adds_no_kl_term_to_the_loss(tmp_path):
     options = (
         *SMALL,
         "ppo.max_num_steps=3",

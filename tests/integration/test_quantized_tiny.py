@@ -15,7 +15,7 @@ from test_tensor_parallel import is_exact
 @pytest.mark.parametrize(
     "more", [(), (*BF16, *KL, *SOME), (*RECURRENT, *BF16, *KL)], ids=["float32", "bfloat16_kl_some", "recurrent"]
 )
-def test_generation_is_exact_and_the_quantised_base_does_not_change(tmp_path, more, kind):
+def test_lora_run_over_a_quantised_base_has_equal_logprobs_and_keeps_the_base(tmp_path, more, kind):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, f"policy.quantization={kind}", "grpo.max_num_steps=4") as run:
         model = run.policy.model
         before = [model.blocks_of(spec).clone() for spec in model.blocks]
@@ -28,7 +28,7 @@ def test_generation_is_exact_and_the_quantised_base_does_not_change(tmp_path, mo
 
 
 @pytest.mark.parametrize("family", [SOME, RECURRENT], ids=["attention", "recurrent"])
-def test_checkpoint_without_base_weights_resumes_bit_identically(tmp_path, family):
+def test_checkpoint_with_only_the_adapter_of_a_quantised_base_resumes_bit_identically(tmp_path, family):
     more = (*ON, *BF16, *KL, *family, "policy.quantization=q4_0")
     straight, folder = trained(tmp_path / "straight", 4, *more)
     for steps in (2, 4):
@@ -53,7 +53,7 @@ def test_run_with_quantised_policy_and_critic_resumes_bit_identically(tmp_path):
     assert not list((folder / "value" / "weights").glob("*.safetensors"))
 
 
-def test_weights_of_one_and_two_processes_are_bit_identical(tmp_path, forked_workers):
+def test_adapters_over_a_quantised_base_are_bit_identical_on_one_and_two_processes(tmp_path, forked_workers):
     more = (*ON, *BF16, *BLOCKS, "policy.quantization=q4_0")
     one, _ = trained(tmp_path / "one", 2, *more)
     two, _ = trained(tmp_path / "two", 2, *more, *workers(2))
@@ -69,7 +69,7 @@ def frozen(folder, dtype):
     return model
 
 
-def test_adapter_checkpoint_loads_with_its_base_but_not_as_a_separate_model(tmp_path):
+def test_adapter_checkpoint_loads_with_its_base_model_and_is_an_error_without_it(tmp_path):
     ids = torch.arange(12)
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *BF16, "policy.quantization=q8_0", "grpo.max_num_steps=2") as run:
         run.train()
@@ -100,6 +100,6 @@ def test_generate_command_loads_an_adapter_checkpoint_and_quantises_its_base(tmp
         prompt = [*prompt, token]
 
 
-def test_merging_adapters_into_a_quantised_base_is_rejected(tmp_path):
+def test_merging_lora_adapters_into_a_quantised_base_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="lora_cfg.merge is true, but policy.quantization q4_0 has no room"):
         tiny.make(tmp_path, *ON, "policy.quantization=q4_0", f"{LORA}.merge=true")

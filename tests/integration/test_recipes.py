@@ -43,7 +43,7 @@ CHOSEN = (
 )  # fmt: skip
 
 
-def test_run_uses_registered_estimator_environment_data_set_and_logger(recipes, tmp_path):
+def test_run_uses_an_estimator_environment_data_set_and_logger_registered_by_the_user(recipes, tmp_path):
     run = tiny.make(tmp_path, *tiny.SMALL, *CHOSEN, "grpo.max_num_steps=2")
     with run:
         run.train()
@@ -74,7 +74,7 @@ def test_keys_of_registered_components_are_checked_like_schema_keys(recipes, ove
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_registered_components_are_documented_and_cannot_be_registered_twice(recipes):
+def test_user_registered_components_appear_in_the_configuration_page_and_cannot_be_registered_twice(recipes):
     page = document()
     for text in (
         "or best_of_group or a dotted name |",
@@ -95,7 +95,7 @@ def test_registered_components_are_documented_and_cannot_be_registered_twice(rec
         register_logger("report", None)
 
 
-def test_keys_of_unregistered_components_are_rejected_as_unknown():
+def test_keys_of_a_component_that_is_not_registered_are_reported_as_unknown():
     assert not any(
         name in table
         for table in (ADVANTAGE_ESTIMATORS, ENV_REGISTRY, DATASET_REGISTRY, LOGGER_BACKENDS)

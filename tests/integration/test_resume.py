@@ -45,7 +45,7 @@ def check(elsewhere):
 
 
 @pytest.mark.parametrize("mode, kills", [("dapo", 2), ("prorlv2", 1), ("grpo", 1)])
-def test_killed_and_resumed_run_ends_like_an_uninterrupted_one(check, mode, kills):
+def test_killed_and_resumed_grpo_run_ends_bit_identical_to_an_uninterrupted_one(check, mode, kills):
     assert check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 
 
@@ -83,7 +83,7 @@ LATENT = [
     [MAMBA2_AND_EXPERTS, DELTA_NETS_AND_EXPERTS, LATENT],
     ids=["Mamba-2 and experts", "gated delta nets and experts", "latent attention"],
 )
-def test_killed_and_resumed_run_with_other_attention_or_experts_ends_like_an_uninterrupted_one(check, model):
+def test_killed_and_resumed_run_of_other_architectures_ends_bit_identical_to_an_uninterrupted_one(check, model):
     assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *model], seed=7) == []
 
 
@@ -94,11 +94,11 @@ PPO_RUN = [
 ]  # fmt: skip
 
 
-def test_killed_and_resumed_ppo_run_ends_like_an_uninterrupted_one(check):
+def test_killed_and_resumed_ppo_run_ends_bit_identical_to_an_uninterrupted_one(check):
     assert check("configs/vapo_tiny.yaml", 10, kills=2, overrides=PPO_RUN, seed=3) == []
 
 
-def test_comparison_of_runs_detects_one_changed_bit_and_one_changed_metric(elsewhere, tmp_path):
+def test_comparison_of_resumed_and_whole_run_finds_one_changed_bit_and_one_changed_metric(elsewhere, tmp_path):
     """The check must be able to fail: one bit of the optimizer state, one number of one step."""
     whole, changed = tmp_path / "whole", tmp_path / "changed"
     elsewhere(kill_resume.run_to_end, kill_resume.command("configs/grpo_tiny.yaml", whole, 2, RUN), {})

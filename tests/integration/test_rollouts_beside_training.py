@@ -68,7 +68,7 @@ def test_resumed_async_run_is_bit_identical_to_the_uninterrupted_one(tmp_path):
     assert rest == whole and later == history[2:]
 
 
-def test_importance_sampling_corrects_only_for_weight_staleness(tmp_path):
+def test_importance_ratio_of_async_grpo_reflects_only_the_weight_updates_since_generation(tmp_path):
     """The ratio of the loss is present probability over generation's, and generation's is, to the bit, that of the version that is
     stamped on the sample: nothing is in the ratio but what training changed."""
     batches = []
@@ -98,7 +98,7 @@ def test_importance_sampling_corrects_only_for_weight_staleness(tmp_path):
         assert row["sampling_importance_ratio"] != 1.0 and abs(row["sampling_importance_ratio"] - 1) < 0.1
 
 
-def test_forced_on_policy_ratio_changes_nothing_with_one_update_per_batch(tmp_path):
+def test_force_on_policy_ratio_changes_no_weights_if_each_batch_has_one_update(tmp_path):
     """The correction is then of the weights that train over those that generated, as without it."""
     runs = [trained(tmp_path / str(i), 3, f"loss_fn.force_on_policy_ratio={i == 1}".lower()) for i in range(2)]
     assert runs[0][0] == runs[1][0]
@@ -107,13 +107,13 @@ def test_forced_on_policy_ratio_changes_nothing_with_one_update_per_batch(tmp_pa
     ]
 
 
-def test_samples_kept_by_dynamic_sampling_are_counted_as_stale(tmp_path):
+def test_stale_samples_metric_counts_samples_that_dynamic_sampling_kept_for_a_later_step(tmp_path):
     with make(tmp_path, 2, "grpo.use_dynamic_sampling=true", "checkpointing.enabled=false") as run:
         run.train()
         assert [row["stale_samples"] for row in run.history] == [0, 32]
 
 
-def test_ppo_run_with_overlapping_generation_is_reproducible(tmp_path):
+def test_two_ppo_runs_with_generation_during_training_give_bit_identical_weights(tmp_path):
     sizes = (*tiny.SMALL_PPO, "checkpointing.save_period=1000")
     first, history = trained(tmp_path / "1", 3, *sizes, section="ppo")
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1]
@@ -127,7 +127,7 @@ IN_FLIGHT = (
 )  # fmt: skip
 
 
-def test_in_flight_weight_update_run_resumes_bit_identically_in_mid_response(tmp_path):
+def test_run_with_in_flight_weight_updates_resumes_bit_identically_within_a_response(tmp_path):
     recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
     options = (*IN_FLIGHT, recompute, "checkpointing.save_period=2", "grpo.val_period=3", "grpo.max_num_epochs=9")
     whole, history = trained(tmp_path / "whole", 4, *options)
@@ -141,7 +141,7 @@ def test_in_flight_weight_update_run_resumes_bit_identically_in_mid_response(tmp
     assert rest == whole and later == history[2:]
 
 
-def test_run_that_keeps_its_kv_cache_repeats_exactly_on_any_number_of_engines(tmp_path):
+def test_run_that_keeps_the_kv_cache_after_weight_updates_is_bit_identical_with_one_and_two_engines(tmp_path):
     options = (*IN_FLIGHT, "grpo.async_grpo.max_trajectory_age_steps=2", "checkpointing.save_period=1000")
     one, history = trained(tmp_path / "one", 4, *options)
     assert [row["total_tokens_of_newer_weights"] > 0 for row in history] == [False, False, True, True]
@@ -151,7 +151,7 @@ def test_run_that_keeps_its_kv_cache_repeats_exactly_on_any_number_of_engines(tm
     assert trained(tmp_path / "again", 4, *options, recompute)[0] != one
 
 
-def test_each_token_has_the_weight_version_and_logprob_that_sampled_it(tmp_path):
+def test_each_token_records_the_weight_version_and_logprob_with_which_it_was_sampled(tmp_path):
     """With recompute_kv_cache_after_weight_updates: to the bit. So the importance ratios are those of the versions."""
     batches, options = [], ("checkpointing.save_period=1", "policy.precision=float32")
     recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
@@ -204,7 +204,7 @@ def test_run_with_in_flight_weight_updates_learns(tmp_path, seed):
         assert run.history[-1]["total_tokens_of_newer_weights"] > 0
 
 
-def test_executor_auto_uses_one_process_for_training_and_one_for_generation(tmp_path):
+def test_executor_auto_of_an_async_run_uses_one_process_for_training_and_one_for_generation(tmp_path):
     config = load_grpo_config("grpo_tiny.yaml", [
         "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true", "policy.generation.colocated.enabled=false",
         "cluster.gpus_per_node=8",

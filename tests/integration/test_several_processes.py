@@ -80,7 +80,9 @@ def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.
     ],
     ids=["grpo", "dapo", "ppo", "multi_turn", "bfloat16_kl", "entropies"],
 )
-def test_weights_are_bit_identical_on_any_number_of_processes(tmp_path, config, overrides, steps, others):
+def test_gradient_blocks_make_weights_bit_identical_on_any_number_of_processes(
+    tmp_path, config, overrides, steps, others
+):
     """However the gradients are added."""
     one, _ = trained(tmp_path / "one", steps, *overrides, *BLOCKS, config=config)
     for i, more in enumerate(others):
@@ -88,7 +90,7 @@ def test_weights_are_bit_identical_on_any_number_of_processes(tmp_path, config, 
         assert several == one, more
 
 
-def test_runs_without_gradient_blocks_differ_by_rounding_only(tmp_path):
+def test_without_gradient_blocks_weights_of_one_and_three_processes_differ_only_by_rounding(tmp_path):
     _, one = trained(tmp_path / "1", 3)
     _, three = trained(tmp_path / "3", 3, *workers(3))
     a, b = (load_file(path / "policy" / "weights" / "model.safetensors") for path in (one, three))
@@ -96,7 +98,7 @@ def test_runs_without_gradient_blocks_differ_by_rounding_only(tmp_path):
     assert float((first - second).norm() / first.norm()) < 1e-6 and not torch.equal(first, second)
 
 
-def test_samples_moved_between_ranks_keep_their_activations(tmp_path):
+def test_samples_that_load_balancing_moves_to_another_rank_keep_their_activations(tmp_path):
     """So that every update but the first is spared its forward pass, and has the bits of one with it."""
     moves, digests = [], []
     for kept in ("null", "0"):

@@ -81,12 +81,12 @@ def test_four_tensor_parallel_ranks_train_like_the_unsliced_model(tmp_path):
      ("++policy.hf_config_overrides.model_type=qwen3", "policy.generation.top_k=5", "policy.dtensor_cfg.activation_checkpointing=true")],
     ids=["bfloat16_top_p_kl", "tied_small_cache", "qwen3_top_k"],
 )  # fmt: skip
-def test_generation_and_training_logprobs_are_bit_identical(tmp_path, overrides):
+def test_generation_and_training_logprobs_are_bit_identical_on_two_tensor_parallel_ranks(tmp_path, overrides):
     history, _ = trained(tmp_path, 2, *workers(2), *TP, *overrides)
     assert is_exact(history)
 
 
-def test_ppo_checkpoint_resumes_with_any_tensor_parallel_size_of_the_critic(tmp_path):
+def test_ppo_checkpoint_resumes_with_a_different_tensor_parallel_size_of_policy_or_critic(tmp_path):
     """Two steps with policy and critic in two slices, one with whole models, and one with the policy in two slices equal four
     steps with whole models."""
     config = "ppo_tiny.yaml"

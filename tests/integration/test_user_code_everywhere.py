@@ -97,7 +97,9 @@ def one_ray():
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_kind_of_reward_function_gives_equal_rewards_on_the_command_line(place, expected, tmp_path, monkeypatch):
+def test_async_and_threaded_reward_functions_give_equal_rewards_on_the_command_line(
+    place, expected, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     rewards = by_command_line(place, tmp_path)
     assert os.getcwd() == str(tmp_path)
@@ -109,7 +111,7 @@ def test_every_kind_of_reward_function_gives_equal_rewards_on_the_command_line(p
 
 @pytest.mark.parametrize("place", ["reward", "environment"])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_kind_of_reward_function_gives_equal_rewards_in_every_training_mode(
+def test_async_and_threaded_reward_functions_give_equal_rewards_in_every_training_mode(
     way, place, expected, tmp_path, request
 ):
     if way == "ray":
@@ -119,7 +121,7 @@ def test_every_kind_of_reward_function_gives_equal_rewards_in_every_training_mod
         assert rewards_of(run.history) == {name: pytest.approx(expected, rel=1e-6) for name in user_kinds.KINDS}
 
 
-def test_every_kind_of_reward_function_gives_equal_rewards_from_python(tmp_path, monkeypatch):
+def test_async_and_threaded_reward_functions_give_equal_rewards_in_train_grpo_and_evaluate(tmp_path, monkeypatch):
     """Two runs, as in a notebook whose client was made in an earlier cell."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(10)]
@@ -135,7 +137,7 @@ def test_every_kind_of_reward_function_gives_equal_rewards_from_python(tmp_path,
     assert {found[f"rewards/{name}"] for name in user_kinds.KINDS} == {found["rewards/plain"]} != {0.0}
 
 
-def test_stopped_async_run_ends_even_with_an_async_reward_call_in_flight(tmp_path):
+def test_stopping_an_async_run_does_not_wait_for_an_unfinished_async_reward_call(tmp_path):
     class Stop(nemo_rl_cpp.Callback):
         def on_step(self, event):
             event.stop()
@@ -148,7 +150,7 @@ def test_stopped_async_run_ends_even_with_an_async_reward_call_in_flight(tmp_pat
         assert run.state.step == 1
 
 
-def test_custom_losses_estimators_and_callbacks_run_in_the_main_thread(tmp_path):
+def test_custom_losses_estimators_and_callbacks_are_called_in_the_main_thread(tmp_path):
     threads = {}
 
     def note(what):

@@ -13,7 +13,7 @@ OVERRIDES = (
 )  # fmt: skip
 
 
-def test_verifiers_run_learns_and_trains_only_on_sampled_tokens(tmp_path, monkeypatch):
+def test_run_with_a_verifiers_environment_learns_and_trains_only_on_sampled_tokens(tmp_path, monkeypatch):
     from nemo_rl_cpp.environments import verifiers_environment
 
     told, metrics = [], verifiers_environment._metrics

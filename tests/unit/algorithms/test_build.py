@@ -17,7 +17,7 @@ def fail(*given, **more):
 @pytest.mark.parametrize(
     ("steps", "epochs", "warmup", "whole", "of_policy"), [(100, 2, 0, 10, 30), (7, 2, 3, 7, 12), (100, 1, 9, 5, 0)]
 )
-def test_learning_rate_schedule_spans_the_policys_planned_optimizer_steps(steps, epochs, warmup, whole, of_policy):
+def test_learning_rate_decay_ends_at_the_policys_last_planned_optimizer_step(steps, epochs, warmup, whole, of_policy):
     config = load_ppo_config(
         "ppo_tiny.yaml",
         [f"ppo.max_num_steps={steps}", f"ppo.max_num_epochs={epochs}", f"ppo.policy_training_start_step={warmup}", "ppo.ppo_epochs=3"],
@@ -33,7 +33,7 @@ def test_learning_rate_schedule_spans_the_policys_planned_optimizer_steps(steps,
 @pytest.mark.parametrize(
     ("owner", "part"), [(build, "connect_hooks"), (parts, "MseValueLossFn"), (Logger, "log_hyperparams")]
 )
-def test_failed_build_releases_the_log_and_checkpoint_folders(tmp_path, monkeypatch, owner, part):
+def test_log_and_checkpoint_folders_are_unlocked_if_building_the_run_fails(tmp_path, monkeypatch, owner, part):
     options = (*tiny.SMALL_PPO, "checkpointing.enabled=true")
     with monkeypatch.context() as patch:
         patch.setattr(owner, part, fail)

@@ -220,7 +220,7 @@ def every_order(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", [None, Pause(2, False)], ids=["whole", "weights in flight"])
 @pytest.mark.parametrize("age, steps", [(1, 4), (2, 3), (3, 3)])
-def test_every_interleaving_of_generation_and_training_threads_trains_equal_batches(age, steps, pause):
+def test_async_runs_train_the_same_batches_in_every_thread_order_of_generation_and_training(age, steps, pause):
     """With weights in flight the maker asserts that each batch k >= age continues under the version after its first."""
     expected = [(k, max(0, k - age)) for k in range(steps)]
     orders = 0
@@ -233,13 +233,13 @@ def test_every_interleaving_of_generation_and_training_threads_trains_equal_batc
 
 
 @pytest.mark.parametrize("pause", [None, Pause(2, False)], ids=["whole", "weights in flight"])
-def test_resumed_run_trains_the_same_batches_as_the_uninterrupted_run(pause):
+def test_resumed_async_run_trains_the_same_batches_as_the_uninterrupted_run(pause):
     whole, saved, _ = run_model([], age=2, steps=6, save_after=3, pause=pause)
     rest, _, _ = run_model([], age=2, steps=6, resumed=saved, begin=3, pause=pause)
     assert rest == whole[3:]
 
 
-def test_nothing_is_generated_after_the_last_step_or_epoch():
+def test_async_collector_generates_nothing_after_the_last_step_or_epoch():
     for age in (1, 2):
         turns, state = Turns([]), TrainState(max_num_epochs=2)
         maker = Maker(turns, state, epochs=lambda number: int(number % 2 == 1))  # two batches an epoch
@@ -252,7 +252,7 @@ def test_nothing_is_generated_after_the_last_step_or_epoch():
         turns.end()
 
 
-def test_generation_error_is_raised_in_the_step_that_needs_the_batch():
+def test_generation_error_of_an_async_run_is_raised_in_the_step_that_needs_the_batch():
     turns, state = Turns([]), TrainState(max_num_steps=4)
     maker = Maker(turns, state)
     collection = collector_of(maker, state, age=1, submit=turns.submit)
@@ -330,7 +330,7 @@ def test_generation_is_not_retried_after_a_lost_worker_or_the_end_of_the_run(err
     assert len(runner.given) == 1
 
 
-def test_saved_batches_of_a_different_size_are_dropped_on_resume(capsys):
+def test_batches_saved_in_a_checkpoint_are_dropped_on_resume_if_the_batch_size_changed(capsys):
     state, groups = TrainState(max_num_epochs=3), torch.tensor([0, 0, 1, 1])
     kept = Collected(Rollouts({"group_id": groups}), {}, {}, finished_epochs=1, weight_version=0).state_dict()
     for wanted, number in (((2, 2), 1), ((1, 4), 0), ((2, 3), 0)):
@@ -340,7 +340,7 @@ def test_saved_batches_of_a_different_size_are_dropped_on_resume(capsys):
     assert state.current_epoch == 2 and "they are not of 2 prompts with 3 responses each" in capsys.readouterr().out
 
 
-def test_closing_the_collector_waits_for_generation_in_flight():
+def test_closing_the_async_collector_waits_for_unfinished_generation():
     ends, state = threading.Event(), TrainState(max_num_steps=9)
     maker = Maker(None, state)
     maker.refresh = lambda timer: {}
@@ -352,7 +352,7 @@ def test_closing_the_collector_waits_for_generation_in_flight():
     assert len(collection.state_dict()) == 1, "the batch of the next step is whole"
 
 
-def test_closing_the_collector_ends_a_generation_that_waits_for_weights():
+def test_closing_the_async_collector_ends_a_generation_that_waits_for_new_weights():
     state, ended = TrainState(max_num_steps=9), []
     maker = Maker(None, state)
     maker.refresh = lambda timer: {}
@@ -373,7 +373,7 @@ def test_closing_the_collector_ends_a_generation_that_waits_for_weights():
     assert len(ended) == 1 and maker.change is None
 
 
-def test_sync_collector_drops_batches_saved_by_an_async_run(capsys):
+def test_sync_run_that_resumes_from_an_async_run_drops_its_saved_batches(capsys):
     state = TrainState(current_epoch=1)
     SyncCollector(*[None] * 5, state).load_state_dict([{"finished_epochs": 0}, {"finished_epochs": 1}])
     assert state.current_epoch == 2, "the data is past these batches"
@@ -381,7 +381,7 @@ def test_sync_collector_drops_batches_saved_by_an_async_run(capsys):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_engine_is_closed_if_a_rollout_round_fails(error):
+def test_generation_engine_is_closed_if_a_rollout_round_fails(error):
     """It takes no requests and holds no cache then; the first error is the one that is told."""
     calls = []
 

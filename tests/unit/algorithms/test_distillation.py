@@ -31,7 +31,7 @@ def estimator(kind="reverse", weight=0.5, cap=10.0, **settings):
 
 @pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_opd_advantages_match_the_reference_for_any_values_at_masked_tokens(kind, cases):
+def test_distillation_advantages_match_the_reference_and_ignore_values_at_masked_tokens(kind, cases):
     rng = np.random.default_rng(KINDS.index(kind))
     for _ in range(cases):
         rows, columns = rng.integers(1, 5), rng.integers(1, 6)
@@ -67,7 +67,7 @@ def of_ppo(**settings):
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(2500, marks=pytest.mark.long)])
-def test_opd_advantages_with_a_critic_match_the_reference_on_random_batches(cases):
+def test_ppo_distillation_advantages_with_a_critic_match_the_reference_on_random_batches(cases):
     rng = np.random.default_rng(7)
     for _ in range(cases):
         rows, columns = rng.integers(1, 5), rng.integers(1, 6)
@@ -97,7 +97,7 @@ def test_opd_advantages_with_a_critic_match_the_reference_on_random_batches(case
         torch.testing.assert_close(ragged[0], advantages.ravel(), rtol=0, atol=0)
 
 
-def test_advantages_and_loss_of_ppo_with_a_teacher_match_hand_computed_values():
+def test_ppo_with_a_teacher_has_hand_computed_advantages_and_loss():
     """Rewards: the errors are 0.25 - 0.5 and 1 - 0.25, so GAE with lambda 0.5 gives (0.125, 0.75), and the critic's targets are
     (0.625, 1). The teacher's gaps are (0.5, -0.25). With the weight 2 the advantages are (0.75, 1.25), and the loss at a ratio of 1
     is their mean, negated."""
@@ -123,7 +123,7 @@ def test_advantages_and_loss_of_ppo_with_a_teacher_match_hand_computed_values():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_expected_opd_policy_gradient_equals_the_gradient_of_the_divergence(kind):
+def test_expected_distillation_policy_gradient_equals_the_gradient_of_the_kl_divergence(kind):
     """Over all tokens of a vocabulary of 6, E_p[A grad log p] = -grad D(student, teacher)."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -161,7 +161,7 @@ def batch_of(lengths):
     )  # fmt: skip
 
 
-def test_each_task_is_scored_by_its_teacher_or_by_the_default_teacher():
+def test_each_tasks_responses_are_scored_by_its_teacher_or_else_by_the_default_teacher():
     batch = batch_of([2, 1, 2])
     Teachers(TwoModels(), {"sums": "a", "games": "b"}, "games").add_logprobs(
         batch, {"task_name": ["sums", "x", "sums"]}
@@ -228,7 +228,7 @@ def test_invalid_teacher_configurations_are_rejected_with_the_reason():
     assert "must be opd, which reads the teacher's scores" in said
 
 
-def test_ppo_reads_the_keys_of_teachers_as_grpo_does():
+def test_teacher_keys_of_ppo_are_read_and_checked_like_those_of_grpo():
     keys = opd_keys("x", section="ppo")
     alone, mixed = (load_ppo_config("ppo_tiny.yaml", [*keys, *more]) for more in (
         ["ppo.policy_training_start_step=0"], ["ppo.adv_estimator.outcome_advantage_weight=0.5"],
@@ -247,7 +247,7 @@ def test_ppo_reads_the_keys_of_teachers_as_grpo_does():
     assert "must be 0 with adv_estimator.name opd and outcome_advantage_weight 0: there is no critic" in wrong(*keys)
 
 
-def test_distillation_accepts_one_response_per_prompt():
+def test_on_policy_distillation_accepts_one_response_per_prompt():
     alone = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"]
     assert load_grpo_config("grpo_tiny.yaml", opd_keys("x", *alone)).teachers
     assert "alone in its group" in refused(*opd_keys("x", *alone, "grpo.adv_estimator.outcome_advantage_weight=0.5"))

@@ -31,7 +31,7 @@ def test_disabled_dynamic_sampling_keeps_every_group():
     assert not sampler.full and sampler.cached_groups == 0
 
 
-def test_sampler_collects_mixed_groups_over_batches_and_drops_surplus_ones():
+def test_dynamic_sampling_collects_groups_with_unequal_rewards_over_batches_and_drops_the_surplus():
     sampler = GroupSampler(num_groups=2, enabled=True)
     sampler.add(rollouts(RIGHT, MIXED, WRONG))
     assert not sampler.full
@@ -63,13 +63,13 @@ def test_dynamic_sampling_selects_groups_by_rewards_before_shaping():
     assert sampler.take(0)["name"] == ["1.0", "1.1"]
 
 
-def test_group_is_kept_if_any_two_of_its_rewards_differ():
+def test_dynamic_sampling_keeps_a_group_if_any_two_of_its_rewards_differ():
     sampler = GroupSampler(num_groups=1, enabled=True)
     sampler.add(rollouts((0.1, 0.1, 0.1), (0.3, 0.3, 0.30000004)))  # the first has std 1e-4 by cancellation, say
     assert sampler.take(0)["name"] == ["1.0", "1.1", "1.2"]
 
 
-def test_keep_surplus_keeps_extra_groups_and_counts_them_as_stale():
+def test_dynamic_sampling_keep_surplus_uses_extra_groups_in_the_next_step_and_counts_them_as_stale():
     sampler = GroupSampler(num_groups=2, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED, MIXED))
     assert sampler.take(0)["group_id"].tolist() == [0, 0, 1, 1]
@@ -81,7 +81,7 @@ def test_keep_surplus_keeps_extra_groups_and_counts_them_as_stale():
     assert sampler.metrics["stale_samples"] == 2 and sampler.metrics["dynamic_sampling_num_gen_batches"] == 1
 
 
-def test_step_is_filled_from_cached_groups_without_generation():
+def test_dynamic_sampling_generates_nothing_if_cached_groups_fill_the_step():
     sampler = GroupSampler(num_groups=1, enabled=True, keep_surplus=True)
     sampler.add(rollouts(MIXED, MIXED))
     sampler.take(0)
@@ -91,7 +91,7 @@ def test_step_is_filled_from_cached_groups_without_generation():
 
 
 @pytest.mark.parametrize("limit", [1, 3, 10])
-def test_too_few_mixed_groups_raise_after_exactly_max_gen_batches(limit):
+def test_dynamic_sampling_raises_after_max_gen_batches_without_enough_unequal_groups(limit):
     sampler = GroupSampler(num_groups=4, enabled=True, max_gen_batches=limit)
     for _ in range(limit - 1):
         sampler.add(rollouts(WRONG, RIGHT, WRONG))
@@ -104,7 +104,7 @@ def test_too_few_mixed_groups_raise_after_exactly_max_gen_batches(limit):
     assert "batch_multiplier" in message and isinstance(error.value, ValueError)
 
 
-def test_max_gen_batches_applies_to_each_step_separately():
+def test_dynamic_sampling_max_gen_batches_limits_each_step_separately():
     sampler = GroupSampler(num_groups=1, enabled=True, max_gen_batches=2)
     for _ in range(5):
         sampler.add(rollouts(WRONG))
@@ -112,7 +112,7 @@ def test_max_gen_batches_applies_to_each_step_separately():
         sampler.take(0)
 
 
-def test_resumed_sampler_gives_the_same_batches():
+def test_dynamic_sampling_gives_the_same_batches_after_a_resume():
     torch.manual_seed(0)
     batches = [rollouts(*torch.randint(0, 2, (5, 2)).tolist(), start=10 * i) for i in range(40)]
 
@@ -139,7 +139,7 @@ def test_resumed_sampler_gives_the_same_batches():
         assert run(cut) == unbroken
 
 
-def test_sampler_rejects_nan_rewards():
+def test_dynamic_sampling_rejects_nan_rewards():
     with pytest.raises(ValueError, match="sample 1 is nan"):
         GroupSampler(1).add(rollouts((1.0, float("nan"))))
     sampler = GroupSampler.from_config(GRPOConfig(num_prompts_per_step=2, use_dynamic_sampling=True))

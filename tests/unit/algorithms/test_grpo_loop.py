@@ -20,7 +20,7 @@ def test_grpo_step_calls_the_methods_of_the_policy_in_the_expected_order(tmp_pat
     assert run.state.step == 1 and run.state.stop_reason == "max_num_steps"
 
 
-def test_policy_trains_response_tokens_with_leave_one_out_advantages(tmp_path):
+def test_grpo_trains_response_tokens_with_leave_one_out_advantages(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=1"))
     batch = run.policy.trained[0]
     assert batch["input_ids"].shape[0] == 8 and batch["group_id"].tolist() == [0] * 4 + [1] * 4
@@ -38,7 +38,7 @@ def test_policy_trains_response_tokens_with_leave_one_out_advantages(tmp_path):
         assert (torch.sign(batch["advantages"][group][:, -1]) == torch.sign(centered)).all()
 
 
-def test_old_logprobs_are_recomputed_before_training_if_generation_is_inexact(tmp_path):
+def test_old_logprobs_are_recomputed_before_training_if_generation_logprobs_are_inexact(tmp_path):
     policy = Policy()
     policy.skips_prev_logprobs = False
     run = train(make(tmp_path, "grpo.max_num_steps=1", policy=policy))
@@ -70,7 +70,7 @@ def test_grpo_step_logs_every_expected_metric(tmp_path):
     )
 
 
-def test_zero_std_groups_metric_matches_a_hand_computed_case(tmp_path):
+def test_zero_std_groups_metric_counts_the_groups_with_equal_rewards(tmp_path):
     run = train(
         make(tmp_path, "grpo.max_num_steps=1", respond=lambda prompt, key: "2" if "0" in prompt or key[2] < 2 else "1")
     )
@@ -99,13 +99,13 @@ def test_dynamic_sampling_generates_until_enough_groups_have_mixed_rewards(tmp_p
     assert rates["performance/generation_tokens_per_sec"] == pytest.approx(row["train/total_rollout_tokens"] / seconds)
 
 
-def test_max_num_epochs_ends_the_run(tmp_path):
+def test_max_num_epochs_ends_the_grpo_run_after_that_many_epochs(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_epochs=2", "grpo.max_num_steps=100", num_rows=5))  # two steps an epoch
     assert run.state.step == 4 and run.state.current_epoch == 2 and run.state.stop_reason == "max_num_epochs"
     assert run.state.consumed_samples == 8
 
 
-def test_checkpoints_are_saved_by_period_and_at_the_end(tmp_path):
+def test_checkpoints_are_saved_every_save_period_steps_and_at_the_end(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=3", "checkpointing.keep_top_k=null"))
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
     assert saved == ["step_2", "step_3"]
@@ -113,7 +113,7 @@ def test_checkpoints_are_saved_by_period_and_at_the_end(tmp_path):
     assert info["total_steps"] == 3 and info["draw_counter"] == 6 and info["log_dir"] == str(run.log_dir)
 
 
-def test_resumed_run_writes_the_log_of_an_uninterrupted_run(tmp_path):
+def test_resumed_grpo_run_leaves_the_same_log_as_an_uninterrupted_one(tmp_path):
     first = train(make(tmp_path, "grpo.max_num_steps=2"))
     policy = Policy()
     policy.version = 2
@@ -125,14 +125,14 @@ def test_resumed_run_writes_the_log_of_an_uninterrupted_run(tmp_path):
     assert logged(whole) == rows
 
 
-def test_resuming_a_finished_run_trains_nothing(tmp_path):
+def test_resuming_a_finished_grpo_run_trains_no_step(tmp_path):
     train(make(tmp_path, "grpo.max_num_steps=2"))
     policy = Policy()
     again = train(make(tmp_path, "grpo.max_num_steps=2", policy=policy))
     assert policy.events == [] and again.state.step == 2
 
 
-def test_ctrl_c_ends_at_a_step_boundary_with_a_checkpoint(tmp_path):
+def test_ctrl_c_ends_the_run_after_the_current_step_with_a_checkpoint(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=50", "checkpointing.save_period=50")
     step = run.policy.train
 
@@ -162,7 +162,7 @@ def test_run_stopped_by_the_save_deadline_is_not_reported_as_finished(tmp_path, 
     assert (tmp_path / "checkpoints" / "step_1").is_dir() and status in (run.log_dir / "report.html").read_text()
 
 
-def test_validation_runs_at_start_by_period_and_at_the_end(tmp_path):
+def test_validation_runs_at_start_every_val_period_steps_and_at_the_end(tmp_path):
     run = train(
         make(tmp_path, "grpo.max_num_steps=3", "grpo.val_at_start=true", "grpo.val_at_end=true", "grpo.val_period=2")
     )
@@ -182,7 +182,7 @@ def test_reached_validation_threshold_ends_the_run_with_a_checkpoint(tmp_path):
     assert info["val:accuracy"] == 1.0 and info["val_reward"] == 1.0
 
 
-def test_rollout_file_has_one_line_per_sample(tmp_path):
+def test_train_data_file_of_a_step_has_one_line_per_sample(tmp_path):
     run = train(make(tmp_path, "grpo.max_num_steps=1"))
     rows = [json.loads(line) for line in (run.log_dir / "train_data_step1.jsonl").read_text().splitlines()]
     assert len(rows) == 8

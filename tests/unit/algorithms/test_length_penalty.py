@@ -32,7 +32,7 @@ def test_each_length_penalty_term_changes_rewards_as_computed_by_hand(params, ex
     assert changes(**params) == pytest.approx(expected)
 
 
-def test_total_length_outliers_are_penalized_by_modified_z_score():
+def test_responses_with_outlying_length_are_penalized_by_their_modified_z_score():
     rewards, lengths = [1.0] * 5, {name: [10, 11, 12, 13, 100] for name in ("reasoning", "answer", "total")}
     # median 12, deviations 2 1 0 1 88, MAD 1: 0.6745 * 88 = 59.4
     assert changes(rewards, lengths, total_zmad_threshold=3.5, total_zmad_penalty=0.5) == [1, 1, 1, 1, 0.5]
@@ -42,13 +42,13 @@ def test_total_length_outliers_are_penalized_by_modified_z_score():
     assert changes(rewards, equal, total_zmad_threshold=3.5, total_zmad_penalty=0.5) == rewards  # MAD 0
 
 
-def test_group_with_a_single_correct_response_keeps_its_rewards():
+def test_length_penalty_does_not_change_groups_with_a_single_correct_response():
     assert changes(
         [1.0, 0.0, 0.0, 0.0], total_bonus=0.5, longest_total_penalty=0.5, group_total_length_penalty_coeff=1
     ) == [1, 0, 0, 0]
 
 
-def test_profile_band_multiplies_the_rewards_of_correct_responses():
+def test_length_profile_band_scales_the_rewards_of_correct_responses_by_their_length():
     band = ProfileBandChannel(a=4, b=12, f=0.5)
     assert [band_factor(length, band) for length in (4, 8, 12, 50)] == [1.0, 0.75, 0.5, 0.5]
     # lengths 10: 1 - 6/8 * 0.5
@@ -57,7 +57,7 @@ def test_profile_band_multiplies_the_rewards_of_correct_responses():
 
 
 @pytest.mark.parametrize("field, expected", [("a", [0.9, 0, 1.2, 0.9]), ("b", [1, 0, 1, 1])])
-def test_profile_gate_compares_the_mean_length_of_correct_responses(field, expected):
+def test_group_length_penalty_applies_only_beyond_the_gate_on_the_mean_correct_length(field, expected):
     band = ProfileBandChannel(a=7.9, b=8.0, f=1.0)  # the mean is 8
     gate = {"group_length_penalty_profile_gate": True, "group_length_penalty_profile_gate_field": field}
     assert changes(bands={"total": band}, group_total_length_penalty_coeff=0.3, **gate) == pytest.approx(expected)
@@ -97,7 +97,7 @@ def test_length_penalty_is_computed_per_group_with_metrics_averaged_over_samples
     }  # fmt: skip
 
 
-def test_length_penalty_skips_multi_component_rewards():
+def test_length_penalty_is_not_applied_to_rewards_with_several_components():
     batch = rollouts(["aa", "a"], [1.0, 1.0], [0, 0], **{"reward/x": torch.ones(2)})
     assert (
         apply_length_penalty(batch, LengthPenaltyConfig(**BONUS), letters)["length_penalty/skipped_non_binary_frac"]
@@ -106,7 +106,7 @@ def test_length_penalty_skips_multi_component_rewards():
     assert batch["total_reward"].tolist() == [1.0, 1.0]
 
 
-def test_per_task_overrides_replace_single_keys_of_the_default():
+def test_length_penalty_overrides_of_a_task_replace_single_keys_of_the_default():
     config = LengthPenaltyConfig(
         **BONUS, agent_overrides={"off": {"enabled": False}, "more": {"longest_total_penalty": 0.25}, "same": None}
     )
@@ -131,7 +131,7 @@ def test_length_profile_band_is_on_unless_its_section_or_the_default_disables_it
     (2, 1.0, [1.0, 0.7, 0.0]),  # earlier lengths 2 and 4 passed: 3 + sqrt(2) = 4.41 tokens
     (2, 0.0, [0.7, 0.7, 0.0]), (3, 1.0, [1.0, 1.0, 0.0]),
 ])  # fmt: skip
-def test_profiled_length_penalty_starts_at_mean_plus_deviations_of_earlier_correct_lengths(least, std, expected):
+def test_profiled_length_penalty_starts_at_mean_plus_n_deviations_of_profiled_correct_lengths(least, std, expected):
     info = {"profiled_rewards": [1, 0, 1], "profiled_output_lengths": [2, 90, 4]}
     batch = rollouts(["aaa", "aaaaa", "aaaaa"], [1.0, 1.0, 0.0], [0, 0, 0], extra_env_info=[info] * 3)
     params = {"profiled_length_penalty": 0.3, "profiled_length_min_samples": least, "profiled_length_n_std": std}
@@ -139,7 +139,7 @@ def test_profiled_length_penalty_starts_at_mean_plus_deviations_of_earlier_corre
     assert batch["total_reward"].tolist() == pytest.approx(expected)
 
 
-def test_profiled_penalty_needs_both_profile_columns_and_is_skipped_without_them():
+def test_profiled_length_penalty_needs_both_profile_columns_and_is_skipped_without_them():
     config = LengthPenaltyConfig(default={"profiled_length_penalty": 0.3})
     batch = rollouts(["aaa", "a"], [1.0, 1.0], [0, 0], extra_env_info=[{}, {}])
     apply_length_penalty(batch, config, letters)

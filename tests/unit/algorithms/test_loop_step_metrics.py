@@ -39,7 +39,7 @@ def mult_prob_error(sums, tokens, global_batches=1):
 
 
 @pytest.mark.parametrize("sizes", [[1] * 49, [5, 6, 5, 7] * 43, [173], list(range(1, 200))], ids=len)
-def test_token_mult_prob_error_of_many_exact_micro_batches_is_exactly_one(sizes):
+def test_token_mult_prob_error_of_equal_logprobs_over_many_micro_batches_is_exactly_one(sizes):
     """An exact run reports a token_mult_prob_error of 1, not of 0.9999999999999998; the smallest gap still shows."""
     sums, tokens = [float(size) for size in sizes], [float(sum(sizes))] * len(sizes)
     assert mult_prob_error(sums, tokens) == 1.0
@@ -77,7 +77,7 @@ def test_training_metrics_include_the_largest_gap_and_number_of_logprob_mismatch
     assert metrics["max_logprob_gap"] == 0.25 and metrics["logprob_mismatched_tokens"] == 3
 
 
-def test_baseline_metrics_give_the_share_of_zero_one_and_mixed_rewards():
+def test_baseline_metrics_give_the_shares_of_groups_with_all_zero_all_one_and_mixed_rewards():
     assert baseline_metrics(torch.tensor([0.0, 0.0, 1.0, 0.5])) == {
         "baseline_reward/pct_0": 50.0, "baseline_reward/pct_1": 25.0, "baseline_reward/pct_mixed": 25.0,
     }  # fmt: skip
@@ -106,14 +106,14 @@ def test_advantage_metrics_cover_trained_tokens_only():
     assert metrics["reward"] == 0.5 and metrics["mean_prompt_length"] == 2.0 and metrics["total_num_tokens"] == 6
 
 
-def test_batch_metrics_are_zero_if_every_sample_is_masked():
+def test_advantage_metrics_are_zero_if_every_sample_is_masked():
     samples, batch = _step()
     batch["sample_mask"] = torch.zeros(2)
     metrics = batch_metrics(samples, batch)
     assert metrics["advantages/mean"] == 0.0 and metrics["num_masked_samples"] == 2
 
 
-def test_rollout_table_removes_padding_from_each_row():
+def test_rows_of_the_train_data_file_have_no_padding():
     table = rollout_table(*_step())
     assert table["token_ids"] == [[5, 6], [5, 6, 7, 8]]
     assert table["token_loss_mask"] == [[0, 1], [0, 0, 0, 1]]
@@ -128,7 +128,7 @@ def combined(sizes, **metrics):
     )
 
 
-def test_metrics_of_rollout_rounds_are_averaged_weighted_by_samples():
+def test_metrics_of_several_rollout_rounds_are_averaged_weighted_by_their_samples():
     found = combined((2, 6), well_formed=(1.0, 0.5), accuracy_of_well_formed=(0.5, 1.0), rate=(0.0, 1.0))
     assert found["well_formed"] == (2 + 3) / 8 and found["rate"] == 0.75
     assert found["accuracy_of_well_formed"] == (0.5 * 2 + 1.0 * 3) / 5  # 2 and 3 well-formed answers
@@ -139,11 +139,11 @@ def test_metrics_of_rollout_rounds_are_averaged_weighted_by_samples():
     ("turns/min", (2, 1), 1), ("min_len", (5, 7), 5), ("max_gen_tokens_per_sample", (4, 9), 9),
     ("turns/total", (8, 4), 12), ("total_turns", (2, 6), 8),
 ])  # fmt: skip
-def test_rates_are_averaged_and_minima_and_maxima_are_kept_over_rollout_rounds(name, values, expected):
+def test_over_rollout_rounds_rates_are_averaged_and_minima_and_maxima_are_kept(name, values, expected):
     assert combined((4, 12), **{name: values}) == pytest.approx({name: expected})
 
 
-def test_agent_counts_are_summed_over_rollout_rounds():
+def test_counts_of_agent_calls_and_errors_are_summed_over_rollout_rounds():
     names = ("agent_errors", "agent_timeouts", "agent_calls", "agent_calls_left_out")
     counts = dict.fromkeys(names, (1.0, 3.0)) | {"a/agent_errors": (2.0, 5.0), "verifier_timeouts": (1.0, 2.0)}
     sums = dict.fromkeys(names, 4.0) | {"a/agent_errors": 7.0, "verifier_timeouts": 3.0}

@@ -57,7 +57,7 @@ def batch(rows=3, length=8, vocab=11, seed=0):
 
 
 @pytest.mark.parametrize("settings", BAD)
-def test_contradictory_loss_settings_fail_in_the_constructor(settings):
+def test_loss_constructor_raises_config_error_for_contradictory_settings(settings):
     with pytest.raises(ConfigError, match="loss_fn."):
         ClippedPGLossFn(ClippedPGLossConfig(**settings))
 
@@ -72,7 +72,7 @@ def test_invalid_loss_setting_is_an_error_that_names_its_key():
         ClippedPGLossFn(TIS | dict(truncated_importance_sampling_type="other"))
 
 
-def test_loss_accepts_its_settings_as_model_or_mapping():
+def test_loss_accepts_its_settings_as_config_object_or_mapping():
     for settings in (
         ClippedPGLossConfig(ratio_clip_min=0.1, use_kl_in_reward=True),
         {"ratio_clip_min": 0.1, "use_kl_in_reward": True},
@@ -81,7 +81,7 @@ def test_loss_accepts_its_settings_as_model_or_mapping():
         assert fn.ratio_clip_min == 0.1 and fn.reference_policy_kl_penalty == 0 and fn.ratio_clip_max == 0.2
 
 
-def test_losses_declare_their_input_and_loss_type():
+def test_loss_objects_have_the_input_type_and_loss_type_of_their_settings():
     fn = ClippedPGLossFn(ClippedPGLossConfig(**TIS))
     assert fn.input_type is LossInputType.LOGPROB and fn.loss_type is LossType.TOKEN_LEVEL
     gspo = ClippedPGLossFn(ClippedPGLossConfig(token_level_loss=False, sequence_level_importance_ratios=True))
@@ -103,7 +103,7 @@ def test_truncated_importance_sampling_adds_the_is_oob_ratio_metric():
         assert set(metrics) == METRICS | more and all(isinstance(v, float) for v in metrics.values())
 
 
-def test_scaled_loss_backpropagates_the_scaled_native_gradient():
+def test_backward_of_a_scaled_loss_gives_the_scaled_gradient_of_the_native_loss():
     data, _, _, counts = batch()
     x = (-torch.rand(3, 7, dtype=torch.float64) - 2).requires_grad_()
     fn = ClippedPGLossFn(ClippedPGLossConfig())
@@ -117,7 +117,7 @@ def test_scaled_loss_backpropagates_the_scaled_native_gradient():
         assert not fn(x, data, *counts)[0].requires_grad
 
 
-def test_force_on_policy_needs_no_previous_logprobs():
+def test_loss_with_force_on_policy_ratio_needs_no_previous_logprobs():
     data, _, _, counts = batch()
     del data["prev_logprobs"]
     x = torch.full((3, 7), -2.0)

@@ -30,7 +30,7 @@ def weights(folder, *overrides):
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_run_with_each_loss_term_is_reproducible_and_differs_from_a_run_without_it(name, plain, tmp_path):
+def test_each_loss_term_gives_reproducible_weights_that_differ_from_those_without_it(name, plain, tmp_path):
     first, history = weights(tmp_path / "1", *TERMS[name])
     again, _ = weights(tmp_path / "2", *TERMS[name])
     assert first == again

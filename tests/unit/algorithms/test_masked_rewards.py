@@ -26,7 +26,7 @@ def train_batch(rewards, masks):
     return TrainBatch.of({"input_lengths": torch.full((size,), 2), **fields})
 
 
-def test_masked_samples_do_not_enter_the_baseline_with_masked_reward_policy_exclude():
+def test_masked_reward_policy_exclude_computes_the_grpo_baseline_without_masked_samples():
     batch = train_batch([0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0])  # the first was cut off
     included = advantages(batch)
     excluded = advantages(batch, masked_reward_policy="exclude")
@@ -72,7 +72,7 @@ def test_dynamic_sampling_ignores_samples_that_an_environment_masks(masked, kept
     assert mixed_groups([0.0, 1.0, 1.0, 1.0], [False] * 4, masked, masked_reward_policy="exclude") == kept
 
 
-def test_dynamic_sampling_keeps_a_mixed_group_with_its_excluded_samples():
+def test_dynamic_sampling_keeps_the_masked_samples_of_a_group_that_it_selects():
     sampler = GroupSampler.from_config(
         GRPOConfig(
             num_prompts_per_step=1, num_generations_per_prompt=4, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1,
@@ -83,7 +83,7 @@ def test_dynamic_sampling_keeps_a_mixed_group_with_its_excluded_samples():
     assert sampler.take(0).size == 4
 
 
-def test_rows_without_mask_sample_are_unmasked_after_batches_are_concatenated():
+def test_concatenating_batches_with_and_without_mask_sample_masks_only_the_flagged_samples():
     sampler = GroupSampler.from_config(
         GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=4, use_dynamic_sampling=True)
     )

@@ -33,7 +33,7 @@ INVALID, MALFORMED = {"is_invalid_tool_call"}, {"has_malformed_thinking"}
         (f"a</think>{BROKEN}<think>", True, INVALID | MALFORMED),
     ],
 )
-def test_flags_of_a_response_follow_its_answer_or_else_its_reasoning(text, opens_thinking, flags):
+def test_invalid_tool_calls_are_searched_in_the_answer_or_else_in_the_reasoning(text, opens_thinking, flags):
     assert flags_of(text, opens_thinking) == dict.fromkeys(flags, True)
 
 
@@ -69,7 +69,7 @@ def both():
         ({"invalid_tool_call_advantage": 0.0}, [0, 1, 0, 0, 4, 5, 6, 7, 8], (1, 0)),
     ],
 )  # fmt: skip
-def test_flagged_responses_get_the_configured_advantage_on_all_their_tokens(keys, expected, counts):
+def test_responses_with_invalid_tool_calls_or_thinking_get_the_configured_advantage(keys, expected, counts):
     batch, logs = both()
     before = batch.advantages
     metrics = overwrite_advantages(batch, logs, GRPOConfig(**keys).message_advantages)
@@ -80,7 +80,7 @@ def test_flagged_responses_get_the_configured_advantage_on_all_their_tokens(keys
     }  # fmt: skip
 
 
-def test_advantages_are_unchanged_without_the_keys_for_flagged_messages():
+def test_advantages_are_unchanged_if_no_advantage_for_invalid_messages_is_configured():
     batch, logs = both()
     assert overwrite_advantages(batch, logs, GRPOConfig().message_advantages) == {}
     assert batch.advantages.tolist() == list(range(9))

@@ -35,7 +35,7 @@ def advantages(own, **more):
     return own.compute_advantage(prompt_ids=torch.zeros(3, 3), rewards=REWARDS, mask=MASK, **more)
 
 
-def test_custom_estimator_receives_the_arguments_that_it_names():
+def test_custom_estimator_is_called_with_the_arguments_in_its_signature():
     seen = {}
 
     def every(rewards, **batch):
@@ -55,7 +55,7 @@ def test_custom_estimator_receives_the_arguments_that_it_names():
     (lambda rewards: rewards / 0, "returned inf as advantages of sample 0, token 1"),
     (lambda rewards: rewards[5], "failed with IndexError"),
 ])  # fmt: skip
-def test_invalid_results_of_a_custom_estimator_are_rejected(given, words):
+def test_invalid_return_values_of_a_custom_advantage_estimator_are_errors(given, words):
     with pytest.raises((ValueError, IndexError), match=words) as caught:
         advantages(estimator(given))
     assert "\n" not in str(caught.value)
@@ -66,7 +66,7 @@ def test_custom_advantages_may_be_nan_at_masked_tokens():
     assert advantages(estimator(lambda rewards: masked))[0, 1] == 1.0
 
 
-def test_custom_estimator_without_returns_is_an_error_if_there_is_a_critic():
+def test_custom_estimator_that_gives_the_critic_no_returns_is_an_error():
     config = ppo(f"ppo.adv_estimator.name={OWN}no_critic")
     with pytest.raises(
         ValueError, match="returned no returns, which the critic learns from: return .advantages, returns., or set"
@@ -77,7 +77,7 @@ def test_custom_estimator_without_returns_is_an_error_if_there_is_a_critic():
     assert returns is None and given.shape == (3, 3) and not config.has_critic
 
 
-def test_custom_loss_is_called_with_only_the_arguments_it_accepts():
+def test_custom_loss_is_called_with_the_arguments_in_its_signature():
     leaf = torch.zeros(2, 2, requires_grad=True)
     data = {"token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2), "advantages": torch.ones(2, 3)}
     loss = OwnLoss(Reinforce(2.0), SECTION)
@@ -94,13 +94,13 @@ def test_custom_loss_is_called_with_only_the_arguments_it_accepts():
     (lambda data: torch.tensor(1.0), "does not depend on next_token_logprobs"),
     (lambda data: data["rewards"], "failed with KeyError 'rewards'"),
 ])  # fmt: skip
-def test_invalid_results_of_a_custom_loss_are_rejected(given, words):
+def test_invalid_return_values_of_a_custom_loss_are_errors(given, words):
     leaf = torch.zeros(2, 2, requires_grad=True)
     with pytest.raises((ValueError, KeyError), match=words):
         OwnLoss(given, SECTION)(data={}, global_valid_seqs=None, global_valid_toks=None, next_token_logprobs=leaf)
 
 
-def test_custom_loss_is_pickled_by_its_configured_name():
+def test_custom_loss_is_pickled_as_the_dotted_name_in_the_configuration():
     config = grpo(f"loss_fn.name={OWN}Reinforce", "loss_fn.kwargs={scale:3.0}")
     again = pickle.loads(pickle.dumps(make_loss(config.loss_fn)))
     assert again._made.component.scale == 3.0 and again.loss_type is again._made.component.loss_type
@@ -108,7 +108,7 @@ def test_custom_loss_is_pickled_by_its_configured_name():
         copy.copy(OwnLoss(Reinforce(), SECTION))
 
 
-def test_builtin_loss_is_used_without_a_wrapper():
+def test_built_in_loss_is_not_wrapped_as_a_custom_loss():
     loss = nemo_rl_cpp.algorithms.loss.ClippedPGLossFn(SECTION)
     assert own_loss(loss, SECTION) is loss and hasattr(loss, "token_loss")
 
@@ -144,7 +144,7 @@ def test_error_names_a_custom_estimator_argument_that_is_unavailable():
 @pytest.mark.parametrize(
     "overrides", [["grpo.adv_estimator.kwargs={a:1}"], ["loss_fn.kwargs={a:1}"], ["loss_fn.name=reinforce"], ["loss_fn.name=a..b"]]
 )  # fmt: skip
-def test_component_kwargs_without_a_custom_component_are_rejected(overrides):
+def test_keyword_arguments_for_a_custom_component_that_is_not_configured_are_an_error(overrides):
     with pytest.raises(
         ConfigError, match="go to a class or function of yours|must be one of clipped_pg, .* a dotted name"
     ):

@@ -47,7 +47,7 @@ def test_ppo_step_calls_policy_and_critic_in_order(tmp_path):
     assert run.policy.events == [*generation, "values", *epoch * 3]
 
 
-def test_only_the_critic_trains_until_policy_training_start_step(tmp_path):
+def test_only_the_critic_is_trained_before_policy_training_start_step(tmp_path):
     warm_up = ("ppo.ppo_epochs=2", "ppo.policy_training_start_step=2")
     run = train(make(tmp_path, "ppo.max_num_steps=3", *warm_up, "checkpointing.enabled=false"))
     assert run.critic.model.version == 6 and run.policy.version == 2
@@ -57,7 +57,7 @@ def test_only_the_critic_trains_until_policy_training_start_step(tmp_path):
     assert "train/loss" not in first and "train/critic/loss" in first and "train/loss" in last
 
 
-def test_critic_and_policy_batches_keep_the_values_and_returns_of_the_rollout(tmp_path):
+def test_all_ppo_epochs_train_with_the_values_and_returns_computed_after_the_rollout(tmp_path):
     run = train(make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2", "ppo.adv_estimator.normalize_advantages=false",
                      "ppo.adv_estimator.gae_lambda=1.0", respond=lambda prompt, key: "2" if key[2] < 2 else "1"))  # fmt: skip
     critic = run.critic.model.trained[0]
@@ -71,7 +71,7 @@ def test_critic_and_policy_batches_keep_the_values_and_returns_of_the_rollout(tm
         assert torch.equal(batch["values"], critic["values"]) and torch.equal(batch["returns"], critic["returns"])
 
 
-def test_first_epoch_trains_without_old_logprobs_and_later_epochs_use_them(tmp_path):
+def test_first_ppo_epoch_trains_without_old_logprobs_and_later_epochs_use_them(tmp_path):
     run = make(tmp_path, "ppo.max_num_steps=1", "ppo.ppo_epochs=2")
     seen, step = [], run.policy.train
     run.policy.train = lambda data, *args, **kwargs: (
@@ -82,7 +82,7 @@ def test_first_epoch_trains_without_old_logprobs_and_later_epochs_use_them(tmp_p
     assert seen == [False, True]
 
 
-def test_raw_reward_run_has_no_critic_metrics_or_checkpoint(tmp_path):
+def test_ppo_run_with_the_estimator_raw_reward_has_no_critic_metrics_or_checkpoint(tmp_path):
     raw = ("ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.normalize_advantages=false")
     run = train(make(tmp_path, *raw, "ppo.max_num_steps=2", critic=None))
     assert run.models == {"policy": run.policy}
@@ -118,7 +118,7 @@ def test_critic_metrics_match_hand_computed_values():
     assert metrics["critic/explained_var"] == pytest.approx(1 - (0.3 - (0.5 - 0.2) ** 2) / (0.5 - 0.5**2))
 
 
-def test_metrics_are_averaged_over_ppo_epochs_and_kept_for_the_last_one():
+def test_ppo_step_logs_metrics_averaged_over_epochs_and_those_of_the_last_epoch():
     epochs = [{"loss": 1.0, "values_min": 2.0, "once": 5.0}, {"loss": 3.0, "values_min": 1.0}]
     last = {"last_epoch/loss": 3.0, "last_epoch/values_min": 1.0}
     assert mean_over_epochs(epochs) == {"loss": 2.0, "values_min": 1.0, "once": 5.0, **last}
@@ -126,7 +126,7 @@ def test_metrics_are_averaged_over_ppo_epochs_and_kept_for_the_last_one():
 
 
 @pytest.mark.parametrize("critic, policy", [(1, 2), (2, 1), (3, 2)])
-def test_last_epoch_metrics_are_taken_separately_for_policy_and_critic(critic, policy):
+def test_last_epoch_metrics_come_from_the_last_epoch_of_the_policy_and_of_the_critic(critic, policy):
     epochs = [{"critic/loss": float(i)} for i in range(critic)], [{"loss": 10.0 + i} for i in range(policy)]
     found = mean_over_epochs(*epochs)
     assert found["last_epoch/critic/loss"] == critic - 1 and found["last_epoch/loss"] == 9 + policy

@@ -121,7 +121,7 @@ PPO = (*tiny.SMALL_PPO, "ppo.ppo_epochs=1", "ppo.policy_training_start_step=0")
 
 
 @pytest.mark.parametrize("protocol", NATIVE, ids=lambda protocol: protocol.__name__)
-def test_protocols_declare_exactly_the_methods_that_are_called(asked, protocol):
+def test_typing_protocols_declare_exactly_the_methods_that_the_code_calls(asked, protocol):
     assert {name for name in asked[protocol] if not name.startswith("_")} == declared(protocol)
 
 
@@ -129,7 +129,7 @@ PAIRS = [(protocol, native) for protocol, natives in NATIVE.items() for native i
 
 
 @pytest.mark.parametrize(("protocol", "native"), PAIRS, ids=lambda cls: cls.__name__)
-def test_native_classes_implement_protocol_methods_with_their_parameters(protocol, native):
+def test_native_classes_implement_the_methods_of_their_protocol_with_equal_parameters(protocol, native):
     for name in declared(protocol):
         own = next(vars(cls)[name] for cls in native.__mro__ if name in vars(cls))
         promised = inspect.getattr_static(protocol, name, None)

@@ -74,7 +74,7 @@ SAID = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", SAID)
-def test_resume_prints_the_allowed_configuration_changes(root, run_of_two_steps, capsys, overrides):
+def test_resume_prints_every_configuration_key_that_has_changed(root, run_of_two_steps, capsys, overrides):
     parts = [overrides] if "'" in overrides else overrides.split()
     run = resume(root, run_of_two_steps, *parts)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Resuming "))
@@ -84,7 +84,9 @@ def test_resume_prints_the_allowed_configuration_changes(root, run_of_two_steps,
     assert SAID[overrides] in line and run.state.step == 2
 
 
-def test_saved_configuration_cannot_load_files_outside_its_checkpoint(root, run_of_two_steps, tmp_path, capsys):
+def test_checkpoints_configuration_cannot_include_files_outside_the_checkpoint(
+    root, run_of_two_steps, tmp_path, capsys
+):
     secret = tmp_path / "secret.yaml"
     secret.write_text("grpo: {seed: 41}\n")
     step = root / "run" / "checkpoints" / "step_2"
@@ -120,7 +122,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, paths, overrides, words", REFUSED, ids=[row[0] for row in REFUSED])
-def test_resume_rejects_changes_that_make_it_a_different_run(
+def test_resume_rejects_changed_keys_that_would_make_it_a_different_run(
     root, run_of_two_steps, name, paths, overrides, words, monkeypatch
 ):
     shutil.copytree(run_of_two_steps / "model", run_of_two_steps / "model2", dirs_exist_ok=True)
@@ -147,7 +149,7 @@ def config_of(root, base, *overrides, **paths):
 @pytest.mark.parametrize(
     "name, paths, overrides, words", [row for row in REFUSED if "tokenizer" not in row[0]], ids=lambda v: None
 )
-def test_preflight_reports_conflicts_with_the_saved_run(root, run_of_two_steps, name, paths, overrides, words):
+def test_preflight_reports_changed_keys_that_prevent_a_resume(root, run_of_two_steps, name, paths, overrides, words):
     errors = [str(f) for f in preflight(config_of(root, run_of_two_steps, *overrides, **paths)) if f.level == "error"]
     key, _, reason = words.partition(": ")
     wanted = f"{key} {reason.removeprefix(key.rpartition('.')[2] + ' ')}"  # the key once, and the reason
@@ -168,7 +170,7 @@ def test_changed_architecture_of_a_randomly_initialised_model_prevents_a_resume(
         assert len(found) == errors and all(re.search(words, text) for text in found), found
 
 
-def test_changed_learning_rate_and_schedule_apply_from_the_next_step(root, run_of_two_steps):
+def test_changed_learning_rate_and_schedule_apply_from_the_first_step_after_a_resume(root, run_of_two_steps):
     def rate(*overrides):
         return resume(root, run_of_two_steps, *overrides).policy.learning_rate
 
@@ -193,7 +195,7 @@ def test_resuming_a_finished_run_prints_how_to_train_further(run_of_two_steps, c
     assert "checkpointing.checkpoint_dir" in out
 
 
-def test_second_run_in_a_checkpoint_folder_is_rejected_before_a_model_is_loaded(tmp_path, monkeypatch):
+def test_second_run_in_the_checkpoint_folder_of_another_is_an_error_before_a_model_is_loaded(tmp_path, monkeypatch):
     first = tiny.make(tmp_path, *RUN)
     monkeypatch.setattr("nemo_rl_cpp.algorithms.parts.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(
@@ -204,7 +206,7 @@ def test_second_run_in_a_checkpoint_folder_is_rejected_before_a_model_is_loaded(
     close(first)
 
 
-def test_resume_drops_cached_groups_if_the_group_size_changed(tmp_path, capsys):
+def test_resume_drops_groups_saved_by_dynamic_sampling_if_the_group_size_changed(tmp_path, capsys):
     keep = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_keep_surplus=true", "grpo.batch_multiplier=2")
     first = tiny.train(tmp_path, *RUN, *keep, "grpo.max_num_steps=2", "grpo.dynamic_sampling_max_gen_batches=50")
     assert first.state.step == 2
@@ -220,7 +222,7 @@ def test_resume_drops_cached_groups_if_the_group_size_changed(tmp_path, capsys):
     assert other.collector.sampler.cached_groups == 0
 
 
-def test_sampler_files_of_earlier_versions_load_without_running_pickled_code(tmp_path):
+def test_dynamic_sampling_files_of_earlier_versions_load_without_running_pickled_code(tmp_path):
     """Checkpoints of earlier versions pickled the kept groups."""
     import pickle
 

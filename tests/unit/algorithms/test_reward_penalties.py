@@ -34,7 +34,7 @@ def penalised(log, tokenizer=tokenizer, **config):
     "text, reward",
     [("<think>same</think> same", 0.0), ("<think>same</think>other", 1.0), ("same", 1.0), ("<think> </think> ", 1.0)],
 )
-def test_response_whose_answer_repeats_its_reasoning_gets_zero_reward(text, reward):
+def test_response_whose_answer_repeats_its_reasoning_is_penalised_with_zero_reward(text, reward):
     log = [message("user", [1]), message("assistant", [2], text)]
     result = penalised(log, penalize_duplicated_reasoning=True)
     assert result == (reward, {"reasoning_equal_to_final_answer_rate": 1.0 - reward})

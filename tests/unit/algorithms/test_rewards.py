@@ -22,7 +22,7 @@ def logs(*lengths):
     ]
 
 
-def test_reward_scaling_maps_and_clamps_total_reward_and_components(capsys):
+def test_reward_scaling_maps_total_and_component_rewards_linearly_and_clamps_them(capsys):
     batch = {
         "total_reward": torch.tensor([0.0, 1.0, 0.5, 7.0]),
         "reward/format": torch.tensor([1.0, 0.0, 1.0, 0.0]),
@@ -53,7 +53,7 @@ def test_overlong_penalty_measures_only_the_first_assistant_message():
     assert out["total_reward"].tolist() == [0.0]
 
 
-def test_stop_properly_penalty_replaces_other_reward_shaping_unless_compose_is_set():
+def test_stop_properly_penalty_replaces_other_reward_shaping_unless_they_are_to_be_combined():
     make = lambda: {
         "total_reward": torch.tensor([1.0, 1.0, -1.0]),
         "truncated": [False, True, True],
@@ -86,7 +86,7 @@ def error_data():
     }  # fmt: skip
 
 
-def test_seq_logprob_error_masking_matches_hand_computed_values():
+def test_samples_above_the_sequence_logprob_error_threshold_are_masked():
     """Errors 1, (3 + 1)/2 = 2, (2 + 4)/2 = 3; the masked row does not count. Threshold 2.5 drops the third."""
     data = error_data()
     m = mask_by_logprob_error(data, None)

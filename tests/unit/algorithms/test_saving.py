@@ -40,7 +40,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:30])
-def test_save_that_fails_on_a_full_disk_is_retried_and_does_not_end_the_run(tmp_path, error):
+def test_checkpoint_save_on_a_full_disk_is_retried_later_and_does_not_end_the_run(tmp_path, error):
     run = make(tmp_path, "grpo.max_num_steps=6", "checkpointing.save_period=2")
     disk, step = FullDisk(run, error), run.policy.train
 
@@ -58,7 +58,7 @@ def test_save_that_fails_on_a_full_disk_is_retried_and_does_not_end_the_run(tmp_
     assert saved(tmp_path) == ["step_6"]  # step 5 was off the period: it goes when a newer one is there
 
 
-def test_error_of_a_last_save_on_a_full_disk_says_to_free_space(tmp_path):
+def test_error_for_the_last_checkpoint_save_on_a_full_disk_says_to_free_space(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=3", "checkpointing.save_period=2")
     FullDisk(run, ERRORS[0])
     with (
@@ -69,7 +69,7 @@ def test_error_of_a_last_save_on_a_full_disk_says_to_free_space(tmp_path):
     assert isinstance(NotSavedError(""), ValueError) and saved(tmp_path) == []
 
 
-def test_save_error_other_than_a_full_disk_ends_the_run(tmp_path):
+def test_checkpoint_save_error_other_than_a_full_disk_ends_the_run(tmp_path):
     run = make(tmp_path, "grpo.max_num_steps=3")
     FullDisk(run, OSError(errno.EACCES, "Permission denied"))
     with pytest.raises(PermissionError):
@@ -133,7 +133,7 @@ def make_steps(tmp_path, steps, metric, *overrides):
 
 
 @pytest.mark.parametrize("name", ["train:rewrd", "val:accurcy", "val:loss"])
-def test_unknown_checkpoint_metric_ends_the_run_after_its_first_step(tmp_path, name):
+def test_unknown_checkpointing_metric_name_ends_the_run_after_its_first_step(tmp_path, name):
     """`loss` is a metric of training alone."""
     run = make_steps(tmp_path, 9, name, "grpo.val_period=5")
     with pytest.raises(ValueError, match=f"metric_name='{name}': the .* metrics have no .*; there are .*accuracy"):
@@ -141,7 +141,7 @@ def test_unknown_checkpoint_metric_ends_the_run_after_its_first_step(tmp_path, n
     assert run.state.step == 1
 
 
-def test_unknown_metric_is_reported_at_validation_if_its_environments_are_separate(tmp_path):
+def test_unknown_metric_name_is_an_error_at_validation_if_validation_has_other_environments(tmp_path):
     """Their metrics cannot be known from training's."""
     run = make_steps(tmp_path, 9, "val:accurcy", "grpo.val_period=2")
     run.environments.train["second"] = next(iter(run.environments.train.values()))
@@ -151,7 +151,7 @@ def test_unknown_metric_is_reported_at_validation_if_its_environments_are_separa
     assert run.state.step == 2
 
 
-def test_validation_at_start_reports_an_unknown_checkpoint_metric(tmp_path):
+def test_validation_at_start_reports_an_unknown_checkpointing_metric_name(tmp_path):
     run = make(tmp_path, "checkpointing.metric_name=val:accurcy", "grpo.val_at_start=true")
     with pytest.raises(ValueError, match="the val metrics have no 'accurcy'; there are accuracy"):
         train(run)
@@ -162,7 +162,7 @@ def test_validation_at_start_reports_an_unknown_checkpoint_metric(tmp_path):
     "name",
     ["train:loss", "train:reward", "val:accuracy", "val:avg_length", "val:pass_k", "val:mean_gen_tokens_per_sample"],
 )
-def test_checkpoint_contains_the_value_of_its_configured_metric(tmp_path, name):
+def test_checkpoint_records_the_value_of_checkpointing_metric_name(tmp_path, name):
     several = ("grpo.val_num_generations_per_prompt=2",) if name == "val:pass_k" else ()
     run = make_steps(tmp_path, 2, name, "grpo.val_period=2", *several)
     train(run)
@@ -170,7 +170,7 @@ def test_checkpoint_contains_the_value_of_its_configured_metric(tmp_path, name):
     assert isinstance(info[name], float)
 
 
-def test_checkpoint_whose_metric_goes_missing_later_is_saved_with_a_warning(tmp_path):
+def test_checkpoint_is_saved_with_a_warning_if_its_metric_disappears_during_the_run(tmp_path):
     run = make_steps(tmp_path, 3, "train:token_mult_prob_error")
     step = run.policy.train
 
@@ -189,7 +189,7 @@ def test_checkpoint_whose_metric_goes_missing_later_is_saved_with_a_warning(tmp_
     assert os.path.isdir(tmp_path / "checkpoints" / "step_3")
 
 
-def test_checkpoint_saved_without_its_metric_gives_one_warning(tmp_path):
+def test_run_warns_once_if_checkpoints_are_saved_without_their_configured_metric(tmp_path):
     run = make_steps(tmp_path, 4, "val:accuracy", "grpo.val_period=4", "checkpointing.save_period=1")
     with pytest.warns(
         UserWarning, match="saved without checkpointing.metric_name=val:accuracy.*multiple of val_period"

@@ -40,7 +40,7 @@ def test_sft_trains_only_assistant_messages_and_their_end_tokens():
         pieces(tokenizer, "12=")
 
 
-def test_end_token_is_appended_to_a_plain_text_response():
+def test_sft_appends_the_end_token_to_a_plain_text_response():
     tokenizer = make_tokenizer(load_grpo_config("grpo_tiny.yaml").policy)
     log = pieces(tokenizer, "12=", "21")["message_log"]
     assert [m["content"] for m in log] == ["12=", f"21{tokenizer.eos_token}"]
@@ -152,7 +152,7 @@ def test_sft_run_lowers_the_loss_and_resumes_bit_identically(tmp_path):
     assert "reward" not in table and table["loss"] == f"{losses[0]:.3f} -> {losses[-1]:.3f}"
 
 
-def test_settings_without_meaning_in_sft_are_rejected():
+def test_settings_that_sft_cannot_use_are_errors():
     for overrides, said in (
         (["loss_fn.name=sapo"], "must be nll, or a loss of yours"),
         (["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1",

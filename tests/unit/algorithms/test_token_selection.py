@@ -20,7 +20,7 @@ def batch_of(advantages, logprobs, entropies=None, mask=None):
     return TrainBatch(offsets_of(torch.tensor([half, half])), tokens, {"sample_mask": torch.ones(2)})
 
 
-def test_loss_without_token_selection_changes_no_advantage():
+def test_advantages_are_unchanged_if_no_token_selection_is_configured():
     batch = batch_of([1.0, -1.0, 2.0, 0.5], [-1.0, -2.0, -3.0, -4.0])
     assert select_tokens(batch, ClippedPGLossConfig(), 1, 2) == {}
     assert batch.advantages.tolist() == [1.0, -1.0, 2.0, 0.5]
@@ -42,7 +42,7 @@ def test_clip_cov_zeroes_advantages_of_tokens_with_covariances_within_the_bounds
     assert batch.advantages.tolist() == [0.0, -3.0, 3.0, 0.0] and metrics == {"selected_tokens_share": 0.5}
 
 
-def test_clip_cov_draw_depends_only_on_seed_and_step():
+def test_clip_cov_selects_tokens_randomly_by_seed_and_step_alone():
     random = torch.Generator().manual_seed(0)
     advantages, logprobs = torch.randn(400, generator=random).tolist(), torch.randn(400, generator=random).tolist()
     settings = ClippedPGLossConfig(name="clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=9.0)
@@ -65,7 +65,7 @@ def test_top_entropy_quantile_keeps_advantages_of_the_highest_entropy_tokens():
     assert metrics == {"selected_tokens_share": pytest.approx(0.4)}
 
 
-def test_kl_cov_selects_the_same_tokens_as_a_brute_force_search():
+def test_kl_cov_penalises_the_same_tokens_as_a_brute_force_search_finds():
     random = torch.Generator().manual_seed(3)
     advantages, logprobs = torch.randn(60, generator=random).tolist(), torch.randn(60, generator=random).tolist()
     mask = (torch.rand(60, generator=random) < 0.7).float().tolist()

@@ -29,7 +29,7 @@ KINDS = ("forward", "reverse", "mixed")
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("zero_outside", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_topk_divergences_match_the_reference_on_random_distributions(kind, zero_outside, count):
+def test_topk_distillation_divergences_match_a_slow_reference_on_random_distributions(kind, zero_outside, count):
     rng = np.random.default_rng(KINDS.index(kind))
     for _ in range(count):
         V, k = int(rng.integers(2, 30)), int(rng.integers(1, 9))
@@ -87,7 +87,7 @@ SETTINGS = [dict(kl_type=kind, zero_outside_topk=z) for kind in KINDS for z in (
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_topk_distillation_loss_matches_the_reference_summed_over_tokens(settings):
+def test_topk_distillation_loss_matches_a_slow_reference_summed_over_tokens(settings):
     batch, rows, before = taught_batch()
     result, _ = train(settings, WHOLE)
     trainer, total, place = C.Trainer(model_of(3)), 0.0, 0

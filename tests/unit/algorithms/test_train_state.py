@@ -5,7 +5,7 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.config.access import to_json
 
 
-def test_counters_advance_and_the_step_limit_finishes_the_run():
+def test_train_state_counts_steps_and_finishes_at_the_step_limit():
     state = TrainState(max_num_steps=2)
     assert state.draw(8) == 0 and state.draw(4) == 8 and state.draw_counter == 12
     assert not state.finished
@@ -18,7 +18,7 @@ def test_counters_advance_and_the_step_limit_finishes_the_run():
     assert state.finished and state.stop_reason == "max_num_steps"
 
 
-def test_epoch_limit_finishes_the_run_and_the_first_stop_reason_is_kept():
+def test_train_state_finishes_at_the_epoch_limit_and_keeps_the_first_stop_reason():
     state = TrainState(max_num_epochs=1)
     state.next_epoch()
     assert state.finished and state.stop_reason == "max_num_epochs"
@@ -29,7 +29,7 @@ def test_epoch_limit_finishes_the_run_and_the_first_stop_reason_is_kept():
     assert other.finished and other.stop_reason == "early_stop"
 
 
-def test_best_metric_is_updated_only_by_a_better_value():
+def test_train_state_updates_the_best_validation_metric_only_by_a_better_value():
     state = TrainState(total_steps=10)
     assert not state.note_metric(float("nan"))
     assert state.note_metric(0.5) and not state.note_metric(0.5) and state.note_metric(0.7)
@@ -37,7 +37,7 @@ def test_best_metric_is_updated_only_by_a_better_value():
     assert TrainState(best_metric=0.5).note_metric(0.4, higher_is_better=False)
 
 
-def test_train_state_round_trips_through_training_info():
+def test_train_state_written_to_training_info_is_read_back_equal():
     state = TrainState(consumed_samples=64, total_steps=3, draw_counter=80, log_dir="logs/exp_001", max_num_steps=5)
     state.stop("interrupted")
     info = state.to_training_info({"val:accuracy": 0.5})
@@ -51,12 +51,12 @@ def test_train_state_round_trips_through_training_info():
     assert TrainState.from_training_info(written).val_reward == float("inf")
 
 
-def test_unknown_training_info_keys_are_dropped_and_missing_ones_keep_defaults():
+def test_unknown_keys_of_training_info_are_ignored_and_missing_ones_keep_defaults():
     state = TrainState.from_training_info({"total_steps": 7, "from_a_newer_version": 1, "val:accuracy": 0.1})
     assert state == TrainState(total_steps=7)
     assert TrainState.from_training_info(None) == TrainState()
 
 
 @pytest.mark.parametrize("info", [{"val_reward": "nan"}, {"val_reward": 0.25}])
-def test_val_reward_is_read_back_as_a_float(info):
+def test_val_reward_of_training_info_is_read_back_as_a_float(info):
     assert isinstance(TrainState.from_training_info(info).val_reward, float)

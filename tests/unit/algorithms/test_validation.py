@@ -53,14 +53,14 @@ def validator(engine=None, **options):
 
 
 @pytest.mark.parametrize("limit, expected", [(5, 5), (1, 1), (8, 8), (100, 8), (None, 8), (2, 2)])
-def test_validation_uses_exactly_max_val_samples_prompts(limit, expected):
+def test_validation_uses_the_first_max_val_samples_prompts(limit, expected):
     metrics = validator(max_val_samples=limit).run(step=0).metrics
     assert metrics["num_samples"] == expected
     # even prompts are right: 0, 2, 4, ...
     assert metrics["accuracy"] == pytest.approx(math.ceil(expected / 2) / expected)
 
 
-def test_pass_k_is_the_share_of_prompts_with_any_correct_response():
+def test_validation_pass_at_k_is_the_share_of_prompts_with_any_correct_response():
     # sample 1 of each prompt is wrong, sample 0 right for even prompts
     engine = FakeGeneration(respond=lambda prompt, key: prompt if key[2] == 0 else "x")
     metrics = validator(engine, val_num_generations_per_prompt=2, max_val_samples=4).run(step=3).metrics
@@ -69,7 +69,7 @@ def test_pass_k_is_the_share_of_prompts_with_any_correct_response():
     assert metrics["num_samples"] == 4
 
 
-def test_validation_sampling_is_seeded_by_prompt_number_and_the_stream_val():
+def test_validation_responses_are_sampled_with_seeds_from_the_prompt_number_and_the_stream_val():
     engine = FakeGeneration(respond=lambda prompt, key: prompt)
     checked = validator(engine, max_val_samples=5)
     checked.run(step=1)
@@ -102,7 +102,7 @@ def test_validation_is_due_by_period_and_at_end():
     assert not any(validator(val_period=0).due(s, is_last=False) for s in range(1, 20))
 
 
-def test_accuracy_has_no_confidence_interval_if_rewards_are_not_between_0_and_1():
+def test_validation_accuracy_has_no_confidence_interval_if_rewards_are_outside_0_to_1():
     class Big(OneTurn):
         def step(self, log, metadata):
             answer = super().step(log, metadata)
@@ -151,7 +151,7 @@ def asked(engine):
 
 @pytest.mark.parametrize("use", [lambda engine: validator(engine).run(step=0), asked], ids=["validation", "writer"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_engine_is_closed_after_an_error_and_the_first_error_is_raised(use, error):
+def test_run_that_fails_closes_the_generation_engine_and_raises_the_first_error(use, error):
     engine = Watched(error("the first"), RuntimeError("the second"))
     engine.config, engine.seed, engine.max_model_len = GenerationConfig(), 1, 64
     with pytest.raises(error, match="the first") as caught:
@@ -159,12 +159,12 @@ def test_engine_is_closed_after_an_error_and_the_first_error_is_raised(use, erro
     assert (engine.open, engine.finished) == (0, 1) and "RuntimeError: the second" in caught.value.__notes__[0]
 
 
-def test_error_while_closing_the_engine_is_raised_if_nothing_else_failed():
+def test_error_while_closing_the_generation_engine_is_raised_if_nothing_else_failed():
     with pytest.raises(RuntimeError, match="alone"):
         validator(Watched(second=RuntimeError("alone"))).run(step=0)
 
 
-def test_ctrl_c_does_not_wait_for_an_engine_that_hangs_while_closing(monkeypatch):
+def test_ctrl_c_does_not_wait_for_a_generation_engine_that_hangs_while_closing(monkeypatch):
     monkeypatch.setattr(interfaces, "_AT_ONCE_SECONDS", 0.01)
     engine, free = Watched(KeyboardInterrupt()), threading.Event()
     engine.finish_generation = free.wait

@@ -62,7 +62,7 @@ def train(folder, callbacks, **more):
         ("checkpoint 2 saved", "validation 0, step 1, step 2, checkpoint 2 saved, end 2 finished"),
     ],
 )
-def test_callbacks_receive_run_events_and_can_stop_the_run(tmp_path, stop_at, said, capsys):
+def test_callbacks_are_called_at_each_event_of_a_run_and_can_stop_it(tmp_path, stop_at, said, capsys):
     heard = Heard(stop_at)
     train(tmp_path, heard, checkpointing__save_period=2)
     assert ", ".join(heard.said) == said
@@ -95,7 +95,7 @@ def test_failing_callback_ends_the_run_with_an_error_that_names_it(tmp_path, cap
     assert "warning: callback Broken.on_end failed with RuntimeError: after failed" in capsys.readouterr().err
 
 
-def test_every_callbacks_on_end_is_called_even_if_earlier_ones_fail(tmp_path, capsys):
+def test_on_end_of_every_callback_is_called_even_if_an_earlier_one_fails(tmp_path, capsys):
     class Broken(nemo_rl_cpp.Callback):
         def on_end(self, event):
             raise RuntimeError("mine")
@@ -106,7 +106,7 @@ def test_every_callbacks_on_end_is_called_even_if_earlier_ones_fail(tmp_path, ca
     assert heard.said[-1] == "end 3 finished" and capsys.readouterr().err.count("warning: callback Broken.on_end") == 1
 
 
-def test_ctrl_c_during_the_upload_cancels_only_the_upload(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_during_the_upload_to_the_hub_cancels_only_the_upload(tmp_path, monkeypatch, capsys):
     def interrupted(*folder, **options):
         raise KeyboardInterrupt
 
@@ -138,7 +138,7 @@ class Hub:
 
 
 @pytest.mark.parametrize("name", ["org/taken", "org/refused"])
-def test_finished_run_is_pushed_to_the_hub_or_reports_why_not(tmp_path, monkeypatch, capsys, name):
+def test_push_to_hub_uploads_the_finished_run_or_reports_why_it_cannot(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr(hub_upload, "can_push", lambda: True)
     monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: True)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda token: Hub())

@@ -38,7 +38,7 @@ def test_loaded_model_generates_the_same_texts_as_the_training_result(result, mo
     assert model._repr_html_().startswith("<p>LoadedModel(")
 
 
-def test_generation_options_have_the_same_effect_on_result_and_loaded_model(result, model):
+def test_generation_options_have_the_same_effect_on_a_training_result_and_a_loaded_model(result, model):
     drawn = result.generate(["12=", "3="], n=6, temperature=1.0)
     assert [len(texts) for texts in drawn] == [6, 6] and len(set(drawn[0])) > 1
     assert result.generate(["12=", "3="], n=6, temperature=1.0) == drawn
@@ -81,13 +81,13 @@ def test_chat_rejects_a_request_for_several_responses(model):
         model.chat("12=", n=2)
 
 
-def test_evaluation_uses_the_stop_strings_of_training(result, monkeypatch):
+def test_evaluate_ends_responses_at_the_stop_strings_of_training(result, monkeypatch):
     monkeypatch.setattr(result.config.policy.generation, "stop_strings", list("0123456789+-*/=. "))
     found = nemo_rl_cpp.evaluate(result, ROWS[:2], share_right, max_new_tokens=2)
     assert all(len(sample["response"]) <= 1 for sample in found.samples)
 
 
-def test_evaluation_scores_match_the_reward_functions(result, model):
+def test_evaluate_returns_the_scores_of_the_reward_functions(result, model):
     texts = model.generate([row["prompt"] for row in ROWS], max_new_tokens=3)
     parts = share_right(texts, [row["answer"] for row in ROWS]), starts_with(texts, [row["answer"] for row in ROWS])
     for given, options in ((model, {"max_new_tokens": 3}), (result, {})):
@@ -103,7 +103,7 @@ def test_evaluation_scores_match_the_reward_functions(result, model):
     assert result.generate("12=") == model.generate("12=", max_new_tokens=3)  # nothing of it is left
 
 
-def test_evaluation_with_several_responses_per_prompt_computes_pass_at_k(model):
+def test_evaluate_with_several_responses_per_prompt_returns_pass_at_k(model):
     found = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=4, temperature=1.0, max_new_tokens=1, seed=1)
     alone = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=1, temperature=1.0, max_new_tokens=1, seed=1)
     assert (
@@ -126,7 +126,7 @@ def test_evaluation_with_several_responses_per_prompt_computes_pass_at_k(model):
     (lambda m: nemo_rl_cpp.evaluate(None, ROWS, share_right), "model is None: give a folder, a model's name, what nemo_rl_cpp.load"),
     (lambda m: nemo_rl_cpp.evaluate(m, [{"prompt": "1" * 600, "answer": "1"}], share_right), "prompt 0 has 600 tokens, which leaves no room"),
 ])  # fmt: skip
-def test_invalid_calls_are_rejected_with_a_one_line_error(model, call, words):
+def test_invalid_calls_of_load_generate_and_evaluate_raise_a_one_line_error(model, call, words):
     with pytest.raises(ValueError, match=words) as caught:
         call(model)
     assert "\n" not in str(caught.value)

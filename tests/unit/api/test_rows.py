@@ -38,12 +38,12 @@ def files(tmp_path, monkeypatch):
     ],
     ids=["list", "tuple", "iterator", "generator", "columns", "columns of tuples", "frame", "dataset", "series", "arrays", "iterable dataset"],
 )  # fmt: skip
-def test_rows_are_read_from_every_kind_of_table(given):
+def test_train_grpo_reads_rows_from_every_kind_of_table(given):
     assert rows_of(given, "prompts") == ROWS
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "disk"])
-def test_rows_are_read_from_a_path_of_every_file_format(files, name):
+def test_train_grpo_reads_rows_from_a_path_of_every_file_format(files, name):
     assert rows_of(name, "prompts") == rows_of(files / name, "prompts") == rows_of(str(files / name), "prompts") == ROWS
 
 
@@ -98,7 +98,7 @@ def function(*args):
         ([{"prompt": "a", "completions": "x"}], "has the key 'completions', under which reward functions"),
     ],
 )  # fmt: skip
-def test_invalid_prompts_are_rejected_with_a_one_line_error(files, given, message):
+def test_invalid_prompts_raise_a_one_line_error(files, given, message):
     with pytest.raises(ValueError, match=message) as caught:
         rows_of(given, "prompts")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

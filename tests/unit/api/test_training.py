@@ -23,7 +23,7 @@ def run(tmp_path, prompts=ROWS, reward=share_right, **options):
     return nemo_rl_cpp.train_grpo("tiny-random", prompts, reward, **settings | options)
 
 
-def test_training_on_rows_reports_history_rewards_and_validations(tmp_path):
+def test_train_grpo_on_rows_returns_step_metrics_rewards_and_validations(tmp_path):
     result = run(tmp_path, validation=ROWS[:3])
     assert [row["step"] for row in result.history] == [1, 2]
     assert len(result.rewards) == 2 and all(0 <= reward <= 1 for reward in result.rewards)
@@ -32,7 +32,7 @@ def test_training_on_rows_reports_history_rewards_and_validations(tmp_path):
     assert result.log_dir.is_relative_to(tmp_path) and "<iframe" in result._repr_html_()
 
 
-def test_strings_are_continued_and_conversations_use_the_chat_template(tmp_path):
+def test_prompts_that_are_strings_are_continued_and_conversations_use_the_chat_template(tmp_path):
     seen = []
 
     def reward(prompts, completions):
@@ -44,7 +44,7 @@ def test_strings_are_continued_and_conversations_use_the_chat_template(tmp_path)
     assert set(seen) == {"12=", "34="} and len(seen) == 8 and result.config.grpo.num_prompts_per_step == 2
 
 
-def test_keyword_overrides_set_configuration_keys(tmp_path):
+def test_keyword_arguments_of_train_grpo_set_configuration_keys(tmp_path):
     result = run(tmp_path, num_steps=1, overlong_filtering=True, loss_fn__ratio_clip_max=0.3, policy__optimizer__kwargs__weight_decay=0.5,
                  loss_fn__reference_policy_kl_penalty=0.01)  # fmt: skip
     config = result.config
@@ -53,7 +53,7 @@ def test_keyword_overrides_set_configuration_keys(tmp_path):
     assert "kl_penalty" in result.history[0] and result.policy.reference is not None
 
 
-def test_saved_policy_loads_again_with_identical_weights(tmp_path):
+def test_policy_saved_from_python_loads_again_with_identical_weights(tmp_path):
     result = run(tmp_path, num_steps=1)
     folder = result.save(tmp_path / "model")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
@@ -64,7 +64,7 @@ def test_saved_policy_loads_again_with_identical_weights(tmp_path):
     assert again.generate(["12="]) == result.generate(["12="])
 
 
-def test_second_call_with_the_same_checkpoint_dir_resumes(tmp_path):
+def test_second_train_grpo_call_with_the_same_checkpoint_dir_resumes(tmp_path):
     run(tmp_path, num_steps=2, checkpoint_dir=tmp_path / "c")
     result = run(tmp_path, num_steps=3, checkpoint_dir=tmp_path / "c")
     assert [row["step"] for row in result.history] == [3]
@@ -80,7 +80,7 @@ CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
     ({"prompts": [CHAT], "policy__tokenizer__chat_template": "{{ messages[1].content }}"}, r"^prompt 0: the chat template leaves out message 0"),
     ({"prompts": [{"prompt": CHAT, "tools": 3}]}, r"^prompt 0: 'tools' must be a list of JSON schemas"),
 ])  # fmt: skip
-def test_every_prompt_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, words):
+def test_train_grpo_checks_every_prompt_before_the_model_is_loaded(tmp_path, monkeypatch, arguments, words):
     monkeypatch.setattr("nemo_rl_cpp.algorithms.parts.make_policy", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=words):
         run(tmp_path, reward=lambda completions, **_: [0.0] * len(completions), **arguments)
@@ -92,7 +92,7 @@ def test_model_argument_that_is_neither_name_nor_folder_is_rejected(model):
         nemo_rl_cpp.train_grpo(model, ROWS, share_right)
 
 
-def test_preflight_errors_and_warnings_are_reported_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
+def test_train_grpo_reports_configuration_errors_and_warnings_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
     from nemo_rl_cpp.api import training
     from nemo_rl_cpp.checks import Finding
 
@@ -109,7 +109,7 @@ def test_preflight_errors_and_warnings_are_reported_before_the_model_is_loaded(t
     assert run(tmp_path) == "trained" and "warning: slow\n" in capsys.readouterr().err
 
 
-def test_response_ends_at_a_stop_string(tmp_path):
+def test_training_responses_end_at_a_stop_string(tmp_path):
     lengths = []
 
     def reward(completions):
@@ -120,7 +120,7 @@ def test_response_ends_at_a_stop_string(tmp_path):
     assert set(lengths) == {1} and result.config.policy.generation.stop_strings == list("0123456789=")
 
 
-def test_result_generates_greedily_by_default_and_samples_with_a_temperature(tmp_path):
+def test_training_result_generates_greedily_by_default_and_samples_with_a_temperature(tmp_path):
     result = run(tmp_path, num_steps=0)
     greedy = result.generate(["12="] * 8)
     assert len(set(greedy)) == 1 and result.generate(["12="] * 8, temperature=0) == greedy
@@ -140,7 +140,7 @@ def captured(monkeypatch, call, reward_funcs=share_right, **options):
     return call("tiny-random", ROWS, reward_funcs, num_prompts_per_step=1, max_new_tokens=3, max_length=16, **options)
 
 
-def test_gdpo_applies_reward_weights_once(tmp_path, monkeypatch):
+def test_gdpo_applies_each_reward_weight_once(tmp_path, monkeypatch):
     from nemo_rl_cpp.algorithms.advantage_estimator import make_estimator
     from nemo_rl_cpp.rollouts.rollouts import Conversations
 
@@ -181,12 +181,12 @@ def own_loss(next_token_logprobs):
 
 
 @pytest.mark.parametrize("uses_critic", [True, False])
-def test_uses_critic_key_decides_whether_a_custom_estimator_gets_a_critic(monkeypatch, uses_critic):
+def test_key_uses_critic_decides_whether_a_run_with_a_custom_estimator_trains_a_critic(monkeypatch, uses_critic):
     options = dict(adv_estimator=own_estimator, num_generations=2, ppo__adv_estimator__uses_critic=uses_critic)
     assert captured(monkeypatch, nemo_rl_cpp.train_ppo, **options)[0].has_critic == uses_critic
 
 
-def test_names_of_custom_loss_and_estimator_objects_are_written_to_the_checkpoint(tmp_path):
+def test_checkpoint_configuration_names_the_custom_loss_and_estimator_objects(tmp_path):
     import yaml
 
     result = run(tmp_path, num_steps=1, adv_estimator=own_estimator, loss_fn=own_loss, checkpoint_dir=tmp_path / "c")
@@ -196,7 +196,7 @@ def test_names_of_custom_loss_and_estimator_objects_are_written_to_the_checkpoin
     assert "own_estimator (given from Python)" in (result.log_dir / "report.html").read_text()
 
 
-def test_saving_checkpoints_can_be_enabled_by_configuration_keys(tmp_path, monkeypatch):
+def test_train_grpo_saves_checkpoints_if_configuration_keys_enable_it(tmp_path, monkeypatch):
     options = {"checkpointing__enabled": True, "checkpointing__checkpoint_dir": "b", "checkpointing__save_period": 5}
     checkpointing = captured(monkeypatch, nemo_rl_cpp.train_grpo, **options)[0].checkpointing
     assert (checkpointing.enabled, checkpointing.checkpoint_dir, checkpointing.save_period) == (True, "b", 5)

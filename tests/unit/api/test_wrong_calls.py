@@ -139,7 +139,7 @@ async def late(text):
     return float(len(text))
 
 
-def test_reward_that_is_a_coroutine_is_a_one_line_error_that_names_the_function(tmp_path):
+def test_reward_function_that_returns_a_coroutine_as_reward_is_a_one_line_error_that_names_it(tmp_path):
     def mine(completions):
         return [late("a"), *[1.0] * (len(completions) - 1)]
 

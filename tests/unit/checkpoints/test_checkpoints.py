@@ -66,7 +66,7 @@ def test_saved_checkpoint_contains_its_files_manifest_and_status(make, root):
 
 
 @pytest.mark.parametrize("key, value", [("save_period", 0), ("keep_top_k", -1), ("checkpoint_dir", "")])
-def test_invalid_checkpointing_settings_are_rejected_by_key(make, key, value):
+def test_error_for_an_invalid_checkpointing_setting_names_its_key(make, key, value):
     with pytest.raises(ValueError, match=f"checkpointing.{key}"):
         make(**{key: value})
 
@@ -83,7 +83,7 @@ def test_exception_while_saving_leaves_no_partial_checkpoint(make, root):
     save(manager, 2)
 
 
-def test_two_processes_cannot_save_into_one_folder(make):
+def test_saving_into_the_checkpoint_folder_of_another_process_is_an_error(make):
     manager, other = make(), make()
     with manager.saving(1, {}) as folder:
         with pytest.raises(RuntimeError, match="checkpointing.checkpoint_dir of its own"), other.saving(2, {}):
@@ -92,7 +92,7 @@ def test_two_processes_cannot_save_into_one_folder(make):
     save(other, 2)
 
 
-def test_resume_paths_name_weights_and_optimizer_of_each_component(tmp_path):
+def test_resume_loads_weights_and_optimizer_of_policy_and_critic_from_their_subfolders(tmp_path):
     assert CheckpointManager.get_resume_paths(None) == (None, None)
     step = tmp_path / "step_1"
     (step / "policy" / "weights").mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_old_checkpoints_are_deleted_according_to_the_configured_limits(make, ro
     assert names(root) == [f"step_{step}" for step in kept]
 
 
-def test_save_reason_names_the_setting_or_event_that_triggers_the_save(make):
+def test_printed_reason_of_a_checkpoint_save_is_the_setting_or_event_that_triggered_it(make):
     manager = make(save_period=10, ft_save_period=4)
     assert [manager.save_reason(step) for step in (7, 8, 10)] == [None, "ft_save_period", "save_period"]
     for event, reason in (("is_last", "last_step"), ("early_stop",) * 2, ("timeout",) * 2, ("interrupted",) * 2):
@@ -140,7 +140,7 @@ def test_save_reason_names_the_setting_or_event_that_triggers_the_save(make):
 # ---- damaged checkpoints
 
 
-def test_latest_checkpoint_skips_damaged_and_incomplete_folders(three, make):
+def test_newest_checkpoint_is_searched_among_complete_undamaged_folders_only(three, make):
     save(make(), 4)
     (three / "step_3" / "policy" / "weights" / "model.safetensors").write_bytes(b"\x09" * 1000)  # of the same size
     (three / "step_4" / "manifest.json").unlink()
@@ -171,7 +171,7 @@ def test_checkpoints_of_other_programs_are_ignored_and_never_overwritten(make, r
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"files": {}, "digest": "x"}'])
-def test_checkpoint_with_a_truncated_manifest_is_set_aside(three, make, content):
+def test_checkpoint_with_a_truncated_manifest_is_renamed_and_not_resumed(three, make, content):
     (three / "step_3" / "manifest.json").write_text(content)
     with pytest.warns(UserWarning, match="set step_3 aside"):
         assert make().get_latest_checkpoint_path().endswith("step_2")
@@ -239,7 +239,7 @@ def test_resume_fails_if_every_checkpoint_is_damaged(three, make):
             find_resume(make())
 
 
-def test_leftover_of_a_killed_first_save_is_removed_and_not_resumed(make, root):
+def test_partial_checkpoint_of_a_killed_first_save_is_removed_and_not_resumed(make, root):
     (root / "tmp_step_2").mkdir(parents=True)
     with pytest.warns(UserWarning, match="removed the left-over tmp_step_2"):
         assert find_resume(make()).path is None
@@ -249,7 +249,7 @@ def test_leftover_of_a_killed_first_save_is_removed_and_not_resumed(make, root):
     ("auto", False, None), ("auto", True, None), ("never", False, None), ("must", True, None),
     ("never", True, "resume=never, but .* holds checkpoints .the newest is step_3"), ("must", False, "resume=must, but .* holds no checkpoint"),
 ])  # fmt: skip
-def test_resume_mode_decides_whether_a_checkpoint_is_required_or_forbidden(three, make, mode, saved, error):
+def test_checkpointing_resume_decides_whether_a_checkpoint_is_required_or_forbidden(three, make, mode, saved, error):
     manager = make(resume=mode, checkpoint_dir=str(three if saved else three / "empty"))
     if error is None:
         assert (find_resume(manager).path is not None) == saved
@@ -259,7 +259,7 @@ def test_resume_mode_decides_whether_a_checkpoint_is_required_or_forbidden(three
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_pruning_removes_symlinks_but_not_their_targets(three, make, tmp_path):
+def test_deleting_old_checkpoints_removes_symlinks_but_not_their_targets(three, make, tmp_path):
     """`step_1` and `tmp_step_9` may be links that a user made."""
     elsewhere = tmp_path / "elsewhere"
     os.rename(three / "step_1", elsewhere)
@@ -271,7 +271,7 @@ def test_pruning_removes_symlinks_but_not_their_targets(three, make, tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_folders_with_similar_names_are_not_treated_as_checkpoints(three, make):
+def test_folders_whose_names_resemble_step_n_are_not_treated_as_checkpoints(three, make):
     similar = ["step_01", "step_٣", "step_-1", "tmp_step_02", "step_1_backup"]
     for name in similar:
         (three / name).mkdir()
@@ -279,7 +279,7 @@ def test_folders_with_similar_names_are_not_treated_as_checkpoints(three, make):
     assert set(similar) < set(names(three))
 
 
-def test_manifest_that_lists_files_outside_its_folder_is_invalid(tmp_path):
+def test_checkpoint_manifest_that_lists_files_outside_its_folder_is_invalid(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "outside").write_text("x")
     (tmp_path / "a" / "f").symlink_to("../outside")

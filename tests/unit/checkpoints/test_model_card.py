@@ -9,7 +9,7 @@ from nemo_rl_cpp.models.hub_upload import CardFacts, card_text, write_card
 FACTS = CardFacts(20, ["right", "short (weight 0.1)"], {"reward, last step": 0.51234}, {})
 
 
-def test_model_card_lists_the_facts_of_the_run():
+def test_model_card_lists_base_model_algorithm_steps_and_metrics_of_the_run():
     card = ModelCard(card_text(load_grpo_config("grpo_arithmetic_smollm2.yaml"), FACTS))
     assert card.data.to_dict() == {
         "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "library_name": "transformers", "pipeline_tag": "text-generation",
@@ -30,7 +30,7 @@ def test_model_card_lists_the_facts_of_the_run():
         assert line in card.text, line
 
 
-def test_model_card_lists_base_model_and_data_sets_of_the_hub():
+def test_metadata_of_the_model_card_lists_base_model_and_data_sets_of_the_hub():
     card = ModelCard(
         card_text(
             load_ppo_config(

@@ -12,7 +12,7 @@ def lines_of(config):
     return title, {row[2:12].strip(): row[12:] for row in rows}
 
 
-def test_banner_lists_model_steps_device_memory_and_folders(tmp_path, monkeypatch):
+def test_start_banner_lists_model_steps_device_memory_and_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(banner, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     logs, saved = tmp_path / "logs", tmp_path / "results"
@@ -33,7 +33,7 @@ def test_banner_lists_model_steps_device_memory_and_folders(tmp_path, monkeypatc
     assert rows["data"].startswith("arithmetic, ") and rows["data"].endswith("; validation: arithmetic, 256 rows")
 
 
-def test_banner_has_a_lora_line_and_lora_reduces_the_memory_estimate():
+def test_start_banner_with_lora_has_a_lora_line_and_a_smaller_memory_estimate():
     full, lora = (
         load_grpo_config(f"configs/grpo_arithmetic_smollm2{name}.yaml", ["policy.generation.packed_weights=off"])
         for name in ("", "_lora")
@@ -52,7 +52,7 @@ def test_banner_has_a_lora_line_and_lora_reduces_the_memory_estimate():
     assert certain_bytes(apart) == pytest.approx(134_515_008 * 2 + 30 * 10_176 * 8 * 21, rel=1e-3)
 
 
-def test_lora_line_of_the_banner_counts_the_adapted_matrices_of_all_layers():
+def test_lora_line_of_the_start_banner_counts_the_adapted_matrices_of_all_layers():
     recurrent = {
         "model_type": "qwen3_5_text", "num_hidden_layers": 3, "full_attention_interval": 2, "linear_num_key_heads": 1,
         "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -68,7 +68,7 @@ def test_lora_line_of_the_banner_counts_the_adapted_matrices_of_all_layers():
     assert lines_of(config)[1]["lora"].startswith("dim 8, 3 of 23 matrices: ")
 
 
-def test_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypatch):
+def test_start_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda: 1e9)
     config = load_grpo_config("configs/grpo_arithmetic_smollm2.yaml", [
         "checkpointing.enabled=false", "logger.report=false", "cluster.cpus_per_worker=1",
@@ -81,7 +81,7 @@ def test_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypat
     assert rows["device"].startswith("cpu, 1 thread")
 
 
-def test_banner_counts_data_rows_only_of_existing_jsonl_files(tmp_path):
+def test_start_banner_counts_data_rows_only_of_existing_jsonl_files(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"input": "1"}\n\n{"input": "2"}\n{"input": "3"}')
     assert rows_of({"dataset_name": "ResponseDataset", "data_path": str(file)}) == 3

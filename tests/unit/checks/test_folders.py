@@ -37,7 +37,7 @@ def save(folder, step):
         pass
 
 
-def test_usable_folders_give_no_error_and_are_not_modified(tmp_path):
+def test_preflight_check_of_usable_folders_gives_no_error_and_modifies_nothing(tmp_path):
     assert list(folders.check(config_of(tmp_path))) == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "ck").mkdir()
@@ -56,7 +56,7 @@ UNUSABLE = {  # path below tmp_path (one from the root stays as it is) -> what t
 
 @pytest.mark.parametrize("key, path", [("checkpointing.checkpoint_dir", "checkpoints"), ("logger.log_dir", "logs")])
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_folder_that_cannot_be_created_or_written_is_an_error(tmp_path, key, path, name):
+def test_preflight_check_reports_a_folder_that_cannot_be_created_or_written(tmp_path, key, path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (found,) = errors(config_of(tmp_path, **{path: tmp_path / name}))
@@ -67,7 +67,7 @@ def test_checkpoint_folder_is_not_checked_if_checkpointing_is_disabled(tmp_path)
     assert errors(config_of(tmp_path, "checkpointing.enabled=false", checkpoints="/proc/self/below")) == []
 
 
-def test_folder_in_use_by_another_run_is_an_error(tmp_path):
+def test_preflight_check_reports_a_log_or_checkpoint_folder_in_use_by_another_run(tmp_path):
     (tmp_path / "ck").mkdir()
     lock = FolderLock(tmp_path / "ck", "key")
     (found,) = errors(config_of(tmp_path))
@@ -76,7 +76,7 @@ def test_folder_in_use_by_another_run_is_an_error(tmp_path):
     assert errors(config_of(tmp_path)) == []
 
 
-def test_estimated_checkpoint_size_matches_hand_computed_values(tmp_path):
+def test_estimated_checkpoint_sizes_match_hand_computed_values(tmp_path):
     """Of the tiny model: 16 x 64 twice (embedding, head), a last norm of 64, and two layers of 4 x 64 x 64 (attention, as many
     heads for keys and values), 3 x 64 x 128 (MLP) and two norms of 64."""
     parameters = 2 * 16 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)

@@ -59,11 +59,11 @@ def rows(*pairs):
     return [{"input": question, "output": answer} for question, answer in pairs]
 
 
-def test_valid_data_gives_no_warning_or_error(found):
+def test_preflight_check_of_valid_data_gives_no_warning_or_error(found):
     assert found(rows(("1+1=", "2"), ("2+2=", "4"))) == []
 
 
-def test_error_for_cut_prompts_names_their_number_and_the_longest_row(found):
+def test_error_for_prompts_that_would_be_cut_gives_their_number_and_the_longest_row(found):
     [(level, key, message)] = found(
         rows(*[("1" * n, "2") for n in (40, 41, 45)]),
         "data.max_input_seq_length=40",
@@ -76,7 +76,7 @@ def test_error_for_cut_prompts_names_their_number_and_the_longest_row(found):
     assert "the longest is row 3 with 45 tokens; raise data.max_input_seq_length" in message
 
 
-def test_prompts_that_leave_no_room_for_a_response_are_reported(found):
+def test_prompts_that_leave_no_room_for_a_response_are_reported_before_the_run(found):
     options = (
         "data.max_input_seq_length=null",
         "policy.max_total_sequence_length=32",
@@ -90,7 +90,7 @@ def test_prompts_that_leave_no_room_for_a_response_are_reported(found):
     assert level == "warning"
 
 
-def test_unparsable_ground_truths_are_counted_and_the_first_is_named(found):
+def test_warning_counts_ground_truths_that_cannot_be_parsed_and_quotes_the_first(found):
     hashes = [(f"{i}=", f"so it is\n#### {i}") for i in range(2)]
     [(level, key, message)] = found(rows(("1=", "1"), ("2=", "\\frac{1}{2}"), *hashes))
     assert (level, key) == ("warning", "data.train")
@@ -114,7 +114,7 @@ def test_unparsable_ground_truths_are_counted_and_the_first_is_named(found):
         ("He has 3 + 4 = 7 apples.", "warning"),
     ],
 )
-def test_each_kind_of_unparsable_ground_truth_is_reported(found, truth, level):
+def test_each_kind_of_ground_truth_that_cannot_be_parsed_gives_a_warning(found, truth, level):
     [(given, _, message)] = found(rows(("1=", truth)))
     assert given == level and message.startswith("1 of 1 truths cannot be parsed (env.math): the first is row 1")
 
@@ -126,18 +126,18 @@ def test_each_kind_of_unparsable_ground_truth_is_reported(found, truth, level):
         "The answer is \\boxed{5}", "x=1 or x=2 or x=3", "\\{1, 2\\}", "π",
     ],
 )  # fmt: skip
-def test_matchable_ground_truths_give_no_warning(found, truth):
+def test_ground_truths_that_a_response_can_match_give_no_warning(found, truth):
     assert found(rows(("1=", truth))) == []
 
 
-def test_unread_columns_that_look_like_prompt_parts_give_a_warning(found):
+def test_data_columns_that_look_like_prompt_parts_but_are_not_read_give_a_warning(found):
     row = {"input": "1=", "output": "1", "choices": ["1", "2"], "id": 3}
     [(level, _, message)] = found([row])
     assert level == "warning" and message.startswith("has the columns choices, which are not part of the prompts")
     assert found([row | {"choices": "1="}], "++data.train.input_key=choices") == []
 
 
-def test_multiple_choice_ground_truths_that_are_not_letters_give_a_warning(found):
+def test_ground_truths_of_multiple_choice_data_that_are_not_letters_give_a_warning(found):
     [(level, _, message)] = found(rows(("1=", "A"), ("2=", "(B) two")), "++env.math.verifier_type=english_multichoice")
     assert (
         level == "warning"
@@ -148,7 +148,7 @@ def test_multiple_choice_ground_truths_that_are_not_letters_give_a_warning(found
 
 @pytest.mark.parametrize("name", ["math", "math_multi_reward", "arithmetic", "reverse_digits"])
 @pytest.mark.parametrize("truth", [["1", "2"], ["1"], [], {"value": "1"}, True])
-def test_single_ground_truth_that_is_not_a_string_is_an_error(found, name, truth):
+def test_ground_truth_that_is_not_a_string_is_an_error_even_in_a_single_row(found, name, truth):
     [(level, key, message)] = found(
         rows(("1=", "1"), ("2=", truth)), f"++data.train.env_name={name}", f"++env.{name}={{}}"
     )
@@ -175,13 +175,13 @@ def test_ground_truths_that_the_environment_rejects_are_an_error(found, name, wr
     assert found(rows(("1=", right)), f"++data.train.env_name={name}", f"++env.{name}={{}}") == []
 
 
-def test_custom_reward_functions_accept_any_ground_truth(found):
+def test_data_for_custom_reward_functions_may_have_any_ground_truth(found):
     options = ("++data.train.env_name=reward_functions", "++env.reward_functions.functions=[operator.eq]")
     assert found(rows(("1=", None), ("2=", ["1", "2"])), *options) == []
 
 
 @pytest.mark.parametrize("template", ["chatml", "Question: {question}", "{{ bos_token }}", "gone.j2"])
-def test_invalid_chat_template_is_an_error(found, template):
+def test_preflight_check_reports_an_invalid_chat_template(found, template):
     findings = found(rows(("1=", "1")), f"policy.tokenizer.chat_template={json.dumps(template)}")
     assert [(level, key) for level, key, _ in findings] == [("error", "policy.tokenizer.chat_template")]
 
@@ -195,7 +195,7 @@ def test_chat_template_of_a_randomly_initialised_model_is_checked_and_used():
     assert make_tokenizer(config.policy).apply_chat_template([{"role": "user", "content": "1"}], tokenize=False) == "01"
 
 
-def test_chat_template_is_checked_even_if_the_model_is_not_available(found):
+def test_preflight_check_tests_the_chat_template_even_if_the_model_is_not_available(found):
     for template, number in (
         ("gone.j2", 1),
         ("Question: {question}", 1),
@@ -211,7 +211,7 @@ def test_chat_template_is_checked_even_if_the_model_is_not_available(found):
         assert len(findings) == number
 
 
-def test_chat_template_of_the_model_folder_must_keep_the_question(found, tokenizer_folder):
+def test_preflight_check_reports_a_chat_template_that_drops_the_question(found, tokenizer_folder):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ bos_token }}"
     tokenizer.save_pretrained(tokenizer_folder)
@@ -222,7 +222,7 @@ def test_chat_template_of_the_model_folder_must_keep_the_question(found, tokeniz
     ) and "row 1: the chat template leaves out message 0 (user, '1=')" in message
 
 
-def test_missing_columns_data_files_and_prompt_placeholders_are_errors(found, tmp_path):
+def test_preflight_check_reports_missing_data_columns_data_files_and_prompt_placeholders(found, tmp_path):
     [(level, key, message)] = found([{"input": "1=", "output": "1"}, {"input": "2="}])
     assert (level, key) == ("error", "data.train") and "row 2: the key 'output' is missing" in message
     [(level, _, message)] = found(rows(("1=", "1")), f"data.train.data_path={tmp_path}/none.jsonl")
@@ -240,7 +240,7 @@ def test_prompt_file_of_a_hub_data_set_is_checked_without_downloading_the_data(t
     assert all("p.txt: there is no place" in f.message for f in findings)
 
 
-def test_evaluation_data_is_checked_for_cut_prompts(found):
+def test_preflight_check_of_an_evaluation_reports_prompts_that_would_be_cut(found):
     options = {"load": load_eval_config, "config": "evals/reverse_digits.yaml", "section": "data"}
     less = ("~data.num_digits", "~data.split", "generation.model_name=tiny-random", "++env.math.num_workers=1")
     assert found(rows(("1=", "1")), *less, **options) == []
@@ -267,7 +267,7 @@ def section_of(tmp_path, pairs):
     }
 
 
-def test_run_warns_once_about_cut_prompts_and_fails_if_all_are_cut(tmp_path, tiny, capsys):
+def test_run_warns_once_about_cut_prompts_and_ends_with_an_error_if_all_are_cut(tmp_path, tiny, capsys):
     config = {"max_input_seq_length": 10, "train": section_of(tmp_path, [("1" * 10, "1"), ("1", "1")])}
     for _ in range(2):
         train = load_response_data(tiny, config).train
@@ -293,7 +293,7 @@ def test_run_does_not_repeat_warnings_of_the_preflight_check(tmp_path, tiny, cap
     assert capsys.readouterr().err == ""
 
 
-def test_at_most_a_thousand_rows_of_a_large_data_set_are_checked(tmp_path, tiny):
+def test_preflight_check_reads_at_most_a_thousand_rows_of_a_large_data_set(tmp_path, tiny):
     from nemo_rl_cpp.data.datasets import ListDataset, load_response_dataset
 
     raw = load_response_dataset(section_of(tmp_path, [("1" * 10, "1")]))
@@ -301,7 +301,7 @@ def test_at_most_a_thousand_rows_of_a_large_data_set_are_checked(tmp_path, tiny)
     assert remark.level == "error" and "834 of 834 prompts looked at (of 2,500) reach 10 tokens" in remark.message
 
 
-def test_row_whose_task_name_has_no_processor_is_rejected(tmp_path, tiny):
+def test_preflight_check_reports_a_row_whose_task_name_has_no_data_processor(tmp_path, tiny):
     (tmp_path / "d.jsonl").write_text(
         json.dumps({"messages": [{"role": "user", "content": "1"}], "output": "2", "task_name": "mine"}) + "\n"
     )

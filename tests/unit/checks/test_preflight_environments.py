@@ -47,16 +47,16 @@ def rewards(names):
     ("grpo_tiny.yaml", load_grpo_config), ("ppo_tiny.yaml", load_ppo_config), ("evals/eval.yaml", load_eval_config),
     ("grpo_multiple_datasets.yaml", load_grpo_config), ("grpo_guess_number.yaml", load_grpo_config), ("grpo_code_smollm2.yaml", load_grpo_config),
 ])  # fmt: skip
-def test_shipped_configurations_give_no_error(config, load):
+def test_preflight_check_of_shipped_configurations_gives_no_environment_error(config, load):
     assert found(config=config, load=load) == []
 
 
-def test_valid_reward_functions_and_environments_give_no_error():
+def test_preflight_check_accepts_valid_reward_functions_and_environments():
     assert found(*rewards("preflight_module.right, preflight_module.Holder.Inner.right, os.path.join")) == []
     assert found("data.default.env_name=preflight_module.Actor", "+env={preflight_module.Actor: {}}") == []
 
 
-def test_gdpo_requires_several_reward_functions_as_parts_and_one_list_of_weights():
+def test_gdpo_requires_several_reward_functions_as_reward_components_and_one_list_of_weights():
     def of(section, *more):
         names = "functions: [preflight_module.right, preflight_module.Holder.Inner.right], "
         given = f"+env={{reward_functions: {{{names if 'functions' not in section else ''}{section}}}}}"
@@ -73,7 +73,7 @@ def test_gdpo_requires_several_reward_functions_as_parts_and_one_list_of_weights
     assert told.startswith("env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing")
 
 
-def test_environments_of_all_data_sets_are_checked():
+def test_preflight_check_covers_the_environments_of_all_data_sets():
     given = ["data.train.env_name=preflight_module.Odd", "data.validation.env_name=nowhere.Env"]
     first, second = found(*given, "+env={preflight_module.Odd: {}, nowhere.Env: {}}")
     assert first.startswith("env.preflight_module.Odd cannot be used: ") and "EnvironmentInterface" in first
@@ -81,18 +81,18 @@ def test_environments_of_all_data_sets_are_checked():
 
 
 @pytest.mark.parametrize("name", ["", "right", ".right", "a..b", "a.b c", "1.2", None, 3, ["a.b"]])
-def test_reward_function_that_is_not_a_dotted_python_name_is_rejected(name):
+def test_preflight_check_reports_a_reward_function_that_is_not_a_dotted_python_name(name):
     with pytest.raises(LoadingError, match="is no dotted name"):
         import_object(name, "reward function")
 
 
-def test_misspelt_environment_name_suggests_a_registered_one():
+def test_error_for_a_misspelt_environment_name_suggests_a_registered_one():
     assert environment_class("arithmetic").__name__ == "ArithmeticEnvironment"
     with pytest.raises(LoadingError, match=r"no environment is called 'arithmetik'; did you mean arithmetic\?"):
         environment_class("arithmetik")
 
 
-def test_failing_import_is_reported_with_file_and_line():
+def test_failing_import_of_a_reward_function_is_reported_with_file_and_line():
     Path("broken_module.py").write_text("x = 1\nimport os.nothing_here\n")
     with pytest.raises(LoadingError, match=r"there is no module os.nothing_here, which broken_module.py:2 imports"):
         import_object("broken_module.f", "reward function")

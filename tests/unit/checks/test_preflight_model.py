@@ -78,7 +78,7 @@ def only(config, level="error"):
     return text
 
 
-def test_compatible_model_and_configuration_give_no_error(model):
+def test_preflight_check_of_a_compatible_model_and_configuration_gives_no_error(model):
     assert said(grpo(model)) == [] == said(grpo("model"))
     assert said(load_grpo_config("grpo_tiny.yaml")) == [] == said(load_ppo_config("ppo_tiny.yaml"))
 
@@ -115,7 +115,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"model_max_length": 600}, 600),
     ],
 )
-def test_sequence_length_beyond_the_models_positions_is_an_error(keys, positions, tmp_path, model):
+def test_maximum_sequence_length_beyond_the_models_positions_is_an_error(keys, positions, tmp_path, model):
     folder = model_folder(tmp_path / "other", **keys)
     assert said(grpo(folder, f"policy.max_total_sequence_length={positions}")) == []
     text = only(grpo(folder, f"policy.max_total_sequence_length={positions + 1}"))
@@ -137,7 +137,7 @@ def test_sequence_length_beyond_the_models_positions_is_an_error(keys, positions
         )
 
 
-def test_sequence_length_is_checked_for_tiny_random_and_for_the_critic():
+def test_maximum_sequence_length_is_checked_for_randomly_initialised_models_and_the_critic():
     long = ["policy.max_total_sequence_length=33"]
     assert "33, but tiny-random has positions for 32" in only(load_grpo_config("grpo_tiny.yaml", long))
     texts = [text for _, text in said(load_ppo_config("ppo_tiny.yaml", long))]
@@ -150,7 +150,7 @@ def evaluation(name, *overrides):
     )
 
 
-def test_evaluation_sequence_length_is_checked_only_if_it_is_set(model):
+def test_maximum_sequence_length_of_an_evaluation_is_checked_only_if_it_is_set(model):
     without = ["~generation.vllm_cfg.max_model_len", "generation.max_new_tokens=16", "data.max_input_seq_length=32"]
     assert said(evaluation(model, *without)) == []
     text = only(evaluation(model, "generation.vllm_cfg.max_model_len=1024", "generation.max_new_tokens=16"))
@@ -167,7 +167,7 @@ def test_max_new_tokens_beyond_the_sequence_length_gives_a_warning(model):
 # -- tokenizers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_an_error(model):
+def test_tokenizer_with_more_token_ids_than_the_models_vocabulary_is_an_error(model):
     write_tokenizer(model, 40, added=[40])
     assert (
         f"policy.tokenizer.name is {model}, whose tokens have ids up to 40, but policy.model_name {model} has a vocabulary of 40"
@@ -177,7 +177,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_an_error(model):
     assert said(grpo(model)) == []
 
 
-def test_tokenizer_much_smaller_than_the_model_gives_a_warning(model):
+def test_tokenizer_with_far_fewer_token_ids_than_the_models_vocabulary_gives_a_warning(model):
     write_tokenizer(model, 36)
     assert said(grpo(model)) == []  # vocabularies are padded to round sizes
     write_tokenizer(model, 35)
@@ -215,12 +215,12 @@ def test_unreadable_tokenizer_file_is_reported_with_its_folder(content, sentence
         ("./modle", "error", "model"),
     ],
 )
-def test_misspelt_model_name_suggests_an_available_model(name, level, near, model):
+def test_error_for_a_misspelt_model_name_suggests_an_available_model(name, level, near, model):
     text = only(grpo(name), level)
     assert f"did you mean {near}?" in text and "policy.model_name is" in text
 
 
-def test_missing_model_path_is_reported(model):
+def test_preflight_check_reports_a_model_path_that_does_not_exist(model):
     assert only(grpo("./nothing/like/it")) == "policy.model_name is './nothing/like/it', but there is no such folder"
     assert "is the file" in only(grpo(model / "config.json"))
 
@@ -228,7 +228,7 @@ def test_missing_model_path_is_reported(model):
 @pytest.mark.parametrize(
     "name", ["Qwen/Qwen2.5-1.5B", "gpt2", "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"]
 )
-def test_model_that_must_be_downloaded_first_is_no_error(name, model):
+def test_preflight_check_accepts_a_model_that_is_not_downloaded_yet(name, model):
     assert said(grpo(name)) == []
 
 
@@ -246,7 +246,7 @@ def cached(model, tmp_path, *names):
 
 
 @pytest.mark.slow
-def test_model_in_the_hub_cache_is_checked_without_a_download(model, tmp_path):
+def test_preflight_check_reads_a_model_in_the_hub_cache_without_a_download(model, tmp_path):
     code = """
 import sys
 from nemo_rl_cpp.config import load_grpo_config
@@ -272,7 +272,7 @@ print([str(f) for f in check(load_grpo_config("grpo_tiny.yaml", names))])
     assert asked("policy.max_total_sequence_length=1024").strip() == "[]"
 
 
-def test_run_folder_given_as_model_suggests_the_weights_folder_inside_it(model, tmp_path):
+def test_error_for_a_run_folder_as_model_name_suggests_the_weights_folder_inside_it(model, tmp_path):
     weights = tmp_path / "run/step_2/policy/weights"
     weights.parent.mkdir(parents=True)
     model.rename(weights)
@@ -306,7 +306,7 @@ def resumed(model, tmp_path, saved_keys, *overrides):
     return [text for _, text in _model_refusals(Saved(**fields), "policy", grpo(model, *overrides).policy)]
 
 
-def test_resume_accepts_an_lm_head_that_the_run_untied_from_the_embedding(model, tmp_path):
+def test_resume_accepts_a_checkpoint_whose_lm_head_the_run_untied_from_the_embedding(model, tmp_path):
     tied_with_a_head_of_its_own(model)
     assert "tie_word_embeddings" in only(grpo(model), "warning")
     assert resumed(model, tmp_path, {"tie_word_embeddings": False}) == []
@@ -344,7 +344,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("damage", BROKEN)
-def test_check_dry_run_and_run_report_the_same_broken_model_folder(damage, model, capsys):
+def test_check_dry_run_and_run_report_the_same_error_for_a_broken_model_folder(damage, model, capsys):
     from nemo_rl_cpp.run_grpo_math import main as run
 
     BROKEN[damage](model)
@@ -357,7 +357,7 @@ def test_check_dry_run_and_run_report_the_same_broken_model_folder(damage, model
         assert text in capsys.readouterr().err
 
 
-def test_model_folder_of_the_critic_is_checked(model, tmp_path):
+def test_preflight_check_reports_a_broken_model_folder_of_the_critic(model, tmp_path):
     (tmp_path / "critic").mkdir()
     overrides = [f"policy.model_name={model}", "policy.tokenizer.name=null", f"value.model_name={tmp_path / 'critic'}", "~policy.hf_config_overrides",
                  "value.hf_config_overrides=null"]  # fmt: skip

@@ -45,20 +45,20 @@ def asked(monkeypatch):
     return run
 
 
-def test_chat_sends_the_history_until_it_is_reset(asked, capsys):
+def test_chat_command_sends_the_earlier_messages_until_the_user_resets_them(asked, capsys):
     messages, seeds = asked("ab", KeyboardInterrupt(), "", "cd", "/reset", "ef", system="s")
     assert messages[1] == ["system: s", "user: ab", "assistant: ab", "user: cd"]
     assert messages[2] == ["system: s", "user: ef"] and len(messages) == 3 and seeds == [7, 8, 9]
     assert capsys.readouterr().out.split() == ["ab", "cd", "ef"]
 
 
-def test_interrupted_chat_response_stays_in_the_history_up_to_its_last_token(asked, capsys):
+def test_chat_command_keeps_the_tokens_of_an_interrupted_response_in_the_history(asked, capsys):
     messages, _ = asked("ab^cd", "more")
     assert messages[1] == ["user: ab^cd", "assistant: ab", "user: more"]
     assert "ab [stopped]" in capsys.readouterr().out
 
 
-def test_chat_drops_a_message_that_makes_the_prompt_too_long(asked, capsys):
+def test_chat_command_drops_a_message_that_makes_the_prompt_too_long(asked, capsys):
     messages, _ = asked("ab", "too long", "cd")
     assert messages[2] == ["user: ab", "assistant: ab", "user: cd"]
     assert "(the prompt is too long; /reset begins a new conversation)" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from nemo_rl_cpp.commands import runs
 from nemo_rl_cpp.config.loader import shipped_configs
 
 
-def test_unknown_command_error_suggests_the_nearest_command(capsys):
+def test_error_for_an_unknown_command_suggests_the_nearest_command(capsys):
     assert cli.main(["trian"]) == 2 and "unknown command trian; did you mean train?" in capsys.readouterr().err
     assert cli.main(["--verbose"]) == 2 and "unknown option --verbose" in capsys.readouterr().err
 
@@ -29,7 +29,7 @@ def test_every_shipped_configuration_has_a_description(capsys):
 
 
 @pytest.mark.slow
-def test_commands_that_need_no_torch_do_not_load_it(tmp_path):
+def test_commands_that_do_not_need_torch_do_not_import_it(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n')
     for words in (["configs"], ["report", str(tmp_path)], ["--help"], ["models"]):
         program = f"import sys; from nemo_rl_cpp import cli\ntry: cli.main({words!r})\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
@@ -37,7 +37,7 @@ def test_commands_that_need_no_torch_do_not_load_it(tmp_path):
         assert done.returncode == 0, (words, done.stderr)
 
 
-def test_check_prints_the_command_that_starts_a_vllm_server(capsys):
+def test_check_command_prints_the_command_that_starts_a_vllm_server(capsys):
     words = ["--config", "grpo_tiny.yaml", "policy.generation.backend=vllm"]
     assert cli.main(["check", *words, "policy.generation.vllm_cfg.server_url=http://127.0.0.1:8123"]) == 0
     shown = capsys.readouterr().out

@@ -25,7 +25,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("model", KNOWN_MODELS, ids=lambda model: model.name)
-def test_parameter_counts_match_the_published_ones_of_known_models(model):
+def test_computed_parameter_counts_of_known_models_match_the_published_ones(model):
     sizes = model_sizes(model.name, model.sizes.as_config())
     assert sizes.parameters / 1e9 == pytest.approx(PARAMETERS[model.name.rpartition("/")[2]], rel=0.003)
     assert model.model_type in SUPPORTED_ARCHITECTURES
@@ -53,7 +53,7 @@ NEMOTRON_3 = TINY | {
 @pytest.mark.parametrize(
     "config", [GLM, QWEN3_5, NEMOTRON_3, NEMOTRON_3 | {"moe_latent_size": 128}], ids=["glm", "qwen3.5", "nano", "super"]
 )
-def test_parameter_count_of_experts_and_dense_layers_is_that_of_the_tensors(config):
+def test_computed_parameter_count_of_expert_and_dense_layers_equals_that_of_the_tensors(config):
     tensors = parameter_shapes(native_config(config)).values()
     routers = sum(prod(shape) for shape in tensors if shape == [32, 256])
     assert model_sizes("none", config).parameters == pytest.approx(sum(map(prod, tensors)) - routers, rel=0.003)
@@ -71,7 +71,7 @@ def test_parameter_count_of_experts_and_dense_layers_is_that_of_the_tensors(conf
         ("", None),
     ],
 )
-def test_variant_name_resolves_to_its_known_base_model(name, known):
+def test_models_command_finds_the_known_base_model_of_a_variant_name(name, known):
     found = known_model(name)
     assert (found.name if found else None) == known
 

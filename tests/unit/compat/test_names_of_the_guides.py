@@ -41,7 +41,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_names_printed_in_the_guides_exist_in_the_compat_modules(module):
+def test_names_imported_in_the_guides_of_nemo_rl_exist_in_the_compat_modules(module):
     found = importlib.import_module(f"nemo_rl_cpp.compat.{module}")
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
 
@@ -100,7 +100,7 @@ class SimpleAverageLoss(LossFunction):
         return (next_token_losses * mask).sum() / (total_valid_tokens_or_seqs + 1e-8)
 
 
-def test_loss_function_from_nemo_rls_documents_sums_over_micro_batches():
+def test_loss_function_printed_in_the_documents_of_nemo_rl_sums_over_micro_batches():
     losses = torch.arange(32.0).reshape(2, 16)
     data = BatchedDataDict(token_mask=torch.tensor([[1] * 10 + [0] * 6, [1] * 6 + [0] * 10]), sample_mask=torch.ones(2))
     count = data["token_mask"].sum()
@@ -109,7 +109,7 @@ def test_loss_function_from_nemo_rls_documents_sums_over_micro_batches():
     assert parts[0].item() == pytest.approx(45 / 16) and parts[1].item() == pytest.approx((16 * 6 + 15) / 16)
 
 
-def test_data_processor_from_nemo_rls_documents_works_in_a_data_set():
+def test_data_processor_printed_in_the_documents_of_nemo_rl_works_in_a_data_set():
     from nemo_rl_cpp.compat.data.datasets import AllTaskProcessedDataset
 
     def processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec:

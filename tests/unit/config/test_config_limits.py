@@ -80,13 +80,13 @@ def test_unreadable_yaml_is_reported_with_file_and_line(tmp_path, monkeypatch, n
     assert len(str(caught.value)) < 600
 
 
-def test_mul_interpolation_of_an_empty_string_is_an_empty_string(tmp_path):
+def test_interpolation_mul_with_an_empty_string_gives_an_empty_string(tmp_path):
     for times in ("9223372036854775807", "0", "-9223372036854775808"):
         data, problems = load(tmp_path, f"a: ${{mul:'',{times}}}\nb: ${{mul:{times},''}}")
         assert (data, problems) == ({"a": "", "b": ""}, "")
 
 
-def test_numbers_at_the_64_bit_limits_are_read(tmp_path):
+def test_yaml_numbers_at_the_64_bit_limits_are_read_exactly(tmp_path):
     data, problems = load(
         tmp_path, "a: 2562047788015215:30:07\nb: -2562047788015215:30:08\nc: -9223372036854775808\nd: 1:00:00:00"
     )
@@ -103,7 +103,7 @@ def test_long_number_literals_and_yaml_tags_are_read(tmp_path):
     assert data == expected and not problems
 
 
-def test_deeply_nested_expressions_and_many_aliases_within_the_limits_load(tmp_path):
+def test_deeply_nested_values_and_many_yaml_aliases_within_the_limits_load(tmp_path):
     data, problems = load(
         tmp_path, "a: " + "${add:1," * 40 + "1" + "}" * 40 + "\nb: [&x {c: 1}" + ", *x" * 1000 + "]\nd: 日本\n"
     )
@@ -111,7 +111,7 @@ def test_deeply_nested_expressions_and_many_aliases_within_the_limits_load(tmp_p
     assert load(tmp_path, "a: é\n".encode("utf-8-sig"))[0] == {"a": "é"}
 
 
-def test_exponentially_repeated_parent_files_are_rejected(tmp_path):
+def test_configuration_whose_parent_files_multiply_exponentially_is_an_error(tmp_path):
     (tmp_path / "p0.yaml").write_text("a: 1\n")
     for i in range(1, 40):
         (tmp_path / f"p{i}.yaml").write_text(f"defaults: [p{i - 1}.yaml, p{i - 1}.yaml]\n")
@@ -136,14 +136,14 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_too_deep_or_too_large_overrides_are_rejected_with_a_short_error(tmp_path, name):
+def test_too_deeply_nested_or_too_large_overrides_are_a_short_error(tmp_path, name):
     override, message = OVERRIDES[name]
     _, problems = load(tmp_path, "x: 1\n", [override])
     assert re.search(message, problems), problems[:500]
     assert len(problems) < 1000
 
 
-def test_environment_variable_that_is_not_utf8_is_reported_with_its_place(tmp_path, monkeypatch):
+def test_environment_variable_that_is_not_utf8_is_reported_with_the_file_line_that_uses_it(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environb, b"NEMO_BYTES", b"caf\xe9")
     assert (
         "c.yaml:1: a ${oc.env:NEMO_BYTES}: the environment variable NEMO_BYTES is not UTF-8"
@@ -151,7 +151,7 @@ def test_environment_variable_that_is_not_utf8_is_reported_with_its_place(tmp_pa
     )
 
 
-def test_invalid_python_dictionaries_are_rejected_with_the_reason():
+def test_python_dictionaries_that_are_not_configurations_are_rejected_with_the_reason():
     circle: dict = {}
     circle["a"] = circle
     for value, message in (

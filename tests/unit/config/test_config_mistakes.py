@@ -224,7 +224,7 @@ def test_valid_configuration_file_loads_without_an_error():
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_invalid_file_is_reported_with_key_and_line(case):
+def test_mistake_in_a_configuration_file_is_reported_with_key_and_line(case):
     change, key, line, words = BAD_FILES[case]
     Path("bad.yaml").write_text(compose(change))
     with pytest.raises(ConfigError) as caught:
@@ -236,7 +236,7 @@ def test_invalid_file_is_reported_with_key_and_line(case):
         assert word in str(caught.value)
 
 
-def test_all_errors_of_a_file_are_reported_at_once_in_line_order():
+def test_all_errors_of_a_configuration_file_are_reported_at_once_in_line_order():
     Path("bad.yaml").write_text(
         textwrap.dedent("""\
         grpo:
@@ -279,7 +279,7 @@ def test_config_errors_name_the_parent_file_or_override_that_caused_them():
     }
 
 
-def test_error_that_follows_from_another_config_error_is_not_reported():
+def test_config_error_that_only_follows_from_another_is_not_reported():
     Path("bad.yaml").write_text(compose("policy:\n  model_name: m\n  max_total_sequence_length: long"))
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("bad.yaml")
@@ -330,7 +330,7 @@ def test_force_on_policy_ratio_is_accepted_with_one_update_per_ppo_batch():
     assert load_ppo_config(overrides=["loss_fn.force_on_policy_ratio=true", *one_update]).loss_fn.force_on_policy_ratio
 
 
-def test_keys_without_effect_are_accepted_from_a_parent_file_or_a_default():
+def test_keys_that_the_chosen_estimator_ignores_are_accepted_from_a_parent_file_or_a_default():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.95"])
     Path("parent.yaml").write_text(
         compose("grpo:\n  adv_estimator: {name: reinforce_plus_plus, minus_baseline: false}")
@@ -339,7 +339,7 @@ def test_keys_without_effect_are_accepted_from_a_parent_file_or_a_default():
     assert load_grpo_config("child.yaml").grpo.adv_estimator.minus_baseline is False
 
 
-def test_async_rl_trains_without_the_correction_that_async_grpo_requires():
+def test_async_rl_does_not_require_the_importance_sampling_correction_that_async_grpo_requires():
     apart = ["policy.generation.colocated.enabled=false", "loss_fn.use_importance_sampling_correction=false"]
     config = load_grpo_config(overrides=[*apart, "async_rl={sampler:{max_lookahead_versions:2}}"])
     assert config.loop.trajectory_age == 2 and not config.loss_fn.use_importance_sampling_correction
@@ -347,7 +347,7 @@ def test_async_rl_trains_without_the_correction_that_async_grpo_requires():
         load_grpo_config(overrides=[*apart, "grpo.async_grpo.enabled=true"])
 
 
-def test_ppo_takes_minus_one_epoch_as_no_limit_and_null_as_no_async_ppo():
+def test_ppo_max_num_epochs_minus_one_means_no_limit_and_async_ppo_null_means_disabled():
     config = load_ppo_config(overrides=["ppo.max_num_epochs=-1", "ppo.async_ppo=null"])
     assert config.ppo.max_num_epochs == load_ppo_config().ppo.max_num_epochs == 100000
     assert not config.loop.beside_training.enabled
@@ -355,14 +355,14 @@ def test_ppo_takes_minus_one_epoch_as_no_limit_and_null_as_no_async_ppo():
         load_ppo_config(overrides=["ppo.max_num_epochs=0"])
 
 
-def test_max_num_epochs_with_several_loaders_requires_max_num_steps():
+def test_max_num_epochs_with_several_data_loaders_requires_max_num_steps():
     several = ["data.use_multiple_dataloader=true", "+data.num_prompts_per_dataloader=8"]
     assert load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3", "grpo.max_num_steps=9"])
     with pytest.raises(ConfigError, match="grpo.max_num_epochs ends no run.*set grpo.max_num_steps"):
         load_grpo_config(overrides=[*several, "grpo.max_num_epochs=3"])
 
 
-def test_value_section_is_not_checked_with_the_raw_reward_estimator():
+def test_section_value_is_not_checked_if_the_estimator_raw_reward_needs_no_critic():
     load_ppo_config(overrides=["ppo.adv_estimator.name=raw_reward", "value.train_global_batch_size=500"])
 
 
@@ -380,7 +380,7 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize("case", BROKEN_FILES)
-def test_file_that_is_not_a_configuration_is_rejected_with_the_reason(case):
+def test_file_that_is_not_a_configuration_is_an_error_with_the_reason(case):
     text, words = BROKEN_FILES[case]
     Path("bad.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -389,13 +389,13 @@ def test_file_that_is_not_a_configuration_is_rejected_with_the_reason(case):
         assert word in str(caught.value)
 
 
-def test_missing_config_file_error_suggests_the_nearest_name():
+def test_error_for_a_missing_config_file_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match=r"grpo_maths_1B.yaml does not exist.*did you mean grpo_math_1B.yaml"):
         load_grpo_config("configs/grpo_maths_1B.yaml")
 
 
 @pytest.mark.slow
-def test_config_errors_are_reported_quickly_and_without_torch():
+def test_config_errors_are_reported_without_importing_torch_or_other_slow_packages():
     Path("bad.yaml").write_text(compose("grpo:\n  num_promts_per_step: 8"))
     code = (
         "import sys\n"

@@ -39,13 +39,13 @@ VALUES = {
 
 
 @pytest.mark.parametrize("override", VALUES)
-def test_override_value_is_parsed_to_the_expected_type(override):
+def test_value_of_a_command_line_override_is_parsed_to_the_expected_type(override):
     got = applied([override])["a"]
     assert got == VALUES[override]
     assert (dict if isinstance(got, dict) else type(got)) is type(VALUES[override])
 
 
-def test_override_nan_is_parsed_as_a_float_nan():
+def test_value_nan_of_a_command_line_override_is_parsed_as_a_float_nan():
     assert math.isnan(applied(["a=nan"])["a"])
 
 
@@ -61,7 +61,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("override", CHANGES)
-def test_override_changes_the_configuration_as_expected(override):
+def test_command_line_override_changes_the_configuration_as_expected(override):
     want = base()
     CHANGES[override](want)
     assert applied([override]) == want
@@ -76,7 +76,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("override", FAILURES)
-def test_invalid_override_is_reported_with_its_text(override):
+def test_error_for_an_invalid_command_line_override_quotes_it(override):
     [(where, _)] = failures([override])
     assert where == f"override '{override}'"
 
@@ -114,6 +114,6 @@ def test_override_turns_a_null_section_into_a_mapping(small):
     [["grpo.dapo_batch_multiplier=3"], ["grpo.batch_multiplier=3"], ["+grpo.dapo_batch_multiplier=3"], ["grpo={dapo_batch_multiplier: 3}"],
      ["grpo.dapo_batch_multiplier=3", "grpo.batch_multiplier=3"]],
 )  # fmt: skip
-def test_override_accepts_both_spellings_of_a_key(small, overrides):
+def test_override_accepts_both_batch_multiplier_and_its_alias_dapo_batch_multiplier(small, overrides):
     config = load_grpo_config(small, ["grpo.use_dynamic_sampling=true", *overrides])
     assert config.grpo.batch_multiplier == 3

@@ -29,7 +29,7 @@ SMOL = dict(
 )  # fmt: skip
 
 
-def test_parameter_count_matches_a_hand_computed_case():
+def test_parameter_count_of_a_small_model_matches_the_hand_computed_one():
     sizes = model_sizes("nowhere", SMOL)
     # a layer: q and o 8x8 each, k and v 8x4 each, three 8x16 of the MLP, two norms of 8
     layer = 64 + 64 + 32 + 32 + 3 * 128 + 16
@@ -39,7 +39,7 @@ def test_parameter_count_matches_a_hand_computed_case():
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"hidden_size": "8"}', '"a"', "\xff"])
-def test_model_sizes_are_none_for_an_invalid_model_config(tmp_path, text):
+def test_model_sizes_returns_none_for_an_invalid_model_config(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     assert model_sizes(str(tmp_path), {}) is None
     assert model_sizes(str(tmp_path), SMOL | {"hidden_size": "8"}) is None
@@ -50,7 +50,7 @@ def _parts(phases, name):
     return dict(next(phase for phase in phases if phase.name == name).parts)
 
 
-def test_memory_estimate_matches_hand_computed_values(tmp_path):
+def test_memory_estimate_of_a_run_matches_hand_computed_values(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 4}\nloss_fn: {reference_policy_kl_penalty: 0}\n"
         f"policy: {{model_name: m, hf_config_overrides: {SMOL!r}, max_total_sequence_length: 16, train_global_batch_size: 8, precision: bfloat16}}\n"
@@ -73,7 +73,7 @@ def test_memory_estimate_matches_hand_computed_values(tmp_path):
     assert _parts(with_reference, "generation")["reference weights"] == 2 * n
 
 
-def test_memory_estimate_is_the_sum_over_all_processes():
+def test_memory_estimate_of_a_run_is_the_sum_over_all_its_processes():
     def parts(*overrides):
         phases = {
             phase.name: dict(phase.parts)
@@ -107,7 +107,7 @@ def test_memory_estimate_of_ppo_includes_the_critic():
     assert all("value" not in part for phase in without for part, _ in phase.parts)
 
 
-def test_installed_package_finds_shipped_files_without_the_source_tree(tmp_path):
+def test_installed_package_finds_its_configurations_and_prompts_without_the_source_tree(tmp_path):
     from nemo_rl_cpp import _config
 
     package = tmp_path / "site" / "nemo_rl_cpp"

@@ -38,7 +38,7 @@ def test_agent_example_configurations_load(path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
-def test_dumped_configuration_loads_with_identical_values(path, tmp_path):
+def test_configuration_written_to_a_file_loads_with_identical_values(path, tmp_path):
     load = LOADERS[kind_of(path)]
     config = load(path, MUST_BE_GIVEN.get(path.name, []))
     copy = tmp_path / "copy.yaml"
@@ -63,7 +63,7 @@ def without_null(value):
 
 
 @pytest.mark.parametrize("name", NEMO_RL)
-def test_resolved_values_equal_nemo_rls_but_for_listed_exceptions(name, tmp_path):
+def test_shipped_configurations_resolve_to_the_values_of_nemo_rl_except_for_listed_keys(name, tmp_path):
     """The same after inheritance and interpolation: NeMo RL's values, as one file without a parent, and ours resolved."""
     theirs = dict(NEMO_RL.get(PARENTS.get(name, ""), {}))
     for key, value in NEMO_RL[name].items():
@@ -108,7 +108,7 @@ def test_shipped_configuration_is_found_by_each_of_its_names(monkeypatch, tmp_pa
     assert find_config("grpo.yaml") == Path("grpo.yaml")  # the user's own comes first
 
 
-def test_commands_from_nemo_rls_guides_load():
+def test_configurations_of_the_commands_in_nemo_rl_guides_load():
     prorl = load_grpo_config(
         "examples/configs/prorlv2.yaml",
         ["policy.model_name=Qwen/Qwen2.5-1.5B", "logger.wandb.project=prorlv2-dev", "checkpointing.checkpoint_dir=results/prorlv2",
@@ -131,7 +131,7 @@ def test_commands_from_nemo_rls_guides_load():
     assert vapo.ppo.adv_estimator.gae_lambda_value == 1.0
 
 
-def test_alias_in_a_child_file_overrides_the_parents_canonical_key(tmp_path):
+def test_older_name_of_a_key_in_a_child_file_overrides_its_current_name_in_the_parent(tmp_path):
     (tmp_path / "dapo.yaml").write_text(
         f"defaults: {ROOT}/configs/grpo_math_1B.yaml\n"
         "grpo:\n  use_dynamic_sampling: true\n  dapo_batch_multiplier: 3\n  max_num_gen_batches: 5\n"
@@ -162,7 +162,7 @@ def test_optimizer_and_schedule_are_taken_from_the_enabled_training_backend():
     assert (megatron.policy.effective_max_grad_norm(), megatron.value.effective_max_grad_norm()) == (1.0, None)
 
 
-def test_omitted_keys_are_derived_from_other_keys(tmp_path):
+def test_omitted_configuration_keys_get_values_derived_from_other_keys(tmp_path):
     (tmp_path / "small.yaml").write_text(
         "policy: {model_name: m, max_total_sequence_length: 64, train_micro_batch_size: 2}\nloss_fn: {reference_policy_kl_penalty: 0}\n"
         "data: {train: {dataset_name: arithmetic}}\n"
@@ -175,7 +175,7 @@ def test_omitted_keys_are_derived_from_other_keys(tmp_path):
     assert (value.model_name, value.max_total_sequence_length, value.precision) == ("m", 64, "bfloat16")
 
 
-def test_sections_are_read_by_attribute_and_by_key():
+def test_configuration_sections_are_read_by_attribute_and_by_key():
     config = load_grpo_config("grpo_tiny.yaml")
     assert config.grpo.num_prompts_per_step == config["grpo"]["num_prompts_per_step"] == 32
     assert config.policy["dtensor_cfg"]["_v2"] is True
@@ -195,7 +195,7 @@ def test_strings_and_floats_are_converted_to_integers_and_booleans_as_in_nemo_rl
     assert (config.grpo.max_num_steps, config.grpo.seed, config.grpo.val_at_end) == (8, 8, True)
 
 
-def test_registered_keys_are_exactly_those_each_data_set_accepts():
+def test_keys_registered_for_each_data_set_are_exactly_its_constructor_arguments():
     for name, entry in DATASET_REGISTRY.entries.items():
         accepted: set[str] = set()
         for cls in DATASET_REGISTRY[name].__mro__[:-1]:
@@ -207,14 +207,14 @@ def test_registered_keys_are_exactly_those_each_data_set_accepts():
         assert set(entry.keys) == accepted - {"self", *DatasetConfig.model_fields}, name
 
 
-def test_schema_covers_every_registered_environment():
+def test_configuration_schema_has_a_section_for_every_registered_environment():
     assert {name for name in ENV_REGISTRY if name not in environment_sections()} == {"reward_functions"}
     for name in ENV_REGISTRY:
         environment_class(name)
 
 
 @pytest.mark.parametrize("parent", ["grpo_tiny.yaml", "configs/grpo_tiny.yaml", "[grpo_math_1B.yaml, grpo_tiny.yaml]"])
-def test_user_file_can_name_a_shipped_configuration_as_parent(tmp_path, monkeypatch, parent):
+def test_configuration_file_can_name_a_shipped_configuration_as_parent(tmp_path, monkeypatch, parent):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(f"defaults: {parent}\ngrpo:\n  max_num_steps: 7\n")
     config = load_grpo_config("mine.yaml")
@@ -222,7 +222,7 @@ def test_user_file_can_name_a_shipped_configuration_as_parent(tmp_path, monkeypa
     assert kind_of("mine.yaml") == "grpo"
 
 
-def test_parent_file_in_the_same_folder_wins_over_a_shipped_one(tmp_path):
+def test_parent_file_in_the_same_folder_is_preferred_to_a_shipped_one_of_that_name(tmp_path):
     (tmp_path / "grpo_tiny.yaml").write_text("defaults: configs/grpo_tiny.yaml\ngrpo:\n  max_num_steps: 3\n")
     (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny.yaml\n")
     assert load_grpo_config(tmp_path / "mine.yaml").grpo.max_num_steps == 3

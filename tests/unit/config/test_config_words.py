@@ -25,7 +25,7 @@ def problems(text="", overrides=(), load=load_grpo_config):
 
 
 @pytest.mark.parametrize("override, key", [("logger.wandb.name=1e5", "name"), ("logger.wandb.project=true", "project")])
-def test_suggested_override_is_quoted_for_the_shell(override, key):
+def test_override_that_an_error_suggests_is_quoted_for_the_shell(override, key):
     (problem,) = problems(overrides=[override])
     advice = re.search(r"\(write (.*), with both pairs of quotes\)", problem)[1]
     (word,) = shlex.split(advice)
@@ -38,7 +38,7 @@ def test_tab_in_a_file_is_reported_with_its_line(text):
     assert re.match(r"run.yaml:\d+: there is a tab in this line", problem)
 
 
-def test_unknown_key_error_suggests_a_plus_only_if_it_helps():
+def test_error_for_an_unknown_key_suggests_a_plus_only_where_it_can_add_the_key():
     (problem,) = problems(overrides=["env.mine.digits=3"])
     assert problem.endswith("env.mine is unknown (to add a key of your own write +env.mine.digits=3)")
     load_grpo_config("run.yaml", ["+env.mine.digits=3"])
@@ -56,7 +56,7 @@ def test_unknown_key_error_suggests_a_plus_only_if_it_helps():
 
 
 @pytest.mark.parametrize("theirs", ["layers_pattern", "modules_to_save", "rank_pattern"])
-def test_unknown_key_without_a_similar_key_gets_no_suggestion(theirs):
+def test_error_for_an_unknown_key_without_a_similar_key_suggests_nothing(theirs):
     (problem,) = problems(overrides=[f"++policy.dtensor_cfg.lora_cfg.{theirs}=8"])
     assert "is unknown; policy.dtensor_cfg.lora_cfg knows alpha, dim" in problem and "did you mean" not in problem
 
@@ -68,7 +68,7 @@ def test_unknown_key_without_a_similar_key_gets_no_suggestion(theirs):
      ("max_model_length", "max_model_len", "max_model_len"), ("keep_topk", "keep_top_k", "keep_top_k"), ("clip", "cliprange", "cliprange"),
      ("numsamples", "num_samples", "num_samples"), ("max_model", "max_model_len", "max_model_len")],
 )  # fmt: skip
-def test_suggested_name_shares_its_distinguishing_words_with_the_misspelling(name, known, meant):
+def test_key_suggested_for_a_misspelt_one_shares_its_distinguishing_words(name, known, meant):
     assert nearest(name, [known], 0.55) == meant
 
 

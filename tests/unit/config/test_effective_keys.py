@@ -335,7 +335,7 @@ def flat(tree, prefix=""):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
-def test_keys_documented_as_effective_are_read_or_change_the_run(reads, kind, tmp_path):
+def test_configuration_keys_documented_as_effective_are_read_by_a_run_or_change_it(reads, kind, tmp_path):
     (tmp_path / "prompt.txt").write_text("0{}0")
     by_change, idle = changes(kind), []
     for key, (section, name, info) in keys_of(MASTERS[kind]).items():
@@ -355,7 +355,7 @@ def test_keys_documented_as_effective_are_read_or_change_the_run(reads, kind, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MASTERS)
-def test_keys_read_by_a_run_are_not_documented_as_without_effect(reads, kind):
+def test_configuration_keys_that_a_run_reads_are_not_documented_as_without_effect(reads, kind):
     keys = keys_of(MASTERS[kind])
     wrong = {
         key: reads.keys[key]

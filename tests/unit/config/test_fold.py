@@ -14,7 +14,7 @@ EIGHT = ["cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=4",
 TINY = ["policy.model_name=tiny-random"]
 
 
-def test_one_line_message_names_the_changed_devices_engine_time_and_memory():
+def test_message_for_a_configuration_of_eight_devices_names_devices_engine_time_and_memory():
     config = load_grpo_config("grpo_math_1B.yaml", [*EIGHT, "policy.model_name=somebody/Great-8B-Instruct"])
     text = fold_text(config, forecast_summary(config))
     assert text.startswith(
@@ -27,18 +27,18 @@ def test_one_line_message_names_the_changed_devices_engine_time_and_memory():
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "megatron", "trtllm", "dynamo"])
-def test_every_nemo_rl_generation_backend_runs_on_the_native_engine(backend):
+def test_every_generation_backend_name_of_nemo_rl_selects_the_native_engine(backend):
     config = load_grpo_config("grpo_tiny.yaml", [f"policy.generation.backend={backend}"])
     assert fold_text(config) == f"written for the engine {backend}: runs with the native engine; same mathematics"
 
 
-def test_no_message_is_printed_if_the_configuration_fits_this_machine():
+def test_configuration_that_fits_this_machine_gives_no_message_about_devices():
     assert fold_text(load_grpo_config("grpo_tiny.yaml")) is None
     assert fold_text(load_ppo_config("ppo_tiny.yaml")) is None
     assert fold_text(load_eval_config("evals/eval.yaml")) is None
 
 
-def test_device_count_is_the_larger_of_cluster_size_and_parallel_sizes():
+def test_device_count_in_the_message_is_the_larger_of_cluster_size_and_parallel_sizes():
     def of(*overrides):
         return devices_of(load_grpo_config("grpo_math_1B.yaml", list(overrides)))
 
@@ -64,7 +64,7 @@ def test_critic_parallel_sizes_are_checked_only_if_the_run_has_a_critic():
     assert sizes_of(raw) == {}
 
 
-def test_strict_sizes_rejects_parallel_sizes_and_dedicated_devices():
+def test_with_strict_sizes_true_unavailable_parallel_sizes_and_separate_devices_are_errors():
     overrides = [*EIGHT, "cluster.strict_sizes=true", "policy.generation.colocated.enabled=false"]
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_math_1B.yaml", overrides)
@@ -73,7 +73,7 @@ def test_strict_sizes_rejects_parallel_sizes_and_dedicated_devices():
     ]  # fmt: skip
 
 
-def test_evaluation_written_for_eight_devices_runs_on_one_with_a_message():
+def test_evaluation_written_for_eight_devices_runs_on_one_and_prints_a_message():
     config = load_eval_config(
         "evals/eval.yaml",
         ["generation.backend=vllm", "cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=8"],
@@ -87,13 +87,13 @@ def test_evaluation_written_for_eight_devices_runs_on_one_with_a_message():
     "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.precision=fp8",
     "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "policy.generation.quant_cfg=NVFP4_DEFAULT_CFG", "+async_rl.sampler.name=by_time",
 ])  # fmt: skip
-def test_unsupported_settings_that_change_results_are_rejected_not_ignored(override):
+def test_unsupported_settings_that_would_change_results_are_errors_and_not_ignored(override):
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_math_1B.yaml", [*EIGHT, override])
     assert caught.value.problems[0].key.startswith(override.lstrip("+").partition("=")[0].partition(".sampler")[0])
 
 
-def test_check_and_dry_run_print_the_message_about_fewer_devices_once(capsys, tmp_path):
+def test_check_and_dry_run_print_the_message_about_fewer_devices_only_once(capsys, tmp_path):
     overrides = [*EIGHT, f"checkpointing.checkpoint_dir={tmp_path}", f"logger.log_dir={tmp_path}/logs"]
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", *overrides]) == 0
     shown = capsys.readouterr()
@@ -135,7 +135,7 @@ def test_dry_run_lists_each_key_without_effect_once(capsys):
     assert listed.count("gpu_memory_utilization") == 1
 
 
-def test_dry_run_does_not_list_default_values_and_effective_keys():
+def test_dry_run_lists_no_keys_with_default_values_or_with_an_effect():
     config = load_grpo_config("grpo_tiny.yaml", ["policy.dtensor_cfg._v2=true", "grpo.seed=3"])
     listed = keys_without_effect(config)
     assert "policy.dtensor_cfg" not in listed and "grpo" not in listed
@@ -147,7 +147,7 @@ def large_model(tmp_path, layers):
     return load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={tmp_path}"])
 
 
-def test_model_too_large_for_this_machine_is_rejected_with_its_size(tmp_path):
+def test_model_too_large_for_this_machine_is_an_error_that_gives_its_size(tmp_path):
     config = large_model(tmp_path, 4000)
     [finding] = list(model.check_memory(config))
     assert (finding.level, finding.key) == ("error", "policy.model_name")
@@ -155,7 +155,7 @@ def test_model_too_large_for_this_machine_is_rejected_with_its_size(tmp_path):
     assert finding in preflight(config)
 
 
-def test_minimum_memory_is_weights_master_weights_gradients_and_moments(tmp_path, monkeypatch):
+def test_minimum_memory_of_a_run_is_weights_master_weights_gradients_and_adamw_moments(tmp_path, monkeypatch):
     config = large_model(tmp_path, 1)
     query = 4096 * (2 * 4096 + 2 * 4096)
     parameters = query + 3 * 4096 * 16384 + 2 * 4096 + 2 * 150000 * 4096 + 4096
@@ -166,7 +166,7 @@ def test_minimum_memory_is_weights_master_weights_gradients_and_moments(tmp_path
         assert any(finding.level == "error" for finding in model.check_memory(config)) == refused
 
 
-def test_newest_keys_of_nemo_rls_base_files_load():
+def test_newest_configuration_keys_of_nemo_rl_are_accepted():
     config = load_ppo_config("ppo_math_1B.yaml", [
         "+ppo.critic_ppo_epochs='${ppo.ppo_epochs}'", "+ppo.warm_start_value_checkpoint=null", "+policy.dtensor_cfg.save_consolidated='false'",
         "+policy.dtensor_cfg.lora_cfg.restore_from=null", "+policy.generation.mcore_generation_config.logprobs_mode=processed_logprobs",
@@ -175,7 +175,7 @@ def test_newest_keys_of_nemo_rls_base_files_load():
     assert config.ppo.critic_ppo_epochs == config.ppo.ppo_epochs == 4
 
 
-def test_unknown_model_size_gives_a_warning_not_an_error():
+def test_model_of_unknown_size_gives_a_memory_warning_and_no_error():
     config = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=owner/nameless", "cluster.gpus_per_node=8"])
     assert forecast_summary(config) == "not known, the sizes of owner/nameless are not on this machine"
     assert [finding.level for finding in model.check_memory(config)] == ["warning"]
@@ -186,7 +186,7 @@ def test_unknown_model_size_gives_a_warning_not_an_error():
     ("policy.tokenizer.chat_template_kwargs={enable_thinking: true}", {"enable_thinking": True}),
     ("+policy.tokenizer.chat_template_kwargs.enable_thinking=true", {"enable_thinking": True}),
 ])  # fmt: skip
-def test_overrides_add_keys_to_free_form_mappings_without_a_plus(override, expected):
+def test_overrides_need_no_plus_to_add_keys_to_free_form_mappings(override, expected):
     assert load_grpo_config("grpo_math_1B.yaml", [override]).policy.tokenizer.chat_template_kwargs == expected
     evaluation = load_eval_config("evals/eval.yaml", [override.replace("policy.", "")])
     assert evaluation.tokenizer.chat_template_kwargs == expected
@@ -199,11 +199,11 @@ def test_automodel_cfg_is_accepted_as_a_name_of_dtensor_cfg(section):
 
 
 @pytest.mark.parametrize("enabled", ["false", "true"])
-def test_router_replay_section_loads(enabled):
+def test_section_router_replay_of_nemo_rl_is_accepted(enabled):
     load_grpo_config("grpo_math_1B.yaml", [f"+policy.router_replay={{enabled: {enabled}, dtype: bfloat16}}"])
 
 
-def test_data_default_accepts_the_keys_of_its_data_set(tmp_path):
+def test_section_data_default_accepts_the_keys_of_the_data_set_that_it_names(tmp_path):
     file = tmp_path / "data.yaml"
     file.write_text(
         "policy: {model_name: m}\nenv: {math: {}}\ndata:\n  train: {data_path: a.jsonl, input_key: q}\n  validation: {data_path: b.jsonl}\n"
@@ -238,7 +238,7 @@ TP = "policy.dtensor_cfg.tensor_parallel_size=2"
 ENGINE_TP = "policy.generation.vllm_cfg.tensor_parallel_size=2"
 
 
-def test_supported_tensor_parallel_size_is_used_without_a_message():
+def test_tensor_parallel_size_that_this_machine_supports_is_used_without_a_message():
     config = of_workers("cluster.gpus_per_node=4", TP, ENGINE_TP)
     assert config.policy.tensor_parallel(4) == 2 and sizes_of(config) == {} and fold_text(config) is None
     of_workers("cluster.gpus_per_node=4", TP, ENGINE_TP, "cluster.strict_sizes=true")
@@ -254,7 +254,7 @@ def test_indivisible_tensor_parallel_size_becomes_one_or_is_rejected_if_strict()
     assert load_grpo_config("grpo_tiny.yaml", [TP]).policy.tensor_parallel(1) == 1  # all in this process
 
 
-def test_dedicated_engines_reject_tensor_parallelism():
+def test_tensor_parallelism_with_engines_in_separate_processes_is_an_error():
     apart = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=2")
     with pytest.raises(
         ConfigError, match="tensor_parallel_size is 2, but engines with processes of their own have whole models"
@@ -264,7 +264,7 @@ def test_dedicated_engines_reject_tensor_parallelism():
     assert list(sizes_of(config)) == [TP.partition("=")[0]]
 
 
-def test_tensor_parallelism_divides_the_estimated_weight_memory():
+def test_memory_estimate_divides_the_weights_over_tensor_parallel_ranks():
     def weights(*overrides):
         phases = forecast(
             of_workers("policy.precision=bfloat16", "policy.hf_config_overrides.vocab_size=4096", *overrides)
@@ -278,7 +278,7 @@ def test_tensor_parallelism_divides_the_estimated_weight_memory():
     assert sliced["logits"] == 2 * one["logits"]  # whole rows in both
 
 
-def test_preflight_reports_a_model_that_tensor_parallelism_cannot_split():
+def test_preflight_check_reports_a_model_that_cannot_be_split_over_the_tensor_parallel_ranks():
     config = of_workers(
         "cluster.gpus_per_node=4",
         "policy.dtensor_cfg.tensor_parallel_size=4",

@@ -30,7 +30,7 @@ def generation(section):
     (generation, {"temprature": 5}, "policy.generation.temprature is unknown; did you mean temperature?"),
     (generation, {"vllm_cfg": {"max_model_length": 5}}, "policy.generation.vllm_cfg.max_model_length is unknown; did you mean max_model_len?"),
 ])  # fmt: skip
-def test_unknown_key_of_a_python_mapping_is_rejected_with_a_suggestion(tmp_path, monkeypatch, make, section, said):
+def test_error_for_an_unknown_key_of_a_python_mapping_suggests_a_known_key(tmp_path, monkeypatch, make, section, said):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as refused:
         make(section)

@@ -25,7 +25,7 @@ def settings(config):
     )  # fmt: skip
 
 
-def test_sufficient_memory_budget_changes_nothing_but_keeping_generations_activations():
+def test_sufficient_memory_budget_only_sets_how_many_activations_of_generation_are_kept():
     plain, config = load_grpo_config(NAME), chosen(100)
     assert config.policy.kept_activations_gb > 0
     kept = {"memory_budget_gb": None, "kept_activations_gb": None}
@@ -81,7 +81,7 @@ def test_memory_budget_below_the_least_possible_memory_is_an_error_that_names_it
         ("policy.backend=hf", "trains with hf"),
     ],
 )
-def test_memory_budget_is_an_error_for_runs_whose_memory_is_not_planned(override, reason):
+def test_memory_budget_gb_is_an_error_on_a_gpu_with_several_processes_or_transformers(override, reason):
     with pytest.raises(ConfigError, match=f"this run {reason}, whose memory is not planned: set it to null"):
         load_grpo_config(NAME, ["policy.memory_budget_gb=4", override])
 

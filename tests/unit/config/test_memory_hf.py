@@ -25,7 +25,7 @@ def phases(*overrides, load=load_grpo_config, config="grpo_tiny.yaml"):
 
 
 @pytest.mark.parametrize(("precision", "width"), [("float32", 4), ("bfloat16", 2)])
-def test_memory_estimate_includes_logits_and_autograd_tape(precision, width):
+def test_memory_estimate_of_the_transformers_backend_includes_logits_and_autograd_tape(precision, width):
     found = phases(f"policy.precision={precision}")
     training = found["policy training"]
     chunk = TOKENS * V * 16
@@ -41,7 +41,7 @@ def test_memory_estimate_includes_logits_and_autograd_tape(precision, width):
     assert ("policy master weights" in training) == (width == 2) and "packed weights" not in training
 
 
-def test_parameter_count_includes_all_experts():
+def test_parameter_count_of_the_transformers_backend_includes_all_experts():
     sizes = model_sizes("tiny-random", {**vars_of(), "num_local_experts": 8, "num_experts_per_tok": 2})
     assert sizes.layer_parameters == LAYER + 7 * 3 * D * INNER and sizes.experts_per_token == 2
     narrow = model_sizes("tiny-random", {**vars_of(), "n_routed_experts": 4, "moe_intermediate_size": 32})
@@ -56,7 +56,7 @@ def vars_of():
     }  # fmt: skip
 
 
-def test_memory_estimate_shards_weights_gradients_and_optimizer_over_processes():
+def test_memory_estimate_of_the_transformers_backend_shards_weights_gradients_and_moments():
     """Of the sum over two processes once: what is shared; twice: what each gathers, and its micro-batch."""
     one, two = phases("policy.precision=bfloat16"), phases("policy.precision=bfloat16", *TWO)
     training = two["policy training"]
@@ -68,11 +68,11 @@ def test_memory_estimate_shards_weights_gradients_and_optimizer_over_processes()
     assert "gathered" not in one["generation"]
 
 
-def test_memory_estimate_shards_the_critic_over_processes():
+def test_memory_estimate_of_the_transformers_backend_shards_the_critic_over_processes():
     ppo = phases("policy.precision=bfloat16", *TWO, load=load_ppo_config, config="ppo_tiny.yaml")["value training"]
     assert ppo["value weights"] == ppo["value gradients"] == ppo["value optimizer"] / 2
 
 
-def test_hf_memory_estimate_does_not_mention_kept_activations():
+def test_memory_estimate_of_the_transformers_backend_mentions_no_kept_activations():
     assert "kept beside it" not in forecast_text(load_grpo_config("grpo_tiny.yaml", list(HF)))
     assert "kept beside it" in forecast_text(load_grpo_config("grpo_tiny.yaml", [MODEL]))

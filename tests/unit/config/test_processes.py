@@ -36,7 +36,7 @@ def test_sharding_strategy_decides_whether_gradients_are_sharded_and_overlapped(
     assert (policy.shards_gradients, policy.overlaps_grad_reduce) == (sharded, beside)
 
 
-def test_critic_inherits_the_policys_sharding_unless_set():
+def test_critic_uses_the_policys_sharding_strategy_unless_it_has_its_own():
     config = load_ppo_config("ppo_tiny.yaml", [f"{STRATEGY}=optim_grads", "policy.overlap_grad_reduce=true"])
     assert config.value.shards_gradients and config.value.overlaps_grad_reduce
     config = load_ppo_config(
@@ -45,7 +45,7 @@ def test_critic_inherits_the_policys_sharding_unless_set():
     assert config.policy.shards_gradients and not config.value.shards_gradients
 
 
-def test_sharded_gradients_require_overlap_grad_reduce():
+def test_gradient_sharding_requires_overlap_grad_reduce():
     with pytest.raises(ConfigError, match="overlap_grad_reduce.* is false, but gradients that are shared out"):
         grpo(f"{STRATEGY}=optim_grads", "policy.overlap_grad_reduce=false")
 
@@ -54,7 +54,7 @@ def test_sharded_gradients_require_overlap_grad_reduce():
     "sharing, advice",
     [(FSDP, f"{DDP}.use_custom_fsdp to false"), ((*MEGATRON, f"{STRATEGY}=optim_grads"), f"{STRATEGY} to optim")],
 )
-def test_sharded_gradients_reject_megatrons_overlap_key_set_to_false(sharing, advice):
+def test_gradient_sharding_with_megatrons_overlap_grad_reduce_false_is_an_error(sharing, advice):
     with pytest.raises(ConfigError) as caught:
         grpo(*sharing, f"{DDP}.overlap_grad_reduce=false")
     assert f"{DDP}.overlap_grad_reduce is false" in str(caught.value) and f"set it to true, or {advice}" in str(
@@ -94,12 +94,12 @@ def launcher(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
 
 
-def test_executor_auto_without_a_launcher_uses_this_process():
+def test_executor_auto_without_a_launcher_trains_in_this_process():
     cluster = grpo("cluster.gpus_per_node=8").cluster
     assert (cluster.chosen_executor, cluster.processes) == ("in_process", 1)
 
 
-def test_executor_auto_under_a_launcher_uses_its_ranks(launcher):
+def test_executor_auto_under_a_launcher_trains_on_the_launchers_ranks(launcher):
     config = grpo("cluster.gpus_per_node=2")
     assert (config.cluster.chosen_executor, config.cluster.processes, trainers_of(config)) == ("processes", 2, 2)
     assert fold_text(config) is None
@@ -115,7 +115,7 @@ def test_executor_auto_under_a_launcher_uses_its_ranks(launcher):
         grpo("cluster.gpus_per_node=8", "cluster.strict_sizes=true")
 
 
-def test_single_process_features_are_rejected_under_a_launcher_of_two_ranks(launcher):
+def test_features_for_one_process_are_errors_under_a_launcher_of_two_ranks(launcher):
     with pytest.raises(
         ConfigError,
         match="auto under a launcher of 2 ranks is for training: an evaluation runs in one process; start one process",

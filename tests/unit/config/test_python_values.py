@@ -158,7 +158,7 @@ def test_changed_ppo_and_evaluation_configurations_are_checked_at_setup():
     [(load_grpo_config, "grpo_tiny.yaml", GRPOMasterConfig), (load_ppo_config, "ppo_tiny.yaml", PPOMasterConfig),
      (load_eval_config, "evals/eval.yaml", EvalMasterConfig), (load_grpo_config, "dapo_tiny.yaml", GRPOMasterConfig)],
 )  # fmt: skip
-def test_loaded_configuration_survives_dumping_pickling_and_copying(load, name, model):
+def test_configuration_keeps_its_values_when_dumped_pickled_or_copied(load, name, model):
     config = load(name)
     tree = config.model_dump()
     assert checked(config, model) is config and config.model_dump() == tree
@@ -179,7 +179,7 @@ def test_invalid_assignment_to_a_section_raises_immediately(tiny):
         checked(config, GRPOMasterConfig)
 
 
-def test_names_used_in_nemo_rl_guides_are_accepted():
+def test_configuration_names_used_in_nemo_rl_guides_are_accepted_in_python():
     assert GRPOConfig(dapo_batch_multiplier=3, max_num_gen_batches=2, reward_scaling={"incorrect": -1}).model_dump(exclude_unset=True) == {
         "batch_multiplier": 3.0, "dynamic_sampling_max_gen_batches": 2, "reward_scaling": {"target_min": -1.0}}  # fmt: skip
     assert PPOConfig(dapo_batch_multiplier=3)["dapo_batch_multiplier"] == 3
@@ -193,7 +193,7 @@ def test_names_used_in_nemo_rl_guides_are_accepted():
         RewardScalingConfig(correct=1.0, target_max=2.0)
 
 
-def test_settings_given_as_mappings_are_checked_like_configuration_sections():
+def test_losses_and_estimators_check_settings_given_as_mappings_like_configuration_sections():
     import torch
     from nemo_rl_cpp.algorithms.advantage_estimator import ADVANTAGE_ESTIMATORS
     from nemo_rl_cpp.algorithms.loss import ClippedPGLossFn
@@ -257,7 +257,7 @@ def test_ppo_accepts_one_generation_per_prompt():
     assert config.ppo.num_generations_per_prompt == 1
 
 
-def test_standalone_policy_section_is_checked():
+def test_policy_configuration_created_without_a_whole_configuration_is_checked():
     good = {"model_name": "tiny-random", "dtensor_cfg": {"tensor_parallel_size": 1}}
     assert checked_policy(good).generation.max_new_tokens == 512
     for change, message in (

@@ -16,20 +16,20 @@ def mistakes(*overrides):
     return str(error.value)
 
 
-def test_vllm_runs_only_if_its_interpreter_is_configured():
+def test_engine_vllm_is_used_only_if_its_python_interpreter_is_configured():
     config = load_grpo_config("grpo_tiny.yaml", VLLM)
     assert config.policy.generation.runs_vllm and fold_text(config) is None
     folded = load_grpo_config("grpo_tiny.yaml", VLLM[:1])
     assert not folded.policy.generation.runs_vllm and "the engine vllm" in fold_text(folded)
 
 
-def test_unsupported_parallel_sizes_are_reduced_with_vllm_as_the_engine():
+def test_unsupported_parallel_sizes_of_vllm_are_reduced_and_vllm_remains_the_engine():
     text = fold_text(load_grpo_config("grpo_tiny.yaml", [*VLLM, "policy.generation.vllm_cfg.tensor_parallel_size=4"]))
     assert "with vLLM; same mathematics" in text and "the engine vllm" not in text
 
 
 @pytest.mark.parametrize("trainer", ["native", "hf"])
-def test_vllm_engine_enables_importance_sampling_correction_unless_set(trainer):
+def test_engine_vllm_enables_the_importance_sampling_correction_unless_it_is_set(trainer):
     config = load_grpo_config("grpo_tiny.yaml", [*VLLM, f"policy.backend={trainer}"])
     assert not exactness_of(config.policy).equal
     assert config.loss_fn.use_importance_sampling_correction is True
@@ -40,7 +40,7 @@ def test_vllm_engine_enables_importance_sampling_correction_unless_set(trainer):
     assert given.loss_fn.use_importance_sampling_correction is False and "left open" not in exactness_text(given)
 
 
-def test_every_pair_of_trainer_and_engine_has_an_exactness_entry():
+def test_table_of_equal_logprobs_has_a_row_for_every_pair_of_trainer_and_engine():
     assert set(EXACTNESS) == {("native", "native"), ("hf", "hf"), ("native", "vllm"), ("hf", "vllm")}
     assert [pair for pair, row in EXACTNESS.items() if row.equal] == [("native", "native")]
 
@@ -83,19 +83,19 @@ def test_settings_incompatible_with_vllm_are_rejected(vllm, overrides, text):
     assert text in mistakes(*vllm, *overrides)
 
 
-def test_server_url_selects_vllm_and_importance_sampling_correction():
+def test_key_server_url_selects_vllm_and_the_importance_sampling_correction():
     config = load_grpo_config("grpo_tiny.yaml", SERVER)
     assert config.policy.generation.runs_vllm and fold_text(config) is None
     assert config.loss_fn.use_importance_sampling_correction is True and not exactness_of(config.policy).equal
 
 
 @pytest.mark.parametrize("key", [f"python={sys.executable}", "server_url=http://127.0.0.1:8000"])
-def test_evaluation_rejects_vllm_keys(key):
+def test_vllm_keys_in_an_evaluation_are_errors(key):
     with pytest.raises(ConfigError, match="is for training: an evaluation generates with native or hf"):
         load_eval_config("evals/eval.yaml", [f"++generation.vllm_cfg.{key}"])
 
 
-def test_vllm_accepts_temperature_0_01_and_native_engine_0_001():
+def test_lowest_accepted_temperature_is_0_01_for_vllm_and_0_001_for_the_native_engine():
     low = ["policy.generation.temperature=0.01", "policy.generation.val_temperature=0"]
     assert load_grpo_config("grpo_tiny.yaml", [*VLLM, *low]).policy.generation.val_temperature == 0
     assert (

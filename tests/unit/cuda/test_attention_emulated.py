@@ -115,21 +115,21 @@ def compare_with_the_cpu(kernels, sequences, tokens, shape, dtype, bound, window
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 @pytest.mark.parametrize("window", [0, 2, 40])
-def test_packed_attention_matches_the_cpu(kernels, shape, dtype, bound, window):
+def test_emulated_cuda_packed_attention_matches_the_cpu_kernel(kernels, shape, dtype, bound, window):
     if window and shape[2] > 64:
         pytest.skip("the same code as for smaller heads")
     compare_with_the_cpu(kernels, *(small() if shape[2] == 128 else packed()), shape, dtype, bound, window)
 
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
-def test_attention_with_the_largest_head_size_matches_the_cpu(kernels, dtype, bound):
+def test_emulated_cuda_attention_with_the_largest_head_size_matches_the_cpu_kernel(kernels, dtype, bound):
     compare_with_the_cpu(kernels, *small(), (2, 1, 256), dtype, bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 1, 16), (2, 2, 64), (7, 1, 128), (2, 1, 256)], ids=str)
 @pytest.mark.parametrize("chunks", [[40], [33, 1, 1, 5, 30], [97, 1, 34]], ids=["whole", "mixed", "long"])
-def test_paged_and_packed_attention_are_bit_identical(kernels, shape, dtype, chunks):
+def test_emulated_cuda_paged_and_packed_attention_are_bit_identical(kernels, shape, dtype, chunks):
     N, K, H = shape
     window = 37 if chunks[0] == 33 else 0
     tokens, bf16 = sum(chunks), dtype == torch.bfloat16
@@ -156,7 +156,7 @@ def test_paged_and_packed_attention_are_bit_identical(kernels, shape, dtype, chu
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 # a group of 17 takes the kernel of many rows for one token, too
 @pytest.mark.parametrize("shape", [(4, 2, 16), (17, 1, 24)], ids=str)
-def test_attention_step_with_prefill_decode_and_padding_rows_matches_the_cpu(kernels, shape, dtype, bound):
+def test_emulated_cuda_attention_of_prefill_decode_and_padding_rows_matches_the_cpu(kernels, shape, dtype, bound):
     N, K, H = shape
     heads, rows = C.AttentionHeads(N, K, H, 1 / math.sqrt(H)), 24
     # (query_start, query_length, context_length, blocks): a prompt, two tokens of running sequences; rows 18 to 23 belong to nobody
@@ -177,7 +177,7 @@ def test_attention_step_with_prefill_decode_and_padding_rows_matches_the_cpu(ker
     assert (out[18:] == 7).all()
 
 
-def test_kv_cache_is_not_written_for_a_row_without_a_slot(kernels):
+def test_emulated_cuda_attention_writes_no_kv_cache_for_a_row_without_a_slot(kernels):
     N, K, H = 2, 1, 8
     cache = torch.zeros(2, K, 2, H * TILE)
     kernels.kv_write(N, K, H, 0, randn(2, (N + 2 * K) * H), table([-1, TILE + 3]), 2, cache)
@@ -185,7 +185,7 @@ def test_kv_cache_is_not_written_for_a_row_without_a_slot(kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copied_kv_cache_block_equals_the_cpus(kernels, dtype):
+def test_emulated_cuda_copy_of_a_kv_cache_block_equals_the_cpu_kernels(kernels, dtype):
     got = randn(4, 2, 2, 16 * TILE, dtype=dtype)
     expected = turned(got, 16, to_pairs=True)
     C.kv_cache_copy(expected, 1, 3, 7)

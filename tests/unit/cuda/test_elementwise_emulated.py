@@ -26,7 +26,7 @@ def parts(rows, columns):
 @pytest.mark.parametrize(
     "D, inner, offset", [(40, 1, 0.0), (128, 3, 1.0), (513, 1, 1.0), (896, 1, 0.0), (2049, 1, 0.0)], ids=str
 )
-def test_rms_norm_and_its_gradient_match_autograd(kernels, D, inner, offset, x_dtype, w_dtype):
+def test_emulated_cuda_rms_norm_and_its_gradient_match_autograd(kernels, D, inner, offset, x_dtype, w_dtype):
     """A warp a row up to 512 entries, a block a row above; sizes that vectors divide and others; groups in more than one part."""
     groups = 70 if D < 200 else 3
     types, size = (x_dtype == BF16, w_dtype == BF16), (inner, D, groups)
@@ -54,7 +54,7 @@ def test_rms_norm_and_its_gradient_match_autograd(kernels, D, inner, offset, x_d
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("H, R", [(16, 16), (24, 24), (128, 128), (128, 96), (24, 12)])
 @pytest.mark.parametrize("interleaved", [0, 1])
-def test_rope_matches_its_formula_and_its_backward_undoes_it(kernels, interleaved, H, R, dtype):
+def test_emulated_cuda_rope_matches_its_formula_and_its_backward_is_the_inverse(kernels, interleaved, H, R, dtype):
     """The first R dimensions of each head, those i and i + R / 2 or 2 i and 2 i + 1 as pairs."""
     T, heads = 9, 3
     x, positions, angles = randn(T, heads * H + 8, dtype=dtype), table(range(3, 3 + T)), randn(20, R // 2)
@@ -74,7 +74,7 @@ def test_rope_matches_its_formula_and_its_backward_undoes_it(kernels, interleave
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("size", [56, 37])
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped"])
-def test_swiglu_and_its_gradient_match_autograd(kernels, gate, size, dtype):
+def test_emulated_cuda_swiglu_and_its_gradient_match_autograd(kernels, gate, size, dtype):
     """Some gates and ups are beyond the limits of the clamped activation."""
     gate_up, d_act = 5 * randn(5, 2 * size, dtype=dtype), randn(5, size, seed=1, dtype=dtype)
     gate_up[gate_up.abs() == 7] = 8  # at a limit itself torch's gradient is another
@@ -96,7 +96,7 @@ def test_swiglu_and_its_gradient_match_autograd(kernels, gate, size, dtype):
 
 
 @pytest.mark.parametrize("bias_dtype, y_dtype", [(F32, F32), (BF16, F32), (BF16, BF16)], ids=str)
-def test_bias_is_added_to_every_element_with_one_rounding(kernels, bias_dtype, y_dtype):
+def test_emulated_cuda_bias_addition_rounds_every_element_once(kernels, bias_dtype, y_dtype):
     bias, y = randn(37, dtype=bias_dtype), randn(11, 40, seed=1, dtype=y_dtype)
     for accumulate in (0, 1):
         got = y.clone()
@@ -111,14 +111,14 @@ def test_bias_is_added_to_every_element_with_one_rounding(kernels, bias_dtype, y
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("D", [40, 21])
-def test_embedding_forward_copies_the_rows_of_its_tokens(kernels, D, dtype):
+def test_emulated_cuda_embedding_copies_the_weight_rows_of_its_tokens(kernels, D, dtype):
     rows, ids, h = randn(7, D, dtype=dtype), table([4, 1, 4, 0]), torch.zeros(4, D)
     kernels.embedding_forward(rows, ids, h, 4, D, dtype == BF16)
     assert torch.equal(h, rows[ids].float())
 
 
 @pytest.mark.parametrize("D", [40, 21, 1100])
-def test_embedding_backward_sums_the_gradients_of_equal_tokens(kernels, D):
+def test_emulated_cuda_embedding_gradient_sums_over_equal_tokens(kernels, D):
     ids, dh, got = table([4, 1, 4, 4, 0, 1]), randn(6, D), torch.ones(7, D)
     kernels.embedding_backward(dh, table([0, 1, 4]), table([0, 1, 3, 6]), table([4, 1, 5, 0, 2, 3]), got, 3, D)
     assert torch.equal(got, torch.ones(7, D).index_add(0, ids, dh))  # the same order of additions
@@ -126,14 +126,14 @@ def test_embedding_backward_sums_the_gradients_of_equal_tokens(kernels, D):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 150, 1300])
-def test_column_sums_are_accumulated_within_rounding(kernels, rows, dtype):
+def test_emulated_cuda_column_sums_are_added_to_the_output_within_rounding(kernels, rows, dtype):
     x, got = randn(rows, 80, dtype=dtype), torch.ones(70)
     kernels.column_sums(x, 80, rows, 70, parts(rows, 70), got, dtype == BF16)
     close(got - 1, x[:, :70].double().sum(0), 1e-5)  # the one that is there costs digits of small sums
 
 
 @pytest.mark.parametrize("n", [0, 5, 16384, 40001])
-def test_sum_of_squares_matches_float64(kernels, n):
+def test_emulated_cuda_sum_of_squares_matches_float64(kernels, n):
     x, out = randn(n), torch.full((1,), math.nan, dtype=torch.float64)
     kernels.sum_of_squares(x, n, torch.zeros(3, dtype=torch.float64), out)
     assert float(out) == pytest.approx(float((x.double() ** 2).sum()), rel=1e-13)  # float64 in another order
@@ -144,7 +144,7 @@ def test_sum_of_squares_matches_float64(kernels, n):
 
 @pytest.mark.parametrize("moments", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("with_copy", [False, True])
-def test_adamw_step_matches_the_cpu(kernels, with_copy, moments):
+def test_emulated_cuda_adamw_step_matches_the_cpu_kernel(kernels, with_copy, moments):
     n = 1003
     state = [randn(n, seed=i) for i in range(3)] + [randn(n, seed=3).abs(), torch.zeros(n, dtype=BF16)]
     state[2:4] = [moment.to(moments) for moment in state[2:4]]
@@ -170,7 +170,7 @@ def combined_digest(blocks):
     return digest
 
 
-def test_weight_digest_equals_the_cpu_models(kernels):
+def test_emulated_cuda_weight_digest_equals_that_of_the_cpu_model(kernels):
     config = dict(vocab_size=3101, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
                   rms_norm_eps=1e-6, rope_theta=10000.0, model_type="llama", tie_word_embeddings=False)  # fmt: skip
     model = C.DecoderModel(native_config(config), F32, True)

@@ -32,7 +32,7 @@ def logprobs(B, S):
 
 @pytest.mark.parametrize("B, S", SHAPES)
 @pytest.mark.parametrize("lambda_value, alpha, kl_coef", [(None, 0.0, 0.0), (1.0, 0.05, 0.1)])
-def test_gae_matches_the_cpu(kernels, B, S, lambda_value, alpha, kl_coef):
+def test_emulated_cuda_gae_matches_the_cpu_kernel(kernels, B, S, lambda_value, alpha, kl_coef):
     rewards, values, mask, (x, _, _, reference) = randn(B), randn(B, S, seed=5), mask_of(B, S), logprobs(B, S)
     config = ops.GAEConfig(
         gamma=0.99, gae_lambda=0.95, gae_lambda_value=lambda_value, length_adaptive_alpha=alpha, kl_coef=kl_coef
@@ -48,7 +48,7 @@ def test_gae_matches_the_cpu(kernels, B, S, lambda_value, alpha, kl_coef):
 
 
 @pytest.mark.parametrize("B, S", SHAPES[1:])
-def test_whitening_matches_its_formula(kernels, B, S):
+def test_emulated_cuda_whitening_of_advantages_matches_its_formula(kernels, B, S):
     values, mask = randn(B, S, seed=1) + 100, mask_of(B, S)
     kept = values[mask.bool()]
     got = values.clone()
@@ -57,7 +57,7 @@ def test_whitening_matches_its_formula(kernels, B, S):
 
 
 @pytest.mark.parametrize("B, S", SHAPES)
-def test_token_advantages_match_their_formula(kernels, B, S):
+def test_emulated_cuda_token_advantages_match_their_formula(kernels, B, S):
     advantages, mask, (x, _, _, reference) = randn(B), mask_of(B, S), logprobs(B, S)
     out = torch.full((B, S), math.nan, dtype=F64)
     kernels.token_advantages(B, S, advantages, mask, x, reference, 0.1, out)
@@ -67,7 +67,7 @@ def test_token_advantages_match_their_formula(kernels, B, S):
 
 @pytest.mark.parametrize("B, S", SHAPES)
 @pytest.mark.parametrize("cliprange", [0.0, 0.3])
-def test_value_loss_matches_the_cpu(kernels, B, S, cliprange):
+def test_emulated_cuda_value_loss_matches_the_cpu_kernel(kernels, B, S, cliprange):
     values, returns, old, mask, sample = (
         randn(B, S), randn(B, S, seed=1), randn(B, S, seed=2), mask_of(B, S), torch.ones(B, dtype=F64),
     )  # fmt: skip
@@ -85,7 +85,7 @@ def test_value_loss_matches_the_cpu(kernels, B, S, cliprange):
     ("ppo", False, 0.0), ("ppo", False, 0.05), ("ppo", True, 0.05), ("sapo", False, 0.05), ("dppo_tv", False, 0.0),
     ("dppo_kl", False, 0.0), ("dro", False, 0.05), ("gmpo", True, 0.0), ("vespo", False, 0.05),
 ])  # fmt: skip
-def test_clipped_pg_loss_matches_the_cpu(kernels, B, S, mode, sequence_level, kl_penalty):
+def test_emulated_cuda_clipped_pg_loss_matches_the_cpu_kernel(kernels, B, S, mode, sequence_level, kl_penalty):
     (x, prev, generation, reference), advantages, mask, sample = (
         logprobs(B, S), randn(B, S, seed=6), mask_of(B, S), torch.ones(B, dtype=F64),
     )  # fmt: skip

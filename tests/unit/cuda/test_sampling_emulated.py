@@ -30,7 +30,7 @@ def sample(kernels, logits, rule, uniform, greedy=False):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_sampled_tokens_match_the_cpu_and_scoring_gives_bit_identical_logprobs(kernels, rule):
+def test_emulated_cuda_sampling_matches_the_cpu_and_scoring_gives_identical_logprobs(kernels, rule):
     logits, uniform = rows_of_logits(), torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     R, V = logits.shape
     tokens, logprobs, entropy = sample(kernels, logits, rule, uniform)
@@ -50,7 +50,7 @@ def test_sampled_tokens_match_the_cpu_and_scoring_gives_bit_identical_logprobs(k
     assert torch.equal(scored_entropy.view(torch.int32), entropy.view(torch.int32))
 
 
-def test_greedy_sampling_takes_the_first_maximum_and_flags_non_finite_rows(kernels):
+def test_emulated_cuda_greedy_sampling_takes_the_first_maximum_and_flags_non_finite_rows(kernels):
     logits = randn(4, 700)
     logits[0, 7] = logits[0, 9] = 10.0
     logits[1, 3], logits[2] = math.nan, -math.inf
@@ -59,7 +59,7 @@ def test_greedy_sampling_takes_the_first_maximum_and_flags_non_finite_rows(kerne
     assert logprobs[1:3].tolist() == [-math.inf, -math.inf]
 
 
-def test_filtered_tokens_score_minus_infinity_and_non_finite_rows_score_nan(kernels):
+def test_emulated_cuda_scoring_gives_minus_infinity_to_tokens_outside_top_k_and_top_p(kernels):
     logits = randn(2, 700)
     logits[1, 3] = math.inf
     best, worst = int(logits[0].argmax()), int(logits[0].argmin())
@@ -80,7 +80,7 @@ def gradient(kernels, logits, rule, first, targets, g, g_unfiltered, dtype=torch
 # arithmetic is float32's
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)], ids=str)
 @pytest.mark.parametrize("top_k", [0, 100])
-def test_logprob_gradients_match_autograd(kernels, dtype, bound, top_k):
+def test_emulated_cuda_logprob_gradients_match_autograd(kernels, dtype, bound, top_k):
     logits = 2 * randn(3, 700)
     kept = logits.topk(100, dim=1).indices
     # several pairs of a row, one of them twice; a row without any; pairs that a filter keeps
@@ -97,7 +97,7 @@ def test_logprob_gradients_match_autograd(kernels, dtype, bound, top_k):
     assert not got[1].any()
 
 
-def test_logprob_gradients_with_top_p_match_the_cpu(kernels):
+def test_emulated_cuda_logprob_gradients_with_top_p_match_the_cpu_kernel(kernels):
     logits, g = 3 * randn(4, 700), randn(4, seed=1)
     targets = logits.argmax(1)
     _, expected = C.filtered_logprobs(logits, targets, g, 1.3, 0.8, 0)

@@ -77,7 +77,7 @@ QA = {"messages": [{"role": "user", "content": "12="}, {"role": "assistant", "co
 
 
 @pytest.mark.parametrize("template", [None, "default"])
-def test_data_processors_start_each_prompt_with_exactly_one_bos_token(begins, tmp_path, template):
+def test_data_processors_begin_each_prompt_with_exactly_one_bos_token(begins, tmp_path, template):
     begins.chat_template = WRITES_BOS
     begins.save_pretrained(tmp_path)
     tokenizer = get_tokenizer({"name": str(tmp_path), "chat_template": template})
@@ -126,7 +126,7 @@ def test_end_tokens_are_read_from_generation_config_or_model_config(tmp_path, ti
 
 
 @pytest.mark.filterwarnings("ignore:the model's end tokens are")
-def test_tokenizers_end_token_is_used_if_the_model_names_none(tiny):
+def test_tokenizers_end_token_ends_responses_if_the_model_config_names_none(tiny):
     assert end_token_ids(None, {}, tiny) == [EOS]
     assert end_token_ids(None, {}, None) == []
     assert end_token_ids(None, {"eos_token_id": [9, EOS]}, tiny) == [9, EOS]
@@ -134,7 +134,7 @@ def test_tokenizers_end_token_is_used_if_the_model_names_none(tiny):
 
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, [2, "x"], True, {"id": 2}])
-def test_invalid_eos_token_id_is_rejected_with_its_file(tmp_path, value):
+def test_error_for_an_invalid_eos_token_id_names_its_file(tmp_path, value):
     with pytest.raises(
         ValueError, match="generation_config.json of .*eos_token_id is .*expected a token id or a list of them"
     ):
@@ -174,7 +174,7 @@ def test_saved_generation_config_contains_the_end_tokens(tmp_path, tiny, base, c
 
 
 @pytest.mark.slow
-def test_added_and_special_tokens_files_are_read_as_in_transformers(tiny, tmp_path):
+def test_added_tokens_and_special_tokens_map_files_are_read_as_in_transformers(tiny, tmp_path):
     from transformers import AutoTokenizer
 
     tiny.save_pretrained(tmp_path)

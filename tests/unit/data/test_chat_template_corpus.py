@@ -122,7 +122,7 @@ def outcome(render):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_render_as_in_transformers_or_both_reject_them(name, smollm2, hf_smollm2):
+def test_chat_templates_render_as_in_transformers_or_both_reject_them(name, smollm2, hf_smollm2):
     options = {"chat_template": TEMPLATES[name], "tokenize": False, "enable_thinking": False}
     for shape, messages in CONVERSATIONS.items():
         for more in ({"add_generation_prompt": True}, {"tools": TOOLS}, {"documents": [{"title": "t", "text": "x"}]}):
@@ -148,7 +148,7 @@ LOSE = {  # template -> shapes of which it loses a message that it was given
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompt_that_loses_a_message_in_the_template_is_rejected(name, smollm2):
+def test_prompt_from_which_the_chat_template_drops_a_message_is_an_error(name, smollm2):
     smollm2.chat_template, own = TEMPLATES[name], smollm2.chat_template
     try:
         for shape, messages in CONVERSATIONS.items():
@@ -164,7 +164,7 @@ def test_prompt_that_loses_a_message_in_the_template_is_rejected(name, smollm2):
         smollm2.chat_template = own
 
 
-def test_dropped_message_is_detected_even_if_its_text_appears_by_chance(smollm2):
+def test_message_dropped_by_a_chat_template_is_detected_even_if_its_text_appears_elsewhere(smollm2):
     smollm2.chat_template, own = (
         "{% for m in messages %}{{ m.role }}: {{ m.contents }}\n{% endfor %}",
         smollm2.chat_template,
@@ -227,7 +227,7 @@ def test_chat_template_name_selects_one_of_the_tokenizers_named_templates():
 @pytest.mark.parametrize(
     "value", ["chatml", "tool_use", "", " ", "Question: {question}", "{}", "messages", "User: x\nAssistant:"]
 )
-def test_value_that_is_neither_template_nor_path_is_rejected(value):
+def test_chat_template_value_that_is_neither_a_template_nor_a_path_is_an_error(value):
     with pytest.raises(ChatTemplateError, match="policy.tokenizer.chat_template is .*neither a template"):
         choose_template(value, None, KEY)
 
@@ -236,7 +236,7 @@ def test_value_that_is_neither_template_nor_path_is_rejected(value):
     "value",
     ["{{ bos_token }}", "{{ message }}", "{% set messages = [] %}{{ x }}", "{# messages #}{{ 1 }}", "{{ prompt }}"],
 )
-def test_chat_template_that_never_uses_messages_is_rejected(value):
+def test_chat_template_that_never_uses_the_messages_is_an_error(value):
     with pytest.raises(ChatTemplateError, match="never uses `messages`, so every prompt would lose its question"):
         choose_template(value, None, KEY)
     with pytest.raises(ChatTemplateError, match="must be a text"):
@@ -247,7 +247,7 @@ def test_chat_template_that_never_uses_messages_is_rejected(value):
     "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ messages[9].content.x }}", "{{ {}[1].x }}", "{{ strftime_now(1) }}",
     "{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{% for %}",
 ])  # fmt: skip
-def test_any_error_in_a_template_is_raised_as_chat_template_error(template):
+def test_any_error_inside_a_chat_template_is_raised_as_chat_template_error(template):
     messages = [ASK, ASK]
     with pytest.raises(ChatTemplateError, match="chat template (failed on these messages|does not compile)"):
         render_chat_template(template, messages)
@@ -255,7 +255,7 @@ def test_any_error_in_a_template_is_raised_as_chat_template_error(template):
 
 
 @pytest.mark.parametrize("messages", ["text", None, 5, {"role": "user", "content": "x"}, ["text"], [None]])
-def test_invalid_conversation_is_rejected_with_the_reason(messages):
+def test_invalid_conversation_for_a_chat_template_is_an_error_with_the_reason(messages):
     with pytest.raises(ChatTemplateError, match="conversation is a list|message is a mapping"):
         render_chat_template(PASSTHROUGH, messages)
     with pytest.raises(ChatTemplateError, match="JSON schemas"):

@@ -186,7 +186,7 @@ def section(tmp_path, name, content, keys):
 
 
 @pytest.mark.parametrize("name, content, keys, expected", READ, ids=[case[0] for case in READ])
-def test_question_and_ground_truth_of_each_row_are_read_as_expected(tmp_path, name, content, keys, expected):
+def test_question_and_ground_truth_are_read_from_every_supported_data_file(tmp_path, name, content, keys, expected):
     raw = load_response_dataset(section(tmp_path, name, content, keys))
     data = [raw.processor(raw.dataset[i], raw.task_spec, ByteTokenizer(), None, i) for i in range(len(raw.dataset))]
     assert [

@@ -12,14 +12,14 @@ def loader(n=10, batch_size=3, **options):
     return StatefulDataLoader(list(range(n)), batch_size, collate_fn=list, **options)
 
 
-def test_permutation_depends_only_on_seed_and_epoch():
+def test_shuffled_row_order_depends_only_on_seed_and_epoch():
     orders = {(seed, epoch): permutation(50, seed, epoch) for seed in range(5) for epoch in range(5)}
     assert all(sorted(order) == list(range(50)) for order in orders.values())
     assert len({tuple(order) for order in orders.values()}) == 25
     assert permutation(50, 3, 2) == orders[3, 2] and permutation(0, 1, 1) == []
 
 
-def test_random_draws_are_reproducible_and_distinct_draws_do_not_repeat():
+def test_random_number_draws_are_reproducible_and_distinct_draws_do_not_repeat():
     draws, again = Draws(1, 2), Draws(1, 2)
     assert [draws.below(10) for _ in range(5)] == [again.below(10) for _ in range(5)] != [draws.below(10)] * 5
     assert sorted(Draws(0).distinct(4, 5, exclude=2)) == [0, 1, 3, 4]
@@ -31,7 +31,7 @@ def test_random_draws_are_reproducible_and_distinct_draws_do_not_repeat():
 
 @pytest.mark.parametrize("drop_last, sizes", [(True, [3, 3, 3]), (False, [3, 3, 3, 1])])
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_each_epoch_visits_every_row_in_its_seeded_order(drop_last, sizes, num_workers):
+def test_data_loader_visits_every_row_once_per_epoch_in_a_seeded_order(drop_last, sizes, num_workers):
     plain = loader(drop_last=drop_last, num_workers=num_workers)
     batches = list(plain)
     assert [len(batch) for batch in batches] == sizes and len(plain) == len(sizes)
@@ -45,7 +45,7 @@ def test_each_epoch_visits_every_row_in_its_seeded_order(drop_last, sizes, num_w
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_resumes_with_the_next_batch_at_every_position(num_workers):
+def test_data_loader_resumes_with_the_next_batch_at_every_position(num_workers):
     options = {"shuffle": True, "drop_last": True, "seed": 3}
     whole = loader(**options)
     expected = [batch for _ in range(3) for batch in whole]
@@ -65,7 +65,7 @@ def test_loader_resumes_with_the_next_batch_at_every_position(num_workers):
         first.close()
 
 
-def test_loader_resumes_at_the_row_with_a_different_batch_size():
+def test_data_loader_resumes_at_the_next_row_if_the_batch_size_changed():
     first = loader(batch_size=2)
     iterator = iter(first)
     next(iterator), next(iterator)
@@ -74,14 +74,14 @@ def test_loader_resumes_at_the_row_with_a_different_batch_size():
     assert list(second) == [[4, 5, 6], [7, 8, 9]]
 
 
-def test_abandoned_epoch_restarts_at_its_first_row():
+def test_new_iteration_after_an_unfinished_one_starts_at_the_first_row_of_the_epoch():
     validation = loader()
     for _ in validation:
         break
     assert sum(validation, []) == list(range(10)), "an early stop must not shift the next validation"
 
 
-def test_abandoned_iterator_raises_if_it_is_used_again():
+def test_older_iterator_of_a_data_loader_raises_after_a_newer_one_started():
     data = loader()
     old = iter(data)
     next(old)
@@ -97,7 +97,7 @@ def test_abandoned_iterator_raises_if_it_is_used_again():
         next(old)
 
 
-def test_invalid_loader_options_and_states_are_rejected():
+def test_invalid_data_loader_options_and_states_are_errors():
     for options, message in (
         ({"batch_size": 0}, "batch_size"),
         ({"n": 0}, "empty"),

@@ -28,7 +28,7 @@ def write(path, rows):
     return str(path)
 
 
-def test_missing_data_files_subsets_and_splits_are_errors(tmp_path):
+def test_data_files_subsets_and_splits_that_do_not_exist_are_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="data_path"):
         load_dataset_from_path(str(tmp_path / "none.jsonl"))
     path = write(tmp_path / "d.jsonl", ROWS)
@@ -38,14 +38,14 @@ def test_missing_data_files_subsets_and_splits_are_errors(tmp_path):
         load_dataset_from_path(path, None, "test")
 
 
-def test_response_dataset_keeps_messages_that_rows_already_contain(tmp_path):
+def test_response_dataset_uses_the_messages_column_of_rows_that_have_one(tmp_path):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     path = write(tmp_path / "m.jsonl", [{"messages": messages, "source": "s"}])
     row = ResponseDataset(path).dataset[0]
     assert row["messages"] == messages and row["source"] == "s" and row["task_name"] == f"{tmp_path.name}-m"
 
 
-def test_validation_split_is_disjoint_and_seeded(tmp_path):
+def test_validation_rows_split_from_training_rows_are_disjoint_and_seeded(tmp_path):
     path = write(tmp_path / "d.jsonl", ROWS)
 
     def answers(seed, size=0.25):
@@ -115,7 +115,7 @@ def test_data_set_class_is_loaded_by_its_dotted_name():
     assert load_response_dataset(section).dataset[0] == {"greeting": "hi"}
 
 
-def test_load_eval_dataset_uses_the_held_out_split(tmp_path):
+def test_load_eval_dataset_returns_the_held_out_split(tmp_path):
     data = load_eval_dataset({"dataset_name": "arithmetic", "max_input_seq_length": 100, "num_samples": 5})
     held_out = load_response_dataset({"dataset_name": "arithmetic", "split": "validation", "num_samples": 5})
     assert list(data.dataset) == list(held_out.dataset)
@@ -138,7 +138,7 @@ def test_list_dataset_selects_maps_and_copies_rows():
             wrong()
 
 
-def test_merge_datasets_concatenates_own_and_hub_data_sets():
+def test_merge_datasets_concatenates_this_packages_and_hugging_face_data_sets():
     import datasets
 
     ours, theirs = ListDataset([{"x": 1}, {"x": 2}]), datasets.Dataset.from_list([{"x": 3}])
@@ -193,7 +193,7 @@ def test_each_row_is_processed_by_the_processor_of_its_task(tiny):
     assert data[1] == {"by": "A", "prompt": "default", "limit": 9, "idx": 1}
 
 
-def test_task_without_a_processor_is_an_error_unless_a_defaultdict_has_one(tiny):
+def test_task_without_a_data_processor_is_an_error_unless_a_defaultdict_supplies_one(tiny):
     spec = TaskDataSpec()
     with pytest.raises(AssertionError, match="task processor not provided for b"):
         AllTaskProcessedDataset(rows_of("b"), tiny, spec, {"a": (spec, naming("A"))})[0]
@@ -203,7 +203,7 @@ def test_task_without_a_processor_is_an_error_unless_a_defaultdict_has_one(tiny)
     assert [data[i]["by"] for i in range(2)] == ["A", "else"]
 
 
-def test_row_preprocessors_apply_to_all_tasks_or_to_the_task_they_are_given_for(tiny):
+def test_row_preprocessors_apply_to_every_task_or_only_to_the_task_that_they_are_given_for(tiny):
     data = AllTaskProcessedDataset(
         rows_of("a"),
         tiny,
@@ -234,7 +234,7 @@ def test_task_name_is_derived_from_the_data_path(path, name):
 @pytest.mark.parametrize(("pieces", "doubled"), [
     ([[1, 5], [1, 1, 6]], True), ([[1], [1, 6]], True), ([[1, 5], [1, 6]], False), ([[5], [5]], False), ([[1]], False), ([], False),
 ])  # fmt: skip
-def test_double_bos_is_detected_in_any_message_of_a_prompt(tiny, pieces, doubled):
+def test_two_bos_tokens_in_sequence_are_detected_in_any_message_of_a_prompt(tiny, pieces, doubled):
     """One BOS token at a later message is right: SmolLM2's begins each of its messages."""
 
     def process(row, spec, tokenizer, limit, idx):

@@ -8,7 +8,7 @@ def questions(rows):
     return [row["messages"][0]["content"] for row in rows]
 
 
-def test_arithmetic_rows_have_correct_sums_and_disjoint_validation_questions():
+def test_generated_arithmetic_rows_have_correct_sums_and_disjoint_validation_questions():
     data = load_response_dataset({"dataset_name": "arithmetic", "split_validation_size": 256})
     assert data.processor is raw_completion_data_processor and data.task_name == "arithmetic"
     assert len(data.val_dataset) == 256 and len(data.dataset) > 2000
@@ -46,7 +46,7 @@ def test_arithmetic_training_and_validation_questions_never_overlap():
     assert len(pairs(split="validation")) >= 256
 
 
-def test_arithmetic_prompt_ends_at_a_token_boundary(smollm2):
+def test_generated_arithmetic_prompt_ends_at_a_token_boundary(smollm2):
     row = load_response_dataset({"dataset_name": "arithmetic", "num_samples": 1}).dataset[0]
     prompt, answer = (m["content"] for m in row["messages"])
     assert smollm2.encode(prompt) + smollm2.encode(answer + "\n") == smollm2.encode(prompt + answer + "\n")
@@ -64,14 +64,14 @@ def test_generated_rows_depend_only_on_the_seed():
     )
 
 
-def test_questions_repeat_only_after_every_question_was_used():
+def test_generated_questions_repeat_only_after_every_question_was_used():
     data = load_response_dataset({"dataset_name": "reverse_digits", "num_digits": 1, "num_samples": 25})
     asked = questions(data.dataset)
     different = len(set(asked))
     assert 5 <= different <= 10 and len(set(asked[:different])) == different and len(asked) == 25
 
 
-def test_reverse_digits_rows_are_correct_and_disjoint_from_validation(tiny):
+def test_generated_reverse_digits_rows_are_correct_and_disjoint_from_validation_rows(tiny):
     data = load_response_dataset({"dataset_name": "reverse_digits", "split_validation_size": 0.1})
     assert not set(questions(data.dataset)) & set(questions(data.val_dataset))
     for row in data.dataset:
@@ -107,7 +107,7 @@ def test_multi_line_reasoning_gym_answers_are_not_cut_after_the_first_line():
     assert data.dataset[0]["stop_strings"] == ["\n\nQuestion:"] and "\n" in data.dataset[0]["messages"][1]["content"]
 
 
-def test_python_functions_answers_pass_their_tests():
+def test_reference_answers_of_the_data_set_python_functions_pass_their_tests():
     train = load_response_dataset({"dataset_name": "python_functions"}).dataset
     held_out = load_response_dataset({"dataset_name": "python_functions", "split": "validation"}).dataset
     for row in [*train, *held_out]:

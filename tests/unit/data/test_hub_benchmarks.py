@@ -45,7 +45,7 @@ def first(name):
     ("DeepScaler", 2, (None, "train")), ("AIME2024", 32, (None, "train")), ("AIME2025", 64, ("AIME2025-II", "test")),
     ("AIME2026", 32, (None, "train")), ("GSM8K", 2, ("main", "train")),
 ])  # fmt: skip
-def test_hub_data_sets_give_question_and_ground_truth_in_one_format(asked, name, size, call):
+def test_all_hub_benchmarks_give_question_and_ground_truth_in_the_same_format(asked, name, size, call):
     data = load_response_dataset({"dataset_name": name})
     assert len(data.dataset) == size and data.task_name == name and asked[-1][1:] == call
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "34"}]
@@ -87,13 +87,13 @@ def test_last_boxed_returns_the_content_of_the_last_balanced_box():
     )
 
 
-def test_data_set_name_with_a_version_number_is_not_taken_for_a_class():
+def test_data_set_name_with_a_version_number_is_not_read_as_a_dotted_class_name():
     assert is_class_name("my_package.sets.Mine") and not is_class_name("NuminaMath-1.5") and not is_class_name("math")
     with pytest.raises(ValueError, match="NuminaMath-1.5"):
         dataset_class("NuminaMath-1.5")
 
 
-def test_data_defaults_are_applied_only_to_data_sets_that_accept_the_key():
+def test_keys_of_data_default_are_applied_only_to_data_sets_that_accept_them():
     default = {"dataset_name": "ResponseDataset", "input_key": "problem", "prompt_file": "p.txt"}
     assert defaults_for({"data_path": "x"}, default) == default
     assert defaults_for({"dataset_name": "OpenMathInstruct-2"}, default) == {

@@ -75,19 +75,19 @@ def test_raw_completion_processor_applies_no_chat_template(chat, spec):
 
 
 @pytest.mark.parametrize("limit, kept, weight", [(4, 3, 1.0), (3, 3, 0.0), (2, 2, 0.0), (None, 3, 1.0)])
-def test_prompt_that_leaves_no_room_for_a_response_is_cut_and_masked(tiny, limit, kept, weight):
+def test_prompt_that_leaves_no_room_for_a_response_is_cut_and_excluded_from_the_loss(tiny, limit, kept, weight):
     datum = math_hf_data_processor(QA, TaskDataSpec(), tiny, limit, 0)
     assert (len(datum["message_log"][0]["token_ids"]), datum["loss_multiplier"], datum["length"]) == (kept, weight, 3)
 
 
-def test_overlong_prompt_is_cut_to_at_most_four_tokens_per_message(chat, spec):
+def test_too_long_prompt_is_cut_to_at_most_four_tokens_per_message(chat, spec):
     datum = math_data_processor({"problem": "5" * 50, "expected_answer": ""}, spec, chat, 20, 0)
     assert [len(m["token_ids"]) for m in datum["message_log"]] == [4, 4]
     datum = math_data_processor({"problem": "5" * 50, "expected_answer": ""}, spec, chat, 6, 0)
     assert [len(m["token_ids"]) for m in datum["message_log"]] == [3, 3] and datum["loss_multiplier"] == 0.0
 
 
-def test_processors_give_the_same_ids_with_a_transformers_tokenizer(smollm2, hf_smollm2, spec):
+def test_data_processors_give_the_same_ids_with_this_packages_and_a_transformers_tokenizer(smollm2, hf_smollm2, spec):
     for process, row in (
         (math_hf_data_processor, QA),
         (raw_completion_data_processor, QA),
@@ -100,14 +100,14 @@ def test_processors_give_the_same_ids_with_a_transformers_tokenizer(smollm2, hf_
         )
 
 
-def test_registering_a_processor_name_twice_is_an_error(monkeypatch):
+def test_registering_the_name_of_a_data_processor_twice_is_an_error(monkeypatch):
     monkeypatch.setattr(processors, "PROCESSOR_REGISTRY", dict(processors.PROCESSOR_REGISTRY))
     register_processor("mine", math_data_processor)
     with pytest.raises(ValueError, match="already"):
         register_processor("mine", math_data_processor)
 
 
-def test_collate_function_stacks_lengths_and_fills_missing_fields(tiny):
+def test_collate_function_makes_tensors_of_lengths_and_fills_missing_fields_with_none(tiny):
     data = [math_hf_data_processor(QA, TaskDataSpec(), tiny, limit, i) for i, limit in enumerate((10, 2))]
     data[1]["stop_strings"] = ["x"]
     del data[1]["task_name"]

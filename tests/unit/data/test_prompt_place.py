@@ -28,7 +28,7 @@ QUESTION = "{} \\boxed{x} {0}"
     ("An open { brace. {}", f"An open {{ brace. {QUESTION}"),
     ("Question:{}", f"Question:{QUESTION}"),
 ])  # fmt: skip
-def test_question_replaces_only_the_prompt_placeholder(prompt, expected):
+def test_question_replaces_only_the_placeholder_of_a_prompt_file(prompt, expected):
     assert fill_prompt(prompt, QUESTION) == expected
 
 

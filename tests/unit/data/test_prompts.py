@@ -79,7 +79,7 @@ def test_chat_template_that_drops_the_system_prompt_is_rejected(chat, spec):
             process(row, spec, chat, None, 7)
 
 
-def test_token_that_spans_system_and_user_message_belongs_to_the_user_message(chat, spec):
+def test_token_across_the_end_of_the_system_message_is_counted_to_the_user_message(chat, spec):
     """ " counting" is one token, which the pieces "The count" and "ing" alone would not have: it goes to the user."""
     chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     spec.system_prompt = "The count"
@@ -120,7 +120,7 @@ def test_system_message_and_earlier_turns_of_a_row_are_kept_in_the_prompt(chat):
     assert datum["extra_env_info"] == {"ground_truth": "d"}
 
 
-def test_system_message_in_the_row_and_system_prompt_file_together_are_rejected(chat, spec):
+def test_system_message_in_a_row_together_with_a_system_prompt_file_is_an_error(chat, spec):
     with pytest.raises(ValueError, match="system message of its own and system_prompt_file is set"):
         math_hf_data_processor(conversation(("system", "S"), ("user", "a"), ("assistant", "b")), spec, chat, None, 0)
 
@@ -164,7 +164,7 @@ def test_tools_of_a_row_are_passed_to_the_chat_template(chat):
         "roles system, user: .*math_hf_data_processor",
     ),
 ])  # fmt: skip
-def test_rows_of_an_unexpected_shape_are_rejected(process, row, message):
+def test_data_rows_whose_messages_have_an_unexpected_form_are_errors(process, row, message):
     with pytest.raises(ValueError, match=message):
         process(row, TaskDataSpec(), ByteTokenizer(), None, 3)
 

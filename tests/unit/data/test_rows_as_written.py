@@ -90,21 +90,21 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_kind_of_source_gives_the_same_rows(tmp_path, way):
+def test_lists_tables_and_files_of_every_kind_give_equal_rows(tmp_path, way):
     assert rows_of(WAYS[way](tmp_path), "prompts") == ROWS
 
 
-def test_single_row_of_a_dataframe_is_one_prompt(tmp_path):
+def test_row_taken_from_a_dataframe_is_accepted_as_a_prompt(tmp_path):
     assert rows_of(frame(tmp_path).iloc[0].to_dict(), "prompts") == ROWS[:1]
 
 
-def test_named_tuples_of_a_dataframe_are_rows():
+def test_named_tuples_of_a_dataframe_are_accepted_as_rows():
     frame = pandas.DataFrame({"prompt": ["a", "b"], "answer": [1, 2]})
     expected = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
     assert rows_of(frame.itertuples(index=False), "prompts") == expected
 
 
-def test_arrow_table_columns_are_read_as_columns():
+def test_columns_of_an_arrow_table_are_accepted_as_data_columns():
     table = pyarrow.table({"prompt": ["a", "b"], "answer": [1, 2]})
     columns = {name: table[name] for name in table.column_names}
     assert rows_of(columns, "prompts") == table.to_pylist()
@@ -117,7 +117,7 @@ def test_nan_and_na_in_a_dataframe_become_null():
 
 
 @pytest.mark.parametrize("given", ["list", "jsonl"])
-def test_explicit_nulls_in_rows_are_kept(tmp_path, given):
+def test_null_values_written_in_rows_are_kept(tmp_path, given):
     schema = {"type": "string", "default": None, "enum": ["a", None]}
     row = {"prompt": "a", "answer": None, "tools": [{"parameters": {"properties": {"x": schema}}}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
@@ -130,7 +130,7 @@ def test_null_items_and_empty_structs_of_a_parquet_file_are_kept(tmp_path):
     assert list(load_dataset_from_path(tmp_path / "rows.parquet")) == rows
 
 
-def test_arrow_map_is_read_as_a_mapping(tmp_path):
+def test_arrow_column_of_type_map_is_read_as_a_mapping(tmp_path):
     kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
     table = pyarrow.table({"scores": pyarrow.array([[("a", 1), ("b", 2)]], kind)})
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
@@ -138,7 +138,7 @@ def test_arrow_map_is_read_as_a_mapping(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["jsonl", "parquet", "saved data set"])
-def test_each_row_keeps_only_its_own_tools_and_tool_calls(tmp_path, way):
+def test_rows_read_from_files_have_only_the_tool_keys_that_were_written(tmp_path, way):
     rows = [
         {"messages": [*talk(name), {"role": "assistant", "content": "7"}], "tools": [tool(name)]}
         for name in ("city", "x")

@@ -43,7 +43,7 @@ def test_validation_rows_are_split_from_a_single_data_set(smollm2):
     assert val[0]["message_log"][0]["content"].endswith(" = ") and val[0]["extra_env_info"]["ground_truth"].isdigit()
 
 
-def test_null_validation_section_gives_no_validation_data(smollm2):
+def test_section_data_validation_null_gives_no_validation_data(smollm2):
     assert load_response_data(smollm2, data(train=ARITHMETIC, validation=None)).validation is None
 
 
@@ -69,14 +69,14 @@ def test_several_data_sets_are_merged_and_each_environment_is_created_once(smoll
     assert {train[i]["task_name"] for i in range(20)} == {"arithmetic", "reverse_digits"}
 
 
-def test_use_multiple_dataloader_gives_one_data_set_per_task(smollm2):
+def test_key_use_multiple_dataloader_gives_one_data_set_per_task(smollm2):
     made = load_response_data(smollm2, data(train=[ARITHMETIC, REVERSE], use_multiple_dataloader=True))
     train, val = made.train, made.validation
     assert {name: len(rows) for name, rows in train.items()} == {"arithmetic": 12, "reverse_digits": 8} and val is None
     assert train["reverse_digits"][0]["task_name"] == "reverse_digits"
 
 
-def test_data_defaults_do_not_override_keys_set_in_a_section(smollm2, tmp_path):
+def test_keys_of_data_default_do_not_override_those_set_in_a_data_section(smollm2, tmp_path):
     (tmp_path / "p.txt").write_text("Q {}")
     default = {"prompt_file": str(tmp_path / "p.txt"), "processor": "math_hf_data_processor"}
     train = load_response_data(smollm2, data(train=ARITHMETIC, default=default)).train
@@ -101,21 +101,21 @@ def test_invalid_data_sections_are_rejected_before_environments_start(smollm2, e
     assert environments == []
 
 
-def test_environments_are_shut_down_when_the_data_cannot_be_loaded(smollm2, environments):
+def test_environments_are_shut_down_if_the_data_cannot_be_loaded(smollm2, environments):
     sections = {"train": [ARITHMETIC, {**REVERSE, "num_digits": 99}]}
     with pytest.raises(ValueError, match="num_digits"):
         load_response_data(smollm2, data(**sections), {"math": {}, "digits": {}})
     assert environments == ["create math", "create digits", "shutdown math", "shutdown digits"]
 
 
-def test_sections_of_one_task_with_different_processors_are_rejected(smollm2):
+def test_data_sections_of_one_task_with_different_processors_are_an_error(smollm2):
     train = load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "max_number": 9}])).train
     assert len(train) == 24
     with pytest.raises(ValueError, match="task name 'arithmetic'"):
         load_response_data(smollm2, data(train=[ARITHMETIC, {**ARITHMETIC, "processor": "math_hf_data_processor"}]))
 
 
-def test_batch_lengths_count_the_token_ids_and_resume_continues_at_the_next_batch(smollm2, tmp_path):
+def test_batches_of_a_data_section_have_prompt_lengths_and_resume_at_the_next_batch(smollm2, tmp_path):
     train = load_response_data(smollm2, data(train=ARITHMETIC)).train
     batches = StatefulDataLoader(train, 4, shuffle=True, drop_last=True, seed=42, num_workers=1)
     iterator = iter(batches)

@@ -40,7 +40,7 @@ def test_token_ids_and_decoded_text_equal_transformers(smollm2, hf_smollm2):
         assert smollm2.convert_ids_to_tokens(ids) == hf_smollm2.convert_ids_to_tokens(ids)
 
 
-def test_random_ids_decode_as_in_transformers(smollm2, hf_smollm2):
+def test_random_token_ids_decode_to_the_text_of_transformers(smollm2, hf_smollm2):
     draw = random.Random(1)
     rows = [[draw.randrange(len(smollm2)) for _ in range(draw.randint(1, 30))] for _ in range(200)]
     for skip in (False, True):
@@ -59,7 +59,7 @@ def test_special_tokens_and_vocabulary_sizes_match_transformers(smollm2, hf_smol
     assert (smollm2.eos_token_id, smollm2.eos_token_ids, smollm2.model_max_length) == (2, [2], 8192)
 
 
-def test_tokenizer_call_returns_tensors_as_items_and_attributes(smollm2):
+def test_tokenizer_call_returns_input_ids_as_item_and_attribute(smollm2):
     ours = smollm2("one text", return_tensors="pt")
     assert ours.input_ids is ours["input_ids"] and ours.input_ids.dtype == torch.int64 and ours.input_ids.shape[0] == 1
     empty = smollm2("", return_tensors="pt")["input_ids"]
@@ -173,7 +173,7 @@ def test_tokenizer_config_keys_that_change_ids_work_as_in_transformers(name, key
 
 @pytest.mark.parametrize("flags", [{}, {"normalized": True}, {"lstrip": True}])
 @pytest.mark.parametrize("make", [byte_fallback, lambda: byte_level(["<s>", "</s>"])], ids=["fallback", "byte level"])
-def test_end_token_keeps_its_flags_from_added_tokens_decoder(make, flags, tmp_path):
+def test_end_token_keeps_the_flags_that_added_tokens_decoder_gives_it(make, flags, tmp_path):
     """`add_tokens` marks a token as ordinary and normalized; a later `eos_token` names it."""
     make().save(str(tmp_path / "tokenizer.json"))
     ordinary = {"special": False, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False} | flags
@@ -195,7 +195,7 @@ def test_add_prefix_space_depends_on_the_model_type_as_in_transformers(kind, nam
 
 
 @pytest.mark.slow
-def test_saved_tokenizer_loads_identically_here_and_in_transformers(smollm2, tmp_path):
+def test_saved_tokenizer_loads_identically_in_this_package_and_in_transformers(smollm2, tmp_path):
     from transformers import AutoTokenizer
 
     smollm2.save_pretrained(tmp_path)
@@ -206,7 +206,7 @@ def test_saved_tokenizer_loads_identically_here_and_in_transformers(smollm2, tmp
         assert again.encode(text) == theirs.encode(text) == smollm2.encode(text)
 
 
-def test_tokenizer_folder_saved_by_transformers_loads_here(hf_smollm2, tmp_path):
+def test_tokenizer_folder_saved_by_transformers_loads_in_this_package(hf_smollm2, tmp_path):
     hf_smollm2.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     ours = Tokenizer.from_pretrained(tmp_path)
@@ -214,7 +214,7 @@ def test_tokenizer_folder_saved_by_transformers_loads_here(hf_smollm2, tmp_path)
     assert ours.eos_token_ids == [2, 0] and ours.eos_token == "<|im_end|>"
 
 
-def test_saving_replaces_an_older_chat_template_file(tiny, tmp_path):
+def test_saving_a_tokenizer_replaces_an_older_chat_template_file(tiny, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("old")
     tiny.save_pretrained(tmp_path)
     assert Tokenizer.from_pretrained(tmp_path).chat_template == PASSTHROUGH
@@ -264,7 +264,7 @@ def test_pad_token_falls_back_to_the_end_token(tmp_path):
     assert tokenizer.pad_token_id == 0
 
 
-def test_special_token_outside_the_vocabulary_is_added_to_it(tiny):
+def test_setting_an_end_token_outside_the_vocabulary_adds_it_to_the_vocabulary(tiny):
     tiny.eos_token = "<end>"
     assert tiny.eos_token_id == 16 and len(tiny) == 17 and tiny.vocab_size == 16
     assert tiny.decode(tiny.encode("1<end>"), skip_special_tokens=True) == "1"
@@ -302,7 +302,7 @@ def test_get_tokenizer_accepts_a_tokenizer_config(tmp_path):
 
 
 @pytest.mark.parametrize("section", ["policy.tokenizer", "tokenizer"])
-def test_tokenizer_errors_name_the_section_of_the_configuration(tiny, tmp_path, section):
+def test_tokenizer_errors_name_the_configuration_section_of_the_tokenizer(tiny, tmp_path, section):
     tiny.chat_template = None
     tiny.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"^{section}.chat_template is 'chatml'"):
@@ -315,6 +315,6 @@ def test_tokenizer_errors_name_the_section_of_the_configuration(tiny, tmp_path, 
         get_tokenizer({"name": str(tmp_path.parent)}, section=section)
 
 
-def test_tokenizer_survives_pickling(smollm2):
+def test_unpickled_tokenizer_has_equal_token_ids_and_chat_template(smollm2):
     again = pickle.loads(pickle.dumps(smollm2))
     assert again.encode("1 + 1 = ") == smollm2.encode("1 + 1 = ") and again.chat_template == smollm2.chat_template

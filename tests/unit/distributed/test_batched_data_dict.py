@@ -9,7 +9,7 @@ def make(rows, width=12, seed=0):
     return BatchedDataDict(input_ids=ids, input_lengths=lengths, name=names)
 
 
-def test_from_batches_pads_and_sorts_keys():
+def test_batched_data_dict_from_batches_pads_tensors_and_sorts_the_keys():
     a = {"z": torch.tensor([[1, 2]]), "list": ["a"], "r": torch.tensor([0.5])}
     b = {"z": torch.tensor([[3], [4]]), "list": ["b", "c"], "r": torch.tensor([1.5, 2.5])}
     joined = BatchedDataDict.from_batches([a, b], pad_value_dict={"z": 9})
@@ -19,12 +19,12 @@ def test_from_batches_pads_and_sorts_keys():
     assert joined.size == 3
 
 
-def test_from_batches_pads_dimension_one_of_deeper_tensors():
+def test_batched_data_dict_from_batches_pads_dimension_1_of_tensors_with_three_dimensions():
     joined = BatchedDataDict.from_batches([{"x": torch.ones(1, 2, 3)}, {"x": torch.ones(2, 4, 3)}])
     assert joined["x"].shape == (3, 4, 3) and joined["x"].sum() == 2 * 3 + 2 * 4 * 3
 
 
-def test_from_batches_rejects_missing_keys_but_skips_empty_batches():
+def test_batched_data_dict_from_batches_rejects_missing_keys_and_ignores_empty_batches():
     with pytest.raises(KeyError, match="'y'"):
         BatchedDataDict.from_batches([{"x": [1], "y": [2]}, {"x": [3]}])
     with pytest.raises(KeyError, match="'y'"):
@@ -37,7 +37,7 @@ def test_from_batches_rejects_missing_keys_but_skips_empty_batches():
         BatchedDataDict.from_batches([{"x": 3}])
 
 
-def test_repeat_interleave_copies_list_items_deeply():
+def test_batched_data_dict_repeat_interleave_deep_copies_list_items():
     batch = BatchedDataDict({"x": torch.tensor([1, 2]), "log": [[{"n": 1}], [{"n": 2}]]})
     repeated = batch.repeat_interleave(2)
     assert repeated["x"].tolist() == [1, 1, 2, 2]
@@ -45,7 +45,7 @@ def test_repeat_interleave_copies_list_items_deeply():
     assert [log[0]["n"] for log in repeated["log"]] == [7, 1, 2, 2] and batch["log"][0][0]["n"] == 1
 
 
-def test_slice_and_select_indices_return_the_requested_rows():
+def test_batched_data_dict_slice_and_select_indices_return_the_requested_rows():
     batch = make(5)
     assert batch.slice(1, 3)["name"] == ["row 1", "row 2"] and batch.slice(4, 5).size == 1
     with pytest.raises(ValueError, match="rows"):

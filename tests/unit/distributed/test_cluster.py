@@ -11,7 +11,7 @@ from nemo_rl_cpp.distributed.ranks import connect
 NOWHERE = dict(rank=0, host="127.0.0.1", port=1, deadline=0.1)
 
 
-def test_single_rank_gets_no_communicator():
+def test_cluster_with_one_rank_creates_no_communicator():
     assert connect(size=1, backend="nccl", **NOWHERE).communicator is None
 
 
@@ -32,7 +32,7 @@ def test_native_nccl_requires_gpus_and_a_cuda_build():
             C.nccl_communicator(store, 0, 2, torch.device("cuda:0"), 1.0)
 
 
-def test_runs_on_several_gpus_are_rejected_with_the_reason():
+def test_training_on_several_gpus_is_an_error_with_the_reason():
     with pytest.raises(ValueError, match="no training on several has been tried yet.*cluster.device=cpu"):
         Cluster([2], use_gpus=True)
 
@@ -42,7 +42,7 @@ def test_runs_on_several_gpus_are_rejected_with_the_reason():
     [(True, True, "bfloat16", "cuda"), (True, True, "float32", "cuda"), (True, True, "float64", "cpu"), (True, False, "float32", "cpu"),
      (False, True, "float32", "cpu")],
 )  # fmt: skip
-def test_models_are_placed_on_a_gpu_if_one_is_usable(monkeypatch, usable, use_gpus, precision, device):
+def test_models_are_placed_on_a_usable_gpu_unless_they_are_float64(monkeypatch, usable, use_gpus, precision, device):
     monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: usable)
     assert Cluster([1], use_gpus=use_gpus).device(precision) == device
 

@@ -37,7 +37,7 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_J
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the batch script itself, which nobody launched four times
     (SRUN | TORCHRUN, Launch(1, 2, "node7", 29512, "WORLD_SIZE")),
 ])  # fmt: skip
-def test_launcher_environment_variables_are_read(environment, wanted):
+def test_environment_variables_of_torchrun_and_srun_give_rank_and_world_size(environment, wanted):
     assert launched(environment) == wanted
 
 
@@ -75,7 +75,7 @@ def test_launcher_with_an_incompatible_executor_or_engines_is_an_error():
 
 
 @pytest.mark.parametrize("given", [None, "a secret that all ranks have"])
-def test_worker_connection_without_the_secret_is_rejected(monkeypatch, given):
+def test_connection_to_a_worker_without_the_shared_secret_is_rejected(monkeypatch, given):
     monkeypatch.delenv("NEMO_RL_LAUNCH_TOKEN", raising=False)
     if given:
         monkeypatch.setenv("NEMO_RL_LAUNCH_TOKEN", given)
@@ -150,7 +150,7 @@ def weights(folder: Path, step: int) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_run_launched_by_srun_is_bit_identical_to_one_that_starts_its_workers(tmp_path, forked_workers):
+def test_run_launched_by_srun_is_bit_identical_to_one_that_starts_its_own_workers(tmp_path, forked_workers):
     """As a run that starts its ranks itself, also of a file that was written for another number of devices."""
     few = ["ppo.num_prompts_per_step=8", "policy.train_global_batch_size=32", "value.train_global_batch_size=32"]
 
@@ -178,7 +178,7 @@ def test_run_launched_by_srun_is_bit_identical_to_one_that_starts_its_workers(tm
 
 
 @pytest.mark.slow
-def test_hanging_rank_under_torchrun_ends_all_ranks(tmp_path):
+def test_rank_that_hangs_under_torchrun_makes_all_ranks_end(tmp_path):
     """torchrun sees by itself a rank that has ended, and never one that has stopped."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "nemo_rl_cpp.run_grpo_math",

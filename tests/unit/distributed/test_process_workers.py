@@ -49,7 +49,7 @@ def test_worker_calls_return_results_and_callback_events_in_rank_order(lasting):
     assert sorted(told) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
-def test_error_names_the_failed_rank_and_all_workers_stay_usable(lasting):
+def test_error_in_a_worker_call_names_the_rank_and_all_workers_stay_usable(lasting):
     group = WorkerGroup(lasting, partial(make, 0))
     with pytest.raises(ValueError, match="rank 1 does not like this") as caught:
         group.call_all("fail_on", 1)
@@ -60,7 +60,7 @@ def test_error_names_the_failed_rank_and_all_workers_stay_usable(lasting):
         group.call_all("no_such_method")
 
 
-def test_ranks_that_wait_for_a_failed_rank_are_ended(forked_workers, cluster, monkeypatch):
+def test_worker_processes_that_wait_for_a_failed_rank_are_ended(forked_workers, cluster, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.distributed.worker_calls.GRACE_SECONDS", 0.5)
     group = WorkerGroup(cluster, partial(make, 0))
     pids = cluster.workers.pids
@@ -74,7 +74,7 @@ def test_ranks_that_wait_for_a_failed_rank_are_ended(forked_workers, cluster, mo
     [(signal.SIGKILL, "was ended by SIGKILL"), (signal.SIGSTOP, "gave no sign of life for")],
     ids=["killed", "stopped"],
 )
-def test_error_names_a_killed_or_hanging_worker_and_no_process_remains(forked_workers, cluster, number, said):
+def test_killed_or_hanging_worker_is_named_in_the_error_and_no_process_remains(forked_workers, cluster, number, said):
     WorkerGroup(cluster, partial(make, 0))  # the workers are there
     began = time.monotonic()
     pids = lose(cluster, number, said)
@@ -88,7 +88,7 @@ def test_error_of_a_failing_worker_constructor_names_its_rank(lasting):
     assert "raised on rank" in caught.value.__notes__[0]
 
 
-def test_death_of_an_idle_worker_is_detected_at_once(forked_workers, cluster):
+def test_death_of_an_idle_worker_process_is_detected_at_once(forked_workers, cluster):
     group = WorkerGroup(cluster, partial(make, 0))
     pids, began = cluster.workers.pids, time.monotonic()
     os.kill(pids[0], signal.SIGKILL)
@@ -107,7 +107,7 @@ def test_unresponsive_worker_is_reported_as_lost_instead_of_hanging_the_run(fork
         group.call_all("size_of", b"0" * 8_000_000)
 
 
-def test_workers_ignore_signals_sent_to_the_job(lasting):
+def test_worker_processes_ignore_signals_that_are_sent_to_the_whole_job(lasting):
     group = WorkerGroup(lasting, partial(make, 0))
     group.call_all("number", 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -115,7 +115,7 @@ def test_workers_ignore_signals_sent_to_the_job(lasting):
     assert group.call_all("number", 1) == [1, 2]
 
 
-def test_worker_error_in_user_code_names_file_line_and_rank(forked_workers, cluster, tmp_path, monkeypatch):
+def test_error_in_user_code_of_a_worker_names_file_line_and_rank(forked_workers, cluster, tmp_path, monkeypatch):
     file = tmp_path / "users_builder.py"
     file.write_text("def build(ranks):\n    raise KeyError('truth')\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -12,7 +12,7 @@ def padded():
     }  # fmt: skip
 
 
-def test_padded_batch_is_split_into_per_token_and_per_sample_fields():
+def test_ragged_batch_made_from_a_padded_batch_has_per_token_and_per_sample_fields():
     batch = RaggedBatch.of(padded())
     assert batch.tokens["input_ids"].tolist() == [1, 2, 3, 4, 5, 6] and batch.tokens["mask"].tolist() == [
         0, 1, 0, 1, 1, 1,
@@ -24,7 +24,7 @@ def test_padded_batch_is_split_into_per_token_and_per_sample_fields():
     assert RaggedBatch.of(batch) is batch
 
 
-def test_padded_view_is_filled_with_zeros_and_pad_tokens():
+def test_padded_tensors_of_a_ragged_batch_are_filled_with_zeros_and_pad_tokens():
     batch = RaggedBatch.of(padded())
     batch.pad_token_id = -1
     assert batch["input_ids"].tolist() == [[1, 2, -1, -1], [3, 4, 5, -1], [6, -1, -1, -1]]
@@ -32,19 +32,19 @@ def test_padded_view_is_filled_with_zeros_and_pad_tokens():
     assert batch["input_lengths"].tolist() == [2, 3, 1] and batch["states"].shape == (3, 4, 2)
 
 
-def test_per_token_fields_are_summed_and_per_sample_fields_are_spread():
+def test_ragged_batch_sums_token_values_by_sample_and_repeats_sample_values_by_token():
     batch = RaggedBatch.of(padded())
     assert batch.by_sample(batch.tokens["mask"]).tolist() == [1, 2, 1]
     assert batch.by_token(batch.samples["reward"]).tolist() == [1, 1, 2, 2, 2, 3]
     assert [row.tolist() for row in batch.rows(batch.tokens["input_ids"])] == [[1, 2], [3, 4, 5], [6]]
 
 
-def test_places_method_gives_the_padded_indices_of_the_tokens_of_selected_samples():
+def test_method_places_returns_the_padded_token_indices_of_selected_samples():
     places, inside = RaggedBatch.of(padded()).places(torch.tensor([2, 0]), 2)
     assert places.tolist() == [[5, 0], [0, 1]] and inside.tolist() == [[True, False], [True, True]]
 
 
-def test_assignments_to_a_copy_do_not_change_the_original_batch():
+def test_assignments_to_a_copy_of_a_ragged_batch_do_not_change_the_original():
     batch = RaggedBatch.of(padded())
     other = batch.copy()
     other["reward"], other.tokens["mask"] = torch.zeros(3), torch.zeros(6)

@@ -32,7 +32,7 @@ def cluster():
     made.shutdown()
 
 
-def test_actor_calls_return_results_and_a_killed_actor_is_named(cluster, monkeypatch):
+def test_calls_of_ray_actors_return_results_and_an_error_names_a_killed_actor(cluster, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "a key")  # set after Ray was started
     group = WorkerGroup(cluster, partial(make, 10))
     assert group.call_all("number", 5) == [15, 16]
@@ -48,7 +48,7 @@ def test_actor_calls_return_results_and_a_killed_actor_is_named(cluster, monkeyp
     is_named_and_none_is_left(cluster, signal.SIGKILL, "is gone")
 
 
-def test_error_names_a_hanging_actor_and_no_process_remains(cluster):
+def test_error_names_a_hanging_ray_actor_and_no_process_remains(cluster):
     WorkerGroup(cluster, partial(make, 0))  # the workers are there
     is_named_and_none_is_left(cluster, signal.SIGSTOP, "gave no sign of life for")
 
@@ -68,7 +68,7 @@ def is_named_and_none_is_left(cluster, number, said):
     [(signal.SIGKILL, r"rank 0 of 1 is gone .*; it was doing: starting"), (signal.SIGSTOP, "rank 0 of 1 has not answered for 16 s: it is stopped")],
     ids=["killed", "stopped"],
 )  # fmt: skip
-def test_error_names_an_actor_lost_at_start_and_no_process_remains(monkeypatch, tmp_path, number, said):
+def test_error_names_a_ray_actor_lost_at_start_and_no_process_remains(monkeypatch, tmp_path, number, said):
     class Lost(ray_workers.ActorWorker):
         def __init__(self):
             (tmp_path / str(os.getpid())).touch()

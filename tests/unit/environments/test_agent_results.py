@@ -26,7 +26,7 @@ class Playing(AgentEnvironment):
         return self.run_rollouts([AgentTask(str(n), [], {}, None) for n in range(len(self.outcomes))])
 
 
-def test_timeout_error_raised_by_the_agent_is_counted_as_an_error(capsys):
+def test_timeout_error_raised_by_agent_code_counts_as_an_error_and_not_as_a_timeout(capsys):
     playing = Playing(TimeoutError("the page did not load"))
     (result,) = playing.play()
     assert "the page did not load" in result.error

@@ -30,7 +30,7 @@ def score(env, program, truth, **info):
 DOUBLE = {"inputs": ["1\n", "21\n", "-4"], "outputs": ["2", "42\n", "-8\n\n"]}
 
 
-def test_standard_input_and_output_tests_are_scored(env):
+def test_code_environment_scores_programs_by_standard_input_and_output(env):
     assert score(env, "print(2 * int(input()))", DOUBLE) == (1.0, "passed")
     spaces_at_the_end = "print(2 * int(input()), ' ')"
     assert score(env, spaces_at_the_end, json.dumps(DOUBLE)) == (1.0, "passed")
@@ -43,7 +43,7 @@ def test_standard_input_and_output_tests_are_scored(env):
     assert score(env, "print('\\udcff')", DOUBLE)[0] == 0.0
 
 
-def test_function_call_tests_are_scored(env):
+def test_code_environment_scores_functions_by_calls_with_given_arguments(env):
     truth = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"], [[1], [2]]], "outputs": [3, "ab", [1, 2]]}
     assert score(env, "def add(a, b):\n    print('noise')\n    return a + b", truth) == (1.0, "passed")
     assert score(env, "class Solution:\n    def add(self, a, b):\n        return a + b", truth) == (1.0, "passed")
@@ -52,7 +52,7 @@ def test_function_call_tests_are_scored(env):
     assert score(env, "def add(a, b): return {1, 2}", truth)[1].startswith("runtime_error: TypeError")
 
 
-def test_assert_tests_are_scored(env):
+def test_code_environment_scores_functions_by_assert_statements(env):
     truth = ["assert f(2) == (2, 4)", "assert f(3)[1] == 9", "assert abs(f(0.5)[1] - 0.25) < 1e-9"]
     assert score(env, "def f(x): return x, x * x", truth) == (1.0, "passed")
     assert score(env, "def f(x): return [x, x * x]", truth) == (0.0, "wrong_answer: 2 of 3 tests passed")
@@ -60,7 +60,7 @@ def test_assert_tests_are_scored(env):
     assert score(env, "def f(x): return x / 0", truth)[1].startswith("runtime_error: ZeroDivisionError")
 
 
-def test_programs_that_fake_passing_the_tests_score_zero(env):
+def test_programs_that_exit_early_or_fake_the_expected_results_score_zero(env):
     """Programs that end early, that print what looks like success, or that equal everything."""
     truth = ["assert f(2) == 4", "assert f(3) == 9"]
     assert score(env, "import os; os._exit(0)", truth)[0] == 0.0
@@ -130,12 +130,12 @@ def test_response_that_is_not_valid_python_is_a_syntax_error(env, program):
     assert score(env, program, ["assert f(2) == 4"]) == (0.0, "syntax_error")
 
 
-def test_syntax_error_raised_while_running_is_reported_as_a_runtime_error(env):
+def test_syntax_error_that_a_program_raises_while_running_is_reported_as_a_runtime_error(env):
     assert score(env, "eval('(')", DOUBLE)[1].startswith("runtime_error: SyntaxError")
     assert score(env, "raise SyntaxError('x')", ["assert f(2) == 4"])[1] == "runtime_error: SyntaxError: x"
 
 
-def test_fraction_reward_is_the_share_of_passed_tests():
+def test_code_environments_fraction_reward_is_the_share_of_passed_tests():
     env = create_env("code", {"reward": "fraction", "time_limit_s": 60.0})
     assert score(env, "print(abs(2 * int(input())))", DOUBLE)[0] == pytest.approx(2 / 3)
     env.shutdown()
@@ -149,7 +149,7 @@ def test_code_is_extracted_from_the_last_code_block_of_a_response(env):
     assert score(env, " 2 * x\n", ["assert f(4) == 8"], code_prefix="def f(x):\n    return")[0] == 1.0
 
 
-def test_failure_reasons_are_counted_in_the_metrics():
+def test_code_environments_metrics_count_the_reasons_of_failures():
     env = CodeEnvironment({"time_limit_s": 2.0, "memory_mb": 128})
     programs = [
         "print(2 * int(input()))", "while True: pass", "x = bytearray(10 * 2**30)", "print(1)", "x = 'y' * 2000",
@@ -176,7 +176,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_invalid_test_specifications_are_rejected(env, case):
+def test_invalid_test_cases_for_the_code_environment_are_errors(env, case):
     truth, message = MISTAKES[case]
     with pytest.raises(ValueError, match=message):
         parse_tests(truth)
@@ -184,7 +184,7 @@ def test_invalid_test_specifications_are_rejected(env, case):
         score(env, "print(1)", truth)
 
 
-def test_invalid_code_environment_settings_are_rejected():
+def test_invalid_settings_of_the_code_environment_are_errors():
     for config, message in (
         ({"reward": "some"}, "env.code.reward"),
         ({"memory_mb": 8}, "64"),
@@ -212,7 +212,7 @@ def test_code_environment_raises_if_no_sandbox_is_available(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_sandbox_check_reports_files_and_network_that_a_program_can_reach(monkeypatch):
+def test_check_of_the_sandbox_reports_files_and_network_that_a_program_can_reach(monkeypatch):
     assert check.missing_protections() == []
     monkeypatch.setattr(check, "_PROBE", "print('files: the program sees /etc/passwd')")
     monkeypatch.setattr(check, "_SOCKET", "print('connected')")

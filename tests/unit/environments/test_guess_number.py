@@ -15,7 +15,7 @@ def turn(env, said, **state):
     return result.observations[0]["content"], result.rewards.item(), bool(result.terminateds.item()), result.metadata[0]
 
 
-def test_guess_number_turns_have_hand_computed_hints_rewards_and_endings():
+def test_guess_number_gives_hand_computed_hints_rewards_and_end_of_game():
     env = GuessNumberEnv({"higher": "+", "lower": "-", "stop_strings": ["\n"]})
     assert turn(env, " 3\n", secret=5) == ("+", 0.0, False, {"secret": 5, "guesses": 1})
     assert turn(env, "6", secret=5, guesses=1) == ("-", 0.0, False, {"secret": 5, "guesses": 2})
@@ -65,14 +65,14 @@ def test_perfect_player_wins_every_guess_number_game():
     assert metrics["truncation_rate"] == 0.0  # stop strings end each turn
 
 
-def test_max_guesses_and_max_rollout_turns_end_games_early():
+def test_guess_number_game_ends_at_max_guesses_or_max_rollout_turns():
     _, result, metrics = play(max_guesses=2)
     assert result["total_reward"].tolist() == [0, 1, 0, 1, 0, 1, 0]
     _, result, metrics = play(max_rollout_turns=1)
     assert result["total_reward"].sum() == 1 and metrics["max_turns_reached_rate"] == pytest.approx(6 / 7)
 
 
-def test_environment_messages_are_excluded_from_training():
+def test_messages_of_the_environment_are_excluded_from_training():
     _, result, _ = play()
     batch = build_train_batch(result, pad_token_id=256)
     for row, log in enumerate(result["message_log"]):

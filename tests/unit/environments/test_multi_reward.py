@@ -30,7 +30,7 @@ def logs(responses):
     ]
 
 
-def test_response_is_scored_for_correctness_integer_and_format():
+def test_multi_reward_math_environment_scores_correctness_integer_and_format():
     environment = MathMultiRewardEnvironment({"num_workers": 8})
     result = environment.step(logs(RESPONSES), [{"ground_truth": "4"}] * len(RESPONSES), return_extracted_answer=True)
     parts = torch.stack([result.rewards[name] for name in ("reward/correctness", "reward/integer", "reward/format")], 1)
@@ -50,7 +50,7 @@ def even(completions, **columns):
     return [None if not text else float(len(text) % 2 == 0) for text in completions]
 
 
-def test_reward_functions_with_as_parts_return_one_component_each():
+def test_reward_function_environment_with_as_parts_returns_one_component_per_function():
     environment = RewardFunctionEnvironment({"functions": [longer, even], "weights": [0.5, 2.0], "as_parts": True})
     result = environment.step(logs(["ab", "abc", ""]), [{}, {}, {}])
     assert {name: values.tolist() for name, values in result.rewards.items()} == {
@@ -64,7 +64,7 @@ def test_reward_functions_with_as_parts_return_one_component_each():
     assert len(twice.rewards) == 2 and all(values.tolist() == [1.0] for values in twice.rewards.values())
 
 
-def test_reward_components_keep_their_weights_when_merged_and_pickled():
+def test_reward_components_keep_their_weights_if_batches_are_merged_or_pickled():
     environment = RewardFunctionEnvironment([longer, even], [0.5, -2.0], as_parts=True)
     answers = [environment.step(logs([text]), [{}]) for text in ("ab", "abc")]
     merged = _merge([([1], answers[0]), ([0], answers[1])], 2).rewards
@@ -100,14 +100,14 @@ def test_gdpo_uses_the_configured_weights_of_reward_functions():
     assert advantages(estimator, "even", "of another")[0] < 0  # -2 * 0.5 + 1 * -1.5
 
 
-def test_gdpo_ignores_weights_of_reward_functions_that_are_not_in_use():
+def test_gdpo_ignores_weights_of_reward_functions_that_the_run_does_not_use():
     """The section may be another run's, which the environment in use has nothing to do with."""
     estimator = gdpo("data.train.env_name=math", "++env.math={num_workers: 1}")
     assert estimator.part_weights == {} and estimator.config.reward_weights is None
     assert len(advantages(estimator, "a", "b")) == 2
 
 
-def test_gdpo_rejects_reward_weights_given_in_two_sections():
+def test_reward_weights_in_both_env_and_adv_estimator_are_an_error_with_gdpo():
     with pytest.raises(
         ValueError, match="env.reward_functions.weights and grpo.adv_estimator.reward_weights are the same thing"
     ):

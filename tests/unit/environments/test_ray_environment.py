@@ -72,21 +72,21 @@ def judged_by_math_verify(prompts, completions, **columns):
     return [float(verify(parse(text), parse(text))) for text in completions]  # each with a time limit by signal.alarm
 
 
-def test_remote_environment_runs_in_this_process_if_ray_is_not_started():
+def test_environment_created_by_remote_runs_in_this_process_if_ray_is_not_started():
     assert ray_in_use() is None and isinstance(EchoEnvironment.remote({}), LocalActor)
     assert isinstance(EchoEnvironment.options(num_cpus=1).remote({}), LocalActor)
     with pytest.raises(ValueError, match=r"options\(num_gpus=1\).*start Ray"):
         EchoEnvironment.options(num_gpus=1)
 
 
-def test_missing_ray_error_names_the_install_command(monkeypatch):
+def test_error_for_missing_ray_names_the_install_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'nemo_rl_cpp\[ray\]'"):
         ray_module()
     assert ray_in_use() is None and isinstance(EchoEnvironment.remote({}), LocalActor)
 
 
-def test_config_error_survives_pickling():
+def test_pickled_config_error_keeps_its_message():
     with pytest.raises(ConfigError) as caught:
         MathEnvironment({"num_workers": 0})
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -106,7 +106,7 @@ def pid_of(ray, env):
 
 
 @pytest.mark.slow
-def test_environment_calls_written_for_nemo_rl_work(ray):
+def test_environments_in_ray_actors_accept_the_calls_of_nemo_rl(ray):
     """`Class.remote(cfg)`, `env.step.remote`, `ray.get`; an actor that is lost once, which begins its metrics anew; its
     constructor's own errors."""
     here = MathEnvironment({"num_workers": 1})
@@ -135,7 +135,7 @@ def test_environment_calls_written_for_nemo_rl_work(ray):
 
 
 @pytest.mark.slow
-def test_reward_functions_run_in_the_actors_main_thread(ray):
+def test_reward_functions_run_in_the_main_thread_of_their_ray_actor(ray):
     """Python accepts a handler of a signal in the main thread alone."""
     functions = [f"{__name__}.{function.__name__}" for function in (signals_itself, judged_by_math_verify)]
     env = ray_environment(RewardFunctionEnvironment, ({"functions": functions},), {}, SETTINGS)
@@ -145,7 +145,7 @@ def test_reward_functions_run_in_the_actors_main_thread(ray):
 
 
 @pytest.mark.slow
-def test_environment_actor_gets_the_runs_folder_and_variables_and_losing_it_is_an_error(ray, tmp_path, monkeypatch):
+def test_environment_in_a_ray_actor_has_the_runs_working_directory_and_variables(ray, tmp_path, monkeypatch):
     """Ray is already running, in another folder. The environment cannot be asked again."""
     monkeypatch.chdir(tmp_path)
     given = {
@@ -179,7 +179,7 @@ def test_environment_actor_gets_the_runs_folder_and_variables_and_losing_it_is_a
 
 
 @pytest.mark.slow
-def test_environment_actor_that_does_not_start_is_an_error_that_names_it(ray, monkeypatch):
+def test_environment_whose_ray_actor_does_not_start_is_an_error_that_names_it(ray, monkeypatch):
     monkeypatch.setattr(remote, "START_SECONDS", 0.0)  # as if its process were stopped
     with pytest.raises(
         TimeoutError, match="no answer from an actor of ReverseDigitsEnvironment within 0 s of its start"
@@ -187,7 +187,7 @@ def test_environment_actor_that_does_not_start_is_an_error_that_names_it(ray, mo
         ray_environment(ReverseDigitsEnvironment, ({},), {}, SETTINGS)
 
 
-def test_environment_actor_settings_are_derived_from_the_cluster_section():
+def test_cluster_section_determines_the_resources_of_environment_actors():
     cluster = ClusterConfig(
         executor="ray", gpus_per_node=2, cpus_per_worker=3, worker_timeout_s=5.0, environment_restarts=1
     )

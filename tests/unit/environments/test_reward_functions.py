@@ -34,7 +34,7 @@ async def later(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer)]
 
 
-def test_each_reward_function_has_a_separate_metric():
+def test_each_reward_function_is_logged_as_a_separate_metric():
     def metrics(*functions):
         environment = RewardFunctionEnvironment(functions)
         environment.step(LOGS, INFO)
@@ -86,7 +86,7 @@ def test_async_reward_functions_are_awaited():
     [[1, 2, 3], (1.0, 2.0, 3.0), iter([1, 2, 3]), np.array([1, 2, 3]), torch.tensor([1.0, 2.0, 3.0]), [np.float32(1), torch.tensor(2), 3], range(1, 4),
      {1: "a", 2: "b", 3: "c"}.keys()],
 )  # fmt: skip
-def test_rewards_are_accepted_in_any_kind_of_sequence(values):
+def test_reward_functions_may_return_any_kind_of_sequence(values):
     assert rewards(lambda completions: values) == [1.0, 2.0, 3.0]
 
 
@@ -119,7 +119,7 @@ def test_invalid_rewards_are_rejected_with_a_one_line_error(returned, message):
     assert "\n" not in str(caught.value)
 
 
-def test_completions_without_any_reward_are_reported_once(capsys):
+def test_warning_that_completions_got_none_from_every_reward_function_is_printed_once(capsys):
     environment = RewardFunctionEnvironment(lambda completions: [None, 1.0, None])
     assert environment.step(LOGS, INFO).rewards.tolist() == [0.0, 1.0, 0.0]
     environment.step(LOGS, INFO)
@@ -152,7 +152,7 @@ def test_invalid_reward_functions_and_weights_are_rejected(functions, weights, m
     assert "\n" not in str(caught.value)
 
 
-def test_single_weight_applies_to_a_single_reward_function():
+def test_single_number_is_accepted_as_weight_of_a_single_reward_function():
     assert (
         rewards(Fixed(2.0), 0.5) == [1.0] * 3 and rewards([Fixed(2.0), Fixed(1.0)], (0.5, np.float64(2))) == [3.0] * 3
     )

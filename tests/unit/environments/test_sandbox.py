@@ -87,7 +87,7 @@ def impatient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attack_program_is_contained_by_the_sandbox(env, impatient, name, tmp_path):
+def test_attacking_programs_do_no_harm_outside_the_sandbox(env, impatient, name, tmp_path):
     program, reason = ATTACKS[name]
     env = impatient if reason in ("time_limit", "process_limit", "any") else env
     secret = tmp_path / "secret"
@@ -118,7 +118,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_sandboxed_program_sees_nothing_of_the_host(env, name):
+def test_sandboxed_program_sees_no_files_processes_or_network_of_the_host(env, name):
     program, seen = SEEN[name]
     truth = {"fn_name": "f", "inputs": [[]], "outputs": [seen]}
     leaky = os.open("/etc/passwd", os.O_RDONLY)
@@ -155,7 +155,7 @@ def interpreter_for_everyone() -> str | None:
     "name",
     ["fork bomb", "10 GB", "memory of many processes", "read a file", "caught socket", "kill everything", "orphans"],
 )
-def test_attack_program_is_contained_for_an_unprivileged_user(name):
+def test_attacking_programs_do_no_harm_outside_the_sandbox_of_an_unprivileged_user(name):
     python = interpreter_for_everyone()
     if python is None:
         pytest.skip("no Python that another user may run")

@@ -181,6 +181,6 @@ def test_sandboxed_program_cannot_exceed_its_memory_limit_by_any_kind_of_allocat
     assert (outcome["stopped"] or ("error" if outcome["exit_code"] else "fine")) in WAYS[name][1], outcome
 
 
-def test_programs_within_the_memory_limit_succeed():
+def test_sandboxed_programs_within_the_memory_limit_succeed():
     outcomes = run_all({name: f"{program}\nprint('good')" for name, program in FINE.items()}, time_s=30.0)
     assert {name: outcome["stdout"] for name, outcome in outcomes.items()} == dict.fromkeys(FINE, "good\n"), outcomes

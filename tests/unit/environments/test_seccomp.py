@@ -37,7 +37,7 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_seccomp_filter_gives_the_expected_verdict_for_each_system_call(machine):
+def test_seccomp_filter_allows_denies_or_kills_for_each_system_call_as_listed(machine):
     program = kernel.filter_program(machine)
 
     def verdict(number, *arguments):
@@ -63,19 +63,19 @@ def test_seccomp_filter_gives_the_expected_verdict_for_each_system_call(machine)
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("case", BY_ARGUMENT)
-def test_seccomp_verdict_depends_on_the_arguments_of_a_system_call(machine, case):
+def test_seccomp_filter_allows_or_denies_some_system_calls_by_their_arguments(machine, case):
     numbers, arguments, expected = case
     verdict = bpf.run(kernel.filter_program(machine), numbers[machine], MACHINES[machine], arguments)
     assert verdict == expected
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_system_calls_of_other_architectures_kill_the_program(machine):
+def test_sandboxed_program_is_killed_for_system_calls_of_other_architectures(machine):
     program = kernel.filter_program(machine)
     i386, arm, other = 0x40000003, 0x40000028, next(MACHINES[name] for name in MACHINES if name != machine)
     for architecture in (i386, arm, other):
         assert bpf.run(program, 0, architecture) == KILL
 
 
-def test_x32_system_calls_kill_the_program():
+def test_sandboxed_program_is_killed_for_x32_system_calls():
     assert bpf.run(kernel.filter_program("x86_64"), 0x40000000 | 41, MACHINES["x86_64"]) == KILL

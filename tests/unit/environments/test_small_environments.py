@@ -81,11 +81,11 @@ GRID = "1 2 3\n4 5 6\n\n7 8 9"
     (GRID, "line", True, "1 2 3"),
     (GRID, "tag", True, ""),
 ])  # fmt: skip
-def test_reasoning_gym_answer_is_extracted_with_one_or_several_lines(text, answer_format, several_lines, answer):
+def test_reasoning_gym_environment_extracts_answers_of_one_or_several_lines(text, answer_format, several_lines, answer):
     assert extract_answer(text, answer_format, several_lines) == answer
 
 
-def test_reasoning_gym_task_without_answers_rejects_few_shot_examples():
+def test_few_shot_examples_for_a_reasoning_gym_task_without_answers_are_an_error():
     pytest.importorskip("reasoning_gym")
     from nemo_rl_cpp.data.datasets import load_response_dataset
 
@@ -123,7 +123,7 @@ def test_reasoning_gym_environment_scores_tagged_plain_and_multi_line_answers():
     env.shutdown()
 
 
-def test_environments_are_created_by_registered_or_dotted_name(monkeypatch):
+def test_environments_are_created_by_registered_name_or_dotted_class_name(monkeypatch):
     monkeypatch.setattr(loading, "ENV_REGISTRY", dict(loading.ENV_REGISTRY))
     register_env("echo", "fakes.EchoEnvironment")
     env = create_env("echo", {"next_stop_strings": ["x"]})
@@ -153,7 +153,7 @@ class Slow(EnvironmentInterface):
         return self.step(None, batch), {}
 
 
-def test_remote_environment_calls_run_in_the_background_and_in_order():
+def test_calls_of_an_environment_created_by_remote_run_in_the_background_in_order():
     env = Slow.remote()
     first, second, third = (
         env.step.remote([], 1),

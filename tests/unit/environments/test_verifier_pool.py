@@ -25,7 +25,7 @@ def pool():
 
 
 @pytest.mark.slow
-def test_hanging_verifications_are_killed_and_the_pool_continues(pool):
+def test_verifier_pool_kills_verifications_that_hang_and_continues_with_the_others(pool):
     before = set(verifier_pids(pool))
     verdicts = pool.verify(["ok", "bigint", "ok", "sleep", "ok", "stopped", "wrong"], ["ok"] * 7)
     assert verdicts.scores == [1, 0, 1, 0, 1, 0, 0]
@@ -35,13 +35,13 @@ def test_hanging_verifications_are_killed_and_the_pool_continues(pool):
     assert pool.verify(["ok"] * 50, ["ok"] * 50).scores == [1] * 50
 
 
-def test_verifier_crash_or_out_of_memory_scores_zero(pool):
+def test_response_whose_verification_crashes_or_runs_out_of_memory_scores_zero(pool):
     verdicts = pool.verify(["abort", "exit", "memory", "ok"], ["ok"] * 4)
     assert verdicts.scores == [0, 0, 0, 1] and verdicts.timed_out == 0
     assert verdicts.crashed == 2  # too much memory is an exception inside the verifier, which scores 0
 
 
-def test_verifier_may_print_to_stdout_and_its_child_processes_end_at_a_timeout(pool):
+def test_verifier_output_is_ignored_and_its_child_processes_end_at_a_timeout(pool):
     assert pool.verify(["print", "ok"], ["ok", "ok"]).scores == [0, 1]
     verdicts = pool.verify(["child"], ["ok"])
     assert verdicts.timed_out == 1
@@ -51,7 +51,7 @@ def test_verifier_may_print_to_stdout_and_its_child_processes_end_at_a_timeout(p
     assert wait_until_gone([child]) == []
 
 
-def test_idle_worker_that_stops_reading_is_replaced(monkeypatch):
+def test_verifier_pool_replaces_an_idle_process_that_stops_reading(monkeypatch):
     monkeypatch.setattr(verifier_pool, "_SEND_SECONDS", 1)
     pool = VerifierPool(HostileVerifier, VerifierPoolConfig(num_workers=1, verifier_deadline_s=5.0))
     assert pool.verify(["ok"], ["ok"]).scores == [1]
@@ -61,7 +61,7 @@ def test_idle_worker_that_stops_reading_is_replaced(monkeypatch):
     pool.shutdown()
 
 
-def test_oversized_response_scores_zero_without_being_verified(pool):
+def test_response_longer_than_max_answer_chars_scores_zero_without_verification(pool):
     pool.cfg.max_answer_chars = 10
     verdicts = pool.verify(["x" * 11, "ok"], ["ok", "ok"])
     assert verdicts.scores == [0, 1] and verdicts.oversized == 1
@@ -71,7 +71,7 @@ def test_responses_of_900000_characters_are_verified(pool):
     assert pool.verify(["y" * 900_000, "ok"], ["y" * 900_000, "ok"]).scores == [1, 1]
 
 
-def test_invalid_verifier_option_raises_instead_of_scoring_zero(pool):
+def test_invalid_option_of_a_verifier_raises_instead_of_scoring_zero(pool):
     with pytest.raises(ValueError, match="unknown option"):
         pool.verify(["misuse"], ["ok"])
     assert pool.verify(["ok"], ["ok"]).scores == [1]
@@ -149,7 +149,7 @@ HOSTILE = [
 
 
 @pytest.mark.slow
-def test_hostile_math_responses_score_zero_and_are_counted():
+def test_math_responses_that_hang_or_crash_the_verifier_score_zero_and_are_counted():
     env = MathEnvironment.remote({"num_workers": 2, "verifier_deadline_s": 1.0})
     logs = [[{"role": "assistant", "content": text}] for text in [*HOSTILE, r"$\boxed{7}$"]]
     result = env.step(logs, [{"ground_truth": "7"}] * len(logs))

@@ -41,7 +41,7 @@ def leaves_with(main, arguments):
     (["--policy.generation.temperature", "-1"], "write policy.generation.temperature=-1"),
     (["grpo.seed=3", "--dryrun"], "unknown option --dryrun"),
 ])  # fmt: skip
-def test_unknown_option_is_reported_in_one_line(words, message, capsys):
+def test_unknown_command_line_option_is_reported_in_one_line(words, message, capsys):
     assert message in unknown_option(words)
     for main in (run_grpo_math.main, run_ppo.main, run_eval.main):
         assert leaves_with(main, words) == 2
@@ -51,7 +51,7 @@ def test_unknown_option_is_reported_in_one_line(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_overrides_with_dashes_are_not_taken_for_options():
+def test_overrides_that_contain_dashes_are_not_read_as_options():
     assert unknown_option(["a.b=1", "+a.c=-2", "~a.d", "++x={y: --z}", "-"]) is None
 
 
@@ -69,7 +69,7 @@ def test_every_command_prints_its_version_and_help(main, capsys):
         )
 
 
-def test_nemo_rl_cpp_train_and_eval_run_every_kind_of_configuration(capsys):
+def test_commands_train_and_eval_run_every_kind_of_configuration(capsys):
     """From a wheel there are no scripts: `nemo-rl-cpp train` and `eval` are the same runs."""
     for words in (
         ["train", "--config", "grpo_tiny.yaml"],
@@ -95,13 +95,13 @@ def test_nemo_rl_cpp_train_and_eval_run_every_kind_of_configuration(capsys):
     (run_grpo_math.main, "ppo_tiny.yaml", "ppo makes the file a configuration of a PPO run"),
     (run_ppo.main, "grpo_tiny.yaml", "grpo makes the file a configuration of a GRPO run"),
 ])  # fmt: skip
-def test_configuration_of_a_different_kind_gives_a_single_error(main, config, words, capsys):
+def test_configuration_for_another_algorithm_gives_one_error_that_names_the_right_script(main, config, words, capsys):
     assert main(["--config", config]) == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 2 and words in shown
 
 
-def test_evaluation_errors_name_evaluation_keys(capsys, monkeypatch):
+def test_errors_of_an_evaluation_name_its_keys_and_not_those_of_training(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", "empty")
     assert run_eval.main(["generation.model_name=nobody/has-this"]) in (1, 2)
@@ -110,7 +110,7 @@ def test_evaluation_errors_name_evaluation_keys(capsys, monkeypatch):
     assert "configs/evals/arithmetic_smollm2.yaml" in shown
 
 
-def test_generate_errors_name_no_configuration_key(capsys, monkeypatch):
+def test_errors_of_the_generate_command_name_no_configuration_key(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", "empty")
     assert cli.main(["generate", "--model", "./nowhere", "text"]) == 1
@@ -119,7 +119,7 @@ def test_generate_errors_name_no_configuration_key(capsys, monkeypatch):
     assert "(details: " in shown and "SourceError" in Path(re.search(r"\(details: (.*)\)", shown)[1]).read_text()
 
 
-def test_warnings_are_printed_as_one_plain_line():
+def test_warnings_are_printed_as_one_line_without_file_and_code():
     before = warnings.formatwarning
     with _plain_warnings():
         assert (
@@ -246,7 +246,7 @@ def test_command_with_closed_standard_output_ends_without_a_traceback(words, sai
     assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
 
 
-def test_broken_pipe_error_of_another_pipe_is_reported(capsys):
+def test_broken_pipe_error_that_is_not_of_standard_output_is_reported(capsys):
     with program() as outcome:
         raise BrokenPipeError(32, "Broken pipe")
     assert outcome.status == 1

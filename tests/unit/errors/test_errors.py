@@ -30,7 +30,7 @@ def missing(completions, **columns):
     return columns["answer"]
 
 
-def test_exception_in_user_code_keeps_its_type_and_names_its_place():
+def test_exception_in_user_code_keeps_its_type_and_its_message_says_where_it_was_raised():
     error = caught(scored, missing)
     assert isinstance(error, KeyError) and isinstance(error, UserCodeError)
     line = missing.__code__.co_firstlineno + 1
@@ -54,7 +54,7 @@ class OddError(Exception):
     (RuntimeError("one\n  two\n\nthree"), RuntimeError, "RuntimeError: one; two; three, in"),
     (json.JSONDecodeError("bad", "x", 0), json.JSONDecodeError, "JSONDecodeError: bad"),
 ])  # fmt: skip
-def test_any_exception_in_user_code_is_reported_in_one_line(raised, kind, text):
+def test_every_exception_type_in_user_code_is_reported_in_one_line(raised, kind, text):
     def reward(completions):
         raise raised
 
@@ -103,7 +103,7 @@ def test_keyboard_interrupt_in_a_reward_function_is_not_wrapped():
     assert type(caught(scored, reward)) is KeyboardInterrupt
 
 
-def test_error_in_a_library_is_located_at_the_users_line_that_called_it():
+def test_error_inside_a_library_is_reported_at_the_line_of_user_code_that_called_it():
     def reward(completions):
         return torch.zeros(2) @ torch.zeros(3)
 
@@ -155,7 +155,7 @@ def test_unexpected_internal_error_names_the_function_and_line():
     assert "in band_factor (nemo_rl_cpp/algorithms/reward_functions.py:" in sentence
 
 
-def test_traceback_is_saved_in_the_log_folder_or_else_in_the_temporary_folder(tmp_path, monkeypatch):
+def test_traceback_of_an_error_is_saved_in_the_log_folder_or_else_in_a_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(errors, "_folder", None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     error = caught(scored, missing)
@@ -174,7 +174,7 @@ def test_traceback_is_saved_in_the_log_folder_or_else_in_the_temporary_folder(tm
     (SystemExit(0), 1, "error: "), (SystemExit(), 1, "error: "), (SystemExit("words"), 1, "error: "), (ValueError("no"), 1, "error: "),
     (KeyboardInterrupt(), 130, "interrupted"), (Ended(15), 143, "ended by SIGTERM"), (BaseException("odd"), 1, "error: "),
 ])  # fmt: skip
-def test_exit_status_matches_the_exception_that_ended_the_program(raised, status, says, capfd, monkeypatch, tmp_path):
+def test_exit_status_depends_on_the_exception_that_ended_a_program(raised, status, says, capfd, monkeypatch, tmp_path):
     monkeypatch.setattr(errors, "_folder", tmp_path)
     with program() as outcome:
         raise raised

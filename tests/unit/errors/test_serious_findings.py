@@ -26,7 +26,7 @@ def run(capsys, tmp_path, *overrides):
     return said, re.sub(r"\s+", " ", table)
 
 
-def test_run_with_constant_rewards_reports_that_nothing_was_learned(tmp_path, capsys, monkeypatch):
+def test_run_whose_rewards_are_always_equal_reports_that_nothing_was_learned(tmp_path, capsys, monkeypatch):
     (tmp_path / "constant_reward.py").write_text("def half(completions, **_):\n    return [0.5 for _ in completions]\n")
     monkeypatch.syspath_prepend(tmp_path)
     functions = [

@@ -30,7 +30,7 @@ def folder(path, rewards, model, response="a", n=2):
 BEFORE, AFTER = [0.0, 0.0, 1.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
 
 
-def test_difference_of_evaluations_is_computed_over_paired_prompts(tmp_path):
+def test_score_difference_of_two_evaluations_is_computed_from_pairs_of_equal_prompts(tmp_path):
     half = 1.959963984540054 * statistics.stdev([0.5, 0.5, -1.0]) / math.sqrt(3)
     found = compare_evaluations([folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", AFTER, "new", "b")])
     told, counts = found.verdict
@@ -43,7 +43,7 @@ def test_difference_of_evaluations_is_computed_over_paired_prompts(tmp_path):
     assert "chance" not in difference(worse, better) and difference(one, one).endswith("difference +0.0000")
 
 
-def test_several_evaluations_are_each_compared_with_the_first(tmp_path):
+def test_compare_command_compares_each_further_evaluation_with_the_first(tmp_path):
     folders = [
         folder(tmp_path / name, rewards, f"model {name}")
         for name, rewards in (("a", BEFORE), ("b", AFTER), ("c", BEFORE))
@@ -67,7 +67,7 @@ def test_compare_command_prints_evaluations_side_by_side(tmp_path, capsys):
     assert "--out writes the page of runs" in capsys.readouterr().err
 
 
-def test_evaluations_that_cannot_be_compared_are_rejected(tmp_path, capsys):
+def test_comparing_evaluations_of_different_prompts_or_without_files_is_an_error(tmp_path, capsys):
     first, other = folder(tmp_path / "a", BEFORE, "old"), folder(tmp_path / "b", BEFORE[:4], "new")
     for folders, words in (
         ([first, other], "have other prompts (3 and 2): compare evaluations of the same data"),

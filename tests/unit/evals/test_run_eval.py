@@ -40,7 +40,7 @@ def evaluate(model, *overrides):
     )
 
 
-def test_evaluation_resolves_a_run_folder_to_its_newest_checkpoint(checkpoints, tmp_path):
+def test_evaluation_of_a_run_folder_loads_its_newest_checkpoint(checkpoints, tmp_path):
     newest = str(checkpoints / "step_10" / "policy" / "weights")
     assert find_policy_weights(str(checkpoints)) == newest
     assert find_policy_weights(str(checkpoints / "step_10")) == newest
@@ -50,7 +50,7 @@ def test_evaluation_resolves_a_run_folder_to_its_newest_checkpoint(checkpoints, 
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "empty"])
-def test_evaluation_skips_a_newest_checkpoint_with_incomplete_weights(tmp_path, damage):
+def test_evaluation_of_a_run_folder_skips_a_newest_checkpoint_without_complete_weights(tmp_path, damage):
     for step in (2, 10):
         weights = tmp_path / f"step_{step}" / "policy" / "weights"
         weights.mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_evaluation_score_can_be_recomputed_from_the_saved_samples(checkpoints, 
     assert f"score={result.score:.4f}" in printed and "95 % interval" in printed
 
 
-def test_evaluation_samples_depend_on_the_seed_but_not_on_the_batch_size(checkpoints, tmp_path):
+def test_evaluation_responses_depend_on_the_seed_but_not_on_the_batch_size(checkpoints, tmp_path):
     sampled = ("generation.temperature=1.0", "eval.num_tests_per_prompt=3")
     texts = []
     for size, seed in ((-1, 42), (7, 42), (-1, 43)):
@@ -114,7 +114,7 @@ def test_evaluation_samples_depend_on_the_seed_but_not_on_the_batch_size(checkpo
     assert len(set(texts[0][:3])) > 1  # responses to one prompt differ
 
 
-def test_different_checkpoints_give_different_samples(checkpoints, tmp_path):
+def test_evaluations_of_different_checkpoints_give_different_responses(checkpoints, tmp_path):
     for step in (2, 10):
         evaluate(checkpoints / f"step_{step}", f"eval.save_path={tmp_path / str(step)}")
     assert (tmp_path / "2" / "evaluation_data.json").read_text() != (
@@ -122,7 +122,7 @@ def test_different_checkpoints_give_different_samples(checkpoints, tmp_path):
     ).read_text()
 
 
-def test_policy_in_training_and_its_checkpoint_give_equal_evaluation_samples(tmp_path):
+def test_evaluations_of_a_policy_and_of_its_checkpoint_give_equal_responses(tmp_path):
     torch.set_num_threads(1)
     with tiny.make(tmp_path / "logs", "grpo.seed=3", "grpo.max_num_steps=1") as run:
         run.train()
@@ -182,7 +182,7 @@ def sums(metric, *overrides):
     return evaluation.run_env_eval(generation, loader, create_env("arithmetic", {}), config)
 
 
-def test_cons_at_k_scores_the_most_frequent_answer(capsys):
+def test_cons_at_k_of_an_evaluation_scores_the_most_frequent_answer(capsys):
     assert sums("cons@k").score == 0.5  # 2, 3, 2 elect 2; two responses without an answer outvote the right one
     assert sums("pass@k").score == 1.0
     assert sums("pass@k", "eval.k_value=1").score == 0.5
@@ -237,7 +237,7 @@ def digits(completions, **columns):
 
 
 @pytest.mark.parametrize("as_parts", [True, False])
-def test_evaluation_weights_reward_components_as_in_training(as_parts):
+def test_evaluation_applies_the_reward_weights_of_training_to_the_components(as_parts):
     """As in training: a response with both parts right has 0.9 + 0.1, which is right."""
     environment = RewardFunctionEnvironment([long, digits], [0.9, 0.1], as_parts=as_parts)
     config = load_eval_config("evals/eval.yaml", ["generation.model_name=none", *REVERSE])

@@ -38,7 +38,7 @@ def claim(folder):
     return manager
 
 
-def test_second_run_error_names_the_process_that_holds_the_folder(tmp_path, other):
+def test_error_for_a_locked_folder_names_the_process_that_holds_the_lock(tmp_path, other):
     with pytest.raises(FolderInUseError) as caught:
         claim(tmp_path / "ck")
     text = str(caught.value)
@@ -47,14 +47,14 @@ def test_second_run_error_names_the_process_that_holds_the_folder(tmp_path, othe
     assert holder_of(tmp_path / "ck")["pid"] == other.pid
 
 
-def test_folder_is_unlocked_after_its_run_is_killed(tmp_path, other):
+def test_folder_lock_is_released_if_its_process_is_killed(tmp_path, other):
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
     assert holder_of(tmp_path / "ck") is None
     claim(tmp_path / "ck").shutdown()
 
 
-def test_save_by_a_second_process_is_rejected_while_the_folder_is_locked(tmp_path, other):
+def test_saving_a_checkpoint_into_a_folder_locked_by_another_process_is_an_error(tmp_path, other):
     manager = CheckpointManager({"checkpoint_dir": str(tmp_path / "ck")})
     with pytest.raises(RuntimeError, match="in use by process"), manager.saving(1, {}):
         pass
@@ -77,7 +77,7 @@ def test_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_lock_holder_can_save_and_keeps_the_lock_afterwards(tmp_path):
+def test_process_that_holds_the_folder_lock_keeps_it_after_saving_a_checkpoint(tmp_path):
     manager = claim(tmp_path / "ck")
     with manager.saving(1, {}):
         pass
@@ -87,7 +87,7 @@ def test_lock_holder_can_save_and_keeps_the_lock_afterwards(tmp_path):
     claim(tmp_path / "ck").shutdown()
 
 
-def test_run_that_ends_before_its_first_save_leaves_no_checkpoint_folder(tmp_path):
+def test_run_that_ends_before_its_first_checkpoint_leaves_no_checkpoint_folder(tmp_path):
     claim(tmp_path / "a" / "ck").shutdown()
     assert not (tmp_path / "a" / "ck").exists()
     (tmp_path / "mine").mkdir()
@@ -95,7 +95,7 @@ def test_run_that_ends_before_its_first_save_leaves_no_checkpoint_folder(tmp_pat
     assert (tmp_path / "mine").is_dir()
 
 
-def test_shutdown_succeeds_if_the_locked_folder_was_deleted(tmp_path):
+def test_shutdown_of_a_run_succeeds_if_its_locked_folder_was_deleted(tmp_path):
     manager = claim(tmp_path / "ck")
     shutil.rmtree(tmp_path / "ck")
     manager.shutdown()
@@ -109,7 +109,7 @@ def test_error_for_a_folder_that_cannot_be_created_names_the_key(tmp_path, name)
         claim(tmp_path / name)
 
 
-def test_error_for_a_read_only_folder_names_it(monkeypatch, tmp_path):
+def test_error_for_a_read_only_checkpoint_folder_names_it(monkeypatch, tmp_path):
     (tmp_path / "ck").mkdir()
     real = os.open
 
@@ -133,7 +133,7 @@ def test_file_system_without_locks_gives_a_warning(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff" * 9, json.dumps({"pid": "?"}).encode()])
-def test_folder_stays_locked_with_invalid_lock_file_content(tmp_path, content):
+def test_folder_stays_locked_if_its_lock_file_has_invalid_content(tmp_path, content):
     lock = FolderLock(tmp_path, KEY)
     (tmp_path / ".lock").write_bytes(content)
     with pytest.raises(FolderInUseError, match="in use by"):
@@ -143,7 +143,7 @@ def test_folder_stays_locked_with_invalid_lock_file_content(tmp_path, content):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["link", "up/../ck", "./ck", "link/../ck"])
-def test_lock_applies_to_every_path_of_the_same_folder(tmp_path, other, name, monkeypatch):
+def test_folder_lock_also_applies_to_other_paths_of_the_same_folder(tmp_path, other, name, monkeypatch):
     (tmp_path / "up").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "ck")
     monkeypatch.chdir(tmp_path)

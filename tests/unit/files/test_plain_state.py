@@ -46,13 +46,13 @@ def same(a, b):
     return a == b or (isinstance(a, float) and a != a and b != b)
 
 
-def test_nested_state_round_trips_through_json_and_safetensors(tmp_path):
+def test_nested_state_written_as_json_and_safetensors_is_read_back_equal(tmp_path):
     write_state(tmp_path / "s", STATE)
     assert same(STATE, read_state(tmp_path / "s"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s.json", "s.safetensors"]
 
 
-def test_equal_states_are_written_as_identical_bytes(tmp_path):
+def test_equal_states_are_written_as_byte_identical_files(tmp_path):
     for name in ("a", "b"):
         write_state(tmp_path / name, STATE)
     for suffix in ("json", "safetensors"):
@@ -66,7 +66,7 @@ KEYS = st.text() | st.integers()
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.tuples(inner, inner)))
-def test_any_plain_value_round_trips(tmp_path_factory, value):
+def test_random_nested_values_are_read_back_equal_from_a_state_file(tmp_path_factory, value):
     path = tmp_path_factory.mktemp("s") / "x"
     write_state(path, value)
     assert same(value, read_state(path))
@@ -76,7 +76,7 @@ class Foreign:
     pass
 
 
-def test_unsupported_state_value_is_named_before_any_file_is_written(tmp_path):
+def test_error_for_an_unsupported_state_value_names_it_before_a_file_is_written(tmp_path):
     state = {"extra_env_info": [{"board": Foreign()}]}
     with pytest.raises(
         ValueError, match=r"rollouts.extra_env_info\[0\].board is a Foreign, which no checkpoint can hold"
@@ -90,7 +90,7 @@ def test_unsupported_state_value_is_named_before_any_file_is_written(tmp_path):
 @pytest.mark.parametrize(
     "tree", [{"~": "os.system", "value": "true"}, {"~": "tensor", "value": "9"}, {"~": "tuple", "value": 3}, {"~": []}]
 )
-def test_state_not_written_by_this_program_is_rejected(tmp_path, tree):
+def test_state_file_that_this_package_did_not_write_is_an_error(tmp_path, tree):
     (tmp_path / "s.json").write_text(json.dumps({"a": tree}))
     with pytest.raises(ValueError, match="not what this program writes"):
         read_state(tmp_path / "s")

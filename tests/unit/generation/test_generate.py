@@ -48,7 +48,7 @@ def engines_ids(policy, greedy=False, **generation):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", [{}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}])
-def test_text_generator_gives_the_tokens_of_the_training_engine(precision, rule, tmp_path):
+def test_text_generator_gives_the_same_tokens_as_the_engine_of_a_training_run(precision, rule, tmp_path):
     policy = make_policy(precision, **rule)
     generate = partial(TextGenerator(save(policy, tmp_path), precision=precision).generate, PROMPT, max_new_tokens=12)
     assert generate(seed=policy.create_generation().seed, **rule).token_ids == engines_ids(policy)
@@ -60,7 +60,7 @@ def test_text_generator_and_policy_convert_weights_to_bfloat16_identically(folde
     assert text.token_ids == engines_ids(make_policy("bfloat16"), greedy=True)
 
 
-def test_streamed_pieces_concatenate_to_the_whole_text(folder):
+def test_streamed_pieces_of_a_response_concatenate_to_the_whole_text(folder):
     pieces = []
     done = TextGenerator(folder).generate(PROMPT, max_new_tokens=12, on_text=pieces.append)
     whole = tiny_tokenizer().decode(done.token_ids, skip_special_tokens=True)
@@ -81,7 +81,7 @@ def test_finish_reason_is_length_at_the_limit_and_stop_at_a_stop_string_or_token
     assert ended.finish_reason == "stop" and ended.token_ids[-1] == EOS and "<eos>" not in ended.text
 
 
-def test_generation_stops_at_the_models_last_position(folder):
+def test_text_generation_stops_at_the_models_last_position(folder):
     generator = TextGenerator(folder)
     seed = next(s for s in range(50) if EOS not in generator.generate(PROMPT, max_new_tokens=500, seed=s).token_ids)
     assert len(generator.generate(PROMPT, max_new_tokens=500, seed=seed).token_ids) == 64 - len(PROMPT)
@@ -89,12 +89,12 @@ def test_generation_stops_at_the_models_last_position(folder):
         generator.generate("1" * 64)
 
 
-def test_chat_template_is_applied_to_messages(folder):
+def test_text_generator_applies_the_chat_template_to_messages(folder):
     generate = partial(TextGenerator(folder).generate, max_new_tokens=6, greedy=True)
     assert generate([{"role": "user", "content": PROMPT}]) == generate(PROMPT)
 
 
-def test_error_in_on_text_ends_the_response_and_the_generator_stays_usable(folder):
+def test_error_in_the_callback_on_text_is_raised_and_the_text_generator_stays_usable(folder):
     def fail(piece):
         raise KeyError(piece)
 
@@ -105,7 +105,7 @@ def test_error_in_on_text_ends_the_response_and_the_generator_stays_usable(folde
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_response_does_not_depend_on_the_number_of_threads(folder, threads):
+def test_generated_text_does_not_depend_on_the_number_of_threads(folder, threads):
     code = f"from nemo_rl_cpp.generate import TextGenerator; print(TextGenerator({str(folder)!r}, num_threads={threads}).generate('12+3=', seed=9).token_ids)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == str(TextGenerator(folder).generate(PROMPT, seed=9).token_ids)
@@ -157,7 +157,7 @@ def test_generate_reports_user_errors_in_one_line(arguments, message, folder, tm
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-38, 1e-6])
-def test_temperature_zero_generates_greedily(folder, temperature, capsys):
+def test_generate_with_temperature_zero_is_greedy(folder, temperature, capsys):
     generator = TextGenerator(folder, precision="float32")
     greedy = generator.generate(PROMPT, greedy=True, max_new_tokens=8)
     assert generator.generate(PROMPT, temperature=temperature, max_new_tokens=8) == greedy
@@ -166,7 +166,7 @@ def test_temperature_zero_generates_greedily(folder, temperature, capsys):
     assert capsys.readouterr().out.strip() == greedy.text.strip()
 
 
-def test_single_stop_string_is_not_split_into_characters(folder):
+def test_single_stop_string_of_generate_is_not_split_into_characters(folder):
     generate = partial(TextGenerator(folder, precision="float32").generate, PROMPT, greedy=True, max_new_tokens=12)
     whole = generate().text
     stop = whole[2:4]
@@ -175,13 +175,13 @@ def test_single_stop_string_is_not_split_into_characters(folder):
     assert generate(stop_strings=None).text == whole
 
 
-def test_unquoted_prompt_words_are_reported_as_unknown_arguments(folder, capsys):
+def test_generate_command_reports_the_words_of_an_unquoted_prompt_as_unknown_arguments(folder, capsys):
     with pytest.raises(SystemExit):
         main(["generate", "--model", str(folder), "1", "+", "1"])
     assert "unknown arguments: + 1" in capsys.readouterr().err
 
 
-def test_prompt_is_read_from_standard_input(folder, monkeypatch, capsys):
+def test_generate_command_reads_the_prompt_from_standard_input(folder, monkeypatch, capsys):
     import io
 
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
@@ -190,7 +190,7 @@ def test_prompt_is_read_from_standard_input(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_incomplete_last_character_is_shown_as_in_transformers(cut):
+def test_incomplete_last_character_of_a_response_is_shown_as_in_transformers(cut):
     """Four tokens of one byte each are a character; an answer that ends before the fourth ends with U+FFFD."""
     backend = Backend(
         models.BPE({character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])

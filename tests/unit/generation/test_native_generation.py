@@ -115,7 +115,7 @@ def test_generation_and_trainer_logprobs_are_bit_identical(family, precision, th
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_recurrent_states_survive_chunked_prefill_preemption_and_small_batches(family, chunk):
+def test_chunked_prefill_preemption_and_small_batches_do_not_change_recurrent_layers_results(family, chunk):
     """A cache of few blocks preempts sequences, whose states are computed again; groups share one prompt and copy its state."""
     inputs, outputs = prompts([40, 33, 1], 4, seed=3), []
     for batch, gigabytes in ((64, 1.0), (3, 1.0), (12, 7.5e-5)):
@@ -146,7 +146,7 @@ def wide_model(dtype=torch.bfloat16, seed=3):
 @pytest.mark.parametrize("packed", ["off", "on"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("texts", [1, 6, 11, 16, 18])
-def test_multi_threaded_decode_steps_are_exact_for_any_number_of_threads(texts, dtype, packed):
+def test_decode_steps_are_bit_identical_on_any_number_of_threads(texts, dtype, packed):
     """Up to 16 rows a step's threads stay together (runtime/team.h), up to 12 may read packed weights (ops/packed_weights.h)."""
     model = wide_model(dtype)
     inputs = prompts([3 + i for i in range(texts)])
@@ -174,7 +174,7 @@ def generation_of(model, packed, **settings):
 
 
 @PACKS
-def test_packed_weights_auto_packs_after_enough_steps_with_few_sequences():
+def test_packed_weights_auto_packs_the_weights_after_enough_decode_steps_with_few_sequences():
     inputs = prompts([5])
     for packed, when in (("off", [False, False]), ("auto", [False, True]), ("on", [True, True])):
         model = wide_model()
@@ -189,7 +189,7 @@ def test_packed_weights_auto_packs_after_enough_steps_with_few_sequences():
 
 
 @PACKS
-def test_weights_are_repacked_after_a_change():
+def test_packed_weights_are_packed_again_after_the_weights_change():
     inputs, model, other = prompts([5, 9]), wide_model(seed=3), wide_model(seed=4)
     generation = generation_of(model, "on")
     first = generation.generate(inputs)
@@ -202,7 +202,7 @@ def test_weights_are_repacked_after_a_change():
 
 
 @PACKS
-def test_generation_with_packed_weights_uses_the_weights_after_an_optimizer_step():
+def test_generation_with_packed_weights_uses_the_new_weights_after_an_optimizer_step():
     inputs, outputs, digests = prompts([5, 9]), [], set()
     for packed in ("on", "off"):
         model = wide_model()
@@ -218,7 +218,7 @@ def test_generation_with_packed_weights_uses_the_weights_after_an_optimizer_step
     assert len(digests) == 1 and are_equal(*outputs)
 
 
-def test_response_depends_only_on_its_sampling_key():
+def test_response_depends_only_on_its_prompt_and_sampling_seed_and_not_on_the_batch():
     inputs = prompts([5, 17, 40], generations=4)
     whole = make_policy(max_batch_size=64).create_generation().generate(inputs)
     for batch, chunk in ((1, 3), (5, 16)):
@@ -232,7 +232,7 @@ def test_response_depends_only_on_its_sampling_key():
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_enforce_eager_is_passed_to_the_runner_and_changes_no_result(monkeypatch, enforce_eager):
+def test_enforce_eager_reaches_the_native_engine_and_changes_no_result(monkeypatch, enforce_eager):
     asked, runner = [], C.NativeModelRunner
 
     def watched(model, **options):

@@ -30,7 +30,7 @@ def logits_rows(kind: str, V: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["ordinary", "peaked", "flat", "masked"])
 @pytest.mark.parametrize("V", [2, 37, 2048, 5003])
-def test_sampled_token_logprob_and_entropy_match_the_reference(kind, V):
+def test_sampled_token_its_logprob_and_the_entropy_match_a_slow_reference(kind, V):
     logits = logits_rows(kind, V)
     u = torch.linspace(0.03, 0.97, len(logits), dtype=torch.float64)
     for rule in RULES:
@@ -55,7 +55,7 @@ def test_scored_and_sampled_logprobs_are_bit_identical(rule):
     assert torch.equal(scored_entropies, entropies)
 
 
-def test_sampled_row_does_not_depend_on_other_rows_or_threads():
+def test_token_sampled_from_a_row_of_logits_does_not_depend_on_other_rows_or_threads():
     logits = torch.randn(33, 5000, generator=torch.Generator().manual_seed(2)) * 3
     u = torch.rand(33, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     rule = C.SamplingRule(top_p=0.95, top_k=40)
@@ -85,7 +85,7 @@ def test_sampled_tokens_follow_their_probabilities(rule):
     assert statistic < critical
 
 
-def test_top_k_keeps_ties_with_the_kth_value():
+def test_top_k_keeps_all_tokens_whose_logit_equals_the_kth_largest():
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
     drawn = {
         int(C.sample_rows(logits, torch.tensor([u], dtype=torch.float64), C.SamplingRule(top_k=2))[0])
@@ -94,7 +94,7 @@ def test_top_k_keeps_ties_with_the_kth_value():
     assert drawn == {0, 2, 3, 4}
 
 
-def test_top_p_keeps_the_tokens_worked_out_by_hand():
+def test_top_p_keeps_the_tokens_of_hand_computed_cases():
     # 0.5, 0.25, 0.125, 0.125: ascending sums 0.125 (index 2), 0.25 (3), 0.5 (1), 1 (0)
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log().float().unsqueeze(0)
 
@@ -119,7 +119,7 @@ def test_greedy_sampling_takes_the_first_maximum_and_reports_unfiltered_logprobs
     assert logprobs.item() == pytest.approx(torch.log_softmax(logits.double(), -1)[0, 1].item(), abs=1e-6)
 
 
-def test_extreme_uniforms_never_sample_a_token_of_probability_zero():
+def test_sampling_never_takes_a_token_of_probability_zero_at_the_extreme_uniform_numbers():
     logits = torch.full((1, 4100), -torch.inf)
     logits[0, [7, 4097]] = torch.tensor([1.0, 1.0])
     for u in (0.0, 1 - 2**-53):
@@ -129,7 +129,7 @@ def test_extreme_uniforms_never_sample_a_token_of_probability_zero():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rule", [{}, {"top_k": 5}, {"top_p": 0.9}, {"greedy": True}], ids=str)
-def test_row_with_non_finite_logits_yields_no_token(bad, rule):
+def test_sampling_from_non_finite_logits_returns_no_token(bad, rule):
     logits = torch.randn(3, 100)
     logits[1, 50] = bad
     tokens, _, _ = C.sample_rows(logits, torch.full((3,), 0.5, dtype=torch.float64), C.SamplingRule(**rule))

@@ -69,7 +69,7 @@ def interpreter(tmp_path_factory):
 @pytest.mark.parametrize(
     "kind", ["stand-in", *(pytest.param(f"vllm {tied}", marks=REALLY) for tied in ("tied", "untied"))]
 )
-def test_started_vllm_server_generates_with_the_policys_weights_and_exits(kind, interpreter):
+def test_vllm_server_started_by_a_run_generates_with_the_policys_weights_and_exits(kind, interpreter):
     policy = policy_of(interpreter[kind.partition(" ")[0]], tied="untied" not in kind)
     engine, data = engine_of(policy), prompts()
     change(policy, 1)
@@ -114,7 +114,7 @@ def test_error_for_a_killed_vllm_server_names_the_signal(tmp_path):
     assert ended(engine.server.pid)
 
 
-def test_vllm_server_ends_if_the_trainer_ends(tmp_path):
+def test_vllm_server_started_by_a_run_ends_if_the_trainer_ends(tmp_path):
     """The kernel closes the trainer's end of standard input, however the trainer ends."""
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -130,7 +130,7 @@ def test_vllm_server_ends_if_the_trainer_ends(tmp_path):
     server.close()
 
 
-def test_started_vllm_server_gets_its_options_from_the_configuration():
+def test_vllm_server_started_by_a_run_gets_its_options_from_the_configuration():
     config = PolicyConfig(
         model_name="tiny-random", precision="bfloat16", max_total_sequence_length=100,
         generation={"max_batch_size": 4, "vllm_cfg": {"enforce_eager": True}, "vllm_kwargs": {"block_size": 32, "swap": {"a": 1}, "ids": [1, 2]}},
@@ -175,7 +175,7 @@ def test_vllm_python_that_is_not_a_python_interpreter_is_rejected(tmp_path):
         check_interpreter(str(program), patience=0.2)
 
 
-def test_vllm_is_rejected_if_checkpoint_tensors_have_different_names(tmp_path):
+def test_vllm_is_an_error_for_models_whose_checkpoint_tensors_have_different_names(tmp_path):
     """transformers keeps all experts of a layer in one tensor; vLLM reads them one by one."""
     pytest.importorskip("transformers")
     policy = hf_policy("mixtral", generation={"backend": "vllm", "vllm_cfg": {"python": "/usr/bin/python3"}})
@@ -184,7 +184,7 @@ def test_vllm_is_rejected_if_checkpoint_tensors_have_different_names(tmp_path):
         engine_of(policy)
 
 
-def test_weight_digest_covers_names_dtypes_shapes_and_values():
+def test_digest_of_the_weights_sent_to_vllm_covers_names_dtypes_shapes_and_values():
     weights = {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
     buffer = WeightBuffer(weights)
     first = buffer.fill(weights)
@@ -198,7 +198,7 @@ def test_weight_digest_covers_names_dtypes_shapes_and_values():
     buffer.close()
 
 
-def test_weight_buffer_memory_is_freed_with_its_owner():
+def test_shared_memory_for_weights_sent_to_vllm_is_freed_with_its_object():
     buffer = WeightBuffer({"a": torch.ones(3)})
     descriptor = buffer.descriptor
     os.fstat(descriptor)
@@ -208,7 +208,7 @@ def test_weight_buffer_memory_is_freed_with_its_owner():
         os.fstat(descriptor)
 
 
-def test_null_in_env_vars_removes_the_variable_from_the_vllm_server(monkeypatch):
+def test_null_in_env_vars_removes_that_environment_variable_from_the_vllm_server(monkeypatch):
     monkeypatch.setenv("PROXY", "somewhere")
     given = server_environment({"PROXY": None, "HF_HUB_OFFLINE": None, "VLLM_NO_USAGE_STATS": 0})
     assert "PROXY" not in given and "HF_HUB_OFFLINE" not in given and given["VLLM_NO_USAGE_STATS"] == "0"
@@ -217,7 +217,7 @@ def test_null_in_env_vars_removes_the_variable_from_the_vllm_server(monkeypatch)
 
 @starts_processes
 @pytest.mark.parametrize("kind", INTERPRETERS)
-def test_grpo_run_with_a_started_vllm_server_trains(kind, interpreter, tmp_path):
+def test_grpo_run_trains_with_a_vllm_server_that_it_started(kind, interpreter, tmp_path):
     """Two steps with a refit before each: digests, versions, scored batches; killed in the middle, vLLM leaves an error and no process."""
     overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in MODEL.items()]
     run = tiny.make(

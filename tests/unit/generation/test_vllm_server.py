@@ -53,7 +53,7 @@ def joined(request, model):
         engine.shutdown()
 
 
-def test_vllm_server_generates_the_native_engines_greedy_texts_after_a_refit(joined):
+def test_vllm_server_generates_the_greedy_texts_of_the_native_engine_after_a_refit(joined):
     server, policy, engine = joined
     data, seen = prompts(), []
     for version in (1, 2):
@@ -75,7 +75,7 @@ def test_vllm_server_generates_the_native_engines_greedy_texts_after_a_refit(joi
     assert seen[0][0] != seen[1][0] and seen[0][1] != seen[1][1]
 
 
-def test_vllm_logprobs_match_the_trainers(joined):
+def test_generation_logprobs_of_vllm_match_those_of_the_trainer(joined):
     _, policy, engine = joined
     engine.update_weights(policy.state_dict(), 3)
     data = prompts()
@@ -89,7 +89,7 @@ def test_vllm_logprobs_match_the_trainers(joined):
     torch.testing.assert_close(out["logprobs"], scored.float(), atol=1e-5, rtol=0)
 
 
-def test_each_sample_has_its_own_reproducible_seed(joined):
+def test_each_sample_generated_by_vllm_has_a_different_and_reproducible_seed(joined):
     _, _, engine = joined
     data = prompts()
     first, again = texts(engine.generate(data), data), texts(engine.generate(data), data)
@@ -99,7 +99,7 @@ def test_each_sample_has_its_own_reproducible_seed(joined):
     assert any(first[2 * i] != first[2 * i + 1] for i in range(6))  # the two of a prompt
 
 
-def test_responses_are_cut_at_stop_strings_and_reported_when_finished(joined):
+def test_responses_of_vllm_are_cut_at_stop_strings_and_reported_when_finished(joined):
     """Stop texts are looked for here; what vLLM would go on with is given up there."""
     server, policy, engine = joined
     data, told = prompts(), {}
@@ -118,7 +118,7 @@ def test_responses_are_cut_at_stop_strings_and_reported_when_finished(joined):
     assert full["generation_lengths"].tolist()[0] == 0 and bool(full["truncated"][0])
 
 
-def test_requests_in_flight_do_not_exceed_the_servers_max_num_seqs(model):
+def test_unfinished_requests_never_exceed_the_vllm_servers_max_num_seqs(model):
     with vllm_server_stand_in.serving("good", model[True], max_num_seqs=3) as server:
         policy = policy_of(True, {"server_url": server.url})
         engine, running, most, one = engine_of(policy), set(), [], VllmGeneration._one
@@ -153,7 +153,7 @@ REFUSED = {  # what is wrong -> what is said
 
 
 @pytest.mark.parametrize("wrong", REFUSED, ids=lambda wrong: str(wrong[min(1, len(wrong) - 1)]))
-def test_unusable_vllm_server_is_rejected_with_the_start_command(wrong, model):
+def test_error_for_an_unusable_vllm_server_contains_the_command_that_starts_one(wrong, model):
     facts = dict([wrong[1:]]) if len(wrong) > 1 else {}
     vllm = {"precision": "bf16"} if "dtype" in facts else {}
     with vllm_server_stand_in.serving(wrong[0], model[True], **facts) as server:
@@ -163,7 +163,7 @@ def test_unusable_vllm_server_is_rejected_with_the_start_command(wrong, model):
     assert f"is started like this:\n  {server_command(policy)}" in str(error.value)
 
 
-def test_vllm_server_with_a_different_model_or_extension_is_rejected(model, monkeypatch):
+def test_vllm_server_with_a_different_model_or_worker_extension_is_an_error(model, monkeypatch):
     with vllm_server_stand_in.serving("good", {**model[True], "vocab_size": 99}) as server:
         policy = policy_of(True, {"server_url": server.url})
         with pytest.raises(ValueError, match="model has 99 tokens and the policy .*start it with the policy's model"):
@@ -174,7 +174,7 @@ def test_vllm_server_with_a_different_model_or_extension_is_rejected(model, monk
             engine_of(policy)
 
 
-def test_server_api_key_is_read_from_the_configured_variable(model, monkeypatch):
+def test_api_key_of_the_vllm_server_is_read_from_the_configured_environment_variable(model, monkeypatch):
     with vllm_server_stand_in.serving("locked", model[True]) as server:
         policy = policy_of(True, {"server_url": server.url, "http_refit_api_key_env_var": "KEY_OF_VLLM"})
         monkeypatch.delenv("KEY_OF_VLLM", raising=False)
@@ -196,7 +196,7 @@ WRONG = {  # mode -> error, what it says
 
 
 @pytest.mark.parametrize("mode", WRONG)
-def test_faults_of_the_vllm_server_are_errors_within_the_timeout(mode, model):
+def test_failures_of_the_vllm_server_raise_an_error_within_the_timeout(mode, model):
     error, text = WRONG[mode]
     with vllm_server_stand_in.serving(mode, model[True]) as server:
         policy = policy_of(True, {"server_url": server.url, "timeout_s": 60.0}, stop_token_ids=[])
@@ -215,7 +215,7 @@ def test_faults_of_the_vllm_server_are_errors_within_the_timeout(mode, model):
     assert not [t for t in threading.enumerate() if t.name.startswith("vllm")]  # nobody waits for the server any more
 
 
-def test_vllm_server_is_resumed_if_its_pause_succeeds_after_the_timeout(model):
+def test_vllm_server_that_pauses_only_after_the_timeout_is_resumed(model):
     with vllm_server_stand_in.serving("good", model[True]) as server:
         policy = policy_of(True, {"server_url": server.url, "timeout_s": 1.0})
         engine, update, resumed = engine_of(policy), server.update, threading.Event()
@@ -236,7 +236,7 @@ def test_vllm_server_is_resumed_if_its_pause_succeeds_after_the_timeout(model):
 
 
 @pytest.mark.parametrize("error", [WorkerLostError, ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
-def test_vllm_server_resumes_if_a_refit_fails_before_changing_weights(joined, monkeypatch, error):
+def test_vllm_server_is_resumed_if_a_refit_fails_before_weights_change(joined, monkeypatch, error):
     server, policy, engine = joined
 
     def fails(weights):
@@ -253,7 +253,7 @@ def test_vllm_server_resumes_if_a_refit_fails_before_changing_weights(joined, mo
     assert engine.weight_version == 8
 
 
-def test_error_in_on_finished_cancels_open_vllm_requests(joined):
+def test_error_in_the_callback_on_finished_cancels_unfinished_vllm_requests(joined):
     server, _, engine = joined
     data = prompts()
     events = server.events
@@ -371,7 +371,7 @@ SMALL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "trainer"), [("ppo", "native"), ("grpo", "hf")])
-def test_run_trains_with_an_already_running_vllm_server(algorithm, trainer, tmp_path):
+def test_grpo_run_trains_with_a_vllm_server_that_was_already_running(algorithm, trainer, tmp_path):
     """Two steps with a refit before each: digests, versions, scored batches; the server stays, with the last weights."""
     if trainer == "hf":
         pytest.importorskip("transformers")

@@ -55,7 +55,7 @@ def vllm_itself(policy, folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL, reason="NEMO_RL_VLLM_PYTHON names no interpreter with vLLM")
-def test_real_vllm_server_gets_weights_generates_exactly_and_may_be_killed(tmp_path):
+def test_installed_vllm_receives_weights_generates_the_expected_texts_and_may_be_killed(tmp_path):
     """Weights, digests, greedy texts and log-probabilities; then it is killed in the middle of a generation."""
     policy = policy_of(True, {"server_url": "http://127.0.0.1:1"})
     with vllm_itself(policy, tmp_path) as process:

@@ -81,7 +81,7 @@ def test_unreachable_hub_fails_within_seconds_with_one_line_that_names_the_confi
 
 
 @pytest.mark.slow
-def test_hub_offline_mode_uses_only_the_local_cache(tmp_path):
+def test_with_hf_hub_offline_models_come_only_from_the_local_cache(tmp_path):
     assert resolved(tmp_path, HF_HUB_OFFLINE="1").startswith("HubUnreachableError")
     snapshot = cached_tokenizer(tmp_path)
     assert resolved(tmp_path, HF_HUB_OFFLINE="1").startswith("HubUnreachableError"), "a cached tokenizer is no model"
@@ -117,7 +117,7 @@ def refusing_hub():
 
 
 @pytest.mark.slow
-def test_gated_unknown_and_misspelt_models_give_specific_errors(tmp_path, refusing_hub):
+def test_gated_unknown_and_misspelt_hub_models_give_specific_errors(tmp_path, refusing_hub):
     gated = resolved(tmp_path, "secret/model", HF_ENDPOINT=refusing_hub)
     assert "gated" in gated and "huggingface-cli login" in gated and "HF_TOKEN" in gated
     unknown = resolved(tmp_path, "no/model", HF_ENDPOINT=refusing_hub)
@@ -135,7 +135,7 @@ def test_hub_that_never_answers_is_an_error_after_a_deadline(tmp_path):
         assert said.startswith("HubUnreachableError") and time.monotonic() - begin < 15
 
 
-def test_cached_tokenizer_is_resolved_without_contacting_the_hub(tmp_path):
+def test_tokenizer_in_the_hub_cache_is_used_without_contacting_the_hub(tmp_path):
     """What a start asks before torch loads must not wait for a silent hub: the run itself asks it."""
     snapshot = cached_tokenizer(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -147,7 +147,7 @@ def test_cached_tokenizer_is_resolved_without_contacting_the_hub(tmp_path):
             silent.accept()
 
 
-def test_local_paths_resolve_to_folders_and_missing_ones_are_errors(tmp_path, monkeypatch):
+def test_model_paths_on_this_machine_resolve_to_folders_and_missing_ones_are_errors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     assert sources.resolve_model("model") == sources.Path("model")
@@ -161,7 +161,7 @@ def test_local_paths_resolve_to_folders_and_missing_ones_are_errors(tmp_path, mo
         sources.resolve_model("spaces are/not allowed")
 
 
-def test_cache_root_follows_its_environment_variables(monkeypatch, tmp_path):
+def test_cache_folder_for_converted_models_is_set_by_environment_variables(monkeypatch, tmp_path):
     monkeypatch.delenv("NEMO_RL_CPP_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert sources.cache_root() == tmp_path / "x/nemo_rl_cpp"
@@ -301,7 +301,7 @@ def test_packaged_model_is_converted_once_by_two_concurrent_processes(small_gguf
     assert manifest["sha256"]["model.safetensors"] == sources.sha256_of(folder / "model.safetensors")
 
 
-def test_incomplete_model_folder_is_converted_again_and_a_damaged_gguf_is_rejected(
+def test_incomplete_converted_folder_is_converted_again_and_a_damaged_gguf_file_is_an_error(
     small_gguf, tmp_path, monkeypatch, capsys
 ):
     file = small_gguf[0]

@@ -1,14 +1,14 @@
 from nemo_rl_cpp.algorithms.validation import choose_samples, print_samples
 
 
-def test_chosen_samples_spread_from_best_to_worst_reward():
+def test_samples_chosen_for_printing_range_from_best_to_worst_reward():
     assert choose_samples([1, 2, 3], 5) == [0, 1, 2]
     assert choose_samples([0.0, 5.0, 3.0, 4.0, 1.0], 2) == [1, 0]
     assert choose_samples([0.0, 5.0, 3.0, 4.0, 1.0], 3) == [1, 2, 0]
     assert choose_samples([0.0, 5.0, 3.0], 1) == [2]
 
 
-def test_printed_samples_show_markup_in_their_text_literally(capsys):
+def test_printed_samples_show_markup_characters_of_their_text_unchanged(capsys):
     logs = [[{"role": "user", "content": "2 + 2 = [/bold] [red]"}, {"role": "assistant", "content": "[link=x] 4"}], []]
     print_samples(logs, [1.0, -0.5], 2, step=7)
     text = capsys.readouterr().out

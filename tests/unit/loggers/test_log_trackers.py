@@ -62,7 +62,7 @@ def test_error_for_a_missing_tracker_package_names_key_and_install_command(tmp_p
 
 
 @pytest.mark.slow
-def test_wandb_run_keeps_its_id_on_resume_unless_later_steps_are_discarded(tmp_path, monkeypatch):
+def test_wandb_run_id_is_kept_on_resume_unless_logged_steps_are_repeated(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -231,7 +231,7 @@ def test_resumed_mlflow_run_logs_changed_parameters_under_new_names(tmp_path, ml
 
 
 @pytest.mark.filterwarnings("error")
-def test_run_resumed_from_an_older_checkpoint_has_one_value_per_step_in_trackers(tmp_path, mlflow, fake):
+def test_tracker_of_a_run_resumed_from_an_older_checkpoint_has_one_value_per_step(tmp_path, mlflow, fake):
     trackio, swanlab = fake("trackio"), fake("swanlab")
     cfg = config(tmp_path, mlflow_enabled=True, trackio_enabled=True, trackio={"project": "q"}, swanlab_enabled=True)
     with Logger(cfg) as logger:
@@ -255,7 +255,7 @@ def test_run_resumed_from_an_older_checkpoint_has_one_value_per_step_in_trackers
     assert len(mlflow.runs) == 2, "nothing later was logged: the same run continues"
 
 
-def test_configured_key_wins_over_the_trackers_environment_variable_and_default(tmp_path, mlflow, fake, monkeypatch):
+def test_configuration_key_takes_precedence_over_a_trackers_environment_variable(tmp_path, mlflow, fake, monkeypatch):
     wandb = fake("wandb")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
@@ -274,7 +274,7 @@ def test_configured_key_wins_over_the_trackers_environment_variable_and_default(
     )  # fmt: skip
 
 
-def test_metrics_reach_the_runs_mlflow_server_although_user_code_chose_another(tmp_path, mlflow):
+def test_metrics_are_logged_to_the_configured_mlflow_server_even_if_user_code_sets_another(tmp_path, mlflow):
     cfg = config(tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": "sqlite:///given.db"})
     with Logger(cfg) as logger:
         mlflow.set_tracking_uri("sqlite:///of-a-judge.db")
@@ -303,7 +303,7 @@ def test_unreachable_mlflow_server_is_an_error_that_names_the_key(monkeypatch, p
         check(port)
 
 
-def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):
+def test_experiment_tracker_that_fails_does_not_end_the_run(tmp_path, fake):
     trackio = fake("trackio")
     logger = Logger(config(tmp_path, trackio_enabled=True, trackio={"project": "q"}))
 
@@ -318,7 +318,7 @@ def test_a_failing_tracker_does_not_end_the_run(tmp_path, fake):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
-def test_gpu_metrics_are_logged_on_a_separate_time_axis_and_file(tmp_path, monkeypatch):
+def test_gpu_metrics_are_logged_over_time_instead_of_steps_and_in_a_separate_file(tmp_path, monkeypatch):
     table = "0, 93, 20480\n1, [N/A], 1024\n"
     parsed = {"node.0.gpu.0.util": 93.0, "node.0.gpu.0.mem_gb": 20.0, "node.0.gpu.1.mem_gb": 1.0}
     assert parse_gpu_table(table) == parsed
@@ -332,6 +332,6 @@ def test_gpu_metrics_are_logged_on_a_separate_time_axis_and_file(tmp_path, monke
     assert "ray/node.0.mem_total_gb" in line and not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_monitor_gpus_without_a_gpu_starts_nothing(tmp_path, monkeypatch):
+def test_key_monitor_gpus_without_a_gpu_starts_no_thread(tmp_path, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.metrics.memory.shutil.which", lambda name: None)
     assert Logger(config(tmp_path, monitor_gpus=True)).gpu_monitor is None

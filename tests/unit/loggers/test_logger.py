@@ -53,7 +53,7 @@ def log_steps(logger, first, last):
         logger.log_batched_dict_as_jsonl(samples, f"train_data_step{step}.jsonl")
 
 
-def test_metrics_jsonl_rows_are_sorted_plain_and_strict_json(tmp_path):
+def test_rows_of_metrics_jsonl_are_strict_json_with_sorted_keys(tmp_path):
     with Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) as logger:
         values = {"z": np.float32(0.5), "a": float("nan"), "m": {"n": [1, math.inf]}, "i": np.int64(3), "flag": True}
         logger.log_metrics(values, 4, prefix="train")
@@ -77,7 +77,7 @@ def test_torch_values_are_logged_as_numbers(tmp_path):
     assert events(tmp_path / "tensorboard") == [("train/loss", 1, 0.25), ("train/norm", 1, 2.0)]
 
 
-def test_tensorboard_skips_non_numeric_values_with_one_message(tmp_path, capsys):
+def test_tensorboard_logger_skips_values_that_are_not_numbers_and_says_so_once(tmp_path, capsys):
     with Logger({"log_dir": str(tmp_path)}) as logger:
         for step in (1, 2):
             logger.log_metrics({"text": "hello", "list": [1, 2], "x": step}, step)
@@ -105,7 +105,7 @@ def test_logging_a_batch_with_unequal_field_lengths_is_an_error(tmp_path):
     assert (tmp_path / "empty.jsonl").read_text() == ""
 
 
-def test_resumed_run_leaves_the_same_logs_as_an_uninterrupted_one(tmp_path):
+def test_logs_of_a_resumed_run_equal_those_of_an_uninterrupted_one(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     with Logger({"log_dir": str(whole)}) as logger:
         log_steps(logger, 1, 6)
@@ -135,7 +135,7 @@ def test_resumed_run_leaves_the_same_logs_as_an_uninterrupted_one(tmp_path):
     assert stable(broken) == stable(whole)
 
 
-def test_logs_can_be_truncated_to_step_zero_and_in_an_empty_folder(tmp_path):
+def test_truncating_logs_works_for_step_zero_and_in_an_empty_folder(tmp_path):
     with Logger({"log_dir": str(tmp_path)}) as logger:
         logger.truncate_after(3)
         log_steps(logger, 1, 2)
@@ -151,7 +151,7 @@ def test_incomplete_last_line_of_metrics_does_not_damage_the_next_row(tmp_path):
     assert whole_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
 
 
-def test_metrics_logged_before_sigkill_are_kept(tmp_path):
+def test_metrics_logged_before_the_process_is_killed_are_on_disk(tmp_path):
     program = (
         "import os, sys\nfrom nemo_rl_cpp.loggers.logger import Logger\n"
         "logger = Logger({'log_dir': sys.argv[1]})\n"
@@ -172,7 +172,7 @@ def test_importing_the_logger_imports_no_tracker_and_no_torch():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_experiment_folders_are_numbered_consecutively(tmp_path):
+def test_log_folders_of_experiments_are_numbered_consecutively(tmp_path):
     base = str(tmp_path / "logs")
     assert get_next_experiment_dir(base).endswith("exp_001")
     (tmp_path / "logs" / "exp_007").mkdir()
@@ -198,14 +198,14 @@ def _contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_a_resumed_run_logs_into_its_own_folder(tmp_path):
+def test_resumed_run_logs_into_its_earlier_log_folder(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "alias").symlink_to(tmp_path / "ck")
     for path in (checkpoint, tmp_path / "alias" / checkpoint.name):
         assert get_experiment_dir(str(tmp_path / "logs"), {"log_dir": str(logs)}, path) == str(logs)
 
 
-def test_run_with_moved_folders_logs_into_its_own_folder(tmp_path):
+def test_resumed_run_whose_folders_were_moved_logs_into_its_earlier_log_folder(tmp_path):
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     (tmp_path / "ck").rename(tmp_path / "ck_moved")
     moved, checkpoint = (tmp_path / "logs").rename(tmp_path / "logs_moved"), tmp_path / "ck_moved" / checkpoint.name
@@ -226,7 +226,7 @@ def test_run_from_a_copied_checkpoint_does_not_touch_the_first_runs_logs(tmp_pat
     assert f"holds the logs of {tmp_path / 'ck'}" in capsys.readouterr().out
 
 
-def test_log_folder_of_a_different_run_is_not_reused(tmp_path):
+def test_resumed_run_does_not_log_into_the_log_folder_of_a_different_run(tmp_path):
     """Its owner is gone, but it is not this run's: its number is another one."""
     logs, checkpoint = _run_of(tmp_path / "ck", tmp_path / "logs")
     _run_of(tmp_path / "gone", tmp_path / "logs2")
@@ -241,7 +241,7 @@ def test_resume_makes_a_new_folder_if_the_checkpoints_log_dir_is_not_an_experime
     assert found == str(tmp_path / "logs" / "exp_002")
 
 
-def test_truncating_logs_deletes_no_files_of_the_user(tmp_path):
+def test_truncating_logs_on_resume_deletes_no_files_of_the_user(tmp_path):
     own = ["notes_step12.jsonl", "sub/train_data_step4.jsonl"]
     with Logger({"log_dir": str(tmp_path)}) as logger:
         log_steps(logger, 1, 4)
@@ -254,7 +254,7 @@ def test_truncating_logs_deletes_no_files_of_the_user(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("train_data*")) == ["train_data_step1.jsonl", "train_data_step2.jsonl"]
 
 
-def test_truncating_logs_keeps_event_files_of_other_runs_in_the_folder(tmp_path):
+def test_truncating_logs_on_resume_keeps_tensorboard_files_of_other_runs(tmp_path):
     """`logger.tensorboard.log_dir` may be one folder for many runs."""
     shared = tmp_path / "tb"
     config = {"tensorboard": {"log_dir": str(shared)}}
@@ -272,7 +272,7 @@ def test_truncating_logs_keeps_event_files_of_other_runs_in_the_folder(tmp_path)
     assert _contents(shared).keys() == after.keys() and len(events(shared)) < 2 * 3 * 4
 
 
-def test_flush_syncs_logged_files_and_their_folder_to_disk(tmp_path, monkeypatch):
+def test_flushing_the_logger_syncs_its_files_and_their_folder_to_disk(tmp_path, monkeypatch):
     synced = set()
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")))
     with Logger({"log_dir": str(tmp_path)}) as logger:
@@ -282,7 +282,7 @@ def test_flush_syncs_logged_files_and_their_folder_to_disk(tmp_path, monkeypatch
     assert {str((tmp_path / name).resolve()) for name in wanted} <= synced
 
 
-def test_full_disk_does_not_end_a_run_and_delayed_log_lines_are_written_later(tmp_path, monkeypatch):
+def test_log_lines_that_a_full_disk_rejects_are_written_later_and_the_run_continues(tmp_path, monkeypatch):
     real, full = os.write, []
 
     def write(descriptor, data):
@@ -305,7 +305,7 @@ def test_full_disk_does_not_end_a_run_and_delayed_log_lines_are_written_later(tm
     assert rows(tmp_path / "metrics.jsonl") == [{"step": step, "a": step} for step in (1, 2, 3, 4)]
 
 
-def test_log_folder_in_use_is_rejected_for_a_second_run(tmp_path):
+def test_second_run_in_a_log_folder_in_use_is_an_error(tmp_path):
     first, second = (Logger({"log_dir": str(tmp_path), "tensorboard_enabled": False}) for _ in range(2))
     first.claim()
     with pytest.raises(ValueError, match="in use by .*logger.log_dir of its own"):

@@ -11,7 +11,7 @@ def stages(path):
     return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
 
 
-def test_traced_stages_lie_within_their_step(tmp_path):
+def test_stages_in_the_chrome_trace_lie_within_their_step(tmp_path):
     timer, trace = Timer(), ChromeTrace(tmp_path / "logs" / "trace.json", "GRPO tiny")
     timer.subscribe(trace)
     before = time.time() * 1e6
@@ -47,7 +47,7 @@ def test_chrome_trace_reports_more_busy_cores_for_a_busy_stage_than_an_idle_one(
     assert busy["args"]["rss_gb"] > 0
 
 
-def test_concurrent_threads_get_separate_trace_lines(tmp_path):
+def test_concurrent_threads_have_separate_lines_in_the_chrome_trace(tmp_path):
     timer, trace = Timer(), ChromeTrace(tmp_path / "trace.json")
     timer.subscribe(trace)
     barrier = threading.Barrier(3, timeout=60)

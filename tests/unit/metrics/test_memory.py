@@ -11,7 +11,7 @@ def touch(mib):
     return block
 
 
-def test_peak_memory_is_reported_per_phase():
+def test_peak_memory_is_measured_for_each_phase_of_a_step():
     if not memory.reset_peak_rss():
         pytest.skip("the peak cannot be reset on this system")
     timer, phases = Timer(), memory.PhaseMemory()
@@ -32,7 +32,7 @@ def test_peak_memory_is_reported_per_phase():
     assert set(phases.step_metrics()) == {"rss_gb", "peak_rss_gb/run"}
 
 
-def test_garbage_collector_is_unfrozen_even_after_an_error():
+def test_garbage_collector_is_unfrozen_after_a_run_even_if_it_raised():
     gc.unfreeze()
     with pytest.raises(KeyError), memory.startup_objects_frozen():
         assert gc.get_freeze_count() > 1000

@@ -46,7 +46,7 @@ def loaded(folder, dtype, quantization=None):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4 twice", "int8"])
-def test_weights_equal_those_of_the_reference_decoder(tmp_path, kind):
+def test_weights_loaded_from_bitsandbytes_folders_equal_those_of_a_slow_decoder(tmp_path, kind):
     made = quantised(tmp_path, kind)
     model = loaded(tmp_path, torch.float32)
     for name, view in named_views(model.specs, model.compute).items():
@@ -56,7 +56,7 @@ def test_weights_equal_those_of_the_reference_decoder(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4 twice"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_a_quantised_base_hold_the_weights_unchanged(tmp_path, kind, dtype):
+def test_nf4_base_loaded_from_a_bitsandbytes_folder_has_exactly_its_weights(tmp_path, kind, dtype):
     made = quantised(tmp_path, kind)
     model = loaded(tmp_path, dtype, "nf4")
     assert len(model.blocks) == 14
@@ -66,7 +66,7 @@ def test_blocks_of_a_quantised_base_hold_the_weights_unchanged(tmp_path, kind, d
         assert torch.equal(w, torch.from_numpy(bitsandbytes.decoded(spec.name, made)).to(dtype)), spec.name
 
 
-def test_formats_that_are_not_read_are_rejected(tmp_path):
+def test_unsupported_bitsandbytes_formats_are_errors_that_name_the_tensor(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     changed = {f"{name}.quant_map": np.zeros(16, np.float32)}
     quantised(tmp_path, "nf4", **changed)

@@ -91,7 +91,7 @@ def two(tokenizer, overrides, forked_workers):
     cluster.shutdown()
 
 
-def test_policy_in_two_processes_is_bit_identical_to_one_process(one, two):
+def test_policy_training_in_two_processes_is_bit_identical_to_one_process(one, two):
     data = batch()
     alone, together = one.get_logprobs(data)["logprobs"], two.get_logprobs(data)["logprobs"]
     assert torch.equal(alone, together) and float(alone.abs().sum()) > 0
@@ -106,7 +106,7 @@ def test_policy_in_two_processes_is_bit_identical_to_one_process(one, two):
     assert one.checkpoint_bytes(True) == two.checkpoint_bytes(True) and one.learning_rate == two.learning_rate
 
 
-def test_one_inexact_logprob_has_the_same_effect_on_all_ranks(one, two):
+def test_one_wrong_generation_logprob_makes_all_ranks_recompute_old_logprobs(one, two):
     """Of the first global batch: every later sample is scored again, whichever rank has it."""
     logprobs = one.get_logprobs(batch())["logprobs"]
     for sample in (0, 8, 15):
@@ -141,7 +141,7 @@ def test_frozen_routers_keep_their_weights_in_one_and_in_two_processes(one, two)
     [(*EXPERTS, "policy.megatron_cfg.moe_router_load_balancing_type=seq_aux_loss", "policy.megatron_cfg.moe_aux_loss_coeff=0.5")],
     ids=["balanced experts"],
 )  # fmt: skip
-def test_loss_that_balances_experts_has_the_same_gradient_in_two_processes(one, two):
+def test_load_balancing_loss_of_experts_has_the_same_gradient_in_two_processes(one, two):
     results = [policy.train(batch(policy.get_logprobs(batch())["logprobs"]), NamedLoss({})) for policy in (one, two)]
     assert one.weight_digest() == two.weight_digest()
     losses = [sorted(result["all_mb_metrics"]["moe/load_balancing_loss"]) for result in results]
@@ -225,7 +225,7 @@ def test_training_continues_after_a_rank_failed_before_its_first_micro_batch(one
     assert one.weight_digest() == two.weight_digest()
 
 
-def test_failed_checkpoint_write_raises_and_all_ranks_stay_usable(two, tmp_path):
+def test_failed_checkpoint_write_on_one_rank_raises_and_all_ranks_stay_usable(two, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError) as caught:
         two.save_checkpoint(tmp_path / "file" / "weights", tmp_path / "optimizer")

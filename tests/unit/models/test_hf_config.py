@@ -23,7 +23,7 @@ QWEN = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-def test_transformers_4_and_5_configs_have_one_canonical_form():
+def test_configs_of_transformers_4_and_5_are_converted_to_equal_canonical_configs():
     four = TINY_CONFIG | {
         "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}, "eos_token_id": [1, 2], "my_own": None,
     }  # fmt: skip
@@ -60,7 +60,7 @@ THETA = TINY_CONFIG | {"rope_theta": 500.0}
         (TINY_CONFIG | {"max_position_embeddings": 128, "rope_scaling": YARN | {"factor": None}}, None, {"rope_scaling": YARN}),
     ],
 )  # fmt: skip
-def test_omitted_and_null_values_are_filled_in_as_in_transformers(config, overrides, expected):
+def test_omitted_and_null_config_values_get_the_defaults_of_transformers(config, overrides, expected):
     form = canonical_config(config, overrides)
     assert {key: form[key] for key in expected} == expected
 
@@ -107,7 +107,7 @@ def changes(old, new):
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 10000, "rope_type": "default"}}, []),
     ],
 )  # fmt: skip
-def test_architecture_changes_between_two_models_are_listed(changed, said):
+def test_differences_between_the_architectures_of_two_models_are_listed(changed, said):
     assert sorted(changes(TINY_CONFIG, TINY_CONFIG | changed)) == sorted(said)
     assert (architecture(TINY_CONFIG) == architecture(TINY_CONFIG | changed)) is not bool(said)
 
@@ -142,12 +142,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 16}
         (TINY_CONFIG | {"rope_scaling": {"type": "linear", "factor": 1.5}}, [0, 0], 768),
     ],
 )  # fmt: skip
-def test_sliding_windows_and_maximum_length_are_read_from_the_config(config, windows, positions):
+def test_sliding_windows_and_maximum_length_are_read_from_the_model_config(config, windows, positions):
     form = canonical_config(config | {"head_dim": 16})
     assert [window for window, _ in native_config(form)["layers"]] == windows and max_positions(form) == positions
 
 
-def test_each_layer_gets_its_rope_table_or_none():
+def test_each_layer_uses_the_rope_table_of_its_kind_or_no_rope():
     tables = lambda config: [table for _, table in native_config(QWEN | {"hidden_size": 256} | config)["layers"]]  # noqa: E731
     assert tables({"model_type": "smollm3"}) == [0, 0, 0, None]
     assert tables({"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]}) == [None, 0, 0, None]
@@ -157,7 +157,7 @@ def test_each_layer_gets_its_rope_table_or_none():
     assert (full[0][1], local[0][1]) == pytest.approx((9**-0.25, 4**-0.25))
 
 
-def test_expert_layers_and_their_tensor_names_follow_the_config():
+def test_model_config_determines_which_layers_have_experts_and_their_tensor_shapes():
     config = QWEN | {
         "model_type": "qwen2_moe", "hidden_size": 256, "num_local_experts": 6, "mlp_only_layers": [1],
         "decoder_sparse_step": 2,
@@ -170,7 +170,7 @@ def test_expert_layers_and_their_tensor_names_follow_the_config():
     assert canonical_config(config)["num_experts"] == 6 and "num_local_experts" not in canonical_config(config)
 
 
-def test_longrope_table_is_chosen_by_the_maximum_sequence_length():
+def test_short_or_long_longrope_table_is_chosen_by_the_maximum_sequence_length():
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = QWEN | {"model_type": "phi3", "hidden_size": 256, "rope_scaling": scaling, "max_position_embeddings": 8192}
     short, factor = native_config(config, max_length=4096)["ropes"][0]
@@ -208,7 +208,7 @@ def test_longrope_table_is_chosen_by_the_maximum_sequence_length():
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor is .1.0., but a list of 4 numbers"),
     ],
 )  # fmt: skip
-def test_unsupported_layer_settings_are_rejected_by_key(config, sentence):
+def test_error_for_an_unsupported_layer_setting_of_a_model_names_its_config_key(config, sentence):
     with pytest.raises(ModelFolderError, match=sentence):
         native_config(QWEN | {"hidden_size": 256} | config)
 
@@ -226,7 +226,7 @@ def test_unsupported_layer_settings_are_rejected_by_key(config, sentence):
          "auto_map names code of the model's own, which is not run"),
     ],
 )  # fmt: skip
-def test_unusual_config_settings_give_a_warning(keys, remark):
+def test_contradictory_or_ignored_settings_of_a_model_config_give_a_warning(keys, remark):
     said = list(config_remarks(TINY_CONFIG | keys))
     assert said == [] if remark is None else [text for text in said if remark in text] == said != []
 
@@ -240,7 +240,7 @@ VALUES = [None, True, 0, -1, 1.5, float("nan"), float("inf"), 10**400, "", "x", 
                                  "no_rope_layer_interval", "sliding_window_pattern", "query_pre_attn_scalar", "final_logit_softcapping", "residual_multiplier", "num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
                                  "shared_expert_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "output_router_logits", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "rope_interleave",
                                  "mlp_layer_types"])  # fmt: skip
-def test_any_config_value_is_accepted_or_rejected_with_a_message(key):
+def test_any_value_of_a_model_config_key_is_accepted_or_is_an_error_with_a_message(key):
     base = QWEN | {"hidden_size": 256, "use_sliding_window": True, "rope_scaling": YARN}
     for value in VALUES:
         for arguments in (

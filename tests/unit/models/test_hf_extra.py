@@ -31,7 +31,7 @@ def test_error_for_missing_transformers_names_the_install_command(no_transformer
     assert load_grpo_config("grpo_tiny.yaml").policy.backend == "native"
 
 
-def test_generation_backend_defaults_to_the_training_backend():
+def test_generation_backend_is_the_training_backend_unless_it_is_set():
     native, hf = load_grpo_config("grpo_tiny.yaml"), load_grpo_config("grpo_tiny.yaml", ["policy.backend=hf"])
     assert (native.policy.generation.backend, hf.policy.generation.backend) == ("native", "hf")
     assert native.loss_fn.use_importance_sampling_correction is False and "equal to the bit" in exactness_text(native)
@@ -41,7 +41,7 @@ def test_generation_backend_defaults_to_the_training_backend():
 
 
 @pytest.mark.slow
-def test_hf_modules_import_without_loading_transformers():
+def test_modules_of_the_transformers_backend_import_without_loading_transformers():
     modules = "models.hf.trained", "models.generation.hf", "algorithms.build"
     code = "; ".join(
         ["import sys", *(f"import nemo_rl_cpp.{name}" for name in modules), "assert 'transformers' not in sys.modules"]

@@ -46,7 +46,7 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_ten_hf_steps_match_the_native_trainer(name, llama):
+def test_ten_training_steps_with_transformers_match_those_of_the_native_trainer(name, llama):
     native, ours = make(Policy, model_name=llama), hf_policy(model_name=llama)
     loss = ClippedPGLossFn(ClippedPGLossConfig(**LOSSES[name]))
     start = {k: v.clone() for k, v in ours.state_dict().items()}
@@ -69,7 +69,7 @@ def test_ten_hf_steps_match_the_native_trainer(name, llama):
     assert sum(float(m.norm()) for m in moved.values()) > 0.1
 
 
-def test_hf_logprobs_with_top_k_and_top_p_match_the_native_trainer(llama):
+def test_logprobs_with_top_k_and_top_p_of_transformers_match_the_native_trainer(llama):
     """top_k and top_p in training, a removed token, and the KL without filters."""
     generation = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
     native, ours = (
@@ -91,7 +91,7 @@ def test_hf_logprobs_with_top_k_and_top_p_match_the_native_trainer(llama):
 
 
 @pytest.mark.parametrize("model_type", ["llama", *FIVE, "gemma2"])
-def test_packed_padded_and_single_samples_give_the_same_gradients(model_type):
+def test_transformers_backend_gives_equal_gradients_for_packed_padded_and_single_samples(model_type):
     """The gradient of packed rows is that of padded ones and that of samples one by one; sliding windows too."""
     window = {"sliding_window": 3} if model_type == "gemma2" else {}
     gradients, logprobs, data = {}, {}, batch(1)
@@ -110,7 +110,7 @@ def test_packed_padded_and_single_samples_give_the_same_gradients(model_type):
         assert relative(gradients["packed"], gradients[way]) <= 1e-5
 
 
-def test_architecture_that_does_not_separate_packed_samples_is_padded(capsys):
+def test_transformers_backend_pads_samples_of_architectures_that_cannot_separate_packed_ones(capsys):
     policy = hf_policy("bloom", sequence_packing={"enabled": True})
     assert not policy.trainer.packed and "does not keep the packed samples of a bloom apart" in capsys.readouterr().err
     data, alone = batch(2), hf_policy("bloom", sequence_packing={"enabled": False}, logprob_batch_size=1)
@@ -119,7 +119,7 @@ def test_architecture_that_does_not_separate_packed_samples_is_padded(capsys):
     )
 
 
-def test_activation_checkpointing_does_not_change_gradients():
+def test_activation_checkpointing_in_transformers_does_not_change_gradients():
     gradients = []
     for checkpointing in (False, True):
         policy = hf_policy(
@@ -138,7 +138,7 @@ def test_activation_checkpointing_does_not_change_gradients():
     assert torch.equal(*gradients)
 
 
-def test_bfloat16_policy_has_float32_master_weights_and_gradients():
+def test_bfloat16_policy_in_transformers_has_float32_master_weights_and_gradients():
     policy = hf_policy("gemma", precision="bfloat16")
     assert policy.model.compute.dtype == torch.bfloat16 and policy.model.masters.dtype == torch.float32
     exact = hf_policy("gemma")
@@ -153,7 +153,7 @@ def test_bfloat16_policy_has_float32_master_weights_and_gradients():
 @pytest.mark.parametrize(
     ("model_type", "precision"), [("gemma", "float32"), ("mixtral", "bfloat16"), ("gpt_neox", "float32")]
 )
-def test_hf_checkpoint_resumes_bit_identically(model_type, precision, tmp_path):
+def test_checkpoint_of_the_transformers_backend_resumes_bit_identically(model_type, precision, tmp_path):
     """And loads in transformers, with the same log-probabilities."""
     from transformers import AutoModelForCausalLM
 
@@ -178,7 +178,7 @@ def test_hf_checkpoint_resumes_bit_identically(model_type, precision, tmp_path):
 VALUE_LOSS = MseValueLossFn(MseValueLossConfig(cliprange=0.2))
 
 
-def test_ten_hf_critic_steps_match_the_native_critic(llama):
+def test_ten_critic_steps_with_transformers_match_those_of_the_native_critic(llama):
     native, ours = make(Value, ValueConfig, model_name=llama), hf_value(model_name=llama)
     assert not ours.get_values(batch())["values"].any()
     for step in range(10):
@@ -191,7 +191,7 @@ def test_ten_hf_critic_steps_match_the_native_critic(llama):
 
 
 @pytest.mark.parametrize("model_type", FIVE)
-def test_critic_of_any_hf_architecture_loads_after_saving(model_type, tmp_path):
+def test_saved_critic_of_any_transformers_architecture_loads_again(model_type, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     value = hf_value(model_type)
@@ -208,7 +208,7 @@ def test_critic_of_any_hf_architecture_loads_after_saving(model_type, tmp_path):
     assert again.weight_digest() == value.weight_digest()
 
 
-def test_native_critic_checkpoint_loads_in_the_hf_backend(llama, tmp_path):
+def test_critic_checkpoint_of_the_native_core_loads_in_the_transformers_backend(llama, tmp_path):
     native = make(Value, ValueConfig, model_name=llama)
     native.train(batch(), VALUE_LOSS)
     native.save_checkpoint(tmp_path / "weights")
@@ -248,7 +248,7 @@ def test_critic_is_initialised_with_the_transformer_layers_of_a_language_model(m
     assert torch.equal(tensors[body.rpartition("layers.")[2]], policy.state_dict()[body])
 
 
-def test_missing_or_unexpected_weights_are_errors(llama, tmp_path):
+def test_missing_or_unexpected_weights_of_a_transformers_checkpoint_are_errors(llama, tmp_path):
     """transformers would draw the missing ones anew."""
     import shutil
 

@@ -79,7 +79,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_fsdp_ranks_train_like_one_process(way, cluster, tmp_path):
+def test_two_fsdp_ranks_train_the_same_weights_as_one_process(way, cluster, tmp_path):
     """Also ranks with more and fewer micro-batches than the other, and micro-batches without a gradient."""
     model_type, changes = WAYS[way]
     one, two = both(cluster, model_type, **changes)
@@ -131,7 +131,7 @@ def files_of(folder: Path):
     return {path.name: read.get(path.suffix, Path.read_bytes)(path) for path in folder.iterdir()}
 
 
-def test_critic_on_two_fsdp_ranks_trains_like_in_one_process(cluster, tmp_path):
+def test_critic_on_two_fsdp_ranks_trains_to_the_same_weights_as_in_one_process(cluster, tmp_path):
     changes = {"train_micro_batch_size": 2, "logprob_batch_size": 2}
     one = hf_value("phi", **changes)
     two = make(DistributedValue, ValueConfig, "phi", cluster=cluster, backend="hf", **changes)
@@ -151,7 +151,7 @@ def test_critic_on_two_fsdp_ranks_trains_like_in_one_process(cluster, tmp_path):
     assert again.weight_digest() == two.weight_digest() and again.state_dict()["score.weight"].any()
 
 
-def test_generated_texts_do_not_depend_on_the_number_of_ranks(cluster):
+def test_texts_generated_by_fsdp_ranks_do_not_depend_on_their_number(cluster):
     """Ranks have other prompts than one process, one of them more tokens to generate, and after training the weights are the new ones."""
     one, two = both(cluster, "gemma", generation={"max_new_tokens": 6})
     ids = batch(3)["input_ids"]
@@ -174,7 +174,7 @@ def test_generated_texts_do_not_depend_on_the_number_of_ranks(cluster):
             policy.train(batch(step), loss())
 
 
-def test_nan_advantage_raises_with_its_sample_and_all_ranks_stay_usable(cluster, tmp_path):
+def test_error_for_a_nan_advantage_names_its_sample_and_all_fsdp_ranks_stay_usable(cluster, tmp_path):
     _, two = both(cluster, "llama")
     two.keep_bad_batches(tmp_path)
     before, data = two.weight_digest(), uneven()

@@ -36,7 +36,7 @@ def run_folder(tmp_path):
     return tmp_path
 
 
-def test_newest_checkpoint_is_uploaded_to_a_private_repository(run_folder):
+def test_newest_checkpoint_is_uploaded_to_a_private_hub_repository(run_folder):
     client = Client()
     assert push_to_hub(run_folder, "org/model", client=client) == "https://huggingface.co/org/model"
     (_, name, made), (_, sent) = client.calls
@@ -48,28 +48,28 @@ def test_newest_checkpoint_is_uploaded_to_a_private_repository(run_folder):
     ]
 
 
-def test_repository_name_without_an_organisation_belongs_to_the_user(run_folder):
+def test_hub_repository_name_without_an_organisation_gets_the_name_of_the_user(run_folder):
     client = Client()
     address = push_to_hub(run_folder / "step_2", "model", private=False, message="first", client=client)
     assert address == "https://huggingface.co/me/model" and client.calls[1][1]["repo_id"] == "me/model"
     assert client.calls[0][2]["private"] is False and client.calls[1][1]["commit_message"] == "first"
 
 
-def test_rejected_upload_is_a_one_line_error(run_folder):
+def test_upload_that_the_hub_rejects_is_a_one_line_error(run_folder):
     with pytest.raises(UploadError, match="^the upload to org/model failed: .*RuntimeError: .*log in with") as caught:
         push_to_hub(run_folder, "org/model", client=Client(401))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "", "-a/b", "a/b.", "a--b", "a/..b", 3, None, "x" * 97])
-def test_invalid_repository_name_is_rejected_before_any_request(run_folder, name):
+def test_invalid_hub_repository_name_is_an_error_before_any_request(run_folder, name):
     client = Client()
     with pytest.raises(ValueError, match="repo_id is .*: give the name of a repository, organisation/name"):
         push_to_hub(run_folder, name, client=client)
     assert client.calls == []
 
 
-def test_upload_of_a_folder_without_a_model_is_an_error(tmp_path):
+def test_uploading_a_folder_without_a_model_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="which holds no model .config.json and .*: give a model folder, a checkpoint"):
         push_to_hub(tmp_path, "org/model", client=Client())
     with pytest.raises(ValueError, match="private = 'no': expected True or False"):
@@ -82,7 +82,7 @@ def test_upload_without_a_hub_token_is_an_error_before_any_request(run_folder, m
         push_to_hub(run_folder, "org/model")
 
 
-def test_only_model_tokenizer_and_adapter_files_are_uploaded(tmp_path):
+def test_only_model_tokenizer_and_adapter_files_are_uploaded_to_the_hub(tmp_path):
     from huggingface_hub.utils import filter_repo_objects
 
     model = ["config.json", "model.safetensors", "merges.txt", "a[1].json", "README.md"]

@@ -31,7 +31,7 @@ Q = "model.layers.1.self_attn.q_proj"
      ("*.self_attn.*", Q, True), ("proj", Q, False), ("*.layers.0.*", Q, False), ("k_proj", Q, False), ("*.q.proj", Q, False),
      ("q_proj*", Q, False), ("*.layers.1.*.q_proj", "model.layers.11.self_attn.q_proj", False), ("", Q, False)],
 )  # fmt: skip
-def test_lora_module_patterns_match_the_expected_matrices(pattern, module, is_meant):
+def test_patterns_for_lora_target_modules_match_the_expected_matrices(pattern, module, is_meant):
     assert matches(pattern, module) is is_meant
 
 
@@ -45,7 +45,7 @@ def test_lora_module_patterns_match_the_expected_matrices(pattern, module, is_me
      ({"match_all_linear": False, "exclude_modules": ["*.mlp.*"]}, 15, LATENT),
      ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "q_proj"]}, 9, LATENT | {"q_lora_rank": None})],
 )  # fmt: skip
-def test_lora_parameter_count_equals_that_of_the_native_model(keys, count, more):
+def test_computed_number_of_lora_parameters_equals_that_of_the_native_model(keys, count, more):
     """Elements of A and B, and of the matrices that are kept twice: as in the layouts of the core."""
     config, folder = LoraConfig(enabled=True, dim=4, **keys), tiny_random(SIZES | more)
     modules = adapted_modules(config, LayerKinds.of_native(folder.native()))
@@ -74,7 +74,7 @@ def lora_of(folder, **keys) -> Lora:
     return Lora.of(config, folder, "policy")
 
 
-def test_lora_on_experts_is_rejected_but_works_on_attention():
+def test_lora_on_experts_is_an_error_but_lora_on_their_models_attention_works():
     folder = tiny_random(
         {**SIZES, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     )
@@ -105,7 +105,7 @@ def adapted(lora, folder, seed=3, weights=None, model_seed=0):
     [("./base", "{0}/base"), ("base", "{0}/base"), ("~/base", "{0}/base"), ("{0}/base/../base", "{0}/base"), ("Org/base", "Org/base"),
      ("smollm2-135m-instruct", "{0}/cache/models/smollm2-135m-instruct"), ("tiny-random", None)],
 )  # fmt: skip
-def test_saved_adapter_names_its_base_independently_of_the_working_directory(tmp_path, monkeypatch, name, base):
+def test_saved_lora_adapter_names_a_local_base_model_by_its_absolute_path(tmp_path, monkeypatch, name, base):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NEMO_RL_CPP_CACHE", str(tmp_path / "cache"))
@@ -137,7 +137,7 @@ def test_lora_a_is_initialised_from_the_seed_and_lora_b_with_zeros(init):
     assert plain.digest() == model.digest()
 
 
-def test_tensor_parallel_ranks_have_their_slices_of_one_adapter():
+def test_each_tensor_parallel_rank_has_its_slice_of_the_lora_adapter():
     folder = tiny_random({**SIZES, "vocab_size": 4096})
     lora = lora_of(folder)
     whole = adapted(lora, folder)
@@ -149,7 +149,7 @@ def test_tensor_parallel_ranks_have_their_slices_of_one_adapter():
             assert (spec.split == 1 and spec.begin == rank * spec.shape[1]) if is_split else spec.shape == spec.whole
 
 
-def test_saved_adapter_is_restored_exactly_and_rejected_for_different_settings(tmp_path):
+def test_saved_lora_adapter_is_restored_exactly_and_is_an_error_with_different_settings(tmp_path):
     folder = tiny_random(SIZES)
     lora = lora_of(folder)
     model = adapted(lora, folder)
@@ -195,7 +195,7 @@ def test_lora_target_that_matches_no_matrix_is_rejected():
         lora_of(tiny_random(SIZES), match_all_linear=False, target_modules=["*.layers.3.*"])
 
 
-def test_remove_adapter_deletes_own_adapter_files_and_no_others(tmp_path):
+def test_removing_a_lora_adapter_deletes_only_files_that_this_package_wrote(tmp_path):
     folder = tiny_random(SIZES)
     lora = lora_of(folder)
     model = adapted(lora, folder)
@@ -211,7 +211,7 @@ def test_remove_adapter_deletes_own_adapter_files_and_no_others(tmp_path):
 
 
 @pytest.mark.parametrize("query_rank", [None, 24])
-def test_sizes_of_latent_attention_are_those_of_its_matrices(query_rank, tmp_path):
+def test_computed_sizes_of_latent_attention_equal_those_of_its_matrices(query_rank, tmp_path):
     config = {
         "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 40, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 4, "q_lora_rank": query_rank, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,

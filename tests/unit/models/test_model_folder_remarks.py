@@ -35,7 +35,7 @@ def test_loading_a_model_folder_twice_warns_once(folder, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_loading_does_not_repeat_warnings_of_the_preflight_check(folder, capsys):
+def test_loading_a_model_folder_does_not_repeat_warnings_of_the_preflight_check(folder, capsys):
     config = load_grpo_config("grpo_tiny.yaml", [f"policy.model_name={folder}", "~policy.hf_config_overrides"])
     assert any("model.safetensors counts" in finding.message for finding in model.check(config))
     open_model_folder(str(folder))
@@ -52,7 +52,7 @@ def train(path):
     [nemo_rl_cpp.load, nemo_rl_cpp.TextGenerator, load_model, open_model_folder, lambda path: open_frozen(path, "float32", device="cpu"), train],
     ids=["load", "generate", "serve", "open", "hf", "train"],
 )  # fmt: skip
-def test_model_folder_with_an_adapter_file_is_rejected_by_every_reader(folder, file, read):
+def test_model_folder_with_an_adapter_file_is_an_error_for_every_function_that_loads_it(folder, file, read):
     (folder / file).write_text("{}")
     with pytest.raises(ValueError, match=rf"holds {file}, an adapter, .* or remove {file} to use the model without it"):
         read(str(folder))

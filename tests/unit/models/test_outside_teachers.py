@@ -50,14 +50,14 @@ def scored_by(score):
     return batch.teacher_logprobs
 
 
-def test_transformers_teacher_gives_the_native_teachers_logprobs(folder, native):
+def test_distillation_teacher_in_transformers_gives_the_logprobs_of_the_native_teacher(folder, native):
     expected = native.get_teacher_logprobs(batch_of(), str(folder))["teacher_logprobs"]
     ours = scored_by(HfTeacher(str(folder), "float32", 1.0, "cpu").score)
     assert expected.abs().sum() > 0
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-def test_our_server_and_the_native_teacher_give_bit_identical_logprobs(folder, native):
+def test_distillation_teacher_behind_this_packages_server_gives_the_native_teachers_logprobs(folder, native):
     expected = native.get_teacher_logprobs(batch_of(), str(folder))["teacher_logprobs"]
     with serving(folder, sizes=EngineSizes(max_model_len=32, kv_cache_gb=0.01)) as server:
         ours = scored_by(ServerTeacher(f"{server.url}/v1", "tiny").score)
@@ -66,7 +66,7 @@ def test_our_server_and_the_native_teacher_give_bit_identical_logprobs(folder, n
     assert torch.equal(ours, expected)
 
 
-def test_teacher_server_without_prompt_logprobs_is_an_error_that_names_it():
+def test_distillation_teacher_server_without_prompt_logprobs_is_an_error_that_names_it():
     class Silent(BaseHTTPRequestHandler):
         def do_POST(self):  # noqa: N802
             self.rfile.read(int(self.headers["content-length"]))
@@ -96,7 +96,7 @@ def test_teacher_server_without_prompt_logprobs_is_an_error_that_names_it():
         (["++teacher.backend=hf"], "leave it out with teacher.base_url"),
     ],
 )
-def test_keys_incompatible_with_a_teacher_server_are_rejected(overrides, reason):
+def test_configuration_keys_incompatible_with_a_teacher_server_are_errors(overrides, reason):
     url = "++teacher.base_url=http://localhost:8000/v1"
     with pytest.raises(ConfigError, match=reason):
         load_distillation_config("distillation_arithmetic_smollm2.yaml", [url, *overrides])

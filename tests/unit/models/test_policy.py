@@ -39,7 +39,7 @@ def pg_loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
 @pytest.mark.parametrize("freezes", [True, False])
-def test_routers_of_experts_are_frozen_if_the_configuration_says_so(backend, freezes):
+def test_router_weights_do_not_change_if_freeze_moe_router_is_set(backend, freezes):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     megatron = {"enabled": True, "freeze_moe_router": freezes, "optimizer": {"lr": 1e-2, "weight_decay": 0.1}}
     maker = make_policy if backend == "native" else hf_policy
@@ -51,7 +51,7 @@ def test_routers_of_experts_are_frozen_if_the_configuration_says_so(backend, fre
     assert len(routers) == 2 and kept == (routers if freezes else [])
 
 
-def test_python_loss_trains_like_the_native_loss():
+def test_loss_written_in_python_trains_the_same_weights_as_the_native_loss():
     native, python = make_policy(), make_policy()
     for step in range(3):
         data = make_data(native, step)
@@ -75,7 +75,7 @@ def test_reused_and_recomputed_old_logprobs_give_identical_weights(precision, gb
         assert reused.weight_digest() == recomputed.weight_digest()
 
 
-def test_inexact_generation_is_counted_and_old_logprobs_are_recomputed():
+def test_wrong_generation_logprobs_are_counted_and_old_logprobs_are_recomputed():
     wrong, right = make_policy(), make_policy(reuse_generation_logprobs="never")
     data = make_data(wrong)
     prev = wrong.get_logprobs(data)["logprobs"]
@@ -89,7 +89,7 @@ def test_inexact_generation_is_counted_and_old_logprobs_are_recomputed():
     assert wrong.weight_digest() == right.weight_digest()
 
 
-def test_activations_are_kept_once_generation_and_training_have_agreed():
+def test_activations_of_generation_are_kept_after_a_step_with_equal_logprobs():
     """Not before the first step has compared them, not where they differ, and not where memory is to be saved."""
     policy = make_policy(kept_activations_gb=0.001)
     assert policy.model.max_kept_bytes == 0
@@ -114,7 +114,7 @@ def test_activations_are_kept_once_generation_and_training_have_agreed():
     assert policy.model.max_kept_bytes > 1e6  # a quarter of what is free
 
 
-def test_activations_of_a_step_are_kept_if_they_fit_a_quarter_of_free_memory(monkeypatch):
+def test_activations_of_generation_are_kept_if_they_fit_a_quarter_of_free_memory(monkeypatch):
     policy = make_policy()
     data = make_data(policy)
     groups = [
@@ -146,7 +146,7 @@ def rollouts(policy, seed):
 
 
 @pytest.mark.parametrize("period", [0, 1, 3])
-def test_full_forward_is_compared_every_kept_activations_check_period_steps(period):
+def test_kept_activations_are_checked_by_a_full_forward_pass_every_check_period_steps(period):
     policy, same = (make_policy("bfloat16", kept_activations_check_period=p) for p in (period, 20))
     compared = []
     for step in range(8):
@@ -159,7 +159,7 @@ def test_full_forward_is_compared_every_kept_activations_check_period_steps(peri
     assert policy.weight_digest() == same.weight_digest()
 
 
-def test_bit_flip_in_a_layer_is_detected_when_a_full_forward_is_compared():
+def test_bit_flip_in_a_layer_is_detected_by_the_full_forward_pass_that_checks_kept_activations():
     """From kept activations both have the same head on the same hidden states, whatever made those."""
     policy = make_policy("bfloat16", kept_activations_check_period=2)
     mismatched = []
@@ -173,7 +173,7 @@ def test_bit_flip_in_a_layer_is_detected_when_a_full_forward_is_compared():
 
 @pytest.mark.parametrize("gbs", [12, 4])
 @pytest.mark.parametrize("error", [0.0, 0.25])
-def test_second_pass_over_a_batch_uses_logprobs_from_before_the_first_update(gbs, error):
+def test_second_pass_over_a_batch_uses_the_old_logprobs_from_before_the_first_update(gbs, error):
     """Also where generation is not exact: those of the weights before the first update, without a pass of their own."""
     first, right = make_policy(), make_policy(reuse_generation_logprobs="never")
     data = make_data(first)
@@ -187,14 +187,14 @@ def test_second_pass_over_a_batch_uses_logprobs_from_before_the_first_update(gbs
     assert first.weight_digest() == right.weight_digest()
 
 
-def test_learning_rate_metric_is_not_scaled_by_the_number_of_global_batches():
+def test_learning_rate_metric_does_not_depend_on_the_number_of_global_batches_in_a_step():
     policy = make_policy()
     metrics = policy.train(make_data(policy), LOSS, gbs=3)["all_mb_metrics"]
     assert metrics["lr"] == [1e-2] * 4 and metrics["wd"] == [0.1] * 4
     assert metrics["global_valid_seqs"] == [3.0] * 4
 
 
-def test_metrics_do_not_depend_on_the_micro_batch_size():
+def test_training_metrics_do_not_depend_on_the_micro_batch_size():
     """Global batches of different token counts, one with a masked sample, and a gap to generation."""
 
     def metrics(size):
@@ -218,7 +218,7 @@ def test_metrics_do_not_depend_on_the_micro_batch_size():
             assert got[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
 
 
-def test_nan_advantage_stops_before_the_update_and_names_sample_and_token(tmp_path):
+def test_error_for_a_nan_advantage_comes_before_the_update_and_names_sample_and_token(tmp_path):
     policy = make_policy()
     policy.replay_dir = tmp_path
     data = make_data(policy)
@@ -259,7 +259,7 @@ def test_policy_checkpoint_resumes_bit_identically(precision, short, tmp_path):
         assert policy.learning_rate == again.learning_rate
 
 
-def test_adamw_with_bfloat16_moments_stays_within_two_percent_of_float32_moments():
+def test_weights_after_adamw_with_bfloat16_moments_are_within_two_percent_of_float32_moments():
     """300 steps on a noisy quadratic bowl: the weights of both differ by at most 2 % of what they have moved."""
     random = torch.Generator().manual_seed(0)
     target, noise = torch.randn(4000, generator=random), torch.randn(300, 4000, generator=random)
@@ -273,7 +273,7 @@ def test_adamw_with_bfloat16_moments_stays_within_two_percent_of_float32_moments
     assert 0 < (ends[0] - ends[1]).norm() < 0.02 * ends[0].norm()
 
 
-def test_saving_without_lora_removes_the_adapter_of_an_earlier_save(tmp_path):
+def test_saving_a_policy_without_lora_removes_the_adapter_of_an_earlier_save(tmp_path):
     make_policy(dtensor_cfg={"lora_cfg": {"enabled": True, "dim": 4}}).save_checkpoint(tmp_path)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     make_policy().save_checkpoint(tmp_path)
@@ -282,7 +282,7 @@ def test_saving_without_lora_removes_the_adapter_of_an_earlier_save(tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_non_finite_weights_are_an_error_and_are_not_saved(precision, bad, tmp_path):
+def test_saving_non_finite_weights_is_an_error_and_writes_no_file(precision, bad, tmp_path):
     policy = make_policy(precision)
     policy.state_dict()["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
     with pytest.raises(
@@ -293,7 +293,7 @@ def test_non_finite_weights_are_an_error_and_are_not_saved(precision, bad, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reference_model_keeps_the_initial_weights():
+def test_reference_model_keeps_the_initial_weights_while_the_policy_trains():
     policy = make_policy()
     data = make_data(policy)
     before = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
@@ -303,7 +303,7 @@ def test_reference_model_keeps_the_initial_weights():
     assert not torch.equal(before, policy.get_logprobs(data)["logprobs"])
 
 
-def test_policy_accepts_its_section_as_a_dictionary():
+def test_policy_accepts_its_configuration_section_as_a_dictionary():
     section = {
         "model_name": "tiny-random", "precision": "float32", "train_global_batch_size": 12,
         "train_micro_batch_size": 12, "max_total_sequence_length": 16, "generation": {"temperature": 1.0},

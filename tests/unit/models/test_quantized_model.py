@@ -46,7 +46,7 @@ def dequantised(sizes, kind, dtype):
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
-def test_logits_are_bit_identical_to_those_of_the_dequantised_model(sizes, dtype, kind):
+def test_logits_of_a_quantised_model_are_bit_identical_to_those_of_its_dequantised_copy(sizes, dtype, kind):
     quantised, plain = dequantised(sizes, kind, dtype)
     for count in (1, 3, 20):
         ids = torch.arange(count) * 7 % 40
@@ -64,7 +64,7 @@ def test_quantised_weights_use_the_bits_per_weight_of_their_format(kind):
     assert quantised.digest() != plain.digest()
 
 
-def test_gates_of_a_gated_delta_net_keep_the_compute_type():
+def test_small_gate_matrices_of_a_gated_delta_net_are_not_quantised():
     names = [spec.name for spec in model_of(RECURRENT, "q4_0", torch.bfloat16).blocks]
     mixer = [name.split(".")[-2] for name in names if ".0.linear_attn." in name]
     assert mixer == ["in_proj_qkv", "in_proj_z", "out_proj"] and len(names) == 2 * 6 + 7
@@ -72,7 +72,7 @@ def test_gates_of_a_gated_delta_net_keep_the_compute_type():
 
 @pytest.mark.parametrize("sizes", [{}, {**RECURRENT, "hidden_size": 256}, {**BOTH, "hidden_size": 256, "moe_intermediate_size": 256}])  # fmt: skip
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
-def test_memory_estimate_counts_quantised_blocks_once_and_no_merged_weights(kind, sizes):
+def test_memory_estimate_of_a_quantised_base_counts_its_blocks_once_and_no_merged_weights(kind, sizes):
     config = load_grpo_config(
         "grpo_tiny.yaml", [f"policy.quantization={kind}", "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.precision=bfloat16",
                            *(f"++policy.hf_config_overrides.{key}={value}" for key, value in sizes.items())]
@@ -83,7 +83,7 @@ def test_memory_estimate_counts_quantised_blocks_once_and_no_merged_weights(kind
     assert parts["policy weights"] == pytest.approx(stored, rel=0.02) and "policy frozen weights" not in parts
 
 
-def test_weights_are_quantised_from_the_dtype_of_the_model_files(tmp_path):
+def test_weights_are_quantised_from_the_files_dtype_and_not_from_the_rounded_compute_dtype(tmp_path):
     plain = model_of(SIZES, None, torch.float32)
     save_weights(plain, tmp_path, tiny_random(SIZES).config)
     folder = replace(read_model_folder(tmp_path), quantization="q4_0")
@@ -97,14 +97,14 @@ def test_weights_are_quantised_from_the_dtype_of_the_model_files(tmp_path):
         assert torch.equal(blocks, loaded.blocks_of(spec))
 
 
-def test_weight_digest_covers_the_quantised_blocks():
+def test_weight_digest_changes_if_one_quantised_block_changes():
     one, other = (model_of(SIZES, "q8_0", torch.float32) for _ in range(2))
     assert one.digest() == other.digest()
     other.blocks_of(other.blocks[-1])[0, 7] += 1
     assert one.digest() != other.digest()
 
 
-def test_matrices_and_dtypes_that_cannot_be_quantised_are_rejected():
+def test_quantising_matrices_or_dtypes_that_do_not_fit_the_format_is_an_error():
     with pytest.raises(ModelFolderError, match="policy.quantization is q4_0, .* has intermediate_size 80, .*=null"):
         replace(tiny_random({**SIZES, "intermediate_size": 80}), quantization="q4_0").check_quantization(
             "policy.quantization"

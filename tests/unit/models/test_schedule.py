@@ -28,7 +28,7 @@ def torch_rates(schedule, steps):
 
 
 @pytest.mark.parametrize("schedule", [WARMUP, COSINE])
-def test_learning_rates_of_torch_schedules_match_torch_also_after_a_resume(schedule):
+def test_learning_rates_of_torch_schedules_equal_torchs_before_and_after_a_resume(schedule):
     expected = torch_rates(schedule, 12)
     ours = TorchLearningRate(1e-3, 0.01, schedule)
     rates = []
@@ -58,7 +58,7 @@ def megatron(style, **changes):
     "style,at_six,at_twelve",
     [("constant", 1.0, 1.0), ("linear", 0.1 + 0.9 * 0.5, 0.1), ("cosine", 0.1 + 0.9 * 0.5, 0.1)],
 )
-def test_megatron_schedule_warms_up_and_decays(style, at_six, at_twelve):
+def test_megatron_learning_rate_schedule_warms_up_and_decays(style, at_six, at_twelve):
     ours = MegatronLearningRate(megatron(style))
     rates, decays = [], []
     for _ in range(13):
@@ -71,7 +71,7 @@ def test_megatron_schedule_warms_up_and_decays(style, at_six, at_twelve):
     assert decays[5] == pytest.approx(0.1) and decays[12] == pytest.approx(0.2)
 
 
-def test_weight_decay_and_learning_rate_decay_span_the_run_if_no_length_is_set():
+def test_decay_of_learning_rate_and_weight_decay_spans_the_run_if_no_length_is_set():
     ours, whole = (
         MegatronLearningRate(megatron("linear"), 20),
         MegatronLearningRate(megatron("linear", lr_decay_iters=None), 20),
@@ -82,7 +82,7 @@ def test_weight_decay_and_learning_rate_decay_span_the_run_if_no_length_is_set()
     assert whole.lr == pytest.approx(0.1 + 0.9 * 10 / 18)
 
 
-def test_megatron_schedule_resumes_with_the_same_learning_rate():
+def test_resumed_megatron_schedule_continues_with_the_same_learning_rates():
     ours, again = MegatronLearningRate(megatron("linear")), MegatronLearningRate(megatron("linear"))
     for _ in range(5):
         ours.step()

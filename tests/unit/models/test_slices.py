@@ -45,7 +45,7 @@ HOW = [("llama_gqa", {}), ("llama_mha_tied", {"temperature": 0.7}), ("qwen2_bias
 
 
 @pytest.mark.parametrize("model, how", HOW, ids=[f"{m}-{'-'.join(h)}" for m, h in HOW])
-def test_two_tensor_parallel_ranks_match_the_unsliced_model(cluster, model, how):
+def test_two_tensor_parallel_ranks_give_the_logprobs_and_gradients_of_the_whole_model(cluster, model, how):
     alone, (first, second) = both(cluster, model, **how)
     for name in ("logits", "logprobs", "scored", "unfiltered"):
         if alone[name] is None:
@@ -65,7 +65,7 @@ def test_two_tensor_parallel_ranks_match_the_unsliced_model(cluster, model, how)
 
 
 @pytest.mark.parametrize("model", ["llama_gqa", "qwen3_head_norms"])
-def test_bfloat16_tensor_parallel_ranks_match_the_unsliced_model_within_rounding(cluster, model):
+def test_bfloat16_tensor_parallel_ranks_match_the_whole_model_within_rounding(cluster, model):
     alone, (first, second) = both(cluster, model, torch.bfloat16)
     assert torch.equal(first["logprobs"], second["logprobs"]) and torch.equal(first["logprobs"], first["scored"])
     assert close(first["logprobs"], alone["logprobs"], 2e-2)
@@ -73,13 +73,13 @@ def test_bfloat16_tensor_parallel_ranks_match_the_unsliced_model_within_rounding
         assert close(first["grads"][name], gradient, 4e-2), name
 
 
-def test_float64_tensor_parallel_ranks_match_the_unsliced_model_within_rounding(cluster):
+def test_float64_tensor_parallel_ranks_match_the_whole_model_within_rounding(cluster):
     alone, (first, _) = both(cluster, "qwen3_head_norms", torch.float64)
     assert close(first["logprobs"], alone["logprobs"], 1e-13)
     assert all(close(first["grads"][name], gradient, 1e-12) for name, gradient in alone["grads"].items())
 
 
-def test_tensor_parallel_critic_matches_the_unsliced_critic(cluster):
+def test_critic_on_two_tensor_parallel_ranks_matches_the_whole_critic(cluster):
     alone, (first, second) = both(cluster, "qwen2_biases", value_head=True)
     assert torch.equal(first["logprobs"], second["logprobs"]) and close(first["logprobs"], alone["logprobs"], 1e-5)
     assert all(close(first["grads"][name], gradient, 1e-5) for name, gradient in alone["grads"].items())
@@ -92,7 +92,7 @@ def refused(model, count, **overrides):
     return str(caught.value)
 
 
-def test_tensor_parallelism_rejects_models_that_cannot_be_sliced_with_the_reason():
+def test_tensor_parallelism_for_a_model_that_cannot_be_split_is_an_error_with_the_reason():
     key = "policy.dtensor_cfg.tensor_parallel_size is"
     assert refused("llama_gqa", 4).startswith(
         f"{key} 4, but the model has 2 key/value heads (num_key_value_heads), which 4 processes"

@@ -39,7 +39,7 @@ def test_values_of_a_fresh_critic_are_exactly_zero():
     assert not make_data(value)["values"].any()
 
 
-def test_value_of_a_token_depends_only_on_earlier_tokens():
+def test_critic_value_of_a_token_depends_only_on_earlier_tokens():
     value = with_a_head(make_value())
     data = {"input_ids": torch.tensor([[1, 5, 6, 7, 8]]), "input_lengths": torch.tensor([5])}
     before = value.get_values(data)["values"]
@@ -50,7 +50,7 @@ def test_value_of_a_token_depends_only_on_earlier_tokens():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_values_do_not_depend_on_batch_packing_or_shared_prompts(precision):
+def test_critic_values_do_not_depend_on_batch_packing_or_shared_prompts(precision):
     value = with_a_head(make_value(precision))
     data = make_data(value)
     for size in (1, 5):
@@ -123,7 +123,7 @@ def test_critic_gradients_match_finite_differences():
         )
 
 
-def test_critic_learns_the_returns():
+def test_critic_values_approach_the_returns_in_training():
     value = make_value()
     data = make_data(value)
     data["returns"] = data["input_ids"].roll(1, 1).float() / 14  # known from the token before
@@ -132,7 +132,7 @@ def test_critic_learns_the_returns():
     assert losses[-1] < 0.05 * losses[0]
 
 
-def test_each_global_batch_is_an_optimizer_step_but_the_schedule_advances_once():
+def test_critic_takes_an_optimizer_step_per_global_batch_and_a_schedule_step_per_train_call():
     stages = [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}]
     value = make_value(scheduler=stages)
     result = value.train(make_data(value), LOSS, gbs=4)
@@ -143,7 +143,7 @@ def test_each_global_batch_is_an_optimizer_step_but_the_schedule_advances_once()
         value.train(make_data(value), LOSS, gbs=5)
 
 
-def test_python_value_loss_has_the_same_gradient_as_the_native_loss():
+def test_value_loss_written_in_python_has_the_same_gradient_as_the_native_loss():
     def squares(values, data, global_valid_seqs, global_valid_toks):
         mask = data["token_mask"] * data["sample_mask"][:, None]
         loss = 0.5 * ((values - data["returns"]) ** 2 * mask).sum() / (global_valid_toks + 1e-8)
@@ -156,7 +156,7 @@ def test_python_value_loss_has_the_same_gradient_as_the_native_loss():
     torch.testing.assert_close(python.trainer.grads, native.trainer.grads, rtol=1e-4, atol=1e-7)
 
 
-def test_infinite_return_stops_before_the_update_and_names_sample_and_token(tmp_path):
+def test_error_for_an_infinite_return_comes_before_the_update_and_names_sample_and_token(tmp_path):
     value = make_value()
     value.replay_dir = tmp_path
     data = make_data(value)

@@ -16,7 +16,7 @@ def tensors():
     } | {"empty": torch.zeros(0, 4)}
 
 
-def test_tensors_read_from_safetensors_equal_the_saved_ones(tmp_path):
+def test_tensors_read_from_safetensors_files_equal_the_saved_ones(tmp_path):
     saved = tensors()
     save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
     seen = {}
@@ -36,7 +36,7 @@ def fill(shapes, given):
     return set(put)
 
 
-def test_error_lists_missing_misshaped_and_unexpected_tensors():
+def test_error_for_weight_files_lists_missing_misshaped_and_unexpected_tensors():
     with pytest.raises(
         ValueError,
         match=r"the weights in folder do not fit its config.json: missing: b; of the wrong shape: a is \[2\], expected \[3\]; unexpected: c",
@@ -44,14 +44,14 @@ def test_error_lists_missing_misshaped_and_unexpected_tensors():
         fill({"a": [3], "b": [1]}, {"a": [2], "c": [1]})
 
 
-def test_lm_head_and_known_extra_tensors_in_the_files_may_be_unused():
+def test_weight_files_may_contain_an_unused_lm_head_and_known_extra_tensors():
     assert fill({"model.a": [3]}, {"a": [3], "lm_head.weight": [9], "x.rotary_emb.inv_freq": [4]}) == {"model.a"}
     assert fill({"a": [3], "score.weight": [1]}, {"a": [3]}) == {"a"}
     with pytest.raises(ValueError, match="missing: lm_head.weight"):
         fill({"lm_head.weight": [3]}, {})
 
 
-def test_tied_embedding_may_be_stored_as_lm_head():
+def test_weight_files_may_store_a_tied_embedding_as_lm_head():
     assert fill({"model.embed_tokens.weight": [3]}, {"lm_head.weight": [3]}) == {"model.embed_tokens.weight"}
     assert fill({"model.embed_tokens.weight": [3]}, {"lm_head.weight": [3], "model.embed_tokens.weight": [3]}) == {
         "model.embed_tokens.weight"
@@ -62,7 +62,7 @@ def test_tied_embedding_may_be_stored_as_lm_head():
 
 @pytest.mark.parametrize("one", ["F64", "F32", "F16", "BF16"])
 @pytest.mark.parametrize("other", ["F32", "BF16"])
-def test_lm_head_is_compared_with_the_embedding_by_value_across_dtypes(one, other, tmp_path):
+def test_stored_lm_head_and_embedding_of_different_dtypes_are_compared_by_value(one, other, tmp_path):
     numbers = torch.arange(-8.0, 8.0).reshape(8, 2)  # exact in every dtype
     for changed in (False, True):
         head = numbers.clone()

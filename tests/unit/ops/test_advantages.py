@@ -42,7 +42,7 @@ def rewards_like(rng, n, dtype):
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_group_baseline_matches_reference(dtype, rtol):
+def test_group_baseline_advantages_match_a_slow_reference(dtype, rtol):
     rng = np.random.default_rng(0)
     for _ in range(1000):
         n = int(rng.integers(1, 20))
@@ -63,7 +63,7 @@ def test_group_baseline_matches_reference(dtype, rtol):
         near(adv, stored, rtol)
 
 
-def test_group_baseline_matches_hand_computed_values():
+def test_group_baseline_advantages_match_hand_computed_values():
     """Rewards 1, 0, 0, 0. Leave one out: the first sees 0, 0, 0; the others see 1, 0, 0 with std sqrt(1/3)."""
     r, g = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
     loo = ops.group_baseline(r, g)
@@ -81,13 +81,13 @@ def test_equal_rewards_have_zero_std_and_advantages_whatever_their_value():
             assert not ops.grpo_advantages(torch.full((7,), value), *stats, normalize=True).any()
 
 
-def test_group_ids_are_derived_from_equal_prompts():
+def test_group_ids_computed_from_prompts_are_equal_for_equal_prompts():
     prompts = torch.tensor([[1, 2, 0], [1, 2, 3], [1, 2, 0], [4, 4, 4]])
     assert ops.group_ids_from_prompts(prompts).tolist() == [0, 1, 0, 3]
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_reinforce_plus_plus_matches_reference(dtype, rtol):
+def test_reinforce_plus_plus_advantages_match_a_slow_reference(dtype, rtol):
     rng = np.random.default_rng(1)
     for i in range(1000):
         mask = ragged(rng)
@@ -110,7 +110,7 @@ def test_reinforce_plus_plus_matches_reference(dtype, rtol):
         assert ours.degenerate == degenerate and torch.isfinite(ours.advantages).all()
 
 
-def test_reinforce_plus_plus_matches_hand_computed_values():
+def test_reinforce_plus_plus_advantages_match_hand_computed_values():
     """Advantages 1 and -1 on two tokens and one token: mean 1/3, variance 8/9."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     ours = ops.reinforce_plus_plus(torch.tensor([1.0, -1.0]), mask).advantages
@@ -119,7 +119,7 @@ def test_reinforce_plus_plus_matches_hand_computed_values():
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_raw_reward_matches_reference(dtype, rtol):
+def test_raw_reward_advantages_match_a_slow_reference(dtype, rtol):
     rng = np.random.default_rng(2)
     for _ in range(300):
         mask = ragged(rng)
@@ -165,7 +165,7 @@ def run_gae(mask, rewards, values, k, dtype):
 
 
 @pytest.mark.parametrize("dtype, rtol", DTYPES)
-def test_gae_matches_reference(dtype, rtol):
+def test_gae_advantages_and_returns_match_a_slow_reference(dtype, rtol):
     rng = np.random.default_rng(3)
     for i in range(1000):
         mask, rewards, values, k = gae_case(rng, dtype)
@@ -202,7 +202,7 @@ def test_rewards_of_rows_without_valid_tokens_do_not_change_gae():
     assert torch.equal(a.advantages, b.advantages)
 
 
-def test_gae_with_lambda_one_is_monte_carlo_and_with_lambda_zero_the_td_error():
+def test_gae_with_lambda_1_is_the_monte_carlo_advantage_and_with_lambda_0_the_td_error():
     """One row, gamma 0.5, reward 8 at the last valid token: returns are 8 gamma^k, TD errors r + gamma V' - V."""
     mask = torch.tensor([[0, 1, 1, 0, 1]])
     values = torch.tensor([[9.0, 1.0, 2.0, 9.0, 4.0]], dtype=torch.float64)
@@ -214,7 +214,7 @@ def test_gae_with_lambda_one_is_monte_carlo_and_with_lambda_zero_the_td_error():
     assert td.advantages[0].tolist() == [0.0, 0.5 * 2 - 1, 0.5 * 4 - 2, 0.0, 8.0 - 4.0]
 
 
-def test_whitening_of_equal_values_gives_zero_and_is_flagged():
+def test_whitened_advantages_of_equal_values_are_zero_and_marked_as_degenerate():
     mask = torch.tensor([[0, 1, 0]])
     config = ops.GAEConfig(gamma=1.0, gae_lambda=1.0, normalize=True)
     one = ops.gae(torch.tensor([1.0]), torch.zeros(1, 3), mask, config)
@@ -224,7 +224,7 @@ def test_whitening_of_equal_values_gives_zero_and_is_flagged():
     assert not ops.reinforce_plus_plus(torch.tensor([1.0, 0.0]), torch.ones(2, 3)).degenerate
 
 
-def test_estimators_give_identical_bits_on_any_number_of_threads():
+def test_advantage_estimators_are_bit_identical_on_any_number_of_threads():
     rng = np.random.default_rng(5)
     mask = torch.as_tensor(rng.random((64, 900)) < 0.8)
     rewards, values = (torch.as_tensor(rng.normal(size=size)).float() for size in (64, mask.shape))
@@ -249,7 +249,7 @@ def test_gae_of_a_row_does_not_depend_on_the_batch():
         assert torch.equal(alone.advantages[0], whole.advantages[i]) and torch.equal(alone.returns[0], whole.returns[i])
 
 
-def test_missing_logprobs_for_the_kl_term_are_an_error():
+def test_advantages_with_a_kl_penalty_but_without_logprobs_are_an_error():
     with pytest.raises(ValueError, match="one is missing"):
         ops.gae(
             torch.ones(1), torch.zeros(1, 2), torch.ones(1, 2), ops.GAEConfig(gamma=1.0, gae_lambda=1.0, kl_coef=0.1),
@@ -259,7 +259,7 @@ def test_missing_logprobs_for_the_kl_term_are_an_error():
         ops.reinforce_plus_plus(torch.ones(1), torch.ones(1, 2), kl_type="k9")
 
 
-def test_estimators_are_bit_identical_on_ragged_and_padded_batches():
+def test_advantage_estimators_are_bit_identical_on_ragged_and_padded_batches():
     """Lengths 0 to 1,500: rows of several blocks, of one, of none; masked tokens in between, log-probs, whitening."""
     rng = np.random.default_rng(8)
     lengths = torch.as_tensor([1500, 0, 1, 7, 8, 600, 512, 513, *rng.integers(0, 900, 30)])
@@ -291,7 +291,7 @@ def test_estimators_are_bit_identical_on_ragged_and_padded_batches():
     ([0, 2, 3], 4, "offsets must go up from 0 to 4"), ([0, 4, 3], 3, "offsets must go up from 0 to 3"), ([1, 2, 3], 3, "offsets must go up"),
     ([0, 3], 3, r"offsets have shape \[2\]; expected int64 \[3\]"), (None, 3, r"expected \[B, S\]"),
 ])  # fmt: skip
-def test_inconsistent_offsets_are_rejected(offsets, tokens, words):
+def test_sample_offsets_that_do_not_fit_the_tokens_are_an_error(offsets, tokens, words):
     given = None if offsets is None else torch.tensor(offsets)
     with pytest.raises(ValueError, match=words):
         ops.raw_reward(torch.ones(2), torch.ones(tokens), normalize=True, offsets=given)

@@ -113,7 +113,7 @@ def threads(request):
 
 
 @pytest.mark.parametrize("shape, dtype, window", CASES, ids=str)
-def test_attention_forward_matches_float64_reference(shape, dtype, window):
+def test_attention_output_matches_a_float64_reference(shape, dtype, window):
     sequences, tokens = packed([1, 5, 32, 33, 70])
     sequences.append((tokens, 20, sequences[4][0], 37))  # shares the first 37 rows of the last one
     qkv = random_qkv(tokens + 20, shape, dtype)
@@ -129,7 +129,7 @@ def test_attention_forward_matches_float64_reference(shape, dtype, window):
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 3e-6), (torch.float64, 1e-12)])
-def test_attention_forward_matches_sdpa(dtype, limit):
+def test_attention_output_matches_torchs_scaled_dot_product_attention(dtype, limit):
     n, k, h = shape = (6, 2, 64)
     qkv = random_qkv(300, shape, dtype)
     out, _ = C.attention_forward(qkv, [(0, 300, 0, 0)], heads_of(shape))
@@ -172,7 +172,7 @@ def test_paged_and_packed_attention_are_bit_identical(shape, dtype, threads, win
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 33, 70])
-def test_decode_attention_does_not_depend_on_the_batch(batch, threads):
+def test_attention_of_a_decode_step_does_not_depend_on_the_batch(batch, threads):
     window = 33 * (batch % 2)
     shape, rng = (9, 3, 64), random.Random(batch)
     lengths = [rng.randint(1, 300) for _ in range(batch)]
@@ -210,7 +210,7 @@ def test_attention_over_a_shared_prefix_and_a_copied_one_is_bit_identical(shape,
             assert_same_bits(lse[start : start + length], want_lse[prefix:])
 
 
-def test_attention_is_bit_identical_for_any_threads_and_packing():
+def test_attention_is_bit_identical_for_any_number_of_threads_and_any_packing():
     shape = (6, 2, 64)
     sequences, tokens = packed([700, 1, 250, 64, 31, 90])
     qkv = random_qkv(tokens, shape, torch.float32)

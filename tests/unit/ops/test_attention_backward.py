@@ -59,7 +59,7 @@ def group_layout(prompt, lengths, first=0):
 
 
 @pytest.mark.parametrize("shape, dtype, grad_dtype, limit, window", CASES, ids=str)
-def test_attention_backward_matches_float64_reference(shape, dtype, grad_dtype, limit, window):
+def test_attention_gradients_match_a_float64_reference(shape, dtype, grad_dtype, limit, window):
     group, end = group_layout(37, [20, 1, 40])
     sequences = [*group, (end, 33, 0, 0), (end + 33, 5, end, 12)]  # the last shares only a part of its prompt
     qkv, d_out = inputs(end + 38, shape, dtype, grad_dtype)
@@ -80,7 +80,7 @@ def test_attention_backward_matches_float64_reference(shape, dtype, grad_dtype, 
         assert relative_gap(got[:, columns], torch.from_numpy(want[:, columns])) <= limit
 
 
-def test_bfloat16_attention_gradient_error_is_within_rounding():
+def test_bfloat16_attention_gradients_differ_from_float64_only_by_rounding():
     """Whatever is rounded on the way (the softmax's weights, P, dS and d_out, where pairs are multiplied), errors stay those of bfloat16."""
     n, k, h = shape = (6, 2, 64)
     sequences = [(0, 150, 0, 0), (150, 60, 0, 33)]
@@ -97,7 +97,7 @@ def test_bfloat16_attention_gradient_error_is_within_rounding():
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 3e-6), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("length", [1, 32, 100, 700])
-def test_attention_backward_matches_sdpa(dtype, limit, length):
+def test_attention_gradients_match_torchs_scaled_dot_product_attention(dtype, limit, length):
     n, k, h = shape = (6, 2, 64)
     qkv, d_out = inputs(length, shape, dtype, dtype)
     got = gradient(qkv, d_out, [(0, length, 0, 0)], heads_of(shape))
@@ -112,7 +112,7 @@ def test_attention_backward_matches_sdpa(dtype, limit, length):
 @pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 @pytest.mark.parametrize("prompt,lengths", [(45, [30, 64, 7]), (64, [1, 2, 90]), (3, [60] * 8), (200, [128] * 16)])
 @pytest.mark.parametrize("window", [0, 50])
-def test_shared_prefix_gradient_is_the_sum_over_copied_prefixes(dtype, limit, prompt, lengths, window):
+def test_attention_gradient_of_a_shared_prefix_is_the_sum_over_its_copies(dtype, limit, prompt, lengths, window):
     shape = (6, 2, 64)
     sequences, tokens = group_layout(prompt, lengths)
     qkv, d_out = inputs(tokens, shape, dtype, dtype)

@@ -115,7 +115,7 @@ if C.cpu_capability() != os.environ["NEMO_RL_CPU_CAPABILITY"]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CPU_CAPABILITIES)
-def test_results_do_not_depend_on_batching_with_each_cpu_capability(capability, tmp_path):
+def test_matrix_products_and_attention_of_each_cpu_capability_do_not_depend_on_batching(capability, tmp_path):
     """Products, and attention whatever the packing, chunks, prefixes and threads; then a run of three steps."""
     said = under(
         capability, "-c", USED + ROWS + PRODUCTS + ATTENTION + RUN, "--config", str(ROOT / "configs" / "grpo_tiny.yaml"),
@@ -132,16 +132,16 @@ def test_results_do_not_depend_on_batching_with_each_cpu_capability(capability, 
 
 
 @pytest.mark.slow
-def test_avx512_bf16_is_used_if_the_cpu_has_no_amx():
+def test_cpu_without_amx_uses_the_kernels_for_avx512_bf16():
     amx, without = (under(name, "-c", USED).strip() for name in ("amx", "avx512_bf16"))
     assert amx in ("amx", without)
 
 
-def test_unknown_cpu_capability_is_rejected(monkeypatch):
+def test_unknown_name_of_a_cpu_capability_is_an_error(monkeypatch):
     monkeypatch.setenv("NEMO_RL_CPU_CAPABILITY", "avx1024")
     with pytest.raises(ValueError, match="NEMO_RL_CPU_CAPABILITY is 'avx1024', but must be one of base, avx2"):
         _native._load()
 
 
-def test_cpu_capability_in_use_is_a_known_one():
+def test_cpu_capability_in_use_is_one_of_the_known_names():
     assert C.cpu_capability() in CPU_CAPABILITIES

@@ -84,7 +84,7 @@ def check_gradient(ours, wanted, rtol, without, note):
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", cases.LOSSES)
-def test_every_loss_matches_its_reference(name, count, capsys):
+def test_every_policy_gradient_loss_matches_a_slow_reference(name, count, capsys):
     tiny.one_thread()
     found = Differences()
     for seed in range(count):
@@ -142,7 +142,7 @@ BY_HAND = {  # prev log-prob -1: (ratios, advantage, settings, loss, its slope a
 
 
 @pytest.mark.parametrize("case", BY_HAND)
-def test_losses_and_gradients_match_hand_computed_values(case):
+def test_policy_gradient_losses_and_gradients_match_hand_computed_values(case):
     ratios, advantage, settings, loss, slopes = BY_HAND[case]
     penalty = torch.tensor([[0.0, 3.0, 0.0]], dtype=torch.float64) if case == "kl_cov" else None
     result = one_row(ratios, advantage, penalty, **settings)
@@ -150,7 +150,7 @@ def test_losses_and_gradients_match_hand_computed_values(case):
     assert result.grad_logprobs[0].tolist() == pytest.approx(slopes, rel=1e-6)
 
 
-def test_ratio_metrics_match_hand_computed_values():
+def test_probability_ratio_metrics_match_hand_computed_values():
     """Ratios 0.5, 1.0, 1.5, clip 0.2."""
     metrics = one_row([0.5, 1.0, 1.5], 1.0).metrics
     assert metrics["probs_ratio"] == pytest.approx(1.0, rel=1e-7)
@@ -158,14 +158,14 @@ def test_ratio_metrics_match_hand_computed_values():
     assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == pytest.approx((0.5, 1.5))
 
 
-def test_dppo_kl_gradient_is_zero_beyond_its_kl_bound():
+def test_dppo_kl_loss_has_zero_gradient_for_tokens_beyond_its_kl_bound():
     kl = math.exp(-1) * -math.log(2.0) + (1 - math.exp(-1)) * math.log((1 - math.exp(-1)) / (1 - 2 * math.exp(-1)))
     for bound, slope in ((kl * 1.01, -2.0), (kl * 0.99, 0.0)):
         result = one_row([2.0], 1.0, name="dppo_kl", ratio_clip_max=bound)
         assert result.grad_logprobs.item() == pytest.approx(slope, rel=1e-6)
 
 
-def test_gspo_ratio_from_zero_old_probability_is_clipped_or_reported_non_finite():
+def test_gspo_ratio_with_an_old_probability_of_zero_is_clipped_or_reported_as_non_finite():
     """A row's ratio that is infinite counts at its valid tokens alone: a masked one stays 0, not 0 * inf."""
     data = {
         "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
@@ -184,7 +184,7 @@ def test_gspo_ratio_from_zero_old_probability_is_clipped_or_reported_non_finite(
     assert float(open_ended.loss) == torch.inf and open_ended.nonfinite == (0, 1)
 
 
-def test_zero_probability_under_the_new_policy_is_reported_with_its_place():
+def test_token_with_zero_probability_under_the_new_policy_is_reported_with_row_and_position():
     """Ratio e^-inf = 0: loss and gradient are 0 there. The entropy is not a number, and the place is said."""
     data = {
         "generation_logprobs": torch.full((1, 5), -1.0), "prev_logprobs": torch.full((1, 5), -1.0), "sample_mask": torch.ones(1),
@@ -248,7 +248,7 @@ def test_kl_term_and_its_gradient_match_hand_computed_values():
     assert r.grad_logprobs[0].tolist() == pytest.approx([0.25 * (k3 - 1)] * 2, rel=1e-7)
 
 
-def test_ratio_exactly_at_the_clip_bound_keeps_its_gradient():
+def test_probability_ratio_exactly_at_the_clip_bound_keeps_its_gradient():
     """At the clip boundary itself the ratio is still in range: the slope is the full one."""
     x = torch.tensor([[math.log(1.5)]], dtype=torch.float64)
     data = {k: torch.zeros(1, 2, dtype=torch.float64) for k in ("prev_logprobs", "generation_logprobs")}
@@ -275,7 +275,7 @@ OF_ROWS = {"seq-mask": "seq-mask-tis", "seq": "seq-tis", "geo": "geo-icepop"}
 
 
 @pytest.mark.parametrize("mode", ["sequence", *OF_ROWS, *(name for name in cases.LOSSES if name != "on_policy")])
-def test_micro_batch_losses_and_gradients_sum_to_the_whole_batch(mode):
+def test_losses_and_gradients_of_micro_batches_sum_to_those_of_the_whole_batch(mode):
     """Any split of the rows gives the same gradient bits and, by summing, the same loss and metrics."""
     config = {"positive_example_nll_weight": 0.1, "token_level_loss": mode != "sequence", "loss_scale_factor": 7.0}
     if mode in cases.LOSSES:
@@ -321,7 +321,7 @@ def test_clipped_pg_loss_is_bit_identical_for_any_padding_and_stride():
 
 
 @pytest.mark.parametrize("mode", ["ppo", "on_policy", "reinforce"])
-def test_token_with_a_large_logprob_gap_does_not_change_other_tokens(mode):
+def test_loss_of_a_token_does_not_change_if_another_token_has_a_large_logprob_gap(mode):
     """Sixteen tokens share a path without exponentials while all their gaps are small; each keeps its bits when one is not."""
     x, data = random_batch(11, 2, 49, torch.float32)
     data["token_mask"][:] = 1
@@ -347,7 +347,7 @@ def test_token_with_a_large_logprob_gap_does_not_change_other_tokens(mode):
         assert far.metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
 
 
-def test_expanded_advantages_and_integer_masks_are_accepted():
+def test_loss_accepts_expanded_advantages_and_integer_masks():
     x, data = random_batch(7, 3, 20)
     fn = ClippedPGLossFn(ClippedPGLossConfig())
     data["advantages"] = torch.tensor([[1.0], [-1.0], [0.5]], dtype=torch.float64).expand(3, 20)
@@ -357,7 +357,7 @@ def test_expanded_advantages_and_integer_masks_are_accepted():
     assert torch.equal(fn.native(x, data, 3.0, 30.0).grad_logprobs, plain.grad_logprobs)
 
 
-def test_loss_is_zero_if_no_token_is_valid():
+def test_policy_gradient_loss_is_zero_if_no_token_is_valid():
     x, data = random_batch(8, 3, 20)
     data["sample_mask"] = torch.zeros(3)
     r = ClippedPGLossFn(ClippedPGLossConfig()).native(x, data, 0.0, 0.0)
@@ -365,7 +365,7 @@ def test_loss_is_zero_if_no_token_is_valid():
     assert r.metrics["probs_ratio_min"] == math.inf and r.metrics["probs_ratio_max"] == -math.inf
 
 
-def test_overflowing_ratio_is_reported_with_its_row_and_token():
+def test_probability_ratio_that_overflows_is_reported_with_row_and_token():
     """A ratio that overflows with a negative advantage is infinite here as in NeMo RL; the result says where."""
     x, data = random_batch(9, 3, 20)
     data["token_mask"][:] = 1

@@ -52,12 +52,12 @@ def compare_rule(shape, arguments, d_out, bound):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_gated_delta_and_its_gradients_agree_with_the_reference(shape, dtype, bound):
+def test_gated_delta_rule_and_its_gradients_match_a_slow_reference(shape, dtype, bound):
     compare_rule(shape, inputs(shape, dtype), draw(TOKENS, shape[1] * shape[3], dtype=dtype, seed=6), bound)
 
 
 @pytest.mark.parametrize("rate", [-6.0, 3.0])
-def test_gradients_with_slow_or_fast_decaying_states_match_the_reference(rate):
+def test_gated_delta_gradients_match_the_reference_for_slow_and_fast_decaying_states(rate):
     """A decay near 1 over all tokens, and states that are forgotten within a few of them."""
     shape, arguments = SHAPES[0], inputs(SHAPES[0], torch.float64)
     arguments[3].fill_(rate)
@@ -67,7 +67,7 @@ def test_gradients_with_slow_or_fast_decaying_states_match_the_reference(rate):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_short_conv_and_its_gradients_agree_with_the_reference(dtype, bound):
+def test_short_convolution_and_its_gradients_match_a_slow_reference(dtype, bound):
     x, w, dy = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(TOKENS, 80), (80, 4), (TOKENS, 80)]))
     compare(
         lambda *a: C.short_conv(*a, full(SEQUENCES)), lambda *a: C.short_conv_backward(*a, full(SEQUENCES))[:2],
@@ -76,7 +76,7 @@ def test_short_conv_and_its_gradients_agree_with_the_reference(dtype, bound):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_gated_norm_and_its_gradients_agree_with_the_reference(dtype, bound):
+def test_gated_rms_norm_and_its_gradients_match_a_slow_reference(dtype, bound):
     x, z, dy = (draw(TOKENS, 96, dtype=dtype, seed=i) for i in range(3))
     w = draw(32, dtype=dtype, seed=4)
     compare(
@@ -85,7 +85,7 @@ def test_gated_norm_and_its_gradients_agree_with_the_reference(dtype, bound):
     )  # fmt: skip
 
 
-def test_gated_delta_ops_match_the_torch_functions_of_transformers():
+def test_gated_delta_ops_match_the_functions_of_transformers():
     modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     shape = P, U, dk, dv, W = (2, 4, 16, 32, 4)
     qkv, b, a, A_log, dt_bias = inputs(shape, torch.float32, 100)
@@ -122,7 +122,7 @@ def in_chunks(arguments, w, shape, chunk):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_is_bit_identical_for_any_chunks_packing_prefix_and_threads(shape, dtype):
+def test_gated_delta_output_is_bit_identical_for_any_chunks_packing_prefix_and_threads(shape, dtype):
     arguments = inputs(shape, dtype)
     qkv, b, a, A_log, dt_bias = arguments
     w = draw(qkv.shape[1], shape[4], dtype=dtype, seed=7)
@@ -140,7 +140,7 @@ def test_forward_is_bit_identical_for_any_chunks_packing_prefix_and_threads(shap
     assert torch.equal(*on_threads(compare_chunks, (1, 2)))
 
 
-def test_gradients_are_bit_identical_for_any_threads_and_packing():
+def test_gated_delta_gradients_are_bit_identical_for_any_threads_and_packing():
     shape = SHAPES[0]
     arguments, d_out = inputs(shape, torch.float32), draw(TOKENS, 4 * 32, dtype=torch.float32, seed=6)
     results = on_threads(lambda: C.gated_delta_backward(d_out, *arguments, full(SEQUENCES), shape), (1, 2))
@@ -152,7 +152,7 @@ def test_gradients_are_bit_identical_for_any_threads_and_packing():
     assert all(torch.equal(x, y[rows]) for x, y in zip(alone[:3], results[0][:3]))
 
 
-def test_nan_in_one_sequence_does_not_reach_the_next_sequences_state():
+def test_nan_in_one_sequence_does_not_change_the_recurrent_state_of_the_next():
     shape = SHAPES[0]
     arguments = inputs(shape, torch.float32)
     before = C.gated_delta(*arguments, full(SEQUENCES), shape)
@@ -170,7 +170,7 @@ def test_unsupported_gated_delta_shapes_raise_value_error(shape):
 
 @pytest.mark.parametrize("head_dim", [8, 16, 40])
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_head_gate_and_its_gradients_agree_with_torch(head_dim, dtype, bound):
+def test_gate_per_head_and_its_gradients_match_torch(head_dim, dtype, bound):
     x, dy = (draw(50, 3 * head_dim, dtype=dtype, seed=i) for i in range(2))
     gate = draw(50, 3, 2 * head_dim, dtype=dtype, seed=3)[..., head_dim:]
     formula = lambda a, g: a * g.reshape(50, -1).sigmoid()

@@ -24,7 +24,7 @@ def product(x, w, bias=None, add_to=None):
 
 @pytest.mark.parametrize("K", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_forward_agrees_with_float64(dtype, K):
+def test_linear_output_matches_float64(dtype, K):
     x, w, bias = tensors(7, 37, K, dtype)
     exact = x.double() @ w.double().T + bias.double()
     limit = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float64: 1e-14}[dtype] * K**0.5
@@ -53,7 +53,7 @@ def test_row_of_a_matrix_product_is_bit_identical_alone_and_in_a_batch(dtype, K)
     [(384, 1, 1), (385, 47, 5), (401, 97, 1023), (500, 48, 1024), (481, 49, 1027), (390, 100, 2052), (200, 50, 2305)],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_product_of_many_rows_is_bit_identical_to_products_of_few_rows(dtype, M, N, K):
+def test_matrix_product_of_many_rows_is_bit_identical_to_products_of_few_rows(dtype, M, N, K):
     """So many rows that w is packed as well, in chunks of rows, strips of columns and blocks of terms that end anywhere."""
     x, w, bias = tensors(M, N, K, dtype)
     y = tensors(M, N, 1, dtype)[0] * torch.ones(1, N, dtype=dtype)
@@ -67,14 +67,14 @@ def test_product_of_many_rows_is_bit_identical_to_products_of_few_rows(dtype, M,
 
 
 @pytest.mark.parametrize("rows", [1, 40, 400])
-def test_empty_inner_dimension_gives_bias_plus_the_accumulated_output(rows):
+def test_matrix_product_with_an_empty_inner_dimension_is_bias_plus_the_accumulated_output(rows):
     x, w, bias, y = torch.empty(rows, 0), torch.empty(50, 0), torch.arange(50.0), torch.full((rows, 50), 3.0)
     assert torch.equal(product(x, w), torch.zeros(rows, 50))
     assert torch.equal(product(x, w, bias, y), y + bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_product_of_strided_views_reads_and_writes_only_their_columns(dtype):
+def test_matrix_product_of_strided_views_reads_and_writes_only_their_columns(dtype):
     x, w, _ = tensors(450, 60, 40, dtype)
     wide_x, wide_w, wide_y = (
         torch.full((450, 50), float("nan"), dtype=dtype),
@@ -87,7 +87,7 @@ def test_product_of_strided_views_reads_and_writes_only_their_columns(dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 40, 64, 130, 401])
-def test_float32_product_sums_its_terms_one_by_one_in_ascending_order(rows):
+def test_float32_matrix_product_sums_its_terms_one_by_one_in_ascending_order(rows):
     """A small term is lost beside a large one, and what is lost tells the order: 2^24 + 1 is 2^24 in float32."""
     K = 97
     x, w = torch.ones(rows, K), torch.ones(50, K)
@@ -97,7 +97,7 @@ def test_float32_product_sums_its_terms_one_by_one_in_ascending_order(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_product_is_bit_identical_if_rows_are_packed_in_several_passes(dtype):
+def test_matrix_product_is_bit_identical_if_its_rows_do_not_fit_the_buffer_at_once(dtype):
     """So many rows of so many terms that they do not fit into the memory for packed rows at once."""
     x, w, _ = tensors(700, 200, 16384, dtype)
     whole = product(x, w)
@@ -124,7 +124,7 @@ def test_linear_swiglu_is_bit_identical_to_linear_followed_by_swiglu(M, I, K, dt
     on_threads(compare, (1, 2))
 
 
-def test_linear_swiglu_agrees_with_torch():
+def test_linear_swiglu_matches_torch():
     x, w, b = tensors(9, 40, 24, torch.float64)
     act = torch.empty(9, 20, dtype=torch.float64)
     C.linear_swiglu(x, w, b, None, act)
@@ -132,7 +132,7 @@ def test_linear_swiglu_agrees_with_torch():
     torch.testing.assert_close(act, torch.nn.functional.silu(gate) * up, rtol=1e-12, atol=1e-12)
 
 
-def test_linear_swiglu_rejects_outputs_of_wrong_shape_or_dtype():
+def test_linear_swiglu_with_an_output_of_the_wrong_shape_or_dtype_is_an_error():
     x, w, _ = tensors(4, 16, 16, torch.float32)
     wrong = (None, torch.empty(4, 9)), (torch.empty(4, 8), torch.empty(4, 8)), (None, torch.empty(4, 8).bfloat16())
     for gate_up, act in wrong:

@@ -26,7 +26,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) ->
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype, out, tolerance", KINDS, ids=str)
 @pytest.mark.parametrize("T, N, K", SHAPES)
-def test_input_gradient_agrees_with_float64(T, N, K, dtype, out, tolerance, accumulate):
+def test_linear_gradient_of_the_input_matches_float64(T, N, K, dtype, out, tolerance, accumulate):
     dy, w, dx = drawn(T, N, dtype=dtype), drawn(N, K, dtype=dtype), drawn(T, K, dtype=out)
     expected = dy.double() @ w.double() + (dx.double() if accumulate else 0)
     C.linear_backward_input(dy, w, dx, accumulate)
@@ -35,7 +35,7 @@ def test_input_gradient_agrees_with_float64(T, N, K, dtype, out, tolerance, accu
 
 @pytest.mark.parametrize("dtype, out, tolerance", KINDS[:3], ids=str)
 @pytest.mark.parametrize("T, N, K", SHAPES)
-def test_weight_gradient_agrees_with_float64(T, N, K, dtype, out, tolerance):
+def test_linear_gradient_of_the_weight_matches_float64(T, N, K, dtype, out, tolerance):
     dy, x, dw = drawn(T, N, dtype=dtype), drawn(T, K, dtype=dtype), drawn(N, K, dtype=out)
     expected = dy.double().t() @ x.double() + dw.double()
     C.linear_backward_weight(dy, x, dw)
@@ -58,7 +58,7 @@ def test_linear_gradients_are_bit_identical_on_any_number_of_threads(dtype, out)
         assert torch.equal(dx, found[0][0]) and torch.equal(dw, found[0][1])
 
 
-def test_packed_rows_are_not_reused_for_the_next_product_of_equal_shape():
+def test_linear_gradient_does_not_reuse_buffered_rows_of_an_earlier_product_of_equal_shape():
     """Equal shapes in turn: what a thread has packed for one product must not serve the next."""
     first, w, results = drawn(60, 40, dtype=torch.float32), drawn(40, 20, dtype=torch.float32), []
     for dy in (first, -first):
@@ -68,7 +68,7 @@ def test_packed_rows_are_not_reused_for_the_next_product_of_equal_shape():
     assert torch.equal(results[0], -results[1])
 
 
-def test_input_gradient_writes_only_its_columns_and_zeros_for_an_empty_sum():
+def test_linear_gradient_of_the_input_writes_only_its_columns_and_zeros_for_an_empty_sum():
     dy, w, wide = drawn(9, 30, dtype=torch.float32), drawn(30, 50, dtype=torch.float32), torch.zeros(9, 80)
     C.linear_backward_input(dy[:, 5:20], w[5:20], wide[:, 10:60], False)
     assert_close(wide[:, 10:60], dy[:, 5:20].double() @ w[5:20].double(), 2e-6)

@@ -31,13 +31,13 @@ def compare_rule(shape, limits, arguments, d_out, bound):
 @pytest.mark.parametrize("limits", [FREE, LIMITED], ids=["free", "limited"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_mamba2_and_its_gradients_agree_with_the_reference(shape, limits, dtype, bound):
+def test_mamba2_and_its_gradients_match_a_slow_reference(shape, limits, dtype, bound):
     d_out = draw(TOKENS, shape[1] * shape[3], dtype=dtype, seed=9)
     compare_rule(shape, limits, inputs(shape, dtype), d_out, bound)
 
 
 @pytest.mark.parametrize("rate", [-6.0, 3.0])
-def test_gradients_with_slow_or_fast_decaying_states_match_the_reference(rate):
+def test_mamba2_gradients_match_the_reference_for_slow_and_fast_decaying_states(rate):
     shape, arguments = SHAPES[0], inputs(SHAPES[0], torch.float64)
     arguments[2].fill_(rate)
     d_out = draw(TOKENS, shape[1] * shape[3], dtype=torch.float64, seed=9)
@@ -46,7 +46,7 @@ def test_gradients_with_slow_or_fast_decaying_states_match_the_reference(rate):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_short_conv_with_a_bias_and_its_gradients_agree_with_the_reference(dtype, bound):
+def test_short_convolution_with_a_bias_and_its_gradients_match_a_slow_reference(dtype, bound):
     sizes = [(TOKENS, 80), (80, 4), (80,), (TOKENS, 80)]
     x, w, bias, dy = (draw(*size, dtype=dtype, seed=i) for i, size in enumerate(sizes))
     compare(
@@ -58,7 +58,7 @@ def test_short_conv_with_a_bias_and_its_gradients_agree_with_the_reference(dtype
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("dtype", "bound"), TYPES)
-def test_norm_after_the_gate_and_its_gradients_agree_with_the_reference(groups, dtype, bound):
+def test_rms_norm_after_the_gate_and_its_gradients_match_a_slow_reference(groups, dtype, bound):
     x, z, dy = (draw(TOKENS, 96, dtype=dtype, seed=i) for i in range(3))
     w = draw(96, dtype=dtype, seed=4)
     compare(
@@ -86,7 +86,7 @@ def in_chunks(arguments, w, bias, shape, chunk):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_is_bit_identical_for_any_chunks_packing_prefix_and_threads(shape, dtype):
+def test_mamba2_output_is_bit_identical_for_any_chunks_packing_prefix_and_threads(shape, dtype):
     vkq, a, *heads = inputs(shape, dtype)
     w, bias = draw(vkq.shape[1], shape[4], dtype=dtype, seed=7), draw(vkq.shape[1], dtype=dtype, seed=8)
 
@@ -103,7 +103,7 @@ def test_forward_is_bit_identical_for_any_chunks_packing_prefix_and_threads(shap
     assert torch.equal(*on_threads(compare, (1, 2)))
 
 
-def test_gradients_are_bit_identical_for_any_threads_and_packing():
+def test_mamba2_gradients_are_bit_identical_for_any_threads_and_packing():
     shape, limits = SHAPES[0], FREE
     arguments, d_out = inputs(shape, torch.float32), draw(TOKENS, 4 * 32, dtype=torch.float32, seed=9)
     results = on_threads(lambda: C.mamba2_backward(d_out, *arguments, full(SEQUENCES), shape, limits), (1, 2))
@@ -114,7 +114,7 @@ def test_gradients_are_bit_identical_for_any_threads_and_packing():
     assert all(torch.equal(x, y[rows]) for x, y in zip(alone[:2], results[0][:2]))
 
 
-def test_mamba2_ops_match_the_torch_functions_of_transformers():
+def test_mamba2_ops_match_the_functions_of_transformers():
     modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
     P, U, dk, dv, _ = shape = SHAPES[0]
     vkq, a, A_log, dt_bias, D = inputs(shape, torch.float32, 100)

@@ -104,7 +104,7 @@ def test_linear_swiglu_on_cuda_matches_the_cpu(dtype, bound):
 
 @pytest.mark.parametrize("dtype, bound", DTYPES)
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped", "relu_squared"])
-def test_activations_on_cuda_match_the_cpu(gate, dtype, bound):
+def test_swiglu_gelu_and_squared_relu_on_cuda_match_the_cpu(gate, dtype, bound):
     columns = 37 if gate == "relu_squared" else 74
     gate_up, d_act = 5 * randn(40, columns, dtype=dtype), randn(40, 37, dtype=dtype, seed=1)
 
@@ -184,7 +184,7 @@ def test_paged_and_packed_attention_on_cuda_are_bit_identical(shape, dtype, chun
         done += n
 
 
-def test_kv_cache_copy_on_cuda_copies_the_same_positions_as_the_cpu():
+def test_copying_a_kv_cache_block_on_cuda_copies_the_same_positions_as_on_the_cpu():
     cache = randn(4, 2, 2, 16 * TILE, dtype=torch.float32).cuda()
     expected = cache.cpu()
     C.kv_cache_copy(cache, 1, 3, 7)
@@ -282,7 +282,7 @@ def test_lm_head_entropy_gradient_on_cuda_matches_the_cpu(dtype, bound):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_cuda_sampling_and_scoring_agree_bit_for_bit_and_match_the_cpu(rule):
+def test_sampling_and_scoring_on_cuda_are_bit_identical_and_match_the_cpu(rule):
     rule = C.SamplingRule(**{**dict(temperature=1.0, top_p=1.0, top_k=0, greedy=False), **rule})
     logits = 3 * randn(200, 3000, dtype=torch.float32)
     uniform = torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -295,7 +295,7 @@ def test_cuda_sampling_and_scoring_agree_bit_for_bit_and_match_the_cpu(rule):
     assert torch.allclose(logprobs[same], cpu_logprobs[same], atol=1e-4)
 
 
-def test_greedy_sampling_takes_the_first_maximum_and_flags_non_finite_rows():
+def test_greedy_sampling_on_cuda_takes_the_first_maximum_and_flags_non_finite_rows():
     logits = randn(3, 50, dtype=torch.float32)
     logits[0, 7] = logits[0, 9] = 9.0
     logits[1, 3] = float("nan")

@@ -89,7 +89,7 @@ def special(kind):
     [("zeros of both signs", True), ("subnormals", True), ("smaller than what fits", True), ("many small ones in one block", True), ("one in the last place", True),
      ("all equal", True), ("all zero", True), ("powers of two from end to end of what fits", True), ("the largest", False)],
 )  # fmt: skip
-def test_products_with_packed_weights_return_special_values_exactly(kind, fits):
+def test_matrix_products_with_packed_weights_return_zeros_and_subnormals_exactly(kind, fits):
     """Rows of x with a single 1 in them: a product is a weight, so that every one is seen alone."""
     w = special(kind)
     packed, one = pack(w), torch.eye(64).bfloat16()
@@ -104,7 +104,7 @@ def test_products_with_packed_weights_return_special_values_exactly(kind, fits):
 
 
 @PACKS
-def test_packed_weights_are_used_only_for_the_matrix_they_hold():
+def test_packed_weights_are_used_only_in_products_with_the_matrix_they_were_made_from():
     w = normal(64, 64, seed=5)
     packed = pack(w)
     x, expected = normal(2, 64), forward(normal(2, 64), w)
@@ -142,7 +142,7 @@ def test_unsupported_matrices_are_not_packed(shape, dtype, gated):
 
 
 @PACKS
-def test_packed_weights_take_three_quarters_of_the_bfloat16_size():
+def test_packed_weights_take_three_quarters_of_the_memory_of_bfloat16():
     w = normal(4096, 512, seed=6, scale=0.02)
     packed = pack(w)
     assert 0.75 * w.nbytes <= packed.bytes <= 0.79 * w.nbytes

@@ -46,7 +46,7 @@ def weights_of_every_kind():
 
 
 @pytest.mark.parametrize("kind", GGML)
-def test_quantised_blocks_equal_those_of_ggml(kind):
+def test_weights_quantised_to_q8_0_and_q4_0_equal_those_of_ggml(kind):
     w = weights_of_every_kind()
     ours = blocks_of(w, kind)
     theirs = gguf.quants.quantize(w.numpy(), gguf.GGMLQuantizationType[kind.upper()])
@@ -56,12 +56,12 @@ def test_quantised_blocks_equal_those_of_ggml(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_bfloat16_and_equal_float32_weights_give_the_same_blocks(kind):
+def test_bfloat16_and_equal_float32_weights_are_quantised_to_the_same_blocks(kind):
     w = normal(64, 128, seed=2, scale=0.1).bfloat16()
     assert torch.equal(blocks_of(w, kind), blocks_of(w.float(), kind))
 
 
-def test_blocks_of_nf4_equal_those_of_the_slow_reference():
+def test_weights_quantised_to_nf4_equal_those_of_a_slow_reference():
     assert np.allclose(weight_blocks.NORMAL_FLOATS, weight_blocks.normal_floats(), atol=1e-6)
     w = weights_of_every_kind()
     slow = [weight_blocks.encoded_nf4(row[k : k + 32].tolist()) for row in w for k in range(0, 96, 32)]
@@ -69,7 +69,7 @@ def test_blocks_of_nf4_equal_those_of_the_slow_reference():
     assert not blocks_of(torch.full((1, 64), 2.0**-121), "nf4")[0, :4].any()  # smaller scales are 0
 
 
-def test_blocks_of_nf4_have_less_error_than_those_of_bitsandbytes():
+def test_nf4_quantisation_error_is_smaller_than_that_of_bitsandbytes():
     """There 64 weights have the scale that the largest gives."""
     w, levels = normal(64, 256, seed=3), torch.tensor(weight_blocks.NORMAL_FLOATS)
     groups = w.view(-1, 64, 1)
@@ -79,7 +79,7 @@ def test_blocks_of_nf4_have_less_error_than_those_of_bitsandbytes():
     assert (ours - w).norm() < 0.85 * (theirs.view(w.shape) - w).norm()
 
 
-def test_dequantised_blocks_of_nf4_equal_those_of_the_slow_reference():
+def test_dequantised_nf4_weights_equal_those_of_a_slow_reference():
     """Every code, with scales of all magnitudes."""
     draw = np.random.default_rng(0)
     raw = draw.integers(0, 256, (4096, 20), dtype=np.uint8)
@@ -92,7 +92,7 @@ def test_dequantised_blocks_of_nf4_equal_those_of_the_slow_reference():
 
 
 @pytest.mark.parametrize("kind", GGML)
-def test_dequantised_blocks_equal_those_of_the_reference_decoders(kind):
+def test_dequantised_weights_equal_those_of_reference_decoders(kind):
     """Every scale that float16 has but infinity, with every code."""
     size, scales = weight_blocks.BYTES[kind], np.arange(1 << 16, dtype=np.uint16)
     scales = scales[(scales & 0x7C00) != 0x7C00]
@@ -107,7 +107,7 @@ def test_dequantised_blocks_equal_those_of_the_reference_decoders(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_quantisation_error_of_a_matrix_is_within_its_bound(kind):
+def test_quantisation_error_of_a_matrix_is_within_the_bound_of_its_format(kind):
     w = normal(64, 256, seed=3)
     error = (dense(blocks_of(w, kind), 256) - w).norm() / w.norm()
     assert error < {"q8_0": 0.006, "q4_0": 0.1, "nf4": 0.1}[kind]
@@ -196,19 +196,19 @@ def under(capability, program):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CPU_CAPABILITIES)
-def test_products_are_bit_identical_to_those_of_the_dequantised_matrix(capability):
+def test_products_with_a_quantised_matrix_are_bit_identical_to_those_with_its_dequantised_copy(capability):
     used = under(capability, EVERYWHERE)
     if used != capability:
         pytest.skip(f"this machine has no {capability}, {used} would be used")
 
 
-def test_products_are_bit_identical_to_dequantised_ones_on_this_cpu():
+def test_products_with_quantised_and_dequantised_matrices_are_bit_identical_on_this_cpu():
     exec(compile(PRODUCTS + SHAPES.format(70), "products", "exec"), {})  # noqa: S102
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [1, 5, 12])
-def test_products_that_vanish_or_overflow_equal_those_of_the_dequantised_matrix(kind, rows):
+def test_products_with_quantised_matrices_that_underflow_or_overflow_equal_dequantised_ones(kind, rows):
     """Zero weights with both signs of the scale, products below the smallest number, and infinite scales."""
     w = normal(70, 128, seed=8)
     w[3], w[4], w[20:25, ::2] = 0.0, 1e-8, 0.0
@@ -235,7 +235,7 @@ def test_input_gradient_through_quantised_weights_matches_autograd():
     assert ((dx - x.grad).norm() / x.grad.norm()).item() < 1e-6
 
 
-def test_unsupported_formats_and_shapes_of_quantised_blocks_are_rejected():
+def test_unsupported_formats_and_shapes_of_quantised_weights_are_errors():
     with pytest.raises(ValueError, match="q8_0, q4_0 or nf4, not q5_1"):
         C.block_bytes("q5_1")
     with pytest.raises(ValueError, match="a matrix of 32 columns in blocks"):

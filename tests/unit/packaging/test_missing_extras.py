@@ -62,7 +62,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("what", NEEDS)
-def test_error_for_a_missing_extra_names_the_install_command(what, without):
+def test_error_for_a_missing_optional_package_names_the_install_command(what, without):
     extra, ask, command = NEEDS[what]
     without(*EXTRAS[extra])
     with pytest.raises((ValueError, ImportError)) as raised:
@@ -87,7 +87,7 @@ print(sorted(set(hidden.asked)))
 
 
 @pytest.mark.slow
-def test_native_run_imports_no_optional_package(tmp_path, pytestconfig):
+def test_training_with_the_native_core_imports_no_optional_package(tmp_path, pytestconfig):
     tests = str(pytestconfig.rootpath / "tests")
     code = NATIVE_RUN.format(tests=tests, names=EVERYTHING, folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

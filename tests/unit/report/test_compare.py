@@ -41,7 +41,7 @@ def test_compare_command_shows_metrics_and_configurations_of_two_runs(tmp_path, 
     assert "policy.lr" in "".join(checker.text) and "0.300 (first 0.100, best 0.300)" in text and verdict in text
 
 
-def test_verdict_tells_whether_the_validation_difference_is_significant(tmp_path):
+def test_compare_command_says_whether_the_validation_difference_is_significant(tmp_path):
     (told,) = compare_runs([write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.52)]).verdict
     assert "do not tell a and b apart at step 3" in told and "+0.020 (95 % interval -0.051 to +0.091)" in told
     without = compare_runs([write_log(tmp_path / "c", 0.5, interval=0), tmp_path / "a"])
@@ -50,7 +50,7 @@ def test_verdict_tells_whether_the_validation_difference_is_significant(tmp_path
     assert worse[0] == "d validates better than a at step 3, by 0.400 (95 % interval 0.329 to 0.471)."
 
 
-def test_runs_of_different_lengths_are_compared_at_their_last_common_validation(tmp_path):
+def test_compare_command_compares_runs_at_their_last_common_validation_step(tmp_path):
     folders = [write_log(tmp_path / "a", 0.5), write_log(tmp_path / "b", 0.7)]
     with open(folders[1] / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "validation/accuracy": 0.8}\n')
@@ -59,7 +59,7 @@ def test_runs_of_different_lengths_are_compared_at_their_last_common_validation(
     assert compare_runs(folders).verdict == [verdict]
 
 
-def test_interval_of_a_difference_matches_newcombes_published_example():
+def test_confidence_interval_of_a_difference_matches_newcombes_published_example():
     # Newcombe 1998, table II, row (a): 56/70 against 48/80
     a, b = (56 / 70, 0.6916, 0.8769), (48 / 80, 0.4904, 0.7004)
     assert newcombe(a, b) == pytest.approx((0.0524, 0.3339), abs=2e-3)
@@ -77,13 +77,13 @@ def test_compare_command_rejects_invalid_folders_with_the_reason(tmp_path, capsy
     assert "two log folders or more" in capsys.readouterr().err
 
 
-def test_log_folder_resolves_to_its_newest_run(tmp_path):
+def test_compare_command_takes_the_newest_run_of_a_log_folder(tmp_path):
     for number in ("exp_2", "exp_10", "exp_x"):
         write_log(tmp_path / number, 0.5)
     assert run_folder(tmp_path).name == "exp_10"
 
 
-def test_compare_reports_which_run_has_no_readable_configuration(tmp_path, capsys):
+def test_compare_command_reports_which_run_has_no_readable_configuration(tmp_path, capsys):
     folders = [write_log(tmp_path / name, 0.5) for name in ("a", "b", "c")]
     (folders[1] / "hyperparams.json").unlink()
     page = tmp_path / "page.html"

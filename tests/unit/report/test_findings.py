@@ -71,7 +71,7 @@ CASES = [
 @pytest.mark.parametrize(
     "function, triggers, level, words, silent", CASES, ids=[f"{c[0].__name__}-{c[2]}-{i}" for i, c in enumerate(CASES)]
 )
-def test_each_warning_is_triggered_by_its_metrics_and_not_by_a_healthy_run(function, triggers, level, words, silent):
+def test_each_warning_of_the_report_appears_for_its_metrics_alone(function, triggers, level, words, silent):
     finding = function(triggers)
     assert finding is not None, "the history should trigger it"
     assert finding.level == level and words in finding.title, finding
@@ -79,7 +79,7 @@ def test_each_warning_is_triggered_by_its_metrics_and_not_by_a_healthy_run(funct
     assert function(silent) is None
 
 
-def test_every_warning_rule_is_tested_and_accepts_empty_or_non_finite_metrics():
+def test_every_warning_of_the_report_accepts_empty_and_non_finite_metrics():
     assert {case[0] for case in CASES} == set(RULES)
     names = {name for case in CASES for name in case[1].names()}
     for values in ([], [0.0], [math.nan], [math.inf] * 30, [0.0] * 30, [-1.0] * 30):
@@ -88,13 +88,13 @@ def test_every_warning_rule_is_tested_and_accepts_empty_or_non_finite_metrics():
             assert finding.level in LEVELS
 
 
-def test_warnings_are_sorted_by_severity():
+def test_warnings_of_the_report_are_sorted_by_severity():
     history = H(train__token_mult_prob_error=[1.0] * 12, train__kl_penalty=[0.8], train__loss=[math.nan] * 12)
     assert [finding.level for finding in find(history)] == ["bad", "warn", "good"]
 
 
 @pytest.mark.parametrize("best, words", [(65.0, "too easy"), (6.0, "too hard"), (35.0, "others too hard")])
-def test_equal_rewards_warning_distinguishes_too_easy_from_too_hard_prompts(best, words):
+def test_warning_about_equal_rewards_distinguishes_too_easy_from_too_hard_prompts(best, words):
     shares = {"train__groups__pct_equal_best": [best], "train__groups__pct_equal_worst": [71.0 - best]}
     assert words in findings.equal_rewards(H(train__groups__pct_equal=[71.0], **shares)).advice
 
@@ -133,7 +133,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("case", CAUSES)
-def test_advice_names_the_actual_cause_of_missing_gradients(case):
+def test_warning_about_missing_gradients_names_the_actual_cause(case):
     history, words = CAUSES[case]
     found = {finding.metric: finding for finding in find(history) if finding.level == "bad"}
     for metric in ("train/grad_norm", "train/groups/pct_equal"):
@@ -142,13 +142,13 @@ def test_advice_names_the_actual_cause_of_missing_gradients(case):
     assert all("easier prompts" not in finding.advice for finding in found.values())
 
 
-def test_advice_for_a_full_context_is_not_to_raise_max_new_tokens():
+def test_warning_about_responses_that_fill_the_context_does_not_advise_more_max_new_tokens():
     found = findings.truncation(silent(truncation_rate=0.5, mean_gen_tokens_per_sample=30.0, mean_prompt_length=90.0))
     assert found.title == "50 % of responses were cut off at the end of the context"
     assert "max_total_sequence_length = 128" in found.advice
 
 
-def test_group_warnings_are_omitted_if_advantages_do_not_compare_groups():
+def test_warnings_about_groups_are_omitted_if_the_estimator_does_not_compare_groups():
     ppo = {"ppo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 1}}
     plus_plus = settings(grpo={"num_generations_per_prompt": 1, "adv_estimator": {"name": "reinforce_plus_plus"}})
     for given in (ppo, {"ppo": {**ppo["ppo"], "num_generations_per_prompt": 8}}, plus_plus):
@@ -175,14 +175,14 @@ def test_run_whose_rewards_are_all_equal_prints_one_warning_and_lists_it_in_the_
     assert alerts.learned_nothing and len(alerts.table()) == 1 and "had the same reward" in alerts.table()["serious"]
 
 
-def test_healthy_run_gives_no_warning():
+def test_run_with_healthy_metrics_gives_no_warning():
     alerts = Alerts()
     assert [alerts.step(step, ALIVE) for step in range(1, 200)] == [[]] * 199
     assert alerts.table() == {} and not alerts.learned_nothing
     assert not Alerts().learned_nothing and Alerts().table() == {}
 
 
-def test_warning_that_becomes_serious_later_is_reported_then():
+def test_warning_that_becomes_serious_during_the_run_is_printed_then():
     alerts = Alerts()
     for step in range(1, 11):
         assert alerts.step(step, ALIVE) == []
@@ -190,7 +190,7 @@ def test_warning_that_becomes_serious_later_is_reported_then():
     assert len(said) == 1 and "token_mult_prob_error reached 1.2" in said[0]
 
 
-def test_two_serious_causes_are_reported_in_two_rows():
+def test_two_serious_warnings_are_printed_in_two_rows_of_the_final_table():
     alerts = Alerts({"data": {"max_input_seq_length": 9}})
     for step in range(1, 4):
         alerts.step(step, DEAD | {"cut_prompts_rate": 1.0, "token_mult_prob_error": 2.0})

@@ -5,7 +5,7 @@ from nemo_rl_cpp.report.history import MetricHistory, downsample, read_metrics, 
 from synthetic_run import history_of
 
 
-def test_curves_are_in_step_order_and_keep_the_last_value_of_a_step():
+def test_metric_history_is_in_step_order_and_keeps_the_last_value_of_a_step():
     rows = [{"step": 2, "a": 2.0}, {"step": 1, "a": 1.0, "text": "x", "list": [1]}, {"step": 2, "a": 3.0}, {"a": 9.0}]
     history = MetricHistory([*rows, {"step": 3, "a": "nan", "b": "inf"}])
     assert history.curve("a").steps == [1, 2, 3] and history.curve("a").values[:2] == [1.0, 3.0]
@@ -16,7 +16,7 @@ def test_curves_are_in_step_order_and_keep_the_last_value_of_a_step():
     assert history.curve("a").steps == [1, 2, 3, 4]
 
 
-def test_recent_mean_and_trend_match_hand_computed_values():
+def test_recent_mean_and_trend_of_a_metric_match_hand_computed_values():
     history = history_of(train__reward=[0.0, 0.2] * 10 + [1.0, 1.2] * 10, flat=[3.0] * 10, short=[1.0] * 5)
     assert history.recent("train/reward", count=4) == pytest.approx(1.1)
     assert history.recent("none") is None
@@ -32,7 +32,7 @@ def test_incomplete_rows_of_metrics_jsonl_are_skipped(tmp_path):
     assert read_metrics(tmp_path / "m") == [{"step": 1}, {"step": 2}]
 
 
-def test_downsampling_keeps_every_spike_and_both_ends():
+def test_downsampling_a_metric_keeps_every_spike_and_both_ends():
     ys = [0.0] * 10_000
     ys[1234], ys[5678] = 9.0, -9.0
     xs, kept = downsample(list(range(10_000)), ys, 400)
@@ -50,6 +50,6 @@ def test_downsampling_keeps_every_spike_and_both_ends():
         ({}, "accuracy"),
     ],
 )
-def test_validation_is_called_accuracy_only_if_rewards_are_zero_or_one(metrics, word):
+def test_report_calls_the_validation_reward_accuracy_only_if_rewards_are_0_or_1(metrics, word):
     history = MetricHistory([{"step": 1} | {f"validation/{name}": value for name, value in metrics.items()}])
     assert validation_word(history) == word

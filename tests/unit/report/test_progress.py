@@ -19,7 +19,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_progress_is_printed_as_plain_lines_without_a_terminal(capsys, clock):
+def test_training_progress_is_printed_as_plain_lines_without_a_terminal(capsys, clock):
     with Progress(total_steps=3) as progress:
         assert progress.mode == "plain"
         clock.now += 10
@@ -38,7 +38,7 @@ def test_progress_is_printed_as_plain_lines_without_a_terminal(capsys, clock):
     assert "0.5 -> 0.75" in table and "0.1235" in table
 
 
-def test_live_progress_line_shows_phase_and_time_left(clock):
+def test_progress_line_in_a_terminal_shows_phase_and_remaining_time(clock):
     out = io.StringIO()
     progress = Progress(10, mode="live", console=Console(file=out, force_terminal=True, width=120))
     timer = Timer()
@@ -59,7 +59,7 @@ def test_live_progress_line_shows_phase_and_time_left(clock):
     progress.close()
 
 
-def test_resumed_run_estimates_time_left_from_its_own_first_step(clock):
+def test_remaining_time_of_a_resumed_run_is_estimated_from_its_steps_after_the_resume(clock):
     progress = Progress(100, start_step=50, mode="quiet")
     clock.now += 30
     progress.step(51)
@@ -69,12 +69,12 @@ def test_resumed_run_estimates_time_left_from_its_own_first_step(clock):
     assert progress.eta_seconds() == pytest.approx(2 * 48)
 
 
-def test_run_of_unknown_length_shows_no_time_left():
+def test_progress_line_of_a_run_of_unknown_length_shows_no_remaining_time():
     assert Progress(None, mode="quiet").eta_seconds() is None
     assert "left" not in Progress(None, mode="quiet").line()
 
 
-def test_quiet_mode_prints_nothing(capsys):
+def test_progress_in_quiet_mode_prints_nothing(capsys):
     with Progress(1, mode="quiet") as progress:
         progress.phase("x")
         progress.step(1, {"reward": 1.0})

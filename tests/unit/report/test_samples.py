@@ -14,7 +14,7 @@ def answer(reward, length=3, prompt="p"):
     return Answer({"content": messages(prompt, "r"), "rewards": reward} | mask)
 
 
-def test_training_and_validation_rows_are_read_from_sample_files(tmp_path):
+def test_report_reads_training_and_validation_samples_from_their_files(tmp_path):
     turns = [*messages("p", "a"), {"role": "environment", "content": "correct"}]
     rows = [
         {
@@ -32,7 +32,7 @@ def test_training_and_validation_rows_are_read_from_sample_files(tmp_path):
     assert (second.prompt, second.response, second.reward, second.length) == ("p", "a\n\ncorrect", None, None)
 
 
-def test_responses_are_grouped_by_group_id_or_by_prompt(tmp_path):
+def test_responses_in_the_report_are_grouped_by_group_id_or_by_prompt(tmp_path):
     rows = [{"content": messages(f"q{g}", "a"), "rewards": g, "group_id": g} for g in (0, 1, 0, 1)]
     groups = read_groups(write(tmp_path / "a", rows))
     assert [[a.prompt for a in group] for group in groups] == [["q0", "q0"], ["q1", "q1"]]
@@ -50,7 +50,7 @@ def row(text, mask, logprobs, **more):
     } | more  # fmt: skip
 
 
-def test_each_sampled_token_is_shown_with_its_text_logprob_and_ratio(tmp_path):
+def test_report_shows_each_sampled_token_with_text_logprob_and_ratio(tmp_path):
     # a prompt's token, "ä" in two tokens, an environment's text, a last token
     mask = [0, 1, 1, 0, 1]
     given = row("qä b", mask, [0, -0.5, -0.25, 0, -2.0], prev_logprobs=[0, -0.5, -0.25, 0, -1.99])
@@ -64,7 +64,7 @@ def test_each_sampled_token_is_shown_with_its_text_logprob_and_ratio(tmp_path):
     assert SampleBook(tmp_path).samples() == [step]
 
 
-def test_samples_without_decodable_tokens_are_shown_as_text(tmp_path):
+def test_report_shows_samples_whose_tokens_cannot_be_decoded_as_text(tmp_path):
     given = row("ab", [0, 1], [0, -1.0], prev_logprobs=[0, -1.0])
     write(tmp_path / "train_data_step1.jsonl", [given])
     (step,) = SampleBook(tmp_path).samples()
@@ -74,7 +74,7 @@ def test_samples_without_decodable_tokens_are_shown_as_text(tmp_path):
     assert step["groups"][0]["answers"][0] == shown
 
 
-def test_samples_of_the_first_and_last_steps_are_shown_when_space_is_short(tmp_path):
+def test_report_shows_samples_of_the_first_and_last_steps_if_space_is_short(tmp_path):
     long = row("x" * 700, [1] * 700, [-1.0] * 700)
     for step in range(1, 12):
         rows = [long | {"group_id": n // 17, "rewards": n // 17} for n in range(34)]

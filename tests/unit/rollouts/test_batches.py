@@ -13,7 +13,7 @@ def batch():
     })  # fmt: skip
 
 
-def test_missing_batch_field_error_names_the_stage_that_adds_it():
+def test_error_for_a_missing_training_batch_field_names_the_stage_that_adds_it():
     made = batch()
     with pytest.raises(MissingField, match="the batch has no advantages: the stage advantage_calculation adds them"):
         _ = made.advantages
@@ -26,7 +26,7 @@ def test_missing_batch_field_error_names_the_stage_that_adds_it():
     assert "advantages" in made and torch.equal(made["advantages"], torch.tensor([[1.0, 1, 1], [1, 1, 0]]))
 
 
-def test_batch_gives_ragged_tensors_by_attribute_and_padded_tensors_by_key():
+def test_training_batch_gives_ragged_tensors_by_attribute_and_padded_tensors_by_key():
     made = batch()
     assert made.input_ids.tolist() == [1, 2, 3, 4, 5] and made["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
     assert made.offsets.tolist() == [0, 3, 5] and made.input_lengths.tolist() == [3, 2] and made.size == 2
@@ -38,7 +38,7 @@ def test_batch_gives_ragged_tensors_by_attribute_and_padded_tensors_by_key():
         made.values = torch.ones(4)
 
 
-def test_batch_can_be_read_and_written_as_a_mapping():
+def test_training_batch_can_be_read_and_written_as_a_mapping():
     made = batch()
     made["values"], made["my_column"], made["my_tokens"] = (
         torch.ones(2, 3),
@@ -57,7 +57,7 @@ def test_batch_can_be_read_and_written_as_a_mapping():
         made["input_lengths"] = torch.tensor([1, 1])
 
 
-def test_valid_mask_and_old_logprobs_are_derived_from_batch_fields():
+def test_valid_mask_and_old_logprobs_are_computed_from_other_fields_of_a_training_batch():
     made = batch()
     assert made.valid_mask.tolist() == [0, 1, 1, 0, 0] and made.is_valid.sum() == 2
     assert made.old_logprobs is made.generation_logprobs

@@ -78,7 +78,7 @@ def test_rollout_result_does_not_depend_on_which_responses_are_scored_early(earl
     assert sorted(asked) == sorted([("3", "xxx"), ("1", "x"), ("4", "xxxx"), ("1", "x"), ("5", "xxxxx")])
 
 
-def test_environment_scores_responses_while_others_are_generated():
+def test_environment_scores_finished_responses_while_others_are_generated():
     environment = Lengths.remote()
     answered = []
     engine = ReportingGeneration([[2]], lambda: answered.append(environment.answered.wait(30)))
@@ -90,12 +90,12 @@ def test_environment_scores_responses_while_others_are_generated():
 @pytest.mark.parametrize(
     "environment", [Together.remote(), Lengths()], ids=["needs the whole batch", "no thread of its own"]
 )
-def test_environments_without_early_scoring_are_called_once_at_the_end(environment):
+def test_environment_without_early_scoring_is_called_once_after_generation(environment):
     rollout(ReportingGeneration([[0], [1, 2]]), {"a": environment}, tasks="aaaaa")
     assert [len(call) for call in environment.calls] == [5]
 
 
-def test_busy_environment_gets_responses_finished_meanwhile_in_one_call():
+def test_responses_that_finish_while_the_environment_is_busy_are_scored_in_one_call():
     go_on = threading.Event()
 
     class Slow(Lengths):
@@ -119,6 +119,6 @@ def test_busy_environment_gets_responses_finished_meanwhile_in_one_call():
     assert early.begun[1][1].result(30).rewards.tolist() == [1, 2, 1]
 
 
-def test_environment_error_during_early_scoring_reaches_the_caller():
+def test_environment_error_while_responses_are_generated_is_raised_by_the_rollout():
     with pytest.raises(RuntimeError, match="cannot score xxxx"):
         rollout(ReportingGeneration([[2]]), {"a": Lengths.remote(fails_on="xxxx"), "b": Lengths.remote()})

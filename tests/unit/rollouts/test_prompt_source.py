@@ -22,7 +22,7 @@ def source(count=6, batch=2, generations=3, state=None, shuffle=False):
     return PromptSource(loader, generations, state or TrainState())
 
 
-def test_each_prompt_is_repeated_group_size_times_with_its_sampling_keys():
+def test_prompt_source_repeats_each_prompt_group_size_times_with_numbers_that_seed_sampling():
     batch = source().next()
     assert batch["idx"] == [0, 0, 0, 1, 1, 1]
     assert batch["draw_ids"].tolist() == [0, 0, 0, 1, 1, 1]
@@ -31,14 +31,14 @@ def test_each_prompt_is_repeated_group_size_times_with_its_sampling_keys():
     assert batch["stream"] == ["train"] * 6
 
 
-def test_draw_ids_count_over_epochs_so_a_prompt_gets_fresh_samples():
+def test_prompt_drawn_again_in_the_next_epoch_gets_a_new_draw_id_and_new_samples():
     prompts_of = source(count=4, batch=2, generations=1)
     drawn = [prompts_of.next() for _ in range(4)]
     assert [b["idx"] for b in drawn] == [[0, 1], [2, 3], [0, 1], [2, 3]]
     assert [b["draw_ids"].tolist() for b in drawn] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_epoch_is_counted_as_finished_with_its_last_batch():
+def test_prompt_source_counts_an_epoch_as_finished_with_its_last_batch():
     prompts_of = source(count=5, batch=2)  # two batches an epoch, one row left over
     ended = []
     for _ in range(5):

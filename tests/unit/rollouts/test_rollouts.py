@@ -45,7 +45,7 @@ def echo_batch(turns):
     return prompts([f"p{i}" for i in range(len(turns))], ["echo"] * len(turns), [{"turns": n} for n in turns])
 
 
-def test_multi_turn_rollout_matches_turns_worked_out_by_hand():
+def test_multi_turn_rollout_has_hand_computed_messages_rewards_and_token_masks():
     engine = FakeGeneration(lambda prompt, key: "ab", max_new_tokens=8)
     env = EchoEnvironment({"next_stop_strings": ["b"]})
     result, metrics = run_multi_turn_rollout(engine, echo_batch([1, 3]), TOKENIZER, {"echo": env}, 100)
@@ -66,7 +66,7 @@ def test_multi_turn_rollout_matches_turns_worked_out_by_hand():
     assert metrics["mean_total_tokens_per_sample"] == (5 + 13) / 2
 
 
-def test_max_rollout_turns_ends_a_conversation():
+def test_conversation_ends_after_max_rollout_turns():
     result, metrics = run_multi_turn_rollout(
         FakeGeneration(lambda p, k: "x"), echo_batch([1, 9]), TOKENIZER, {"echo": EchoEnvironment()}, 100,
         max_rollout_turns=2,
@@ -76,7 +76,7 @@ def test_max_rollout_turns_ends_a_conversation():
 
 
 @pytest.mark.parametrize(("room", "observed", "flag"), [(8, 2, False), (7, 2, True), (6, 1, True), (5, 0, True)])
-def test_observation_that_fills_the_context_truncates_the_conversation(room, observed, flag):
+def test_environment_message_that_fills_the_context_ends_the_conversation_as_truncated(room, observed, flag):
     # prompt 2 + response 3 (with eos) + observation 2 = 7
     result, _ = run_multi_turn_rollout(
         FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, room,
@@ -87,14 +87,14 @@ def test_observation_that_fills_the_context_truncates_the_conversation(room, obs
     assert result["truncated"].tolist() == [flag]
 
 
-def test_response_longer_than_the_limit_is_an_error():
+def test_response_longer_than_the_maximum_sequence_length_is_an_error():
     with pytest.raises(ValueError, match="have 5 tokens, more than max_seq_len 4: .*max_total_sequence_length"):
         run_multi_turn_rollout(
             FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 4
         )
 
 
-def test_truncated_response_is_flagged_and_the_conversation_continues():
+def test_response_cut_at_max_new_tokens_is_marked_truncated_and_the_conversation_continues():
     engine = FakeGeneration(lambda p, k: "abcdef", max_new_tokens=4)
     result, metrics = run_multi_turn_rollout(engine, echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 100)
     assert result["truncated"].tolist() == [True] and metrics["truncation_rate"] == 1.0
@@ -116,7 +116,7 @@ class Fixed(EnvironmentInterface):
         return EnvironmentReturn(seen, metadata, [None] * len(metadata), rewards, done, [str(i["r"]) for i in metadata])
 
 
-def test_rewards_of_several_environments_are_returned_in_batch_order():
+def test_rollout_with_several_environments_returns_rewards_in_batch_order():
     batch = prompts(list("abcde"), ["x", "y", "x", "z", "y"], [{"r": float(i)} for i in range(5)])
     envs = {"x": Fixed(), "y": Fixed.remote(), "z": Fixed()}
     answer = calculate_rewards(batch, envs)
@@ -127,7 +127,7 @@ def test_rewards_of_several_environments_are_returned_in_batch_order():
         calculate_rewards(batch, {"x": Fixed(), "y": Fixed()})
 
 
-def test_reward_components_are_summed_to_the_total_reward():
+def test_total_reward_of_a_rollout_is_the_sum_of_its_reward_components():
     batch = prompts(["a", "b"], ["x", "y"], [{"r": {"f": 1.0, "g": 0.5}}, {"r": {"f": 2.0, "g": 0.0}}])
     result, _ = run_multi_turn_rollout(FakeGeneration(), batch, TOKENIZER, {"x": Fixed(), "y": Fixed()}, 100)
     assert result["reward/f"].tolist() == [1, 2] and result["reward/g"].tolist() == [0.5, 0]
@@ -137,7 +137,7 @@ def test_reward_components_are_summed_to_the_total_reward():
         calculate_rewards(batch, {"x": Fixed(), "y": Fixed()})
 
 
-def test_environment_exception_reaches_the_caller():
+def test_exception_in_an_environment_is_raised_by_the_rollout():
     class Broken(Fixed):
         def step(self, message_log_batch, metadata):
             raise KeyError("my own mistake")
@@ -147,7 +147,7 @@ def test_environment_exception_reaches_the_caller():
             calculate_rewards(prompts(["a"], ["x"], [{}]), {"x": env})
 
 
-def test_metrics_of_several_environments_are_prefixed_by_task():
+def test_rollout_metrics_of_several_environments_begin_with_the_task_name():
     batch = prompts(["a", "b"], ["x", "y"], [{"ground_truth": "1"}, {"ground_truth": "2"}])
     envs = {"x": ArithmeticEnvironment(), "y": ArithmeticEnvironment()}
     _, metrics = run_multi_turn_rollout(FakeGeneration(lambda p, k: "1"), batch, TOKENIZER, envs, 100)
@@ -186,7 +186,7 @@ def test_rollout_works_with_environments_that_are_ray_actors():
     assert metrics["total_turns"] == 1
 
 
-def test_reward_component_names_are_not_prefixed_twice():
+def test_prefix_reward_is_not_added_twice_to_names_of_reward_components():
     batch = prompts(["a", "b"], ["x", "y"], [{"r": {"reward/f": 1.0}}, {"r": {"f": 2.0}}])
     result, _ = run_multi_turn_rollout(FakeGeneration(), batch, TOKENIZER, {"x": Fixed(), "y": Fixed()}, 100)
     assert [key for key in result if key.startswith("reward/")] == ["reward/f"]
@@ -202,7 +202,7 @@ def test_reward_component_names_are_not_prefixed_twice():
         marks=pytest.mark.slow,
     ),
 ])  # fmt: skip
-def test_correct_answers_of_each_data_set_get_full_reward_from_its_environment(section, env):
+def test_correct_answer_of_each_data_set_gets_full_reward_from_its_environment(section, env):
     """What the data sets put into a row is what the environments read from it."""
     if env == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
@@ -243,7 +243,7 @@ def masked(masks):
     return run_multi_turn_rollout(FakeGeneration(lambda p, k: "ab"), batch, TOKENIZER, {"echo": Unsure()}, 100)[0]
 
 
-def test_mask_sample_in_environment_metadata_masks_the_sample():
+def test_sample_whose_environment_metadata_has_mask_sample_is_not_trained():
     assert "mask_sample" not in masked([[None], [None]])
     rolled = masked([[True], [None], [False], [None, True]])
     assert rolled["mask_sample"].tolist() == [True, False, False, True]

@@ -48,7 +48,7 @@ def messages(*pairs):
     return [ChatMessage(role=role, content=content) for role, content in pairs]
 
 
-def test_later_turn_reuses_the_sampled_token_ids_of_earlier_responses(tokenizer):
+def test_chat_prompt_of_a_later_turn_contains_the_sampled_token_ids_of_earlier_responses(tokenizer):
     """The answer was sampled in other pieces than the tokenizer makes of its text."""
     user, answer, end = ("user", "what is"), "there", tokenizer.eos_token_id
     sampled = [i for letter in answer for i in ids_of(tokenizer, letter)]
@@ -66,7 +66,7 @@ def test_later_turn_reuses_the_sampled_token_ids_of_earlier_responses(tokenizer)
     assert found == chat_prompt(tokenizer, other, None, [])
 
 
-def test_stream_holds_back_text_that_may_begin_a_stop_string(tokenizer):
+def test_streamed_response_holds_back_text_that_may_begin_a_stop_string(tokenizer):
     text = "the answer is 42. Hello! \u00e9\u4e2d"
     for stops, keep, expected in (
         ((), False, text), (("is 43", "Hello?"), False, text), (("is 42",), False, "the answer "), (("is 42", "answer"), True, "the answer"),
@@ -75,7 +75,7 @@ def test_stream_holds_back_text_that_may_begin_a_stop_string(tokenizer):
         assert "".join(pieces) == expected
 
 
-def test_earlier_turn_with_different_tools_is_rendered_again_instead_of_reused(tokenizer):
+def test_earlier_turns_are_tokenized_again_if_the_request_has_different_tools(tokenizer):
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     turns = (turn_of("user", "what is"), turn_of("assistant", "there"))
     anew = chat_prompt(tokenizer, conversation, [TOOL], [])
@@ -84,7 +84,7 @@ def test_earlier_turn_with_different_tools_is_rendered_again_instead_of_reused(t
     assert chat_prompt(tokenizer, conversation, [TOOL], [AssistantTurn(turns, [7, 8], False, [TOOL])])[:2] == [7, 8]
 
 
-def test_reasoning_of_an_earlier_response_is_passed_to_the_chat_template():
+def test_reasoning_content_of_an_earlier_response_is_passed_to_the_chat_template():
     tokenizer = made_tokenizer(TEMPLATE.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}"))
     conversation = messages(("user", "what is"), ("assistant", "there"), ("user", "plus"))
     conversation[1].reasoning_content = "is it not?"
@@ -93,14 +93,14 @@ def test_reasoning_of_an_earlier_response_is_passed_to_the_chat_template():
     assert "is it not?there" in tokenizer.decode(ids)
 
 
-def test_response_that_ends_within_a_character_ends_with_a_replacement_character(tokenizer):
+def test_served_response_that_ends_within_a_character_ends_with_a_replacement_character(tokenizer):
     ids = ids_of(tokenizer, "x\U0001f642")[:-1]
     whole, pieces = tokenizer.decode(ids), pieces_of(tokenizer, ids)
     assert whole == "x\ufffd" == "".join(TextStream(tokenizer).push(ids, last=True))
     assert "".join(pieces) == whole and len(pieces) == len(ids)
 
 
-def test_logprobs_contain_bytes_of_partial_characters_and_text_offsets(tokenizer):
+def test_served_logprobs_contain_bytes_of_partial_characters_and_text_offsets(tokenizer):
     ids, model = ids_of(tokenizer, "x\U0001f642"), model_of(tokenizer)
     spelled = Speller(TextStream(tokenizer)).take(Sample(ids, [-1.0] * len(ids), LENGTH))
     content = chat_logprobs(model.bytes_of_token, spelled)["content"]
@@ -115,7 +115,7 @@ def test_logprobs_contain_bytes_of_partial_characters_and_text_offsets(tokenizer
     assert at == len("Hello there") and len(ids) > 1
 
 
-def test_tool_calls_are_parsed_and_malformed_ones_remain_text():
+def test_server_parses_tool_calls_of_responses_and_leaves_malformed_ones_as_text():
     good = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     spoken = find_calls(f"Let me see. {good}", "1")
     assert spoken.text == "Let me see." and [(c.name, c.arguments) for c in spoken.calls] == [("add", '{"a": 1}')]
@@ -138,7 +138,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call><think>"}}\
     (f"The mark is <tool_call>. <think>{CALL}{CALL}</think>No.", False, None),
 ])  # fmt: skip
 @pytest.mark.parametrize("special", [(), MARKS])
-def test_tool_call_within_the_thinking_tags_is_ignored(text, thinks, rest, special):
+def test_server_ignores_a_tool_call_within_the_thinking_tags(text, thinks, rest, special):
     """`rest`: what is left of the text beside a call; None: there is no call. The marks may be special tokens."""
     template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") if thinks else TEMPLATE
     made = made_tokenizer(template, special)
@@ -168,7 +168,7 @@ def test_stop_strings_of_the_run_and_of_the_request_both_end_a_response(tokenize
         assert len(choice["logprobs"]["token_logprobs"]) == len(ids)
 
 
-def test_top_logprobs_keep_tokens_that_decode_to_the_same_text():
+def test_served_top_logprobs_keep_different_tokens_that_decode_to_the_same_text():
     """Both spell "t": the letter, and the byte of it; a mark of a word's beginning is a space."""
     backend = byte_fallback()
     letter, byte, word = (backend.token_to_id(token) for token in ("t", "<0x74>", "\u2581t"))
@@ -184,7 +184,7 @@ def test_top_logprobs_keep_tokens_that_decode_to_the_same_text():
     ]  # fmt: skip
 
 
-def test_chat_with_a_rollout_key_reuses_earlier_token_ids_and_renders_tools(server, http):
+def test_chat_request_with_a_rollout_key_reuses_earlier_token_ids_and_renders_tools(server, http):
     def chat(conversation, **more):
         body = {"messages": conversation, "max_tokens": 12, "return_token_ids": True, **more}
         answer = http.post("/v1/chat/completions", json=body, headers={"X-Rollout-Key": "r"})

@@ -31,7 +31,7 @@ class Stuck:
         pass
 
 
-def test_closing_an_engine_with_a_hanging_step_is_an_error():
+def test_closing_a_serving_engine_whose_step_hangs_is_an_error():
     stuck = Stuck()
     engine = EngineThread(lambda: stuck)
     engine.step_seconds = 0.01

@@ -61,7 +61,7 @@ GENERATES = [
 
 
 @pytest.mark.parametrize("field", COMPLETIONS)
-def test_invalid_completion_fields_are_rejected_by_name(http, field):
+def test_error_for_an_invalid_field_of_a_completion_request_names_it(http, field):
     for value in COMPLETIONS[field]:
         answer = http.post("/v1/completions", json=GOOD | {field: value})
         assert answer.status_code == (404 if (field, value) == ("model", "other") else 400), (value, answer.text)
@@ -78,7 +78,7 @@ def test_invalid_completion_fields_are_rejected_by_name(http, field):
     (ChatBody, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, not 5"),
     (CompletionBody, {"prompt": [3, -1]}, "prompt.1: Input should be greater than or equal to 0, not -1"),
 ])  # fmt: skip
-def test_error_for_a_union_typed_field_names_the_invalid_element(kind, field, said):
+def test_error_for_a_request_field_of_several_types_names_the_invalid_element(kind, field, said):
     with pytest.raises(RequestError, match=re.escape(said)):
         read_body(kind, field)
 
@@ -99,7 +99,7 @@ def test_unsupported_chat_fields_that_would_change_the_response_are_rejected(htt
     assert http.post("/v1/chat/completions", json=chat | same).status_code == 200
 
 
-def test_invalid_request_bodies_are_rejected(http):
+def test_http_requests_with_an_invalid_body_are_rejected(http):
     odd = (b"\xff\xfe", DEEP.encode(), b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"1" * 5000)
     for body in (b"", b"{", b"null", b"[]", b'"x"', *odd):
         answer = http.post("/v1/completions", content=body)
@@ -113,7 +113,7 @@ def test_invalid_request_bodies_are_rejected(http):
     assert "v1/models" in http.get("/v2/anything").json()["error"]["message"]
 
 
-def test_api_key_is_required_for_every_route_but_health(server):
+def test_server_requires_its_api_key_for_every_route_except_health(server):
     with httpx.Client(base_url=server.url) as stranger:
         assert stranger.get("/health").status_code == 200
         for headers in ({}, *({"authorization": key} for key in ("Bearer wrong", KEY, "Bearer \u00e9".encode()))):
@@ -121,12 +121,12 @@ def test_api_key_is_required_for_every_route_but_health(server):
             assert stranger.post("/v1/completions", json=GOOD, headers=headers).status_code == 401
 
 
-def test_request_beyond_the_queue_is_rejected_with_503(http):
+def test_request_beyond_the_servers_queue_limit_is_rejected_with_status_503(http):
     refused = http.post("/v1/completions", json=GOOD | {"n": 9})
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
 
 
-def test_rejected_request_does_not_change_the_samples_of_a_retry(server, http):
+def test_rejected_request_does_not_change_the_samples_of_its_repetition(server, http):
     """A client that tries again gets the tokens that it would have got."""
 
     def ask(key):
@@ -173,7 +173,7 @@ def test_malformed_and_slow_http_requests_are_rejected(tmp_path):
 
 
 @pytest.mark.slow
-def test_response_beyond_the_request_timeout_ends_with_504(tmp_path):
+def test_response_that_exceeds_the_request_timeout_ends_with_status_504(tmp_path):
     folder = make_folder(tmp_path / "model")
     with serving(folder, request_timeout_s=0.05) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         engine, over = server.model.engine, threading.Event()

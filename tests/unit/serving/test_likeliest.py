@@ -37,7 +37,7 @@ def post(http, route, **body):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_top_logprobs_are_the_exact_largest_over_the_vocabulary(http, folder, tokenizer, temperature):
+def test_served_top_logprobs_are_the_largest_over_the_whole_vocabulary(http, folder, tokenizer, temperature):
     ask = {"prompt": PROMPT, "max_tokens": 3, "temperature": temperature, "seed": 7, "return_token_ids": True}
     choice = post(http, "/v1/completions", logprobs=4, ignore_eos=True, **ask)
     before = list(tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
@@ -55,7 +55,7 @@ def test_top_logprobs_are_the_exact_largest_over_the_vocabulary(http, folder, to
         before.append(token)
 
 
-def test_top_logprobs_contain_only_tokens_left_by_top_k_or_greedy_sampling(http):
+def test_served_top_logprobs_contain_only_tokens_within_top_k_or_the_greedy_token(http):
     ask = {"prompt": PROMPT, "max_tokens": 6, "seed": 3, "ignore_eos": True}
     for choice in (
         post(http, "/v1/completions", logprobs=9, top_k=2, temperature=1, **ask),
@@ -67,7 +67,7 @@ def test_top_logprobs_contain_only_tokens_left_by_top_k_or_greedy_sampling(http)
     assert post(http, "/v1/completions", logprobs=0, **ask)["logprobs"]["top_logprobs"] is None
 
 
-def test_chat_top_logprobs_are_sorted_and_equal_in_streams(http):
+def test_chat_top_logprobs_are_sorted_and_equal_in_whole_and_streamed_responses(http):
     messages = [{"role": "user", "content": "what"}]
     ask = {"messages": messages, "max_tokens": 5, "seed": 2, "temperature": 1, "logprobs": True, "top_logprobs": 3}
     content = post(http, "/v1/chat/completions", **ask)["logprobs"]["content"]

@@ -20,7 +20,7 @@ class Runner(C.ModelRunner):
         return 10
 
 
-def test_longest_in_cache_is_the_longest_sequence_that_the_engine_accepts():
+def test_computed_longest_sequence_for_the_kv_cache_is_the_longest_that_the_engine_accepts():
     runner = Runner()
 
     def make(length, cache):
@@ -35,7 +35,7 @@ def test_longest_in_cache_is_the_longest_sequence_that_the_engine_accepts():
             make(longest + 1, cache)
 
 
-def test_model_length_beyond_the_cache_is_lowered_or_rejected_if_set_explicitly():
+def test_maximum_length_beyond_the_kv_cache_is_lowered_or_an_error_if_set_explicitly():
     runner = Runner()
     assert length_that_fits(runner, 17_000, 257, is_given=False) == 257
     with pytest.warns(UserWarning, match="at most 257 tokens here, though the model has 40960 positions"):
@@ -46,7 +46,7 @@ def test_model_length_beyond_the_cache_is_lowered_or_rejected_if_set_explicitly(
         length_that_fits(runner, 1000, 16, is_given=False)
 
 
-def test_served_model_length_is_lowered_to_the_kv_cache_capacity(tmp_path):
+def test_maximum_length_that_the_server_reports_is_lowered_to_the_kv_cache_capacity(tmp_path):
     folder = str(make_folder(tmp_path / "m"))
     with pytest.warns(UserWarning, match="512 positions"):
         model = load_model(folder, precision="float32", sizes=EngineSizes(kv_cache_gb=50e-6, max_batch_size=2))

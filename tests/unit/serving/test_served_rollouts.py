@@ -14,7 +14,7 @@ def call(prompt, answer):
     return Call(list(prompt), Sample(list(answer), [-0.5] * len(answer), 1), 0)
 
 
-def test_longest_chain_of_a_rollouts_calls_does_not_depend_on_their_order():
+def test_trained_conversation_of_a_served_rollout_does_not_depend_on_the_order_of_its_calls():
     first, second, third = call([1, 2], [3]), call([1, 2, 3, 4], [5, 6]), call([1, 2, 3, 4, 5, 6], [7])
     aside, retry = call([9] * 20, [9] * 5), call([1, 2, 3, 4], [8])
     for order in permutations([first, second, third, aside, retry]):
@@ -22,7 +22,7 @@ def test_longest_chain_of_a_rollouts_calls_does_not_depend_on_their_order():
     assert longest_chain([]) == [] and longest_chain([aside]) == [aside]
 
 
-def test_rollout_messages_contain_the_token_ids_used_by_the_engine():
+def test_messages_of_a_served_rollout_contain_the_token_ids_used_by_the_engine():
     class Letters:
         def decode(self, ids, skip_special_tokens=False):
             return "".join("abcdefghij"[i] for i in ids)
@@ -35,7 +35,7 @@ def test_rollout_messages_contain_the_token_ids_used_by_the_engine():
     assert logprobs == [[-0.5], [-0.5, -0.5], [-0.5]]
 
 
-def test_sampling_depends_on_rollout_key_prompt_and_number_of_the_call():
+def test_sampling_is_seeded_by_the_rollout_key_the_prompt_and_the_call_index():
     def draws(seed=1):
         rollouts = Rollouts(seed)
         rollouts.register("a", 0, Sampling(1.0, 1.0, 0))
@@ -59,7 +59,7 @@ def test_sampling_depends_on_rollout_key_prompt_and_number_of_the_call():
     assert under_way not in again
 
 
-def test_trained_rollout_is_limited_to_max_new_tokens_of_the_run():
+def test_responses_of_a_served_training_rollout_are_limited_to_max_new_tokens_of_the_run():
     rollouts = Rollouts(1)
     rollouts.register("a", 0, Sampling(1.0, 1.0, 0))
     model = ServedModel(("m",), None, None, 100, 512, (), rollouts, default=Sampling(max_new_tokens=8))
@@ -74,7 +74,7 @@ def test_trained_rollout_is_limited_to_max_new_tokens_of_the_run():
     assert model.sampling(CompletionBody(prompt="x"), 16, 10, trained).max_new_tokens == 64
 
 
-def test_ended_rollout_rejects_requests_and_its_key_is_not_reused():
+def test_server_rejects_requests_of_an_ended_rollout_and_does_not_reuse_its_key():
     """Validations repeat their rollouts: the draws are the same, the keys are not."""
     rollouts, sampling = Rollouts(1), Sampling(1.0, 1.0, 0)
     first = rollouts.register("0-val-0-1", 1, sampling, "val-0-1")

@@ -40,7 +40,7 @@ def idle(server):
     "rule",
     [{"temperature": 0}, {"temperature": 1, "seed": 5}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 6}],
 )
-def test_server_generates_the_same_texts_as_the_library(http, library, rule):
+def test_http_server_generates_the_same_texts_as_the_python_api(http, library, rule):
     mine = library.generate("what is 12 plus", max_new_tokens=30, **rule)
     ask = {"model": "tiny", "prompt": "what is 12 plus", "max_tokens": 30, "return_token_ids": True} | rule
     answer = post(http, "/v1/completions", **ask)
@@ -56,7 +56,7 @@ def test_server_generates_the_same_texts_as_the_library(http, library, rule):
     assert choice["message"] == {"role": "assistant", "content": mine.text}
 
 
-def test_streamed_pieces_concatenate_to_the_whole_response(http):
+def test_streamed_pieces_of_a_served_response_concatenate_to_the_whole_response(http):
     ask = {"prompt": "Hello there", "max_tokens": 40, "temperature": 1, "seed": 1, "n": 2, "logprobs": 0}
     whole = post(http, "/v1/completions", **ask)
     parts = events(http, "/v1/completions", **ask, stream_options={"include_usage": True})
@@ -77,7 +77,7 @@ def test_streamed_pieces_concatenate_to_the_whole_response(http):
     assert deltas[-1]["finish_reason"] == choice["finish_reason"]
 
 
-def test_response_text_ends_before_a_stop_string_unless_it_is_included(http):
+def test_served_response_ends_before_a_stop_string_unless_the_request_includes_it(http):
     ask = {"prompt": "Hello there", "max_tokens": 60, "temperature": 1, "seed": 3}
     text = post(http, "/v1/completions", **ask)["choices"][0]["text"]
     stop = text[6:9]
@@ -89,7 +89,7 @@ def test_response_text_ends_before_a_stop_string_unless_it_is_included(http):
     assert kept == choice["text"] + stop
 
 
-def test_generate_route_accepts_and_returns_token_ids(http, server, library):
+def test_route_generate_of_the_server_accepts_and_returns_token_ids(http, server, library):
     ids = server.model.tokenizer("The answer is", add_special_tokens=False)["input_ids"]
     params = {"max_tokens": 20, "temperature": 1.0, "seed": 9, "logprobs": 1, "skip_special_tokens": False}
     answer = post(http, "/inference/v1/generate", model="tiny", token_ids=list(ids), sampling_params=params)
@@ -118,7 +118,7 @@ def generated(http, server, **params):
     return answer, parts
 
 
-def test_streamed_token_ids_concatenate_to_the_whole_response(http, server):
+def test_streamed_token_ids_of_the_route_generate_concatenate_to_the_whole_response(http, server):
     answer, parts = generated(http, server, n=2, temperature=1.0, logprobs=1)
     for choice in answer["choices"]:
         mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
@@ -127,7 +127,7 @@ def test_streamed_token_ids_concatenate_to_the_whole_response(http, server):
         assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
 
 
-def test_token_id_logprobs_list_the_sampled_token_before_the_top_tokens(http, server):
+def test_logprobs_of_the_route_generate_list_the_sampled_token_before_the_top_tokens(http, server):
     (choice,) = generated(http, server, temperature=1.0, top_k=4, logprobs=3)[0]["choices"]
     ranks = set()
     for entry in choice["logprobs"]["content"]:
@@ -146,7 +146,7 @@ def test_token_id_logprobs_list_the_sampled_token_before_the_top_tokens(http, se
         assert all([e["token_id"] for e in entry["top_logprobs"]] == [entry["token_id"]] for entry in bare)
 
 
-def test_response_does_not_depend_on_concurrent_requests(http, server):
+def test_served_response_does_not_depend_on_concurrent_requests(http, server):
     asks = [
         {"prompt": f"Hello {i}" * (1 + i % 5), "max_tokens": 5 + i, "temperature": i % 2, "seed": i} for i in range(24)
     ]
@@ -158,7 +158,7 @@ def test_response_does_not_depend_on_concurrent_requests(http, server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_kv_cache_blocks_of_a_disconnected_client_are_freed(http, server, stream):
+def test_server_frees_the_kv_cache_blocks_of_a_disconnected_client(http, server, stream):
     engine = server.model.engine
     body = json.dumps(LONG | {"n": 4, "stream": stream}).encode()
     before = engine.state.generated_tokens
@@ -174,7 +174,7 @@ def test_kv_cache_blocks_of_a_disconnected_client_are_freed(http, server, stream
     assert http.get("/health").json()["answers_under_way"] == 0
 
 
-def test_rollout_key_makes_samples_reproducible_and_its_calls_different(http):
+def test_requests_with_a_rollout_key_are_reproducible_and_repeated_calls_of_a_rollout_differ(http):
     ask = {"prompt": "plus minus", "max_tokens": 12, "temperature": 1}
 
     def rollout(key):

@@ -64,7 +64,7 @@ def away_from_zero(client: TrainingClient) -> None:
     client.optim_step(AdamParams(learning_rate=1e-2)).result()
 
 
-def test_rl_loop_in_process_and_over_http_gives_identical_weights(service: ServiceClient, tmp_path: Path) -> None:
+def test_tinker_rl_loop_in_process_and_by_http_gives_identical_weights(service: ServiceClient, tmp_path: Path) -> None:
     here = new_client(service, seed=5)
     rl_loop(here, 3)
     with serving(tmp_path) as (url, server):
@@ -74,12 +74,12 @@ def test_rl_loop_in_process_and_over_http_gives_identical_weights(service: Servi
         assert torch.equal(adapter_of(here), server.models[remote.model_id].state.adapter)
 
 
-def test_rl_loop_in_process_raises_the_reward(service: ServiceClient) -> None:
+def test_tinker_rl_loop_in_process_raises_the_reward(service: ServiceClient) -> None:
     rewards = rl_loop(new_client(service, seed=4), 25)
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
 
 
-def test_async_client_trains_saves_and_loads_a_state(each_service: ServiceClient) -> None:
+def test_asynchronous_tinker_client_trains_saves_and_loads_a_state(each_service: ServiceClient) -> None:
     service = each_service
     data = [Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})]
 
@@ -112,7 +112,7 @@ def test_async_client_trains_saves_and_loads_a_state(each_service: ServiceClient
     asyncio.run(loop())
 
 
-def test_custom_loss_has_the_same_gradient_as_the_builtin_loss(service: ServiceClient) -> None:
+def test_custom_loss_of_a_tinker_client_has_the_same_gradient_as_the_built_in_loss(service: ServiceClient) -> None:
     logprobs, advantages = [-2.0, -3.1, -2.2, -4.0], [1.0, -0.5, 2.0, -1.0]
     inputs = {"target_tokens": TOKENS[1:], "logprobs": logprobs, "advantages": advantages}
     data = [Datum(TOKENS[:-1], inputs), Datum(TOKENS[:-2], {name: value[:-1] for name, value in inputs.items()})]
@@ -134,7 +134,7 @@ def test_custom_loss_has_the_same_gradient_as_the_builtin_loss(service: ServiceC
     torch.testing.assert_close(gradient_of(custom), gradient_of(builtin))
 
 
-def test_gspo_gradient_matches_its_formula(service: ServiceClient) -> None:
+def test_gradient_of_the_tinker_loss_gspo_matches_its_formula(service: ServiceClient) -> None:
     olds = [[-5.7, -5.9, -5.6, -5.5], [-5.8, -5.2, -6.0]]
     masks, advantages = [[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0]], [[0.0, 1.0, 1.0, -2.0], [0.0, 0.0, 1.5]]
     data = []
@@ -163,7 +163,7 @@ def test_gspo_gradient_matches_its_formula(service: ServiceClient) -> None:
     torch.testing.assert_close(gradient_of(builtin), gradient_of(custom))
 
 
-def test_loss_with_several_targets_per_token_is_the_sum_over_the_targets(service: ServiceClient) -> None:
+def test_tinker_loss_with_several_targets_per_token_is_the_sum_over_the_targets(service: ServiceClient) -> None:
     targets = torch.tensor([[4, 9, 200], [5, 5, 0], [6, 1, 2], [7, 8, 299]])
     weights = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.5], [0.1, 0.2, 0.3], [2.0, -1.0, 0.25]])
     together, apart = new_client(service), new_client(service)
@@ -187,7 +187,7 @@ def test_loss_with_several_targets_per_token_is_the_sum_over_the_targets(service
     torch.testing.assert_close(base, scored)
 
 
-def test_sdk_can_send_several_targets_per_token_as_sparse_matrices(tmp_path: Path) -> None:
+def test_tinker_sdk_can_send_several_targets_per_token_as_sparse_matrices(tmp_path: Path) -> None:
     targets, weights = torch.zeros((3, 6), dtype=torch.int64), torch.zeros((3, 6))
     targets[0, :2], weights[0, :2], targets[1, 0], weights[1, 0] = torch.tensor([4, 9]), 0.5, 5, 1.0
     inputs = {"target_tokens": targets, "weights": weights}
@@ -216,7 +216,7 @@ def tenant(client: TrainingClient, number: int) -> Iterator[Result]:
         yield [sequence.tokens for sequence in sampled.result().sequences]
 
 
-def test_eight_interleaved_clients_get_the_same_results_as_each_alone(service: ServiceClient) -> None:
+def test_eight_tinker_clients_at_the_same_time_get_the_same_results_as_each_alone(service: ServiceClient) -> None:
     def clients() -> list[TrainingClient]:
         return [service.create_lora_training_client(rank=2 + 2 * (n % 2), seed=n).result() for n in range(8)]
 
@@ -233,7 +233,7 @@ def test_eight_interleaved_clients_get_the_same_results_as_each_alone(service: S
     assert not torch.equal(adapter_of(alone[0]), adapter_of(alone[2]))
 
 
-def test_samplers_that_alternate_at_every_token_give_the_same_samples_as_alone(
+def test_two_tinker_samplers_that_alternate_at_every_token_give_the_same_samples_as_alone(
     service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "_TURN_STEPS", 1)
@@ -254,18 +254,18 @@ def test_samplers_that_alternate_at_every_token_give_the_same_samples_as_alone(
     [(Shape(2), {"linear_attn", "self_attn", "mlp"}), (Shape(2, train_mlp=False), {"linear_attn", "self_attn"}), (Shape(2, train_attn=False), {"mlp"})],
     ids=["all", "attention", "mlp"],
 )  # fmt: skip
-def test_the_matrices_of_recurrent_layers_count_as_attention(tmp_path: Path, shape: Shape, blocks: set[str]) -> None:
+def test_tinker_option_train_attn_includes_recurrent_layers(tmp_path: Path, shape: Shape, blocks: set[str]) -> None:
     modules = tiny_base(make_model(tmp_path, **RECURRENT)).adapted(shape).lora.modules
     assert {module.split(".")[3] for module in modules} == blocks
 
 
-def test_fused_matrices_get_adapters(tmp_path: Path) -> None:
+def test_lora_adapters_of_tinker_models_cover_fused_matrices(tmp_path: Path) -> None:
     modules = tiny_base(make_model(tmp_path, model_type="phi3")).adapted(Shape(2)).lora.modules
     names = {module.rpartition(".")[2] for module in modules}
     assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 
 
-def test_experts_get_no_adapters_but_their_model_is_sampled_and_its_attention_is_trained(tmp_path: Path) -> None:
+def test_tinker_model_with_experts_can_be_sampled_and_trained_with_adapters_on_attention(tmp_path: Path) -> None:
     with service_in(tmp_path, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2) as service:
         with pytest.raises(ValueError, match="mixture of experts, .* set train_mlp=False"):
             service.create_lora_training_client(rank=2).result()
@@ -278,7 +278,7 @@ def test_experts_get_no_adapters_but_their_model_is_sampled_and_its_attention_is
         assert trained.compute_logprobs(TOKENS).result() != scored
 
 
-def test_sampling_client_keeps_the_weights_of_its_snapshot(service: ServiceClient) -> None:
+def test_tinker_sampling_client_keeps_its_weights_while_training_continues(service: ServiceClient) -> None:
     client = new_client(service, seed=3)
     away_from_zero(client)
     before = client.save_weights_and_get_sampling_client().result()
@@ -288,7 +288,7 @@ def test_sampling_client_keeps_the_weights_of_its_snapshot(service: ServiceClien
     assert before.compute_logprobs(TOKENS).result() == scored != after.compute_logprobs(TOKENS).result()
 
 
-def test_native_model_of_a_lora_rank_is_freed_when_no_client_uses_it(service: ServiceClient) -> None:
+def test_native_model_for_a_lora_rank_is_freed_if_no_tinker_client_uses_it(service: ServiceClient) -> None:
     base = service._core.base
     client = service.create_lora_training_client(rank=5).result()
     assert Shape(5) in base._native
@@ -312,7 +312,7 @@ GROUPS = [*answers_to(TOKENS, ANSWERS), *answers_to([9, 8, 7], ANSWERS[1:]), *an
 
 
 @pytest.mark.parametrize("tokens_at_once", [4096, 9])
-def test_samples_with_a_shared_prompt_give_the_results_of_separate_samples(
+def test_training_tinker_samples_with_a_shared_prompt_gives_the_results_of_separate_ones(
     each_service: ServiceClient, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
 ) -> None:
     monkeypatch.setattr(adapters, "_TOKENS_AT_ONCE", tokens_at_once)
@@ -328,7 +328,7 @@ def test_samples_with_a_shared_prompt_give_the_results_of_separate_samples(
     assert difference.norm() < 1e-5 * gradient_of(apart).norm()
 
 
-def test_consecutive_rows_share_a_prompt_unless_it_has_a_gradient(service: ServiceClient) -> None:
+def test_consecutive_tinker_samples_share_a_prompt_unless_the_prompt_is_trained(service: ServiceClient) -> None:
     rows = rows_of(GROUPS, service._core.base, ("logprobs", "advantages"), ())
     first, second = len(TOKENS) - 1, 2
     assert prompt_groups(rows, "advantages") == [PromptGroup(0, 4, first), PromptGroup(4, 7, second)]

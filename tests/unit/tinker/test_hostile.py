@@ -90,7 +90,7 @@ def train(url: str, model: str, seqs: Iterator[int]) -> None:
         assert result(url, post(url, "optim_step", step)[1]["request_id"])["metrics"]
 
 
-def test_two_hundred_invalid_requests_do_not_change_other_models(tmp_path: Path) -> None:
+def test_two_hundred_invalid_tinker_requests_do_not_change_other_models(tmp_path: Path) -> None:
     rng = random.Random(0)
     with serving(tmp_path) as (url, service):
         service.worker.gap_seconds = 0.0
@@ -209,7 +209,7 @@ def get(url: str, route: str) -> dict:
 
 
 @pytest.mark.slow
-def test_server_killed_twenty_times_loses_no_saved_checkpoint(tmp_path: Path) -> None:
+def test_tinker_server_killed_twenty_times_loses_no_saved_checkpoint(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     rng, losses = random.Random(1), expected_losses(tmp_path, 400)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["nemo_rl_cpp.tinker.app"])

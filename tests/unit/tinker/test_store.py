@@ -25,7 +25,7 @@ def save(store: Store, text: str) -> None:
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_killed_save_leaves_the_old_checkpoint_or_the_new_one(
+def test_killed_save_of_a_tinker_checkpoint_leaves_the_old_one_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
     store = Store(tmp_path)
@@ -50,7 +50,7 @@ def test_killed_save_leaves_the_old_checkpoint_or_the_new_one(
     assert not list(tmp_path.glob("*/*/.*"))
 
 
-def test_killed_deletion_leaves_no_partial_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_deletion_leaves_no_partial_tinker_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path)
     save(store, "old")
     with monkeypatch.context() as patch:
@@ -60,7 +60,7 @@ def test_killed_deletion_leaves_no_partial_checkpoint(tmp_path: Path, monkeypatc
     assert Store(tmp_path).places() == [] and not list(tmp_path.glob("*/*/.*"))
 
 
-def test_store_folder_in_use_by_another_process_is_rejected(tmp_path: Path) -> None:
+def test_checkpoint_folder_of_a_tinker_server_in_use_by_another_process_is_an_error(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(FolderInUseError, match="--tinker"):
         Store(tmp_path, "--tinker")
@@ -69,7 +69,7 @@ def test_store_folder_in_use_by_another_process_is_rejected(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("option", ["--max-queue", "--request-timeout", "--seed"])
-def test_serve_options_for_openai_routes_are_rejected_with_tinker(
+def test_options_of_serve_for_openai_routes_together_with_tinker_are_errors(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -60,7 +60,7 @@ def backward(model, seed=9, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-def test_effective_weights_are_the_base_plus_the_scaled_lora_product(dtype, targets):
+def test_merged_weights_are_the_base_plus_the_scaled_product_of_lora_b_and_a(dtype, targets):
     frozen, model = weights(base(dtype)), adapted(dtype, targets)
     factors = named_views(model.trained_layout.specs, model.masters)
     for name, now in weights(model).items():
@@ -77,7 +77,7 @@ def test_effective_weights_are_the_base_plus_the_scaled_lora_product(dtype, targ
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_with_lora_b_zero_are_bit_identical_to_the_base(dtype):
+def test_merged_weights_with_lora_b_zero_are_bit_identical_to_the_base(dtype):
     plain = base(dtype)
     named_views(plain.specs, plain.compute)["model.layers.0.mlp.up_proj.weight"][3, 5] = -0.0
     plain.masters_changed()
@@ -89,7 +89,7 @@ def test_weights_with_lora_b_zero_are_bit_identical_to_the_base(dtype):
 
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
 @pytest.mark.parametrize("top_k", [0, 7])
-def test_adapter_gradients_match_dense_gradients_through_the_chain_rule(targets, top_k):
+def test_lora_gradients_match_the_chain_rule_applied_to_gradients_of_the_full_matrices(targets, top_k):
     """W' = W + s B A, so dA = s Bᵀ dW' and dB = s dW' Aᵀ, where dW' is the gradient of the same weights trained whole."""
     model = adapted(torch.float64, targets)
     out, trainer = backward(model, top_k=top_k)
@@ -109,7 +109,7 @@ def test_adapter_gradients_match_dense_gradients_through_the_chain_rule(targets,
 
 
 @KINDS
-def test_bfloat16_adapter_gradients_stay_within_one_percent(targets, changes):
+def test_bfloat16_lora_gradients_are_within_one_percent_of_the_chain_rule_in_float32(targets, changes):
     """To that of the dense gradient of the same weights in bfloat16, taken through the chain rule in float32."""
     model = adapted(torch.bfloat16, targets, **changes)
     ours = named_views(model.trained_layout.specs, backward(model)[1].grads)
@@ -127,14 +127,14 @@ def test_bfloat16_adapter_gradients_stay_within_one_percent(targets, changes):
 
 
 @KINDS
-def test_activation_checkpointing_gives_bit_identical_adapter_gradients(targets, changes):
+def test_activation_checkpointing_does_not_change_the_bits_of_lora_gradients(targets, changes):
     models = (adapted(torch.float32, targets, **changes) for _ in range(2))
     first, second = (backward(model, checkpoint=i > 0)[1].grads for i, model in enumerate(models))
     assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_optimizer_step_changes_adapted_but_no_frozen_weights(dtype):
+def test_optimizer_step_changes_lora_adapted_weights_and_no_frozen_ones(dtype):
     """A probe token's log-probability moves, the reference's does not, and a second run gives the same bits."""
     ends = []
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_optimizer_step_changes_adapted_but_no_frozen_weights(dtype):
     assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
 
 
-def test_small_adapter_updates_are_not_lost_in_bfloat16():
+def test_lora_updates_below_bfloat16_rounding_accumulate_in_float32():
     """Each is far below the rounding of the weights; together they are not."""
     model = base(torch.bfloat16)
     model.adapt(DIM, ALPHA, ["model.layers.0.mlp.up_proj.weight"])
@@ -172,7 +172,7 @@ def test_small_adapter_updates_are_not_lost_in_bfloat16():
 
 
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
-def test_critic_head_is_trained_together_with_the_adapters(merge):
+def test_value_head_of_a_critic_is_trained_together_with_its_lora_adapters(merge):
     model = C.DecoderModel(native_config(CONFIG, value_head=True), torch.bfloat16, False)
     initialize_weights(model, 3, std=0.2)
     model.adapt(DIM, ALPHA, SOME, merge=merge)
@@ -186,7 +186,7 @@ def test_critic_head_is_trained_together_with_the_adapters(merge):
     assert all(grad.abs().max() > 0 for grad in grads.values())
 
 
-def test_invalid_adapter_targets_are_rejected():
+def test_invalid_lora_targets_of_the_native_model_are_errors():
     for targets, said in (([], "a matrix"), (["model.layers.9.mlp.up_proj.weight"], "layers.9"), ([ALL[0], ALL[0]], "twice"), (["lm_head.weight"], "lm_head")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             base(torch.float32).adapt(DIM, ALPHA, targets)

@@ -48,7 +48,7 @@ def logits(model, tokens=TOKENS):
     ]
     + [(ALL_OF_RECURRENT, RECURRENT), (SOME_OF_RECURRENT, RECURRENT)],
 )
-def test_unmerged_and_merged_adapters_agree_in_float64(targets, changes):
+def test_unmerged_and_merged_lora_adapters_give_equal_results_in_float64(targets, changes):
     makers = apart, merged
     (out, trainer), (expected_out, expected) = (backward(make(torch.float64, targets, **changes)) for make in makers)
     torch.testing.assert_close(out, expected_out, rtol=1e-10, atol=1e-11)
@@ -56,7 +56,7 @@ def test_unmerged_and_merged_adapters_agree_in_float64(targets, changes):
 
 
 @pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-def test_float32_unmerged_adapter_gradients_match_float64_within_1e_5(targets):
+def test_float32_gradients_of_an_unmerged_lora_adapter_match_float64_within_1e_5(targets):
     model = apart(torch.float32, targets)
     both = (backward(each)[1].grads.double() for each in (model, apart(torch.float64, targets)))
     ours, theirs = (named_views(model.trained_layout.specs, grads) for grads in both)
@@ -64,7 +64,7 @@ def test_float32_unmerged_adapter_gradients_match_float64_within_1e_5(targets):
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_bfloat16_unmerged_adapter_gradients_are_as_accurate_as_merged_ones():
+def test_bfloat16_gradients_of_unmerged_lora_adapters_are_as_accurate_as_those_of_merged_ones():
     """Both models have the same W in both types; the distance is that of bfloat16's activations."""
     errors = {}
     for merge in (True, False):
@@ -79,7 +79,7 @@ def test_bfloat16_unmerged_adapter_gradients_are_as_accurate_as_merged_ones():
     assert 0 < errors[False] < 1.2 * errors[True] < 0.1
 
 
-def test_unmerged_adapter_update_below_bfloat16_rounding_takes_effect_at_once():
+def test_update_of_an_unmerged_lora_adapter_below_bfloat16_rounding_changes_the_logits():
     """All weights are at least 1/8, where half a step of bfloat16 is 2^-11; from B = 0 the first step changes no weight by more than
     s * 1e-5 * (sum of |A|'s column) < 2^-12. Merging loses it."""
     moved = {}
@@ -107,7 +107,7 @@ def test_unmerged_adapter_update_below_bfloat16_rounding_takes_effect_at_once():
 @pytest.mark.parametrize(
     "targets, changes", [(ALL, {}), (SOME, {}), (ALL_OF_RECURRENT, RECURRENT)], ids=["all", "some", "recurrent"]
 )
-def test_logits_of_a_row_depend_only_on_its_tokens(dtype, targets, changes):
+def test_logits_of_a_row_with_an_unmerged_lora_adapter_depend_only_on_its_tokens(dtype, targets, changes):
     """Prefixes of any length, with one thread and two."""
     model = apart(dtype, targets, **changes, hidden_size=72, intermediate_size=136)
     tokens, lengths = torch.arange(1, 61).repeat(5), (1, 2, 3, 17, 64, 65, 300)
@@ -118,7 +118,7 @@ def test_logits_of_a_row_depend_only_on_its_tokens(dtype, targets, changes):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @KINDS
-def test_logprobs_are_bit_identical_with_packing_shared_prompts_and_recomputation(dtype, targets, changes):
+def test_logprobs_with_unmerged_lora_do_not_depend_on_packing_shared_prompts_or_recomputation(dtype, targets, changes):
     outs, grads = [], []
     for share, checkpoint in ((False, False), (True, False), (True, True)):
         trainer = C.Trainer(apart(dtype, targets, **changes))
@@ -135,7 +135,7 @@ def test_logprobs_are_bit_identical_with_packing_shared_prompts_and_recomputatio
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_unmerged_adapter_with_b_zero_and_the_model_without_it_give_the_base_logits(dtype):
+def test_unmerged_lora_adapter_with_b_zero_gives_the_logits_of_the_base_model(dtype):
     plain, model = logits(base(dtype)), apart(dtype)
     assert torch.equal(logits(model.base()), plain) and not torch.equal(logits(model), plain)
     assert torch.equal(logits(apart(dtype, spread=0.0)), plain)
@@ -143,14 +143,14 @@ def test_unmerged_adapter_with_b_zero_and_the_model_without_it_give_the_base_log
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_merged_copy_is_bit_identical_to_a_merged_adapter(dtype):
+def test_merged_copy_of_an_unmerged_lora_model_equals_a_model_with_a_merged_adapter(dtype):
     model, other = apart(dtype, SOME), merged(dtype, SOME)
     weights = model.compute.clone()
     assert torch.equal(model.merged(), other.compute) and torch.equal(other.merged(), other.compute)
     assert torch.equal(model.compute, weights)
 
 
-def test_rslora_scales_by_alpha_over_the_square_root_of_the_rank():
+def test_rslora_scales_the_adapter_by_alpha_over_the_square_root_of_the_rank():
     model, other = base(torch.float32), base(torch.float32)
     model.adapt(DIM, ALPHA, ALL, use_rslora=True)
     other.adapt(DIM, ALPHA * DIM**0.5, ALL)
@@ -188,7 +188,7 @@ def sampled(runner, requests):
     [((ALL, SOME), {}), ((ALL_OF_RECURRENT, SOME_OF_RECURRENT), RECURRENT)],
     ids=["attention", "recurrent"],
 )
-def test_generation_with_several_adapters_in_a_batch_is_bit_identical_to_each_alone(dtype, packed, targets, changes):
+def test_generation_with_several_lora_adapters_at_once_is_bit_identical_to_each_alone(dtype, packed, targets, changes):
     shared = base(dtype, **changes, vocab_size=64, hidden_size=64, intermediate_size=96)
     models = [apart(dtype, targets[i % 2], seed=i, of=shared) for i in range(4)]
     assert all(model.compute.data_ptr() == shared.compute.data_ptr() for model in models)
@@ -202,7 +202,7 @@ def test_generation_with_several_adapters_in_a_batch_is_bit_identical_to_each_al
     assert len({tuple(tokens) for tokens, _ in together}) > 1
 
 
-def test_training_one_of_several_adapters_does_not_change_the_others():
+def test_training_one_of_several_lora_adapters_does_not_change_the_others():
     shared = base(torch.bfloat16)
     first, second = (apart(torch.bfloat16, seed=i, of=shared) for i in range(2))
     before = [logits(model) for model in (shared, first, second)]
@@ -212,7 +212,7 @@ def test_training_one_of_several_adapters_does_not_change_the_others():
     assert same == [True, False, True]
 
 
-def test_runner_rejects_merged_adapters_and_adapters_of_another_base():
+def test_generation_with_merged_adapters_or_adapters_of_another_base_is_an_error():
     runner = native_runner(base(torch.float32), {})
     for other in (apart(torch.float32), merged(torch.float32), base(torch.float32)):
         with pytest.raises(ValueError, match="adapters must be apart"):

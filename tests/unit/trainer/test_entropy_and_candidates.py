@@ -41,7 +41,7 @@ def test_lm_head_gradient_of_logprob_and_entropy_matches_autograd(shape, dtype, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_likeliest_tokens_match_the_sorted_logprobs(dtype):
+def test_most_likely_tokens_and_their_logprobs_match_the_sorted_logprobs(dtype):
     x, w, _, _ = inputs(70, 4099, 24, dtype)
     real = torch.float64 if dtype == torch.float64 else torch.float32
     ids, logprobs = torch.empty(70, 33, dtype=torch.int64), torch.empty(70, 33, dtype=real)
@@ -53,7 +53,7 @@ def test_likeliest_tokens_match_the_sorted_logprobs(dtype):
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_forward_gives_entropies_and_candidate_logprobs_at_each_token_to_score(share):
+def test_forward_pass_returns_entropies_and_candidate_token_logprobs_at_each_scored_token(share):
     trainer, (_, ids, mask) = trainer_of(torch.float64), groups_batch()
     lengths = [int(row.nonzero().max()) + 1 for row in mask]
     targets = with_candidates(ids, 5)
@@ -73,7 +73,7 @@ def test_forward_gives_entropies_and_candidate_logprobs_at_each_token_to_score(s
     assert not entropy[~mask].any() and not scored[~mask.flatten()].any()
 
 
-def test_gradient_of_entropies_and_candidate_logprobs_matches_finite_differences():
+def test_gradient_of_entropies_and_candidate_token_logprobs_matches_finite_differences():
     model, (_, ids, mask) = model_of(torch.float64), groups_batch(num_groups=2, generations=3)
     trainer = C.Trainer(model)
     random = torch.Generator().manual_seed(2)

@@ -43,7 +43,7 @@ def expected(
 
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-6), (torch.float32, 1e-5)])
-def test_filtered_logprobs_and_gradients_match_the_reference(dtype, bound):
+def test_logprobs_and_gradients_with_top_k_and_top_p_match_a_slow_reference(dtype, bound):
     random = torch.Generator().manual_seed(0)
     compared = removed = 0
     for temperature, top_p, top_k in RULES:
@@ -67,13 +67,13 @@ def test_filtered_logprobs_and_gradients_match_the_reference(dtype, bound):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_logits_give_nan_logprobs(dtype, bad):
+def test_non_finite_logits_give_nan_logprobs_with_top_k_and_top_p(dtype, bad):
     logits = torch.tensor([[0.0, 1.0, bad, 2.0], [-torch.inf] * 4], dtype=dtype)
     logprobs, _ = C.filtered_logprobs(logits, torch.tensor([1, 1]), torch.ones(2, dtype=dtype), 1.0, 0.9, 0)
     assert torch.isnan(logprobs).all()
 
 
-def test_training_and_sampling_logprobs_are_bit_identical():
+def test_training_and_sampling_kernels_give_bit_identical_logprobs_with_top_k_and_top_p():
     random = torch.Generator().manual_seed(1)
     for temperature, top_p, top_k in RULES:
         logits = torch.randn(40, 3001, generator=random) * 3
@@ -83,7 +83,7 @@ def test_training_and_sampling_logprobs_are_bit_identical():
 
 
 @pytest.mark.parametrize("with_unfiltered", [False, True])
-def test_model_gradient_of_filtered_logprobs_matches_finite_differences(with_unfiltered):
+def test_gradient_of_logprobs_with_top_k_and_top_p_matches_finite_differences(with_unfiltered):
     model = model_of(torch.float64, std=0.3)
     trainer = C.Trainer(model)
     random = torch.Generator().manual_seed(4)
@@ -173,14 +173,14 @@ def test_greedy_responses_are_scored_without_top_k_and_top_p(precision):
     assert "num_filtered_out_tokens" not in policy.train(data, NO_KL)["all_mb_metrics"]
 
 
-def test_reference_logprobs_use_the_temperature_but_not_top_k():
+def test_reference_model_logprobs_use_the_temperature_but_not_top_k():
     filtered, plain = make_policy(temperature=0.7, top_k=3), make_policy(temperature=0.7)
     data = rollout(filtered)
     reference = filtered.get_reference_policy_logprobs(data)["reference_logprobs"]
     assert torch.equal(reference, plain.get_logprobs(data)["logprobs"])
 
 
-def test_filtered_out_token_has_logprob_zero_and_no_gradient():
+def test_token_outside_top_k_has_training_logprob_zero_and_no_gradient():
     policy = make_policy(top_k=1)  # every token but the likeliest is removed: log-probability 0 for the likeliest too
     data = rollout(policy)
     data["input_ids"] = torch.where(data["token_mask"] > 0, (data["input_ids"] + 1) % 14, data["input_ids"])
@@ -222,7 +222,7 @@ def test_kl_term_and_its_gradient_use_logprobs_without_top_k():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_run_with_top_k_and_top_p_is_exact_and_independent_of_logprob_reuse(tmp_path, precision):
+def test_run_with_top_k_and_top_p_has_equal_logprobs_whether_or_not_they_are_reused(tmp_path, precision):
     options = (*tiny.SMALL, "grpo.max_num_steps=3", f"policy.precision={precision}", "policy.generation.top_p=0.8", "policy.generation.top_k=7",
                "policy.train_global_batch_size=16", "policy.optimizer.kwargs.lr=5e-2")  # fmt: skip
     digests = []

@@ -98,7 +98,7 @@ def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, check
 @pytest.mark.parametrize(
     "split", [{}, dict(max_samples=3), dict(max_tokens=90), dict(share=False), dict(checkpoint=True)], ids=str
 )
-def test_kept_activations_give_the_same_gradients_as_a_fresh_forward_pass(family, dtype, split):
+def test_activations_kept_from_generation_give_the_same_gradients_as_a_new_forward_pass(family, dtype, split):
     keeping, plain = make_model(family, dtype), make_model(family, dtype, max_bytes=0)
     data = prompts()
     output = generation_on(keeping).generate(data)
@@ -115,7 +115,7 @@ def test_kept_activations_give_the_same_gradients_as_a_fresh_forward_pass(family
 @pytest.mark.parametrize(
     "engine", [dict(max_batch_size=3), dict(prefill_chunk_tokens=5), dict(kv_cache_gb=4e-5)], ids=str
 )
-def test_kept_activations_are_reused_after_chunked_prefill_and_preemption(engine):
+def test_activations_kept_from_generation_are_usable_after_chunked_prefill_and_preemption(engine):
     """Few slots, prompts in chunks, and a cache so small that sequences are given up and computed again."""
     keeping, plain = make_model(), make_model(max_bytes=0)
     data = prompts()
@@ -129,7 +129,7 @@ def test_kept_activations_are_reused_after_chunked_prefill_and_preemption(engine
     assert torch.equal(kept, gradients(plain, batch, mask)[0])
 
 
-def test_activations_beyond_the_memory_budget_are_recomputed():
+def test_activations_beyond_the_memory_budget_for_kept_ones_are_recomputed():
     """A small budget keeps the first sequences whole; a micro-batch that misses a row makes its own forward."""
     whole = make_model()
     data = prompts()
@@ -149,7 +149,7 @@ def test_activations_beyond_the_memory_budget_are_recomputed():
     assert reused == sorted(reused)
 
 
-def test_second_turn_reuses_the_kept_activations_of_the_first():
+def test_second_turn_reuses_the_activations_kept_from_the_first():
     """A second turn: its prompt is the first turn's text with more behind it; tokens of the first response are trained too."""
     keeping, plain = make_model(), make_model(max_bytes=0)
     data, turns = prompts(groups=2), []
@@ -169,7 +169,7 @@ def test_second_turn_reuses_the_kept_activations_of_the_first():
     assert torch.equal(kept, gradients(plain, batch, mask)[0])
 
 
-def test_kept_activations_are_not_used_for_different_tokens():
+def test_activations_kept_from_generation_are_not_used_for_different_tokens():
     model = make_model()
     data = prompts()
     output = generation_on(model).generate(data)
@@ -179,7 +179,7 @@ def test_kept_activations_are_not_used_for_different_tokens():
     assert gradients(model, batch, mask)[2] == 0  # one micro-batch with the row among its rows
 
 
-def test_kept_activations_are_dropped_after_an_optimizer_step():
+def test_activations_kept_from_generation_are_dropped_after_an_optimizer_step():
     model = make_model()
     data = prompts()
     output = generation_on(model).generate(data)
@@ -200,13 +200,13 @@ def test_kept_activations_are_dropped_after_an_optimizer_step():
     assert model.kept_tokens == 0
 
 
-def test_validation_keeps_no_activations():
+def test_generation_for_validation_keeps_no_activations():
     model = make_model()
     generation_on(model).generate(prompts() | {"stream": "val"})
     assert model.kept_tokens == 0
 
 
-def test_memory_of_kept_activations_is_freed():
+def test_memory_of_activations_kept_from_generation_is_freed():
     model = make_model()
     generation_on(model).generate(prompts())
     model.keep_activations(0)

@@ -87,13 +87,13 @@ def test_model_outputs_and_gradients_on_cuda_match_the_cpu(name, dtype, value_he
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cuda_gradients_are_bit_identical_in_every_run_and_with_checkpointing(name, dtype):
+def test_gradients_on_cuda_are_bit_identical_in_every_run_and_with_activation_checkpointing(name, dtype):
     runs = [gradients("cuda", CONFIGS[name], dtype, checkpoint=c) for c in (False, False, True)]
     assert all(torch.equal(r[0], runs[0][0]) and torch.equal(r[1], runs[0][1]) for r in runs)
 
 
 @pytest.mark.parametrize("filters", [dict(top_k=5), dict(top_p=0.7)], ids=str)
-def test_filtered_logprobs_and_gradients_on_cuda_match_the_cpu(filters):
+def test_logprobs_with_top_k_and_top_p_and_gradients_on_cuda_match_the_cpu(filters):
     cpu, gpu = (gradients(device, CONFIGS["qwen2"], torch.float32, **filters) for device in ("cpu", "cuda"))
     both = torch.isfinite(cpu[0]) & torch.isfinite(gpu[0])
     assert (torch.isfinite(cpu[0]) == torch.isfinite(gpu[0])).float().mean() > 0.99
@@ -102,7 +102,7 @@ def test_filtered_logprobs_and_gradients_on_cuda_match_the_cpu(filters):
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cuda_logprobs_do_not_depend_on_micro_batches_or_shared_prompts(name, dtype):
+def test_logprobs_on_cuda_do_not_depend_on_micro_batches_or_shared_prompts(name, dtype):
     trainer = C.Trainer(model_on("cuda", CONFIGS[name], dtype))
     batch, ids, _ = batch_of_groups()
     whole, results = [0, 1, 2, 3, 4, 5], []
@@ -120,7 +120,7 @@ def test_cuda_logprobs_do_not_depend_on_micro_batches_or_shared_prompts(name, dt
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_weight_digest_on_cuda_equals_the_cpus(dtype):
+def test_weight_digest_on_cuda_equals_that_on_the_cpu(dtype):
     models = [model_on(device, CONFIGS["llama"], dtype) for device in ("cpu", "cuda")]
     assert models[0].digest() == models[1].digest()
     assert models[1].device.startswith("cuda")
@@ -128,7 +128,7 @@ def test_weight_digest_on_cuda_equals_the_cpus(dtype):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sampling", [(), ("policy.generation.top_p=0.9",), ("policy.generation.top_k=5",)], ids=str)
-def test_grpo_on_cuda_is_exact_and_reproducible(tmp_path, precision, sampling):
+def test_grpo_run_on_cuda_is_reproducible_with_equal_generation_and_training_logprobs(tmp_path, precision, sampling):
     """Generation's log-probabilities are the training forward's, bit for bit, before the first update of every step."""
     options = ["cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}", *sampling]
     run = tiny.train(tmp_path, *tiny.SMALL, *options)
@@ -141,7 +141,7 @@ def test_grpo_on_cuda_is_exact_and_reproducible(tmp_path, precision, sampling):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_cuda_graphs_for_decode_steps_do_not_change_the_results(tmp_path, precision):
+def test_cuda_graphs_for_decode_steps_do_not_change_the_sampled_tokens(tmp_path, precision):
     """32 responses that end one after another, in two phases of generation with an update between them."""
     args = [
         *tiny.SMALL, "cluster.device=cuda", "grpo.max_num_steps=2", f"policy.precision={precision}",

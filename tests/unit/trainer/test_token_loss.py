@@ -78,7 +78,7 @@ def train(loss_fn, data, dtype=torch.float32, batching=MicroBatching(max_samples
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TOKEN_LOSSES)
-def test_fused_token_loss_trains_like_the_same_loss_after_the_forward_pass(name, dtype, bound):
+def test_loss_fused_into_the_lm_head_trains_like_the_loss_after_the_forward_pass(name, dtype, bound):
     data = training_data()
     at_once, grads = train(ClippedPGLossFn(TOKEN_LOSSES[name]), data, dtype)
     afterwards, expected = train(AskedAfterwards(TOKEN_LOSSES[name]), data, dtype)
@@ -87,7 +87,7 @@ def test_fused_token_loss_trains_like_the_same_loss_after_the_forward_pass(name,
     assert expected.norm() > 0 and (grads - expected).norm() <= bound * expected.norm()
 
 
-def test_missing_old_logprobs_are_taken_from_the_current_forward_pass():
+def test_fused_loss_takes_missing_old_logprobs_from_the_current_forward_pass():
     data = {k: v for k, v in training_data().items() if k != "prev_logprobs"}
     _, grads = train(ClippedPGLossFn({}), data, on_policy=True)
     _, expected = train(AskedAfterwards({}), data, on_policy=True)
@@ -104,7 +104,7 @@ def test_missing_old_logprobs_are_taken_from_the_current_forward_pass():
     [({}, torch.float32, 1e-5), ({"entropy_coef": 0.5}, torch.float64, 1e-12)],
     ids=["fused", "entropy bonus"],
 )
-def test_gradients_of_a_loss_do_not_depend_on_micro_batches(batching, settings, dtype, bound):
+def test_gradients_of_every_loss_do_not_depend_on_micro_batches(batching, settings, dtype, bound):
     data, loss_fn = training_data(), ClippedPGLossFn(settings)
     whole, expected = train(loss_fn, data, dtype)
     parts, grads = train(loss_fn, data, dtype, batching)
@@ -132,14 +132,14 @@ def test_gradient_of_every_loss_is_the_sum_of_two_ranks_gradients(settings):
 
 
 @pytest.mark.parametrize("name", ROW_LOSSES)
-def test_sequence_level_loss_is_not_fused(name):
+def test_sequence_level_loss_is_not_fused_into_the_lm_head(name):
     data = training_data()
     loss_fn, batch = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0} | ROW_LOSSES[name]), RaggedBatch.of(data)
     assert fused_token_loss(trainer_of(), loss_fn, batch, GlobalCounts.of(batch), Scoring()) is None
     assert train(loss_fn, data)[0].outputs.any()
 
 
-def test_token_loss_is_unfused_if_top_p_float64_or_a_custom_loss_is_used():
+def test_token_loss_is_not_fused_into_the_lm_head_with_top_p_float64_or_a_custom_loss():
     data = RaggedBatch.of(training_data())
     counts = GlobalCounts.of(data)
 
@@ -156,7 +156,7 @@ def test_token_loss_is_unfused_if_top_p_float64_or_a_custom_loss_is_used():
     assert fused_token_loss(trainer_of(), lambda **_: None, data, counts, Scoring()) is None
 
 
-def test_backward_without_the_matching_forward_raises():
+def test_backward_pass_without_the_matching_forward_pass_raises():
     trainer, data = trainer_of(), RaggedBatch.of(training_data())
     batch, _ = plan(data, wanted_tokens(data), range(data.size), MicroBatching(max_samples=100))
     loss = fused_token_loss(trainer, ClippedPGLossFn({}), data, GlobalCounts.of(data), Scoring())

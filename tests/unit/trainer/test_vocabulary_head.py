@@ -40,7 +40,7 @@ def reference(x, w, targets, g, temperature):
 @pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_lm_head_values_and_gradients_match_autograd(shape, dtype, bound, temperature):
+def test_lm_head_logprobs_and_gradients_match_autograd(shape, dtype, bound, temperature):
     data = inputs(*shape, dtype)
     ours, theirs = run(*data, temperature), reference(*data, temperature)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -49,7 +49,7 @@ def test_lm_head_values_and_gradients_match_autograd(shape, dtype, bound, temper
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lm_head_and_sampler_logprobs_are_bit_identical_for_any_other_rows(dtype):
+def test_lm_head_and_sampler_give_bit_identical_logprobs_whatever_the_other_rows_are(dtype):
     x, w, targets, _ = inputs(131, 4099, 40, dtype)
     logits = torch.empty(131, 4099)
     C.linear_forward(x, w, None, logits)
@@ -76,7 +76,7 @@ def test_lm_head_results_are_bit_identical_with_one_and_two_threads(dtype):
     + [((530, 120_000, 4), torch.bfloat16, 1e-2)],
     ids=str,
 )
-def test_fused_lm_head_pass_has_exact_logprobs_and_gradients_of_autograd(shape, dtype, bound):
+def test_fused_lm_head_pass_gives_bit_identical_logprobs_and_gradients_matching_autograd(shape, dtype, bound):
     data = inputs(*shape, dtype)
     logprobs, d_x, d_w = run_fused(*data, 0.7)
     assert torch.equal(logprobs, run(*data, 0.7)[0])
@@ -90,12 +90,12 @@ def test_fused_lm_head_pass_is_bit_identical_with_one_and_two_threads():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_fused_lm_head_pass_rejects_float64():
+def test_fused_lm_head_pass_in_float64_is_an_error():
     with pytest.raises(ValueError, match="no float64"):
         run_fused(*inputs(4, 30, 8, torch.float64), 1.0)
 
 
-def test_target_token_outside_the_vocabulary_is_rejected():
+def test_target_token_outside_the_vocabulary_is_an_error_of_the_lm_head():
     x, w, targets, g = inputs(4, 30, 8, torch.float32)
     targets[2] = 30
     with pytest.raises(ValueError, match="token id 30 is outside the vocabulary of 30"):

@@ -16,7 +16,7 @@ class Role:
         self.invalidated += 1
 
 
-def test_shared_weights_are_not_copied_and_their_digest_is_logged():
+def test_engine_that_shares_the_trainers_weights_copies_nothing_and_logs_their_digest():
     policy, engine = Role(), Role()
     refit = create_weight_synchronizer(policy, engine, True)
     assert refit.sync_weights() == {"refit/bytes": 0, "weights/digest": "aa"}
@@ -28,12 +28,12 @@ def test_shared_weights_are_not_copied_and_their_digest_is_logged():
     assert refit.sync_weights()["weights/digest"] == "bb"
 
 
-def test_engine_with_different_weights_stops_the_run():
+def test_run_ends_with_an_error_if_the_engine_has_different_weights_than_the_trainer():
     with pytest.raises(RuntimeError, match="the engine's weights are not the policy's: digest ff against aa"):
         create_weight_synchronizer(Role(), Role("ff"), True).sync_weights()
 
 
-def test_weights_changed_between_generation_and_training_stop_the_run():
+def test_run_ends_with_an_error_if_weights_change_between_generation_and_training():
     policy, engine = Role(), Role()
     refit = create_weight_synchronizer(policy, engine, True)
     refit.sync_weights()

@@ -20,7 +20,7 @@ def a_terminal_that_may_close():
     (signal.SIGINT, "Ctrl-C", "interrupted"), (signal.SIGTERM, "SIGTERM", "terminated"),
     (signal.SIGHUP, "SIGHUP", "terminated"), (signal.SIGUSR1, "SIGUSR1", "terminated"),
 ])  # fmt: skip
-def test_first_signal_requests_a_stop_and_the_second_one_ends_the_run(number, name, reason):
+def test_first_interrupt_signal_requests_a_stop_and_the_second_one_ends_the_run(number, name, reason):
     before, said = signal.getsignal(number), []
     with GracefulStop(said.append, saves=False) as stop:
         assert not stop.requested
@@ -36,7 +36,7 @@ def test_first_signal_requests_a_stop_and_the_second_one_ends_the_run(number, na
     assert signal.getsignal(number) is before
 
 
-def test_signals_ignored_by_the_caller_stay_ignored():
+def test_signals_that_the_parent_process_ignores_stay_ignored():
     """nohup: the run outlives its terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -48,7 +48,7 @@ def test_signals_ignored_by_the_caller_stay_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_graceful_stop_does_nothing_outside_the_main_thread():
+def test_graceful_stop_changes_no_signal_handlers_outside_the_main_thread():
     results = []
 
     def work():
@@ -62,7 +62,7 @@ def test_graceful_stop_does_nothing_outside_the_main_thread():
     assert results == [False] and signal.getsignal(signal.SIGINT) is before
 
 
-def test_interrupted_process_finishes_its_step_and_exits_cleanly():
+def test_interrupted_process_finishes_its_step_and_exits_with_status_0():
     program = (
         "import sys, time\n"
         "from nemo_rl_cpp.interrupts import GracefulStop\n"
@@ -81,7 +81,7 @@ def test_interrupted_process_finishes_its_step_and_exits_cleanly():
     assert process.returncode == 0 and out == "saved terminated\n" and "SIGTERM: the run ends after this step" in err
 
 
-def test_call_that_never_returns_is_ended_after_the_second_signal():
+def test_call_that_never_returns_is_ended_by_the_second_interrupt_signal():
     """Python runs signal handlers between two of its own instructions: a call that swallows what they raise, or that never
     returns, is ended from beside."""
     program = (
@@ -137,7 +137,7 @@ def test_forked_child_does_not_delay_exit_and_keeps_default_signals():
     assert (done.stdout, done.stderr, done.returncode) == ("[-15, -15] False\nwent on True\n", "", 0)
 
 
-def test_replaced_signal_handlers_are_restored_at_the_next_check():
+def test_signal_handlers_that_user_code_replaced_are_restored_at_the_next_check():
     said = []
     with GracefulStop(said.append) as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -15,7 +15,7 @@ def here():
     return threading.current_thread()
 
 
-def test_user_calls_run_in_the_thread_that_started_the_run():
+def test_user_code_of_a_run_is_called_in_the_thread_that_started_the_run():
     seen = serve(lambda: (here(), call_user(here)))
     assert seen[0] is not here() and seen[1] is here()
 
@@ -32,7 +32,7 @@ def test_run_can_be_started_from_any_thread():
     assert found[0][0] is found[0][1]
 
 
-def test_one_event_loop_serves_all_user_calls_of_all_runs():
+def test_coroutines_of_user_code_of_all_runs_use_the_same_event_loop():
     async def loop():
         return asyncio.get_running_loop()
 
@@ -40,7 +40,7 @@ def test_one_event_loop_serves_all_user_calls_of_all_runs():
     assert len(set(map(id, loops))) == 1
 
 
-def test_coroutines_of_several_threads_run_concurrently():
+def test_coroutines_of_user_code_from_several_threads_run_concurrently():
     async def meet(barrier):
         barrier.append(None)
         while len(barrier) < 3:
@@ -60,7 +60,7 @@ def test_coroutines_of_several_threads_run_concurrently():
 
 
 @pytest.mark.parametrize("how", ["run", "run_until_complete"])
-def test_user_function_can_run_an_event_loop_while_a_coroutine_waits(how):
+def test_function_of_the_user_can_run_an_event_loop_while_a_coroutine_of_the_user_waits(how):
     async def value():
         await asyncio.sleep(0)
         return 7
@@ -113,11 +113,11 @@ def test_exceptions_of_user_code_are_raised_in_the_run():
     assert serve(lambda: call_user(here)) is here()  # and the next run is none the worse
 
 
-def test_nested_run_makes_its_user_calls_in_the_same_thread():
+def test_run_that_user_code_starts_inside_a_run_calls_user_code_in_the_same_thread():
     assert serve(lambda: call_user(lambda: serve(lambda: call_user(here)))) is here()
 
 
-def test_process_state_is_restored_after_each_user_call(tmp_path, monkeypatch):
+def test_working_directory_and_torch_settings_are_restored_after_each_call_of_user_code(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.chdir(tmp_path)
@@ -177,7 +177,7 @@ def test_custom_loss_runs_with_the_gradient_mode_of_the_trainer():
         assert serve(work) == (True, False)
 
 
-def test_failed_run_waits_for_user_calls_in_flight_in_other_threads():
+def test_run_that_fails_waits_for_unfinished_calls_of_user_code_in_other_threads():
     results, begun = [], threading.Event()
 
     async def judge():
@@ -198,7 +198,7 @@ def test_failed_run_waits_for_user_calls_in_flight_in_other_threads():
     assert results == [7]
 
 
-def test_user_call_after_the_end_of_a_run_runs_in_the_calling_thread():
+def test_user_code_called_after_the_end_of_a_run_runs_in_the_calling_thread():
     late, go = [], threading.Event()
 
     def ask():
@@ -212,7 +212,7 @@ def test_user_call_after_the_end_of_a_run_runs_in_the_calling_thread():
     assert late == [thread]
 
 
-def test_ctrl_c_ends_the_run_and_its_coroutines():
+def test_ctrl_c_ends_the_run_and_the_coroutines_of_user_code():
     ended = []
 
     async def waits():
@@ -234,7 +234,7 @@ def test_ctrl_c_ends_the_run_and_its_coroutines():
     assert serve(lambda: call_user(here)) is here()
 
 
-def test_ctrl_c_ends_a_run_that_makes_no_user_calls():
+def test_ctrl_c_ends_a_run_that_calls_no_user_code():
     ended, begun = [], threading.Event()
 
     def work():

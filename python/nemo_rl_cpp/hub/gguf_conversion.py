@@ -25,8 +25,8 @@ class UnsupportedGgufError(ValueError):
 
 
 class _Kind(NamedTuple):
-    """The names under which config.json describes a GGUF architecture; for Gemma also the number of layers of the 27B
-    model, whose attention scale differs."""
+    """What config.json needs for a GGUF architecture: model_type and class name. `layers_27b` is set for Gemma: the
+    number of layers by which its 27B model, whose attention scale differs, is recognised."""
 
     model_type: str
     architecture: str
@@ -80,7 +80,8 @@ _NUMBERS = {
 
 
 def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
-    """Return a value of the file's metadata; `{arch}` in `key` is replaced by the file's architecture."""
+    """Return the value of `key` in the file's metadata, or `default`. `{arch}` in `key` stands for the file's
+    architecture."""
     if "{arch}" in key:
         key = key.replace("{arch}", str(_value(reader, "general.architecture")))
     field = reader.fields.get(key)
@@ -88,7 +89,7 @@ def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
 
 
 def _short(value: float) -> float:
-    """Return the decimal number that a float32 of the file was written for: 1e-5 is read as 9.99999974e-06."""
+    """Return the decimal number that the file's author stored as float32: 1e-5 for the stored 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
@@ -147,8 +148,8 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    """Set the sizes of Qwen3.5's gated delta nets and experts in `config`, and the number of layers without those for
-    multi-token prediction."""
+    """Set the sizes of Qwen3.5's gated delta nets and experts in `config`. Set the number of layers, which excludes the
+    layers for multi-token prediction."""
     for source, name in _RECURRENT_AND_EXPERTS.items():
         if (number := _value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = int(number)
@@ -259,7 +260,8 @@ def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
-    """Return a SentencePiece BPE tokenizer. Its merges are ordered by the score of the token that a merge makes."""
+    """Return a SentencePiece BPE tokenizer with the tokens `vocab`. A merge of two tokens has the priority of the score
+    of the token that results."""
     scores = _value(reader, "tokenizer.ggml.scores")
     merges = []
     for token, i in vocab.items():
@@ -344,8 +346,9 @@ def _write_description(reader: GGUFReader, folder: Path) -> dict[str, Plain]:
 
 
 def link_folder(gguf_file: Path, link: Path, table_file: Path) -> None:
-    """Make a model folder of a GGUF file: its configuration, its tokenizer, a table of its tensors, and a link to the
-    file, which keeps the weights. The folder of `link` and `table_file` must exist and be empty."""
+    """Make a model folder for a GGUF file without copying the weights. Write the configuration, the tokenizer, a
+    symbolic link `link` to the file, and `table_file`, which lists where each tensor is in the file. `link` and
+    `table_file` are in the same folder, which must exist and be empty."""
     reader = GGUFReader(gguf_file)
     _write_description(reader, link.parent)
     table = {}

@@ -118,8 +118,9 @@ def findable_name(name: str) -> str:
 
 
 def check_is_no_file(name: str, key: str) -> None:
-    """Raise SourceError if `name` (not a folder) cannot be a name on the Hub: it is a file other than a readable GGUF
-    file, or has the form of a path. The message names the configuration key `key`."""
+    """Raise SourceError, whose message names the configuration key `key`, if `name` cannot be the name of a model on
+    the Hub: it is a file that is not a readable GGUF file, or it has the form of a path. The caller has checked that it
+    is not a folder."""
     path = _expanded(name)
     if is_gguf(path):
         gguf_folder(path)
@@ -188,8 +189,8 @@ def nearest_model(name: str) -> str | None:
 
 
 def with_deadline(call: Callable[[], T], seconds: float) -> T:
-    """Return the result of `call`, or raise TimeoutError after `seconds`. The call runs in a thread, which is abandoned
-    at the deadline, because a host lookup has no timeout."""
+    """Return the result of `call`. Raise TimeoutError if it takes longer than `seconds`. `call` runs in a thread, which
+    is abandoned at the deadline, because looking up a host has no timeout."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -242,8 +243,8 @@ def _gated(repo: str, kind: str) -> SourceError:
 
 
 def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> HubUnreachableError:
-    """Return the error to raise if the Hub is unreachable and `repo`, a "model" or "data set" (`kind`), is not
-    cached."""
+    """Return the error to raise if the Hub does not answer and `repo` is not in the local cache. `kind` is "model" or
+    "data set"."""
     others = {
         "data.train.dataset_name": " (and policy.model_name)",
         "policy.model_name": " (and data.train.dataset_name)",
@@ -281,8 +282,8 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
 
 
 def _cached_folder(repo: str, files: list[str]) -> Path | None:
-    """Return the model's folder in the Hub's local cache; None if it is missing, or has no weights and `files` include
-    them."""
+    """Return the model's folder in the Hub's local cache. Return None if there is none, or if `files`, the patterns of
+    the requested files, include weights and the folder has none."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -298,7 +299,8 @@ def _cached_folder(repo: str, files: list[str]) -> Path | None:
 # -- GGUF files -----------------------------------------------------------------------------------------------------
 
 GGUF_FILE, GGUF_TABLE = "model.gguf", "model.gguf.json"
-"""In the folder of a GGUF file: a link to the file, and the place of each tensor in it."""
+"""Two file names in the model folder that is made for a GGUF file: the link to it, and the table of its tensors'
+positions."""
 _GGUF_VERSION = 1  # version of the conversion; folders of other versions are not used
 
 
@@ -379,7 +381,8 @@ def smollm2_gguf() -> Path:
 
 
 def _complete(folder: Path) -> bool:
-    """Return whether `_convert` has finished this folder: its manifest exists and matches the sizes of the files."""
+    """Return whether `_convert` has finished this folder: it has a manifest, and its files have the sizes in the
+    manifest."""
     manifest = folder / "conversion.json"
     try:
         sizes = json.loads(manifest.read_text(encoding="utf-8"))["bytes"]
@@ -451,8 +454,8 @@ def find_policy_weights(name: str) -> str:
 
 
 def _problem_of_weights(step: Path) -> str | None:
-    """Return what is wrong with the policy's weights in a checkpoint, or None. Of a checkpoint without a manifest,
-    which another program wrote, only the files of weights must exist."""
+    """Return what is wrong with the policy's weights in the checkpoint `step`; None if they are complete. If there is
+    no manifest, because another program wrote the checkpoint, only check that files of weights exist."""
     if (step / MANIFEST).exists():
         return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
     return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

@@ -53,19 +53,21 @@ class TrackerLogger(LoggerInterface):
     variables: Mapping[str, str] = {}
 
     def __init__(self, log_dir: str | None) -> None:
-        """Import the package, and read the id of the run that resumes in the folder `log_dir`."""
+        """Import the tracker's package. Read the id of the tracker's run from the log folder `log_dir`, so that a
+        resumed run continues it."""
         self._tracker = self.package(self.name)
         self._file = Path(log_dir) / "run_id.txt" if log_dir and Path(log_dir).is_dir() else None
         self._known = self._file.read_text().strip() if self._file is not None and self._file.exists() else None
 
     def _remember(self, run: str) -> None:
-        """Write the id of the run to the folder, so that a resumed run continues it."""
+        """Write `run`, the id of the tracker's run, into the log folder, so that a resumed run continues it."""
         if self._file is not None:
             self._file.write_text(str(run))
 
     @classmethod
     def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
-        """Return the keys of `cfg` with a value, except defaults whose environment variable is set."""
+        """Return the keys of `cfg` that have a value. A key that only has its default is omitted if the tracker's
+        environment variable for it is set."""
         defaults = {key: field.default for key, field in cls.section.model_fields.items()}
         return {
             key: value
@@ -79,7 +81,7 @@ class TrackerLogger(LoggerInterface):
         remove. The new run records the name of the current one if the tracker can store it."""
 
     def accepted(self, name: str) -> str:
-        """Return a metric name, with `_` for characters that the tracker does not allow, and not too long."""
+        """Return a metric name that the tracker allows: other characters become `_`, and a long name is shortened."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     def send(self, row: dict[str, float], step: int) -> None:
@@ -91,7 +93,7 @@ class TrackerLogger(LoggerInterface):
         self.send(self.numbers(metrics, prefix, step_metric), step)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
-        """Return the metrics that are numbers, by the names under which they are logged."""
+        """Return {logged name: value} of the metrics that are numbers."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         scalars = {self.accepted(name): scalar_of(value) for name, value in flat.items()}
         return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
@@ -101,13 +103,14 @@ class TrackerLogger(LoggerInterface):
         self.send(self.summary(name, to_plain(histogram)), step)
 
     def summary(self, name: str, values: object) -> dict[str, float]:
-        """Return `summarize_list` of the values of metric `name`, under the names that are logged."""
+        """Return `summarize_list` of `values`, the values of the metric `name`, as {logged name: number}."""
         numbers = summarize_list(values) if isinstance(values, list) else {}
         return {self.accepted(f"{name}/{key}"): number for key, number in numbers.items()}
 
 
 class InitTracker(TrackerLogger):
-    """A tracker whose package has `init`. A run that resumes in the same folder continues the same run of the tracker."""
+    """The base class for trackers whose package starts a run with `init(...)`. A run that resumes in the same log
+    folder continues its run in the tracker."""
 
     id_key = "id"  # the argument of `init`, and the attribute of its result, that identify a run
     folder_key = ""  # the argument of `init` for the folder of the tracker's files, if there is one
@@ -172,7 +175,8 @@ class WandbLogger(InitTracker):
         self.run.config.update(to_plain(params), allow_val_change=True)
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a histogram of the finite values, or the value if all are equal, which has no bins."""
+        """Log a histogram of the finite values. If they are all equal, log this value as a number instead, because a
+        histogram needs a range."""
         values = np.asarray(to_plain(histogram), dtype=np.float64).ravel()
         values = values[np.isfinite(values)]
         if values.size:
@@ -223,7 +227,8 @@ class MLflowLogger(TrackerLogger):
 
     @contextmanager
     def _own_server(self) -> Iterator[ModuleType]:
-        """Yield MLflow with the tracking URI of the run. If user code has set another one, it is restored."""
+        """Return a context that yields the module `mlflow` with this run's tracking URI. If user code has set another
+        URI, it is set again at the end."""
         theirs = self._tracker.get_tracking_uri()
         if theirs == self._uri:
             yield self._tracker
@@ -235,7 +240,8 @@ class MLflowLogger(TrackerLogger):
             self._tracker.set_tracking_uri(theirs)
 
     def _use(self, run: "ActiveRun", step: int | None) -> None:
-        """Log into this MLflow run from now on. `step` is the step from which it resumes, or None if it is new."""
+        """Log to the MLflow run `run` from now on. `step` is the step from which the training run resumes; None for a
+        new MLflow run."""
         self.run_id, self._experiment, self._resumed_step = run.info.run_id, run.info.experiment_id, step
         self._remember(self.run_id)
 
@@ -250,7 +256,8 @@ class MLflowLogger(TrackerLogger):
         self._use(run, step=None)
 
     def accepted(self, name: str) -> str:
-        """Return a name for MLflow: special characters and path parts that are empty, `.` or `..` become `_`."""
+        """Return the metric name in the form that MLflow allows: special characters become `_`, and so do path parts
+        that are empty, `.` or `..`."""
         parts = [part if part.strip(".") else part.replace(".", "_") or "_" for part in name.split("/")]
         return super().accepted("/".join(parts)).rstrip("/")
 
@@ -260,7 +267,8 @@ class MLflowLogger(TrackerLogger):
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
-        """Return the numbers, and a summary of each list of numbers, by the names that are logged."""
+        """Return {logged name: number} of the metrics: numbers as they are, lists of numbers as mean, p50, p90 and
+        max."""
         row: dict[str, float] = {}
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)
@@ -284,7 +292,8 @@ class MLflowLogger(TrackerLogger):
                 mlflow.log_params(new, run_id=self.run_id)
 
     def _new_params(self, params: Mapping[str, Plain], known: Mapping[str, str]) -> dict[str, object]:
-        """Return the parameters to log. `known` are those that the run already has."""
+        """Return those of the parameters `params` that must be logged, because they are not among `known`, the ones
+        that the MLflow run already has, or have changed."""
         changes = _latest_changes(known)
         new: dict[str, object] = {}
         for name, value in flatten_dict(to_plain(params)).items():

@@ -41,11 +41,11 @@ class LogLedger:
                 file.write("\n" + json.dumps({"owner": self.owner, "run": self.run}) + "\n")
 
     def add(self, path: Path) -> None:
-        """Record a file that is about to be written, so that `sync` includes it."""
+        """Register the file `path`, which is about to be written, so that `sync` syncs it to disk."""
         self._unsynced[path] = None
 
     def cut(self, step: int) -> None:
-        """Remove the rollout files of steps after `step`."""
+        """Delete the rollout files of the steps after `step`."""
         for path in self.folder.iterdir():
             if (match := _STEP_FILE.fullmatch(path.name)) and int(match[1]) > step:
                 path.unlink()
@@ -101,7 +101,8 @@ def get_experiment_dir(
 
 
 def foreseen_experiment_dir(base_log_dir: str | Path, checkpoint: Path | None) -> Path:
-    """Return what `get_experiment_dir` will return for `checkpoint` (None: a new run), without creating it."""
+    """Return the folder that `get_experiment_dir` will return for the checkpoint `checkpoint` (None: a new run). Create
+    nothing."""
     info = {} if checkpoint is None else json_object(checkpoint / _TRAINING_INFO)
     candidate = _recorded(base_log_dir, info)
     own = candidate is not None and _is_own(candidate, checkpoint)

@@ -11,7 +11,7 @@ Metrics = Mapping[str, object]
 
 
 class LoggerBackend(Protocol):
-    """A destination of metrics. The run's `Logger` calls only the six methods below.
+    """A destination of metrics: files or a tracker. A run's `Logger` calls only the six methods below.
 
     Steps count from 1 and never decrease, except after `truncate_after`. If a backend raises an exception, one warning
     is shown and the run continues. Only errors of the backends that write the run's files end the run."""
@@ -46,7 +46,8 @@ class LoggerBackend(Protocol):
 
 
 class LoggerInterface(LoggerBackend):
-    """The base class of users' logger backends, with NeMo RL's name: a `LoggerBackend` that writes no files."""
+    """The base class for loggers that users write, with NeMo RL's name. It is a `LoggerBackend` that writes no
+    files."""
 
     def flush(self) -> None:
         """Do nothing, because no data is buffered."""

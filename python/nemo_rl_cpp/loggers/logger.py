@@ -63,11 +63,12 @@ class Logger(LoggerInterface):
         return LOGGER_BACKENDS
 
     new_monitor: Callable[..., RayGpuMonitorLogger] = staticmethod(RayGpuMonitorLogger)
-    """Makes the monitor of GPU and host memory that `monitor_gpus` enables."""
+    """The class of the monitor of GPU use and memory that the key `monitor_gpus` enables."""
 
     @property
     def run_id(self) -> str | None:
-        """The random number that identifies the run, also in checkpoints' manifests. None before `claim`."""
+        """The random number that identifies the run, and that manifests of checkpoints also contain. None before
+        `claim`."""
         return self._ledger.run
 
     def claim(self, checkpoint_dir: Path | None = None) -> None:
@@ -118,7 +119,7 @@ class Logger(LoggerInterface):
         self._write_lines(self.log_dir / filename, (_json_line(row) for row in rows))
 
     def _write_lines(self, path: Path, lines: Iterable[str]) -> None:
-        """Replace a file atomically. If the disk is full, warn and write nothing."""
+        """Replace the content of the file `path` by `lines` atomically. If the disk is full, warn and write nothing."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +132,8 @@ class Logger(LoggerInterface):
             self._note_full_disk("files of steps", error)
 
     def _note_full_disk(self, name: str, error: OSError) -> None:
-        """Warn once that the disk is full; raise any other error."""
+        """Warn, once per run, if `error` means that the disk is full; raise any other error. `name` is the file that
+        could not be written."""
         if (trouble := disk_trouble(error)) is None:
             raise error
         if name not in self._failed:
@@ -147,8 +149,8 @@ class Logger(LoggerInterface):
         self._ledger.sync()
 
     def truncate_after(self, step: int) -> None:
-        """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker's run that has
-        later steps keeps them; a new one then starts with the metrics up to `step`, so that each is one curve."""
+        """Remove all metrics, events and rollouts after `step`, from which the run resumes. A tracker cannot remove
+        steps: if its run has later ones, a new run of the tracker begins with the metrics up to `step`."""
         trackers = [logger for logger in self.loggers if isinstance(logger, TrackerLogger)]
         metrics = self.log_dir / METRICS
         restarts = bool(trackers) and any(row["step"] > step for row in _metric_rows(metrics))
@@ -173,7 +175,7 @@ class Logger(LoggerInterface):
             self._lock = None
 
     def _each(self, action: Callable[..., None], backends: Sequence[LoggerBackend] | None = None) -> None:
-        """Call `action` with each of `backends` (None: all), and warn about those that fail."""
+        """Call `action(backend)` for each of `backends` (None: all). If it fails for a backend, print a warning."""
         for logger in dict.fromkeys([*self._files, *self.loggers]) if backends is None else backends:
             try:
                 action(logger)

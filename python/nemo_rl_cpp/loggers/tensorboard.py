@@ -61,8 +61,8 @@ class TensorboardLogger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """Append a scalar, as float32, for every metric that is a number. Finite values beyond the range of float32 are
-        clamped to it. Skip other values, and print one message per metric name (none for strings)."""
+        """Append each metric that is a number as a float32 scalar. Finite values beyond the range of float32 are
+        clamped to it. Skip other values, with one message per metric name (none for strings)."""
         limit = float(np.finfo(np.float32).max)
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)
@@ -119,7 +119,8 @@ def truncate_events(path: Path, step: int | None) -> None:
 
 
 def records(content: bytes) -> Iterator[tuple[bytes, Event]]:
-    """Yield (bytes of the record, event) for each record of an event file, up to the first partial or damaged one."""
+    """Yield (bytes, event) of each record in `content`, the bytes of an event file. Stop at the first partial or
+    damaged record."""
     position = 0
     while position + 12 <= len(content):
         (length,) = struct.unpack_from("<Q", content, position)

@@ -4,6 +4,6 @@ from collections.abc import Callable
 
 
 def extremum(name: str) -> Callable[..., float] | None:
-    """Return the function `min` or `max` by which a metric is combined if its name ends in `_min` or `_max`, otherwise
-    None."""
+    """Return `min` for a metric whose name ends in `_min`, `max` for one in `_max`, otherwise None: the function that
+    combines the metric's values of several micro-batches or ranks."""
     return min if name.endswith("_min") else max if name.endswith("_max") else None

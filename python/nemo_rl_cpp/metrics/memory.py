@@ -56,7 +56,7 @@ def available_bytes() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Restart the measurement of `peak_rss_bytes`; return whether the system allows this."""
+    """Begin a new measurement of `peak_rss_bytes`. Return False if the system does not allow this."""
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
@@ -116,8 +116,8 @@ class PhaseMemory:
         return metrics
 
     def _fold(self) -> int:
-        """Return the peak memory in bytes since the last call. Include it in the run's peak, and restart the
-        measurement."""
+        """Return the peak memory in bytes since the last call, and begin a new measurement. The peak of the whole run
+        includes the returned value."""
         peak = peak_rss_bytes()
         self._run_peak = max(self._run_peak, peak)
         if self._can_reset:
@@ -156,7 +156,7 @@ class RayGpuMonitorLogger:
 
     @property
     def available(self) -> bool:
-        """Whether this machine has GPUs that can be queried."""
+        """Return whether this machine has GPUs that nvidia-smi can query."""
         return shutil.which(_QUERY[0]) is not None and bool(self._gpu_metrics())
 
     def start(self) -> None:
@@ -194,8 +194,8 @@ class RayGpuMonitorLogger:
 
 
 def parse_gpu_table(text: str) -> dict[str, float]:
-    """Return the metrics from nvidia-smi's lines `index, utilization in percent, used MiB`. Values that a line does not
-    report are omitted."""
+    """Return the GPU metrics in `text`, lines of nvidia-smi with index, utilization in percent and used memory in MiB.
+    Values that a line does not report are omitted."""
     metrics = {}
     for line in text.splitlines():
         index, utilization, used = (line.split(",") + ["", ""])[:3]

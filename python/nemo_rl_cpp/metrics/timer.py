@@ -25,7 +25,8 @@ class Timer:
         self._observers: list[object] = []
 
     def record(self, label: str, elapsed: float) -> None:
-        """Add a duration in seconds, measured by the caller, to a label. It does not count in `accounted_share`."""
+        """Add `elapsed` seconds, which the caller measured, to the label `label`. They do not count in
+        `accounted_share`."""
         with self._lock:
             self._times[label] = self._times.get(label, 0.0) + elapsed
 
@@ -65,7 +66,7 @@ class Timer:
             yield self
 
     def sums(self) -> dict[str, float]:
-        """Return the total seconds of each label in this step."""
+        """Return {label: total seconds in this step}."""
         with self._lock:
             return dict(self._times)
 
@@ -122,7 +123,7 @@ class TimeoutChecker:
         return due
 
     def mark_iteration(self) -> None:
-        """Note that the first step begins, or that a step has ended and the next one begins."""
+        """Measure the duration of steps: called when the first step begins, and at the end of each step."""
         now = time.monotonic()
         if self._step_began is not None:
             self._slowest = max(self._slowest, now - self._step_began)
@@ -133,8 +134,8 @@ class TimeoutChecker:
 
 
 class Devices(NamedTuple):
-    """The number of devices: in total, for training and for generation. A device is a GPU, or the CPU of
-    one process."""
+    """The number of devices in total, for training and for generation, by which rates are divided. A device is a GPU,
+    or the CPU of one process."""
 
     total: int = 1
     training: int = 1

@@ -21,16 +21,17 @@ def _all_sliding(form: Form) -> list[str]:
 
 
 def _listed(form: Form, every: int, others: str = SLIDING) -> list[str]:
-    """Return the kind of each layer: layer_types if it is set; otherwise every `every`-th layer is FULL, all others are
-    of the kind `others`."""
+    """Return the kind of attention of each layer of the config.json `form`: its layer_types if set. Otherwise every
+    `every`-th layer is FULL, and the others are of the kind `others`."""
     return form.get("layer_types") or [
         FULL if (i + 1) % every == 0 else others for i in range(form["num_hidden_layers"])
     ]
 
 
 def _where_switched_on(form: Form) -> list[str]:
-    """Return the kind of each layer. If use_sliding_window is false, all are FULL. Otherwise the kinds are layer_types,
-    or without that key FULL for the first max_window_layers layers and SLIDING for all others."""
+    """Return the kind of attention of each layer of the config.json `form`. If use_sliding_window is false, all are
+    FULL. Otherwise the kinds are layer_types, or without that key FULL for the first max_window_layers layers and
+    SLIDING for the others."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -38,8 +39,9 @@ def _where_switched_on(form: Form) -> list[str]:
 
 
 def _alternating_where_switched_on(form: Form) -> list[str]:
-    """Return the kind of each layer. If use_sliding_window is false, all are FULL. Otherwise the kinds are layer_types,
-    or without that key SLIDING for every second of the first max_window_layers layers and FULL for all others."""
+    """Return the kind of attention of each layer of the config.json `form`. If use_sliding_window is false, all are
+    FULL. Otherwise the kinds are layer_types, or without that key SLIDING for every second of the first
+    max_window_layers layers and FULL for the others."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -114,7 +116,8 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def has_experts(form: Mapping[str, Plain]) -> bool:
-    """Return False if hybrid_override_pattern exists and has no layer of experts (E), otherwise True."""
+    """Return whether the model of the config.json `form` has experts. It has none if its key hybrid_override_pattern
+    has no E."""
     return "E" in str(form.get("hybrid_override_pattern", "E"))
 
 

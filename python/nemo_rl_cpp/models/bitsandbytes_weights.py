@@ -20,7 +20,7 @@ CODES = np.array(
 )  # fmt: skip
 """The codes of nf4 (csrc/kernels/weight_blocks.h)."""
 Place = tuple[str, list[int], int, int]
-"""(dtype, shape, first byte in the file, byte after the last)"""
+"""The place of a tensor in a file: (dtype, shape, first byte, byte after the last one)."""
 _BLOCK = 32  # weights of a block of the native core
 _LEAST_SCALE = 2.0**-120  # kNormalFloatLeast of csrc/kernels/weight_blocks.h
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -28,10 +28,11 @@ _DTYPES = {"F32": np.float32, "U8": np.uint8, "I8": np.int8}
 
 
 class QuantisedTensors:
-    """The tensors of a file, in which the parts of each quantised matrix (codes and scales) appear as one tensor.
+    """The tensors of a safetensors file that bitsandbytes wrote, in which the parts of each quantised matrix (codes and
+    scales) appear as one tensor.
 
-    `places` maps a name to its `Place`. A matrix in nf4 has the dtype NF4: the native core's blocks. A matrix in 8 bits
-    becomes float32."""
+    `places` maps a tensor's name to its `Place`. `restored` returns a matrix in nf4 with the dtype NF4, the block
+    format that the native core reads, and a matrix in 8 bits as float32."""
 
     def __init__(self, file: Path, entries: Mapping[str, Place]) -> None:
         self._file, self._entries = file, entries
@@ -57,7 +58,8 @@ class QuantisedTensors:
                 self.places[name] = (dtype, shape, begin, end)
 
     def _state(self, weight: str, kind: str, name: str) -> dict[str, object]:
-        """Return the description of a matrix in 4 bits. Raise ModelFolderError for an unsupported format."""
+        """Return bitsandbytes' description of the 4-bit matrix `weight`, which the tensor `name` of the file holds.
+        Raise ModelFolderError unless `kind` is nf4 and its options are supported."""
         if kind != "nf4":
             raise ModelFolderError(f"{self._file}: {weight} is in bitsandbytes' {kind}, but only nf4 is read in 4 bits")
         try:
@@ -87,7 +89,8 @@ class QuantisedTensors:
             return np.frombuffer(handle.read(end - begin), _DTYPES[dtype]).reshape(shape)
 
     def restored(self, name: str, data: memoryview) -> memoryview:
-        """Return the bytes of a tensor: blocks of nf4, float32 numbers, or `data` itself."""
+        """Return the bytes of the tensor `name`, given its bytes `data` in the file: nf4 becomes the native core's
+        blocks, 8 bits become float32, and all others are `data` itself."""
         if name in self._states:
             made = self._blocks(name, data)
         elif (scales := self._scales_of(name)) in self._entries:
@@ -110,7 +113,8 @@ class QuantisedTensors:
         return blocks
 
     def _scales(self, name: str) -> np.ndarray:
-        """Return the scale of each bitsandbytes block. With double quantisation the file stores it in 8 bits."""
+        """Return the float32 scale of each block of a matrix in nf4. With double quantisation the file stores the
+        scales in 8 bits."""
         state, absmax = self._states[name], self._read(f"{name}.absmax").reshape(-1)
         if f"{name}.nested_absmax" not in self._entries:
             return absmax
@@ -119,7 +123,7 @@ class QuantisedTensors:
 
 
 def decoded_blocks(data: bytes | memoryview) -> np.ndarray:
-    """Return the weights of the native core's blocks of nf4 as a flat float32 array."""
+    """Return the weights in `data`, blocks of nf4 in the native core's format, as a flat float32 array."""
     blocks = np.frombuffer(data, np.uint8).reshape(-1, 4 + _BLOCK // 2)
     codes = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
     return (CODES[codes] * np.ascontiguousarray(blocks[:, :4]).view(np.float32)).reshape(-1)

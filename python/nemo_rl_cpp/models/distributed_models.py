@@ -112,8 +112,8 @@ class DistributedModel:
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
 
     def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
-        """Save the same checkpoint as a single process would. Rank 0 gathers the optimizer's shards and writes the
-        files."""
+        """Save a checkpoint with the same files as a single process would write. Rank 0 gathers the optimizer's shards
+        and writes the files."""
         self.group.call_all("save_checkpoint", absolute(weights_path), absolute(optimizer_path))
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
@@ -132,7 +132,7 @@ class DistributedModel:
 
 
 class DistributedPolicy(DistributedModel, PolicyInterface):
-    """`Policy` in several processes."""
+    """`Policy` in several processes: it has the methods of `Policy`, and each worker trains on its share of a batch."""
 
     def __init__(
         self, cluster: Cluster, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None, **options: object
@@ -143,8 +143,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """See `Policy.skips_prev_logprobs`. With the transformers backend it is False, because generation is not
-        bit-identical to training."""
+        """Return whether training uses generation's log-probabilities as the old policy's, as in `Policy`. With the
+        transformers backend it does not, because generation is not bit-identical to training."""
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
     def get_logprobs(self, data: Batch) -> BatchedDataDict:
@@ -202,7 +202,7 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
 
 
 class DistributedValue(DistributedModel, ValueInterface):
-    """`Value` in several processes."""
+    """`Value`, the critic, in several processes: each worker trains on its share of a batch."""
 
     def __init__(
         self, cluster: Cluster, config: ValueConfig, tokenizer: TokenizerType | None, **options: object
@@ -233,6 +233,6 @@ def plain_batch(data: Batch) -> RaggedBatch:
 
 
 def absolute(path: object) -> object:
-    """Return a path as an absolute one, which is valid in workers with a different working directory. Return anything
-    but a path unchanged."""
+    """Return a path as an absolute one, because workers may have a different working directory. Return a value that is
+    no path unchanged."""
     return Path(path).expanduser().absolute() if isinstance(path, (str, Path)) else path

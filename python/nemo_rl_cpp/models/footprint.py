@@ -17,7 +17,7 @@ _SUM = 4
 
 @dataclass(frozen=True)
 class Buffers:
-    """The bytes that buffers take per token of a forward or backward pass.
+    """The bytes that the native core's buffers take per token of a forward or backward pass.
 
     Args:
         sizes: the model's sizes.
@@ -42,7 +42,8 @@ class Buffers:
 
     @property
     def _columns(self) -> float:
-        """Return `_inner` averaged over all layers, some of which may have no MLP."""
+        """Return the intermediate size of the MLP, or of a token's experts, averaged over all layers, of which some may
+        have no MLP."""
         s = self.sizes
         return self._inner * (len(s.mlp_layers) / s.num_hidden_layers if s.mlp_layers else 1)
 
@@ -61,7 +62,7 @@ class Buffers:
 
     @property
     def _inner(self) -> float:
-        """Return the sum of the intermediate sizes of the MLP, or of the experts, that process one token in a layer."""
+        """Return the intermediate size of a layer's MLP, or the sum of those of the experts that process one token."""
         return self.sizes.experts_per_token * self.sizes.intermediate_size + self.sizes.shared_expert_size
 
     @property
@@ -106,7 +107,7 @@ class Buffers:
 
     @property
     def prefill(self) -> float:
-        """Return the bytes of a prefill's forward pass."""
+        """Return the bytes of the forward pass of a prefill."""
         return 2 * _SUM * self.sizes.hidden_size + self.layer + self._scratch
 
     def logits(self, rows: float) -> float:

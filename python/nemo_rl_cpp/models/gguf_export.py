@@ -95,12 +95,14 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
 
 
 def _whole_shape(parts: Sequence[list[int]]) -> list[int]:
-    """Return the shape of a tensor that holds parts of equal shapes."""
+    """Return the shape of the tensor that stacks `parts`, the equal shapes of one or several parameters, along a new
+    first dimension. One parameter alone keeps its shape."""
     return parts[0] if len(parts) == 1 else [len(parts), *parts[0]]
 
 
 def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Return a tensor in the given format. The blocks of q8_0 and q4_0 equal those of `policy.quantization`."""
+    """Return the tensor `values` in the format `kind`. In q8_0 and q4_0 its blocks equal those of
+    `policy.quantization`."""
     name = kind.name.lower()
     if name not in ("q8_0", "q4_0"):
         return gguf.quants.quantize(values, kind)
@@ -146,7 +148,7 @@ def check_family(config: Mapping[str, Plain]) -> None:
 
 
 def _interval(config: Mapping[str, Plain]) -> int:
-    """Return the n for which the n-th layer is the first one with full attention."""
+    """Return n if the n-th layer, counted from 1, is the first one with full attention."""
     kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
     return [*kinds, FULL].index(FULL) + 1
 
@@ -365,8 +367,8 @@ def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
 
 
 def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) -> list[float]:
-    """Return a score per token. Of all possible merges, llama.cpp applies the one whose resulting token has the highest
-    score."""
+    """Return one score per token of `tokens`, from the order of `merges`. Of all possible merges, llama.cpp applies the
+    one whose resulting token has the highest score."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", "", 1), rank)

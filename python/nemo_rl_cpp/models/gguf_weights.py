@@ -19,7 +19,7 @@ from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 
 
 class Family(NamedTuple):
-    """The properties of a model_type in llama.cpp.
+    """The properties of a model_type in llama.cpp, by which its tensors are converted.
 
     Attributes:
         architecture: its name in the file.
@@ -62,7 +62,8 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
 
 
 def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
-    """Return {name of a tensor in llama.cpp: the parameters of the model folder that it holds, in order}."""
+    """Return {name of a tensor in llama.cpp: names of the parameters of the model folder that it contains, in
+    order}."""
     stored: dict[str, list[str]] = {}
     for here, there in tensor_names(config).items():
         stored.setdefault(there, []).append(here)
@@ -103,7 +104,8 @@ class LinkedTensors:
                 self.places[name] = kind, known if is_own else own, begin + index * each, begin + (index + 1) * each
 
     def restored(self, name: str, data: memoryview) -> memoryview:
-        """Return the bytes of a tensor in Hugging Face's layout. They are copied only if llama.cpp's layout differs."""
+        """Return the bytes of the tensor `name` in Hugging Face's layout, given its bytes `data` in the GGUF file. They
+        are copied only if llama.cpp's layout differs."""
         dtype, shape = self.places[name][:2]
         if not _differs(self._config, name):
             return data
@@ -166,8 +168,8 @@ def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | No
 def _with_swapped_value_heads(
     config: Mapping[str, Plain], name: str, values: np.ndarray, *, to_gguf: bool
 ) -> np.ndarray:
-    """Return a parameter with the value heads of a gated delta net in the other order: by key head or by their index
-    among those of a key head."""
+    """Return the parameter `name` with the value heads of a gated delta net reordered. `to_gguf`: from Hugging Face's
+    order (by key head) to llama.cpp's (by the index among the value heads of a key head); else the reverse."""
     if (found := _value_heads(config, name)) is None:
         return values
     axis, first = found
@@ -179,7 +181,8 @@ def _with_swapped_value_heads(
 
 
 def _splits_blocks(config: Mapping[str, Plain], name: str, dtype: str) -> bool:
-    """Return whether a block of the format `dtype` may hold weights of several value heads, which change places."""
+    """Return whether a quantised block of the format `dtype` may hold weights of several value heads. Then the heads
+    cannot be reordered without dequantising."""
     found = _value_heads(config, name)
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
     return found is not None and found[0] == 1 and config["linear_value_head_dim"] % block != 0

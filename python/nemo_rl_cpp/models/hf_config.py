@@ -52,7 +52,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu2": "relu_squared",
 }
-"""The names of activation functions."""
+"""Activation functions of MLPs: the names in config.json, and the native core's names."""
 
 
 def read_config_file(folder: str | Path) -> dict[str, Plain]:
@@ -170,7 +170,7 @@ def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
 
 
 def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
-    """Return the configuration with its RoPE keys in canonical form."""
+    """Return the configuration `config` of the architecture `made` with its RoPE keys in canonical form."""
     positions = made.defaults["max_position_embeddings"]
     if made.rope_section is not None and not (config.get("rope_parameters") or config.get("rope_scaling")):
         config = {**config, "rope_parameters": made.rope_section}
@@ -185,8 +185,8 @@ def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
 
 
 def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
-    """Rename the key of the number of experts, because transformers 5 writes a different key than released models
-    have."""
+    """Rename the key of the number of experts in `form` to that of released models, because transformers 5 writes
+    another one."""
     for name in EXPERT_COUNTS:
         if name != experts.count and name in form:
             form.setdefault(experts.count, form[name])
@@ -194,7 +194,7 @@ def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
 
 
 def _derive(form: dict[str, Plain]) -> None:
-    """Set missing sizes of a layer that follow from other keys."""
+    """Set sizes of a layer that are missing in the config.json `form` and follow from its other keys."""
     heads, hidden, made = form["num_attention_heads"], form["hidden_size"], SUPPORTED_ARCHITECTURES[form["model_type"]]
     if form.get("num_key_value_heads") is None:
         form["num_key_value_heads"] = heads
@@ -516,7 +516,8 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
 
 
 def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
-    """Return the sizes and the indices of the recurrent layers; an empty mapping if there are none."""
+    """Return the sizes of the recurrent layers and their indices, as arguments of the native `DecoderModel`; an empty
+    mapping if there are none."""
     layers = [layer for layer, kind in enumerate(made.layer_types(form)) if kind == RECURRENT]
     if not layers:
         return {}

@@ -19,7 +19,7 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def check(form: Mapping[str, Plain]) -> None:
-    """Raise ModelFolderError if a size is not supported."""
+    """Raise ModelFolderError if the native core does not support a size of the latent attention."""
     heads, key_value = form["num_attention_heads"], form["num_key_value_heads"]
     if heads != key_value:
         raise ModelFolderError(

@@ -71,8 +71,8 @@ class Lora:
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
-        """Return the adapters that a configuration section requests; None if it trains all weights. Raise ValueError if
-        the section selects no matrix of the model, or one that cannot be adapted."""
+        """Return the LoRA adapters that the configuration section `config` requests; None if LoRA is disabled. Raise
+        ValueError if it selects no matrix of the model, or one that cannot be adapted."""
         wanted = config.lora
         if wanted is None:
             return None
@@ -100,7 +100,7 @@ class Lora:
 
     @property
     def targets(self) -> list[str]:
-        """Return the names of the adapted weights."""
+        """Return the names of the weight matrices that have an adapter."""
         return [f"{module}.weight" for module in self.modules]
 
     def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
@@ -177,8 +177,8 @@ class Lora:
         }
 
     def _short_modules(self) -> list[str]:
-        """Return names such as q_proj if each is adapted in every layer that has it; otherwise the full names of all
-        adapted modules."""
+        """Return the adapted modules for adapter_config.json: short names such as q_proj if every layer's module of
+        this name is adapted, otherwise the full names."""
         short = [module.rpartition(".")[2] for module in self.modules]
         others = {module.rpartition(".")[2] for module in set(self.layers.modules()).difference(self.modules)}
         return list(self.modules) if others.intersection(short) else list(dict.fromkeys(short))

@@ -76,7 +76,7 @@ def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a training step, and the memory in use during it: `parts` are (description, bytes)."""
+    """A phase of a training step, and its memory. `parts` are pairs (description, bytes)."""
 
     name: str
     parts: tuple[tuple[str, float], ...]
@@ -175,8 +175,8 @@ _ONCE = ("master weights", "optimizer", "KV cache", "recurrent states", "logits"
 
 
 def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory that engines in separate workers hold in all phases: weights, and buffers for the next
-    refit."""
+    """Return the memory that generation engines in separate workers hold in all phases, as pairs (description, bytes):
+    weights, and buffers for the next refit."""
     if count == 0:
         return ()
     weights = float(sizes.parameters * _width(policy) * count)
@@ -217,8 +217,8 @@ def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> i
 def _resting(
     model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int = 1
 ) -> tuple[tuple[str, float], ...]:
-    """Return the memory of the model `name` that is in use in all phases: weights (bfloat16 with float32 master
-    weights, or float32) and AdamW's two moments.
+    """Return the memory of the model `name` that is in use in all phases, as pairs (description, bytes): weights
+    (bfloat16 with float32 master weights, or float32) and AdamW's two moments.
 
     With LoRA: weights, adapters (float32, and copies in the run's precision) and the moments of the adapters; with
     `lora_cfg.merge` also a second copy of the adapted weights."""
@@ -287,14 +287,14 @@ def micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
 
 
 class _Training(NamedTuple):
-    """The memory of training a model: `now` while it trains, and `held` in the other phases."""
+    """The memory of training a model: `now` is in use while it trains, and `held` in the other phases."""
 
     now: tuple[tuple[str, float], ...]
     held: tuple[tuple[str, float], ...] = ()
 
 
 def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parameters: int, ranks: int) -> _Training:
-    """Return the memory of training the model `name` with `parameters` weights, on each of `ranks` ranks.
+    """Return the memory of training the model `name` with `parameters` weights on `ranks` ranks.
 
     If generation's activations are kept for the backward pass, training needs the buffers of only one layer. But the
     first step of a run computes its own forward pass."""
@@ -347,8 +347,8 @@ def _scored_share(config: TrainMasterConfig) -> float:
 
 
 def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory of generation: KV cache, states, logits and the buffers of prefill, for the rollouts of a step
-    or for a validation if it has more sequences."""
+    """Return the memory of generation, as pairs (description, bytes): KV cache, recurrent states, logits and buffers of
+    prefill, for the rollouts of a step, or for a validation if it has more sequences."""
     policy, loop = config.policy, config.loop
     batches = [(loop.prompts_per_round * loop.num_generations_per_prompt, loop.num_generations_per_prompt)]
     if config.data.validation is not None and config.algorithm != "sft":
@@ -371,8 +371,8 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
 
 
 def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of writing a checkpoint: a copy of one model's weights, and with unmerged adapters also the
-    merged weights from which it is copied."""
+    """Return the memory of writing a checkpoint, as pairs (description, bytes): a copy of one model's weights, and with
+    unmerged adapters also the merged weights from which they are copied."""
 
     def copies(model: TrainedModelConfig) -> float:
         count = 0 if model.quantization else 1 if model.lora is None or model.lora.merge else 2
@@ -382,8 +382,8 @@ def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> t
 
 
 def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of computing log-probabilities with the policy, without the buffers that training keeps
-    anyway."""
+    """Return the memory of computing log-probabilities with the policy, as pairs (description, bytes). Buffers that
+    training keeps for the next step are not included."""
     policy, tokens = config.policy, micro_batch_tokens(config.policy, "logprob")
     if policy.backend == "hf":
         layer = ("activations", float(tokens * tape_bytes(sizes, _width(policy))))
@@ -464,7 +464,7 @@ def certain_bytes(config: TrainMasterConfig) -> float | None:
 
 
 def fit_text(config: TrainMasterConfig) -> str:
-    """Return a text on whether the estimated peak fits in this machine's memory, with a remedy if it does not."""
+    """Return a sentence on whether the estimated peak fits into this machine's memory, with a remedy if it does not."""
     if config.cluster.device != "cpu":
         return "of the GPU's memory, which is not looked at here"
     amount = machine_memory()
@@ -504,14 +504,14 @@ _BYTES_OF_TRAINING = 18  # per weight: bfloat16, float32 master, gradient and tw
 
 
 def _parameters_by_name(model_name: str) -> float | None:
-    """Return the billions of parameters in a name such as Llama-3.1-8B-Instruct, or None. For 30B-A3B return 30: all
-    experts are trained."""
+    """Return the billions of parameters that a model's name states, such as Llama-3.1-8B-Instruct; None if it states
+    none. For 30B-A3B return 30, because all experts are trained."""
     found = re.findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
     return max(map(float, found), default=None)
 
 
 def forecast_text(config: TrainMasterConfig) -> str:
-    """Return the estimate as a table for the terminal."""
+    """Return the memory estimate as a table of phases for the terminal."""
     config = with_known_sizes(config)
     phases = forecast(config)
     if phases is None:

@@ -63,8 +63,8 @@ class ModelFolder:
         return native if self.quantization is None else {**native, "quantization": self.quantization}
 
     def check_weights(self) -> None:
-        """Raise the errors that building the model and loading its weights would raise, after reading only the headers
-        of its files."""
+        """Raise the errors that building the model and loading its weights would raise. Only the headers of its files
+        are read."""
         native = self.native()
         if self.path is not None:
             entries = ((name, entry) for _, name, entry in all_entries(weight_files(self.path)))
@@ -125,8 +125,8 @@ class ModelFolder:
                 )
 
     def check_mixers(self, model: TrainedModelConfig, section: str) -> None:
-        """Raise ModelFolderError if `model`, the configuration section named `section`, requests what the model's
-        mixers (attention, gated delta net or Mamba-2) do not support: vLLM, or adapters for Mamba-2."""
+        """Raise ModelFolderError if `model`, the configuration of the section `section`, requests vLLM or LoRA for a
+        kind of layer (attention, gated delta net or Mamba-2) that does not support it."""
         if "one_block" in self.native() and model.lora is not None:
             raise ModelFolderError(
                 f"{section}.dtensor_cfg.lora_cfg.enabled is true, but the matrices of {self.config['model_type']} get no adapters: set it to false"
@@ -185,7 +185,8 @@ def open_model_folder(
 
 
 def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """Return the small random model. `fields` are further fields of `ModelFolder`."""
+    """Return the small model with random weights that `tiny-random` names. `fields` are further fields of
+    `ModelFolder`."""
     try:
         return ModelFolder(hf_config.canonical_config(hf_config.TINY_CONFIG, overrides), None, **fields)
     except ModelFolderError as error:
@@ -193,7 +194,8 @@ def tiny_random(overrides: Mapping[str, Plain] | None = None, **fields: object) 
 
 
 def read_model_folder(path: Path, overrides: Mapping[str, Plain] | None = None, **fields: object) -> ModelFolder:
-    """Return the model in a local folder; print nothing. `fields` are further fields of `ModelFolder`.
+    """Return the description of the model in a local folder; print nothing. `fields` are further fields of
+    `ModelFolder`.
 
     If config.json ties the weights but the LM head in the files differs from the embedding, both are used untied, as in
     vLLM (transformers 5 keeps both, too). This does not apply to a critic. If the folder is a checkpoint with only an

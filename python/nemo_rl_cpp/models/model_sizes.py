@@ -57,14 +57,15 @@ class ModelSizes:
     dense_mlps: int = 0
     """number of layers with a dense MLP in place of experts"""
     dense_size: int = 0
-    """its intermediate size"""
+    """intermediate size of this dense MLP"""
     has_router_biases: bool = False
-    """the routers of the experts are sigmoid ones, with biases"""
+    """the routers' scores are sigmoids, and have biases"""
 
     kv_lora_rank: int = 0
-    """columns of the latent of keys and values, of models with latent attention (models/latent_attention.py); 0: none"""
+    """size of the latent vector of keys and values, in models with latent attention (models/latent_attention.py); 0:
+    none"""
     q_lora_rank: int = 0
-    """columns of the queries' latent; 0: none"""
+    """size of the latent vector of queries; 0: none"""
     qk_rope_head_dim: int = 0
     """dimensions of a key that all heads share"""
     v_head_dim: int = 0
@@ -98,7 +99,7 @@ class ModelSizes:
         return sizes
 
     def slice(self, count: int) -> ModelSizes:
-        """Return the sizes of one of `count` tensor-parallel slices."""
+        """Return the sizes that each of `count` tensor-parallel ranks has."""
         return replace(
             self,
             intermediate_size=self.intermediate_size // count,
@@ -197,8 +198,8 @@ class KnownModel(NamedTuple):
 
 
 def recurrent_between(layers: int, every: int) -> tuple[int, ...]:
-    """Return the indices of the recurrent layers in a model of `layers` layers. Every `every`-th layer has attention;
-    all others are recurrent."""
+    """Return the indices of the recurrent layers among `layers` layers, of which every `every`-th has attention and the
+    others are recurrent."""
     return tuple(layer for layer in range(layers) if (layer + 1) % every)
 
 
@@ -212,8 +213,8 @@ def _layers_in(pattern: str) -> dict[str, tuple[int, ...]]:
 
 
 def _listed_sizes(row: list[object]) -> ModelSizes:
-    """Return the sizes in a row of known_models.toml, which gives the recurrent layers by full_attention_interval or by
-    a pattern of letters."""
+    """Return the sizes in `row`, a row of known_models.toml. It gives the recurrent layers by full_attention_interval
+    or by a pattern of letters."""
     sizes = dict(zip((field.name for field in fields(ModelSizes)), row))
     if isinstance(pattern := sizes.get("recurrent_layers"), str):
         sizes |= _layers_in(pattern)
@@ -306,7 +307,7 @@ def latent_sizes(known: Mapping[str, object]) -> dict[str, int]:
 
 
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
-    """Return the sizes from the model folder's config.json and the overrides.
+    """Return the sizes of a model, from its folder's config.json and the overrides of it.
 
     Return None if the folder is missing, or if its file is unreadable or lacks sizes, which other checks report."""
     known: dict[str, object] = {}

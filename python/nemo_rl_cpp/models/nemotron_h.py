@@ -15,7 +15,8 @@ _LETTERS = {"mamba": "M", RECURRENT: "M", "attention": "*", FULL: "*", MLP: "-",
 
 
 def pattern_of(form: Mapping[str, Plain]) -> str:
-    """Return one letter per layer: its kind. As in transformers, a list of kinds takes precedence over a pattern."""
+    """Return the kinds of the layers of the config.json `form`, one letter per layer. As in transformers, a list of
+    kinds takes precedence over a pattern."""
     listed = form.get("layers_block_type") or form.get("layer_types")
     pattern = form.get("hybrid_override_pattern")
     if listed is not None:

@@ -8,7 +8,8 @@ from nemo_rl_cpp.files.yaml_text import Plain
 
 
 def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
-    """Return name -> shape of every parameter of the `DecoderModel` that `native_config` describes."""
+    """Return {name: shape} of every parameter of the native `DecoderModel` with the arguments `native` (see
+    `native_config`)."""
     hidden, inner, heads = native["hidden_size"], native["intermediate_size"], native["head_dim"]
     query, key_value = native["num_heads"] * heads, native["num_kv_heads"] * heads
     products = {
@@ -70,14 +71,14 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
 
 
 def _latents(latent: Mapping[str, Plain] | None) -> dict[str, int]:
-    """Return the size of each latent vector of latent attention: of queries ("q", if there is one) and of keys and
-    values ("kv")."""
+    """Return {"q": size, "kv": size}, the sizes of the latent vectors of latent attention. "q" is missing if queries
+    have none."""
     ranks = {} if latent is None else {"q": latent["query_rank"], "kv": latent["rank"]}
     return {name: rank for name, rank in ranks.items() if rank}
 
 
 def _latent_products(native: Mapping[str, Plain]) -> dict[str, tuple[int, int]]:
-    """Return name -> (rows, columns) of the matrices of latent attention."""
+    """Return {name: (rows, columns)} of the matrices of latent attention."""
     hidden, heads, size, latent = native["hidden_size"], native["num_heads"], native["head_dim"], native["latent"]
     rank, rotated, values = latent["rank"], latent["rope_dim"], heads * latent["value_dim"]
     queries = {"self_attn.q": (heads * size, hidden)}
@@ -90,7 +91,8 @@ def _latent_products(native: Mapping[str, Plain]) -> dict[str, tuple[int, int]]:
 
 
 def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
-    """Return name -> shape of every parameter of a gated delta net or of Mamba-2, without the layer's prefix."""
+    """Return {name: shape} of every parameter of a gated delta net or of Mamba-2. Names are without the layer's prefix;
+    `hidden` is the hidden size."""
     heads, values = sizes["value_heads"], sizes["value_heads"] * sizes["value_dim"]
     mixed = 2 * sizes["key_heads"] * sizes["key_dim"] + values
     if "step_limits" in sizes:
@@ -108,8 +110,8 @@ def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list
 
 
 def _expert_shapes(experts: Mapping[str, Plain], hidden: int, up: Sequence[str]) -> dict[str, list[int]]:
-    """Return name -> shape of every parameter of a mixture of experts, without the layer's prefix. `up`: which of the
-    matrices gate and up an expert has."""
+    """Return {name: shape} of every parameter of a mixture of experts. Names are without the layer's prefix; `hidden`
+    is the hidden size; `up` lists which of the matrices gate and up an expert has."""
     block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
     width = experts["latent_size"] or hidden
     router = f"{block}.{experts['router']}"

@@ -32,8 +32,8 @@ KEYS = (*_SPELLINGS, _ORIGINAL)
 def respell(
     config: Mapping[str, Plain], default_positions: int, default_theta: float = DEFAULT_THETA
 ) -> dict[str, Plain]:
-    """Return the configuration with its RoPE keys in canonical form: only `rope_theta` and `rope_scaling`. Nothing is
-    checked.
+    """Return the configuration `config` with its RoPE keys in canonical form: only `rope_theta` and `rope_scaling`.
+    Values are not checked.
 
     Precedence is as in transformers 5: `rope_scaling` before `rope_parameters`; keys in the section before top-level
     keys, except that a top-level `original_max_position_embeddings` comes first. The default of that key is
@@ -90,8 +90,8 @@ def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
 
 
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
-    """Write into the section `scaling` the values that transformers derives from `positions` and from top-level
-    keys."""
+    """Add to the RoPE section `scaling` the values that transformers derives from `positions` and from the top-level
+    keys of `form`."""
     original = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     scaling[_ORIGINAL] = original
     lacks_factor = scaling["rope_type"] == "yarn" and scaling.get("factor", 0) is None
@@ -206,7 +206,7 @@ def _said(config: Mapping[str, Plain], section: Plain) -> Plain:
 
 
 def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
-    """Return (positions, factor), whose product is a model's maximum length in vLLM; None means
+    """Return (positions, factor). Their product is a model's maximum length in vLLM. None for positions means
     max_position_embeddings.
 
     yarn scales the positions of pretraining, and linear scales max_position_embeddings. llama3 and longrope give factor

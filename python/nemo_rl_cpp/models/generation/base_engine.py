@@ -20,7 +20,8 @@ from nemo_rl_cpp.metrics.memory import available_bytes
 from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface, OnFinished, Prompts, Responses
 
 STREAMS = {"train": 0, "val": 1, "eval": 2}
-"""Each stream's number, by which sampling is seeded (csrc/common/random.h)."""
+"""The number of each stream of samples ("train", "val", "eval"), which is part of the seed of sampling
+(csrc/common/random.h)."""
 
 
 class Sampling(NamedTuple):
@@ -54,8 +55,8 @@ class GenerationRequest(NamedTuple):
 
 
 class BaseEngine(GenerationInterface):
-    """The base of engines; subclasses implement `_respond`. By default an engine holds no memory between two `generate`
-    calls.
+    """The base class of generation engines. Subclasses implement `_respond`. By default an engine holds no memory
+    between two `generate` calls.
 
     The response of a row depends only on its prompt, its sampling settings and the seed of its sampling, which is made
     of `seed` and the row's stream, draw id and sample index (see `GenerationDatumSpec`). The token or string that ends
@@ -141,7 +142,8 @@ class BaseEngine(GenerationInterface):
         """Return the responses for all rows of a request."""
 
     def _room(self, asked: GenerationRequest) -> list[int]:
-        """Return the maximum number of tokens of each row's response, within `max_model_len`."""
+        """Return the maximum number of tokens of each row's response, so that prompt and response together have at most
+        `max_model_len` tokens."""
         if not self.max_model_len:
             return asked.max_new_tokens.tolist()
         left = self.max_model_len - asked.batch.lengths
@@ -241,11 +243,11 @@ class ResponseBuffer:
         self.truncated = [True] * count
 
     def put(self, row: int, tokens: list[int], logprobs: list[float], truncated: bool) -> None:
-        """Store a response that has ended."""
+        """Store the response of row `row`, which has ended."""
         self.tokens[row], self.logprobs[row], self.truncated[row] = tokens, logprobs, truncated
 
     def tell(self, rows: list[int]) -> None:
-        """Report rows whose responses have ended, with their token ids, to `on_finished`."""
+        """Call `on_finished` with the rows `rows`, whose responses have ended, and their token ids."""
         if rows and self.on_finished is not None:
             self.on_finished(rows, [list(self.tokens[row]) for row in rows])
 
@@ -259,7 +261,7 @@ class ResponseBuffer:
 
 
 def _strings_of(value: str | Sequence[str] | None) -> list[str]:
-    """Return a list of strings for one string, several strings or None."""
+    """Return `value` as a list: one string becomes a list of one, None an empty list."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)

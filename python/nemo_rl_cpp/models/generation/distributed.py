@@ -42,8 +42,8 @@ ModelConfig = TypeVar("ModelConfig", bound=TrainedModelConfig)
 
 
 class EngineHost:
-    """The methods of a worker that holds engines. The worker's class provides `create_generation`, which creates an
-    engine."""
+    """The methods of a worker process that holds generation engines. The worker's class provides `create_generation`,
+    which creates an engine."""
 
     @cached_property
     def _engines(self) -> dict[int, NativeGeneration]:
@@ -56,11 +56,11 @@ class EngineHost:
         return number
 
     def serve_engine(self, number: int, serve: Callable[[Self, NativeGeneration], NativeGeneration]) -> None:
-        """Replace engine `number` by the result of `serve(self, engine)`: the same engine, also served over HTTP."""
+        """Serve engine `number` over HTTP: replace it by the engine that `serve(self, engine)` returns."""
         self._engines[number] = serve(self, self._engines[number])
 
     def drop_engine(self, number: int) -> None:
-        """Drop an engine and release its memory. Idempotent."""
+        """Drop engine `number` and release its memory. Do nothing if it is already dropped."""
         if number in self._engines:
             self._engines.pop(number).shutdown()
 
@@ -75,8 +75,8 @@ class EngineHost:
     def generate_until(
         self, number: int, prompts: RaggedBatch, greedy: bool, pause: Pause, on_finished: OnFinished | None = None
     ) -> Responses | None:
-        """Return the responses of engine `number`, or None if it has paused at `pause` (see
-        `NativeGeneration.generate_until`)."""
+        """Return the responses of engine `number` to `prompts`. If responses reach the point `pause`, stop there and
+        return None; `resume` continues (see `NativeGeneration.generate_until`)."""
         if prompts.size == 0:
             return self.generate_with(number, prompts, greedy, on_finished)
         return self._engines[number].generate_until(prompts, pause, greedy, on_finished)
@@ -132,12 +132,13 @@ class DistributedGeneration(GenerationInterface):
         return responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine to its prompts. `told[r]` is the `on_finished` of engine r, or None."""
+        """Return the responses of each engine. `prompts[r]` and `told[r]` are the prompts and the `on_finished` (or
+        None) of engine r."""
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:
-        """Call `method` of every engine with its arguments in `each` and its `on_finished` in `told`; return one result
-        per engine. All tensor-parallel ranks of an engine make the same call."""
+        """Call `method` of every engine, with the arguments `each[r]` and the `on_finished` `told[r]` for engine r.
+        Return one result per engine. All tensor-parallel ranks of an engine make the same call."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]
         by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
@@ -147,8 +148,8 @@ class DistributedGeneration(GenerationInterface):
         return generated_by(batch, self.group.dp_size, *(self.blocks or (None, batch.size)))
 
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
-        """Return the responses `parts` of all ranks as one, in the order of the batch. `parts[r]` are the responses to
-        the rows `shares[r]` of the batch."""
+        """Return the responses `parts` of all ranks as one object, in the order of the batch. `parts[r]` are the
+        responses to the rows `shares[r]` of the batch."""
         place = torch.tensor([row for rows in shares for row in rows], dtype=torch.int64).argsort()
         order = place.tolist()
         ids = [row for part in parts for row in part.rows(part.token_ids)]
@@ -184,7 +185,7 @@ class DistributedGeneration(GenerationInterface):
         return self.group.call_for_one_value("ask_engine", self._number, "weight_digest")
 
     def shutdown(self) -> bool:
-        """Release the memory of all engines. Idempotent."""
+        """Release the memory of all engines. Further calls do nothing."""
         self.group.call_all("drop_engine", self._number)
         return True
 
@@ -288,7 +289,8 @@ class DedicatedGeneration(DistributedGeneration):
 
     Attributes:
         weight_version: version of the engines' weights; None before the first refit.
-        change: a change of the weights that is due in the middle of the next responses; None: no change."""
+        change: the next change of the weights, which happens in the middle of responses; None: no such change is
+            planned."""
 
     def __init__(self, cluster: Cluster, config: PolicyConfig, tokenizer: TokenizerType | None, seed: int) -> None:
         config = for_workers(config)
@@ -306,7 +308,7 @@ class DedicatedGeneration(DistributedGeneration):
         return deal(batch, 0, batch.size, self.group.dp_size, tokens)
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine. If a `change` is due and responses reach its pause, wait for the new
+        """Return the responses of each engine. If a `change` is planned and responses reach its pause, wait for the new
         weights, and then continue these responses."""
         change, before = self.change, self.weight_version
         if change is None:
@@ -346,5 +348,5 @@ class DedicatedGeneration(DistributedGeneration):
         return self.group.run_all_workers_single_data("update_weights_from_collective", version)
 
     def shutdown(self) -> bool:
-        """Shut down the workers' processes. Idempotent."""
+        """Shut down the workers' processes. Further calls do nothing."""
         return self.cluster.shutdown()

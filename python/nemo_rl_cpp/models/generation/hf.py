@@ -21,7 +21,7 @@ _SHRINK = 4  # a batch is compacted once a quarter of its rows has ended
 
 
 class HfGeneration(BaseEngine):
-    """NeMo RL's generation interface on the trainer's own transformers module.
+    """NeMo RL's generation interface for the backend `hf`. It generates with the trainer's own transformers module.
 
     The native sampler seeds each token by (seed, stream, draw id, sample index, position), as in the native engine. A
     row's tokens depend on the other rows of its batch only through rounding: the size of the batch sets the shapes of
@@ -94,7 +94,7 @@ class HfGeneration(BaseEngine):
         return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
     def _answer(self, work: _Work, rows: list[int]) -> None:
-        """Generate the responses of `rows` concurrently, and append their tokens to `work`."""
+        """Generate the responses of the rows `rows` in one batch, and append their tokens to `work`."""
         distinct: dict[tuple[int, ...], int] = {}
         index = [distinct.setdefault(tuple(work.prompts[row].tolist()), len(distinct)) for row in rows]
         # a cache with other states (such as Mamba's) would include padding, so such models recompute whole sequences
@@ -172,8 +172,8 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _cache(module: nn.Module) -> object | None:
-    """Return an empty KV cache for this module. Return None if it has no cache, or if its cache holds other states than
-    keys and values."""
+    """Return an empty KV cache for the transformers module. Return None if it has no cache, or if its cache holds
+    states other than keys and values."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 

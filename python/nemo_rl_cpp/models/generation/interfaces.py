@@ -128,7 +128,7 @@ OnFinished = Callable[[list[int], list[list[int]]], None]
 
 
 class Pause(NamedTuple):
-    """The point at which a generation stops in the middle of its responses, so that the weights can change.
+    """The point at which generation stops within its responses, so that the weights can change.
 
     Attributes:
         after_tokens: number of tokens after which each response stops, at least 2.
@@ -225,8 +225,8 @@ def end_engine(generation: GenerationInterface | None) -> None:
 
 
 DEFAULT_BUCKET_BYTES = 8_000_000
-"""The default for `policy.refit_buffer_size_gb: null`. A bucket that fits in the CPU cache is copied and hashed faster
-(tests/benchmarks/bench_refit.py)."""
+"""The bytes of a message of weights if `policy.refit_buffer_size_gb` is null. A message that fits in the CPU cache is
+copied and hashed faster (tests/benchmarks/bench_refit.py)."""
 
 
 class RefitRendezvous(NamedTuple):

@@ -21,7 +21,7 @@ _UNLIMITED_SLOTS = 1 << 20
 
 
 def native_runner(model: C.DecoderModel, config: GenerationConfig | Mapping[str, object]) -> C.NativeModelRunner:
-    """Return the object through which the engine runs a `C.DecoderModel`. It reads the model's weights in place.
+    """Return the object through which the generation engine runs `model`. It reads the model's weights in place.
 
     On a CUDA device, decode steps run as CUDA graphs unless `config.vllm_cfg.enforce_eager`. On the CPU, depending on
     `config.packed_weights`, decode steps of small batches read a copy of the bfloat16 weights that is packed losslessly
@@ -72,8 +72,8 @@ class NativeGeneration(BaseEngine):
     def generate_until(
         self, batch: RaggedBatch, pause: Pause, greedy: bool = False, on_finished: OnFinished | None = None
     ) -> Responses | None:
-        """Generate like `generate`, but pause each response at `pause`. Return None if any response has paused;
-        `resume` continues. Which tokens are generated before the pause depends on `pause` alone.
+        """Generate like `generate`, but stop each response at the point `pause`. Return None if any response has
+        stopped there; then `resume` continues all of them. The tokens before the pause depend on `pause` alone.
 
         Raise ValueError if `pause.keep_cache` is set and the KV cache cannot hold all responses at once."""
         return self._respond(self._asked(batch, greedy), on_finished, pause)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """The position of a parameter in a flat buffer, or the position of the rows of it that one rank holds.
+    """The position of a parameter, or of the rows of it that one rank holds, in a flat buffer.
 
     Attributes:
         split: the dimension that is sharded; -1: the parameter is not sharded.
@@ -40,8 +40,8 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The positions of all parameters in a flat buffer of `total` elements. It has those members of a native layout
-    that `models/weights.py` uses."""
+    """The positions of all parameters in a flat buffer of `total` elements. It has the members of a native model's
+    layout that `models/weights.py` uses."""
 
     specs: list[FlatSpec]
     total: int
@@ -134,7 +134,7 @@ class FlatModel:
         return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
-        """From now on, let each backward pass add each parameter's gradient to its place in `buffer()`, float32 [n]."""
+        """Make each backward pass from now on add each parameter's gradient to its place in `buffer()`, float32 [n]."""
 
         def add(offset: int, parameter: Tensor) -> None:
             buffer()[offset : offset + parameter.numel()].add_(parameter.grad.reshape(-1))
@@ -145,7 +145,7 @@ class FlatModel:
                 parameter.register_post_accumulate_grad_hook(partial(add, offset))
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: this process always holds all weights."""
+        """Return a context that does nothing, because this process always holds all weights."""
         return nullcontext()
 
 
@@ -189,7 +189,7 @@ class ShardedModel:
 
     @property
     def masters(self) -> Tensor | None:
-        """Return a copy of this rank's float32 master weights [n]; None for a frozen model."""
+        """Return a copy of this rank's float32 master weights [n], n elements; None for a frozen model."""
         return torch.cat(self._local()) if self.trainable else None
 
     @property
@@ -304,7 +304,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.M
 
 
 def _shares_weights(part: nn.Module, module: nn.Module) -> bool:
-    """Return whether `part` shares a parameter with the rest of `module`."""
+    """Return whether the submodule `part` shares a parameter with the rest of `module`."""
     own = set(part.modules())
     rest = {p for m in module.modules() if m not in own for p in m.parameters(recurse=False)}
     return any(p in rest for p in part.parameters())

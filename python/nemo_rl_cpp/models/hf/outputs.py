@@ -72,8 +72,8 @@ SCORE = "score.weight"
 
 
 class ValueNet(nn.Module):
-    """A critic: value = score · h, where h [..., D] is the last hidden state (after the final norm). The head starts at
-    zero, as in `Value`.
+    """A critic: the value of a position is score · h, where h [..., D] is the last hidden state (after the final norm).
+    The head `score` starts at zero, as in `Value`.
 
     Attributes:
         backbone: transformers' AutoModel.
@@ -208,9 +208,9 @@ def outputs_of(
 
 
 def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
-    """Return (logits [b, C, V] in the module's precision, columns [W]): for sequences b, columns C and the vocabulary
-    V; columns[i] is the index along C at which the i-th token to score is predicted. If the architecture supports it,
-    the LM head is computed only for columns that predict a token to score in some row."""
+    """Return (logits [b, C, V], columns [W]): the logits of b sequences at C positions over the vocabulary V, in the
+    module's precision; and for each of the W tokens to score, the index along C of its logits. If the architecture
+    supports it, C has only positions at which some row has a token to score."""
     inputs = _inputs(module, rows)
     if accepts(module, "logits_to_keep") is None:
         return module(**inputs).logits, rows.column
@@ -219,8 +219,8 @@ def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
 
 
 class _InChunks(torch.autograd.Function):
-    """An autograd function for the log-probabilities at some positions of the logits, chunk by chunk. Only the logits
-    are kept for the backward pass, which recomputes each chunk. So only the logits and their gradient exist in full
+    """An autograd function that computes log-probabilities at some positions of the logits in chunks. Only the logits
+    are stored for the backward pass, which recomputes each chunk. So only the logits and their gradient exist in full
     size."""
 
     @staticmethod
@@ -259,7 +259,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bool) -> Outputs:
-    """Return the log-probabilities of `targets` [w] from logits [w, V]."""
+    """Return the `Outputs` of w tokens: the log-probabilities of the token ids `targets` [w] from logits [w, V]."""
     logits = logits.float()
     if scoring.temperature != 1:
         logits = logits / scoring.temperature

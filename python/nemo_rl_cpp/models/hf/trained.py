@@ -157,7 +157,8 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
 
 
 def open_frozen(name: str, precision: str, *, device: str, longest: int | None = None) -> tuple[HfFolder, nn.Module]:
-    """Open the model `generation.model_name`, which only generates. Return its folder, and its module in `precision`.
+    """Open the model `name` (`generation.model_name`), which is only used to generate. Return its folder, and its
+    module in `precision`.
 
     Raises ModelFolderError as `open_hf_folder` does; sequences have up to `longest` tokens
     (`generation.vllm_cfg.max_model_len`)."""
@@ -254,8 +255,8 @@ def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None
 
 
 def _named_as(module: nn.Module, whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the state dict of `module` with unsharded parameters: the tensors of `whole`, with `prefix` removed from
-    their names, and the module's buffers."""
+    """Return a state dict for `module`, whose parameters are sharded: the tensors of `whole`, with `prefix` removed
+    from their names, and the module's buffers."""
     named = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return named | {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
@@ -288,8 +289,8 @@ def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
 
 
 class HfTrainedModel(TrainedModel):
-    """A `TrainedModel` on transformers. It shares the native model's code for micro-batches, losses, optimizer,
-    schedule and checkpoints; torch runs the forward and backward passes."""
+    """A policy or critic in training on transformers. It shares the native model's code for micro-batches, losses,
+    optimizer, schedule and checkpoints; torch runs the forward and backward passes."""
 
     folder: HfFolder
     model: FlatModel | ShardedModel
@@ -419,7 +420,7 @@ class HfPolicy(HfTrainedModel, Policy):
 
 
 class HfPolicyWorker(HfPolicy, EngineHost):
-    """The policy in a worker process, with the engines that read its weights."""
+    """The policy in a worker process of the transformers backend, with the engines that read its weights."""
 
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None

@@ -32,7 +32,7 @@ MomentDtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 class HfTrainer:
-    """The trainer of `TrainedModel` and `MicroBatchRunner` on transformers.
+    """The trainer of a transformers module, for `TrainedModel` and `MicroBatchRunner`.
 
     A forward pass keeps torch's autograd graph for `backward`. Gradients of micro-batches accumulate in float32.
 
@@ -141,7 +141,7 @@ class HfTrainer:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Return the range (begin, end) of the rank's flat buffers that this process updates: all of them."""
+        """Return the range (begin, end) of the flat buffers that this process updates: here the whole buffers."""
         return 0, self.model.flat_layout.total
 
     @cached_property
@@ -160,7 +160,7 @@ class HfTrainer:
         return self._zeros(self._moment_dtypes[1])
 
     def _zeros(self, dtype: torch.dtype | None) -> Tensor:
-        """Return zeros [n] in the layout of the master weights, and in their dtype if `dtype` is None."""
+        """Return zeros [n], one per weight, in `dtype`; None: in the dtype of the master weights."""
         model = self.model
         return torch.zeros(model.flat_layout.total, dtype=dtype or model.masters_dtype, device=model.device)
 
@@ -189,8 +189,8 @@ class HfTrainer:
 
 
 class NextCollective(IntEnum):
-    """The kind of pass that a rank needs next. If the ranks need different kinds, all ranks first run the one with the
-    largest value in this enum."""
+    """The kind of collective pass that a rank needs next. If the ranks need different kinds, all ranks first run the
+    kind with the largest value in this enum."""
 
     END = 0
     SCORE = 1
@@ -202,7 +202,7 @@ class NextCollective(IntEnum):
 
 
 class ShardedTrainer(HfTrainer):
-    """An `HfTrainer` whose model is a `ShardedModel`.
+    """An `HfTrainer` for a model that is sharded over ranks (`ShardedModel`).
 
     Every pass gathers weights from all ranks, but ranks have different numbers of micro-batches, and some micro-batches
     have no backward pass. So before each pass the ranks tell each other which pass they need, and a rank takes part in
@@ -241,7 +241,7 @@ class ShardedTrainer(HfTrainer):
         return every.flatten().tolist()
 
     def _agree(self, wish: NextCollective) -> None:
-        """Take part in the passes of other ranks that come first, until all ranks are ready for the pass `wish`. Raise
+        """Join the passes that other ranks need before the pass `wish`, until all ranks are ready for `wish`. Raise
         OtherRankFailedError if a rank has failed."""
         while True:
             first = NextCollective(max(self._say(wish)))

@@ -71,7 +71,8 @@ class ServerClient:
         self._given_up = False
 
     def call(self, what: str, method: str, path: str, body: object = None) -> dict:
-        """Return the server's response; `{}` if it is not a JSON object. `what` describes the call in error messages.
+        """Return the server's JSON response; `{}` if it is not a JSON object. `what` describes the call in error
+        messages.
 
         Raises ServerStatusError if the server rejects the call, WorkerLostError if it is unreachable or times out."""
         with self._asked(what, method, path, body) as response, self._told(what):
@@ -99,7 +100,7 @@ class ServerClient:
                 yield event
 
     def give_up(self) -> None:
-        """Close all connections, so that calls in progress fail and vLLM aborts their requests. New calls fail, too."""
+        """Close all connections. Calls in progress fail, vLLM aborts their requests, and new calls fail."""
         with self._lock:
             self._given_up, open_ones = True, list(self._open)
         for one in open_ones:
@@ -240,7 +241,7 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """Yield options in the syntax of vLLM's command line. False becomes `--no-x`, a list becomes several words, a
+    """Yield `options` as arguments of vLLM's command line. False becomes `--no-x`, a list becomes several words, a
     mapping becomes JSON, and null is omitted."""
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -353,8 +354,8 @@ class StartedServer:
                 raise WorkerLostError(f"vLLM did not start within {seconds:g} s ({key}){self.what_happened(wait=0.0)}")
 
     def what_happened(self, wait: float = GRACE_SECONDS) -> str:
-        """Return the last part of an error message: how the server ended, if it ends within `wait` seconds, and the
-        last lines of its output."""
+        """Return how the server ended, with the last lines of its output, for the end of an error message. Wait at most
+        `wait` seconds for its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=wait)
         code, how = self._process.returncode, ""

@@ -82,8 +82,9 @@ class WeightBuffer:
 
 
 class SharedMemoryTransport:
-    """A transfer through anonymous memory that this process and the server's workers map. The memory is reachable only
-    by this process's open file, so that it is freed once both processes have ended, even if they are killed."""
+    """The transfer of weights to vLLM through anonymous memory that this process and the server's workers map. The
+    memory is reachable only by this process's open file, so it is freed once both processes have ended, even if they
+    are killed."""
 
     def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
         self._client, self._buffer, self._sent = client, WeightBuffer(weights), ""
@@ -105,13 +106,13 @@ class SharedMemoryTransport:
         return self._sent
 
     def close(self) -> None:
-        """Release the shared memory. Idempotent."""
+        """Release the shared memory. Further calls do nothing."""
         self._buffer.close()
 
 
 class NcclTransport:
-    """A transfer by NCCL: the trainer's GPU is rank 0 and broadcasts each tensor to the server's workers, in the order
-    of `update_info`.
+    """The transfer of weights to vLLM by NCCL: the trainer's GPU is rank 0 and broadcasts each tensor to the server's
+    workers, in the order of `update_info`.
 
     The workers receive NCCL's id by HTTP, join an all-reduce of one number as a greeting, and then receive one
     broadcast per tensor, as vLLM's engine `nccl` does without packing."""
@@ -167,7 +168,7 @@ class NcclTransport:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the communicator. Idempotent."""
+        """Close the communicator. Further calls do nothing."""
         self._communicator = None
 
 
@@ -197,7 +198,8 @@ _PLAIN = {  # set explicitly, so that they do not depend on a server's defaults
 
 
 class Response:
-    """A response that vLLM is generating. Stop strings are matched in the bytes of its tokens, as in the native engine.
+    """One response that vLLM is generating. Stop strings are matched in the bytes of its tokens, as in the native
+    engine.
 
     Args:
         row: index of the row of the batch.
@@ -226,8 +228,8 @@ class Response:
 
 
 class VllmGeneration(BaseEngine):
-    """NeMo RL's generation interface on a vLLM server, either the user's at `policy.generation.vllm_cfg.server_url`, or
-    one that the run starts with the interpreter `vllm_cfg.python`.
+    """NeMo RL's generation interface for vLLM: it uses the user's server at `policy.generation.vllm_cfg.server_url`, or
+    starts one with the interpreter `vllm_cfg.python`.
 
     A user's server keeps running after the run, with the last weights. Other clients may use it, too; their requests
     end before each refit. vLLM generates nothing before the first `update_weights`.

@@ -29,7 +29,8 @@ from nemo_rl_cpp.models.weight_files import RawTensor, fill_parameters, raw_tens
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """A generated text. `finish_reason` is "stop" (a stop token or stop string) or "length"."""
+    """One generated text. `finish_reason` is "stop" if it ended at a stop token or stop string, and "length" if it
+    ended at a length limit."""
 
     text: str
     token_ids: list[int]

@@ -34,8 +34,8 @@ def say(text: str) -> None:
 
 
 def end_within(seconds: float, status: int, done: threading.Event | None = None, text: str | None = None) -> None:
-    """Print `text` and end the process with `status` after `seconds`, unless `done` is set first. This works even if
-    another thread does not end or the main thread is stuck in a call."""
+    """Print `text`, and end the process with `status` after `seconds`, unless `done` is set before. This works even if
+    another thread does not end, or if the main thread hangs in a call."""
     done = done or threading.Event()
 
     def watch() -> None:
@@ -55,9 +55,9 @@ def _in_an_import(frame: FrameType | None) -> bool:
 
 @contextmanager
 def startup() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C until a `GracefulStop` is entered. At Ctrl-C during an import, end the process
-    with status 130, because importing torch would lose the exception. Forked processes end without printing
-    anything."""
+    """Return a context in which Ctrl-C raises KeyboardInterrupt, until a `GracefulStop` is entered. Ctrl-C during an
+    import ends the process with status 130 instead, because importing torch would lose the exception. Forked processes
+    end without printing anything."""
     if not _in_main_thread():
         yield
         return
@@ -99,16 +99,16 @@ class GracefulStop:
 
     A second signal raises KeyboardInterrupt for SIGINT, otherwise SystemExit(128 + its number). If the block has not
     ended some seconds later (a call hangs, or the exception was caught), the process ends with that status. A third
-    signal kills it. If code that the run calls (a reward function's library) replaces a handler, the handler is
-    restored with a warning, after the call or when `requested` is next read. SIGHUP and SIGUSR1 stay ignored if they
-    already are, as under nohup. At the end of the block the previous handlers are restored. Outside the main thread,
-    where Python allows no handlers, the context manager does nothing."""
+    signal kills it. If user code, such as a reward function, installs another signal handler, this handler is restored
+    with a warning, after the call of user code or when `requested` is next read. SIGHUP and SIGUSR1 stay ignored if
+    they already are, as under nohup. At the end of the block the previous handlers are restored. Outside the main
+    thread, where Python allows no handlers, the context manager does nothing."""
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self, announce: Callable[[str], None] | None = None, saves: bool = True) -> None:
-        """Store `announce(text)`, which shows the message for the first signal (by default on stderr), and `saves`:
-        whether the run saves a checkpoint at its end."""
+        """Create the context manager. `announce(text)` shows the message for the first signal; None: print it to
+        stderr. `saves`: whether the run saves a checkpoint at its end, for the message."""
         self._announce = announce
         self.saves = saves
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}

@@ -47,7 +47,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class TrainedModel:
-    """The base of `Policy` and `Value`: this process's part of a model in training, on one device. With `ranks`,
+    """The base class of `Policy` and `Value`: this process's part of a model in training, on one device. With `ranks`,
     several processes train the model together.
 
     Args:
@@ -205,7 +205,7 @@ class TrainedModel:
 
     @cached_property
     def _balance_weight(self) -> float:
-        """Return the weight of the loss that balances the experts of softmax routers; 0: none."""
+        """Return the weight of the load-balancing loss of softmax routers; 0 if there is no such loss."""
         megatron = self.config.megatron_cfg
         kind, given = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
         if not megatron.enabled or kind == "none" or "experts" not in self.folder.native() or self.model.routers:
@@ -213,8 +213,9 @@ class TrainedModel:
         return float(self.folder.config["router_aux_loss_coef"] if given is None else given)
 
     def _update_router_biases(self) -> None:
-        """Raise the bias of each expert whose load is below the average of its router, and lower the other biases; then
-        reset the loads. A load is the number of tokens that the expert got in the global batch, on all ranks."""
+        """Change the bias of each expert by a fixed rate: up if its load is below the average of its router, down if it
+        is above; then reset the loads. A load is the number of tokens that the expert got in the global batch, on all
+        ranks."""
         for bias, load in self.model.routers if self._bias_update_rate else ():
             tokens = self.ranks.whole(load).double()
             bias.add_(torch.sign(tokens.mean() - tokens).to(bias.device), alpha=self._bias_update_rate)
@@ -264,8 +265,8 @@ class TrainedModel:
     def _score_candidates(
         self, model: C.DecoderModel, batch: RaggedBatch, temperature: float, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Return (ids int64 [T, k], log-probabilities [T, k]) of the k most likely tokens at each token to score, or of
-        the batch's `candidate_ids` if it has them; 0 at all other tokens."""
+        """Return (ids int64 [T, k], log-probabilities [T, k]) of k candidate tokens at each token to score: the batch's
+        `candidate_ids` if it has them, otherwise the k most likely tokens. Both are 0 at all other tokens."""
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching, rows = self._batching("logprob"), self.ranks.part(batch, 0, batch.size)
         given = batch.tokens.get("candidate_ids")
@@ -282,8 +283,8 @@ class TrainedModel:
         return self.ranks.whole(ids) if given is None else ids, self.ranks.whole(logprobs)
 
     def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
-        """Return a context for a loop over micro-batches. It does nothing; models whose forward passes involve all
-        ranks override it."""
+        """Return a context for a loop over micro-batches. Here it does nothing; subclasses whose forward passes involve
+        all ranks override it."""
         return nullcontext()
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
@@ -357,8 +358,8 @@ class TrainedModel:
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
-        """Save the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` reproduces the error. Return the
-        error with the path in its message; without `replay_dir`, return it unchanged."""
+        """Save the batch `data` to `replay_dir`, so that `train(torch.load(path), loss_fn)` reproduces the error.
+        Return `error` with the path in its message; without `replay_dir`, return it unchanged."""
         if self.replay_dir is None or self.ranks.tensor_rank > 0:  # other tensor ranks would write the same batch
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
@@ -487,7 +488,8 @@ class TrainedModel:
             ) from error
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
-        """Copy this rank's shard of an optimizer tensor from `saved`, the tensor of the whole model."""
+        """Copy this rank's shard of the optimizer tensor `name` from `saved`, the tensor of the whole model, into
+        `tensor`."""
         begin, end = self.trainer.shard
         tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.trained.take(saved[:])[begin:end])
 
@@ -499,5 +501,6 @@ class TrainedModel:
 
 
 def in_layout_of(data: Batch, batch: RaggedBatch, of_tokens: Tensor) -> Tensor:
-    """Return per-token results [T] in the layout of `data`: [T] for a RaggedBatch, [B, S] for padded tensors."""
+    """Return the per-token results `of_tokens` [T] of `batch` in the layout of `data`, which holds the same samples:
+    [T] for a RaggedBatch, [B, S] for padded tensors."""
     return of_tokens if isinstance(data, RaggedBatch) else batch.padded(of_tokens)

@@ -32,7 +32,7 @@ EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "sc
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
           "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}  # fmt: skip
 _BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-"""Quantised formats of ggml."""
+"""The block formats of ggml that are read."""
 _READ = ("F64", "F32", "F16", "BF16", "NF4", *_BLOCKS)
 _QUANTISED = (".quant_map", ".SCB")
 """Suffixes of the names of tensors that describe a matrix that bitsandbytes quantised, in 4 and in 8 bits."""
@@ -108,13 +108,13 @@ def _other_weights(folder: Path) -> str:
 
 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
-    """Return name -> entry for the tensors of a file. Raise ModelFolderError if the file is truncated or does not match
+    """Return {name: entry} of the tensors of a file. Raise ModelFolderError if the file is truncated or does not match
     its header."""
     return _contents(file)[0]
 
 
 def _header(file: Path) -> dict[str, TensorEntry]:
-    """Return name -> entry from the header of a safetensors file. The file begins with the header's length in eight
+    """Return {name: entry} from the header of a safetensors file. The file begins with the header's length in eight
     bytes and the header in JSON; the tensors follow without gaps."""
     # The library's safe_open imports numpy: 0.1 to 0.3 s per command; this function takes under a millisecond.
     try:
@@ -145,8 +145,8 @@ def _header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _contents(file: Path) -> tuple[dict[str, TensorEntry], LinkedTensors | QuantisedTensors | None]:
-    """Return name -> entry for the tensors of a file, and for a GGUF file, or a safetensors file that bitsandbytes
-    wrote, the object that restores their bytes."""
+    """Return {name: entry} of the tensors of a file, and an object that converts their bytes if the file is a GGUF file
+    or was written by bitsandbytes, otherwise None."""
     if file.name == GGUF_FILE:
         from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 
@@ -355,7 +355,8 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def is_fused(shapes: Container[str]) -> bool:
-    """Return whether a model with these parameters has gpt-oss's fused experts."""
+    """Return whether a model with the parameters `shapes` has gpt-oss's experts, whose matrices are fused in
+    checkpoints."""
     return "model.layers.0.mlp.experts.0.gate_proj.bias" in shapes
 
 
@@ -401,7 +402,8 @@ def split_experts(
 def _stacked_experts(
     prefix: str, names: Sequence[str], tensor: RawTensor | TensorEntry
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield views of each expert's matrices `names`, whose rows lie one after the other."""
+    """Yield views of each expert's matrices in `tensor`, which stacks all experts along its first dimension. The rows
+    of the matrices `names` of an expert follow each other."""
     count, rows, columns = tensor.shape
     part = tensor._replace(shape=[rows // len(names), columns])
     for index in range(count * len(names)):
@@ -417,7 +419,8 @@ def _stacked_experts(
 def _single_experts(
     prefix: str, matrix: str, tensor: RawTensor | TensorEntry, scales: RawTensor | TensorEntry | None
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield each expert's down_proj, or its gate_proj (the even rows) and up_proj (the odd rows)."""
+    """Yield the matrices of each expert in `tensor`, which holds the fused matrix `matrix` of all experts: down_proj,
+    or gate_proj (the even rows) and up_proj (the odd rows). `scales` are those of MXFP4, else None."""
     parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     if matrix == "down_proj":
         parts = {"down_proj": slice(None)}
@@ -469,7 +472,7 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """A saved adapter of a quantised base model.
+    """A LoRA adapter that was saved without its quantised base model.
 
     Attributes:
         folder: the folder with PEFT's two files.

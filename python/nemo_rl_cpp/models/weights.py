@@ -39,14 +39,15 @@ FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
 
 
 def own_part(spec: C.ParameterSpec, whole: Tensor) -> Tensor:
-    """Return a view of this process's slice of `whole`, a parameter of shape spec.whole."""
+    """Return a view of this process's tensor-parallel slice of `whole`, a parameter of shape spec.whole."""
     if spec.split < 0:
         return whole
     return whole.narrow(spec.split, spec.begin, spec.shape[spec.split])
 
 
 class Slices:
-    """The layouts (names, shapes and offsets of parameters) of one model's tensor-parallel slices.
+    """The layouts (names, shapes and offsets of parameters) of a model's tensor-parallel slices, and the exchange of
+    slices between ranks.
 
     Args:
         ranks: its `tensor` communicator connects the tensor-parallel ranks.
@@ -77,8 +78,9 @@ class Slices:
         return flat
 
     def gather(self, flat: Tensor | None, what: str) -> Tensor | None:
-        """Gather a flat buffer of the whole model from all slices on tensor-parallel rank 0 and return it there. Return
-        None on the other ranks, and in a process that has no slice (`flat` is None)."""
+        """Gather the slices `flat` of all tensor-parallel ranks into a flat buffer of the whole model, and return it on
+        tensor-parallel rank 0. Return None on the other ranks, and in a process that has no slice (`flat` is None).
+        `what` names the buffer in messages."""
         if self.ranks.tensor_size == 1 or flat is None:
             return flat
         peers, phase = self.ranks.tensor, f"gathering the slices of {what}"

@@ -64,8 +64,8 @@ class Policy(TrainedModel, PolicyInterface):
             )
 
     def _teacher(self, name: str, key: str) -> C.DecoderModel:
-        """Load a frozen teacher. Raise ModelFolderError if the policy's sequences are too long for it, or if it cannot
-        be split over the policy's tensor-parallel ranks."""
+        """Load the frozen teacher model `name`, which the configuration key `key` names. Raise ModelFolderError if the
+        policy's sequences are too long for it, or if it cannot be split over the policy's tensor-parallel ranks."""
         longest, length_key = self.config.max_total_sequence_length, "policy.max_total_sequence_length"
         folder = open_model_folder(name, max_length=longest, length_key=length_key, key=key)
         folder.check_slices(self.ranks.tensor_size, self.config.tensor_parallel_key(self.section))
@@ -172,8 +172,8 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """Return the log-probabilities under the policy before the first update, for the later updates: generation's if
-        they are bit-identical to those of the first forward pass, otherwise newly computed ones."""
+        """Return the old policy's log-probabilities for the updates after the first one: generation's if they are
+        bit-identical to those of the first forward pass, otherwise newly computed ones."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
@@ -181,18 +181,19 @@ class Policy(TrainedModel, PolicyInterface):
         return self._score(self.model, batch, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Discard kept activations every `kept_activations_check_period` steps, so that this step runs a full forward
-        pass. A step on kept activations does not detect an error in the layers, such as a read of stale weights."""
+        """Discard the activations kept from generation every `kept_activations_check_period` steps, so that this step
+        runs a full forward pass, whose log-probabilities are compared with generation's. A step that reuses activations
+        does not detect an error in the layers, such as a read of stale weights."""
         self._steps_since_comparison += 1
         if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
             self.model.keep_activations(0)
             self._steps_since_comparison = 0
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Let the next step train on generation's activations, if this step's forward pass was bit-identical to
-        generation's. The next step runs its own forward pass if these two passes differed, if activation_checkpointing
-        or tensor parallelism is used, if the device is not the CPU, or if memory cannot hold the activations of a
-        step's `tokens`."""
+        """Let the next step train on the activations that generation computes, if this step's forward pass was
+        bit-identical to generation's. The next step runs its own forward pass if these two passes differed, if
+        activation_checkpointing or tensor parallelism is used, if the device is not the CPU, or if memory cannot hold
+        the activations of a step's `tokens`."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share
@@ -209,7 +210,8 @@ class Policy(TrainedModel, PolicyInterface):
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
     ) -> NativeGeneration:
-        """Return an engine that reads these weights in place, so that it needs neither a copy nor a refit."""
+        """Return a generation engine that reads this policy's weights in place, so that it needs neither a copy nor a
+        refit."""
         options.setdefault("memory_share", 1 / (self.ranks.size * self.ranks.tensor_size))
         engine = generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, generation_config, **options
@@ -219,8 +221,8 @@ class Policy(TrainedModel, PolicyInterface):
         return engine
 
     def performance(self) -> dict[str, float]:
-        """Return the shares of the last `train`. `reused_forward_share` is 0 in the first step of a process, also of a
-        resumed one: it describes how a step ran, not its result."""
+        """Return the metrics `reused_forward_share` and `zero_gradient_share` of the last `train`. The first one is 0
+        in the first step of a process, also of a resumed run: it describes how a step ran, not its result."""
         return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
 
 
@@ -242,7 +244,7 @@ class PolicyUpdates:
 
     @classmethod
     def of_ranks(cls, parts: Sequence[PolicyUpdates]) -> PolicyUpdates:
-        """Combine the results of all ranks."""
+        """Combine the results of all ranks into one."""
         first, compared = parts[0], [part.exactness for part in parts if part.exactness is not None]
         exactness = Exactness(
             sum(each.tokens for each in compared),
@@ -258,8 +260,8 @@ class PolicyUpdates:
         )
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (zero_gradient_share, reused_forward_share). The second value is `last_reused`, that of the pass
-        before, if this pass trains again on the same batch and reuses no activations."""
+        """Return (zero_gradient_share, reused_forward_share). If this `train` call repeats a batch and reuses no
+        activations, the second value is `last_reused`, that of the previous call."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused
         return self.updates.zero_gradient_tokens / packed, reused

@@ -67,7 +67,8 @@ class MicroBatching:
 
 
 class RowBatch(C.RowBatch):
-    """A batch for the native trainer. Samples with equal `group_id` share their prompt; without `group_id`, none do.
+    """A batch in the form that the native trainer takes. Samples with equal `group_id` share their prompt; without
+    `group_id`, no samples share a prompt.
 
     Attributes:
         wanted: bool [T] the tokens to score, see `wanted_tokens`.
@@ -156,12 +157,13 @@ class MicroBatch:
         return picked
 
     def write(self, padded: Tensor, into: Tensor, first_column: int = 0) -> None:
-        """Write `padded` [b, width - first_column] into `into` [T], at the tokens of these samples."""
+        """Write `padded` [b, width - first_column], whose column 0 belongs to position `first_column`, into `into` [T]
+        at the tokens of these samples."""
         inside = self.inside[:, first_column:]
         into[self.places[:, first_column:][inside]] = padded[inside].to(into.dtype)
 
     def data(self, batch: RaggedBatch) -> dict[str, object]:
-        """Return all data of these samples, padded, under NeMo RL's names; masks are float."""
+        """Return the fields of `batch` for these samples as padded tensors with NeMo RL's names; masks are float."""
         index = torch.tensor(self.rows)
         data: dict[str, object] = {name: self.padded(value) for name, value in batch.tokens.items()}
         data["input_lengths"] = batch.lengths[index].int()

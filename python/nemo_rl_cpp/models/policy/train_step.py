@@ -53,8 +53,8 @@ class Scoring:
 
 @dataclass
 class Exactness:
-    """The number of tokens for which generation's log-probabilities were compared with those of the training forward
-    pass before the first update, how many differed, and by how much at most."""
+    """The comparison of generation's log-probabilities with those of the training forward pass before the first update:
+    the number of compared tokens, how many differed, and the largest difference."""
 
     tokens: int = 0
     mismatched_tokens: int = 0
@@ -89,7 +89,7 @@ class GlobalBatchResult:
 
     @property
     def loss(self) -> float:
-        """Return the sum of the micro-batches' losses."""
+        """Return the loss of the global batch, the sum of the micro-batches' losses."""
         return sum(self.losses)
 
 
@@ -158,8 +158,8 @@ class MicroBatchRunner:
 
     @property
     def evens_out(self) -> bool:
-        """Return whether samples move between ranks so that all ranks have similar backward passes; never with a
-        configured number of gradient blocks."""
+        """Return whether samples may move to another rank, so that all ranks have similar numbers of tokens in backward
+        passes. With a configured number of gradient blocks they never move."""
         asked = hasattr(self.loss_fn, "zero_gradient_rows") and hasattr(self.trainer, "move_kept")
         return asked and not self.visits_all and self.blocks is None and self.ranks.size > 1
 
@@ -251,8 +251,8 @@ class _RankGuard:
         self.failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Return the `_GlobalBatch` with its micro-batches. If no rank has failed, exchange the kept activations of
-        samples that move between ranks."""
+        """Return the `_GlobalBatch` with its micro-batches, made from the arguments `options`. If no rank has failed,
+        exchange the kept activations of samples that move between ranks."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)
@@ -321,8 +321,8 @@ class _GlobalBatch:
             self.token_loss = fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring)
 
     def is_apart(self, rows: list[int]) -> bool:
-        """Return whether the loss declared before the forward pass (`zero_gradient_rows`) that these samples have zero
-        gradient. Such samples are in separate micro-batches."""
+        """Return whether these samples are in a separate micro-batch, because the loss declared before the forward pass
+        (`zero_gradient_rows`) that their gradient is zero."""
         return self.apart is not None and bool(self.apart[rows[0]])
 
     def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
@@ -342,9 +342,8 @@ class _GlobalBatch:
         return evaluate(self.way.loss_fn, curr, data, self.counts, need_grad=self.backward)
 
     def gradients(self, micro: MicroBatch, loss: LossResult) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return three gradients of the loss: with respect to the log-probabilities (`scored`), to those without top-k
-        and top-p, and to the entropies. The last two are None if not computed. Each gradient has the shape of its
-        tensor."""
+        """Return three gradients of the loss: with respect to the log-probabilities, to those without top-k and top-p,
+        and to the entropies. The last two are None if not computed. Each gradient has the shape of its tensor."""
         if self.way.sums.beside and self.is_apart(micro.rows):
             raise ValueError(
                 f"zero_gradient_rows of the loss names sample {micro.rows[0]}, whose micro-batch has a gradient, when the sum over "
@@ -411,8 +410,8 @@ class LossResult:
 def evaluate_loss(
     loss_fn: Loss, curr_logprobs: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Evaluate a native loss or any callable on log-probabilities [b, width]. The loss does not receive column 0, whose
-    token has no log-probability. A callable receives a tensor that requires grad."""
+    """Evaluate a native loss, or any callable, on the log-probabilities [b, width] of a micro-batch. The loss does not
+    receive column 0, whose token has no log-probability. A callable receives a tensor that requires grad."""
     curr_logprobs, seqs, toks = curr_logprobs[:, 1:], counts.valid_seqs, counts.valid_toks
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(curr_logprobs.contiguous(), micro, seqs, toks, counts.valid_positive_toks)
@@ -464,7 +463,8 @@ def evaluate_value_loss(
 
 
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
-    """If the loss or its gradient is not finite, raise NonFiniteError with the first such sample and token."""
+    """Raise NonFiniteError, which names the first sample and token concerned, if the loss or its gradient is not
+    finite. `rows` are the samples of the micro-batch, and `curr` their log-probabilities or values."""
     for grad in loss.grads:
         bad = ~torch.isfinite(grad)
         if bad.any():

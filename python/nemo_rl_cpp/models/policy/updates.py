@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 @dataclass
 class Updates:
-    """The results of the global batches of one `train` call.
+    """The results of one `train` call, by global batch.
 
     Attributes:
         in_turns: whether gradient blocks (parts of a global batch, see `Ranks.blocks`) were assigned to ranks
@@ -59,7 +59,7 @@ class Updates:
         )
 
     def report(self) -> TrainingResult:
-        """Return these results in the form in which `train` returns them."""
+        """Return these results as the `TrainingResult` that `train` returns."""
         return {
             "loss": torch.tensor([float(sum(losses)) for losses in self.losses]),
             "grad_norm": torch.tensor(self.norms if self.norms else [0.0]),
@@ -69,8 +69,8 @@ class Updates:
 
 
 def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
-    """Return one list per global batch with a value for each micro-batch of all ranks, in the order of the gradient
-    blocks. `of_ranks[r]` holds rank r's values of `parts[r]`."""
+    """Return, for each global batch, a list with one value per micro-batch of all ranks, in the order of the gradient
+    blocks. `of_ranks[r]` holds the values of rank r, and `parts[r]` its results."""
     joined: list[list[Value]] = []
     for number, lists in enumerate(zip(*of_ranks)):
         if not parts[0].in_turns:
@@ -87,8 +87,8 @@ _NUMERATOR = "token_mult_prob_error_sum"
 
 
 def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, list[float]]:
-    """Return metric name -> list of values over all micro-batches of all global batches. Micro-batches without a valid
-    sample are skipped.
+    """Return {metric: list of values} over all micro-batches of all global batches of a `train` call. Micro-batches
+    without a valid sample are skipped.
 
     A metric that is a fraction has one value per micro-batch, divided by the number of global batches as in NeMo RL;
     minima and maxima are not divided. Metrics of a global batch (`lr`, `wd`, the counts of valid samples and tokens,
@@ -110,7 +110,7 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
 
 
 class _StandInOptimizer(torch.optim.Optimizer):
-    """An optimizer that only holds the learning rate, which a scheduler sets. It does not call the constructor of
+    """An optimizer that only holds the learning rate that a torch scheduler sets. It does not call the constructor of
     torch's Optimizer, because that imports torch's compiler, which takes seconds."""
 
     def __init__(self, lr: float):
@@ -123,8 +123,8 @@ class _StandInOptimizer(torch.optim.Optimizer):
 
 
 class TorchLearningRate:
-    """A schedule of torch.optim.lr_scheduler classes. They set the rate of a stand-in optimizer, so their values are
-    torch's.
+    """A learning-rate schedule made of torch.optim.lr_scheduler classes. They set the rate of a stand-in optimizer, so
+    the rates are torch's.
 
     Several scheduler classes follow each other at the steps `milestones` (SequentialLR). Without any class the rate is
     constant."""
@@ -165,8 +165,8 @@ class TorchLearningRate:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Resume from `state`. If it belongs to a different schedule or initial learning rate, advance this schedule by
-        the number of steps that `state` has taken, so that a changed configuration takes effect from the next step."""
+        """Resume from `state`. If `state` belongs to a different schedule or initial learning rate, advance the present
+        schedule by as many steps, so that a changed configuration takes effect from the next step."""
         if not self._is_mine(state):
             for _ in range(steps_of(state)):
                 self.step()
@@ -194,7 +194,7 @@ def steps_of(state: dict[str, object]) -> int:
 
 
 class MegatronLearningRate:
-    """Megatron's scheduler: linear warm-up from `lr_warmup_init` to `max_lr`, then decay to `min_lr`.
+    """Megatron's learning-rate schedule: linear warm-up from `lr_warmup_init` to `max_lr`, then decay to `min_lr`.
 
     While n <= warmup, lr(n) = init + (max - init) n / warmup. Afterwards, with r = (n - warmup) / (decay - warmup),
     lr(n) = min + c (max - min), where c is 1 - r (linear) or (cos(pi r) + 1) / 2 (cosine); inverse-square-root gives

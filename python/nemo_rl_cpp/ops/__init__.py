@@ -33,8 +33,8 @@ class GroupBaseline(NamedTuple):
 
 
 class TokenAdvantages(NamedTuple):
-    """Advantages and returns per token, [B, S] or [T]. `degenerate`: whether there were too few valid tokens to whiten,
-    so that all advantages are 0."""
+    """Advantages and returns of each token, [B, S] or [T]. If there were too few valid tokens to whiten, `degenerate`
+    is True and all advantages are 0."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -55,7 +55,7 @@ def group_baseline(
     std_rewards: Tensor | None = None,
 ) -> GroupBaseline:
     """Return the mean and the unbiased standard deviation of the valid rewards in each sample's group. With
-    leave_one_out they exclude the sample itself.
+    leave_one_out the sample's own reward is excluded from both.
 
     All arguments are [B]. `std_rewards` replaces the rewards in the standard deviation only. For a group with at most
     one valid sample, mean and deviation are (the sample's own reward, 0). The computation uses float64 and two passes,
@@ -95,8 +95,9 @@ def reinforce_plus_plus(
 
 
 def raw_reward(rewards: Tensor, mask: Tensor, *, normalize: bool, offsets: Tensor | None = None) -> TokenAdvantages:
-    """Return each sample's reward (`rewards` is [B]) on all its tokens. If `normalize`, whiten it over the valid
-    tokens."""
+    """Return advantages in which every valid token has its sample's reward (`rewards` [B]); 0 at masked tokens. If
+    `normalize`, they are whitened over the valid tokens. `offsets` is set for a ragged `mask` [T]: int64 [B + 1], the
+    first token of each sample."""
     values, degenerate = C.raw_reward(_real(rewards), mask, normalize, offsets)
     return TokenAdvantages(values, None, degenerate)
 
@@ -224,9 +225,9 @@ class ClippedPGInputs:
 
 @dataclass(frozen=True)
 class LossCounts:
-    """The counts that the loss is divided by, over the global batch: valid tokens, valid sequences, and valid tokens of
-    samples with a positive reward. With them, the losses of micro-batches add up to that of the global batch. For a
-    count that is None, the micro-batch's count is used."""
+    """The counts over the global batch by which the loss is divided: valid tokens, valid sequences, and valid tokens of
+    samples with a positive reward. With them, the losses of micro-batches add up to that of the global batch. A count
+    of None is replaced by the micro-batch's own count."""
 
     valid_toks: Tensor | float | None = None
     valid_seqs: Tensor | float | None = None
@@ -304,7 +305,8 @@ def token_loss(
 
 
 def _named(names: list[str], values: Tensor) -> tuple[dict[str, float], tuple[int, int] | None]:
-    """Return a loss's metrics by name, and the (sample, token) of its first term that is not finite, or None."""
+    """Return the metrics `values` of a loss as {name: value}, and the (sample, token) of its first term that is not
+    finite, or None."""
     metrics = dict(zip(names, values.tolist(), strict=True))
     sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
     return metrics, None if sample < 0 else (sample, token)

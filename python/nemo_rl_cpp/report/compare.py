@@ -25,7 +25,7 @@ _WHERE_ONLY = ("logger.", "checkpointing.checkpoint_dir")  # keys that say where
 
 @dataclass
 class Comparison:
-    """A comparison of several runs or evaluations."""
+    """A comparison of several runs or evaluations: tables, a verdict and examples."""
 
     names: list[str]  # short distinct names, in the order in which the runs or evaluations were given
     tables: dict[str, Rows]
@@ -65,13 +65,15 @@ def different_folders(folders: Sequence[Path | str]) -> list[str]:
 
 
 def side_by_side(columns: Sequence[dict[str, str]]) -> Rows:
-    """Return the columns as rows, one for each key of any column."""
+    """Return the mappings `columns` as rows of a table: a row for each key of any of them, with one cell per
+    mapping."""
     keys = dict.fromkeys(key for column in columns for key in column)
     return {key: [column.get(key, "–") for column in columns] for key in keys}
 
 
 def differing_keys(configs: Sequence[dict[str, Plain]], ignored: tuple[str, ...] = ()) -> Rows:
-    """Return a row for each key whose value differs, except keys that begin with one of `ignored`."""
+    """Return a table row for each key whose value differs between `configs`, except keys that begin with one of
+    `ignored`."""
     flat = [flatten_dict(config, expand_lists=False) for config in configs]
     rows = side_by_side([{key: text_of(value) for key, value in sorted(one.items())} for one in flat])
     return {key: row for key, row in sorted(rows.items()) if len(set(row)) > 1 and not key.startswith(ignored)}
@@ -88,8 +90,8 @@ def run_folder(folder: Path) -> Path:
 
 
 def compare_runs(folders: Sequence[Path | str]) -> Comparison:
-    """Compare the runs in log folders: results, curves, keys. Raise ValueError for a folder without a run or given
-    twice."""
+    """Compare the runs in the log folders `folders`: their results, curves and configuration keys. Raise ValueError if
+    a folder has no run or is given twice."""
     found = [run_folder(Path(folder)) for folder in folders]
     names, configs = different_folders(found), [json_object(folder / HYPERPARAMS) for folder in found]
     histories = [MetricHistory(read_metrics(folder / METRICS), config) for folder, config in zip(found, configs)]

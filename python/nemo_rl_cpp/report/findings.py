@@ -17,7 +17,8 @@ _NEARLY_ALL = 0.9
 
 
 class Finding(NamedTuple):
-    """A statement about a run. `level` is one of `LEVELS`; `advice` says what to do about it or why it matters."""
+    """A statement about a run, such as a warning. `level` is one of `LEVELS`; `advice` says what to do about it or why
+    it matters."""
 
     level: str
     title: str
@@ -66,7 +67,8 @@ def count(number: float, noun: str) -> str:
 
 
 def cause_of_no_signal(h: MetricHistory) -> str | None:
-    """Return why (almost) no sample has a learning signal, with the configuration key to change, or None if unknown."""
+    """Return the reason why (almost) no sample has a learning signal, with the configuration key to change; None if it
+    is unknown."""
     for cause in (_groups_of_one, _prompts_cut, _cut_off, _constant_reward):
         if (found := cause(h)) is not None:
             return found
@@ -81,8 +83,8 @@ def _loop(h: MetricHistory) -> str:
 
 
 def _compares_groups(h: MetricHistory) -> bool:
-    """Return whether advantages compare responses to the same prompt. They do not with a critic, a teacher, or an
-    estimator for one response per prompt: these score each response separately."""
+    """Return whether the run's advantages compare the responses to a prompt with each other. They do not with a critic,
+    a teacher, or an estimator for one response per prompt."""
     if _loop(h) != "grpo" or h.setting("grpo.adv_estimator.name") == "opd":
         return False
     return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
@@ -167,7 +169,8 @@ def _constant_reward(h: MetricHistory) -> str | None:
 
 @rule(ERROR)
 def exactness(h: MetricHistory) -> Found:
-    """Report how much trainer and engine differ in probability, in steps whose samples are not stale."""
+    """Report how much the probabilities of trainer and generation engine differ, in steps whose samples are not
+    stale."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in h.by_step(ERROR).items() if not stale.get(step)]
     if not values:
@@ -298,8 +301,8 @@ def prompts_cut(h: MetricHistory) -> Found:
 
 
 def _cut_costs_nothing(h: MetricHistory) -> bool:
-    """Return whether truncated responses are rewarded about as well as all, in steps where not all were truncated. If
-    there are no such steps, return whether the reward rises."""
+    """Return whether truncated responses get about as much reward as all responses, in steps where not all were
+    truncated. If there are no such steps, return whether the reward rises."""
     cut, every, rate = (h.by_step(name) for name in ("train/reward_of_truncated", REWARD, CUT))
     steps = [step for step in cut if rate.get(step, 1.0) < 0.97 and step in every]
     if steps:
@@ -373,13 +376,14 @@ def value_quality(h: MetricHistory) -> Found:
 
 
 class Alerts:
-    """Warnings for the terminal, from the metrics of the steps that this process has run.
+    """Warnings for the terminal, found by the rules of this module in the metrics of the steps that this process has
+    run.
 
     The rules are applied from the third step on: at first after every step, later whenever the number of steps has
     grown by a twentieth, so that long runs spend almost no time on them."""
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
-        """Store the run's configuration, a plain mapping (see `MetricHistory`)."""
+        """Create it for a run. `settings` is the run's configuration, a plain mapping (see `MetricHistory`)."""
         self.history = MetricHistory(settings=settings)
         self._steps = 0
         self._next = 3  # a single small batch is too noisy

@@ -42,8 +42,8 @@ class Curve(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """The mean of the first and of the last part of a curve, each `stretch` values long. `sigmas` is their difference
-    in standard errors."""
+    """A comparison of the first and the last part of a curve, each `stretch` values long: the mean of each, and their
+    difference in standard errors (`sigmas`)."""
 
     first: float
     last: float
@@ -73,7 +73,7 @@ class MetricHistory:
                 self._sorted.pop(name, None)
 
     def total(self, *names: str) -> float:
-        """Return the sum of all finite values of these metrics."""
+        """Return the sum of all finite values of the metrics `names`, over all steps."""
         return math.fsum(value for name in names for value in self.values(name))
 
     def setting(self, key: str, default: object = None) -> object:
@@ -108,12 +108,14 @@ class MetricHistory:
         return dict(zip(*self.curve(name).finite()))
 
     def recent(self, *names: str, count: int = 10) -> float | None:
-        """Return the mean of the last `count` finite values, or None if there are none."""
+        """Return the mean of the last `count` finite values of the first of `names` that has values; None if there are
+        none."""
         values = self.values(*names)[-count:]
         return math.fsum(values) / len(values) if values else None
 
     def trend(self, name: str) -> Trend | None:
-        """Return the change of a curve from its first to its last sixth, or None if it has fewer than six values."""
+        """Return the change of the metric from the first to the last sixth of its values; None if it has fewer than six
+        values."""
         values = self.values(name)
         if len(values) < 6:
             return None
@@ -195,7 +197,8 @@ def _run(name: str, history: MetricHistory) -> dict[str, Plain]:
 
 
 def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MOST_POINTS) -> tuple[list[float], list[float]]:
-    """Return (xs, ys) of about `limit` points: both ends, and the minimum and maximum of each bucket."""
+    """Return the points (xs, ys) of a curve reduced to about `limit`: both ends, and the minimum and maximum of each
+    bucket of points."""
     if len(xs) <= limit:
         return list(xs), list(ys)
     keep: set[int] = {0, len(xs) - 1}
@@ -209,7 +212,7 @@ def downsample(xs: Sequence[float], ys: Sequence[float], limit: int = MOST_POINT
 
 
 def _means(curve: Curve) -> tuple[list[float], list[float]]:
-    """Divide a long curve into buckets and return their means, each at the last step of its bucket."""
+    """Divide a long curve into buckets of steps, and return (last step of each bucket, mean of each bucket)."""
     steps, values = curve.finite()
     size = len(values) / (MOST_POINTS // 2)
     if size <= 1:
@@ -229,7 +232,7 @@ def _short(value: float) -> float | int | None:
 
 
 class Panel(NamedTuple):
-    """A chart. With `zero` the vertical axis begins at 0; with `smooth` a running mean is drawn."""
+    """A chart of the report. With `zero` the vertical axis begins at 0; with `smooth` a running mean is drawn."""
 
     title: str
     unit: str
@@ -276,7 +279,7 @@ _PANELS = (
 
 
 def panels_of(histories: Sequence[MetricHistory]) -> list[Panel]:
-    """Return the charts that have values in any run. Flat charts come last."""
+    """Return the charts of the report that have values in any of the runs. Flat charts come last."""
     panels, word = [], validation_word(*histories)
     for panel in _PANELS:
         curves = {label: [h.values(metric) for h in histories] for label, metric in panel.lines.items()}

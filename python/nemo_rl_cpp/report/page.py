@@ -116,14 +116,14 @@ _SMALL, _LARGE = 0.005, 0.03
 
 
 def timing_name(history: MetricHistory, label: str) -> str:
-    """Return the name of the metric that holds the seconds of the timed stage `label`."""
+    """Return the name of the logged metric with the seconds of the stage `label`."""
     name = f"timing/train/{label}"
     return name if history.curve(name).values else f"{name}/total"
 
 
 def stage_shares(h: MetricHistory) -> dict[str, float]:
-    """Return each top-level stage's share of the time in and between steps, largest first. A group of stages of which
-    only the total is logged counts as one stage."""
+    """Return {top-level stage: its share of the time in and between steps}, largest first. If only the total of a group
+    of stages is logged, the group counts as one stage."""
     seconds: dict[str, float] = {}
     for name in h.names("timing/train/"):
         label = name.removeprefix("timing/train/").removesuffix("/total")
@@ -178,7 +178,7 @@ def _memory_section(history: MetricHistory) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The content of a report page apart from the metrics."""
+    """The content of a run's report page apart from the metrics."""
 
     title: str
     status: str = "running"  # "running", "finished", "stopped in time", "interrupted" or "failed"
@@ -269,7 +269,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def tiles(history: MetricHistory, total_steps: int | None) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) for each number at the top of the page."""
+    """Return (name, value, note) of each figure at the top of the page."""
     values = history.values
     tiles = [("steps", f"{history.last_step}", f"of {total_steps}" if total_steps else "")]
     if rewards := values("train/reward"):
@@ -292,7 +292,8 @@ def tiles(history: MetricHistory, total_steps: int | None) -> list[tuple[str, st
 
 
 def curves_section(panels: Sequence[Panel], histories: Sequence[MetricHistory]) -> str:
-    """Return the charts as HTML. Flat charts (`Panel.flat`) are collapsed under a line with their names and values."""
+    """Return the charts `panels` as HTML. Flat charts (`Panel.flat`) are collapsed under a line with their names and
+    values."""
 
     def last(panel: Panel, of: Sequence[MetricHistory]) -> list[str]:
         curves = [history.curve(next(iter(panel.lines.values()))).values for history in of]
@@ -392,7 +393,8 @@ def write_report(log_dir: Path | str) -> Path:
 
 
 def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
-    """Return {"key", "value", "where"} for each key set on the command line, in a call or in a file of the user."""
+    """Return {"key", "value", "where"} for each configuration key that is set on the command line, in a Python call or
+    in a file of the user."""
     values, positions = written(config), config.positions
     rows: dict[str, dict[str, Plain]] = {}
     for key, where in positions.items():
@@ -411,7 +413,8 @@ def _value_at(values: Plain, key: str) -> Plain:
 
 
 def _place(where: str) -> str | None:
-    """Return a readable name of the place that set a key, or None if it is a shipped file."""
+    """Return a readable name of `where`, the file or override that set a configuration key; None for a file of this
+    package."""
     if where.startswith("override "):
         return "command line"
     file, _, number = where.rpartition(":")

@@ -56,7 +56,8 @@ class Progress:
     def __init__(
         self, total_steps: int | None, start_step: int = 0, mode: str | None = None, console: Console | None = None
     ) -> None:
-        """Start the display, on stdout unless there is a `console`. Without `total_steps` no time left is shown."""
+        """Start the display on `console` (None: stdout) for a run of `total_steps` steps. If `total_steps` is None, no
+        remaining time is shown."""
         self.total_steps = total_steps
         self.mode = mode or _choose_mode(console)
         self._console = console
@@ -119,7 +120,7 @@ class Progress:
             self._get_console().print(table)
 
     def close(self) -> None:
-        """End the live line. Idempotent."""
+        """End the live line. Further calls do nothing."""
         if self._live is not None:
             self._live.stop()
 

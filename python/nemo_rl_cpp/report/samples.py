@@ -29,7 +29,7 @@ Step = tuple[int, str, int]  # step, kind ("train" or "val"), and the time at wh
 
 
 class Answer:
-    """A row of a rollout file: a prompt with one response."""
+    """A response of a run, with its prompt: one row of a rollout file."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         messages = row["content"]
@@ -49,7 +49,7 @@ class Answer:
             self._span = slice(trained[0], trained[-1] + 1) if trained else self._span
 
     def column(self, name: str) -> list[Any]:
-        """Return the values of a per-token column for the response, or an empty list if the column is missing."""
+        """Return the response's part of a per-token column of the file; an empty list if the column is missing."""
         return (self.row.get(name) or [])[self._span]
 
     @cached_property
@@ -83,7 +83,8 @@ class Picked(NamedTuple):
 
 
 def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
-    """Return the prompts with the highest, the lowest and the most different rewards and the longest answer."""
+    """Return the prompts, each with its responses, that have the highest, the lowest and the most different rewards,
+    and the one with the longest response."""
     tags: dict[int, list[str]] = {}
 
     def add(tag: str, scores: dict[int, float]) -> None:
@@ -110,7 +111,7 @@ class _Page(NamedTuple):
 
 
 class SampleBook:
-    """The picked prompts of a log folder. Each rollout file is read once.
+    """The picked prompts of all rollout files in a log folder. Each file is read once.
 
     `token_bytes` returns the bytes of a token id. The bytes of all shown tokens are saved in the folder, so that the
     page can be rewritten without the tokenizer."""
@@ -124,7 +125,7 @@ class SampleBook:
         self._kept = len(self._bytes)
 
     def samples(self) -> list[Plain]:
-        """Return {"kind", "step", "of", "groups"} for each chosen step: at most `MAX_STEPS` training steps and as many
+        """Return {"kind", "step", "of", "groups"} for each step to show: at most `MAX_STEPS` training steps and as many
         validation steps.
 
         The choice depends only on the number of steps, so it rarely changes during a run."""
@@ -186,7 +187,8 @@ class SampleBook:
         return shown | {"tokens": [texts[i] for i in kept]} | _columns(answer, kept)
 
     def _texts(self, tokens: Sequence[int]) -> list[str] | None:
-        """Return the tokens' texts, or None if one is unknown. A character of several tokens is the last one's text."""
+        """Return the text of each token, or None if one is unknown. If a character has several tokens, the last one
+        gets its text, and the others get ""."""
         for token in tokens:
             if token not in self._bytes and self._token_bytes is not None:
                 self._bytes[token] = self._token_bytes(token)
@@ -264,7 +266,7 @@ def spread(items: list[Item]) -> list[Item]:
 
 
 def outside_in(items: Sequence[Item]) -> list[Item]:
-    """Return the items in a new order: last, first, middle, the middles of the halves, and so on."""
+    """Return the items in the order last, first, middle, the middles of the halves, and so on."""
     if len(items) < 3:
         return [*items[::-1]]
     order, gaps = [items[-1], items[0]], [(0, len(items) - 1)]

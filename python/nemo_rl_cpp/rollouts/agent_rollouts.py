@@ -19,12 +19,13 @@ from nemo_rl_cpp.serving.rollouts import Call, Rollout, longest_chain
 
 
 def is_agent(environment: Environment | None) -> bool:
-    """Return whether an environment makes its own rollouts."""
+    """Return whether the environment makes its rollouts itself, with an agent."""
     return getattr(environment, "runs_rollouts", False) is True
 
 
 def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]) -> bool:
-    """Return whether the batch's environments make their rollouts. Raise ValueError if only some of them do."""
+    """Return whether agents of the batch's environments make its rollouts. Raise ValueError if only some of the
+    environments do."""
     by_agent = {task: is_agent(task_to_env.get(task)) for task in set(batch["task_name"])}
     if len(set(by_agent.values())) > 1:
         agents = sorted(task for task, is_agent in by_agent.items() if is_agent)
@@ -121,7 +122,8 @@ def _attach(
 
 
 def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLogType:
-    """Return an agent's consecutive calls as messages with the engine's token ids; nothing is tokenized again."""
+    """Return `chain`, an agent's consecutive calls of the policy, as messages with the engine's token ids. Nothing is
+    tokenized again."""
     log: LLMMessageLogType = []
     before = 0
     for call in chain:
@@ -142,8 +144,9 @@ def message_log(chain: Sequence[Call], tokenizer: TokenizerType) -> LLMMessageLo
 
 
 def flags_of(text: str, opens_thinking: bool) -> dict[str, bool]:
-    """Return {flag: True} for each flag of a response, by NeMo RL's rules for NeMo Gym. A response with a complete tool
-    call has none. Of any other response the answer is inspected, or the reasoning if the answer is empty.
+    """Return {flag: True} for each flag that NeMo RL's rules for NeMo Gym give to the response `text`. A response with
+    a complete tool call has none. Of any other response the answer is inspected, or the reasoning if the answer is
+    empty.
 
     `is_invalid_tool_call`: it has a tag of a tool call. `has_malformed_thinking`: the answer has a thinking tag, or the
     reasoning the same one several times. `opens_thinking`: whether the prompt ends with `<think>`."""

@@ -28,7 +28,7 @@ class MissingField(AttributeError, KeyError):
 
 @dataclass
 class _Field:
-    """A field of a batch, which raises MissingField if it is read before a stage has set it."""
+    """A descriptor for a field of a batch. Reading the field raises MissingField if no stage has set it."""
 
     store: str  # the dictionary of the batch that holds the field: `data`, `tokens` or `samples`
     source: str  # what sets the field, for the error
@@ -53,8 +53,8 @@ class _Field:
 
 
 class Rollouts(BatchedDataDict):
-    """Finished conversations with their rewards, one row per sample. Columns of the data set are kept as keys, and
-    reward components have the keys `reward/<name>`. The rows of one prompt form a group."""
+    """Finished conversations with their rewards, one row per sample. Columns of the data set are kept as keys, and each
+    reward component has the key `reward/<name>`. The rows of one prompt form a group."""
 
     message_log = _Field("data", "it comes from data")  # [B] lists of messages with token ids
     length = _Field("data", "it comes from data")  # int64 [B], the number of tokens of each prompt
@@ -110,7 +110,7 @@ class TrainBatch(RaggedBatch):
 
     @property
     def is_valid(self) -> Tensor:
-        """bool [T], True for tokens whose `valid_mask` is not 0."""
+        """bool [T], True at the tokens whose `valid_mask` is not 0."""
         return (self.token_mask != 0) & self.by_token(self.sample_mask != 0)
 
     @property

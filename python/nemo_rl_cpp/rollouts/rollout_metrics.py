@@ -11,7 +11,7 @@ from nemo_rl_cpp.rollouts.batches import Rollouts
 
 @dataclass
 class SampleStats:
-    """The counts of one sample."""
+    """The counts of one rollout: its turns and tokens, and how it ended."""
 
     turns: int = 0  # the number of generations, each followed by the environment's reply
     assistant_tokens: int = 0  # the number of generated tokens
@@ -113,7 +113,7 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
 
 
 class RoundMetrics:
-    """The metrics of a step's rounds of generation, including rollouts that are filtered out later."""
+    """The metrics of all rounds of generation in a step, including rollouts that dynamic sampling drops later."""
 
     def __init__(self) -> None:
         self._rounds: list[tuple[int, dict[str, float]]] = []
@@ -127,8 +127,9 @@ class RoundMetrics:
         self._groups += rollouts.group_id.tolist()
 
     def pop(self) -> dict[str, float]:
-        """Return the combined metrics since the last call: NeMo RL's rollout metrics, `accuracy` (mean raw reward),
-        `groups/*`, and `zero_std_groups` (the number of groups of two or more whose raw rewards are all equal)."""
+        """Return the combined metrics of the rounds since the last call: NeMo RL's rollout metrics, `accuracy` (mean
+        raw reward), `groups/*`, and `zero_std_groups` (the number of groups of two or more whose raw rewards are all
+        equal)."""
         metrics = combine_rollout_metrics(self._rounds)
         if self._rewards:
             groups = rewards_by_group(self._rewards, self._groups)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 PASSED_TO_GENERATION = ("draw_ids", "sample_index", "stream")
-"""Keys of a batch that are passed to the engine; they seed its sampling."""
+"""Keys of a batch that the generation engine receives, because they seed its sampling."""
 
 
 _ENOUGH_IDS = 64  # decoding must start at a token that has text; the last 64 ids contain one
@@ -92,7 +92,8 @@ def calculate_rewards(
 
 
 def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> EnvironmentReturn:
-    """Merge results in the order of the rows. Raise ValueError if only some have reward components."""
+    """Merge the results of several environments in the order of the batch's rows. `parts` holds (rows, result) of each.
+    Raise ValueError if only some of them have reward components."""
     if len({isinstance(part.rewards, dict) for _, part in parts}) > 1:
         raise ValueError("some environments of this batch give one reward, others a dictionary of them")
     order = [row for rows, _ in parts for row in rows]
@@ -129,7 +130,8 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
 
 
 class EarlyScoring:
-    """The scoring of a turn's responses that end while others are still generated; `calculate_rewards` scores the rest.
+    """The scoring of responses that end while others of the same turn are still generated. `calculate_rewards` scores
+    the rest.
 
     Only environments that score rows independently (`scores_rows_alone`) and run concurrently (`.remote`) take part, so
     rewards equal those of one call at the end. Rows that end while an environment is busy form its next call."""
@@ -149,7 +151,8 @@ class EarlyScoring:
         """whether any row of this turn may be scored early"""
 
     def finished(self, rows: list[int], token_ids: list[list[int]]) -> None:
-        """Start to score responses that have ended. The engine calls this method between its steps."""
+        """Start to score the responses `token_ids` of the rows `rows`, which have ended. The engine calls this method
+        between its steps."""
         for row, ids in zip(rows, token_ids, strict=True):
             task = self._active["task_name"][row]
             if task in self._environments:
@@ -177,7 +180,7 @@ def visible(message_log: LLMMessageLogType) -> LLMMessageLogType:
 
 
 def last_ids(message_log: LLMMessageLogType) -> list[int]:
-    """Return the last token ids of a conversation; the text of the tokens that follow depends on them."""
+    """Return the last token ids of a conversation, which are needed to decode the tokens that follow."""
     return torch.cat([message["token_ids"] for message in message_log])[-_ENOUGH_IDS:].tolist()
 
 
@@ -185,14 +188,15 @@ def last_ids(message_log: LLMMessageLogType) -> list[int]:
 
 
 class Turn(NamedTuple):
-    """The conversations that take part in a turn."""
+    """The conversations of a batch that take part in one turn."""
 
     active: BatchedDataDict  # their rows of the batch, with the current stop strings and environment state
     inputs: RaggedBatch
 
 
 class Conversations:
-    """The conversations of a batch. A turn calls `begin`, the engine, `respond`, the environments and `observe`."""
+    """The conversations of a batch, turn by turn. In each turn `begin`, the engine, `respond`, the environments and
+    `observe` are called."""
 
     def __init__(self, batch: DatumBatch, tokenizer: TokenizerType, max_seq_len: int) -> None:
         size = len(batch["message_log"])
@@ -206,7 +210,8 @@ class Conversations:
         self.masked: dict[int, bool] = {}
 
     def begin(self) -> Turn:
-        """Return the rows of the conversations that continue, with their tokens as the engine's inputs."""
+        """Return the next turn: the rows of the conversations that have not ended, with their tokens as the engine's
+        inputs."""
         keys = ["message_log", "task_name", *PASSED_TO_GENERATION]
         known = BatchedDataDict({key: self.batch[key] for key in keys if key in self.batch})
         active = known.select_indices(self.active)
@@ -266,8 +271,8 @@ class Conversations:
         self.active = going_on
 
     def _mask(self, row: int, metadata: object) -> None:
-        """Record whether the environment masks the conversation (`mask_sample` in its metadata). A later turn overrides
-        an earlier one. Raise ValueError if the value is not a Boolean."""
+        """Record whether the environment excludes the conversation in row `row` from training (`mask_sample` in its
+        metadata). A later turn overrides an earlier one. Raise ValueError if the value is not a Boolean."""
         if not isinstance(metadata, Mapping) or "mask_sample" not in metadata:
             return
         if metadata["mask_sample"] not in (True, False):
@@ -358,7 +363,8 @@ def with_greedy_baseline(
     final_rewards: Callable[[Rollouts], torch.Tensor],
     prompts: DatumBatch,
 ) -> tuple[DatumBatch, dict[str, float]]:
-    """Roll out one greedy response to each prompt, then roll out `prompts`, for ReMax.
+    """Roll out one greedy response to each prompt, and then `prompts` with `roll_out`, for the advantage estimator
+    ReMax.
 
     The returned batch has `reward_baseline` float32 [B], the greedy response's reward after `final_rewards` (scaling
     and shaping). The metric `greedy_reward` is its mean over the prompts."""

@@ -27,7 +27,7 @@ _MOST_TURNS = 32  # the number of conversations kept per rollout
 
 @dataclass(frozen=True)
 class Header:
-    """The fields that every response body, or every chunk of a streamed response, repeats."""
+    """The fields that every response body, and every chunk of a streamed response, contains."""
 
     id: str
     model: str
@@ -47,7 +47,7 @@ def usage(prompts: list[list[int]], samples: list[Sample]) -> Json:
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: int | str | None = None) -> Json:
-    """Return an error body in OpenAI's format."""
+    """Return the body of an error response in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -60,7 +60,7 @@ def event(body: Json | str) -> bytes:
 
 
 class Spelled(NamedTuple):
-    """Tokens of a response, with the text that each token adds. The texts joined are the text of the response."""
+    """Tokens of a response, with the text that each token adds to it. The texts joined are the text of the response."""
 
     sample: Sample
     texts: list[str]
@@ -71,7 +71,7 @@ class Spelled(NamedTuple):
 
 
 class Speller:
-    """A stream of tokens that get their text. A token is held back until later ones cannot change its text."""
+    """A converter of a stream of tokens to text. It holds back a token as long as later tokens can change its text."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream, self._waiting = stream, Sample()
@@ -166,7 +166,7 @@ class Answer:
         seed: the seed of the request."""
 
     def remember(self, rollout: Rollout, samples: list[Sample]) -> None:
-        """Store the conversation for later requests of the rollout (only a chat does)."""
+        """Store the conversation for later requests of the same rollout. Only chat responses do this."""
 
     def opening(self, header: Header) -> Iterator[Json]:
         """Yield the chunks to send before the first token."""
@@ -194,7 +194,7 @@ class TextAnswer(Answer):
         self._spellers: dict[int, Speller] = {}
 
     def _take(self, k: int, part: Sample) -> Spelled:
-        """Add the next tokens of choice `k`; return the tokens whose text later ones cannot change."""
+        """Add the next tokens of choice `k`, and return those tokens whose text later ones cannot change."""
         if k not in self._spellers:
             b = self.body
             stream = TextStream(
@@ -247,7 +247,7 @@ class CompletionAnswer(TextAnswer):
         self._offsets: dict[int, int] = {}  # the number of characters sent so far, by choice
 
     def _of_prompt(self, ids: list[int]) -> list[Json | None]:
-        """Return vLLM's `prompt_logprobs` at temperature 1: an entry for each token, None for the first."""
+        """Return vLLM's `prompt_logprobs` of a prompt at temperature 1: an entry for each token, None for the first."""
         scored = self.served.prompt_logprobs(ids)
         spelled = [_spelling(self.served.bytes_of_token, token) for token in ids]
         entries = zip(ids[1:], scored[1:], spelled[1:], strict=True)
@@ -294,7 +294,7 @@ class ChatAnswer(TextAnswer):
         self._parsed: dict[int, tuple[Spelled, chat.ParsedToolCalls]] = {}
 
     def _parse(self, k: int, sample: Sample) -> tuple[Spelled, chat.ParsedToolCalls]:
-        """Decode a complete response and extract its tool calls. The result is cached."""
+        """Decode the complete response of choice `k`, and extract its tool calls. The result is cached."""
         if k not in self._parsed:
             self._spellers.pop(k, None)
             spelled = self._take(k, sample)
@@ -337,7 +337,7 @@ class ChatAnswer(TextAnswer):
             yield header.body(self.chunk_kind, [_delta(k, {"role": "assistant", "content": ""})])
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Yield a chunk as usual, unless the request has tools: then all text is sent at the end."""
+        """Yield a chunk as `TextAnswer` does. If the request has tools, send all text at the end instead."""
         if not self._tools:
             yield from super().chunk(header, progress)
 

@@ -40,7 +40,7 @@ _GONE = 499  # the status if the client has disconnected; nobody reads it
 
 
 class Conversation:
-    """A client's request that is being answered: one engine request per prompt, and the tokens sampled so far."""
+    """One HTTP request that is being answered: its engine requests, one per prompt, and the tokens sampled so far."""
 
     def __init__(self, service: Service, answer: Answer, rollout: Rollout | None) -> None:
         self.service, self.answer, self.rollout = service, answer, rollout
@@ -62,8 +62,8 @@ class Conversation:
 
     @contextlib.asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
-        """Submit the engine requests on entry and cancel the incomplete ones on exit. Raise RequestError (503) if the
-        queue is full."""
+        """Return a context that submits the engine requests at its start and cancels the unfinished ones at its end.
+        Raise RequestError (503) if the queue is full."""
         service, n, most = self.service, len(self.samples), self.service.model.limits.max_queue
         if service.under_way + n > most:
             raise RequestError(
@@ -89,7 +89,7 @@ class Conversation:
         return all(sample.reason for sample in self.samples)
 
     async def next(self) -> Progress:
-        """Wait for the engine's next tokens and return them. Raise the error of a failed request."""
+        """Wait for the next tokens from the engine and return them. Raise the error of a request that failed."""
         progress = await self._news.get()
         if progress.error is not None:
             raise progress.error
@@ -102,7 +102,7 @@ class Conversation:
             await self.next()
 
     def keep(self) -> None:
-        """Record the engine's requests and responses in the rollout, if the client's request belongs to one."""
+        """Record the engine's requests and responses in the rollout if the HTTP request has a rollout key."""
         self._kept = True
         if self.rollout is not None:
             for choice, sample in enumerate(self.samples):
@@ -132,7 +132,8 @@ class Conversation:
 
 
 class EventStream(StreamingResponse):
-    """A stream that ends when complete, at the deadline or if the client leaves; then it closes `stack`."""
+    """A streamed HTTP response. It ends when it is complete, at the deadline, or if the client disconnects; then it
+    closes `stack`."""
 
     def __init__(
         self, events: AsyncIterator[bytes], headers: dict[str, str], stack: contextlib.AsyncExitStack, deadline: float
@@ -176,7 +177,7 @@ class Service:
         return JSONResponse({"object": "list", "data": [{"id": name, **card} for name in model.names]})
 
     async def answer(self, request: Request, make: type[Answer]) -> Response:
-        """Handle a request for a response of type `make`."""
+        """Handle an HTTP request for a response. `make` is the class of the response for the route."""
         self._check_key(request)
         limits = self.model.limits
         given = await read_json(request, limits.max_body_bytes, limits.body_timeout_s)
@@ -216,7 +217,7 @@ class Service:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Progress | None]) -> Progress | None:
-    """Await `work` and return its result. Raise ClientDisconnect if the client disconnects first."""
+    """Return the result of `work`. Raise ClientDisconnect if the client disconnects before `work` has ended."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -50,7 +50,7 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: object) -> object:
-        """Drop fields that are null: in OpenAI's protocol null means the same as absent."""
+        """Drop fields that are null, because in OpenAI's protocol null means that the field is not set."""
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
@@ -186,7 +186,7 @@ Body = CompletionBody | ChatBody | GenerateBody
 
 
 def read_body(kind: type[Body], data: object) -> Body:
-    """Return the validated body. Raise RequestError for the first invalid field."""
+    """Return `data` as a validated body of the class `kind`. Raise RequestError for the first invalid field."""
     if not isinstance(data, dict):
         raise RequestError(f"the body is a JSON {type(data).__name__}: expected an object")
     data = _without_neutral(data, _IGNORED, kept={"prompt_logprobs"} if kind is CompletionBody else set())
@@ -210,8 +210,8 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 
 def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
-    """Return the fields that may change a response, without nulls and the fields `ignored`. Raise RequestError if a
-    field of `_NEUTRAL` has any other value."""
+    """Return the fields of `data` that may change a response: drop nulls and the fields `ignored`. Raise RequestError
+    if a field of `_NEUTRAL`, except those in `kept`, has a value other than its neutral one."""
     changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in changing.keys() & _NEUTRAL.keys() - kept:
         value = changing.pop(name)

@@ -25,7 +25,7 @@ _END = re.compile(r"\s*</tool_call>")
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call; `arguments` is a JSON string."""
+    """A tool call in a response; `arguments` is a JSON string."""
 
     id: str
     name: str
@@ -41,8 +41,9 @@ class ParsedToolCalls:
 
 
 def find_calls(text: str, request_id: str, thinks: bool = False) -> ParsedToolCalls:
-    """Extract the tool calls outside the reasoning block. If `thinks`, the text begins inside this block; without an
-    end tag the block never ends. A call that is not a JSON object with a name stays in the text."""
+    """Extract the tool calls from `text`, the text of a response, except those in the reasoning block. If `thinks`, the
+    text begins inside this block; without an end tag the block never ends. A call that is not a JSON object with a name
+    stays in the text."""
     calls: list[Call] = []
     kept, copied = [], 0
     at = _end_of_thinking(text, 0) if thinks else 0
@@ -82,13 +83,14 @@ def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
 _PLACE = "9001place1009"  # digits and letters, which templates do not change
 ENOUGH_IDS = 32  # the last ids of a prompt that contain `<think>` and blank lines after it
 Turn = tuple[str, str, tuple[tuple[str, str], ...], str]
-"""Role, stripped content, tool calls and reasoning of a message, by which messages are compared."""
+"""A message in the form in which messages are compared: role, content without surrounding spaces, tool calls and
+reasoning."""
 Tools = list[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """A conversation that ends with a response of the model."""
+    """A conversation up to a response of the model, with the token ids of prompt and response."""
 
     turns: tuple[Turn, ...]  # the messages of the conversation, with the response last
     ids: list[int]  # the token ids of prompt and response
@@ -129,7 +131,8 @@ def chat_prompt(
 def _text_behind(
     tokenizer: TokenizerType, messages: list[dict[str, object]], answer: int, tools: Tools | None
 ) -> str | None:
-    """Return what the template writes after message number `answer`, or None if it changes that message."""
+    """Return the text that the chat template writes after the message with index `answer`; None if the template changes
+    that message."""
     marked = [*messages]
     marked[answer] = {"role": "assistant", "content": _PLACE}
     text = render_prompt(tokenizer, marked, tools=tools)

@@ -17,7 +17,7 @@ from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 
 STOP_TOKEN, STOP_STRING, LENGTH = 1, 2, 3
-"""Why a sequence ended, numbered as in csrc/generation/sequence.h; 0: not ended."""
+"""The reasons for which a sequence ended, by their numbers in csrc/generation/sequence.h; 0: it has not ended."""
 FINISH_REASONS = {STOP_TOKEN: "stop", STOP_STRING: "stop", LENGTH: "length"}  # OpenAI's names of these reasons
 Likeliest = tuple[tuple[int, float], ...]
 """The likeliest tokens at a position with their log-probabilities, in descending order."""
@@ -44,7 +44,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draw:
-    """The seed of a request's sampling. Samples depend only on this seed, the prompt and the sampling parameters.
+    """The seed of a request's sampling. A response depends only on this seed, the prompt and the sampling parameters.
 
     `number` is the request's index among the rollout's requests with this prompt; `draw_id` was computed from it."""
 
@@ -56,7 +56,8 @@ class Draw:
 
 @dataclass
 class Sample:
-    """Tokens of one response: all so far, or only the new ones. `reason` is 0 while the response is incomplete."""
+    """Tokens of one response with their log-probabilities: all so far, or only the new ones. `reason` is 0 while the
+    response is incomplete."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -69,7 +70,7 @@ class Sample:
         return FINISH_REASONS.get(self.reason)
 
     def extend(self, part: Sample) -> None:
-        """Append the next tokens."""
+        """Append the next tokens, `part`, of the same response."""
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.likeliest += part.likeliest
@@ -115,7 +116,7 @@ class EngineState:
 
 
 class EngineThread:
-    """A thread that runs a `C.ResidentEngine` while it is open and has requests.
+    """A thread that runs an engine of the native core (`C.ResidentEngine`) for requests, while it is open.
 
     While closed, it generates nothing, frees its KV cache, and lets requests wait. Closing lets running requests finish
     first, so each response comes from one version of the weights. `make_engine` is called in this thread when the
@@ -186,12 +187,12 @@ class EngineThread:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Run no step inside this context, because another engine computes with the same model."""
+        """Return a context in which this engine runs no step, because another engine computes with the same model."""
         with self._weights:
             yield
 
     def shut_down(self, patience: float = 10.0) -> None:
-        """End the thread and fail its requests. Idempotent."""
+        """End the thread, wait at most `patience` seconds for it, and fail its requests. Further calls do nothing."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()

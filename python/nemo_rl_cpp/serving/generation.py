@@ -35,7 +35,7 @@ _PATIENCE_S = 30.0
 
 
 def _saved(tokenizer: TokenizerType) -> tempfile.TemporaryDirectory:
-    """Return a temporary folder with a tokenizer's files."""
+    """Return a temporary folder to which the tokenizer's files have been saved."""
     folder = tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_tokenizer_", ignore_cleanup_errors=True)
     tokenizer.save_pretrained(folder.name)
     return folder
@@ -43,7 +43,8 @@ def _saved(tokenizer: TokenizerType) -> tempfile.TemporaryDirectory:
 
 @dataclass(eq=False, repr=False)
 class ServedGeneration(GenerationInterface):
-    """The training loop's engine and an HTTP server for the same model, which never compute at the same time.
+    """A generation engine for the training loop that also serves the model over HTTP. The loop and the server never
+    compute at the same time.
 
     The server answers between `prepare_for_generation` and `finish_generation`; at other times requests wait. Requests
     in flight at `finish_generation` get up to 30 s to finish, because the weights are about to change."""
@@ -138,8 +139,9 @@ class ServedGeneration(GenerationInterface):
 
 
 class ServedDedicatedGeneration(DedicatedGeneration):
-    """The engine of a worker that only generates, with a server for its weights in the same worker: agents ask the
-    worker, and this process gets the token ids, log-probabilities and versions of their requests at a rollout's end.
+    """A generation engine in a worker that only generates, which also serves its weights over HTTP. Agents send their
+    requests to the worker, and this process gets the token ids, log-probabilities and versions of these requests at the
+    end of a rollout.
 
     In the worker the engine is a `ServedGeneration`, so this class has its methods for agents."""
 
@@ -166,11 +168,11 @@ class ServedDedicatedGeneration(DedicatedGeneration):
         return self._of_server("address_with", self._folder.name)
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """See `ServedGeneration.begin_rollout`."""
+        """Return the key that a rollout's requests must send, as `ServedGeneration.begin_rollout` does."""
         return self._of_server("begin_rollout", name, stream, greedy)
 
     def end_rollout(self, key: str) -> Rollout:
-        """See `ServedGeneration.end_rollout`."""
+        """Return the requests and responses of a rollout, as `ServedGeneration.end_rollout` does."""
         return self._of_server("end_rollout", key)
 
     def shutdown(self) -> bool:
@@ -185,7 +187,7 @@ def _serve_worker(seed: int, worker: EngineWorker, engine: NativeGeneration) -> 
 
 
 def _sampling(inner: NativeGeneration, stream: str) -> Sampling:
-    """Return the sampling parameters of a stream, "train" or "val", for requests."""
+    """Return the sampling parameters that requests of a rollout get: those of the stream `stream`, "train" or "val"."""
     found = inner.sampling(False, stream)
     return Sampling(0.0) if found.greedy else Sampling(found.temperature, found.top_p, found.top_k)
 
@@ -220,7 +222,8 @@ def serve_policy(
 
 
 def listener_of(config: PolicyConfig) -> socket.socket | None:
-    """Return a socket at the address of `http_server`, or None without a server. Raise ValueError if it is in use."""
+    """Return a listening socket at the address in the section `http_server`; None if no server is configured. Raise
+    ValueError if the address is in use."""
     if not config.generation.expose_http_server:
         return None
     check_installed("policy.generation.expose_http_server")

@@ -34,8 +34,9 @@ def listen(host: str, port: int, where: str = "--host and --port") -> socket.soc
 
 
 class HttpServer:
-    """A server of an ASGI application on a listening socket, until `stop`. At the log level "error" uvicorn writes the
-    exceptions of handlers to stderr. More than `most_connections` are answered with 503."""
+    """A server of an ASGI application on a listening socket, in a thread. At the log level "error" uvicorn writes the
+    exceptions of handlers to stderr. If there are more than `most_connections`, requests are answered with status
+    503."""
 
     def __init__(
         self,
@@ -80,7 +81,8 @@ class HttpServer:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Stop accepting, wait briefly for requests in flight, and end. Any thread may call it, repeatedly."""
+        """Stop accepting requests, wait briefly for unfinished ones, and end the server. Any thread may call it,
+        repeatedly."""
         self._server.should_exit = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _END_SECONDS)
@@ -88,7 +90,7 @@ class HttpServer:
 
 
 class Engine(Protocol):
-    """The thread that computes the responses."""
+    """The interface of the thread that computes the responses of a server."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -112,7 +114,8 @@ def serve_until_ended(server: HttpServer, engine: Engine, greet: Callable[[], No
 
 
 def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, every: float = 1.0) -> None:
-    """Wait until `ended` is set. Raise RuntimeError if the server's or the engine's thread has died."""
+    """Wait until `ended` is set, and check `every` seconds that both threads run. Raise RuntimeError if the server's or
+    the engine's thread has died."""
     while not ended.wait(every):
         for name, thread in (("HTTP server", server), ("engine", engine)):
             if not thread.is_alive:
@@ -123,7 +126,8 @@ def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, eve
 
 
 async def read_raw(request: Request, most_bytes: int, seconds: float) -> bytes:
-    """Return the body as bytes. Raise RequestError if it is too long (413) or does not arrive in time (408)."""
+    """Return the body of a request as bytes. Raise RequestError if it is longer than `most_bytes` (status 413) or takes
+    longer than `seconds` to arrive (408)."""
     pieces, size = [], 0
     try:
         async with asyncio.timeout(seconds):
@@ -138,7 +142,8 @@ async def read_raw(request: Request, most_bytes: int, seconds: float) -> bytes:
 
 
 async def read_json(request: Request, most_bytes: int, seconds: float) -> object:
-    """Parse the body as JSON. Raise RequestError if it is invalid, or holds a lone surrogate or a non-finite number."""
+    """Return the body of a request, parsed as JSON. Raise RequestError if it is invalid, or holds a lone surrogate or a
+    non-finite number."""
     raw = await read_raw(request, most_bytes, seconds)
 
     def no_constant(name: str) -> float:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a server."""
+    """The limits of a server: the number and size of requests, and timeouts."""
 
     max_queue: int = 1024  # responses running or waiting, over all clients; further requests get status 503
     max_body_bytes: int = 8 << 20  # the largest request body
@@ -41,7 +41,7 @@ class Limits:
 
 @dataclass
 class ServedModel:
-    """A model behind a server."""
+    """A model that a server serves, with its engine, its tokenizer and its limits."""
 
     names: tuple[str, ...]  # the model names that requests may use; the server lists the first
     tokenizer: TokenizerType
@@ -63,7 +63,8 @@ class ServedModel:
         return bytes_of_token(self.tokenizer)
 
     def check_name(self, name: str | None) -> str:
-        """Return the requested name, or the first if it is None. Raise RequestError if it is unknown."""
+        """Return the model name that a request asks for, or the server's first name if `name` is None. Raise
+        RequestError if the name is unknown."""
         if name is not None and name not in self.names:
             raise RequestError(
                 f"the model `{name}` does not exist here: this server has `{self.names[0]}`", 404, "model"
@@ -137,7 +138,7 @@ _LONGEST_CACHE = 4 << 30
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The sizes of a server's engine."""
+    """The sizes of a server's engine: sequence length, KV cache and batch."""
 
     max_model_len: int | None = None  # tokens of the longest sequence; None: what the model and the cache allow
     kv_cache_gb: float | None = None  # size of the KV cache; None: half of the free memory, at most 4 GiB
@@ -227,7 +228,8 @@ def load_model(
 
 
 def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list[int]], list[float]]:
-    """Return `ServedModel.prompt_logprobs`, which runs the training forward pass between two engine steps."""
+    """Return the function `ServedModel.prompt_logprobs` for a model. It runs the training forward pass between two
+    engine steps."""
     trainer = cache(lambda: C.Trainer(model))
 
     def score(ids: list[int]) -> list[float]:
@@ -238,8 +240,8 @@ def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list
 
 
 def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:
-    """Return how many tokens of one sequence fit in the cache, at most `longest`; warn if these are fewer. Raise
-    ValueError if the user gave a `longest` (`is_given`) that does not fit, or if no sequence fits."""
+    """Return the length in tokens of the longest sequence that fits in the KV cache, at most `longest`; warn if it is
+    shorter. Raise ValueError if the user has set `longest` (`is_given`) and it does not fit, or if no sequence fits."""
     fits = longest_in_cache(runner, cache_bytes)
     if longest <= fits:
         return longest

@@ -23,7 +23,7 @@ HEADER = "x-rollout-key"  # the header that names a rollout, equivalent to the b
 
 @dataclass(frozen=True)
 class Call:
-    """A request of a rollout, with its response."""
+    """One request of a rollout to the policy, with its response."""
 
     prompt_ids: list[int]
     sample: Sample
@@ -47,7 +47,7 @@ class Call:
 
 @dataclass
 class Rollout:
-    """The requests of one rollout, all with the same rollout key."""
+    """The requests of one rollout of an agent, which all send the same rollout key."""
 
     key: str
     seed: int
@@ -62,9 +62,9 @@ class Rollout:
 
 
 class Rollouts:
-    """All rollouts, by key. A run registers the rollouts that it will train on, and takes each out when it ends. Of
-    other rollouts, the server keeps the latest few thousand, only to continue their conversations. `seed` seeds all
-    sampling."""
+    """All rollouts by their keys. A run registers the rollouts that it will train on, and takes each out when it ends.
+    Of rollouts that nobody registered, the latest few thousand are kept, only so that their conversations can be
+    continued. `seed` seeds all sampling."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -74,7 +74,8 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: Sampling, name: str | None = None) -> str:
-        """Add a rollout and return its key: `key`, or a new one if `key` was used. `name` seeds its sampling."""
+        """Add a rollout that a run will train on. Return its key: `key`, or a new one if `key` was already used. `name`
+        seeds the sampling; None: the key seeds it."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:
@@ -117,7 +118,8 @@ class Rollouts:
         return Draw((rollout.seed if seed is None else seed) & 0xFFFFFFFF, rollout.stream, draw_id, number)
 
     def gave_up(self, rollout: Rollout, prompt_ids: list[int], draw: Draw) -> None:
-        """Release the index of a failed or cancelled response, so that a retry gets the same samples."""
+        """Release the response index in `draw`, because the response failed or was cancelled. A retry then gets the
+        same samples."""
         with self._lock:
             rollout.drawn[_digest_of(rollout, prompt_ids)].discard(draw.number)
 

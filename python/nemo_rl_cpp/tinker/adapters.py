@@ -31,13 +31,14 @@ from nemo_rl_cpp.serving.engine import longest_in_cache, score_sequence
 from nemo_rl_cpp.tinker.types import Loss, UserError
 
 ALPHA = 32
-"""An adapter is scaled by ALPHA / rank, as in Tinker."""
+"""The alpha of all adapters: their product is scaled by ALPHA / rank, as in Tinker."""
 _TOKENS_AT_ONCE = 4096  # per forward pass with kept activations; a longer datum forms its own micro-batch
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Which matrices have adapters, and the LoRA rank of the adapters. `train_attn` includes recurrent layers."""
+    """The shape of a LoRA model's adapters: their rank, and which matrices have adapters. `train_attn` includes
+    recurrent layers."""
 
     rank: int
     train_mlp: bool = True
@@ -120,7 +121,7 @@ class Base:
 
 @dataclass(eq=False)
 class TrainingState:
-    """A model in training: its adapters (A and B), their gradient, and AdamW's moments.
+    """A LoRA model in training: its adapters (A and B), their gradient, and AdamW's moments.
 
     Attributes:
         adapter: an optimizer step replaces this tensor instead of changing it, so that samplers can share it.
@@ -152,7 +153,7 @@ class TrainingState:
 
 @dataclass
 class Row:
-    """A checked datum of a request.
+    """A checked training sequence of a request.
 
     Attributes:
         tokens: the N input tokens.
@@ -167,8 +168,8 @@ class Row:
 
 
 class AdaptedModel:
-    """The base model with adapters of one shape. Several models (`TrainingState`) share it: before a model computes,
-    its adapters are loaded here."""
+    """The native base model with adapters of one shape, which several LoRA models (`TrainingState`) share. Before one
+    of them computes, its adapters are loaded here."""
 
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
@@ -198,7 +199,7 @@ class AdaptedModel:
 
     @cached_property
     def nothing(self) -> Tensor:
-        """Adapters that are all zero, with which the model equals the base model."""
+        """Return adapters that are all zero, with which the model equals the base model."""
         return torch.zeros_like(self.native.masters)
 
     def new_adapter(self, seed: int) -> Tensor:
@@ -208,7 +209,7 @@ class AdaptedModel:
         return self.native.masters.clone()
 
     def show(self, adapter: Tensor) -> None:
-        """Load these adapters into the native model, unless they are loaded already."""
+        """Load `adapter` into the native model, unless it is loaded already."""
         if self._shown is adapter:
             return
         if not torch.equal(self.native.masters, adapter):
@@ -244,7 +245,8 @@ class AdaptedModel:
     def forward(
         self, state: TrainingState, rows: Sequence[Row], loss: Loss, config: dict[str, float], *, backward: bool, factor: str | None = None
     ) -> tuple[float, list[Tensor]]:  # fmt: skip
-        """Compute a loss. If `backward`, accumulate its gradient for the next optimizer step.
+        """Compute the loss `loss` of a LoRA model on `rows`. If `backward`, accumulate its gradient for the next
+        optimizer step.
 
         `factor` is the name of an input that multiplies the gradient of each target. If consecutive rows share a prompt
         on which this input is 0, the prompt is computed once (see `prompt_groups`).
@@ -305,7 +307,8 @@ class AdaptedModel:
     def step(
         self, state: TrainingState, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
     ) -> float:  # fmt: skip
-        """Update the adapters with AdamW and reset the gradient to zero. Return the gradient's norm before clipping.
+        """Update the adapters of a LoRA model with AdamW, and reset the gradient to zero. Return the gradient's norm
+        before clipping.
 
         Raise UserError if the norm is not finite; in that case the adapters are unchanged."""
         self._take_up(state)
@@ -367,8 +370,8 @@ class AdaptedModel:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Consecutive rows [begin, end) with a common prompt. Their first `length` targets have no gradient and are equal.
-    So are the `length` + 1 tokens up to the first target that may have a gradient."""
+    """Consecutive rows [begin, end) with a common prompt, which is computed once. Their first `length` targets have no
+    gradient and are equal. So are the `length` + 1 tokens up to the first target that may have a gradient."""
 
     begin: int
     end: int
@@ -376,8 +379,8 @@ class PromptGroup:
 
 
 def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
-    """Return the groups of at least two rows, in order. `factor` is the name of the input that is 0 for targets without
-    gradient."""
+    """Return the groups of at least two consecutive rows with a common prompt, in order. `factor` is the name of the
+    input that is 0 for targets without gradient."""
     if factor is None:
         return []
     groups: list[PromptGroup] = []

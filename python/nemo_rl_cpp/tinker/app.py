@@ -72,7 +72,7 @@ class Routes:
         return handle
 
     def parsed(self, kind: type[M], ask: Callable[[M], BaseModel]) -> Handler:
-        """Return a handler that parses the body, passes it to `ask`, and responds with the result of `ask`."""
+        """Return a handler that parses the body as `kind`, passes it to `ask`, and responds with the result."""
 
         async def handle(request: Request) -> Response:
             return _json(ask(await self._body(request, kind)))
@@ -161,7 +161,8 @@ class Routes:
         return Response(status_code=_NO_CONTENT)
 
     async def keep_checkpoint(self, request: Request) -> Response:
-        """Accept a checkpoint's time to live and ignore it: checkpoints do not expire."""
+        """Handle a request to set a checkpoint's time to live: accept it without effect, because checkpoints do not
+        expire."""
         self.service.store.facts(self._place(request))
         return Response(status_code=_NO_CONTENT)
 
@@ -280,7 +281,7 @@ def _error(status: int, text: str) -> JSONResponse:
 
 
 def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
-    """Return the part of `found` that the query's limit and offset select, and the SDK's cursor."""
+    """Return the elements of `found` that the request's limit and offset select, and the SDK's cursor."""
     query = request.query_params
     try:
         limit, offset = int(query.get("limit", 1000)), int(query.get("offset", 0))

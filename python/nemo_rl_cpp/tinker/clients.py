@@ -43,7 +43,7 @@ def _async(call: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], 
 
 
 class ServiceClient:
-    """A base model, and the thread that trains its LoRA models and samples from them.
+    """A Tinker service in this process: a base model, and the thread that trains its LoRA models and samples from them.
 
     Args:
         model: a Hugging Face folder, a packaged model, a name on the Hub, a run's checkpoint, or "tiny-random".
@@ -86,15 +86,15 @@ class ServiceClient:
         return self._core.worker.do(create)
 
     def create_training_client_from_state(self, path: str) -> APIFuture[TrainingClient]:
-        """Make a model from a checkpoint, without its optimizer state."""
+        """Make a LoRA model from a checkpoint, without its optimizer state."""
         return self._from_state(path, optimizer=False)
 
     def create_training_client_from_state_with_optimizer(self, path: str) -> APIFuture[TrainingClient]:
-        """Make a model from a checkpoint, with its optimizer state."""
+        """Make a LoRA model from a checkpoint, with its optimizer state."""
         return self._from_state(path, optimizer=True)
 
     def create_sampling_client(self, model_path: str | None = None) -> APIFuture[SamplingClient]:
-        """Make a sampler of a checkpoint, or of the base model."""
+        """Make a client that samples from a checkpoint, or from the base model if `model_path` is None."""
         return self._core.worker.do(lambda: SamplingClient(self._core, self._core.sampler(model_path)))
 
     def _from_state(self, path: str, *, optimizer: bool) -> APIFuture[TrainingClient]:
@@ -116,7 +116,7 @@ class ServiceClient:
 
 
 class TrainingClient:
-    """A LoRA model in training. A ServiceClient makes it."""
+    """The client of one LoRA model in training. A ServiceClient makes it."""
 
     def __init__(self, core: Models, model: Model) -> None:
         self._core, self._model = core, model
@@ -158,11 +158,11 @@ class TrainingClient:
         return self._do(lambda core, model: core.save(model, "weights", name, overwrite=overwrite))
 
     def load_state(self, path: str) -> APIFuture[None]:
-        """Load adapters from a checkpoint, and reset the optimizer."""
+        """Load the adapters of a checkpoint into this model, and reset its optimizer."""
         return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[None]:
-        """Load adapters and optimizer state from a checkpoint."""
+        """Load the adapters and the optimizer state of a checkpoint into this model."""
         return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=True))
 
     def save_weights_for_sampler(self, name: str) -> APIFuture[str]:
@@ -197,7 +197,7 @@ class TrainingClient:
 
 
 class SamplingClient:
-    """A sampler of fixed weights. A ServiceClient or a TrainingClient makes it."""
+    """A client that samples from weights that do not change. A ServiceClient or a TrainingClient makes it."""
 
     def __init__(self, core: Models, sampler: Sampler) -> None:
         self._core, self._sampler, self._id = core, sampler, str(uuid.uuid4())

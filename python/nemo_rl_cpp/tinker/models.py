@@ -44,7 +44,7 @@ _WIDEST = 4096  # targets per token
 
 @dataclass(eq=False)
 class Model:
-    """A model in training. `adapted` and `state` are None until `Models.create` sets them."""
+    """A LoRA model in training. `adapted` and `state` are None until `Models.create` sets them."""
 
     id: str
     facts: Facts
@@ -60,7 +60,7 @@ class Model:
 
 @dataclass
 class Models:
-    """The models over one base model, their checkpoints, and the thread in which all methods run."""
+    """All LoRA models over one base model, their checkpoints, and the thread in which all methods run."""
 
     base: Base
     store: Store
@@ -71,8 +71,8 @@ class Models:
         return Facts(self.base.names[0], shape)
 
     def create(self, model: Model, seed: int) -> None:
-        """Initialise a model: B is zero, so that its outputs equal the base model's. Raise UserError for an invalid
-        LoRA rank or seed."""
+        """Initialise the adapters of a LoRA model: B is zero, so that its outputs equal the base model's. Raise
+        UserError for an invalid LoRA rank or seed."""
         rank = model.facts.shape.rank
         if not 1 <= rank <= 4096:
             raise UserError(f"the rank of LoRA is {rank}, expected 1 to 4096")
@@ -197,7 +197,7 @@ class Models:
         return Sampler(adapted, adapted.load(self.store.folder(place)), path)
 
     def snapshot(self, model: Model) -> Sampler:
-        """Return a sampler of a model's current weights. Later training of the model does not change the sampler."""
+        """Return a sampler of a model's current weights, which later training does not change."""
         return Sampler(model.adapted, model.trained.adapter, snapshot_of=model.id)
 
     def prompt_logprobs(self, sampler: Sampler, prompt: list[int], last_n: int | None = None) -> list[float | None]:
@@ -260,7 +260,7 @@ class Models:
 
 
 def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Sequence[str]) -> list[Row]:
-    """Check the data of a request and return it as rows.
+    """Check the training data of a request, and return it as rows.
 
     Args:
         needed: the inputs that each datum must have in addition to target_tokens.
@@ -295,7 +295,8 @@ def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Seq
 
 
 def _tensor(given: object, what: str, length: int) -> Tensor:
-    """Return a loss input as a dense tensor, [N] or [N, K]. Elements missing from a sparse tensor are 0."""
+    """Return the loss input `given` as a dense tensor, [N] or [N, K]. Elements missing from a sparse tensor are 0.
+    `what` names it in messages, and `length` is N."""
     try:
         tensor = given.to_torch() if hasattr(given, "to_torch") else torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -106,8 +106,8 @@ def encoded(result: object) -> bytes | dict:
 
 
 def _record(rows: list[Tensor], trailing: torch.Size) -> pb.ArrayRecord:
-    """Pack the log-probabilities of consecutive data, a tensor [N, *trailing] for each datum, into one protobuf
-    message."""
+    """Pack the log-probabilities of several data into one protobuf message; `rows` has a tensor [N, *trailing] for each
+    datum."""
     offsets = np.cumsum([0] + [4 * row.numel() for row in rows]).astype(np.int64)
     data = torch.cat([row.flatten() for row in rows]).numpy().astype(np.float32).tobytes()
     field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=trailing)
@@ -151,7 +151,7 @@ class NotFoundError(UserError):
 
 @dataclass
 class Session:
-    """The server's record of one ServiceClient."""
+    """The server's record of one ServiceClient of Tinker's SDK."""
 
     metadata: dict | None = None
     seen: float = field(default_factory=time.monotonic)
@@ -165,8 +165,8 @@ class TrainedModel(Turns, Model):
 
 
 class Service:
-    """The server's state: its sessions, models, samplers and checkpoints. A method that returns an `UntypedAPIFuture`
-    queues the request; the client asks for the result later."""
+    """The server's sessions, models, samplers and checkpoints. A method that returns an `UntypedAPIFuture` queues the
+    request; the client asks for the result later."""
 
     def __init__(self, base: Base, store: Store) -> None:
         self.core = Models(base, store)
@@ -265,7 +265,7 @@ class Service:
     def _in_turn(
         self, model_id: str | None, seq: int | None, run: Callable[[TrainedModel], object], model: TrainedModel | None = None
     ) -> types.UntypedAPIFuture:  # fmt: skip
-        """Queue `run(model)` as request number `seq` of a model. The model is given, or found by `model_id`."""
+        """Queue `run(model)` as request number `seq` of a model: `model`, or the one with the id `model_id`."""
         if seq is None or not 0 <= seq < 1 << 62:
             raise UserError(f"seq_id is {seq}, expected the number of this request of its model")
         model = model or self.model(model_id or "")
@@ -377,7 +377,7 @@ class Service:
         return self.samplers[name]
 
     def sample(self, request: types.SampleRequest) -> types.UntypedAPIFuture:
-        """Submit a request for samples. Each sample gets an id, too."""
+        """Queue a request for samples of a prompt. Each sample gets an id."""
         name = request.sampling_session_id
         if name is None or request.seq_id is None:
             raise UserError("a request for samples needs sampling_session_id and seq_id")

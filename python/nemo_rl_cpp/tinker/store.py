@@ -70,8 +70,8 @@ class Store:
     """All checkpoints of a server in one folder."""
 
     def __init__(self, root: Path, key: str = "folder") -> None:
-        """Lock the folder, and complete or remove partial checkpoints of a killed process. `key` is the folder's option
-        in error messages."""
+        """Lock the folder `root`, and complete or remove partial checkpoints of a killed process. `key` is the option
+        that sets the folder, for error messages."""
         self.root = root
         make_folder(root, key)
         self._lock = FolderLock(root, key)

@@ -40,7 +40,7 @@ class Datum:
 
 @dataclass
 class AdamParams:
-    """Settings of one AdamW step. With `grad_clip_norm` 0, the gradient is not clipped."""
+    """The settings of one AdamW step. With `grad_clip_norm` 0, the gradient is not clipped."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -100,7 +100,7 @@ class ForwardBackwardOutput:
 
 @dataclass
 class SampledSequence:
-    """A response. `stop_reason` is "stop", or "length" at the length limit. `topk_logprobs` lists, for each position,
+    """One response. `stop_reason` is "stop", or "length" at the length limit. `topk_logprobs` lists, for each position,
     the (token, log-probability) pairs of the most likely tokens."""
 
     tokens: list[int] = field(default_factory=list)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class APIFuture(Future, Generic[T]):
-    """A future result: `result()` waits for it in a thread, `await future` in an event loop."""
+    """A result that is available later: `result()` waits for it in a thread, `await future` in an event loop."""
 
     def __await__(self) -> Generator[object, None, T]:
         return asyncio.wrap_future(self).__await__()
@@ -65,7 +65,7 @@ class Turns:
 
 @dataclass(eq=False)
 class Answers:
-    """A request for samples in flight. When all its samples are complete, `finish` converts them to the result."""
+    """An unfinished request for samples. When all its samples are complete, `finish` converts them to the result."""
 
     future: Future
     finish: Callable[[list[Sample]], object]
@@ -73,7 +73,7 @@ class Answers:
 
 
 class Sampler:
-    """The weights of a model, from which tokens are sampled, and the requests in flight.
+    """The weights of a LoRA model from which tokens are sampled, and the unfinished requests for samples.
 
     Args:
         path: the path of the checkpoint; None for the base model and for snapshots.
@@ -195,12 +195,13 @@ class Worker:
         self.do(run)
 
     def join_in(self, sampler: Sampler) -> None:
-        """Mark a sampler as busy, since it has a new request. Only the worker's thread may call it."""
+        """Mark `sampler` as busy, because it has a new request. Only the worker's thread may call it."""
         if sampler not in self._busy:
             self._busy.append(sampler)
 
     def was_retrieved(self, request_id: str) -> None:
-        """Record that a client has received a result. The result is kept until enough later results are retrieved."""
+        """Record that a client has received the result of the request `request_id`. The result is kept until enough
+        later results are retrieved."""
         self._retrieved.append(request_id)
         if len(self._retrieved) > _MOST_RETRIEVED:
             self.futures.pop(self._retrieved.popleft(), None)
@@ -255,7 +256,7 @@ class Worker:
 
     def _let_sample(self) -> None:
         """Run steps of the sampler whose turn it is, until it has no request left, its turn ends, or a new request for
-        samples arrives."""
+        samples arrives from a client."""
         if not self._busy:
             return
         sampler, begin = self._busy[0], time.monotonic()

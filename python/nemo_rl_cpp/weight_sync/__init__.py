@@ -39,7 +39,7 @@ RefitMetrics = dict[str, float | str | None]
 
 
 class CheckedWeights(WeightSynchronizer):
-    """The base of all synchronizers. It stores a digest of the weights at the last `sync_weights` and compares it
+    """The base class of all synchronizers. It stores a digest of the weights at the last `sync_weights` and compares it
     before training, which detects an unexpected change of the weights in between."""
 
     def __init__(self, policy: PolicyInterface, generation: GenerationInterface) -> None:
@@ -59,7 +59,7 @@ class CheckedWeights(WeightSynchronizer):
 
 
 class SharedWeights(CheckedWeights):
-    """A synchronizer for a policy and an engine that read the same storage. It copies nothing and only compares
+    """A synchronizer for an engine that reads the policy's own weights in memory. It copies nothing and only compares
     digests."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> RefitMetrics:
@@ -77,7 +77,8 @@ class SharedWeights(CheckedWeights):
 
 
 class SentWeights(CheckedWeights, abc.ABC):
-    """The base for engines with a separate copy of the weights, which is updated after the policy has been trained.
+    """The base class of synchronizers for engines with a separate copy of the weights, which is updated after the
+    policy has been trained.
 
     Args:
         version: returns the version number of the current weights; engines attach it to their responses."""

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 _began: float | None = None
 _PATIENCE = 2.0
-"""Seconds of work before its progress is shown."""
+"""Seconds that work must take before its progress is shown."""
 _REDRAWN, _REPEATED = 0.5, 15.0
 """Seconds between two progress lines: in a terminal, which overwrites the line, and in a file."""
 
 
 @contextmanager
 def stages_shown() -> Iterator[None]:
-    """Make `stage` print its lines during the `with` block, each with the seconds since the block's start."""
+    """Return a context in which `stage` prints its lines, each with the seconds since the context began."""
     global _began
     _began = time.monotonic()
     try:
@@ -24,7 +24,7 @@ def stages_shown() -> Iterator[None]:
 
 
 def stage(text: str) -> None:
-    """Print `text`, the name of a stage of work that begins now, if called inside `stages_shown`."""
+    """Print `text`, the name of a stage of work that begins now. Print nothing outside `stages_shown`."""
     if _began is not None:
         print(f"[{time.monotonic() - _began:5.1f} s] {text}", flush=True)
 

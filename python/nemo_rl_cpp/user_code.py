@@ -60,8 +60,8 @@ def runs_here() -> bool:
 
 
 def serve(work: Callable[[], object]) -> Any:
-    """Run `work()` in a new thread and return its result. Meanwhile the current thread makes the calls that `call_user`
-    requests in the new one.
+    """Run `work()` in a new thread and return its result. Meanwhile the current thread makes the calls of user code
+    that `work` requests with `call_user`.
 
     Raise what `work` raises. If a signal raises KeyboardInterrupt or SystemExit, `work` is ended, too. Calls may be
     nested: a callback may run a validation."""
@@ -86,13 +86,13 @@ class _Caller:
         return threading.current_thread() is self._thread
 
     def run(self, call: Callable[[], object]) -> object:
-        """Make a call in the current thread, and return its result, awaited if necessary."""
+        """Make the call `call` in the current thread, and return its result, awaited if necessary."""
         with _outside_event_loop(), _ProcessState():
             result = self._called(call)
             return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     def ask(self, call: Callable[[], object]) -> object:
-        """Let the thread of this `_Caller` make a call, and return its result to the current thread."""
+        """Let the thread of this `_Caller` make the call `call`, and return the result to the current thread."""
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "is_grad_enabled"):
             call = partial(_with_grad_mode, torch.is_grad_enabled(), call)
@@ -263,7 +263,8 @@ def _outside_event_loop() -> Iterator[None]:
 
 
 def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
-    """Make a call under torch's gradient mode of the thread that requests it, because a loss needs autograd."""
+    """Return the result of `call`, called with torch's gradient mode `enabled`: that of the thread that requests the
+    call, because a loss needs autograd."""
     with sys.modules["torch"].set_grad_enabled(enabled):
         return call()
 

@@ -267,8 +267,7 @@ class MLflowLogger(TrackerLogger):
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
-        """Return {logged name: number} of the metrics: numbers as they are, lists of numbers as mean, p50, p90 and
-        max."""
+        """Return {logged name: number}: numbers as they are, lists of numbers as mean, p50, p90 and max."""
         row: dict[str, float] = {}
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)

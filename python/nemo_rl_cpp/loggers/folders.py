@@ -101,8 +101,7 @@ def get_experiment_dir(
 
 
 def foreseen_experiment_dir(base_log_dir: str | Path, checkpoint: Path | None) -> Path:
-    """Return the folder that `get_experiment_dir` will return for the checkpoint `checkpoint` (None: a new run). Create
-    nothing."""
+    """Return the folder that `get_experiment_dir` will return for `checkpoint` (None: a new run). Create nothing."""
     info = {} if checkpoint is None else json_object(checkpoint / _TRAINING_INFO)
     candidate = _recorded(base_log_dir, info)
     own = candidate is not None and _is_own(candidate, checkpoint)

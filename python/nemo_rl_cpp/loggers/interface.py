@@ -46,8 +46,7 @@ class LoggerBackend(Protocol):
 
 
 class LoggerInterface(LoggerBackend):
-    """The base class for loggers that users write, with NeMo RL's name. It is a `LoggerBackend` that writes no
-    files."""
+    """The base class for loggers that users write, with NeMo RL's name: a `LoggerBackend` without files."""
 
     def flush(self) -> None:
         """Do nothing, because no data is buffered."""

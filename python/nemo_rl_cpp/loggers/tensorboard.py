@@ -119,8 +119,7 @@ def truncate_events(path: Path, step: int | None) -> None:
 
 
 def records(content: bytes) -> Iterator[tuple[bytes, Event]]:
-    """Yield (bytes, event) of each record in `content`, the bytes of an event file. Stop at the first partial or
-    damaged record."""
+    """Yield (bytes, event) of each record in an event file's `content`, up to the first damaged or partial one."""
     position = 0
     while position + 12 <= len(content):
         (length,) = struct.unpack_from("<Q", content, position)

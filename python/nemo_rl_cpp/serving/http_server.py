@@ -114,8 +114,8 @@ def serve_until_ended(server: HttpServer, engine: Engine, greet: Callable[[], No
 
 
 def wait_for_end(ended: threading.Event, server: HttpServer, engine: Engine, every: float = 1.0) -> None:
-    """Wait until `ended` is set, and check `every` seconds that both threads run. Raise RuntimeError if the server's or
-    the engine's thread has died."""
+    """Wait until `ended` is set. Meanwhile check, every `every` seconds, that both threads run: raise RuntimeError if
+    the server's or the engine's thread has died."""
     while not ended.wait(every):
         for name, thread in (("HTTP server", server), ("engine", engine)):
             if not thread.is_alive:

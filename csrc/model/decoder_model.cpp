@@ -110,6 +110,8 @@ at::Tensor DecoderModel::merged() const {
 }
 
 const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64_t after) {
+  if (config().has_experts())
+    rows = (rows * config().experts.chosen + config().experts.count - 1) / config().experts.count;
   if (rows > ops::PackedWeights::most_rows() || compute().scalar_type() != at::kBFloat16 || !device().is_cpu())
     return nullptr;
   if (!is_packed_) {

@@ -77,7 +77,8 @@ class DecoderModel {
   KeptActivations& kept() { return kept_; }
   /// Returns the packed weights (ops/packed_weights.h) for a step of `rows` rows, or nullptr if the step must read the
   /// weights in place. Weights are packed once `after` steps with few rows have run since the weights changed; steps
-  /// with many rows never use packed weights.
+  /// with many rows never use packed weights. With experts, the rows of an expert count, because most weights are
+  /// theirs.
   const ops::PackedWeights* packed_for(std::int64_t rows, std::int64_t after);
   std::int64_t packed_bytes() const { return packed_.bytes(); }
   /// Drops all data derived from the old weights. Must be called after the compute weights were written.

@@ -1,10 +1,10 @@
 #include "ops/swiglu.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/clamp_min.h>
 
 #include "kernels/swiglu.h"
 #include "ops/kernel_types.h"
+#include "runtime/parallel_items.h"
 
 namespace nemo_rl::ops {
 
@@ -23,7 +23,7 @@ void check(const at::Tensor& gate_up, const at::Tensor& act, kernels::Gate activ
 
 template <class F>
 void over_rows(const at::Tensor& act, F&& f) {
-  at::parallel_for(0, act.size(0), std::max<std::int64_t>(1, 8192 / std::max<std::int64_t>(1, act.size(1))), f);
+  runtime::parallel_rows(act.size(0), std::max<std::int64_t>(1, 8192 / std::max<std::int64_t>(1, act.size(1))), f);
 }
 
 }  // namespace

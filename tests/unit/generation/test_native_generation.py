@@ -135,8 +135,8 @@ WIDE = dict(model_type="llama", vocab_size=2000, hidden_size=256, intermediate_s
             num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
 
 
-def wide_model(dtype=torch.bfloat16, seed=3):
-    model = C.DecoderModel(native_config(WIDE), dtype, True)
+def wide_model(dtype=torch.bfloat16, seed=3, **overrides):
+    model = C.DecoderModel(native_config(WIDE | overrides), dtype, True)
     initialize_weights(model, seed, std=0.1)
     model.masters_changed()
     return model
@@ -186,6 +186,20 @@ def test_packed_weights_auto_packs_the_weights_after_enough_decode_steps_with_fe
     many, model = prompts([5] * texts), wide_model()
     generation_of(model, "on", max_batch_size=texts).generate(many)
     assert model.packed_bytes == 0  # no step was of few
+
+
+@PACKS
+def test_experts_are_packed_if_each_has_few_of_many_sequences():
+    texts = C.PackedWeights.most_rows() + 8
+    inputs = prompts([5 + i for i in range(texts)])
+    experts = dict(model_type="olmoe", num_experts=8, num_experts_per_tok=2, intermediate_size=64)
+    models = [wide_model(**experts) for _ in range(2)]
+    results = [
+        generation_of(model, packed, max_batch_size=texts).generate(inputs)
+        for model, packed in zip(models, ("on", "off"), strict=True)
+    ]
+    assert [model.packed_bytes > 0 for model in models] == [True, False]
+    assert are_equal(*results)
 
 
 @PACKS

@@ -38,26 +38,12 @@ from functools import partial
 
 import torch
 from harness import load_decoder, memory_of, tune_malloc
+from peer_steps import chunked_loss, full_loss, peer_step
 from shapes import SHAPES, parameters, random_model
 from sides import HIDDEN, Child, choice, choices, options
-from training_samples import (
-    COUNT,
-    GROUP,
-    MEAN_LENGTH,
-    Layout,
-    PeerBatch,
-    Samples,
-    equal_lengths,
-    mixed_lengths,
-    packed,
-    padded,
-    sorted_by_length,
-)
+from training_samples import COUNT, GROUP, LENGTHS, TOKENS, Layout, Samples, packed, padded, sorted_by_length
 
-TOKENS = COUNT * MEAN_LENGTH
-CHUNK = 256
 HALF_SLACK = 32  # tokens: samples of mixed lengths cannot be split into two equal halves
-LENGTHS = {"equal": equal_lengths, "mixed": mixed_lengths}
 
 
 def ours(folder: str, precision: str, halved: bool = False):
@@ -93,29 +79,6 @@ def our_step(model, max_tokens: int, halved: bool = False):
     return run
 
 
-def full_loss(model, batch: PeerBatch) -> torch.Tensor:
-    """Return -sum(logprobs), from the logits of all tokens from the first trained one on."""
-    first = int(batch.trained.any(0).nonzero()[0])
-    logits = model(
-        batch.input_ids, logits_to_keep=batch.input_ids.shape[1] - first + 1, use_cache=False, **batch.options
-    ).logits
-    logprobs = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, batch.input_ids[:, first:, None])[..., 0]
-    return -logprobs[batch.trained[:, first:]].sum()
-
-
-def chunked_loss(model, batch: PeerBatch) -> torch.Tensor:
-    """Return -sum(logprobs), from the logits of 256 trained tokens at a time, which the backward pass recomputes."""
-    from torch.utils.checkpoint import checkpoint
-
-    def chunk(hidden, targets):
-        return torch.log_softmax(model.lm_head(hidden).float(), -1).gather(-1, targets[:, None]).sum()
-
-    wanted = batch.trained[:, 1:]
-    hidden = model.model(batch.input_ids, use_cache=False, **batch.options).last_hidden_state[:, :-1][wanted]
-    parts = zip(hidden.split(CHUNK), batch.input_ids[:, 1:][wanted].split(CHUNK), strict=True)
-    return -sum(checkpoint(chunk, h, t, use_reentrant=False) for h, t in parts)
-
-
 def transformers(folder: str, precision: str, tuned: bool = False, layout: Layout = padded):
     from transformers import AutoModelForCausalLM
 
@@ -123,20 +86,7 @@ def transformers(folder: str, precision: str, tuned: bool = False, layout: Layou
         tune_malloc()
         torch.set_float32_matmul_precision("medium")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
-    loss_of = chunked_loss if tuned else full_loss
-
-    def run(samples: Samples) -> float:
-        optimizer.zero_grad()
-        for batch in layout(samples):
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-                loss = loss_of(model, batch) / samples.trained.sum()
-            loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return float(norm)
-
-    return run
+    return peer_step(model, precision, chunked_loss if tuned else full_loss, layout)
 
 
 SIDES = {

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 COUNT, MEAN_LENGTH, GROUP = 16, 128, 8
+TOKENS = COUNT * MEAN_LENGTH
 IDS = range(
     16, 8192
 )  # below every benchmark's vocabulary, and above padding, whose embedding transformers does not train
@@ -28,6 +29,9 @@ def mixed_lengths() -> list[int]:
     lengths = [round(w / sum(weights) * COUNT * MEAN_LENGTH) for w in weights]
     lengths[-1] += COUNT * MEAN_LENGTH - sum(lengths)
     return [lengths[i * 7 % COUNT] for i in range(COUNT)]
+
+
+LENGTHS = {"equal": equal_lengths, "mixed": mixed_lengths}
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,12 @@ struct ModelConfig {
   /// The format of the attention and MLP matrices of all layers, including experts; quantised matrices are frozen.
   /// None: the matrices have the compute type.
   std::optional<kernels::BlockFormat> quantization;
+  /// The format of the embedding and the LM head then: 8 bits, as in llama.cpp's files. With nf4 none, as in
+  /// bitsandbytes' folders.
+  std::optional<kernels::BlockFormat> vocabulary_quantization() const {
+    return quantization && *quantization != kernels::BlockFormat::nf4 ? std::optional(kernels::BlockFormat::q8_0)
+                                                                      : std::nullopt;
+  }
 
   TensorSlice slice;
 

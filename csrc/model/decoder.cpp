@@ -111,12 +111,12 @@ Decoder::OwnTokens Decoder::own_tokens(const at::Tensor& token_ids) const {
 
 /// h [T, D] = the rows of the embedding. Of a split one each process has some; the sum with the others' zeros is exact.
 void Decoder::embed(const at::Tensor& token_ids, const at::Tensor& h) const {
-  if (peers_ == nullptr) return ops::embedding_forward(parameters_.embedding, token_ids, h);
+  if (peers_ == nullptr) return ops::embedding_forward(parameters_.embedding, token_ids, h, compute_dtype());
   ops::check_token_ids({token_ids.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(token_ids.numel())},
                        config_.vocab_size, "embedding_forward");
   const auto own = own_tokens(token_ids);
   const auto rows = at::empty({own.ids.numel(), h.size(1)}, h.options());
-  ops::embedding_forward(parameters_.embedding, own.ids, rows);
+  ops::embedding_forward(parameters_.embedding, own.ids, rows, compute_dtype());
   h.zero_();
   const_cast<at::Tensor&>(h).index_copy_(0, own.index, rows);
   peers_->sum(h, "adding the embeddings of all slices");

@@ -134,6 +134,7 @@ const ops::PackedWeights* DecoderModel::packed_for(std::int64_t rows, std::int64
 }
 
 at::Tensor DecoderModel::blocks(const BlockSpec& spec) const {
+  if (spec.vocabulary != nullptr) return decoder_.parameters().*spec.vocabulary;
   return (decoder_.parameters().layers[static_cast<std::size_t>(spec.layer)].*spec.matrix)
       .narrow(0, spec.begin, spec.shape[0]);
 }

@@ -102,17 +102,26 @@ std::vector<LayerTensor> stored_tensors(const ModelConfig& c, std::int64_t l) {
   return all;
 }
 
+void check_columns(const std::string& name, std::int64_t columns) {
+  NRL_CHECK_ARG(columns % kernels::kBlockTerms == 0, "a quantised matrix has a multiple of ", kernels::kBlockTerms,
+                " columns, and ", name, " has ", columns);
+}
+
 }  // namespace
 
 ParameterLayout::ParameterLayout(const ModelConfig& c) {
   NRL_CHECK_ARG(!c.quantization || c.slice.size == 1, "a quantised model is not split into slices");
   LayoutBuilder b(*this);
-  b.add_vocabulary(kEmbedding, c.vocab_rows(), c.vocab_size, c.hidden_size);
+  const auto add_vocabulary = [&](const std::string& name, at::Tensor DecoderParameters::* matrix) {
+    if (!c.vocabulary_quantization()) return b.add_vocabulary(name, c.vocab_rows(), c.vocab_size, c.hidden_size);
+    check_columns(name, c.hidden_size);
+    blocks.push_back({name, {c.vocab_size, c.hidden_size}, 0, nullptr, 0, specs.size(), matrix});
+  };
+  add_vocabulary(kEmbedding, &DecoderParameters::embedding);
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : stored_tensors(c, l)) {
       if (lies_outside(c, tensor)) {
-        NRL_CHECK_ARG(tensor.columns % kernels::kBlockTerms == 0, "a quantised matrix has a multiple of ",
-                      kernels::kBlockTerms, " columns, and ", tensor.parts.front().name, " has ", tensor.columns);
+        check_columns(tensor.parts.front().name, tensor.columns);
         std::int64_t begin = 0;
         for (const auto& part : tensor.parts) {
           blocks.push_back(
@@ -139,7 +148,7 @@ ParameterLayout::ParameterLayout(const ModelConfig& c) {
   if (c.value_head) {
     b.add(kValueHead, {1, c.hidden_size});
   } else if (!c.tie_word_embeddings) {
-    b.add_vocabulary(kLmHead, c.vocab_rows(), c.vocab_size, c.hidden_size);
+    add_vocabulary(kLmHead, &DecoderParameters::lm_head);
   }
   b.align();
   index();
@@ -211,7 +220,10 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
     return flat.narrow(0, layout.find(first).offset, numel).view(shape);
   };
   const std::int64_t vocab = c.vocab_rows().size();
-  embedding = view(kEmbedding, {vocab, c.hidden_size});
+  const auto vocabulary = [&](const char* name) {
+    return c.vocabulary_quantization() ? at::Tensor() : view(name, {vocab, c.hidden_size});
+  };
+  embedding = vocabulary(kEmbedding);
   layers.resize(static_cast<std::size_t>(c.num_layers()));
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : stored_tensors(c, l)) {
@@ -224,7 +236,7 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   final_norm = view(kFinalNorm, {c.hidden_size});
   lm_head = c.value_head            ? view(kValueHead, {1, c.hidden_size})
             : c.tie_word_embeddings ? embedding
-                                    : view(kLmHead, {vocab, c.hidden_size});
+                                    : vocabulary(kLmHead);
 }
 
 void DecoderParameters::add_blocks(const ModelConfig& c) {
@@ -240,14 +252,21 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
   constexpr std::int64_t kLine = 64;
   const auto for_matrices = [&](const auto& f) {  // f(matrix, rows, bytes of a row, offset), returns where all end
     std::int64_t end = 0;
+    const auto add = [&](at::Tensor& matrix, kernels::BlockFormat format, std::int64_t rows, std::int64_t columns) {
+      const std::int64_t bytes = kernels::block_row_bytes(format, columns);
+      f(matrix, rows, bytes, end);
+      end += (rows * bytes + kLine - 1) / kLine * kLine;
+    };
+    if (const auto format = c.vocabulary_quantization()) {
+      add(embedding, *format, c.vocab_size, c.hidden_size);
+      if (!c.tie_word_embeddings && !c.value_head) add(lm_head, *format, c.vocab_size, c.hidden_size);
+    }
     for (std::int64_t l = 0; l < c.num_layers(); ++l)
       for (const auto& tensor : stored_tensors(c, l)) {
         if (!lies_outside(c, tensor) || tensor.is_buffer) continue;
         std::int64_t rows = 0;
         for (const auto& part : tensor.parts) rows += part.rows;
-        const std::int64_t bytes = kernels::block_row_bytes(*c.quantization, tensor.columns);
-        f(layers[static_cast<std::size_t>(l)].*tensor.field, rows, bytes, end);
-        end += (rows * bytes + kLine - 1) / kLine * kLine;
+        add(layers[static_cast<std::size_t>(l)].*tensor.field, *c.quantization, rows, tensor.columns);
       }
     return end;
   };
@@ -257,6 +276,7 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
   for_matrices([&](at::Tensor& matrix, std::int64_t rows, std::int64_t bytes, std::int64_t offset) {
     matrix = all.narrow(0, offset, rows * bytes).view({rows, bytes});
   });
+  if (c.vocabulary_quantization() && c.tie_word_embeddings && !c.value_head) lm_head = embedding;
 }
 
 }  // namespace nemo_rl::model

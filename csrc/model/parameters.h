@@ -94,14 +94,18 @@ struct AdapterSpec {
   std::size_t a = 0, b = 0;  ///< indices in ParameterLayout::specs
 };
 
-/// One quantised matrix of the checkpoint: rows [begin, begin + shape[0]) of a matrix of a layer; or one buffer.
+struct DecoderParameters;
+
+/// One quantised matrix of the checkpoint: rows [begin, begin + shape[0]) of a matrix of a layer, or the embedding or
+/// LM head; or one buffer.
 struct BlockSpec {
   std::string name;
   std::vector<std::int64_t> shape;  ///< [rows, columns], or [rows] of a buffer
   std::int64_t layer = 0;
   at::Tensor LayerParameters::* matrix = nullptr;
   std::int64_t begin = 0;
-  std::size_t before = 0;  ///< which of ParameterLayout::specs it would come before
+  std::size_t before = 0;                                ///< which of ParameterLayout::specs it would come before
+  at::Tensor DecoderParameters::* vocabulary = nullptr;  ///< embedding or LM head, in place of a layer's matrix
 };
 
 /// Names, shapes and offsets. Parameters start at multiples of 64 elements, except within fused tensors.

@@ -9,9 +9,9 @@
 #include "common/check.h"
 #include "kernels/linear.h"
 #include "kernels/logprob_backward.h"
-#include "ops/gemm.h"
 #include "ops/kernel_types.h"
 #include "ops/linear.h"
+#include "ops/weight_blocks.h"
 #include "runtime/large_tensor.h"
 #include "runtime/parallel_items.h"
 #include "runtime/tensor.h"
@@ -92,6 +92,10 @@ float* thread_logits() {
 template <class S>
 void tile_logits(const at::Tensor& x, const at::Tensor& w, std::int64_t r, std::int64_t rows, std::int64_t v,
                  std::int64_t columns, float* out) {
+  if (ops::in_blocks(w)) {
+    return ops::linear_forward(x.narrow(0, r, rows), w.narrow(0, v, columns), std::nullopt,
+                               at::from_blob(out, {rows, columns}, {kTile, 1}, at::kFloat));
+  }
   const std::int64_t D = x.size(1), packed = kernels::linear_packed_bytes(rows, D, sizeof(S));
   const std::int64_t floats =
       std::is_same_v<S, bfloat16> ? kernels::linear_strip_floats_bf16(rows, D, kernels::kLinearTileN) : 0;
@@ -138,8 +142,8 @@ kernels::LogSumExpF64 log_sum_exp_blocks(const double* row, std::int64_t V, std:
 }  // namespace
 
 void VocabularyHead::check(const at::Tensor& x, const at::Tensor& w, const RowTargets& wanted) const {
-  NRL_CHECK_ARG(x.dim() == 2 && w.dim() == 2 && x.is_contiguous() && w.is_contiguous() && x.size(1) == w.size(1) &&
-                    x.scalar_type() == w.scalar_type(),
+  NRL_CHECK_ARG(x.dim() == 2 && w.dim() == 2 && x.is_contiguous() && w.is_contiguous() &&
+                    (ops::in_blocks(w) || (x.size(1) == w.size(1) && x.scalar_type() == w.scalar_type())),
                 "the head needs contiguous hidden states [U, D] and weights [V, D] of one dtype, got ", x.sizes(),
                 " and ", w.sizes());
   const std::int64_t V = slice_.vocab_size(w.size(0));
@@ -325,10 +329,11 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
                                     const float* d_entropy, const RowSums* sums, const at::Tensor& d_x,
                                     const at::Tensor& d_w) {
   const auto [start, rows] = range;
-  const std::int64_t V = w.size(0), D = x.size(1), width = slice_.block();
+  const std::int64_t V = w.size(0), width = slice_.block();
+  const auto d_logits = scratch(d_logits_, {rows, kTile}, x.scalar_type());
   with_tile_type(x, [&, start = start, rows = rows](auto tag) {
     using S = decltype(tag);
-    S* const d = ops::mutable_ptr<S>(scratch(d_logits_, {rows, kTile}, x.scalar_type()));
+    S* const d = ops::mutable_ptr<S>(d_logits);
     for (std::int64_t v = 0; v < V; v += width) {
       const std::int64_t columns = std::min(width, V - v);
       at::parallel_for(0, (rows + kRowBlock - 1) / kRowBlock, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -346,17 +351,9 @@ void VocabularyHead::backward_tiles(const at::Tensor& x, const at::Tensor& w, co
           }
         }
       });
-      const S* const rows_x = ops::ptr<S>(x) + start * D;
-      const S* const rows_w = ops::ptr<S>(w) + v * D;
-      if (d_w.defined())
-        ops::run_gemm<S, float>({{d, 1, kTile, rows_x, D, columns, D, rows},
-                                 ops::mutable_ptr<float>(d_w) + v * d_w.stride(0),
-                                 d_w.stride(0),
-                                 true});
-      ops::run_gemm<S, float>({{d, kTile, 1, rows_w, D, rows, D, columns},
-                               ops::mutable_ptr<float>(d_x) + start * d_x.stride(0),
-                               d_x.stride(0),
-                               v > 0});
+      const auto d_tile = d_logits.narrow(1, 0, columns);
+      if (d_w.defined()) ops::linear_backward_weight(d_tile, x.narrow(0, start, rows), d_w.narrow(0, v, columns));
+      ops::linear_backward_input(d_tile, w.narrow(0, v, columns), d_x.narrow(0, start, rows), /*accumulate=*/v > 0);
     }
   });
 }

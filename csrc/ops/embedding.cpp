@@ -2,7 +2,11 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "ops/kernel_types.h"
+#include "ops/weight_blocks.h"
 
 namespace nemo_rl::ops {
 
@@ -28,13 +32,29 @@ void check_token_ids(std::span<const std::int64_t> token_ids, std::int64_t vocab
                   " is outside the vocabulary of ", vocab_size, " (tokenizer and model do not belong together?)");
 }
 
-void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h) {
+void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h,
+                       at::ScalarType dtype) {
   const bool checked = token_ids.is_cuda() && token_ids.device() == table.device() &&
                        token_ids.scalar_type() == at::kLong && token_ids.is_contiguous();
   if (!checked) check_ids(token_ids, table.size(0), "embedding_forward");
   if (table.is_cuda()) return embedding_forward_cuda.get(table)(table, token_ids, h);
-  const std::int64_t D = table.size(1);
+  const std::int64_t D = h.size(1);
   const auto* ids = ptr<std::int64_t>(token_ids);
+  if (in_blocks(table)) {
+    const BlockMatrix rows(table, D);
+    return at::parallel_for(0, token_ids.numel(), 64, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<bfloat16> rounded(static_cast<std::size_t>(D));
+      for (std::int64_t t = begin; t < end; ++t) {
+        float* const to = mutable_ptr<float>(h) + t * D;
+        if (dtype == at::kFloat) {
+          kernels::unpack_blocks_f32(rows.format(), rows.row(ids[t]), 1, D, to, D);
+        } else {
+          kernels::unpack_blocks_bf16(rows.format(), rows.row(ids[t]), 1, D, rounded.data(), D);
+          std::ranges::transform(rounded, to, [](bfloat16 weight) { return static_cast<float>(weight); });
+        }
+      }
+    });
+  }
   dispatch_floating(table.scalar_type(), "embedding_forward", [&](auto tag) {
     using T = decltype(tag);
     using A = accumulate_t<T>;

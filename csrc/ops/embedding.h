@@ -11,7 +11,8 @@ void check_token_ids(std::span<const std::int64_t> token_ids, std::int64_t vocab
 
 /// h[t] = table[token_ids[t]], widened to h's dtype (float32 for a bfloat16 table). token_ids are int64 [T] on the CPU,
 /// where they are checked, also for a table on a CUDA device; or on that device, if check_token_ids has seen them.
-void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h);
+/// A table in blocks (ops/weight_blocks.h) has the weights that unpack_blocks gives in `dtype`; h is float32 then.
+void embedding_forward(const at::Tensor& table, const at::Tensor& token_ids, const at::Tensor& h, at::ScalarType dtype);
 
 /// d_table[token_ids[t]] += dh[t], in the order of t for every row: the sum does not depend on threads.
 void embedding_backward(const at::Tensor& dh, const at::Tensor& token_ids, const at::Tensor& d_table);

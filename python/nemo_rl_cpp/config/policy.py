@@ -176,7 +176,8 @@ class TrainedModelConfig(Section):
     quantization: Quantization | None = key(
         None,
         "With LoRA: format of the frozen matrices of the layers. q8_0 and q4_0, in llama.cpp's blocks, take 8.5 and 4.5 "
-        "bits per weight; nf4, bitsandbytes' format, takes 5. null: they are in `precision`. See docs/lora.md.",
+        "bits per weight, and embedding and LM head 8.5; nf4, bitsandbytes' format, takes 5. null: they are in "
+        "`precision`. See docs/lora.md.",
     )
     make_sequence_length_divisible_by: Positive = key(1, "The length of padded batches is a multiple of this number.")
     max_grad_norm: NonNegative | None = key(

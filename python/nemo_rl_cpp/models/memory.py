@@ -235,9 +235,13 @@ def _resting(
         masters = ((f"{name} master weights", parameters * 4.0),)
     moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes
     weights = float(parameters * width)
-    if model.quantization and model.backend != "hf":  # of the layers' matrices
+    if model.quantization and model.backend != "hf":
         quantised = sizes.quantised_parameters
-        weights = quantised * _BLOCK_BYTES[model.quantization] / 32 + (parameters - quantised) * _width(model)
+        tables = 0 if model.quantization == "nf4" else sizes.embedding_parameters  # in q8_0
+        if parameters < sizes.parameters and tables and not sizes.tie_word_embeddings:  # a critic has no LM head
+            tables //= 2
+        others = parameters - quantised - tables
+        weights = (quantised * _BLOCK_BYTES[model.quantization] + tables * _BLOCK_BYTES["q8_0"]) / 32 + others * _width(model)
     return ((f"{name} weights", weights), *masters, (f"{name} optimizer", moments))
 
 
@@ -271,6 +275,8 @@ def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str,
     (csrc/kernels/packed_weights.h)."""
     generation = policy.generation
     if policy.backend == "hf" or policy.precision != "bfloat16" or generation.packed_weights == "off":
+        return ()
+    if policy.quantization in ("q8_0", "q4_0"):
         return ()
     if generation.packed_weights == "auto" and (generation.max_new_tokens or math.inf) <= _PACK_AFTER:
         return ()

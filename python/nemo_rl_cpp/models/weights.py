@@ -260,10 +260,11 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
 
     for spec in _in_order(model):
         name = spec.name
+        spread = 0.1 * std if name == "lm_head.weight" else std
         if isinstance(spec, C.BlockSpec) and len(spec.shape) == 1:
             model.blocks_of(spec).zero_()
         elif isinstance(spec, C.BlockSpec):
-            pack_blocks(model, spec, draw(spec.shape, std))
+            pack_blocks(model, spec, draw(spec.shape, spread))
         elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             views[name].fill_(1.0 - norm_offset)
         elif name.endswith("mamba.dt_bias"):  # so that the time steps are between 0.001 and 0.1
@@ -276,7 +277,6 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
         elif name.endswith(".bias") or name == "score.weight":
             views[name].zero_()
         else:
-            spread = 0.1 * std if name == "lm_head.weight" else std
             views[name].copy_(own_part(spec, draw(spec.whole, spread)))
     model.masters_changed()
 
@@ -288,6 +288,7 @@ def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
         while blocks and blocks[0].before == i:
             yield blocks.popleft()
         yield spec
+    yield from blocks
 
 
 def add_saved_adapter(model: C.DecoderModel, saved: SavedAdapter) -> None:

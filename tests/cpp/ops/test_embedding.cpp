@@ -11,7 +11,7 @@ namespace {
 TEST(Embedding, ForwardCopiesRowsInTheWiderType) {
   for (const auto type : kTypes) {
     const auto table = randn({5, 9}, 1, type), ids = at::tensor({4L, 0L, 4L}), h = at::empty({3, 9}, sums_of(type));
-    embedding_forward(table, ids, h);
+    embedding_forward(table, ids, h, table.scalar_type());
     EXPECT_TRUE(at::equal(h, table.index_select(0, ids).to(h.scalar_type())));
   }
 }
@@ -36,7 +36,7 @@ TEST(Embedding, ColumnSumsAreAddedToTheOutput) {
 TEST(Embedding, IdOutsideTheVocabularyThrows) {
   const auto table = randn({5, 9}, 1), h = at::empty({1, 9}, at::kDouble);
   for (const std::int64_t id : {-1L, 5L})
-    EXPECT_THROW(embedding_forward(table, at::tensor({id}), h), ArgumentError) << id;
+    EXPECT_THROW(embedding_forward(table, at::tensor({id}), h, at::kFloat), ArgumentError) << id;
 }
 
 }  // namespace

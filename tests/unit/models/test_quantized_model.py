@@ -1,5 +1,6 @@
 """A model with quantised matrices computes the bits of the same model with the dequantised weights."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ RECURRENT = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 BOTH = {**RECURRENT, **EXPERTS, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 64}
-MODELS = {"llama": SIZES, "qwen2": QWEN, "gemma2": GEMMA, "experts": EXPERTS, "recurrent": RECURRENT, "recurrent and experts": BOTH}  # fmt: skip
+MODELS = {"llama": SIZES, "tied": {**SIZES, "tie_word_embeddings": True}, "qwen2": QWEN, "gemma2": GEMMA, "experts": EXPERTS, "recurrent": RECURRENT, "recurrent and experts": BOTH}  # fmt: skip
 
 
 def model_of(sizes, kind, dtype, seed=0):
@@ -35,7 +36,7 @@ def dequantised(sizes, kind, dtype):
     quantised, plain = model_of(sizes, kind, dtype), model_of(sizes, None, dtype)
     views = named_views(plain.specs, plain.compute)
     for spec in quantised.blocks:
-        blocks = torch.empty(spec.shape[0], spec.shape[1] // 32 * C.block_bytes(kind), dtype=torch.uint8)
+        blocks = torch.empty_like(quantised.blocks_of(spec))
         C.pack_blocks(views[spec.name].clone(), blocks)
         assert torch.equal(blocks, quantised.blocks_of(spec)), spec.name
         C.unpack_blocks(blocks, views[spec.name])
@@ -57,17 +58,21 @@ def test_logits_of_a_quantised_model_are_bit_identical_to_those_of_its_dequantis
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 def test_quantised_weights_use_the_bits_per_weight_of_their_format(kind):
     quantised, plain = model_of(SIZES, kind, torch.bfloat16), model_of(SIZES, None, torch.bfloat16)
-    weights = sum(rows * columns for rows, columns in (spec.shape for spec in quantised.blocks))
-    stored = sum(quantised.blocks_of(spec).nbytes for spec in quantised.blocks)
-    assert stored * 8 / weights == {"q8_0": 8.5, "q4_0": 4.5, "nf4": 5.0}[kind]
-    assert len(quantised.blocks) == 7 * 3 and quantised.compute.numel() + weights <= plain.compute.numel()
+    names = [spec.name for spec in quantised.blocks]
+    bits = {spec.name: quantised.blocks_of(spec).nbytes * 8 / math.prod(spec.shape) for spec in quantised.blocks}
+    in_layers = [name for name in names if name.startswith("model.layers.")]
+    assert len(in_layers) == 7 * 3 and {bits[name] for name in in_layers} == {{"q8_0": 8.5, "q4_0": 4.5, "nf4": 5.0}[kind]}
+    rest = {name: bits[name] for name in names if name not in in_layers}  # bitsandbytes does not quantise them
+    assert rest == ({} if kind == "nf4" else {"model.embed_tokens.weight": 8.5, "lm_head.weight": 8.5})
+    weights = sum(math.prod(spec.shape) for spec in quantised.blocks)
+    assert quantised.compute.numel() + weights <= plain.compute.numel()
     assert quantised.digest() != plain.digest()
 
 
 def test_small_gate_matrices_of_a_gated_delta_net_are_not_quantised():
     names = [spec.name for spec in model_of(RECURRENT, "q4_0", torch.bfloat16).blocks]
     mixer = [name.split(".")[-2] for name in names if ".0.linear_attn." in name]
-    assert mixer == ["in_proj_qkv", "in_proj_z", "out_proj"] and len(names) == 2 * 6 + 7
+    assert mixer == ["in_proj_qkv", "in_proj_z", "out_proj"] and len(names) == 2 * 6 + 7 + 2
 
 
 @pytest.mark.parametrize("sizes", [{}, {**RECURRENT, "hidden_size": 256}, {**BOTH, "hidden_size": 256, "moe_intermediate_size": 256}])  # fmt: skip

@@ -241,7 +241,9 @@ def _resting(
         if parameters < sizes.parameters and tables and not sizes.tie_word_embeddings:  # a critic has no LM head
             tables //= 2
         others = parameters - quantised - tables
-        weights = (quantised * _BLOCK_BYTES[model.quantization] + tables * _BLOCK_BYTES["q8_0"]) / 32 + others * _width(model)
+        weights = (quantised * _BLOCK_BYTES[model.quantization] + tables * _BLOCK_BYTES["q8_0"]) / 32 + others * _width(
+            model
+        )
     return ((f"{name} weights", weights), *masters, (f"{name} optimizer", moments))
 
 

@@ -7,7 +7,7 @@ PACKAGE = ROOT / "python" / "nemo_rl_cpp"
 COMPAT = "nemo_rl_cpp.compat"
 
 
-def test_no_module_outside_compat_imports_compat():
+def test_only_modules_in_the_package_compat_import_it():
     house = {name: found for name, found in imports(PACKAGE).items() if name.split(".")[0] != "compat"}
     assert [name for name, found in house.items() if any(other.split(".")[0] == "compat" for other in found)] == []
     files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "compat"]

@@ -28,7 +28,7 @@ def test_layer_table_of_the_architecture_page_lists_every_csrc_folder():
 
 
 @pytest.mark.parametrize("folder", sorted(allowed_includes()))
-def test_no_csrc_folder_includes_a_higher_layer(folder):
+def test_files_of_each_csrc_folder_include_only_folders_of_lower_layers(folder):
     table = allowed_includes()
     allowed = set(table) if "all" in table[folder] else table[folder] | {folder}
     for path in SOURCES:
@@ -38,7 +38,7 @@ def test_no_csrc_folder_includes_a_higher_layer(folder):
                 assert target not in table or target in allowed, f"{path.relative_to(ROOT)} includes {include}"
 
 
-def test_kernels_batching_config_and_common_include_no_torch_header():
+def test_csrc_folders_kernels_batching_config_and_common_include_no_torch_header():
     for path in SOURCES:
         if path.relative_to(CSRC).parts[0] in {"common", "kernels", "batching", "config"}:
             for include in includes(path):
@@ -47,7 +47,7 @@ def test_kernels_batching_config_and_common_include_no_torch_header():
                 )
 
 
-def test_only_the_bindings_include_pybind11():
+def test_only_files_of_csrc_bindings_include_pybind11():
     for path in SOURCES:
         if path.relative_to(CSRC).parts[0] != "bindings":
             assert not any("pybind" in i for i in includes(path)), path.relative_to(ROOT)

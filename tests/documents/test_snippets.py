@@ -115,7 +115,7 @@ for _snippet in SNIPPETS:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", OF_DOCUMENT)
-def test_code_blocks_of_every_document_run(document, tmp_path, monkeypatch, capfd):
+def test_code_blocks_marked_to_run_work_in_every_document(document, tmp_path, monkeypatch, capfd):
     tiny.one_thread()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

@@ -41,7 +41,7 @@ def test_checkpoint_with_only_the_adapter_of_a_quantised_base_resumes_bit_identi
         trained(tmp_path / "resumed", 5, *more, "policy.quantization=q8_0")
 
 
-def test_run_with_quantised_policy_and_critic_resumes_bit_identically(tmp_path):
+def test_ppo_run_with_quantised_policy_and_critic_resumes_bit_identically(tmp_path):
     more = (
         *ON, *BF16, "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "++value.dtensor_cfg.lora_cfg.enabled=true",
         "value.optimizer={kwargs:{lr:1e-2}}", "ppo.policy_training_start_step=1", "policy.quantization=q4_0", "++value.quantization=q8_0",

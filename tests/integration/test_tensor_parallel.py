@@ -53,7 +53,7 @@ def is_exact(history: list[dict]) -> bool:
     return bool(trained) and all(row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0 for row in trained)
 
 
-def test_two_tensor_parallel_ranks_train_like_the_unsliced_model(tmp_path):
+def test_run_on_two_tensor_parallel_ranks_trains_the_weights_of_a_run_without_them(tmp_path):
     """Also in two groups of two, to the bit."""
     one, alone = trained(tmp_path / "1", 3, *BLOCKS)
     two, sliced = trained(tmp_path / "2", 3, *BLOCKS, *workers(2), *TP)
@@ -65,7 +65,7 @@ def test_two_tensor_parallel_ranks_train_like_the_unsliced_model(tmp_path):
     assert equal(tensors(sliced), tensors(groups)) and equal(moments(sliced), moments(groups))
 
 
-def test_four_tensor_parallel_ranks_train_like_the_unsliced_model(tmp_path):
+def test_run_on_four_tensor_parallel_ranks_trains_the_weights_of_a_run_without_them(tmp_path):
     """The weights are the whole model's but for rounding. That workers may be Ray's actors is shown in test_several_processes."""
     four = (*BLOCKS, "policy.dtensor_cfg.tensor_parallel_size=4")
     _, alone = trained(tmp_path / "1", 2, *BLOCKS)

@@ -97,7 +97,7 @@ def greedy(model, count):
     return ids[0, len(PROMPT) :].tolist(), logprobs
 
 
-def test_exported_gguf_gives_the_same_tokens_in_llama_cpp_as_in_transformers(tmp_path, monkeypatch):
+def test_llama_cpp_generates_from_an_exported_gguf_file_the_tokens_of_transformers(tmp_path, monkeypatch):
     """GELU is looked up in a table of half precision in llama.cpp, the rest is float32."""
     jobs, expected = [], []
     for name in WRITTEN:
@@ -154,7 +154,7 @@ TEXTS = (
 )
 
 
-def test_exported_tokenizer_gives_the_same_tokens_in_llama_cpp(tmp_path):
+def test_llama_cpp_tokenizes_text_with_an_exported_tokenizer_to_the_same_tokens(tmp_path):
     jobs, expected = [], []
     for name in TOKENIZERS:
         folder = tokenizer_folder(name, tmp_path)

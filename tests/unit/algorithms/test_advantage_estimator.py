@@ -84,7 +84,7 @@ def test_max_rl_advantages_match_hand_computed_values():
     assert alone[:3, 0].tolist() == pytest.approx([2.0, -1.0, -1.0], abs=1e-5)
 
 
-def test_remax_subtracts_the_reward_of_the_greedy_response():
+def test_remax_advantages_are_rewards_minus_the_reward_of_the_greedy_response():
     rewards, batch = torch.tensor([1.0, 0.0, 2.0, 2.0]), {"reward_baseline": torch.tensor([0.5, 0.5, 3.0, 3.0])}
     a = make("remax", {}).compute_advantage(PROMPTS, rewards, torch.ones(4, 2), batch)
     assert a[:, 1].tolist() == [0.5, -0.5, -1.0, -1.0]

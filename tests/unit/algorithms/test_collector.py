@@ -239,7 +239,7 @@ def test_resumed_async_run_trains_the_same_batches_as_the_uninterrupted_run(paus
     assert rest == whole[3:]
 
 
-def test_async_collector_generates_nothing_after_the_last_step_or_epoch():
+def test_async_run_generates_nothing_after_the_last_step_or_epoch():
     for age in (1, 2):
         turns, state = Turns([]), TrainState(max_num_epochs=2)
         maker = Maker(turns, state, epochs=lambda number: int(number % 2 == 1))  # two batches an epoch
@@ -323,7 +323,7 @@ def test_failed_rollout_round_is_retried_with_the_same_prompts(capsys):
 
 
 @pytest.mark.parametrize("error", [WorkerLostError("engine worker 0 is gone"), GenerationEndedError("the run ended")])
-def test_generation_is_not_retried_after_a_lost_worker_or_the_end_of_the_run(error):
+def test_rollout_round_is_not_retried_after_a_lost_worker_or_the_end_of_the_run(error):
     runner = Runner([error])
     with pytest.raises(type(error)):
         maker_of(runner, failures_left=5).make(0, Timer())
@@ -340,7 +340,7 @@ def test_batches_saved_in_a_checkpoint_are_dropped_on_resume_if_the_batch_size_c
     assert state.current_epoch == 2 and "they are not of 2 prompts with 3 responses each" in capsys.readouterr().out
 
 
-def test_closing_the_async_collector_waits_for_unfinished_generation():
+def test_ending_an_async_run_waits_for_unfinished_generation():
     ends, state = threading.Event(), TrainState(max_num_steps=9)
     maker = Maker(None, state)
     maker.refresh = lambda timer: {}
@@ -352,7 +352,7 @@ def test_closing_the_async_collector_waits_for_unfinished_generation():
     assert len(collection.state_dict()) == 1, "the batch of the next step is whole"
 
 
-def test_closing_the_async_collector_ends_a_generation_that_waits_for_new_weights():
+def test_ending_an_async_run_ends_a_generation_that_waits_for_new_weights():
     state, ended = TrainState(max_num_steps=9), []
     maker = Maker(None, state)
     maker.refresh = lambda timer: {}

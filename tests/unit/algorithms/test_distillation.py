@@ -253,7 +253,7 @@ def test_on_policy_distillation_accepts_one_response_per_prompt():
     assert "alone in its group" in refused(*opd_keys("x", *alone, "grpo.adv_estimator.outcome_advantage_weight=0.5"))
 
 
-def test_teacher_with_a_different_vocabulary_is_rejected(teacher):
+def test_distillation_teacher_with_a_different_vocabulary_is_an_error(teacher):
     tokenizer = tiny_tokenizer()
     check_vocabulary(tokenizer, str(teacher), "teacher.model_name")
     tokenizer.backend_tokenizer.add_tokens(["<more>"])
@@ -266,7 +266,7 @@ def test_teacher_with_a_different_vocabulary_is_rejected(teacher):
 # ---- runs
 
 
-def test_teacher_logprobs_equal_those_of_a_policy_with_the_teachers_weights(teacher):
+def test_distillation_teachers_logprobs_equal_those_of_a_policy_with_its_weights(teacher):
     tiny.one_thread()
     config = load_grpo_config("grpo_tiny.yaml").policy
     student = Policy(None, config, tiny_tokenizer(), seed=1, init_reference_model=False, teachers={"key": str(teacher)})
@@ -310,7 +310,7 @@ def test_distillation_run_reduces_the_logprob_gap_to_its_teacher(teacher, tmp_pa
 
 
 @pytest.mark.slow
-def test_ppo_run_with_a_teacher_approaches_it_and_resumes_bit_identically(teacher, tmp_path):
+def test_ppo_run_with_a_teacher_reduces_the_gap_to_it_and_resumes_bit_identically(teacher, tmp_path):
     keys = (
         *tiny.SMALL_PPO, *opd_keys(teacher, section="ppo"), "ppo.adv_estimator.outcome_advantage_weight=0.1",
         "ppo.policy_training_start_step=2", "checkpointing.enabled=true", "checkpointing.save_period=12",

@@ -152,7 +152,7 @@ def test_ctrl_c_ends_the_run_after_the_current_step_with_a_checkpoint(tmp_path):
     "limit, last, status",
     [(50, 1, "stopped in time"), (1, 1, "finished")],  # the second has ended by itself
 )
-def test_run_stopped_by_the_save_deadline_is_not_reported_as_finished(tmp_path, monkeypatch, limit, last, status):
+def test_run_stopped_by_checkpoint_must_save_by_is_not_reported_as_finished(tmp_path, monkeypatch, limit, last, status):
     published, heard = [], []
     monkeypatch.setattr("nemo_rl_cpp.algorithms.build.publish", lambda config, folder: published.append(folder) or {})
     run = make(tmp_path, f"grpo.max_num_steps={limit}", "checkpointing.checkpoint_must_save_by=00:00:00:00")
@@ -171,7 +171,7 @@ def test_validation_runs_at_start_every_val_period_steps_and_at_the_end(tmp_path
     assert (run.log_dir / "val_data_step0.jsonl").exists()
 
 
-def test_reached_validation_threshold_ends_the_run_with_a_checkpoint(tmp_path):
+def test_grpo_run_ends_with_a_checkpoint_if_validation_reaches_the_threshold(tmp_path):
     run = make(
         tmp_path, "grpo.max_num_steps=9", "grpo.val_period=1", "grpo.stop_at_validation_metric=accuracy", "checkpointing.save_period=50",
         "grpo.stop_at_validation_threshold=0.9", "checkpointing.metric_name=val:accuracy", respond=lambda prompt, key: "2",

@@ -67,7 +67,7 @@ def test_group_length_penalty_applies_only_beyond_the_gate_on_the_mean_correct_l
 @pytest.mark.parametrize("text, expected", [
     ("<think>a b</think>c", ("a b", "c")), ("a b</think>c", ("a b", "c")), ("<think>cut off", ("cut off", "")), ("plain", ("", "plain")),
 ])  # fmt: skip
-def test_response_is_split_into_reasoning_and_answer(text, expected):
+def test_length_penalty_splits_a_response_into_reasoning_and_answer(text, expected):
     assert reasoning_and_answer(text) == expected
 
 
@@ -116,7 +116,7 @@ def test_length_penalty_overrides_of_a_task_replace_single_keys_of_the_default()
     assert batch["total_reward"].tolist() == [1, 1, 0.75, 1.5, 1, 1.5, 1, 1.5]
 
 
-def test_length_profile_band_is_on_unless_its_section_or_the_default_disables_it():
+def test_length_profile_band_is_enabled_unless_its_section_or_the_default_disables_it():
     band = {"enabled": True, "defaults": {"total": {"a": 1, "b": 2, "f": 0.5}}}
     assert LengthPenaltyConfig(profile_band=band).params_of("t").profile_band_total
     assert (

@@ -99,7 +99,7 @@ def _step():
     return samples, batch
 
 
-def test_advantage_metrics_cover_trained_tokens_only():
+def test_advantage_metrics_are_computed_over_trained_tokens_only():
     metrics = batch_metrics(*_step())
     assert metrics["advantages/mean"] == 0.5 and metrics["advantages/sum"] == 1.0
     assert metrics["advantages/max"] == 2.0 and metrics["advantages/min"] == -1.0

@@ -43,7 +43,7 @@ def test_each_loss_term_gives_reproducible_weights_that_differ_from_those_withou
         assert history[0]["selected_tokens_share"] == pytest.approx(0.2, abs=0.03)
 
 
-def test_bypass_mode_gives_bit_identical_weights_if_generation_is_exact(tmp_path):
+def test_bypass_mode_does_not_change_the_weights_if_generation_and_training_logprobs_are_equal(tmp_path):
     halves = ("policy.train_global_batch_size=8",)
     assert weights(tmp_path / "1", *halves)[0] == weights(tmp_path / "2", *halves, "loss_fn.bypass_mode=true")[0]
 

@@ -61,7 +61,7 @@ CUT = ([0.0, 1.0, 1.0, 1.0], [True, False, False, False])
     ({"overlong_filtering": True, "masked_reward_policy": "exclude"}, 0),  # all that vote are right
     ({"masked_reward_policy": "exclude"}, 1),  # without filtering the truncated one has its gradient, and votes
 ])  # fmt: skip
-def test_dynamic_sampling_ignores_truncated_samples_with_masked_reward_exclude(section, kept):
+def test_dynamic_sampling_ignores_truncated_samples_with_masked_reward_policy_exclude(section, kept):
     assert mixed_groups(*CUT, **section) == kept
 
 

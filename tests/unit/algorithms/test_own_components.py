@@ -117,7 +117,7 @@ def test_built_in_loss_is_not_wrapped_as_a_custom_loss():
     ([f"grpo.adv_estimator.name={OWN}Centerd"], "recipes.own_loss has no Centerd; did you mean Centred?"),
     (["loss_fn.name=nowhere.Loss"], "there is no module nowhere"),
 ])  # fmt: skip
-def test_preflight_reports_custom_components_that_cannot_be_imported(overrides, words):
+def test_preflight_check_reports_custom_components_that_cannot_be_imported(overrides, words):
     (finding,) = check_environments(grpo(*overrides))
     assert finding.level == "error" and finding.key in ("grpo.adv_estimator.name", "loss_fn.name")
     with pytest.raises(AssertionError, match=words):
@@ -129,14 +129,14 @@ def test_preflight_reports_custom_components_that_cannot_be_imported(overrides, 
     (["grpo.adv_estimator.name=math.pi"], "is 3.14159.* without compute_advantage: derive its class from nemo_rl_cpp.AdvantageEstimator"),
     ([f"loss_fn.name={OWN}Centred"], "Centred is a .* without __call__: derive its class from nemo_rl_cpp.LossFunction, or give a function"),
 ])  # fmt: skip
-def test_error_names_a_custom_component_that_cannot_be_constructed(overrides, words):
+def test_error_for_a_custom_component_whose_constructor_fails_names_it(overrides, words):
     config = grpo(*overrides)
     with pytest.raises((ValueError, TypeError), match=words):
         make_loss(config.loss_fn)
         make_estimator("grpo", config.loop.adv_estimator, config.loss_fn)
 
 
-def test_error_names_a_custom_estimator_argument_that_is_unavailable():
+def test_error_for_a_custom_estimator_argument_that_the_run_lacks_names_the_argument():
     with pytest.raises(TypeError, match=r"to_go\(\) missing 1 required positional argument: 'values'"):
         advantages(estimator(to_go))
 

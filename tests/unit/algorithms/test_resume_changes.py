@@ -122,7 +122,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, paths, overrides, words", REFUSED, ids=[row[0] for row in REFUSED])
-def test_resume_rejects_changed_keys_that_would_make_it_a_different_run(
+def test_resuming_with_changed_keys_that_define_the_run_is_an_error(
     root, run_of_two_steps, name, paths, overrides, words, monkeypatch
 ):
     shutil.copytree(run_of_two_steps / "model", run_of_two_steps / "model2", dirs_exist_ok=True)
@@ -259,7 +259,7 @@ PPO = (
 )  # fmt: skip
 
 
-def test_resume_checks_changes_of_the_critic_like_those_of_the_policy(tmp_path, capsys):
+def test_changed_critic_keys_prevent_a_resume_like_changed_policy_keys(tmp_path, capsys):
     tiny.train(tmp_path, *PPO, config="ppo_tiny.yaml")
     run = tiny.make(
         tmp_path, *PPO, "value.megatron_cfg.optimizer.lr=0.25", "ppo.max_num_steps=2", config="ppo_tiny.yaml"

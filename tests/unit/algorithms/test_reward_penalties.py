@@ -48,7 +48,7 @@ def test_conversation_whose_last_response_is_empty_gets_zero_reward(texts, rewar
     assert penalised(log, penalize_empty_final_answer=True) == (reward, {"empty_final_answer_rate": 1.0 - reward})
 
 
-def test_unwanted_token_in_a_response_gives_zero_reward_but_not_in_a_prompt():
+def test_forbidden_token_in_a_response_gives_zero_reward_but_not_in_a_prompt():
     section = {"penalize_unwanted_tokens": True, "token_ids": {"unwanted": [7, 8]}}
     assert penalised([message("user", [7]), message("assistant", [1, 2])], **section)[0] == 1.0
     assert penalised([message("user", [1]), message("assistant", [1, 8])], **section)[0] == 0.0
@@ -86,7 +86,7 @@ def test_unbalanced_thinking_tag_tokens_of_prompt_and_response_give_zero_reward(
 
 
 @pytest.mark.parametrize("text, reward", [("a</think>b", 1.0), ("<think>a", 0.0), ("a</think></think>", 0.0)])
-def test_thinking_tags_that_are_not_single_tokens_are_found_in_the_text(text, reward):
+def test_thinking_tags_of_several_tokens_are_found_in_the_text_of_a_response(text, reward):
     log = [message("user", [1]), message("assistant", [2], text)]
     assert penalised(log, tokenizer=spelled, penalize_malformed_think_tag=True)[0] == reward
 
@@ -102,6 +102,6 @@ def test_every_reward_penalty_is_disabled_by_default():
         ({"token_ids": {"think_open": 3}}, "needs think_open and think_close together"),
     ],
 )
-def test_penalty_without_its_required_token_ids_is_rejected(section, text):
+def test_reward_penalty_without_its_required_token_ids_is_an_error(section, text):
     with pytest.raises(ValueError, match=text):
         RewardPenaltyConfig(**section)

@@ -56,7 +56,7 @@ def test_clip_cov_selects_tokens_randomly_by_seed_and_step_alone():
     assert left_out(1, 2) != left_out(1, 3) and left_out(1, 2) != left_out(2, 2)
 
 
-def test_top_entropy_quantile_keeps_advantages_of_the_highest_entropy_tokens():
+def test_top_entropy_quantile_zeroes_advantages_of_all_but_the_highest_entropy_tokens():
     entropies, mask = [0.1, 9.0, 0.3, 0.2, 0.5, 0.4], [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     batch = batch_of([1.0] * 6, [-1.0] * 6, entropies, mask)
     metrics = select_tokens(batch, ClippedPGLossConfig(top_entropy_quantile=0.4), 1, 2)

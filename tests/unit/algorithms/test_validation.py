@@ -94,7 +94,7 @@ def test_validation_is_greedy_if_val_temperature_is_zero(temperature, greedy):
     assert set(seen) == {greedy}
 
 
-def test_validation_is_due_by_period_and_at_end():
+def test_validation_is_due_every_val_period_steps_and_at_the_end():
     checked = validator(val_period=3, val_start_at=6)
     assert [s for s in range(1, 13) if checked.due(s, is_last=False)] == [6, 9, 12]
     assert not checked.due(7, is_last=True)

@@ -110,7 +110,7 @@ def test_code_named_by_json_files_of_a_model_folder_is_not_run(root, weights, tm
     "{% for m in messages %}{{ m.content.__reduce_ex__(2) }}{% endfor %}",
     "{{ lipsum.__globals__['os'].popen('true').read() }}",
 ])  # fmt: skip
-def test_chat_template_cannot_reach_python_objects(weights, template):
+def test_chat_template_cannot_access_python_objects_outside_its_sandbox(weights, template):
     tokenizer = Tokenizer.from_pretrained(weights)
     try:
         tokenizer.chat_template = template

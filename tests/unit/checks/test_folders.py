@@ -106,7 +106,7 @@ def test_too_little_disk_space_for_checkpoints_gives_a_warning(tmp_path, monkeyp
 @pytest.mark.parametrize("mode, steps, words", [
     ("never", 2, "resume=never, but"), ("must", 0, "resume=must, but"), ("never", 0, None), ("must", 2, None), ("auto", 2, None),
 ])  # fmt: skip
-def test_preflight_reports_a_checkpoint_folder_that_contradicts_the_resume_mode(tmp_path, mode, steps, words):
+def test_preflight_reports_a_checkpoint_folder_that_contradicts_checkpointing_resume(tmp_path, mode, steps, words):
     for step in range(1, steps + 1):
         save(tmp_path / "ck", step)
         (tmp_path / "ck" / f"step_{step}" / "policy" / "weights").mkdir(parents=True)

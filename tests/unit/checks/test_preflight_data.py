@@ -186,7 +186,7 @@ def test_preflight_check_reports_an_invalid_chat_template(found, template):
     assert [(level, key) for level, key, _ in findings] == [("error", "policy.tokenizer.chat_template")]
 
 
-def test_chat_template_of_a_randomly_initialised_model_is_checked_and_used():
+def test_chat_template_configured_for_a_randomly_initialised_model_is_checked_and_used():
     from nemo_rl_cpp.algorithms.parts import make_tokenizer
 
     [finding] = data.check(load_grpo_config("grpo_tiny.yaml", ["policy.tokenizer.chat_template=chatml"]))
@@ -309,7 +309,7 @@ def test_preflight_check_reports_a_row_whose_task_name_has_no_data_processor(tmp
         load_response_data(tiny, {"train": {"dataset_name": "ResponseDataset", "data_path": str(tmp_path / "d.jsonl")}})
 
 
-def test_custom_processor_is_not_run_by_the_preflight_check(tmp_path, tiny):
+def test_preflight_check_does_not_run_a_custom_data_processor(tmp_path, tiny):
     from nemo_rl_cpp.data.datasets import load_response_dataset
 
     raw = load_response_dataset(section_of(tmp_path, [("1" * 10, "1")]))

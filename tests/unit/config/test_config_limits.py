@@ -93,7 +93,7 @@ def test_yaml_numbers_at_the_64_bit_limits_are_read_exactly(tmp_path):
     assert data == {"a": 2**63 - 1, "b": -(2**63), "c": -(2**63), "d": 216000} and not problems
 
 
-def test_long_number_literals_and_yaml_tags_are_read(tmp_path):
+def test_long_number_literals_and_yaml_type_tags_in_a_configuration_are_read(tmp_path):
     third = "0." + "3" * 80
     data, problems = load(
         tmp_path,

@@ -81,7 +81,7 @@ def test_error_for_an_invalid_command_line_override_quotes_it(override):
     assert where == f"override '{override}'"
 
 
-def test_later_overrides_win_and_can_change_keys_added_by_earlier_ones():
+def test_later_command_line_overrides_take_precedence_over_earlier_ones():
     assert applied(["+x.y=1", "x.y=2", "a=3", "a=4"]) == base() | {"x": {"y": 2}, "a": 4}
 
 
@@ -104,7 +104,7 @@ def test_override_can_set_a_schema_key_that_the_file_does_not_set(small):
     assert config.positions["grpo.seed"] == "override '+grpo.seed=7'"
 
 
-def test_override_turns_a_null_section_into_a_mapping(small):
+def test_override_of_a_key_in_a_null_section_turns_the_section_into_a_mapping(small):
     config = load_grpo_config(small, ["policy.optimizer.kwargs.lr=1e-3", "policy.megatron_cfg.enabled=false"])
     assert config.policy.effective_optimizer().lr == 1e-3
 

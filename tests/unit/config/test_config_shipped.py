@@ -33,7 +33,7 @@ MUST_BE_GIVEN = {
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "agents").glob("*.yaml")), ids=lambda path: path.name)
-def test_agent_example_configurations_load(path):
+def test_shipped_configurations_for_agents_load(path):
     assert load_grpo_config(path).policy.generation.expose_http_server
 
 

@@ -36,7 +36,7 @@ SCALARS = {
 
 
 @pytest.mark.parametrize("text", SCALARS)
-def test_yaml_scalar_is_read_with_the_expected_type(text):
+def test_yaml_scalars_are_read_as_the_expected_types(text):
     got = load(f"a: {text}\n")["a"]
     assert got == SCALARS[text]
     assert (dict if isinstance(got, dict) else type(got)) is type(SCALARS[text])
@@ -50,7 +50,7 @@ def test_yaml_anchors_and_merge_keys_are_resolved():
     }
 
 
-def test_empty_file_loads_as_an_empty_mapping():
+def test_empty_configuration_file_loads_as_an_empty_mapping():
     assert load("# nothing\n") == {}
 
 

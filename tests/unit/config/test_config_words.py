@@ -33,7 +33,7 @@ def test_override_that_an_error_suggests_is_quoted_for_the_shell(override, key):
 
 
 @pytest.mark.parametrize("text", ["grpo:\n  seed: 3\n\tval_period: 4\n", "grpo:\n\tseed: 3\n", "grpo:\tseed: 3\n"])
-def test_tab_in_a_file_is_reported_with_its_line(text):
+def test_tab_character_in_a_yaml_file_is_reported_with_its_line(text):
     (problem,) = problems(text)
     assert re.match(r"run.yaml:\d+: there is a tab in this line", problem)
 

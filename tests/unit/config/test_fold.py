@@ -119,7 +119,7 @@ def test_python_configuration_gives_the_same_message_about_fewer_devices(capsys,
     assert capsys.readouterr().err == ""
 
 
-def test_dry_run_lists_each_key_without_effect_once(capsys):
+def test_dry_run_lists_each_configured_key_that_has_no_effect_once(capsys):
     arguments = [
         "--dry-run",
         "policy.generation.vllm_cfg.gpu_memory_utilization=0.9",
@@ -245,7 +245,7 @@ def test_tensor_parallel_size_that_this_machine_supports_is_used_without_a_messa
     assert sizes_of(of_workers("cluster.gpus_per_node=4", ENGINE_TP)) == {ENGINE_TP.partition("=")[0]: 2}
 
 
-def test_indivisible_tensor_parallel_size_becomes_one_or_is_rejected_if_strict():
+def test_tensor_parallel_size_that_does_not_divide_the_processes_becomes_1_or_an_error():
     config = of_workers("cluster.gpus_per_node=3", TP)
     assert config.policy.tensor_parallel(3) == 1
     assert f"written for 2 devices ({TP.replace('=', ' ')}): runs on 3 processes" in fold_text(config)

@@ -31,7 +31,7 @@ def grpo(*overrides):
     ((f"{STRATEGY}=optim_grads",), True, False),
     (("policy.overlap_grad_reduce=true",), False, True),
 ])  # fmt: skip
-def test_sharding_strategy_decides_whether_gradients_are_sharded_and_overlapped(overrides, sharded, beside):
+def test_data_parallel_sharding_strategy_sets_gradient_sharding_and_overlap(overrides, sharded, beside):
     policy = grpo(*overrides).policy
     assert (policy.shards_gradients, policy.overlaps_grad_reduce) == (sharded, beside)
 
@@ -83,7 +83,7 @@ def test_memory_estimate_is_smaller_if_a_gradient_block_is_one_micro_batch():
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 1), ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3"}, 3),
     ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "2"}, 2),
 ])  # fmt: skip
-def test_launched_rank_count_is_read_from_the_environment(environment, ranks):
+def test_number_of_ranks_is_read_from_the_launchers_environment_variables(environment, ranks):
     assert launched_ranks(environment) == ranks
 
 

@@ -44,7 +44,7 @@ def changed(tree, dotted, value):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_strings_given_in_python_are_kept_verbatim(text):
+def test_configuration_strings_given_in_python_are_not_parsed_as_yaml(text):
     config = load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | {
         "policy.generation.stop_strings": [text, "x"], "policy.model_name": text,
         "policy.hf_config_overrides": {"a": [text]},
@@ -74,7 +74,7 @@ def test_interpolations_of_the_file_use_values_given_in_python():
     ("grpo.reward_scaling", {"enabled": True, "correct": 2.0}, RewardScalingConfig(enabled=True, target_max=2.0)),
     ("grpo.max_num_gen_batches", 3, 3),
 ])  # fmt: skip
-def test_python_values_are_converted_to_the_types_of_the_schema(key, given, held):
+def test_configuration_values_given_in_python_are_converted_to_the_types_of_their_keys(key, given, held):
     found = load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | {key: given})
     for part in key.split("."):
         found = found[part]
@@ -98,7 +98,7 @@ def test_python_values_are_converted_to_the_types_of_the_schema(key, given, held
     ({"grpo.reward_scaling": {1: 2}}, "argument x: grpo.reward_scaling the keys of a mapping must be texts, not int (1)"),
     ({"größe": 1}, "argument x: größe is unknown"),
 ])  # fmt: skip
-def test_invalid_python_values_are_reported_by_argument(values, message):
+def test_error_for_an_invalid_configuration_value_given_in_python_names_its_argument(values, message):
     with pytest.raises(ConfigError) as caught:
         load_grpo_config("grpo_notebook.yaml", values=NOTEBOOK | values, places=dict.fromkeys(values, "argument x"))
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
@@ -125,7 +125,7 @@ def test_configuration_constructed_in_python_is_checked_like_a_file(tiny, key, v
 
 
 @pytest.mark.parametrize(("key", "value", "message"), UNSUPPORTED[:-1])
-def test_values_assigned_after_construction_are_checked_at_setup(tiny, key, value, message):
+def test_configuration_values_assigned_after_construction_are_checked_before_the_run(tiny, key, value, message):
     from nemo_rl_cpp.algorithms.build import build_run
 
     config = GRPOMasterConfig(**tiny)
@@ -139,7 +139,7 @@ def test_values_assigned_after_construction_are_checked_at_setup(tiny, key, valu
             start()
 
 
-def test_changed_ppo_and_evaluation_configurations_are_checked_at_setup():
+def test_changed_ppo_and_evaluation_configurations_are_checked_before_the_run():
     from nemo_rl_cpp.algorithms.build import build_run
     from nemo_rl_cpp.evals import eval as evals
 

@@ -195,7 +195,7 @@ def test_added_tokens_and_special_tokens_map_files_are_read_as_in_transformers(t
 
 
 @pytest.mark.slow
-def test_added_tokens_decoder_overrides_the_older_special_token_files(tiny, tmp_path):
+def test_added_tokens_decoder_takes_precedence_over_added_tokens_and_special_tokens_map_files(tiny, tmp_path):
     from transformers import AutoTokenizer
 
     tiny.save_pretrained(tmp_path)
@@ -212,7 +212,7 @@ def test_added_tokens_decoder_overrides_the_older_special_token_files(tiny, tmp_
 
 
 @pytest.mark.slow
-def test_added_token_with_an_impossible_id_gives_a_warning(tiny, tmp_path):
+def test_added_token_whose_id_cannot_exist_gives_a_warning(tiny, tmp_path):
     from transformers import AutoTokenizer
 
     tiny.save_pretrained(write(tmp_path, added_tokens={"<late>": 99}))

@@ -126,7 +126,7 @@ def test_load_eval_dataset_returns_the_held_out_split(tmp_path):
 # -- list data sets, joining, configuration ---------------------------------------------------------------------------
 
 
-def test_list_dataset_selects_maps_and_copies_rows():
+def test_list_dataset_has_select_and_map_and_returns_copies_of_rows():
     data = ListDataset.from_dict({"a": [1, 2, 3], "b": "xyz"})
     assert (len(data), data[-1], data["a"], data.column_names) == (3, {"a": 3, "b": "z"}, [1, 2, 3], ["a", "b"])
     data[0]["a"] = 99

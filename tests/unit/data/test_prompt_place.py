@@ -47,7 +47,7 @@ def test_question_replaces_only_the_placeholder_of_a_prompt_file(prompt, expecte
     ("x^{}", r"argument of \^"),
     ('Use \\boxed{{}} and {"x": 1}.\n{}', "line 1 has doubled braces"),
 ])  # fmt: skip
-def test_ambiguous_prompt_placeholder_is_rejected_with_its_line(prompt, message):
+def test_error_for_an_ambiguous_placeholder_in_a_prompt_file_names_its_line(prompt, message):
     with pytest.raises(ValueError, match=message):
         fill_prompt(prompt, "q")
 

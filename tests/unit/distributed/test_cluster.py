@@ -23,7 +23,7 @@ def test_ranks_are_assigned_visible_gpus_round_robin(monkeypatch, gpus, numbers)
     assert [ranks._own_gpu(rank).index for rank in range(4)] == numbers == [gpu.index for gpu in chosen]
 
 
-def test_native_nccl_requires_gpus_and_a_cuda_build():
+def test_native_nccl_communication_requires_gpus_and_a_core_built_for_cuda():
     store = dist.PrefixStore("test", dist.HashStore())
     with pytest.raises(ValueError, match="NCCL connects GPUs.*not cpu; on the CPU take Gloo"):
         C.nccl_communicator(store, 0, 2, torch.device("cpu"), 1.0)
@@ -47,7 +47,7 @@ def test_models_are_placed_on_a_usable_gpu_unless_they_are_float64(monkeypatch, 
     assert Cluster([1], use_gpus=use_gpus).device(precision) == device
 
 
-def test_error_for_an_unusable_gpu_names_cluster_device(monkeypatch):
+def test_error_for_a_gpu_that_cannot_be_used_names_the_key_cluster_device(monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.distributed.cluster.cuda_usable", lambda: False)
     assert check_device("cpu") == "cpu"
     with pytest.raises(ValueError, match="cluster.device is cuda, but torch sees no GPU.*cluster.device=cpu"):

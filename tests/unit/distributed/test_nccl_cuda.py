@@ -35,7 +35,7 @@ def test_nccl_collectives_work_with_one_rank(dtype):
     exchange(communicator, torch.device("cuda:0"), dtype)
 
 
-def test_nccl_collective_waits_for_earlier_work_on_the_stream():
+def test_nccl_collective_waits_for_earlier_work_on_its_cuda_stream():
     communicator = C.nccl_communicator(dist.HashStore(), 0, 1, torch.device("cuda:0"), 60.0)
     a = torch.full((2048, 2048), 1 / 2048, device="cuda:0")
     for _ in range(50):
@@ -79,7 +79,7 @@ class OnGpus:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nccl_collectives_work_with_two_ranks_and_time_out_without_the_peer():
+def test_nccl_collectives_work_with_two_ranks_and_time_out_without_the_other_rank():
     cluster = Cluster([2], use_gpus=False, settings=ClusterConfig(cpus_per_worker=1))
     cluster._workers = ProcessWorkers(2, 1, silence=60.0, deadline=5.0, backend="nccl")
     try:

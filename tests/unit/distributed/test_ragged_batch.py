@@ -39,7 +39,7 @@ def test_ragged_batch_sums_token_values_by_sample_and_repeats_sample_values_by_t
     assert [row.tolist() for row in batch.rows(batch.tokens["input_ids"])] == [[1, 2], [3, 4, 5], [6]]
 
 
-def test_method_places_returns_the_padded_token_indices_of_selected_samples():
+def test_ragged_batch_places_returns_padded_token_indices_of_selected_samples():
     places, inside = RaggedBatch.of(padded()).places(torch.tensor([2, 0]), 2)
     assert places.tolist() == [[5, 0], [0, 1]] and inside.tolist() == [[True, False], [True, True]]
 

@@ -85,7 +85,7 @@ class KeyboardInterruptLike(BaseException):
         BaseExceptionGroup("x", [SystemExit(0)]),
     ],
 )
-def test_control_flow_exceptions_in_a_reward_function_become_errors(raised):
+def test_generator_exit_and_similar_exceptions_in_a_reward_function_become_errors(raised):
     """None of them may end a loop or a generator of ours without a word."""
 
     def reward(completions):

@@ -185,7 +185,7 @@ def test_non_finite_gradient_is_reported_with_its_sample_and_the_batch_is_saved(
 @pytest.mark.parametrize(
     "overrides", [(BESIDE,), (SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["beside", "one block", "in turns"]
 )
-def test_training_continues_after_a_rank_fails_while_another_has_no_backward_pass(one, two, overrides):
+def test_after_an_error_on_one_rank_all_ranks_can_train_even_if_one_had_no_backward_pass(one, two, overrides):
     """The failed rank has begun its sum; the other one has not."""
     data = batch()
     count, in_turns = two.config.gradient_blocks, two.config.shards_gradients
@@ -217,7 +217,7 @@ class FailsBefore(NamedLoss):
 @pytest.mark.parametrize(
     "overrides", [(SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["one block", "in turns"]
 )
-def test_training_continues_after_a_rank_failed_before_its_first_micro_batch(one, two, tmp_path, overrides):
+def test_after_an_error_before_a_ranks_first_micro_batch_all_ranks_can_train(one, two, tmp_path, overrides):
     with pytest.raises(ValueError, match="this rank cannot say"):
         two.train(batch(), FailsBefore(tmp_path / "claimed"))
     for policy in (one, two):
@@ -236,7 +236,7 @@ def test_failed_checkpoint_write_on_one_rank_raises_and_all_ranks_stay_usable(tw
     ).is_file()
 
 
-def test_evaluation_on_the_engines_of_two_ranks_gives_the_score_of_one_process(tmp_path):
+def test_evaluation_with_engines_on_two_ranks_gives_the_score_of_one_process(tmp_path):
     results = []
     for more in ((), ("cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1")):
         with tiny.make(tmp_path / str(len(results)), *tiny.SMALL, *more) as run:

@@ -112,7 +112,7 @@ def test_differences_between_the_architectures_of_two_models_are_listed(changed,
     assert (architecture(TINY_CONFIG) == architecture(TINY_CONFIG | changed)) is not bool(said)
 
 
-def test_sliding_window_that_no_layer_uses_is_not_an_architecture_change():
+def test_sliding_window_that_no_layer_uses_does_not_count_as_a_difference_of_architecture():
     off = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}
     assert changes(QWEN, QWEN | off) == []
     assert changes(QWEN, QWEN | off | {"max_window_layers": 3}) != []

@@ -74,7 +74,7 @@ def test_build_creates_an_environment_only_if_build_tools_are_missing(monkeypatc
     assert asked == [False, True]
 
 
-def test_torch_version_is_the_same_in_build_package_and_containers():
+def test_torch_version_is_equal_in_build_requirements_package_and_container_files():
     """Build requirement, run requirement and the containers' torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     requirements = project["build-system"]["requires"] + project["project"]["dependencies"]

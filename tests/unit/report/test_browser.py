@@ -83,7 +83,7 @@ def test_charts_of_the_report_draw_and_export_without_errors_or_network_requests
     assert browser.errors == [] and all(address.startswith(("file:", "data:", "blob:")) for address in browser.requests)
 
 
-def test_report_shows_group_responses_with_ground_truth_and_coloured_tokens(browser, run):
+def test_report_shows_the_responses_of_a_group_with_ground_truth_and_coloured_tokens(browser, run):
     browser.open(write(run, "finished").path)
     sample = browser.ask(
         "(() => { const s = document.querySelector('.sample'); return { truth: s.querySelector('.truth code').textContent,"

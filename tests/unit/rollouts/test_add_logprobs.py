@@ -39,7 +39,7 @@ def add(policy, data, kl=0.0, threshold=None, age=0, estimator="grpo", **loss):
     return add_logprobs(policy, data, section, loop, 5)
 
 
-def test_no_old_logprobs_are_computed_if_generation_logprobs_are_exact():
+def test_old_logprobs_are_not_computed_if_generation_logprobs_equal_those_of_training():
     policy, data = Policy(exact=True), batch()
     assert add(policy, data, use_kl_in_reward=True) == {"stale_samples": 0}
     assert policy.calls == [] and "prev_logprobs" not in data and "reference_policy_logprobs" not in data

@@ -69,7 +69,7 @@ def same(result, expected):
 
 
 @pytest.mark.parametrize("early", [[], [[3]], [[4, 0], [2], [1]], [[1], [0], [2, 3], [4]]])
-def test_rollout_result_does_not_depend_on_which_responses_are_scored_early(early):
+def test_rollout_result_does_not_depend_on_which_responses_are_scored_during_generation(early):
     expected, _ = rollout(FakeGeneration(lambda prompt, key: "x" * int(prompt)), {"a": Lengths(), "b": Lengths()})
     a, b = Lengths.remote(), Lengths.remote()
     result, _ = rollout(ReportingGeneration(early), {"a": a, "b": b})

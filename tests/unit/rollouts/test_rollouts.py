@@ -176,7 +176,7 @@ class _ActorMethod:
         raise TypeError("Actor methods cannot be called directly")
 
 
-def test_rollout_works_with_environments_that_are_ray_actors():
+def test_multi_turn_rollout_accepts_environments_that_are_ray_actors():
     batch = prompts(["a"], ["x"], [{"ground_truth": "1"}])
     generation, actor = FakeGeneration(lambda p, k: "1"), Actor(ArithmeticEnvironment())
     _, metrics = run_multi_turn_rollout(generation, batch, TOKENIZER, {"x": actor}, 100)

@@ -116,8 +116,8 @@ class InitTracker(TrackerLogger):
     folder_key = ""  # the argument of `init` for the folder of the tracker's files, if there is one
 
     def __init__(self, cfg: Section | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """Start the run. The keys of `cfg`, the section `logger.NAME`, are arguments of `init` (project, name, ...).
-        Raise ValueError if the package is not installed or does not start."""
+        """Start the tracker's run. The keys of `cfg`, the section `logger.NAME`, are arguments of the package's `init`
+        (project, name, ...). Raise ValueError if the package is not installed or does not start."""
         super().__init__(log_dir)
         self._options = self.given(cfg) | ({self.folder_key: log_dir} if self.folder_key else {})
         is_given = self.id_key == "id" and ("id" in self._options or os.getenv(self.variables["id"]))
@@ -291,8 +291,8 @@ class MLflowLogger(TrackerLogger):
                 mlflow.log_params(new, run_id=self.run_id)
 
     def _new_params(self, params: Mapping[str, Plain], known: Mapping[str, str]) -> dict[str, object]:
-        """Return those of the parameters `params` that must be logged, because they are not among `known`, the ones
-        that the MLflow run already has, or have changed."""
+        """Return the parameters to log: those of `params` that the MLflow run does not have yet (`known`), and changed
+        ones under the name `NAME.from_step_N`."""
         changes = _latest_changes(known)
         new: dict[str, object] = {}
         for name, value in flatten_dict(to_plain(params)).items():
@@ -312,8 +312,8 @@ class MLflowLogger(TrackerLogger):
 
 
 def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int], str]]:
-    """Return a mapping from NAME to ((N, M), value) for each MLflow parameter NAME with changes. The value is that of
-    the last parameter `NAME.from_step_N.M`, or `NAME.from_step_N` (M = 1)."""
+    """Return {NAME: ((N, M), value)} for each MLflow parameter NAME that changed when the run resumed. The value is
+    that of the last parameter `NAME.from_step_N.M`, or `NAME.from_step_N` (M = 1)."""
     latest: dict[str, tuple[tuple[int, int], str]] = {}
     for name, value in params.items():
         if found := re.fullmatch(r"(.+)\.from_step_(\d+)(?:\.(\d+))?", name, re.DOTALL):

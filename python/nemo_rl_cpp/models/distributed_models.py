@@ -33,7 +33,8 @@ class PolicyWorker(Policy, EngineHost):  # Policy is first, so that its create_g
     _publisher: C.RefitPublisher | None = None
 
     def init_collective(self, meeting: RefitRendezvous) -> None:
-        """Connect to the engines in other workers, as rank 0, for refits. `meeting`: where the processes connect."""
+        """Connect, as rank 0, to the engines in other workers, for refits (transfers of new weights). `meeting`:
+        address and settings of the connection."""
         ranks = connect(0, meeting.size, meeting.host, meeting.port, meeting.deadline, self.ranks.address)
         self._publisher = C.RefitPublisher(ranks.communicator, meeting.bucket_bytes, meeting.delta)
 

@@ -116,7 +116,8 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def check_family(config: Mapping[str, Plain]) -> None:
-    """Raise ModelFolderError if llama.cpp would compute the model differently. `config` is in canonical form."""
+    """Raise ModelFolderError if llama.cpp would not compute the same results for the model. `config` is its config.json
+    in canonical form."""
     kind = config["model_type"]
     if kind not in FAMILIES:
         raise ModelFolderError(

@@ -10,7 +10,7 @@ from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 
 
 class Value(TrainedModel, ValueInterface):
-    """A critic in training: values, optimizer steps, checkpoints.
+    """PPO's critic in training: values, optimizer steps, checkpoints.
 
     The value of the state before token t is score · norm(h), where h is the hidden state after token t - 1.
     `config.model_name` is any checkpoint of a supported architecture. Its `score.weight` [1, D] becomes the head if it

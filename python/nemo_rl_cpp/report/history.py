@@ -104,7 +104,7 @@ class MetricHistory:
         return self.curve(*names).finite().values
 
     def by_step(self, name: str) -> dict[int, float]:
-        """Return the finite values of a metric by step."""
+        """Return {step: value} of the finite values of a metric."""
         return dict(zip(*self.curve(name).finite()))
 
     def recent(self, *names: str, count: int = 10) -> float | None:

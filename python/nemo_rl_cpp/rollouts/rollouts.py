@@ -227,7 +227,7 @@ class Conversations:
         return Turn(active, inputs)
 
     def respond(self, turn: Turn, outputs: Answer) -> None:
-        """Append the engine's responses to the conversations."""
+        """Append the engine's responses `outputs` to the conversations of the turn."""
         generated = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs.lengths)
         cut = turn.active["truncated"].tolist() if "truncated" in turn.active else [False] * len(generated)
         for row, ids, truncated in zip(self.active, generated, cut):

@@ -149,7 +149,8 @@ class EventStream(StreamingResponse):
 
 
 class Service:
-    """The request handlers of the routes. Requests must send `api_key` as `Authorization: Bearer`, unless it is None."""
+    """The handlers of the server's routes. Requests must send `api_key` as `Authorization: Bearer`, unless it is
+    None."""
 
     def __init__(self, model: ServedModel, api_key: str | None = None) -> None:
         self.model, self._api_key = model, api_key
@@ -204,7 +205,7 @@ class Service:
         return JSONResponse(await asyncio.to_thread(answer.whole, header, conversation.samples), headers=headers)
 
     def draw(self, prompt: list[int], seed: int | None, rollout: Rollout | None) -> Draw:
-        """Return the sampling seed (`Draw`) for the responses to a prompt."""
+        """Return the seed (`Draw`) for sampling the responses to a prompt."""
         if rollout is not None:
             return self.model.rollouts.draw(rollout, prompt, seed)
         seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed

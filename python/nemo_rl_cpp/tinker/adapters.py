@@ -100,8 +100,8 @@ class Base:
         return self._newest
 
     def any_adapted(self) -> AdaptedModel:
-        """Return any existing `AdaptedModel`, or make one. It is used to sample from the base model, with all adapters
-        set to zero."""
+        """Return any existing `AdaptedModel`, or make one. With all adapters set to zero, it samples from the base
+        model."""
         return self._newest or self.adapted(Shape(1, train_mlp=not self.has_experts))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:

@@ -38,7 +38,7 @@ _BODY_SECONDS = 60.0  # the time for a body to arrive
 
 
 class Routes:
-    """The request handlers.
+    """The handlers of the routes that Tinker's SDK calls.
 
     Args:
         api_key: the key that requests must send as `X-API-Key`; None: any key is accepted.

@@ -275,7 +275,7 @@ class Service:
     # ---- training
 
     def forward(self, request: pb.ForwardBackwardRequest) -> types.UntypedAPIFuture:
-        """Queue the computation of a loss and, unless the request sets `forward_only`, of its gradient."""
+        """Queue the computation of a model's loss and, unless the request sets `forward_only`, of its gradient."""
 
         def run(model: TrainedModel) -> object:
             data, config = data_of(request), config_of(request)
@@ -284,7 +284,7 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def optim_step(self, request: types.OptimStepRequest) -> types.UntypedAPIFuture:
-        """Queue an AdamW step."""
+        """Queue an AdamW step of a model."""
 
         def run(model: TrainedModel) -> dict:
             params = request.optim_params

@@ -97,7 +97,7 @@ class Sampler:
             self._return_idle_engine()
 
     def cancel(self, future: Future) -> None:
-        """Remove the request with this future."""
+        """Remove the unfinished request whose result `future` would receive."""
         for number in [n for n, (answers, _) in self.running.items() if answers.future is future]:
             self._engine.cancel(number)
             del self.running[number]

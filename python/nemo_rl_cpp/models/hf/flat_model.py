@@ -198,13 +198,13 @@ class ShardedModel:
         return torch.cat(self._local()).to(self._dtype)
 
     def write(self, masters: Tensor) -> None:
-        """Overwrite this rank's weights with `masters` [n]."""
+        """Overwrite this rank's weights with `masters` [n], its float32 master weights."""
         self.reshard()
         for piece, (_, _, offset) in zip(self._local(), self.layout):
             piece.copy_(masters[offset : offset + piece.numel()])
 
     def pieces(self) -> list[Piece]:
-        """Return the ranges of this rank's rows that the optimizer updates, see `FlatModel.pieces`."""
+        """Return the ranges of this rank's rows that the optimizer updates, as `FlatModel.pieces` does."""
         self.reshard()
         return [
             Piece(offset, offset + local.numel(), local, None)
@@ -234,8 +234,8 @@ class ShardedModel:
     # ---- the whole model
 
     def digest(self) -> int:
-        """Return the digest of the whole model, see `FlatModel.digest`. It does not depend on the number of ranks. All
-        ranks must call it."""
+        """Return the digest of the whole model's weights, which does not depend on the number of ranks. All ranks must
+        call it."""
         hashed = hashlib.blake2b(digest_size=8)
         with torch.no_grad():
             for parameter in self._parameters:

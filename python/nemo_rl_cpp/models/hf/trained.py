@@ -388,7 +388,8 @@ class HfTrainedModel(TrainedModel):
 
 
 class HfPolicy(HfTrainedModel, Policy):
-    """The counterpart of `Policy` for architectures that the native core does not support. It has the same arguments.
+    """The policy on transformers, for architectures that the native core does not support. It has the same arguments as
+    `Policy`.
 
     Generation and training agree only up to rounding. So each batch is scored before training on it, and the mismatch
     metrics report the difference."""
@@ -432,4 +433,5 @@ class HfPolicyWorker(HfPolicy, EngineHost):
 
 
 class HfValue(HfTrainedModel, Value):
-    """The counterpart of `Value` for architectures that the native core does not support. It has the same arguments."""
+    """The critic on transformers, for architectures that the native core does not support. It has the same arguments as
+    `Value`."""

@@ -73,8 +73,8 @@ class Policy(TrainedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """Return whether training uses generation's log-probabilities as the old policy's
-        (reuse_generation_logprobs)."""
+        """Return whether training uses generation's log-probabilities as the old policy's, so that no separate pass
+        computes them (reuse_generation_logprobs)."""
         return self._exact
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class PolicyUpdates:
     Attributes:
         exactness: comparison of the log-probabilities of the first global batch; None if nothing was compared.
         prev_logprobs: [T] log-probabilities under the policy before the first update, for all ranks' samples.
-        reused_tokens: number of tokens whose forward pass was generation's, without another in training.
+        reused_tokens: number of tokens for which training reused the activations of generation's forward pass.
         on_policy: whether this call computed `prev_logprobs`."""
 
     updates: Updates

@@ -16,7 +16,7 @@ from typing import Self
 from nemo_rl_cpp.algorithms import parts
 from nemo_rl_cpp.algorithms.algorithm import ALGORITHMS, Advantages, Algorithm
 from nemo_rl_cpp.algorithms.callbacks import Callbacks
-from nemo_rl_cpp.algorithms.checkpointing import Saver, facts_of_run, facts_of_step, open_checkpoints, publish
+from nemo_rl_cpp.algorithms.checkpointing import Saver, open_checkpoints, publish
 from nemo_rl_cpp.algorithms.collector import RolloutCollector
 from nemo_rl_cpp.algorithms.custom_components import make_loss
 from nemo_rl_cpp.algorithms.hooks import OUT_OF_TIME, Ending, Hook, StepLog, Terminal, Validation, summary
@@ -45,7 +45,6 @@ from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
 from nemo_rl_cpp.models.budget import within_budget
 from nemo_rl_cpp.models.generation.interfaces import end_engine
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import check_vllm
-from nemo_rl_cpp.models.hub_upload import CardFacts
 from nemo_rl_cpp.models.interfaces import GenerationInterface, PolicyInterface, TrainedModelInterface
 from nemo_rl_cpp.report import ReportWriter
 from nemo_rl_cpp.report.findings import Alerts
@@ -95,7 +94,6 @@ class TrainingRun:
     terminal: Terminal
     report: ReportWriter | None
     checkpoints: CheckpointManager
-    card: CardFacts
     validation: Validation | None
     callbacks: Callbacks
     resources: ExitStack = field(default_factory=ExitStack)
@@ -184,12 +182,6 @@ class TrainingRun:
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 
-    def card_facts(self) -> CardFacts:
-        """Return what the model card says about the current weights (see `checkpointing.facts_of_step`)."""
-        step = self.state.step
-        validation = next((row for row in self.validations[-1:] if row["step"] == step), None)
-        return facts_of_step(self.card, step, self.history[-1] if self.history else {}, validation)
-
     def close(self) -> None:
         """End the processes of environments, workers and engine, and unlock the log and checkpoint folders."""
         self.resources.close()
@@ -270,7 +262,6 @@ def build_run(
             engine_cluster=engine_cluster, timer=timer, log=parts.make_log(config, logger, timer, policy),
             terminal=Terminal(Progress(loop.max_num_steps, state.step), Alerts(to_plain(config))),
             report=parts.make_report(config, logger, tokenizer), checkpoints=checkpoints,
-            card=facts_of_run(config, made.environments.train, loss_fn, advantages.estimator),
             validation=parts.make_validation(config, policy, loss_fn, tokenizer, made, collector, logger, timer),
             callbacks=callbacks or Callbacks(),
         )  # fmt: skip
@@ -294,7 +285,7 @@ def connect_hooks(run: TrainingRun) -> None:
     ending = Ending(run.stop, TimeoutChecker(config.checkpointing.checkpoint_must_save_by), config.loop)
     saver = Saver(
         run.checkpoints, config, run.policy, run.critic, run.collector, validation and validation.validator,
-        run.environments.train, log.logger, run.timer, terminal, run.card,
+        run.environments.train, log.logger, run.timer, terminal,
     )  # fmt: skip
     for model in run.models.values():
         model.keep_bad_batches(run.log_dir / "replay")

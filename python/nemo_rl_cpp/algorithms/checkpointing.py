@@ -12,7 +12,7 @@
 No other part of this package has state: every random number is a function of the seed and of what is saved here. User
 code (`data.custom_dataloader`, rewards, callbacks) must not keep state, because a resumed run would lack it.
 
-The module also writes the model card and uploads checkpoints to the Hub."""
+The module also uploads checkpoints to the Hub."""
 
 from __future__ import annotations
 
@@ -27,17 +27,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nemo_rl_cpp.algorithms.collector import RolloutCollector
-from nemo_rl_cpp.algorithms.custom_components import OwnEstimator, OwnLoss
 from nemo_rl_cpp.algorithms.dynamic_sampling import SamplerState
 from nemo_rl_cpp.algorithms.hooks import StepResult, Terminal
-from nemo_rl_cpp.algorithms.step_metrics import Metrics
 from nemo_rl_cpp.algorithms.train_state import TrainState
-from nemo_rl_cpp.algorithms.validation import Validator, headline
+from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager, ResumeError
 from nemo_rl_cpp.checks import folders
 from nemo_rl_cpp.config.access import to_json
 from nemo_rl_cpp.config.checkpointing import CheckpointingConfig
-from nemo_rl_cpp.config.data import environments_of_training
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.data.dataloader import save_dataloader_state
 from nemo_rl_cpp.environments.interfaces import Environment
@@ -47,7 +44,7 @@ from nemo_rl_cpp.files.folder_lock import FolderError
 from nemo_rl_cpp.files.plain_state import read_state, write_state
 from nemo_rl_cpp.loggers.logger import Logger
 from nemo_rl_cpp.metrics.timer import Timer
-from nemo_rl_cpp.models.hub_upload import CardFacts, push_to_hub, write_card
+from nemo_rl_cpp.models.hub_upload import push_to_hub, write_card
 from nemo_rl_cpp.models.interfaces import TrainedModelInterface
 from nemo_rl_cpp.models.memory import size_text
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
@@ -135,7 +132,6 @@ class Saver:
     logger: Logger
     timer: Timer
     terminal: Terminal
-    card: CardFacts  # the facts of the model card that stay constant during the run
 
     @property
     def models(self) -> dict[str, TrainedModelInterface]:
@@ -189,9 +185,7 @@ class Saver:
             for name, model in self.models.items():
                 optimizer = folder / name / "optimizer" if manager.save_optimizer else None
                 model.save_checkpoint(folder / name / "weights", optimizer)
-            validation = result.validation.metrics if result.validation else None
-            facts = facts_of_step(self.card, state.step, result.metrics, validation)
-            write_card(folder / "policy" / "weights", self.config, facts)
+            write_card(folder / "policy" / "weights", self.config, state.step)
             save_dataloader_state(collector.prompts.loader, folder)
             (folder / SAMPLER_STATE).parent.mkdir(exist_ok=True)
             if kept := collector.sampler.state_dict():
@@ -283,45 +277,7 @@ class Saver:
                 )
 
 
-# ---- model card and upload
-
-
-def facts_of_run(
-    config: TrainMasterConfig, environments: Mapping[str, Environment], loss_fn: object, estimator: object
-) -> CardFacts:
-    """Return those facts of the model card that stay constant during a run, such as the names of its rewards and of
-    custom components."""
-    own = {"loss_fn": loss_fn, "adv_estimator": estimator}
-    components = {what: each.name for what, each in own.items() if isinstance(each, (OwnLoss, OwnEstimator))}
-    return CardFacts(0, reward_names(config, environments), {}, components)
-
-
-def facts_of_step(card: CardFacts, step: int, metrics: Metrics, validation: Metrics | None) -> CardFacts:
-    """Return the facts of the model card after a step: `card`, with the step's metrics and those of its validation, if
-    any."""
-    results = {"reward, last step": metrics["reward"]} if "reward" in metrics else {}
-    if validation is not None:
-        word, value = headline(validation)
-        results[f"validation {word}"] = value
-    return card._replace(step=step, results=results)
-
-
-def reward_names(config: TrainMasterConfig, environments: Mapping[str, Environment]) -> list[str]:
-    """Return the names of the environments, for the model card. An environment that scores with reward functions is
-    replaced by its functions, each as `NAME`, or `NAME (weight W)` if W is not 1."""
-    found: list[str] = []
-    used = environments_of_training(config.data)
-    # if the run has further environments, the section may belong to a different task
-    section = config.env.get("reward_functions") if used == {"reward_functions"} else None
-    for task, environment in environments.items():
-        described = getattr(getattr(environment, "_instance", environment), "described", None)
-        if isinstance(described, list):
-            found += described
-            continue
-        functions = section.get("functions") if isinstance(section, Mapping) else None
-        given = [functions] if isinstance(functions, str) else functions
-        found += list(given) if isinstance(given, list) else [task]
-    return list(dict.fromkeys(found))
+# ---- upload
 
 
 def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, str]:

@@ -161,7 +161,7 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
             )
         weights = [weights[name] for name in names]
     environment = RewardFunctionEnvironment(functions, weights, as_parts, names)
-    if as_parts and len(environment.described) < 2:
+    if as_parts and len(environment.weight_of_name) < 2:
         raise ValueError(
             "adv_estimator is gdpo, which weighs the parts of a reward, but reward_funcs is one function: give at least two, or leave "
             "adv_estimator out"

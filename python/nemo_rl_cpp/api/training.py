@@ -38,7 +38,7 @@ from nemo_rl_cpp.environments.loading import Environments
 from nemo_rl_cpp.environments.reward_environment import RewardFunction
 from nemo_rl_cpp.models.budget import within_budget
 from nemo_rl_cpp.models.generation.native import NativeGeneration
-from nemo_rl_cpp.models.hub_upload import CardFacts, push_to_hub, write_card
+from nemo_rl_cpp.models.hub_upload import push_to_hub, write_card
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TrainResult(TextWriter):
     config: TrainMasterConfig
     log_dir: Path
     generation: NativeGeneration = field(repr=False)
-    _facts: CardFacts = field(repr=False)
+    _step: int = field(repr=False)
 
     limit_name = "max_length of the training"
 
@@ -72,13 +72,13 @@ class TrainResult(TextWriter):
         """Save the policy as a Hugging Face folder with a model card, and return the folder."""
         folder = folder_path(folder, "folder")
         self.policy.save_checkpoint(str(folder))
-        write_card(folder, self.config, self._facts)
+        write_card(folder, self.config, self._step)
         return folder
 
     def push_to_hub(self, repo_id: str, *, private: bool = True, client: object = None) -> str:
         """Upload the policy to the Hub (see `nemo_rl_cpp.push_to_hub`), and return its address."""
         with tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_") as folder:
-            message = f"{self.config.title}, {self._facts.step} steps, by nemo_rl_cpp"
+            message = f"{self.config.title}, {self._step} steps, by nemo_rl_cpp"
             return push_to_hub(self.save(folder), repo_id, private=private, message=message, client=client)
 
     @property
@@ -312,5 +312,5 @@ def _train(
     with build_run(config, data=data, callbacks=callbacks) as run:
         run.train()
     return TrainResult(
-        run.history, run.validations, run.policy, run.tokenizer, config, run.log_dir, run.generation, run.card_facts()
+        run.history, run.validations, run.policy, run.tokenizer, config, run.log_dir, run.generation, run.state.step
     )

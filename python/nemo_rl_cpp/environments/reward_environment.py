@@ -178,12 +178,6 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         for function, name in zip(self._functions, self.weight_of_name):
             _asked_for(function, name, columns)
 
-    @property
-    def described(self) -> list[str]:
-        """The names of the functions with their weights, for the model card."""
-        weights = self.weight_of_name.items()
-        return [name if weight == 1 else f"{name} (weight {weight:g})" for name, weight in weights]
-
 
 def _checked_names(names: object, count: int) -> list[str]:
     several = [names] if isinstance(names, str) else names

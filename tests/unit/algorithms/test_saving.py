@@ -8,8 +8,7 @@ import pytest
 import tiny
 import torch
 from loop_fakes import train
-from nemo_rl_cpp.algorithms.checkpointing import NotSavedError, reward_names
-from nemo_rl_cpp.config import load_grpo_config
+from nemo_rl_cpp.algorithms.checkpointing import NotSavedError
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
 from safetensors.torch import load_file
 from test_grpo_loop import make
@@ -203,24 +202,3 @@ def test_interrupted_run_gets_no_warning_about_a_missing_validation_metric(tmp_p
     run.stop.reason = "interrupted"
     train(run)
     assert saved(tmp_path) == ["step_1"] and [w for w in recwarn if "saved without" in str(w.message)] == []
-
-
-# ---- model card
-
-
-class Remote:
-    """An environment of another process: of its functions this one knows nothing."""
-
-
-@pytest.mark.parametrize(
-    ("names", "rewards"),
-    [(["reward_functions"], ["mine.good"]), (["math"], ["one"]), (["reward_functions", "math"], ["one", "two"])],
-)
-def test_model_card_lists_only_reward_functions_of_environments_in_use(names, rewards):
-    sets = [f"{{dataset_name: ResponseDataset, data_path: a.jsonl, env_name: {name}}}" for name in names]
-    config = load_grpo_config(
-        "grpo_jsonl.yaml",
-        ["env.reward_functions.functions=[mine.good]", "+env.math={num_workers: 1}", f"data.train=[{', '.join(sets)}]"],
-    )
-    tasks = dict(zip(("one", "two"), [Remote() for _ in names]))
-    assert reward_names(config, tasks) == rewards

@@ -4,26 +4,18 @@ import pytest
 from huggingface_hub import ModelCard
 from nemo_rl_cpp import __version__
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
-from nemo_rl_cpp.models.hub_upload import CardFacts, card_text, write_card
-
-FACTS = CardFacts(20, ["right", "short (weight 0.1)"], {"reward, last step": 0.51234}, {})
+from nemo_rl_cpp.models.hub_upload import card_text, write_card
 
 
-def test_model_card_lists_base_model_algorithm_steps_and_metrics_of_the_run():
-    card = ModelCard(card_text(load_grpo_config("grpo_arithmetic_smollm2.yaml"), FACTS))
+def test_model_card_lists_base_model_algorithm_steps_and_data_of_the_run():
+    card = ModelCard(card_text(load_grpo_config("grpo_arithmetic_smollm2.yaml"), 20))
     assert card.data.to_dict() == {
         "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "library_name": "transformers", "pipeline_tag": "text-generation",
         "tags": ["reinforcement-learning", "grpo", "nemo_rl_cpp"],
     }  # fmt: skip
     for line in (
         "# HuggingFaceTB/SmolLM2-135M-Instruct, trained with GRPO",
-        "| algorithm | GRPO, advantage estimator grpo, loss clipped_pg |",
-        "| steps | 20, of 16 prompts with 8 responses each |",
-        "| data | arithmetic |",
-        "| rewards | right, short (weight 0.1) |",
-        "| learning rate | 2e-05 |",
-        "| reward, last step | 0.5123 |",
-        f"| made with | nemo_rl_cpp {__version__} |",
+        f"by reinforcement learning with nemo_rl_cpp {__version__}: 20 steps on arithmetic.",
         "AutoModelForCausalLM.from_pretrained(",
         "nemo_rl_cpp.load(",
     ):
@@ -39,21 +31,21 @@ def test_metadata_of_the_model_card_lists_base_model_and_data_sets_of_the_hub():
                     "data.train={dataset_name: ResponseDataset, data_path: openai/gsm8k, input_key: question, output_key: answer}"
                 ],
             ),
-            FACTS,
+            20,
         )
     )
     assert card.data.base_model == "Qwen/Qwen2.5-1.5B" and card.data.datasets == ["openai/gsm8k"]
-    assert "| algorithm | PPO, advantage estimator gae, loss clipped_pg |" in card.text
+    assert "# Qwen/Qwen2.5-1.5B, trained with PPO" in card.text
 
 
 def test_model_card_names_local_folders_without_their_path(tmp_path):
     (tmp_path / "base").mkdir()
     given = [f"policy.model_name={tmp_path}/base", f"data.train.data_path={tmp_path}/rows.jsonl"]
-    text = card_text(load_grpo_config("grpo_jsonl.yaml", [*given, "env.reward_functions.functions=[math.pi]"]), FACTS)
+    text = card_text(load_grpo_config("grpo_jsonl.yaml", [*given, "env.reward_functions.functions=[math.pi]"]), 20)
     assert (
         str(tmp_path) not in text
-        and "| data | ResponseDataset, rows.jsonl |" in text
-        and "| base model | base |" in text
+        and "20 steps on ResponseDataset, rows.jsonl." in text
+        and "# base, trained with GRPO" in text
     )
     assert "base_model" not in ModelCard(text).data.to_dict()
 
@@ -62,13 +54,7 @@ def test_model_card_names_local_folders_without_their_path(tmp_path):
 def test_user_written_model_card_is_not_overwritten(tmp_path, there):
     config = load_grpo_config("grpo_tiny.yaml")
     if there is not None:
-        (tmp_path / "README.md").write_text(card_text(config, FACTS._replace(step=1)) if there == "ours" else there)
-    write_card(tmp_path, config, FACTS)
+        (tmp_path / "README.md").write_text(card_text(config, 1) if there == "ours" else there)
+    write_card(tmp_path, config, 20)
     text = (tmp_path / "README.md").read_text()
-    assert text == (there if there == "# My model\n" else card_text(config, FACTS))
-
-
-def test_special_characters_in_reward_names_are_escaped_in_the_model_card():
-    names = ["a|b", "<lambda>", "one\ntwo"]
-    text = card_text(load_grpo_config("grpo_tiny.yaml"), FACTS._replace(rewards=names))
-    assert r"| rewards | a\|b, \<lambda>, one two |" in text
+    assert text == (there if there == "# My model\n" else card_text(config, 20))

@@ -1,6 +1,5 @@
 """GRPO from random weights to a solved task, and what must hold on the way: exactness, splits, faults."""
 
-import json
 import re
 
 import pytest
@@ -154,14 +153,6 @@ def test_metrics_that_count_valid_tokens_and_samples_do_not_depend_on_the_micro_
         if section == "ppo":
             found[-1]["critic"] = run.history[0]["critic/global_valid_toks"]
     assert found == found[:1] * 3 and 0 < found[0]["num_valid_samples"] < 32
-
-
-def test_run_writes_a_chrome_trace_into_its_log_folder(tmp_path):
-    run = tiny.train(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", "logger.chrome_trace=true")
-    (trace,) = (tmp_path / "logs").rglob("trace_from_step_*.json")
-    assert trace.name == "trace_from_step_1.json" and trace.parent == run.log_dir
-    names = [event["name"] for event in json.loads(trace.read_text())]
-    assert names.count("total_step_time") == names.count("policy_training") == names.count("generation") == 3
 
 
 def test_run_ends_and_saves_the_batch_if_a_gradient_is_not_finite(tmp_path, capsys):

@@ -39,7 +39,6 @@ from nemo_rl_cpp.evals.eval import evaluate_policy
 from nemo_rl_cpp.evals.results import EvalResult
 from nemo_rl_cpp.interrupts import GRACE_SECONDS, GracefulStop
 from nemo_rl_cpp.loggers.backends import check_trackers
-from nemo_rl_cpp.metrics.chrome_trace import ChromeTrace
 from nemo_rl_cpp.metrics.memory import startup_objects_frozen
 from nemo_rl_cpp.metrics.timer import TimeoutChecker, Timer
 from nemo_rl_cpp.models.budget import within_budget
@@ -294,8 +293,6 @@ def connect_hooks(run: TrainingRun) -> None:
     run.callbacks.run = run
     run.timer.subscribe(terminal.progress)
     run.timer.subscribe(log.memory)
-    if config.logger.chrome_trace:
-        run.timer.subscribe(ChromeTrace(run.log_dir / f"trace_from_step_{run.state.step + 1}.json", config.title))
     run.before_training = [
         ending.start_clock,
         *([validation.at_start] if validation else []),

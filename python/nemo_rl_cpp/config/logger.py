@@ -94,9 +94,6 @@ class LoggerConfig(Section):
     log_dir: str = key("logs", "Folder for logs. Each run creates a subfolder exp_NNN.")
     num_val_samples_to_print: Count = key(0, "Number of validation samples to print per validation.")
     report: bool = key(True, "Write report.html, a self-contained page about the run.")
-    chrome_trace: bool = key(
-        False, "Write a timeline of the stages of every step, for chrome://tracing or ui.perfetto.dev."
-    )
     monitor_gpus: bool = key(True, "Log the usage of the GPUs, if there are any.")
     gpu_monitoring: GPUMonitoringConfig = section(GPUMonitoringConfig, "sampling of the GPUs' use")
 

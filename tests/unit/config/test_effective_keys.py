@@ -35,7 +35,7 @@ TRACKERS = ("wandb", "swanlab", "mlflow", "trackio")
 MASTERS = {"grpo": GRPOMasterConfig, "ppo": PPOMasterConfig}
 SHAPES = [  # {}: the section, grpo or ppo
     ("checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.metric_name=val:accuracy", "{}.val_period=1",
-     "{}.val_at_end=true", "{}.stop_at_validation_metric=accuracy", "{}.stop_at_validation_threshold=2.0", "logger.chrome_trace=true",
+     "{}.val_at_end=true", "{}.stop_at_validation_metric=accuracy", "{}.stop_at_validation_threshold=2.0",
      "logger.monitor_gpus=true", "policy.generation.expose_http_server=true", *(f"logger.{name}_enabled=true" for name in TRACKERS)),
     ("{}.reward_scaling.enabled=true", "{}.reward_shaping.enabled=true", "{}.reward_shaping.overlong_buffer_length=2",
      "{}.reward_shaping.overlong_buffer_penalty=0.1", "{}.reward_shaping.max_response_length=3", "{}.use_dynamic_sampling=true",

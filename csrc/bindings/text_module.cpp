@@ -64,7 +64,9 @@ class TextModel {
     const auto fill = [&](const model::ParameterSpec& spec, const at::Tensor& flat, bool turned) {
       const auto view = flat.narrow(0, spec.offset, spec.numel);
       if (!turned) return void(view.copy_(values(spec.numel)));
-      view.view(spec.shape).copy_(values(spec.numel).view({spec.shape[1], spec.shape[0]}).t());
+      const auto dim = model_->trained_layout().adapters.front().dim, experts = spec.shape[0] / dim;
+      view.view({experts, dim, spec.shape[1]})
+          .copy_(values(spec.numel).view({spec.shape[1], dim, experts}).permute({2, 1, 0}));
     };
     const auto blocks = std::ranges::find(model_->layout().blocks, name, &model::BlockSpec::name);
     if (blocks != model_->layout().blocks.end()) {

@@ -34,13 +34,17 @@ Adapters::Adapters(const ModelConfig& config, const LoraConfig& lora, const Deco
     masters_.narrow(0, head->offset, head->numel).copy_(weights_.lm_head.view({-1}));
 }
 
-/// Copies the adapted matrices.
+/// Copies the adapted matrices; those of all experts are one.
 void Adapters::keep_base() {
   base_.resize(views_.size());
   std::int64_t total = 0, at = 0;
   const auto for_each = [&](const auto& f) {
     for (std::size_t l = 0; l < views_.size(); ++l)
-      for (const auto& of : views_[l].all) f(weights_.layers[l].*of.matrix, base_[l].*of.matrix);
+      for (std::size_t m = 0; m < views_[l].all.size(); ++m) {
+        const auto field = views_[l].all[m].matrix.field;
+        const bool is_first = m == 0 || views_[l].all[m - 1].matrix.field != field;
+        if (is_first) f(weights_.layers[l].*field, base_[l].*field);
+      }
   };
   for_each([&](const at::Tensor& w, at::Tensor&) { total += w.numel(); });
   const auto flat = runtime::empty_large({total}, weights_.flat.options());
@@ -107,12 +111,11 @@ void Adapters::merge_into(const DecoderParameters& weights) {
   for (std::size_t l = 0; l < views_.size(); ++l)
     for (const auto& [matrix, adapters] : views_[l].all) {
       const auto dim = adapters.a.size(0) / static_cast<std::int64_t>(adapters.parts.size());
-      const auto& base = merges_ ? base_[l] : weights_.layers[l];
+      const auto base = matrix.of(merges_ ? base_[l] : weights_.layers[l]), merged = matrix.of(weights.layers[l]);
       for (std::size_t i = 0; i < adapters.parts.size(); ++i) {
         const auto& part = adapters.parts[i];
         const auto rows = [&](const at::Tensor& w) { return w.narrow(0, part.begin, part.b.size(1)); };
-        merge(rows(base.*matrix), adapters.a.narrow(0, static_cast<std::int64_t>(i) * dim, dim), part,
-              rows(weights.layers[l].*matrix));
+        merge(rows(base), adapters.a.narrow(0, static_cast<std::int64_t>(i) * dim, dim), part, rows(merged));
       }
     }
   merged_ = at::Tensor();
@@ -142,7 +145,7 @@ DecoderParameters Adapters::base() const {
   auto parameters = weights_;
   if (merges_)
     for (std::size_t l = 0; l < views_.size(); ++l)
-      for (const auto& of : views_[l].all) parameters.layers[l].*of.matrix = base_[l].*of.matrix;
+      for (const auto& of : views_[l].all) parameters.layers[l].*of.matrix.field = base_[l].*of.matrix.field;
   return parameters;
 }
 

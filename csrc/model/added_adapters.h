@@ -10,7 +10,8 @@
 
 namespace nemo_rl::model {
 
-/// The adapters of one matrix of a layer, which may join several matrices of the checkpoint (q, k, v; gate, up).
+/// The adapters of one matrix of a layer or of an expert, which may join several matrices of the checkpoint (q, k, v;
+/// gate, up).
 struct AddedToMatrix {
   /// Rows [begin, begin + b.size(0)) of the matrix are adapted.
   struct Part {
@@ -27,12 +28,12 @@ struct AddedToMatrix {
 /// The adapters of a layer, each with the matrix that it is added to; matrices without adapters are omitted.
 struct AddedToLayer {
   struct OfMatrix {
-    at::Tensor LayerParameters::* matrix;
+    MatrixRows matrix;
     AddedToMatrix added;
   };
   std::vector<OfMatrix> all;
   /// nullptr: the matrix has none.
-  const AddedToMatrix* find(at::Tensor LayerParameters::* matrix) const {
+  const AddedToMatrix* find(const MatrixRows& matrix) const {
     for (const auto& of : all)
       if (of.matrix == matrix) return &of.added;
     return nullptr;

@@ -38,8 +38,12 @@ std::vector<LayerTensor> Experts::tensors() const {
     down_bias.push_back({expert + e_.down + ".bias", width()});
   }
   std::vector<LayerTensor> all;
+  bool takes_adapters = false;
   const auto add = [&](at::Tensor P::* field, std::vector<LayerTensor::Part> parts, std::int64_t columns) {
-    all.push_back({field, std::move(parts), columns, kWhole, /*takes_adapters=*/false});
+    all.push_back({field, std::move(parts), columns, kWhole, takes_adapters});
+  };
+  const auto adapt = [&](const char* module) {  // PEFT's names
+    all.back().takes_adapters = true, all.back().experts_module = module;
   };
   const std::string router = e_.block + "." + e_.router;
   add(&P::router_weight, {{router + ".weight", e_.count}}, D);
@@ -53,10 +57,13 @@ std::vector<LayerTensor> Experts::tensors() const {
     add(&P::latent_up, {{e_.block + ".fc2_latent_proj.weight", D}}, e_.latent_size);
   }
   add(&P::experts_gate_up, std::move(gate_up), width());
+  adapt("mlp.experts.base_layer");
   if (e_.has_biases) add(&P::experts_gate_up_bias, std::move(gate_up_bias), 0);
   add(&P::experts_down, std::move(down), I);
+  adapt("mlp.experts");
   if (e_.has_biases) add(&P::experts_down_bias, std::move(down_bias), 0);
   if (shared == 0) return all;
+  takes_adapters = true;
   const std::string name = e_.block + "." + e_.shared;
   if (e_.shared_gate) add(&P::shared_gate_weight, {{name + "_gate.weight", 1}}, D);
   if (gated) add(&P::shared_gate_up, {{name + ".gate_proj.weight", shared}, {name + ".up_proj.weight", shared}}, D);
@@ -233,19 +240,17 @@ at::Tensor Experts::backward_experts(const LayerWeights& w, const at::Tensor& x,
   ops::row_products(d_act, act, d_weight);
   if (e_.has_biases) backward_down_bias(w, dy_rows, weight, groups, d_weight, g.experts_down_bias, workspace);
   ops::scale_rows(d_act, weight);
-  if (g.experts_down.defined()) {
+  if (grads.wants(down(0))) {
     ops::scale_rows(act, weight);
-    for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-      ops::linear_backward_weight(of(dy_rows), of(act), g.experts_down.narrow(0, e * D, D));
-    });
+    for_each_expert(groups,
+                    [&](std::int64_t e, const auto& of) { grads.add(down(e), of(dy_rows), of(act), workspace); });
   }
   ops::swiglu_backward(d_act, gate_up, gate_up, c_.activation);
-  if (g.experts_gate_up.defined()) {
+  if (grads.wants(this->gate_up(0))) {
     auto rows = workspace.take(Slot::expert_x, {pairs, D}, S);
     at::index_select_out(rows, x, 0, groups.token);
-    for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-      ops::linear_backward_weight(of(gate_up), of(rows), g.experts_gate_up.narrow(0, e * up, up));
-    });
+    for_each_expert(
+        groups, [&](std::int64_t e, const auto& of) { grads.add(this->gate_up(e), of(gate_up), of(rows), workspace); });
   }
   if (g.experts_gate_up_bias.defined())
     for_each_expert(groups, [&](std::int64_t e, const auto& of) {

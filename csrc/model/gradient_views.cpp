@@ -5,7 +5,7 @@
 
 namespace nemo_rl::model {
 
-const MatrixAdapters* LayerAdapters::find(at::Tensor LayerParameters::* matrix) const {
+const MatrixAdapters* LayerAdapters::find(const MatrixRows& matrix) const {
   for (const auto& of : all)
     if (of.matrix == matrix) return &of.adapters;
   return nullptr;
@@ -19,23 +19,25 @@ std::vector<LayerAdapters> adapter_views(const ModelConfig& config, const Parame
   for (const auto& adapter : layout.adapters) {
     const auto &a = layout.specs[adapter.a], &b = layout.specs[adapter.b];
     auto& all = layers[static_cast<std::size_t>(adapter.layer)].all;
-    if (all.empty() || all.back().matrix != adapter.matrix) all.push_back({adapter.matrix, {}});
+    if (all.empty() || !(all.back().matrix == adapter.matrix)) all.push_back({adapter.matrix, {}});
     auto& of = all.back().adapters;
-    of.parts.push_back({adapter.begin, flat.narrow(0, b.offset, b.numel).view(b.shape)});
-    const auto rows = static_cast<std::int64_t>(of.parts.size()) * a.shape[0];  // the A before this one and itself
-    of.a = flat.narrow(0, a.offset + a.numel - rows * adapter.columns, rows * adapter.columns)
-               .view({rows, adapter.columns});
+    of.parts.push_back(
+        {adapter.begin, flat.narrow(0, b.offset + adapter.first_row * adapter.rows, adapter.dim * adapter.rows)
+                            .view({adapter.dim, adapter.rows})});
+    const auto rows = static_cast<std::int64_t>(of.parts.size()) * adapter.dim;  // the A before this one and itself
+    const auto end = a.offset + (adapter.first_row + adapter.dim) * adapter.columns;
+    of.a = flat.narrow(0, end - rows * adapter.columns, rows * adapter.columns).view({rows, adapter.columns});
   }
   return layers;
 }
 
-bool LayerGradients::wants(at::Tensor LayerParameters::* matrix) const {
-  return (dense_.*matrix).defined() || (adapters_ != nullptr && adapters_->find(matrix) != nullptr);
+bool LayerGradients::wants(const MatrixRows& matrix) const {
+  return (dense_.*matrix.field).defined() || (adapters_ != nullptr && adapters_->find(matrix) != nullptr);
 }
 
-void LayerGradients::add(at::Tensor LayerParameters::* matrix, const at::Tensor& dy, const at::Tensor& x,
+void LayerGradients::add(const MatrixRows& matrix, const at::Tensor& dy, const at::Tensor& x,
                          Workspace& workspace) const {
-  if ((dense_.*matrix).defined()) return ops::linear_backward_weight(dy, x, dense_.*matrix);
+  if (const auto dense = matrix.of(dense_); dense.defined()) return ops::linear_backward_weight(dy, x, dense);
   const auto *gradients = adapters_->find(matrix), *factors = factors_->find(matrix);
   const std::int64_t T = x.size(0), all = gradients->a.size(0),
                      dim = all / static_cast<std::int64_t>(gradients->parts.size());

@@ -6,8 +6,8 @@
 
 namespace nemo_rl::model {
 
-/// The adapters of one matrix of a layer, which may join several matrices of the checkpoint (q, k, v; gate, up): A and
-/// B, or their gradients.
+/// The adapters of one matrix of a layer or of an expert, which may join several matrices of the checkpoint (q, k, v;
+/// gate, up): A and B, or their gradients.
 struct MatrixAdapters {
   /// Rows [begin, begin + b.size(1)) of the matrix are adapted.
   struct Part {
@@ -21,12 +21,12 @@ struct MatrixAdapters {
 /// The adapters of a layer, each with its matrix; matrices without adapters are omitted.
 struct LayerAdapters {
   struct OfMatrix {
-    at::Tensor LayerParameters::* matrix;
+    MatrixRows matrix;
     MatrixAdapters adapters;
   };
   std::vector<OfMatrix> all;
   /// nullptr: the matrix has none.
-  const MatrixAdapters* find(at::Tensor LayerParameters::* matrix) const;
+  const MatrixAdapters* find(const MatrixRows& matrix) const;
 };
 
 /// Returns the adapters of all layers as views of `flat`, a buffer in the layout of the adapters.
@@ -41,10 +41,10 @@ class LayerGradients {
   /// The gradients of whole parameters; undefined for frozen and for adapted parameters.
   const LayerParameters& dense() const { return dense_; }
   /// Whether `add` has an effect for this matrix.
-  bool wants(at::Tensor LayerParameters::* matrix) const;
+  bool wants(const MatrixRows& matrix) const;
   /// Adds the gradients from dy [T, out] and x [T, in] of y = x · Wᵀ. For a whole matrix: dW += dyᵀ · x. For an
   /// adapter, with s = alpha / dim: dB += s · dyᵀ · (x · Aᵀ) and dA += s · (dy · B)ᵀ · x; dW is never formed.
-  void add(at::Tensor LayerParameters::* matrix, const at::Tensor& dy, const at::Tensor& x, Workspace& workspace) const;
+  void add(const MatrixRows& matrix, const at::Tensor& dy, const at::Tensor& x, Workspace& workspace) const;
 
  private:
   const LayerParameters& dense_;

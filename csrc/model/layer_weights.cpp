@@ -12,17 +12,12 @@ namespace {
 constexpr std::int64_t kAtOnce = std::int64_t{1} << 24;  ///< inputs or sums in the accumulation type: 64 MB
 
 const AddedToMatrix* added_to(const AddedAdapters* adapters, std::int64_t layer, const MatrixRows& m) {
-  return adapters == nullptr ? nullptr : (*adapters)[static_cast<std::size_t>(layer)].find(m.field);
+  return adapters == nullptr ? nullptr : (*adapters)[static_cast<std::size_t>(layer)].find(m);
 }
 
 at::ScalarType sums_of(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 }  // namespace
-
-at::Tensor LayerWeights::dense(const MatrixRows& m) const {
-  const auto& all = tensors_.*m.field;
-  return m.count == MatrixRows::kAll ? all : all.narrow(0, m.begin, m.count);
-}
 
 /// The rows of W that follow dense(m), if W is quantised except for them; otherwise undefined.
 at::Tensor LayerWeights::rest(const MatrixRows& m) const {

@@ -18,16 +18,6 @@ inline std::optional<at::Tensor> if_defined(const at::Tensor& t) {
   return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
 }
 
-/// Rows [begin, begin + count) of a matrix of a layer.
-struct MatrixRows {
-  MatrixRows(at::Tensor LayerParameters::* field) : field(field) {}  // NOLINT(google-explicit-constructor): all rows
-  MatrixRows(at::Tensor LayerParameters::* field, std::int64_t begin, std::int64_t count)
-      : field(field), begin(begin), count(count) {}
-  at::Tensor LayerParameters::* field;
-  std::int64_t begin = 0, count = kAll;
-  static constexpr std::int64_t kAll = -1;
-};
-
 /// What a matrix product of a layer needs besides its tensors.
 struct ProductContext {
   Workspace& workspace;
@@ -66,7 +56,7 @@ class LayerWeights {
   void pack(MatrixRows m, ops::PackedWeights& packed, bool gated = false) const;
 
  private:
-  at::Tensor dense(const MatrixRows& m) const;
+  at::Tensor dense(const MatrixRows& m) const { return m.of(tensors_); }
   at::Tensor rest(const MatrixRows& m) const;
   void product(const MatrixRows& m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& y,
                bool accumulate) const;

@@ -16,7 +16,8 @@ namespace {
 
 constexpr std::int64_t kAlignment = 64;  // elements: a cache line of bfloat16 and more
 constexpr auto kEmbedding = "model.embed_tokens.weight", kFinalNorm = "model.norm.weight", kLmHead = "lm_head.weight",
-               kValueHead = "score.weight", kLoraA = ".lora_A.weight", kLoraB = ".lora_B.weight";
+               kValueHead = "score.weight", kLoraA = ".lora_A.weight", kLoraB = ".lora_B.weight",
+               kExperts = "mlp.experts.weight";
 
 class LayoutBuilder {
  public:
@@ -46,6 +47,12 @@ class LayoutBuilder {
 };
 
 std::string layer_prefix(std::int64_t layer) { return "model.layers." + std::to_string(layer) + "."; }
+
+std::int64_t rows_of(const LayerTensor& tensor) {
+  std::int64_t rows = 0;
+  for (const auto& part : tensor.parts) rows += part.rows;
+  return rows;
+}
 
 std::vector<std::int64_t> shape_of(std::int64_t rows, std::int64_t columns) {
   return columns > 0 ? std::vector{rows, columns} : std::vector{rows};
@@ -157,8 +164,9 @@ ParameterLayout::ParameterLayout(const ModelConfig& c) {
 ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
   NRL_CHECK_ARG(lora.dim >= 1 && !lora.targets.empty(), "adapters need a dim of at least 1 and a matrix, got dim ",
                 lora.dim, " and ", lora.targets.size(), " matrices");
-  std::set<std::string> wanted(lora.targets.begin(), lora.targets.end());
+  const std::set<std::string> wanted(lora.targets.begin(), lora.targets.end());
   NRL_CHECK_ARG(wanted.size() == lora.targets.size(), "a matrix has one adapter, but a target is named twice");
+  auto unknown = wanted;
   LayoutBuilder b(*this);
   const auto add = [&](const std::string& name, const char* which, std::int64_t size, bool is_split) {
     auto whole = size;
@@ -166,16 +174,39 @@ ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
     b.append(name.substr(0, name.rfind('.')) + which, {lora.dim, size}, {lora.dim, whole},
              is_split ? 1 : ParameterSpec::kWhole, is_split ? c.slice.rank * size : 0);
   };
+  const auto add_experts = [&](std::int64_t l, const LayerTensor& tensor) {
+    const std::int64_t count = c.experts.count, rows = rows_of(tensor) / count, all = count * lora.dim;
+    const std::string module = layer_prefix(l) + tensor.experts_module;
+    for (std::int64_t e = 0; e < count; ++e)
+      adapters.push_back({l,
+                          {tensor.field, e * rows, rows},
+                          0,
+                          rows,
+                          tensor.columns,
+                          specs.size(),
+                          specs.size() + 1,
+                          lora.dim,
+                          e * lora.dim});
+    b.align();
+    b.append(module + kLoraA, {all, tensor.columns}, {all, tensor.columns}, ParameterSpec::kWhole, 0);
+    b.append(module + kLoraB, {all, rows}, {all, rows}, ParameterSpec::kWhole, 0);
+  };
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : layer_tensors(c, l)) {
       if (tensor.columns == 0 || !tensor.takes_adapters) continue;
+      if (!tensor.experts_module.empty()) {
+        if (!wanted.contains(layer_prefix(l) + kExperts)) continue;
+        unknown.erase(layer_prefix(l) + kExperts);
+        add_experts(l, tensor);
+        continue;
+      }
       std::vector<std::string> names;
       std::int64_t begin = 0;
       const std::size_t first = adapters.size();
       for (const auto& part : tensor.parts) {
-        if (wanted.erase(layer_prefix(l) + part.name) > 0) {
+        if (unknown.erase(layer_prefix(l) + part.name) > 0) {
           names.push_back(layer_prefix(l) + part.name);
-          adapters.push_back({l, tensor.field, begin, part.rows, tensor.columns, 0, 0});
+          adapters.push_back({l, tensor.field, begin, part.rows, tensor.columns, 0, 0, lora.dim});
         }
         begin += part.rows;
       }
@@ -189,7 +220,7 @@ ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
         add(names[i], kLoraB, adapters[first + i].rows, tensor.split == 0);
       }
     }
-  NRL_CHECK_ARG(wanted.empty(), "no matrix of a layer is named ", wanted.empty() ? "" : *wanted.begin());
+  NRL_CHECK_ARG(unknown.empty(), "no matrix of a layer is named ", unknown.empty() ? "" : *unknown.begin());
   if (c.value_head) b.add(kValueHead, {1, c.hidden_size});
   b.align();
   index();
@@ -228,10 +259,8 @@ DecoderParameters::DecoderParameters(const ModelConfig& c, const ParameterLayout
   for (std::int64_t l = 0; l < c.num_layers(); ++l)
     for (const auto& tensor : stored_tensors(c, l)) {
       if (lies_outside(c, tensor)) continue;
-      std::int64_t rows = 0;
-      for (const auto& part : tensor.parts) rows += part.rows;
       layers[static_cast<std::size_t>(l)].*tensor.field =
-          view(layer_prefix(l) + tensor.parts.front().name, shape_of(rows, tensor.columns));
+          view(layer_prefix(l) + tensor.parts.front().name, shape_of(rows_of(tensor), tensor.columns));
     }
   final_norm = view(kFinalNorm, {c.hidden_size});
   lm_head = c.value_head            ? view(kValueHead, {1, c.hidden_size})
@@ -264,9 +293,7 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
     for (std::int64_t l = 0; l < c.num_layers(); ++l)
       for (const auto& tensor : stored_tensors(c, l)) {
         if (!lies_outside(c, tensor) || tensor.is_buffer) continue;
-        std::int64_t rows = 0;
-        for (const auto& part : tensor.parts) rows += part.rows;
-        add(layers[static_cast<std::size_t>(l)].*tensor.field, *c.quantization, rows, tensor.columns);
+        add(layers[static_cast<std::size_t>(l)].*tensor.field, *c.quantization, rows_of(tensor), tensor.columns);
       }
     return end;
   };

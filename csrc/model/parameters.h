@@ -64,6 +64,22 @@ struct LayerParameters {
   at::Tensor norm_after_mlp;         ///< [D]
 };
 
+/// Rows [begin, begin + count) of a matrix of a layer.
+struct MatrixRows {
+  MatrixRows(at::Tensor LayerParameters::* field) : field(field) {}  // NOLINT(google-explicit-constructor): all rows
+  MatrixRows(at::Tensor LayerParameters::* field, std::int64_t begin, std::int64_t count)
+      : field(field), begin(begin), count(count) {}
+  bool operator==(const MatrixRows&) const = default;
+  /// These rows of `layer`; undefined if the matrix is.
+  at::Tensor of(const LayerParameters& layer) const {
+    const auto& all = layer.*field;
+    return count == kAll || !all.defined() ? all : all.narrow(0, begin, count);
+  }
+  at::Tensor LayerParameters::* field;
+  std::int64_t begin = 0, count = kAll;
+  static constexpr std::int64_t kAll = -1;
+};
+
 /// One tensor of a layer: its field in LayerParameters, and the tensors of the checkpoint that it joins.
 struct LayerTensor {
   struct Part {
@@ -75,8 +91,9 @@ struct LayerTensor {
   std::int64_t columns = 0;           ///< 0: a vector
   int split = ParameterSpec::kWhole;  ///< as in ParameterSpec
   bool takes_adapters = true;
-  bool is_depthwise = false;  ///< [rows, 1, columns] in the checkpoint: a depthwise convolution
-  bool is_buffer = false;     ///< a vector that is not trained, in A
+  std::string experts_module;  ///< of experts' matrices: the module of all their adapters; empty: each part has its own
+  bool is_depthwise = false;   ///< [rows, 1, columns] in the checkpoint: a depthwise convolution
+  bool is_buffer = false;      ///< a vector that is not trained, in A
   std::int64_t unquantised =
       0;  ///< last parts of qkv_weight that a quantised model has in the compute type, in qkv_rest
 };
@@ -86,12 +103,13 @@ bool lies_outside(const ModelConfig& config, const LayerTensor& tensor);
 /// mixers and MLPs.
 std::vector<LayerTensor> layer_tensors(const ModelConfig& config, std::int64_t l);
 
-/// One adapter: it changes rows [begin, begin + rows) of a matrix of a layer.
+/// One adapter: it changes rows [begin, begin + rows) of `matrix`, which is a matrix of a layer or that of one expert.
 struct AdapterSpec {
   std::int64_t layer = 0;
-  at::Tensor LayerParameters::* matrix = nullptr;
+  MatrixRows matrix;
   std::int64_t begin = 0, rows = 0, columns = 0;
-  std::size_t a = 0, b = 0;  ///< indices in ParameterLayout::specs
+  std::size_t a = 0, b = 0;             ///< indices in ParameterLayout::specs
+  std::int64_t dim = 0, first_row = 0;  ///< A and B are rows [first_row, first_row + dim) of these tensors
 };
 
 struct DecoderParameters;
@@ -113,8 +131,9 @@ struct ParameterLayout {
   explicit ParameterLayout(const ModelConfig& config);
   /// The layout of the parameters that are trained with adapters: A and B of every target, and the value head if there
   /// is one. B is stored transposed, [dim, out], so that all matrix products have a few rows instead of a few columns.
-  /// The A of adjacent matrices are adjacent, too. Throws ArgumentError for a target that the model does not have, and
-  /// if there is no target.
+  /// The A of adjacent matrices are adjacent, too. The experts of a layer are one target, whose tensors join those of
+  /// all experts: A [experts · dim, in], and B [experts · dim, out]. Gate and up of an expert share A. Throws
+  /// ArgumentError for a target that the model does not have, and if there is no target.
   ParameterLayout(const ModelConfig& config, const LoraConfig& lora);
   std::vector<ParameterSpec> specs;
   std::vector<BlockSpec> blocks;      ///< what lies outside the flat buffer, by layer and tensor

@@ -6,14 +6,16 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models.model_folder import read_model_folder
-from test_lora_tiny import BF16, KL, LORA, ON, RECURRENT, SOME
+from test_lora_tiny import BF16, EXPERTS, KL, LORA, MIXTURE, ON, RECURRENT, SOME
 from test_several_processes import BLOCKS, trained, workers
 from test_tensor_parallel import is_exact
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 @pytest.mark.parametrize(
-    "more", [(), (*BF16, *KL, *SOME), (*RECURRENT, *BF16, *KL)], ids=["float32", "bfloat16_kl_some", "recurrent"]
+    "more",
+    [(), (*BF16, *KL, *SOME), (*RECURRENT, *BF16, *KL), (*MIXTURE, *BF16, *KL, *EXPERTS)],
+    ids=["float32", "bfloat16_kl_some", "recurrent", "mixture"],
 )
 def test_lora_run_over_a_quantised_base_has_equal_logprobs_and_keeps_the_base(tmp_path, more, kind):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, f"policy.quantization={kind}", "grpo.max_num_steps=4") as run:
@@ -27,7 +29,7 @@ def test_lora_run_over_a_quantised_base_has_equal_logprobs_and_keeps_the_base(tm
         assert kl and kl[0] == 0 and kl[-1] > 0
 
 
-@pytest.mark.parametrize("family", [SOME, RECURRENT], ids=["attention", "recurrent"])
+@pytest.mark.parametrize("family", [SOME, RECURRENT, (*MIXTURE, *EXPERTS)], ids=["attention", "recurrent", "mixture"])
 def test_checkpoint_with_only_the_adapter_of_a_quantised_base_resumes_bit_identically(tmp_path, family):
     more = (*ON, *BF16, *KL, *family, "policy.quantization=q4_0")
     straight, folder = trained(tmp_path / "straight", 4, *more)
@@ -80,18 +82,30 @@ def test_adapter_checkpoint_loads_with_its_base_model_and_is_an_error_without_it
         tiny.make(tmp_path, *ON, f"policy.model_name={tmp_path / 'weights'}", "policy.hf_config_overrides={}")
 
 
-def test_generate_command_loads_an_adapter_checkpoint_and_quantises_its_base(tmp_path):
+GPT_OSS = tuple(
+    f"++policy.hf_config_overrides.{key}={value}"
+    for key, value in {"model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2}.items()
+)
+
+
+@pytest.mark.parametrize(
+    "family, adapted", [((), ()), (MIXTURE, EXPERTS), (GPT_OSS, EXPERTS)], ids=["dense", "mixture", "gpt_oss"]
+)
+def test_generate_command_loads_an_adapter_checkpoint_and_quantises_its_base(tmp_path, family, adapted):
     """The text engine without torch, and the trainer's: the same tokens, which differ from those of the base."""
-    with tiny.make(tmp_path, *tiny.SMALL, *BF16, "grpo.max_num_steps=1") as run:
+    with tiny.make(tmp_path, *tiny.SMALL, *BF16, *family, "grpo.max_num_steps=1") as run:
         run.policy.save_checkpoint(tmp_path / "base")
     more = (
         f"policy.model_name={tmp_path / 'base'}",
         "policy.hf_config_overrides={}",
         f"policy.tokenizer.name={tmp_path / 'base'}",
+        *adapted,
     )
     with tiny.make(tmp_path / "run", *tiny.SMALL, *ON, *BF16, *more, "policy.quantization=q4_0", "grpo.max_num_steps=2") as run:  # fmt: skip
         run.train()
         run.policy.save_checkpoint(tmp_path / "weights")
+        trained_logits = C.Trainer(run.policy.model).logits(torch.arange(12))
+    assert torch.equal(C.Trainer(frozen(tmp_path / "weights", torch.bfloat16)).logits(torch.arange(12)), trained_logits)
     generator = TextGenerator(str(tmp_path / "weights"))
     done = generator.generate("12 + 30 =", greedy=True, max_new_tokens=12)
     model, prompt = frozen(tmp_path / "weights", torch.bfloat16), generator._encode("12 + 30 =")

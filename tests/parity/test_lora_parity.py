@@ -12,7 +12,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
-from nemo_rl_cpp.models.weights import load_weights, named_views, save_weights
+from nemo_rl_cpp.models.weights import buffers, load_weights, named_views, save_weights
 from reference.lora import adapted_call
 from test_hf_model import hf_logprobs, ragged_batch
 
@@ -22,6 +22,7 @@ TARGETS = {
         "match_all_linear": False,
         "target_modules": ["q_proj", "v_proj", "in_proj_z", "in_proj_a", "*.layers.1.*.up_proj", "down_proj"],
     },
+    "experts": {"match_all_linear": False, "target_modules": ["*proj*", "*.experts"]},
     "late": {
         "match_all_linear": False,
         "target_modules": ["*.layers.2.*k*_proj", "*.layers.2.*.in_proj_b", "*.layers.1.mlp.gate*_proj"],
@@ -56,14 +57,26 @@ def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return {m: (views[f"{m}.lora_A.weight"].clone(), views[f"{m}.lora_B.weight"].t().clone()) for m in modules}
 
 
+DENSE = ["all", "some", "late"]
+DEFAULT_ROPE = ["mixtral", "qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "qwen3_5_moe"]
+MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
+
+
 @pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
-@pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize(
-    "name", ["llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite", "qwen3_5"]
+    "name, targets",
+    [
+        (name, targets)
+        for name in ("llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite", "qwen3_5")
+        for targets in DENSE
+    ]
+    + [(name, targets) for name in DEFAULT_ROPE for targets in ("all", "experts")],
 )
 def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
     compute_in_float64(hf, monkeypatch)
+    if name in MIXTURES:  # routers
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     lora = lora_of(tmp_path, merge=merge, **TARGETS[targets])
     model = adapted(tmp_path, lora, torch.float64)
     assert_gradients_match(model, hf, lora, 1e-10)
@@ -84,7 +97,8 @@ def assert_gradients_match(model, hf, lora, bound):
     trainer.backward((weight * mask).to(out.dtype))
     assert (out[:, 1:] - expected_logprobs.detach()).abs().max() < bound
     ours = factors(model, trainer.grads)
-    assert ours.keys() == leaves.keys() and len(ours) == len(lora.modules)
+    of_experts = sum(module.endswith(".experts") for module in lora.modules)
+    assert ours.keys() == leaves.keys() and len(ours) == len(lora.modules) + of_experts
     for module, pair in ours.items():
         for which, gradient, leaf in zip("AB", pair, leaves[module]):
             assert (gradient - leaf.grad).norm() <= bound * leaf.grad.norm() + 1e-14, (module, which)
@@ -144,14 +158,17 @@ def saved(tmp_path, name, **keys):
     hf = build(name, tmp_path / "base")
     lora = lora_of(tmp_path / "base", **keys)
     model = adapted(tmp_path / "base", lora, torch.float32)
-    whole = named_views(model.specs, model.merged())
+    whole = named_views(model.specs, model.merged()) | buffers(model)
     save_weights(model, tmp_path / "out", read_config(tmp_path / "base"), tensors=whole)
     lora.save(tmp_path / "out", model.trained_layout, model.masters)
     return hf, model, tmp_path / "out"
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_5"])
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize(
+    "name, targets",
+    [(name, targets) for name in ("qwen2", "qwen3_5") for targets in DENSE]
+    + [(name, targets) for name in MIXTURES for targets in ("all", "experts")],
+)
 def test_saved_lora_adapter_gives_the_logits_of_the_merged_model_in_peft(targets, name, tmp_path):
     peft = pytest.importorskip("peft")
     hf, model, folder = saved(tmp_path, name, **TARGETS[targets])

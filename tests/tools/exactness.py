@@ -52,17 +52,13 @@ def ways_of(family: str, device: str) -> tuple[str, ...]:
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
     """Return the largest token_mult_prob_error and the largest difference of log-probabilities in a run.
 
-    Experts get no adapters. Recurrent layers and latents are small, and recurrent layers alternate with attention layers.
+    LoRA adapts experts, too. Recurrent layers and latents are small, and recurrent layers alternate with attention layers.
     """
-    is_latent = SUPPORTED_ARCHITECTURES[family].latent
-    matrices = "q_a_proj,kv_a_proj_with_mqa,q_b_proj,kv_b_proj,o_proj" if is_latent else "q_proj,k_proj,v_proj,o_proj"
-    if family in RECURRENT:
-        matrices += ",in_proj_qkv,in_proj_z,in_proj_b,in_proj_a,out_proj"
-    attention = (
+    experts = (
         "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
-        f"policy.dtensor_cfg.lora_cfg.target_modules=[{matrices}]",
+        "policy.dtensor_cfg.lora_cfg.target_modules=['*proj*','*.experts']",
     )
-    more = attention if "LoRA" in way and SUPPORTED_ARCHITECTURES[family].experts else ()
+    more = experts if "LoRA" in way and SUPPORTED_ARCHITECTURES[family].experts else ()
     more += tuple(f"++policy.hf_config_overrides.{key}={value}" for key, value in SIZES.get(family, {}).items())
     with tempfile.TemporaryDirectory() as folder:
         run = tiny.make(

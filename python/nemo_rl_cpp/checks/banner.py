@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nemo_rl_cpp.checkpoints.manager import history
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
-from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, adapter_sizes
+from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, adapter_sizes, is_experts
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.loggers.folders import foreseen_experiment_dir
@@ -80,10 +80,18 @@ def _adapters(model: TrainedModelConfig) -> str:
     if sizes is None:
         return f"dim {lora.dim}"
     layers = LayerKinds.of(sizes)
-    modules, of = len(adapted_modules(lora, layers)), len(list(layers.modules()))
+    adapted, of = adapted_modules(lora, layers), sum(not is_experts(module) for module in layers.modules())
+    of_experts = sum(map(is_experts, adapted))
     trained, all_of = count_text(adapter_sizes(lora, sizes).trained), count_text(sizes.parameters)
+    more = f" and the experts of {_many(of_experts, 'layer')}" if of_experts else ""
     apart = "" if lora.merge else ", apart from the weights"
-    return f"dim {lora.dim}, {modules} of {of} matrices{apart}: {trained} of {all_of} parameters trained"
+    line = f"dim {lora.dim}, {len(adapted) - of_experts} of {of} matrices{more}{apart}: {trained} of {all_of} parameters trained"
+    if of_experts or not layers.experts:
+        return line
+    how = "match_all_linear=false and target_modules=['*proj*','*.experts']"
+    if lora.target_modules:
+        how = "'*.experts' in target_modules"
+    return f"{line}; the experts are frozen ({how} would adapt them)"
 
 
 def count_text(number: int) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from nemo_rl_cpp.config.cluster import trainers_of
 from nemo_rl_cpp.config.fold import fold_text
-from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, experts_adapted, nothing_adapted
+from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, nothing_adapted
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.config.rules_model import balance_wanted
@@ -198,14 +198,8 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     if sizes is None:
         return
     layers = LayerKinds.of(sizes)
-    modules = adapted_modules(model.lora, layers)
-    fault = (
-        experts_adapted(model.lora, layers, model.model_name) if sizes.experts > 1 and not sizes.mlp_layers else None
-    )
-    if not modules:
-        fault = nothing_adapted(model.lora, model.model_name, layers)
-    if fault is not None:
-        name, _, why = fault.partition(" ")
+    if not adapted_modules(model.lora, layers):
+        name, _, why = nothing_adapted(model.lora, model.model_name, layers).partition(" ")
         yield Finding("error", f"{key}.{name}", why)
 
 

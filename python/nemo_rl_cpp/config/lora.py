@@ -34,18 +34,21 @@ MATRICES = {
     "in_proj_b": "linear_attn",
     "in_proj_a": "linear_attn",
     "out_proj": "linear_attn",
+    "experts": "mlp",
+    "shared_expert_gate": "mlp",
     "gate_proj": "mlp",
     "up_proj": "mlp",
     "gate_up_proj": "mlp",
     "down_proj": "mlp",
 }
 """The matrices of a layer -> the module that contains them. A layer has either `self_attn` or, if it is recurrent,
-`linear_attn`."""
+`linear_attn`. All experts of a layer are one module, as in NeMo AutoModel."""
+_OF_AN_MLP = ("gate_proj", "up_proj", "down_proj")  # in a layer with experts those of the shared expert
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """The fused matrices of Phi 3 -> the matrices that they replace."""
 _SIDE_BY_SIDE = (
-    ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("qkv_proj",), ("o_proj",), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("out_proj",),
-    ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
+    ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("qkv_proj",), ("o_proj",), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("out_proj",), ("experts",),
+    ("shared_expert_gate",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
 )  # fmt: skip
 """Groups of matrices that a layer stores as one matrix (csrc/model/parameters.cpp)."""
 FROZEN = ("lm_head", "model.embed_tokens", "score")
@@ -67,8 +70,9 @@ class LoraConfig(Section):
         "With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, "
         "gate_proj, up_proj, down_proj (qkv_proj and gate_up_proj in Phi 3; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in "
         "latent attention; in_proj_qkv, in_proj_z, in_proj_b, "
-        "in_proj_a and out_proj in recurrent layers), or names with wildcards such as `*.layers.0.*.q_proj`. "
-        "[]: all except exclude_modules.",
+        "in_proj_a and out_proj in recurrent layers; shared_expert_gate in Qwen2-MoE), or names with wildcards such as "
+        "`*.layers.0.*.q_proj`. In a layer with experts gate_proj, up_proj and down_proj are those of the shared expert, and experts are all experts. "
+        "[]: all except exclude_modules and experts.",
     )
     exclude_modules: list[str] = key(
         [],
@@ -76,7 +80,9 @@ class LoraConfig(Section):
         "target_modules.",
     )
     match_all_linear: bool = key(
-        True, "Give every matrix of every layer an adapter. The LM head and the embedding stay frozen in any case."
+        True,
+        "Give every matrix of every layer an adapter, except those of experts. The LM head and the embedding stay frozen in "
+        "any case.",
     )
     dim: Positive = key(8, "Rank of the adapters.")
     alpha: Positive = key(32, "Scale of the adapters: the product B A is multiplied by alpha / dim.")
@@ -103,9 +109,9 @@ def matches(pattern: str, module: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
 
 
-def module_of(layer: int, name: str) -> str:
-    """Return the full module name of the matrix `name` (a key of MATRICES) in a layer."""
-    return f"model.layers.{layer}.{MATRICES[name]}.{name}"
+def is_experts(module: str) -> bool:
+    """Return whether a module is the experts of a layer."""
+    return module.endswith(".experts")
 
 
 @dataclass(frozen=True)
@@ -117,18 +123,24 @@ class LayerKinds:
         fused: whether the layers have the fused matrices of Phi 3.
         recurrent: the indices of the recurrent layers.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
-        latent_queries: whether queries are also computed from a low-dimensional vector."""
+        latent_queries: whether queries are also computed from a low-dimensional vector.
+        experts: the indices of the layers with experts, which have a shared expert at most in place of an MLP.
+        shared: the shared expert's module in such a layer; empty: none."""
 
     count: int
     fused: bool = False
     recurrent: Collection[int] = ()
     latent: bool = False
     latent_queries: bool = False
+    experts: Collection[int] = ()
+    shared: str = ""
 
     @classmethod
     def of(cls, sizes: ModelSizes) -> Self:
         latent = sizes.kv_lora_rank > 0, sizes.q_lora_rank > 0
-        return cls(sizes.num_hidden_layers, sizes.fused_tensors, sizes.recurrent_layers, *latent)
+        shared = "shared_experts" if sizes.has_router_biases else "shared_expert"
+        experts = sizes.expert_layers, shared if sizes.shared_expert_size else ""
+        return cls(sizes.num_hidden_layers, sizes.fused_tensors, sizes.recurrent_layers, *latent, *experts)
 
     @classmethod
     def of_native(cls, native: Mapping[str, Any]) -> Self:
@@ -136,7 +148,9 @@ class LayerKinds:
         recurrent = native.get("recurrent", {}).get("layers", ())
         latent = native.get("latent", {"query_rank": 0})
         is_latent = "latent" in native, latent["query_rank"] > 0
-        return cls(len(native["layers"]), native["fused_tensors"], recurrent, *is_latent)
+        experts = native.get("experts", {"layers": (), "shared": "", "shared_size": 0})
+        with_experts = tuple(experts["layers"]), experts["shared"] if experts["shared_size"] else ""
+        return cls(len(native["layers"]), native["fused_tensors"], recurrent, *is_latent, *with_experts)
 
     def matrices(self, layer: int) -> Iterator[str]:
         """Yield the names of a layer's matrices (keys of MATRICES) that may have an adapter, in the order of the
@@ -144,13 +158,22 @@ class LayerKinds:
         missing = {name for parts in _FUSED.values() for name in parts} if self.fused else set(_FUSED)
         missing |= {"k_proj", "v_proj"} if self.latent else {"kv_a_proj_with_mqa", "kv_b_proj"}
         missing |= {"q_proj"} if self.latent_queries else {"q_a_proj", "q_b_proj"}
+        has_experts = layer in self.experts
+        missing |= set() if has_experts else {"experts"}
+        missing |= set() if has_experts and self.shared == "shared_expert" else {"shared_expert_gate"}
+        missing |= set(_OF_AN_MLP) if has_experts and not self.shared else set()
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
         yield from (name for name, block in MATRICES.items() if block in (mixer, "mlp") and name not in missing)
+
+    def module(self, layer: int, name: str) -> str:
+        """Return the full module name of the matrix `name` (a key of MATRICES) in a layer."""
+        shared = f"{self.shared}." if layer in self.experts and name in _OF_AN_MLP else ""
+        return f"model.layers.{layer}.{MATRICES[name]}.{shared}{name}"
 
     def modules(self) -> Iterator[str]:
         """Yield the full names of all modules that may have an adapter, in the order of the parameters."""
         for layer in range(self.count):
-            yield from (module_of(layer, name) for name in self.matrices(layer))
+            yield from (self.module(layer, name) for name in self.matrices(layer))
 
     def names(self) -> list[str]:
         """Return the names of all matrices that may have an adapter, without layer numbers, each once."""
@@ -158,14 +181,14 @@ class LayerKinds:
 
 
 def adapted_modules(lora: LoraConfig, layers: LayerKinds) -> list[str]:
-    """Return the names of the modules that get adapters by the settings `lora` in a model with the layers `layers`."""
+    """Return the names of the modules that get adapters in a model with these layers. Experts get them only if
+    target_modules names them."""
     modules = list(layers.modules())
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
-    if everything or not (wanted or unwanted):
-        return modules
-    if wanted:
+    if wanted and not everything:
         return [module for module in modules if any(matches(pattern, module) for pattern in wanted)]
-    return [module for module in modules if not any(matches(pattern, module) for pattern in unwanted)]
+    linear = [module for module in modules if not is_experts(module)]
+    return linear if everything else [m for m in linear if not any(matches(pattern, m) for pattern in unwanted)]
 
 
 def nothing_adapted(lora: LoraConfig, model_name: str, layers: LayerKinds) -> str:
@@ -175,23 +198,6 @@ def nothing_adapted(lora: LoraConfig, model_name: str, layers: LayerKinds) -> st
     else:
         why = f"exclude_modules is {lora.exclude_modules}, which are all matrices of {model_name} with its {layers.count} layers"
     return f"{why}: name some of {', '.join(layers.names())}"
-
-
-def experts_adapted(lora: LoraConfig, layers: LayerKinds, model_name: str) -> str | None:
-    """Return the error message for LoRA settings that select the MLP of a mixture-of-experts model, whose experts get
-    no adapters; None if they select no MLP."""
-    wanted = next((module for module in adapted_modules(lora, layers) if ".mlp." in module), None)
-    if wanted is None:
-        return None
-    key = (
-        "match_all_linear" if lora.match_all_linear else "target_modules" if lora.target_modules else "exclude_modules"
-    )
-    value = getattr(lora, key)
-    others = ",".join(name for name in layers.names() if MATRICES[name] != "mlp")
-    return (
-        f"{key} is {str(value).lower() if value is True else value}, which means {wanted} too, but {model_name} has experts, which get no "
-        f"adapters: set match_all_linear=false and target_modules=[{others}]"
-    )
 
 
 class AdapterSizes(NamedTuple):
@@ -208,29 +214,30 @@ class AdapterSizes(NamedTuple):
 
 def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
     """Return the numbers of weights that LoRA adds to a model with the sizes `sizes`."""
-    layers, rows_and_columns = LayerKinds.of(sizes), _shapes(sizes)
-    modules = set(adapted_modules(lora, layers))
-    trained = sum(lora.dim * sum(rows_and_columns[module.rpartition(".")[2]]) for module in modules)
-    kept = sum(
-        prod(rows_and_columns[name])
-        for layer in range(layers.count)
-        for group in _SIDE_BY_SIDE
-        if any(module_of(layer, name) in modules for name in group)
-        for name in group
-    )
+    layers = LayerKinds.of(sizes)
+    modules, trained, kept = set(adapted_modules(lora, layers)), 0, 0
+    for layer in range(layers.count):
+        weights = {name: (sum(shape), prod(shape)) for name, shape in _shapes(sizes, layer).items()}
+        inner, width = sizes.intermediate_size, sizes.latent_size or sizes.hidden_size
+        weights["experts"] = sizes.experts * (3 * inner + 2 * width), sizes.experts * 3 * inner * width
+        adapted = {name for name in layers.matrices(layer) if layers.module(layer, name) in modules}
+        trained += lora.dim * sum(weights[name][0] for name in adapted)
+        kept += sum(weights[name][1] for group in _SIDE_BY_SIDE if adapted.intersection(group) for name in group)
     return AdapterSizes(trained, kept)
 
 
-def _shapes(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
-    """Return {name of a matrix (a key of MATRICES): (rows, columns)} for a model with the sizes `sizes`."""
-    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+def _shapes(sizes: ModelSizes, layer: int) -> dict[str, tuple[int, int]]:
+    """Return {name of a matrix (a key of MATRICES): (rows, columns)} of a layer."""
+    hidden, inner = sizes.hidden_size, sizes.dense_size or sizes.intermediate_size
+    if layer in sizes.expert_layers:
+        inner = sizes.shared_expert_size
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     gates = query if sizes.recurrent_layers else 0
     values, heads = sizes.recurrent_values, sizes.linear_num_value_heads
     shapes = {
         "q_proj": (query + gates, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden), "o_proj": (hidden, query),
         "in_proj_qkv": (sizes.convolved, hidden), "in_proj_z": (values, hidden), "in_proj_b": (heads, hidden), "in_proj_a": (heads, hidden),
-        "out_proj": (hidden, values), "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+        "out_proj": (hidden, values), "shared_expert_gate": (1, hidden), "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
     }  # fmt: skip
     latent = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), (0, 0))
     if rank := sizes.kv_lora_rank:
@@ -249,6 +256,7 @@ _MANY = 200  # more layers than any model has, to check patterns that name a lay
 _ANY_MODEL = (
     LayerKinds(_MANY), LayerKinds(_MANY, fused=True), LayerKinds(_MANY, recurrent=range(_MANY)),
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),
+    *(LayerKinds(_MANY, experts=range(_MANY), shared=name) for name in ("shared_expert", "shared_experts")),
 )  # fmt: skip
 _ASKING = (
     "dim",

@@ -126,8 +126,8 @@ def layers_with_experts(form: Form) -> list[int]:
     mlp_layer_types, or to mlp_only_layers, decoder_sparse_step and first_k_dense_replace."""
     if pattern := form.get("hybrid_override_pattern"):
         return [layer for layer, letter in enumerate(pattern) if letter == "E"]
-    if "mlp_layer_types" in SUPPORTED_ARCHITECTURES[form["model_type"]].defaults:
-        return [layer for layer, kind in enumerate(form["mlp_layer_types"]) if kind == SPARSE]
+    if "mlp_layer_types" in SUPPORTED_ARCHITECTURES[form["model_type"]].defaults and (kinds := form["mlp_layer_types"]):
+        return [layer for layer, kind in enumerate(kinds) if kind == SPARSE]
     dense, every = form.get("mlp_only_layers") or (), form.get("decoder_sparse_step", 1)
     layers = range(form.get("first_k_dense_replace", 0), form["num_hidden_layers"])
     return [layer for layer in layers if layer not in dense and (layer + 1) % every == 0]

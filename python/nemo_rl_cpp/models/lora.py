@@ -16,14 +16,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, experts_adapted, nothing_adapted
+from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, is_experts, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name
 from nemo_rl_cpp.models.model_folder import ModelFolder
-from nemo_rl_cpp.models.weight_files import ADAPTER, BASE_FILE, CONFIG_FILE, LORA_A, LORA_B, PREFIX, WEIGHTS_FILE
-from nemo_rl_cpp.models.weights import Slices, named_views, own_part
+from nemo_rl_cpp.models.weight_files import (
+    ADAPTER,
+    BASE_FILE,
+    CONFIG_FILE,
+    LORA_A,
+    LORA_B,
+    PREFIX,
+    WEIGHTS_FILE,
+    adapted_modules_of,
+    alternates_in_peft,
+)
+from nemo_rl_cpp.models.weights import Slices, lora_b_for_peft, lora_b_from_peft, named_views, own_part
 
 # larger than any seed, so that adapters and the weights of a random base model are drawn from different seeds
 _STREAM = 2**32
@@ -53,7 +63,8 @@ class Lora:
         value_head: the model is a critic; its whole scalar head is trained together with the adapters.
         base_digest: digest of the base weights; empty if this process holds only a slice of them.
         quantization: format of the base model's matrices; None: not quantised.
-        base_seed: seed of the base weights, if they are random."""
+        base_seed: seed of the base weights, if they are random.
+        is_gpt_oss: the base model is gpt-oss."""
 
     section: str
     modules: tuple[str, ...]
@@ -68,6 +79,7 @@ class Lora:
     use_rslora: bool = False
     quantization: str | None = None
     base_seed: int = 0
+    is_gpt_oss: bool = False
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
@@ -80,9 +92,6 @@ class Lora:
         modules = adapted_modules(wanted, layers)
         if not modules:
             raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{nothing_adapted(wanted, config.model_name, layers)}")
-        fault = experts_adapted(wanted, layers, config.model_name) if "experts" in folder.native() else None
-        if fault is not None:
-            raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{fault}")
         return cls(
             section,
             tuple(modules),
@@ -96,6 +105,7 @@ class Lora:
             use_rslora=wanted.use_rslora,
             quantization=folder.quantization,
             base_seed=folder.seed,
+            is_gpt_oss=folder.config["model_type"] == "gpt_oss",
         )
 
     @property
@@ -135,9 +145,9 @@ class Lora:
         model.masters_changed()
 
     def _drawn(self, shape: list[int], generator: torch.Generator) -> Tensor:
-        rows, columns = shape
+        columns = shape[1]
         if self.init == "xavier":
-            return torch.randn(shape, generator=generator) * math.sqrt(2 / (rows + columns))
+            return torch.randn(shape, generator=generator) * math.sqrt(2 / (self.dim + columns))
         bound = 1 / math.sqrt(columns)  # kaiming_uniform_ with a = sqrt(5)
         return (2 * torch.rand(shape, generator=generator) - 1) * bound
 
@@ -149,7 +159,7 @@ class Lora:
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            f"{PREFIX}{name}": (view.t() if name.endswith(LORA_B) else view).contiguous().cpu()
+            f"{PREFIX}{name}": self._for_peft(name, view).contiguous().cpu()
             for name, view in named_views(layout.specs, masters).items()
         }
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -158,6 +168,11 @@ class Lora:
         if self.quantization is not None:  # the base weights are not saved, so a reader needs their source
             base |= {"model_name": self.base, "seed": self.base_seed, "quantization": self.quantization}
         (folder / BASE_FILE).write_text(json.dumps(base) + "\n")
+
+    def _for_peft(self, name: str, view: Tensor) -> Tensor:
+        if not name.endswith(LORA_B):
+            return view
+        return lora_b_for_peft(view, self.dim, alternates_in_peft(name, self.is_gpt_oss))
 
     def peft_config(self) -> dict[str, Plain]:
         """Return the contents of adapter_config.json."""
@@ -169,19 +184,35 @@ class Lora:
             "lora_alpha": self.alpha,
             "use_rslora": self.use_rslora,
             "lora_dropout": 0.0,
-            "target_modules": self._short_modules(),
+            **self._peft_targets(),
             "modules_to_save": ["score"] if self.value_head else None,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
 
-    def _short_modules(self) -> list[str]:
-        """Return the adapted modules for adapter_config.json: short names such as q_proj if every layer's module of
-        this name is adapted, otherwise the full names."""
-        short = [module.rpartition(".")[2] for module in self.modules]
-        others = {module.rpartition(".")[2] for module in set(self.layers.modules()).difference(self.modules)}
-        return list(self.modules) if others.intersection(short) else list(dict.fromkeys(short))
+    def _peft_targets(self) -> dict[str, list[str]]:
+        """Return target_modules and, if MLPs of a model with experts are adapted, target_parameters, which names their
+        weights: in target_modules PEFT takes gate_proj, up_proj and down_proj of such a model for those of the experts.
+        Names are short, such as q_proj, if each is adapted in every layer that has it; otherwise they are full."""
+
+        def is_parameter(module: str) -> bool:
+            return bool(self.layers.experts) and ".mlp." in module
+
+        def short(module: str) -> str:
+            return module.split(".", 3)[3] if is_parameter(module) else module.rpartition(".")[2]
+
+        others = set(map(short, set(self.layers.modules()).difference(self.modules)))
+        are_short = others.isdisjoint(map(short, self.modules))
+        found: dict[str, list[str]] = {"target_modules": []}
+        for module in self.modules:
+            name = short(module) if are_short else module
+            if is_parameter(module):
+                weights = ("gate_up_proj", "down_proj") if is_experts(module) else ("weight",)
+                found.setdefault("target_parameters", []).extend(f"{name}.{weight}" for weight in weights)
+            else:
+                found["target_modules"].append(name)
+        return {key: list(dict.fromkeys(names)) for key, names in found.items()}
 
     def load(self, weights: Path, model: C.DecoderModel) -> None:
         """Load an adapter that `save` wrote. Raise ValueError if it is missing, or does not match the settings or the
@@ -198,7 +229,9 @@ class Lora:
             self._check_saved(folder, saved.keys())
             for spec in specs:
                 tensor = saved.get_tensor(f"{PREFIX}{spec.name}")
-                views[spec.name].copy_(own_part(spec, tensor.t() if spec.name.endswith(LORA_B) else tensor))
+                if spec.name.endswith(LORA_B):
+                    tensor = lora_b_from_peft(tensor, self.dim, alternates_in_peft(spec.name, self.is_gpt_oss))
+                views[spec.name].copy_(own_part(spec, tensor))
         model.masters_changed()
 
     def _check_saved(self, folder: Path, names: list[str]) -> None:
@@ -211,8 +244,8 @@ class Lora:
                 raise ValueError(
                     f"{key}.{name} is {now[name]}, but the adapter in {folder} has {before[name]}: set it back"
                 )
-        modules = {name.removeprefix(PREFIX).removesuffix(LORA_A) for name in names if name.endswith(LORA_A)}
-        if modules != set(self.modules):
+        modules = adapted_modules_of(names)
+        if set(modules) != set(self.modules):
             raise ValueError(
                 f"{key}.target_modules means {len(self.modules)} matrices, the adapter in {folder} has {len(modules)}, and they are not the same: "
                 "name those of the run that saved it"

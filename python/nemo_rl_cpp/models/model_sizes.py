@@ -19,6 +19,7 @@ from nemo_rl_cpp.models.architectures import (
     RECURRENT_SIZES,
     SUPPORTED_ARCHITECTURES,
     has_experts,
+    layers_with_experts,
 )
 from nemo_rl_cpp.models.hf_config import is_size, read_config_file, text_section
 from nemo_rl_cpp.models.latent_attention import SIZES
@@ -57,7 +58,7 @@ class ModelSizes:
     dense_mlps: int = 0
     """number of layers with a dense MLP in place of experts"""
     dense_size: int = 0
-    """intermediate size of this dense MLP"""
+    """intermediate size of the dense MLPs of a model with experts"""
     has_router_biases: bool = False
     """the routers' scores are sigmoids, and have biases"""
 
@@ -74,10 +75,20 @@ class ModelSizes:
     """queries and keys have norms"""
     norms_of_results: int = 0
     """number of norms in a layer that follow attention or the MLP"""
+    expert_layers: tuple[int, ...] = ()
+    """indices of the layers with experts"""
 
     def as_config(self) -> dict[str, object]:
         """Return the sizes as {key of config.json: value}."""
-        own = ("experts", "experts_per_token", "shared_expert_size", "fused_tensors", "recurrent_layers", "mlp_layers")
+        own = (
+            "experts",
+            "experts_per_token",
+            "expert_layers",
+            "shared_expert_size",
+            "fused_tensors",
+            "recurrent_layers",
+            "mlp_layers",
+        )
         own += ("latent_size", "dense_mlps", "dense_size", "has_router_biases", "normalises_heads", "norms_of_results")
         own += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")  # no known model has latent attention
         if not self.recurrent_layers:
@@ -272,8 +283,8 @@ def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
         found["latent_size"] = latent
     pattern = known.get("hybrid_override_pattern")
     dense = pattern.count("-") if isinstance(pattern, str) else known.get("first_k_dense_replace")
-    if is_size(dense) and is_size(width := known.get("intermediate_size")):
-        found |= {"dense_mlps": dense, "dense_size": width}
+    if is_size(width := known.get("intermediate_size")):
+        found |= {"dense_mlps": dense if is_size(dense) else 0, "dense_size": width}
     return found
 
 
@@ -344,4 +355,10 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
             "norms_of_results": sum(place.startswith("after") for place in made.norms),
         }
     more = (expert_sizes(known) if has_experts(known) else {}) | recurrent_sizes(known) | latent_sizes(known)
+    if "experts" in more:
+        try:
+            layers = range(sizes["num_hidden_layers"]) if made is None else layers_with_experts(known)
+        except (TypeError, ZeroDivisionError):  # the checks of the model report the key
+            return None
+        more["expert_layers"] = tuple(layers)
     return ModelSizes(**derived | sizes | more | structure, tie_word_embeddings=tied)

@@ -468,6 +468,27 @@ CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.saf
 """The first two are PEFT's files; the last identifies the base weights of the adapter."""
 PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+_INNER = ".base_layer"
+"""PEFT's name for the gate_up_proj of a layer's experts; their down_proj has the name of the module."""
+
+
+def adapted_modules_of(names: Iterable[str]) -> list[str]:
+    """Return the adapted modules from the names of the tensors of an adapter, in their order."""
+    found = (name.removeprefix(PREFIX).removesuffix(LORA_A) for name in names if name.endswith(LORA_A))
+    return list(dict.fromkeys(name.removesuffix(_INNER) for name in found))
+
+
+def alternates_in_peft(name: str, is_gpt_oss: bool) -> bool:
+    """Return whether PEFT's tensor has rows for gate, up, gate, up, ..., as the experts of gpt-oss have columns."""
+    return is_gpt_oss and name.endswith(_INNER + LORA_B)
+
+
+def _even_then_odd(tensor: RawTensor) -> memoryview:
+    """Return a copy of a matrix with its even rows before its odd rows."""
+    import numpy as np
+
+    rows = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[0] // 2, 2, -1)
+    return memoryview(rows.swapaxes(0, 1).copy().reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -480,7 +501,8 @@ class SavedAdapter:
         targets: names of the adapted weights.
         base: `model_name` of the run that saved it.
         seed: seed of the base weights, if they are random.
-        quantization: format of the base model's matrices."""
+        quantization: format of the base model's matrices.
+        is_gpt_oss: the base model is gpt-oss."""
 
     folder: Path
     dim: int
@@ -490,11 +512,14 @@ class SavedAdapter:
     base: str
     seed: int
     quantization: str
+    is_gpt_oss: bool
 
     def tensors(self) -> Iterator[tuple[str, RawTensor]]:
-        """Yield (name, tensor) for A [dim, in] and B [out, dim] of every target."""
+        """Yield (name, tensor) for A [dim, in] and B [out, dim] of every target; those of experts are A [experts · dim,
+        in] and B [out, dim · experts], first gate, then up."""
         for name, tensor in raw_tensors([self.folder / WEIGHTS_FILE]):
-            yield name.removeprefix(PREFIX), tensor
+            is_mixed = alternates_in_peft(name, self.is_gpt_oss)
+            yield name.removeprefix(PREFIX), tensor._replace(data=_even_then_odd(tensor)) if is_mixed else tensor
 
 
 def saved_adapter(weights: Path) -> SavedAdapter | None:
@@ -506,9 +531,9 @@ def saved_adapter(weights: Path) -> SavedAdapter | None:
     peft, base = (json.loads((folder / name).read_text()) for name in (CONFIG_FILE, BASE_FILE))
     if "quantization" not in base:
         return None
-    names = (name.removeprefix(PREFIX) for name in tensor_entries(folder / WEIGHTS_FILE))
-    targets = tuple(f"{name.removesuffix(LORA_A)}.weight" for name in names if name.endswith(LORA_A))
+    targets = tuple(f"{module}.weight" for module in adapted_modules_of(tensor_entries(folder / WEIGHTS_FILE)))
+    is_gpt_oss = json.loads((weights / "config.json").read_text())["model_type"] == "gpt_oss"
     return SavedAdapter(
         folder, peft["r"], float(peft["lora_alpha"]), peft.get("use_rslora", False), targets,
-        base["model_name"], base["seed"], base["quantization"],
+        base["model_name"], base["seed"], base["quantization"], is_gpt_oss,
     )  # fmt: skip

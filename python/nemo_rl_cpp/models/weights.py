@@ -291,6 +291,19 @@ def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
     yield from blocks
 
 
+def lora_b_for_peft(b: torch.Tensor, dim: int, alternates: bool = False) -> torch.Tensor:
+    """Return B of the native core, [dim, out] or of experts [experts · dim, out], as PEFT stores it: [out, dim ·
+    experts], where column c belongs to expert c % experts. `alternates`: see `alternates_in_peft`."""
+    found = b.view(-1, dim, b.shape[1]).permute(2, 1, 0).flatten(1)
+    return found.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if alternates else found
+
+
+def lora_b_from_peft(b: torch.Tensor, dim: int, alternates: bool = False) -> torch.Tensor:
+    """Return the B from which `lora_b_for_peft` makes `b`."""
+    rows = b.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if alternates else b
+    return rows.unflatten(1, (dim, -1)).permute(2, 1, 0).flatten(0, 1)
+
+
 def add_saved_adapter(model: C.DecoderModel, saved: SavedAdapter) -> None:
     """Add the adapter of a checkpoint to a frozen model with loaded weights, without merging it."""
     model.adapt(saved.dim, saved.alpha, list(saved.targets), False, saved.use_rslora)
@@ -299,5 +312,5 @@ def add_saved_adapter(model: C.DecoderModel, saved: SavedAdapter) -> None:
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # the buffer is only read
         for name, raw in saved.tensors():
             tensor = tensor_of(raw)
-            views[name].copy_(tensor.t() if name.endswith(LORA_B) else tensor)
+            views[name].copy_(lora_b_from_peft(tensor, saved.dim) if name.endswith(LORA_B) else tensor)
     model.masters_changed()

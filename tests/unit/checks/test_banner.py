@@ -68,6 +68,25 @@ def test_lora_line_of_the_start_banner_counts_the_adapted_matrices_of_all_layers
     assert lines_of(config)[1]["lora"].startswith("dim 8, 3 of 23 matrices: ")
 
 
+def test_lora_line_of_a_mixture_tells_whether_the_experts_are_adapted():
+    mixture = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    overrides = [f"++policy.hf_config_overrides.{key}={value}" for key, value in mixture.items()]
+    overrides.append("policy.dtensor_cfg.lora_cfg.enabled=true")
+
+    def line(*more):
+        return lines_of(load_grpo_config("configs/grpo_tiny.yaml", [*overrides, *more]))[1]["lora"]
+
+    assert line().startswith("dim 8, 8 of 8 matrices: ") and line().endswith(
+        "; the experts are frozen (match_all_linear=false and target_modules=['*proj*','*.experts'] would adapt them)"
+    )
+    some, lora = "policy.dtensor_cfg.lora_cfg.match_all_linear=false", "policy.dtensor_cfg.lora_cfg.target_modules"
+    assert line(some, f"{lora}=[q_proj]").endswith(
+        "; the experts are frozen ('*.experts' in target_modules would adapt them)"
+    )
+    adapted = line(some, f"{lora}=['*proj*','*.experts']")
+    assert adapted.startswith("dim 8, 8 of 8 matrices and the experts of 2 layers: ") and "frozen" not in adapted
+
+
 def test_start_banner_reports_insufficient_memory_and_disabled_checkpointing(monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda: 1e9)
     config = load_grpo_config("configs/grpo_arithmetic_smollm2.yaml", [

@@ -22,6 +22,15 @@ RECURRENT = dict(model_type="qwen3_5_text", layer_types=["full_attention", "line
                  linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32)  # fmt: skip
 LATENT = dict(model_type="deepseek_v3", num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=40, qk_rope_head_dim=16, qk_nope_head_dim=24,
               v_head_dim=32, first_k_dense_replace=3)  # fmt: skip
+SHARED = dict(
+    model_type="qwen2_moe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=40,
+    mlp_only_layers=[1],
+)
+SPARSE = dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 Q = "model.layers.1.self_attn.q_proj"
 
 
@@ -43,7 +52,9 @@ def test_patterns_for_lora_target_modules_match_the_expected_matrices(pattern, m
      ({"match_all_linear": False, "target_modules": ["q_proj", "in_proj_a", "*.layers.2.*"]}, 10, RECURRENT),
      ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "*.in_proj_*"]}, 6, RECURRENT),
      ({"match_all_linear": False, "exclude_modules": ["*.mlp.*"]}, 15, LATENT),
-     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "q_proj"]}, 9, LATENT | {"q_lora_rank": None})],
+     ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "q_proj"]}, 9, LATENT | {"q_lora_rank": None}), ({}, 24, LATENT),
+     ({}, 23, SHARED), ({"match_all_linear": False, "target_modules": ["up_proj"]}, 3, SHARED), ({"match_all_linear": False, "target_modules": ["*.experts", "q_proj"]}, 5, SHARED), ({}, 12, SPARSE),
+     ({}, 24, LATENT | {"first_k_dense_replace": 1, "n_shared_experts": 2})],
 )  # fmt: skip
 def test_computed_number_of_lora_parameters_equals_that_of_the_native_model(keys, count, more):
     """Elements of A and B, and of the matrices that are kept twice: as in the layouts of the core."""
@@ -53,15 +64,30 @@ def test_computed_number_of_lora_parameters_equals_that_of_the_native_model(keys
     native = folder.native()
     layout = C.ParameterLayout(native, 4, [f"{module}.weight" for module in modules])
     trained = sum(math.prod(spec.shape) for spec in layout.specs)
-    assert [spec.name for spec in layout.specs if spec.name.endswith("lora_A.weight")] == [f"{m}.lora_A.weight" for m in modules]  # fmt: skip
+    assert [spec.name for spec in layout.specs if spec.name.endswith("lora_A.weight")] == [f"{name}.lora_A.weight" for m in modules for name in ([f"{m}.base_layer", m] if m.endswith(".experts") else [m])]  # fmt: skip
     recurrent = ({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}, {"out_proj"})
     first = {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"}
-    side_by_side = (first, {"q_b_proj"}, {"kv_b_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}, *recurrent)
+    side_by_side = (
+        first,
+        {"experts"},
+        {"shared_expert_gate"},
+        {"q_b_proj"},
+        {"kv_b_proj"},
+        {"o_proj"},
+        {"gate_proj", "up_proj"},
+        {"down_proj"},
+        *recurrent,
+    )
     layers_parts = {(m.split(".")[2], part) for m in modules for part in map(frozenset, side_by_side) if m.rpartition(".")[2] in part}  # fmt: skip
+
+    def part_of(name: str) -> str:
+        return "experts" if ".experts." in name else name.split(".")[-2]
+
     whole = {spec.name: math.prod(spec.shape) for spec in C.ParameterLayout(native).specs}
     kept = sum(
         size for name, size in whole.items()
-        if any(name.startswith(f"model.layers.{layer}.") and name.split(".")[-2] in part for layer, part in layers_parts)
+        if any(name.startswith(f"model.layers.{layer}.") and part_of(name) in part for layer, part in layers_parts)
+        and name.endswith(".weight")
     )  # fmt: skip
     sizes = model_sizes("tiny-random", SIZES | {"head_dim": 16} | more)
     kinds = LayerKinds.of_native(folder.native())
@@ -74,23 +100,32 @@ def lora_of(folder, **keys) -> Lora:
     return Lora.of(config, folder, "policy")
 
 
-def test_lora_on_experts_is_an_error_but_lora_on_their_models_attention_works():
-    folder = tiny_random(
-        {**SIZES, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    )
-    with pytest.raises(
-        ValueError, match=r"lora_cfg\.match_all_linear is true, which means .*mlp.gate_proj too, but .* has experts"
-    ):
-        lora_of(folder)
-    lora = lora_of(folder, match_all_linear=False, target_modules=["q_proj", "o_proj"])
-    trainer = C.Trainer(adapted(lora, folder))
+def test_lora_on_all_linear_layers_of_a_mixture_trains_them_and_freezes_routers_and_experts():
+    folder = tiny_random(SIZES | SHARED)
+    lora = lora_of(folder)
+    model = adapted(lora, folder)
+    trainer = C.Trainer(model)
     ids, out = torch.arange(3, 15)[None], torch.zeros(1, 12)
     trainer.forward(
         padded_rows(ids, torch.tensor([12]), torch.ones(1, 12, dtype=torch.bool), torch.tensor([-1])), [0], 1.0, False,
         True, False, out,
     )  # fmt: skip
     trainer.backward(torch.ones(1, 12))
-    assert trainer.grad_norm() > 0 and trainer.grads.isfinite().all()
+    assert trainer.grads.isfinite().all()
+    gradients = named_views(model.trained_layout.specs, trainer.grads)
+    trained = {
+        name.removesuffix(".lora_B.weight") for name, grad in gradients.items() if "lora_B" in name and grad.any()
+    }
+    attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    shared = [
+        "mlp.shared_expert_gate",
+        *(f"mlp.shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    ]
+    dense = [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    expected = ((0, attention + shared), (1, attention + dense), (2, attention + shared))
+    assert trained == {f"model.layers.{layer}.{name}" for layer, names in expected for name in names}
+    assert lora.peft_config()["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert lora.peft_config()["target_parameters"] == [f"{name}.weight" for name in (*shared, *dense)]
 
 
 def adapted(lora, folder, seed=3, weights=None, model_seed=0):
@@ -119,15 +154,15 @@ def test_saved_lora_adapter_names_a_local_base_model_by_its_absolute_path(tmp_pa
 
 @pytest.mark.parametrize("init", ["xavier", "kaiming", "uniform"])
 def test_lora_a_is_initialised_from_the_seed_and_lora_b_with_zeros(init):
-    folder = tiny_random(SIZES)
-    lora = lora_of(folder, lora_A_init=init)
+    folder = tiny_random(SIZES | SHARED)
+    lora = lora_of(folder, lora_A_init=init, match_all_linear=False, target_modules=["*_proj", "*.experts"])
     model, again, other = (adapted(lora, folder, seed) for seed in (3, 3, 4))
     assert torch.equal(model.masters, again.masters) and not torch.equal(model.masters, other.masters)
     for name, view in named_views(model.trained_layout.specs, model.masters).items():
         if name.endswith("lora_B.weight"):
             assert not view.any()
             continue
-        dim, columns = view.shape
+        dim, columns = lora.dim, view.shape[1]
         if init == "xavier":
             assert float(view.std()) == pytest.approx(math.sqrt(2 / (dim + columns)), rel=0.2)
         else:

@@ -18,6 +18,14 @@ RECURRENT = {
 }  # fmt: skip
 ALL_OF_RECURRENT = [f"{module}.weight" for module in LayerKinds(2, recurrent=(0,)).modules()]
 SOME_OF_RECURRENT = [f"model.layers.{m}.weight" for m in ("0.linear_attn.in_proj_z", "0.linear_attn.in_proj_a", "1.self_attn.q_proj", "1.mlp.down_proj")]  # fmt: skip
+MIXTURE = {
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+ALL_OF_MIXTURE = [f"{module}.weight" for module in LayerKinds(2, experts=range(2), shared="shared_expert").modules()]
 KINDS = pytest.mark.parametrize(
     "targets, changes", [(ALL, {}), (ALL_OF_RECURRENT, RECURRENT)], ids=["attention", "recurrent"]
 )
@@ -106,6 +114,31 @@ def test_lora_gradients_match_the_chain_rule_applied_to_gradients_of_the_full_ma
         d_w = of_weights[target]
         torch.testing.assert_close(d_a, s * b @ d_w, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(d_b, s * a @ d_w.t(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.01)])
+def test_adapters_of_experts_match_dense_weights_and_gradients_through_the_chain_rule(dtype, bound):
+    """Of expert e the rows [e dim, (e + 1) dim) of A, and of B, which is transposed: W' = W + s B A, dA = s Bᵀ dW' and
+    dB = s dW' Aᵀ. Gate and up are the rows of one W."""
+    frozen, model = weights(base(dtype, **MIXTURE)), adapted(dtype, ALL_OF_MIXTURE, **MIXTURE)
+    now, trainer = weights(model), backward(model)[1]
+    whole = C.DecoderModel(native_config({**CONFIG, **MIXTURE}), dtype, True)
+    whole.masters.copy_(model.compute)
+    whole.masters_changed()
+    of_weights, s = named_views(whole.specs, backward(whole)[1].grads), ALPHA / DIM
+    factors, ours = (named_views(model.trained_layout.specs, flat) for flat in (model.masters, trainer.grads))
+    for module, parts in (("experts.base_layer", ("gate_proj", "up_proj")), ("experts", ("down_proj",))):
+        for layer, e in ((layer, e) for layer in range(2) for e in range(MIXTURE["num_experts"])):
+            mlp, rows = f"model.layers.{layer}.mlp", slice(e * DIM, (e + 1) * DIM)
+            names = [f"{mlp}.experts.{e}.{part}.weight" for part in parts]
+            a, b = (factors[f"{mlp}.{module}.lora_{which}.weight"][rows] for which in "AB")
+            d_a, d_b = (ours[f"{mlp}.{module}.lora_{which}.weight"][rows] for which in "AB")
+            expected = effective(torch.cat([frozen[name] for name in names]), a, b.t(), s)
+            merged = torch.cat([now[name] for name in names])
+            torch.testing.assert_close(merged, expected, rtol=bound, atol=bound / 10)
+            d_w = torch.cat([of_weights[name] for name in names])
+            for found, wanted in ((d_a, s * b @ d_w), (d_b, s * a @ d_w.t())):
+                assert wanted.norm() > 0 and (found - wanted).norm() <= bound * wanted.norm(), (names, found.shape)
 
 
 @KINDS

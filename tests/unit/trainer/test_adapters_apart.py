@@ -8,10 +8,11 @@ from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.weights import named_views
 from test_adapters import (
     ALL,
+    ALL_OF_MIXTURE,
     ALL_OF_RECURRENT,
     ALPHA,
     DIM,
-    KINDS,
+    MIXTURE,
     RECURRENT,
     SOME,
     SOME_OF_RECURRENT,
@@ -46,7 +47,7 @@ def logits(model, tokens=TOKENS):
         for targets in (ALL, SOME)
         for changes in ({}, {"model_type": "gemma2"}, {"attention_bias": True})
     ]
-    + [(ALL_OF_RECURRENT, RECURRENT), (SOME_OF_RECURRENT, RECURRENT)],
+    + [(ALL_OF_RECURRENT, RECURRENT), (SOME_OF_RECURRENT, RECURRENT), (ALL_OF_MIXTURE, MIXTURE)],
 )
 def test_unmerged_and_merged_lora_adapters_give_equal_results_in_float64(targets, changes):
     makers = apart, merged
@@ -55,10 +56,12 @@ def test_unmerged_and_merged_lora_adapters_give_equal_results_in_float64(targets
     assert (trainer.grads - expected.grads).norm() <= 1e-10 * expected.grads.norm()
 
 
-@pytest.mark.parametrize("targets", [ALL, SOME], ids=["all", "some"])
-def test_float32_gradients_of_an_unmerged_lora_adapter_match_float64_within_1e_5(targets):
-    model = apart(torch.float32, targets)
-    both = (backward(each)[1].grads.double() for each in (model, apart(torch.float64, targets)))
+@pytest.mark.parametrize(
+    "targets, changes", [(ALL, {}), (SOME, {}), (ALL_OF_MIXTURE, MIXTURE)], ids=["all", "some", "mixture"]
+)
+def test_float32_gradients_of_an_unmerged_lora_adapter_match_float64_within_1e_5(targets, changes):
+    model, exact = (apart(dtype, targets, 0.1, **changes) for dtype in (torch.float32, torch.float64))
+    both = (backward(each)[1].grads.double() for each in (model, exact))
     ours, theirs = (named_views(model.trained_layout.specs, grads) for grads in both)
     for name, gradient in theirs.items():
         assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
@@ -105,7 +108,9 @@ def test_update_of_an_unmerged_lora_adapter_below_bfloat16_rounding_changes_the_
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    "targets, changes", [(ALL, {}), (SOME, {}), (ALL_OF_RECURRENT, RECURRENT)], ids=["all", "some", "recurrent"]
+    "targets, changes",
+    [(ALL, {}), (SOME, {}), (ALL_OF_RECURRENT, RECURRENT), (ALL_OF_MIXTURE, MIXTURE)],
+    ids=["all", "some", "recurrent", "mixture"],
 )
 def test_logits_of_a_row_with_an_unmerged_lora_adapter_depend_only_on_its_tokens(dtype, targets, changes):
     """Prefixes of any length, with one thread and two."""
@@ -117,7 +122,11 @@ def test_logits_of_a_row_with_an_unmerged_lora_adapter_depend_only_on_its_tokens
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@KINDS
+@pytest.mark.parametrize(
+    "targets, changes",
+    [(ALL, {}), (ALL_OF_RECURRENT, RECURRENT), (ALL_OF_MIXTURE, MIXTURE)],
+    ids=["attention", "recurrent", "mixture"],
+)
 def test_logprobs_with_unmerged_lora_do_not_depend_on_packing_shared_prompts_or_recomputation(dtype, targets, changes):
     outs, grads = [], []
     for share, checkpoint in ((False, False), (True, False), (True, True)):
@@ -217,5 +226,8 @@ def test_generation_with_merged_adapters_or_adapters_of_another_base_is_an_error
     for other in (apart(torch.float32), merged(torch.float32), base(torch.float32)):
         with pytest.raises(ValueError, match="adapters must be apart"):
             sampled(runner, [([1, 2, 3], other)])
+    experts = base(torch.float32, **MIXTURE)
+    with pytest.raises(ValueError, match="cannot have different adapters of experts"):
+        sampled(native_runner(experts, {}), [([1, 2, 3], apart(torch.float32, ALL_OF_MIXTURE, of=experts))])
     with pytest.raises(ValueError, match="weights are trained has no base"):
         C.DecoderModel(native_config(CONFIG), torch.float32, True).base()

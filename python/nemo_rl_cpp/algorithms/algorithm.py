@@ -230,8 +230,8 @@ def grpo_advantages(config: GRPOMasterConfig) -> GroupAdvantages:
 
 def _part_weights(config: GRPOMasterConfig) -> dict[str, float]:
     """Return GDPO's weights of reward components: the weights of the reward functions, keyed by function name. Return
-    {} if no training data set uses reward functions, if their rewards are not components (`as_parts`), or if they have
-    no weights. Raise ValueError if `grpo.adv_estimator.reward_weights` is set, too."""
+    {} if no training data set uses reward functions, if their rewards are added instead of kept as components
+    (`as_parts` false), or if they have no weights. Raise ValueError if `grpo.adv_estimator.reward_weights` is set, too."""
     section = config.env.get("reward_functions")
     if not isinstance(section, Mapping) or not section.get("as_parts") or section.get("weights") is None:
         return {}

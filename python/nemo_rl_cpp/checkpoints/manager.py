@@ -388,7 +388,8 @@ def _recover_one(prefix: str, step: int, path: Path) -> str | None:
 
 
 def _publish(folder: Path) -> Path:
-    """Rename a sealed `tmp_step_N` to `step_N` and return the new path. If this fails, an older `step_N` is kept."""
+    """Rename a complete `tmp_step_N`, which has its manifest, to `step_N`, and return the new path. If this fails, an
+    older `step_N` is kept."""
     target = folder.with_name(folder.name.removeprefix("tmp_"))
     old = folder.with_name(f"old_{target.name}")
     if os.path.lexists(target) and not (target / durable.MANIFEST).is_file():

@@ -33,8 +33,8 @@ class ChatHarnessConfig(vf.HarnessConfig):
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
-    """A harness (the package's word for an agent) that calls the policy, and the tools that its responses call, until a
-    response calls no tool. The package calls it for each user message."""
+    """A harness (an agent, in the words of the package `verifiers`) that calls the policy, and the tools that its
+    responses call, until a response calls no tool. `verifiers` calls it for each user message."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = NEEDS_CONTAINER = False

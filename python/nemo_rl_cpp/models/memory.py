@@ -40,7 +40,7 @@ def machine_memory() -> float | None:
 
 
 def swap_memory() -> float:
-    """Return the bytes of this machine's swap; 0 if the system does not report it."""
+    """Return the size of this machine's swap space in bytes, used or not; 0 if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -86,7 +86,7 @@ class Progress:
             stage(_FIRST[name])
 
     def stage_started(self, label: str, depth: int) -> None:
-        """Show a top-level stage of a subscribed timer as the current phase."""
+        """Show the stage `label`, which a timer has started, as the current phase if it is not within another (depth 0)."""
         if depth == 0 and label != TOTAL:
             self.phase(label.removesuffix("/total"))
 

@@ -53,7 +53,7 @@ def test_values_of_environment_variables_reach_the_run_but_not_the_written_confi
     assert SECRET not in str(written(config))
 
 
-def test_default_copied_from_an_environment_variables_value_is_not_written_to_files(tmp_path, monkeypatch):
+def test_value_taken_from_an_environment_variable_is_not_written_to_files(tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL", str(tmp_path / "a-model-folder"))
     config = load(tmp_path, "policy: {model_name: '${oc.env:MODEL}', tokenizer: {name: '${oc.env:MODEL}'}}\n")
     assert config.policy.tokenizer.name == str(tmp_path / "a-model-folder")

@@ -30,7 +30,7 @@ def test_existing_prompt_file_is_preferred_to_a_shipped_one_and_a_missing_one_is
         TaskDataSpec(system_prompt_file=tmp_path / "none.txt")
 
 
-def test_task_data_spec_takes_only_prompts_that_are_not_set_from_the_defaults():
+def test_task_data_spec_takes_from_the_defaults_only_the_prompts_that_it_does_not_set():
     spec, default = TaskDataSpec("t"), TaskDataSpec()
     default.prompt, default.system_prompt = "p", "s"
     spec.system_prompt = "own"

@@ -174,7 +174,7 @@ def test_server_frees_the_kv_cache_blocks_of_a_disconnected_client(http, server,
     assert http.get("/health").json()["answers_under_way"] == 0
 
 
-def test_requests_with_a_rollout_key_are_reproducible_and_repeated_calls_of_a_rollout_differ(http):
+def test_rollout_key_makes_each_request_reproducible_and_the_requests_of_one_rollout_differ(http):
     ask = {"prompt": "plus minus", "max_tokens": 12, "temperature": 1}
 
     def rollout(key):

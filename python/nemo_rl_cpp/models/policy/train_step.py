@@ -153,7 +153,7 @@ class MicroBatchRunner:
 
     @property
     def own_blocks(self) -> int:
-        """Return the number of this rank's gradient blocks."""
+        """Return how many gradient blocks (parts of a global batch with a separate sum of gradients) this rank computes."""
         return 1 if self.blocks is None else self.blocks // self.ranks.size
 
     @property

@@ -252,13 +252,6 @@ def cache_bytes(policy: PolicyConfig, sizes: ModelSizes, tokens: int) -> float:
     return 2.0 * tokens * sizes.attention_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
 
 
-def _kv_cache(policy: PolicyConfig, sizes: ModelSizes, tokens: int) -> float:
-    """Return the bytes of a KV cache for `tokens` tokens, the sum over all concurrent sequences; at most
-    `kv_cache_gb`."""
-    full, limit = cache_bytes(policy, sizes, tokens), policy.generation.kv_cache_gb
-    return min(full, limit * 1e9) if limit else full
-
-
 def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> tuple[tuple[str, float], ...]:
     """Return the bytes of the recurrent states of `sequences` concurrent sequences and of their `prompts` prompts
     (csrc/generation/engine.cpp)."""
@@ -367,8 +360,9 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
     at_once = [(min(limit or count, count), each) for count, each in batches]
     sequences = max(count for count, _ in at_once)
     tokens = max(_generated_tokens(config, each, count) for count, each in at_once)
+    most_cache = (policy.generation.kv_cache_gb or math.inf) * 1e9
     parts = (
-        ("KV cache", _kv_cache(policy, sizes, tokens)),
+        ("KV cache", min(cache_bytes(policy, sizes, tokens), most_cache)),
         *_states(policy, sizes, sequences, loop.prompts_per_round),
         ("logits", sequences * vocabulary * 4.0),
     )

@@ -27,6 +27,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
         del products["mlp.gate"]
     normed_heads = {"none": {}, "head": {"q": heads, "k": heads}, "whole": {"q": query, "k": key_value}}
     biased = dict.fromkeys(("self_attn.q", "self_attn.k", "self_attn.v"), "qkv_bias") | {"self_attn.o": "output_bias"}
+    ranks = native.get("latent", {})
+    latents = {"q": ranks.get("query_rank"), "kv": ranks.get("rank")}
     with_experts = native.get("experts", {}).get("layers", ())
     recurrent, one_block = native.get("recurrent", {}).get("layers", ()), native.get("one_block")
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
@@ -45,10 +47,7 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
                 f"{prefix}self_attn.{norm}_norm.weight": [size]
                 for norm, size in normed_heads[native["qk_norm"]].items()
             }
-            shapes |= {
-                f"{prefix}self_attn.{norm}_a_layernorm.weight": [size]
-                for norm, size in _latents(native.get("latent")).items()
-            }
+            shapes |= {f"{prefix}self_attn.{norm}_a_layernorm.weight": [size] for norm, size in latents.items() if size}
             if native["attention_sinks"]:
                 shapes[f"{prefix}self_attn.sinks"] = [native["num_heads"]]
         if layer in with_experts:
@@ -68,13 +67,6 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
     elif not native["tie_word_embeddings"]:
         shapes["lm_head.weight"] = [native["vocab_size"], hidden]
     return shapes
-
-
-def _latents(latent: Mapping[str, Plain] | None) -> dict[str, int]:
-    """Return {"q": size, "kv": size}, the sizes of the latent vectors of latent attention. "q" is missing if queries
-    have none."""
-    ranks = {} if latent is None else {"q": latent["query_rank"], "kv": latent["rank"]}
-    return {name: rank for name, rank in ranks.items() if rank}
 
 
 def _latent_products(native: Mapping[str, Plain]) -> dict[str, tuple[int, int]]:

@@ -8,17 +8,22 @@ from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 MODEL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.2}
+RECURRENT = MODEL | {
+    "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+"""with gated delta nets, which vLLM on CPUs computes only in bfloat16, for heads of this size"""
 
 
-def policy_of(tied=True, vllm=None, **generation):
+def policy_of(tied=True, vllm=None, model=MODEL, precision="float32", **generation):
     """Return a policy that generates with vLLM.
 
     `vllm` is {"python": ...} or {"server_url": ...}, with further keys of vllm_cfg."""
     tiny.one_thread()
     vllm = {"timeout_s": 60.0, "enforce_eager": True} | (vllm or {})
     config = PolicyConfig(
-        model_name="tiny-random", precision="float32", max_total_sequence_length=24, reuse_generation_logprobs="never",
-        hf_config_overrides={**MODEL, "tie_word_embeddings": tied, "max_position_embeddings": 32},
+        model_name="tiny-random", precision=precision, max_total_sequence_length=24, reuse_generation_logprobs="never",
+        hf_config_overrides={**model, "tie_word_embeddings": tied, "max_position_embeddings": 32},
         generation={"backend": "vllm", "vllm_cfg": vllm, "max_new_tokens": 8, "stop_token_ids": [2], "max_batch_size": 16, **generation},
     )  # fmt: skip
     config.fill_defaults()

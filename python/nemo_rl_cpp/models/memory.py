@@ -257,8 +257,8 @@ def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: in
     (csrc/generation/engine.cpp)."""
     if not sizes.recurrent_layers:
         return ()
-    state = sizes.recurrent_values * sizes.linear_key_head_dim * 4 + 3 * sizes.convolved * _width(policy)
-    return (("recurrent states", len(sizes.recurrent_layers) * state * float(sequences + min(prompts, sequences))),)
+    states = len(sizes.recurrent_layers) * float(sequences + min(prompts, sequences))
+    return (("recurrent states", states * sizes.state_bytes(_width(policy))),)
 
 
 _PACK_AFTER = 16

@@ -127,16 +127,32 @@ class ModelFolder:
     def check_mixers(self, model: TrainedModelConfig, section: str) -> None:
         """Raise ModelFolderError if `model`, the configuration of the section `section`, requests vLLM or LoRA for a
         kind of layer (attention, gated delta net or Mamba-2) that does not support it."""
-        if "one_block" in self.native() and model.lora is not None:
+        native, kind = self.native(), self.config["model_type"]
+        if "one_block" in native and model.lora is not None:
             raise ModelFolderError(
-                f"{section}.dtensor_cfg.lora_cfg.enabled is true, but the matrices of {self.config['model_type']} get no adapters: set it to false"
+                f"{section}.dtensor_cfg.lora_cfg.enabled is true, but the matrices of {kind} get no adapters: set it to false"
             )
-        mixers = {"recurrent": "recurrent layers", "latent": "latent attention"}
-        what = next((name for part, name in mixers.items() if part in self.native()), None)
+        mixers = {"one_block": "Mamba-2", "latent": "latent attention", "recurrent": "recurrent layers"}
+        what = next((name for part, name in mixers.items() if part in native), None)
         generation = None if what is None else getattr(model, "generation", None)
-        if generation is not None and generation.runs_vllm:
+        if generation is None or not generation.runs_vllm:
+            return
+        if what != mixers["recurrent"]:
             raise ModelFolderError(
-                f"{section}.generation.backend is vllm, but {self.config['model_type']} has {what}, whose weights are not sent to vLLM: set it to native"
+                f"{section}.generation.backend is vllm, but {kind} has {what}, whose weights are not sent to vLLM: set it to native"
+            )
+        vllm = generation.vllm_cfg
+        if vllm.server_url is not None:
+            return
+        if (dtype := vllm.dtype_for(model.precision)) != "bfloat16":
+            raise ModelFolderError(
+                f"{section}.generation.vllm_cfg.python starts a vLLM that computes in {dtype}, but on CPUs its recurrent layers ({kind}) "
+                f"compute only in bfloat16: set {section}.generation.vllm_cfg.precision to bfloat16"
+            )
+        if vllm.enable_prefix_caching:
+            raise ModelFolderError(
+                f"{section}.generation.vllm_cfg.enable_prefix_caching is true, but vLLM on CPUs caches no prefixes of the recurrent layers "
+                f"of {kind}: set it to null"
             )
 
     def fill(self, model: C.DecoderModel) -> None:

@@ -159,6 +159,11 @@ class ModelSizes:
         """Return the number of channels of a recurrent layer's short convolution."""
         return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.recurrent_values
 
+    def state_bytes(self, width: int) -> int:
+        """Return the bytes of a sequence's state in one recurrent layer: the recurrence's state in float32, and the
+        last three inputs of the convolution. `width`: bytes of a number in the run's precision."""
+        return self.recurrent_values * self.linear_key_head_dim * 4 + 3 * self.convolved * width
+
     @property
     def recurrent_parameters(self) -> int:
         """Return the number of weights of a recurrent layer, including its MLP and norms."""

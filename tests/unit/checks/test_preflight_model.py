@@ -18,6 +18,7 @@ CONFIG = {
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
     "rope_theta": 10000.0, "tie_word_embeddings": True,
 }  # fmt: skip
+STARTED_VLLM = f"policy.generation.backend=vllm policy.generation.vllm_cfg.python={sys.executable}"
 
 
 def write_weights(folder, config):
@@ -433,6 +434,10 @@ def test_sigmoid_router_rejects_balancing_losses_and_accepts_bias_updates(model,
     [
         ("cluster.device=cuda", None),
         ("policy.dtensor_cfg.lora_cfg.enabled=true", "the matrices of nemotron_h get no adapters: set it to false"),
+        (
+            "policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1",
+            "policy.generation.backend is vllm, but nemotron_h has Mamba-2, whose weights are not sent to vLLM",
+        ),
     ],
 )
 def test_settings_unsupported_for_nemotron_h_are_reported_before_a_run(model, tmp_path, override, sentence):
@@ -445,7 +450,8 @@ def test_settings_unsupported_for_nemotron_h_are_reported_before_a_run(model, tm
         mamba_head_dim=16,
     )
     folder = model_folder(tmp_path / "nemotron", model_type="nemotron_h", **sizes)
-    found = [finding.message for finding in check(grpo(folder, f"++{override}")) if finding.level == "error"]
+    settings = grpo(folder, *(f"++{part}" for part in override.split(" ")))
+    found = [finding.message for finding in check(settings) if finding.level == "error"]
     assert found == [] if sentence is None else len(found) == 1 and sentence in found[0]
 
 
@@ -486,9 +492,15 @@ def test_settings_unsupported_for_latent_attention_are_reported_before_a_run(mod
             "policy.dtensor_cfg.lora_cfg.target_modules=[*.layers.0.*.q_proj]",
             "layers is called: name some of in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj, gate_proj, ",
         ),
+        ("policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1", None),
         (
-            "policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1",
-            "policy.generation.backend is vllm, but qwen3_5_text has recurrent layers",
+            f"policy.precision=float32 {STARTED_VLLM}",
+            "python starts a vLLM that computes in float32, but on CPUs its recurrent layers (qwen3_5_text) compute only in bfloat16",
+        ),
+        (f"policy.precision=float32 policy.generation.vllm_cfg.precision=bfloat16 {STARTED_VLLM}", None),
+        (
+            f"policy.precision=bfloat16 policy.generation.vllm_cfg.enable_prefix_caching=true {STARTED_VLLM}",
+            "enable_prefix_caching is true, but vLLM on CPUs caches no prefixes of the recurrent layers of qwen3_5_text: set it to null",
         ),
     ],
 )

@@ -28,6 +28,7 @@ from nemo_rl_cpp.models.generation.vllm.server import (
 )
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import WeightBuffer
+from nemo_rl_cpp.models.model_folder import tiny_random
 from paired_prompts import prompts, texts
 from processes import wait_until_gone
 from vllm_policies import MODEL, change, engine_of
@@ -149,6 +150,25 @@ def test_vllm_server_started_by_a_run_gets_its_options_from_the_configuration():
         at = words.index(part[0])
         assert words[at : at + len(part)] == part
     assert "--enable-prefix-caching" not in words and "--no-enable-prefix-caching" not in words
+
+
+def test_started_vllm_server_has_a_block_for_each_state_of_a_recurrent_layer(tmp_path):
+    config = PolicyConfig(
+        model_name="tiny-random",
+        precision="bfloat16",
+        max_total_sequence_length=100,
+        generation={"max_batch_size": 100},
+    )
+    config.fill_defaults()
+    model = tiny_random(vllm_policies.RECURRENT | {"num_hidden_layers": 4, "full_attention_interval": 4}).config
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    options = started_options(config, model, str(tmp_path), 80)
+    state = 4 * 128 * 128 * 4 + 3 * 1024 * 2  # float32, and three inputs of 2 * 2 * 128 + 4 * 128 channels
+    block = 128 * 2 * 32 * 2  # keys and values of 128 tokens
+    assert 16 * block < state < 17 * block
+    # per sequence a block for the layer with attention and one for each of three states; per layer vLLM's own
+    assert options["kv_cache_memory_bytes"] == (100 * 4 + 4) * 17 * block
+    assert options["enable_prefix_caching"] is False and options["mamba_ssm_cache_dtype"] == "float32"
 
 
 @pytest.mark.parametrize(

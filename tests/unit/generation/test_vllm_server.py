@@ -27,7 +27,7 @@ from nemo_rl_cpp.models.generation.vllm.server import (
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
 from paired_prompts import prompts, texts
-from vllm_policies import MODEL, change, engine_of, policy_of
+from vllm_policies import MODEL, RECURRENT, change, engine_of, policy_of
 
 UPDATE = [
     "/pause?mode=wait", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc",
@@ -161,6 +161,14 @@ def test_error_for_an_unusable_vllm_server_contains_the_command_that_starts_one(
         with pytest.raises(ValueError, match=re.escape(REFUSED[wrong])) as error:
             check_server(client_of(policy), policy)
     assert f"is started like this:\n  {server_command(policy)}" in str(error.value)
+
+
+def test_vllm_server_on_a_cpu_with_recurrent_layers_needs_bfloat16(model):
+    with vllm_server_stand_in.serving("good", model[True]) as server:  # it reports float32
+        policy = policy_of(True, {"server_url": server.url}, RECURRENT).config
+        with pytest.raises(ValueError, match="which computes in float32: .* compute only in bfloat16") as error:
+            check_server(client_of(policy), policy)
+    assert "--no-enable-prefix-caching --mamba-ssm-cache-dtype float32" in str(error.value)
 
 
 def test_vllm_server_with_a_different_model_or_worker_extension_is_an_error(model, monkeypatch):

@@ -32,6 +32,7 @@ from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import
     SHARED_MEMORY,
     TESTED_VERSION,
 )
+from nemo_rl_cpp.models.model_sizes import ModelSizes, model_sizes
 
 _MOST_OF_A_TEXT = 600
 _LARGEST_ANSWER = 1 << 28
@@ -225,6 +226,16 @@ def transfer_of(device: str) -> str:
     return NCCL if device == "cuda" else SHARED_MEMORY
 
 
+def _model(policy: PolicyConfig) -> str:
+    return str(local_folder(policy.model_name) or policy.model_name)
+
+
+def _recurrent_sizes(policy: PolicyConfig, model: str) -> ModelSizes | None:
+    """Return the sizes of the model in the folder `model` if it has recurrent layers, otherwise None."""
+    sizes = model_sizes(model, policy.hf_config_overrides)
+    return sizes if sizes is not None and sizes.recurrent_layers else None
+
+
 def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[str, object]:
     """Return the options that any server for this run needs, as {name of vLLM's engine argument: value}."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
@@ -232,8 +243,11 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
         "model": model, "port": port, "dtype": policy.generation.vllm_cfg.dtype_for(policy.precision), "max_model_len": longest,
         "max_num_batched_tokens": max(longest, _LEAST_BATCHED_TOKENS), "enable_scale_out": True,
         "worker_extension_cls": "nemo_rl_cpp_vllm.Weights", "weight_transfer_config": {"backend": transfer_of(device)},
-        "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "enable_prefix_caching": policy.generation.vllm_cfg.enable_prefix_caching,
     }  # fmt: skip
+    if _recurrent_sizes(policy, model) is not None:
+        # vLLM caches the states of prefixes only with chunked prefill; training keeps states in float32
+        options |= {"enable_prefix_caching": False, "mamba_ssm_cache_dtype": "float32"}
     if device != "cuda":
         # vLLM rewinds the seeded generator of a prompt prefilled in chunks, which CPU generators cannot do
         options["enable_chunked_prefill"] = False
@@ -258,8 +272,7 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
     interpreter."""
     url = policy.generation.vllm_cfg.server_url or ""
     port = url.rpartition(":")[2].strip("/")
-    model = str(local_folder(policy.model_name) or policy.model_name)
-    words = _words(_options(policy, model, int(port) if port.isdigit() else 8000, device))
+    words = _words(_options(policy, _model(policy), int(port) if port.isdigit() else 8000, device))
     return f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(EXTENSION))} python -m {_MODULE} {shlex.join(words)}"
 
 
@@ -271,25 +284,42 @@ def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: st
     generation = policy.generation
     vllm, options = generation.vllm_cfg, _options(policy, model, port, "cpu")
     rows, longest = generation.max_batch_size or _ROWS, options["max_model_len"]
+    cache = _cache_bytes(
+        generation.kv_cache_gb, config, _recurrent_sizes(policy, model), rows, longest, _BYTES[options["dtype"]]
+    )
     return options | {
         "host": "127.0.0.1", "max_num_seqs": rows, "max_num_batched_tokens": max(generation.prefill_chunk_tokens, rows, longest),
-        "kv_cache_memory_bytes": _cache_bytes(generation.kv_cache_gb, config, rows * -(-longest // _BLOCK), _BYTES[options["dtype"]]),
-        "enforce_eager": vllm.enforce_eager, "enable_prefix_caching": vllm.enable_prefix_caching, "load_format": "dummy",
-        "skip_tokenizer_init": True, **generation.vllm_kwargs,
+        "kv_cache_memory_bytes": cache, "enforce_eager": vllm.enforce_eager, "load_format": "dummy", "skip_tokenizer_init": True,
+        **generation.vllm_kwargs,
     }  # fmt: skip
 
 
-def _cache_bytes(gigabytes: float | None, config: Mapping[str, Plain], blocks: int, element: int) -> int:
-    """Return the size in bytes of the KV cache: kv_cache_gb, or `blocks` KV-cache blocks with `element` bytes per
-    number, limited to half of the free memory."""
+def _cache_bytes(
+    gigabytes: float | None,
+    config: Mapping[str, Plain],
+    recurrent: ModelSizes | None,
+    rows: int,
+    longest: int,
+    element: int,
+) -> int:
+    """Return the size in bytes of the KV cache: kv_cache_gb, or what `rows` sequences of `longest` tokens need with
+    `element` bytes per number, limited to half of the free memory.
+
+    `recurrent`: the sizes of a model with recurrent layers. Each of these layers needs one block per sequence, and vLLM
+    makes all blocks large enough for a state."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     config = config.get("text_config") or config
     heads = config.get("num_attention_heads") or 1
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or (config.get("hidden_size") or 0) // heads
-    of_token = 2 * (config.get("num_hidden_layers") or 0) * kv_heads * head_dim * element
-    wanted = max((blocks + 1) * _BLOCK * of_token, _LEAST_CACHE)  # vLLM reserves one block
+    layers, states, tokens = config.get("num_hidden_layers") or 0, 0, _BLOCK
+    of_token = 2 * kv_heads * head_dim * element
+    if recurrent is not None:
+        states = len(recurrent.recurrent_layers)
+        tokens *= -(-recurrent.state_bytes(element) // (tokens * of_token))
+    of_sequence = (layers - states) * -(-longest // tokens) + states
+    wanted = max((rows * of_sequence + layers) * tokens * of_token, _LEAST_CACHE)  # vLLM reserves one block
     return max(min(wanted, available_bytes() // 2), 1)
 
 
@@ -467,6 +497,8 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
         raise refuse("which computes prompts in parts: on CPUs vLLM cannot do that with a seed")
     if facts["max_model_len"] < longest:
         raise refuse(f"whose sequences have at most {facts['max_model_len']} tokens: this run needs {longest}")
+    if facts["is_cpu"] and facts["dtype"] != "bfloat16" and _recurrent_sizes(policy, _model(policy)) is not None:
+        raise refuse(f"which computes in {facts['dtype']}: vLLM's recurrent layers on CPUs compute only in bfloat16")
     if facts["dtype"] != vllm.dtype_for(facts["dtype"]):
         raise refuse(
             f"which computes in {facts['dtype']}, while policy.generation.vllm_cfg.precision is {vllm.precision}"

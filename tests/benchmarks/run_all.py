@@ -45,6 +45,7 @@ RUNS = {
     "grpo_step": "grpo_step --steps 4 --rounds 3",
     "lm_head": "lm_head --repeats 3",
     "lora": "lora --rounds 9",
+    "adapters": "adapters",
     "refit": "refit --repeats 15",
     "refit_delta": "refit --changed 0.01 0.1 0.3",
     "ranks": "ranks",

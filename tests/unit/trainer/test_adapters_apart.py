@@ -175,7 +175,7 @@ def test_rslora_scales_the_adapter_by_alpha_over_the_square_root_of_the_rank():
 def sampled(runner, requests):
     """[(tokens, logprobs)] of requests that run in one batch; a request is (prompt, adapted)."""
     engine = C.ResidentEngine(
-        runner, max_batch_size=8, prefill_chunk_tokens=24, max_model_len=64, max_cache_bytes=1 << 24, token_bytes=[]
+        runner, max_batch_size=9, prefill_chunk_tokens=24, max_model_len=64, max_cache_bytes=1 << 24, token_bytes=[]
     )
     found = {}
     for prompt, adapted in requests:
@@ -199,9 +199,9 @@ def sampled(runner, requests):
 )
 def test_generation_with_several_lora_adapters_at_once_is_bit_identical_to_each_alone(dtype, packed, targets, changes):
     shared = base(dtype, **changes, vocab_size=64, hidden_size=64, intermediate_size=96)
-    models = [apart(dtype, targets[i % 2], seed=i, of=shared) for i in range(4)]
+    models = [apart(dtype, targets[i % 2], seed=i, of=shared) for i in range(8)]
     assert all(model.compute.data_ptr() == shared.compute.data_ptr() for model in models)
-    requests = [(list(range(1, 4 + 9 * i)), model) for i, model in enumerate([None, *models])]
+    requests = [(list(range(1, 4 + 5 * i)), model) for i, model in enumerate([None, *models])]
     together = sampled(C.NativeModelRunner(shared, packed_weights=packed), requests)
     for (prompt, adapted), found in zip(requests, together):
         own = C.NativeModelRunner(adapted or shared, packed_weights=packed)

@@ -19,7 +19,7 @@ at::ScalarType sums_of(const at::Tensor& x) { return x.scalar_type() == at::kDou
 
 }  // namespace
 
-/// The rows of W that follow dense(m), if W is quantised except for them; otherwise undefined.
+/// The rows of W that follow dense(m), if W is quantised and they have more bits; otherwise undefined.
 at::Tensor LayerWeights::rest(const MatrixRows& m) const {
   return m.field == &LayerParameters::qkv_weight ? tensors_.qkv_rest : at::Tensor();
 }
@@ -31,13 +31,17 @@ bool LayerWeights::is_adapted(const MatrixRows& m) const {
                              [&](const auto& rows) { return added_to(rows.adapters, layer_, m) != nullptr; });
 }
 
-/// y (+)= x · Wᵀ + bias, without adapters; a matrix with a rest has no bias.
+/// y (+)= x · Wᵀ + bias, without adapters.
 void LayerWeights::product(const MatrixRows& m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& y,
                            bool accumulate) const {
   const auto w = dense(m), after = rest(m);
   if (!after.defined()) return ops::linear_forward(x, w, if_defined(bias), y, accumulate, context_.packed);
-  ops::linear_forward(x, w, {}, y.narrow(1, 0, w.size(0)), accumulate);
-  ops::linear_forward(x, after, {}, y.narrow(1, w.size(0), after.size(0)), accumulate);
+  const auto part = [&](const at::Tensor& rows, std::int64_t begin) {
+    const auto own = bias.defined() ? bias.narrow(0, begin, rows.size(0)) : bias;
+    ops::linear_forward(x, rows, if_defined(own), y.narrow(1, begin, rows.size(0)), accumulate);
+  };
+  part(w, 0);
+  part(after, w.size(0));
 }
 
 void LayerWeights::forward(MatrixRows m, const at::Tensor& x, const at::Tensor& bias, const at::Tensor& y,

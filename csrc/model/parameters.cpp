@@ -90,7 +90,8 @@ bool lies_outside(const ModelConfig& c, const LayerTensor& tensor) {
   constexpr std::array kFields{&P::qkv_weight,     &P::q_b_weight,  &P::kv_b_weight,     &P::o_weight,
                                &P::gate_up_weight, &P::down_weight, &P::experts_gate_up, &P::experts_down,
                                &P::shared_gate_up, &P::shared_down};
-  return tensor.is_buffer || (c.quantization && std::ranges::find(kFields, tensor.field) != kFields.end());
+  const bool is_quantised = tensor.in_8_bits || std::ranges::find(kFields, tensor.field) != kFields.end();
+  return tensor.is_buffer || (c.quantization && is_quantised);
 }
 
 namespace {
@@ -100,8 +101,10 @@ std::vector<LayerTensor> stored_tensors(const ModelConfig& c, std::int64_t l) {
   std::vector<LayerTensor> all;
   for (auto& tensor : layer_tensors(c, l)) {
     auto& parts = tensor.parts;
-    const auto first = parts.end() - (c.quantization ? tensor.unquantised : 0);
+    const bool has_rest = c.quantization && !(tensor.in_8_bits && c.quantization == kernels::BlockFormat::q8_0);
+    const auto first = parts.end() - (has_rest ? tensor.rest : 0);
     LayerTensor rest{&LayerParameters::qkv_rest, std::vector<LayerTensor::Part>(first, parts.end()), tensor.columns};
+    rest.in_8_bits = tensor.in_8_bits;
     parts.erase(first, parts.end());
     all.push_back(std::move(tensor));
     if (!rest.parts.empty()) all.push_back(std::move(rest));
@@ -293,7 +296,9 @@ void DecoderParameters::add_blocks(const ModelConfig& c) {
     for (std::int64_t l = 0; l < c.num_layers(); ++l)
       for (const auto& tensor : stored_tensors(c, l)) {
         if (!lies_outside(c, tensor) || tensor.is_buffer) continue;
-        add(layers[static_cast<std::size_t>(l)].*tensor.field, *c.quantization, rows_of(tensor), tensor.columns);
+        const bool is_rest = tensor.field == &LayerParameters::qkv_rest;
+        add(layers[static_cast<std::size_t>(l)].*tensor.field, is_rest ? kernels::BlockFormat::q8_0 : *c.quantization,
+            rows_of(tensor), tensor.columns);
       }
     return end;
   };

@@ -29,7 +29,7 @@ struct ParameterSpec {
 struct LayerParameters {
   at::Tensor norm_before_attention;  ///< [D]
   at::Tensor qkv_weight;             ///< [(N+2K)·H, D]
-  at::Tensor qkv_rest;               ///< its last rows, if it is quantised and they are not (LayerTensor::unquantised)
+  at::Tensor qkv_rest;               ///< its last rows, if a quantised model has them in more bits (LayerTensor::rest)
   at::Tensor qkv_bias;               ///< [(N+2K)·H]
   at::Tensor q_norm, k_norm;         ///< [H] each, or [N·H] and [K·H], or of the latents (LatentConfig)
   at::Tensor q_b_weight;             ///< [N·H, query_rank] of latent attention, whose first products are qkv_weight
@@ -94,8 +94,8 @@ struct LayerTensor {
   std::string experts_module;  ///< of experts' matrices: the module of all their adapters; empty: each part has its own
   bool is_depthwise = false;   ///< [rows, 1, columns] in the checkpoint: a depthwise convolution
   bool is_buffer = false;      ///< a vector that is not trained, in A
-  std::int64_t unquantised =
-      0;  ///< last parts of qkv_weight that a quantised model has in the compute type, in qkv_rest
+  std::int64_t rest = 0;       ///< last parts of qkv_weight that a quantised model has in qkv_rest, in the compute type
+  bool in_8_bits = false;      ///< or in q8_0, and only in a model of 4 bits
 };
 /// Whether the tensor lies outside the flat buffer: a quantised matrix (ModelConfig::quantization) or a buffer.
 bool lies_outside(const ModelConfig& config, const LayerTensor& tensor);

@@ -30,7 +30,7 @@ std::vector<LayerTensor> RecurrentMixer::tensors() const {
                           {"linear_attn.in_proj_b.weight", U},
                           {"linear_attn.in_proj_a.weight", U}},
                          hidden_};
-  projection.unquantised = 2;  // the gates: small matrices, whose errors would accumulate in the state
+  projection.rest = 2;  // the gates: small matrices, whose errors would accumulate in the state
   return {projection,
           conv,
           {&P::A_log, {{"linear_attn.A_log", U}}},

@@ -236,14 +236,13 @@ def _resting(
     moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes
     weights = float(parameters * width)
     if model.quantization and model.backend != "hf":
-        quantised = sizes.quantised_parameters
+        quantised, values = sizes.quantised_parameters, sizes.value_parameters
         tables = 0 if model.quantization == "nf4" else sizes.embedding_parameters  # in q8_0
         if parameters < sizes.parameters and tables and not sizes.tie_word_embeddings:  # a critic has no LM head
             tables //= 2
         others = parameters - quantised - tables
-        weights = (quantised * _BLOCK_BYTES[model.quantization] + tables * _BLOCK_BYTES["q8_0"]) / 32 + others * _width(
-            model
-        )
+        blocks = (quantised - values) * _BLOCK_BYTES[model.quantization] + (tables + values) * _BLOCK_BYTES["q8_0"]
+        weights = blocks / 32 + others * _width(model)
     return ((f"{name} weights", weights), *masters, (f"{name} optimizer", moments))
 
 

@@ -193,6 +193,12 @@ class ModelSizes:
         return self.parameters - self.embedding_parameters - norms - gates
 
     @property
+    def value_parameters(self) -> int:
+        """Return the number of weights in the matrices that a model in 4 bits stores in q8_0: `v_proj`."""
+        has_values = not self.fused_tensors and not self.kv_lora_rank
+        return has_values * self.attention_layers * self.hidden_size * self.num_key_value_heads * self.head_dim
+
+    @property
     def attention_layers(self) -> int:
         """Return the number of layers with attention."""
         return self.num_hidden_layers - len(self.recurrent_layers) - len(self.mlp_layers)

@@ -33,6 +33,12 @@ SHAPES["quantised_experts"] = LORA | {
     "policy__dtensor_cfg__lora_cfg__target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "shape": SHAPES["experts"]["shape"] | {"num_hidden_layers": 8, "num_experts": 16},
 }  # fmt: skip
+SHAPES["adapted_experts"] = LORA | {
+    "policy__dtensor_cfg__lora_cfg__match_all_linear": False,
+    "policy__dtensor_cfg__lora_cfg__target_modules": ["*proj*", "*.experts"],
+    "shape": SHAPES["experts"]["shape"] | {"num_hidden_layers": 6},
+}
+SHAPES["adapted_experts_apart"] = SHAPES["adapted_experts"] | {"policy__dtensor_cfg__lora_cfg__merge": False}
 SHAPES["nf4"] = SHAPES["quantised"] | {"policy__quantization": "nf4"}
 
 

@@ -15,17 +15,16 @@ namespace {
 
 using namespace nemo_rl::generation;
 
-/// Lets a Python class be the model behind an engine.
+/// Lets a Python class be the model behind an engine. Its layers see all tokens: it has one pool of cache blocks.
 class PyModelRunner : public ModelRunner {
  public:
   using ModelRunner::ModelRunner;
   std::int64_t vocab_size() const override { PYBIND11_OVERRIDE_PURE(std::int64_t, ModelRunner, vocab_size, ); }
   std::int64_t block_size() const override { PYBIND11_OVERRIDE_PURE(std::int64_t, ModelRunner, block_size, ); }
-  std::int64_t bytes_per_block() const override {
-    PYBIND11_OVERRIDE_PURE(std::int64_t, ModelRunner, bytes_per_block, );
-  }
-  void allocate_cache(std::int64_t num_blocks) override {
-    PYBIND11_OVERRIDE_PURE(void, ModelRunner, allocate_cache, num_blocks);
+  std::int64_t bytes_per_block() const { PYBIND11_OVERRIDE_PURE(std::int64_t, ModelRunner, bytes_per_block, ); }
+  std::vector<CachePool> cache_pools() const override { return {{0, bytes_per_block()}}; }
+  void allocate_cache(const std::vector<std::int64_t>& num_blocks) override {
+    PYBIND11_OVERRIDE_PURE(void, ModelRunner, allocate_cache, num_blocks.front());
   }
   void release_cache() override { PYBIND11_OVERRIDE_PURE(void, ModelRunner, release_cache, ); }
   at::Tensor forward(const ForwardBatch& batch) override {
@@ -225,7 +224,7 @@ void bind_model_runner(py::module_& m) {
       .def_readonly("query_start", &SequenceSlice::query_start)
       .def_readonly("query_length", &SequenceSlice::query_length)
       .def_readonly("context_length", &SequenceSlice::context_length)
-      .def_readonly("block_table", &SequenceSlice::block_table);
+      .def_property_readonly("block_table", [](const SequenceSlice& s) { return s.block_tables.front(); });
   py::class_<BlockCopy>(m, "BlockCopy")
       .def_readonly("source", &BlockCopy::from)
       .def_readonly("target", &BlockCopy::to)
@@ -240,8 +239,8 @@ void bind_model_runner(py::module_& m) {
       .def(py::init<>())
       .def("vocab_size", &ModelRunner::vocab_size)
       .def("block_size", &ModelRunner::block_size)
-      .def("bytes_per_block", &ModelRunner::bytes_per_block)
-      .def("allocate_cache", &ModelRunner::allocate_cache, py::arg("num_blocks"), release_gil())
+      .def("longest_sequence", &longest_sequence, py::arg("prefill_chunk_tokens"), py::arg("max_cache_bytes"),
+           "See csrc/generation/cache_size.h")
       .def("release_cache", &ModelRunner::release_cache, release_gil())
       .def("keep_activations", &ModelRunner::keep_activations, py::arg("keep"))
       .def("forward", &ModelRunner::forward, py::arg("batch"), release_gil());

@@ -1,5 +1,5 @@
-// Tracks which sequences and prompts hold each KV-cache block. Blocks are reference-counted, so that the generations of
-// one prompt can share them. No tensor is touched here.
+// Tracks which sequences and prompts hold each KV-cache block of a pool. Blocks are reference-counted, so that the
+// generations of one prompt can share them. No tensor is touched here.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -8,13 +8,12 @@
 
 namespace nemo_rl::generation {
 
-/// The KV-cache blocks of a sequence: entry i holds the positions [i * block_size, (i + 1) * block_size).
-using BlockTable = std::vector<std::int32_t>;
-
 class BlockManager {
  public:
-  BlockManager(std::int64_t num_blocks, std::int64_t block_size);
+  /// `window`: as in CachePool.
+  BlockManager(std::int64_t num_blocks, std::int64_t block_size, std::int64_t window = 0);
 
+  std::int64_t window() const { return window_; }
   std::int64_t num_blocks() const { return static_cast<std::int64_t>(references_.size()); }
   std::int64_t num_free() const { return static_cast<std::int64_t>(free_.size()); }
   std::int64_t num_used() const { return num_blocks() - num_free(); }
@@ -31,13 +30,16 @@ class BlockManager {
   /// copied: the copy is appended to `copies`, and needs a free block.
   BlockTable fork(const BlockTable& from, std::int64_t tokens, std::vector<BlockCopy>& copies);
 
+  /// Drops the table's references to the blocks that no token from position `cached` on reads.
+  void release_unread(BlockTable& table, std::int64_t cached);
   /// Drops the table's references to its blocks and empties it.
   void release(BlockTable& table);
 
  private:
   std::int32_t take();
+  void drop(std::int32_t block);
 
-  std::int64_t block_size_;
+  std::int64_t block_size_, window_;
   std::vector<std::int32_t> references_;
   std::vector<std::int32_t> free_;  // the block freed last is used first: it is likely in the CPU's cache
 };

@@ -22,7 +22,7 @@ Engine::Engine(std::shared_ptr<ModelRunner> runner, EngineConfig config, std::sh
   NRL_CHECK_ARG(runner_ != nullptr, "an engine needs a model runner");
   NRL_CHECK_ARG(config.max_model_len >= 0, "max_model_len = ", config.max_model_len,
                 ": expected a length, or 0 for no limit");
-  const Scheduler checks_its_config(config.scheduler, 0, 1);
+  const Scheduler checks_its_config(config.scheduler, {{}}, 1);
   set_max_cache_bytes(config.max_cache_bytes);
   set_token_bytes(std::move(token_bytes_));
 }
@@ -142,7 +142,8 @@ void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const st
   const bool for_all = pause.after_tokens > 0 && pause.keep_cache;
   prepare_cache(for_all);
   prepare_states(for_all);
-  scheduler_ = std::make_unique<Scheduler>(config_.scheduler, cache_blocks_, runner_->block_size(), states_);
+  scheduler_ = std::make_unique<Scheduler>(config_.scheduler, pool_sizes(*runner_, cache_blocks_),
+                                           runner_->block_size(), states_);
   if (pause.after_tokens > 0) scheduler_->pause_after(pause.after_tokens, pause.keep_cache);
   for (auto& group : groups_) {
     scheduler_->add(group.get());
@@ -151,35 +152,60 @@ void Engine::add(const std::vector<std::vector<std::int64_t>>& prompts, const st
   }
 }
 
+/// The blocks that these requests use of a pool if `slots` of them run at once.
+PoolNeed Engine::need_of(const CachePool& pool, std::int64_t slots) const {
+  const std::int64_t block = runner_->block_size(), chunk = config_.scheduler.prefill_chunk_tokens;
+  const auto most = [&](std::int64_t tokens, std::int64_t at_once) {
+    return most_blocks(pool.window, block, tokens, at_once);
+  };
+  std::vector<std::int64_t> own, shared;
+  std::int64_t least = 0, chunks = 0;
+  for (const auto& group : groups_) {
+    if (group->pending.empty()) continue;
+    const std::int64_t P = group->length();
+    std::int64_t of_prompt = most(P, 1);
+    for (const Sequence* s : group->pending) {
+      const std::int64_t held = most(s->max_length, 1);
+      const std::int64_t after = std::min((s->max_length + block - 1) / block - P / block, held);
+      own.push_back(after + 1);  // and one in reserve
+      // a response without others takes over the blocks of its prompt
+      if (group->pending.size() == 1) of_prompt = std::min(of_prompt, held - after);
+      least = std::max(least, Scheduler::blocks_needed(config_.scheduler, pool.window, block, P, s->max_length));
+      chunks = std::max(chunks, most(s->max_length, chunk) - held);
+    }
+    shared.push_back(of_prompt);
+  }
+  return {pool, least, std::max(least, sum_of_largest(own, slots) + sum_of_largest(shared, slots) + chunks)};
+}
+
 /// As many blocks as these requests can use at once, within max_cache_bytes; a larger cache is kept as it is.
 /// `for_all`: as many as all requests fill, since a preemption would compute keys and values that are to be kept again.
 void Engine::prepare_cache(bool for_all) {
-  const std::int64_t block = runner_->block_size();
   const std::int64_t slots = for_all ? static_cast<std::int64_t>(sequences_.size()) : config_.scheduler.max_batch_size;
-  const std::int64_t limit = config_.max_cache_bytes / std::max<std::int64_t>(runner_->bytes_per_block(), 1);
-  std::vector<std::int64_t> own, shared;
-  std::int64_t least = 0;
-  for (const auto& group : groups_) {
-    if (group->pending.empty()) continue;
-    shared.push_back((group->length() + block - 1) / block);
-    for (const Sequence* s : group->pending) {
-      own.push_back((s->max_length + block - 1) / block - group->length() / block + 1);  // and one in reserve
-      least = std::max(least, Scheduler::blocks_needed(group->length(), s->max_length, block));
-    }
+  std::vector<PoolNeed> needs;
+  for (const CachePool& pool : runner_->cache_pools()) needs.push_back(need_of(pool, slots));
+  cache_blocks_.resize(needs.size(), 0);
+  auto with_held = needs;
+  for (std::size_t p = 0; p < needs.size(); ++p) with_held[p].useful = std::max(with_held[p].useful, cache_blocks_[p]);
+  const auto wanted = divide_cache(with_held, config_.max_cache_bytes);
+  bool grows = false, fits = true, fits_all = true;
+  for (std::size_t p = 0; p < needs.size(); ++p) grows = grows || wanted[p] > cache_blocks_[p];
+  for (std::size_t p = 0; p < needs.size(); ++p) {
+    const std::int64_t blocks = grows ? wanted[p] : cache_blocks_[p];
+    fits = fits && needs[p].least <= blocks;
+    fits_all = fits_all && needs[p].useful <= blocks;
   }
-  const std::int64_t useful = std::max(least, sum_of_largest(own, slots) + sum_of_largest(shared, slots));
-  const std::int64_t wanted = std::min(useful, limit);
-  NRL_CHECK_ARG(least <= std::max(wanted, cache_blocks_), "the longest sequence needs ", least, " cache blocks of ",
-                block, " tokens (", static_cast<double>(least * runner_->bytes_per_block()) / (1 << 30),
-                " GiB), but the cache may hold ", limit,
+  NRL_CHECK_ARG(fits, "the longest sequence needs ", least_blocks(needs), " cache blocks of ", runner_->block_size(),
+                " tokens (", static_cast<double>(least_bytes(needs)) / (1 << 30), " GiB), but the cache may hold ",
+                blocks_within(needs, config_.max_cache_bytes),
                 ": raise policy.generation.kv_cache_gb or lower max_new_tokens");
-  NRL_CHECK_ARG(!for_all || useful <= std::max(wanted, cache_blocks_), "the keys and values of ", sequences_.size(),
+  NRL_CHECK_ARG(!for_all || fits_all, "the keys and values of ", sequences_.size(),
                 " generations are to be kept over a change of the weights, which needs ",
-                static_cast<double>(useful * runner_->bytes_per_block()) / 1e9, " GB, but the cache may hold ",
-                static_cast<double>(limit * runner_->bytes_per_block()) / 1e9,
+                static_cast<double>(useful_bytes(needs)) / 1e9, " GB, but the cache may hold ",
+                static_cast<double>(config_.max_cache_bytes) / 1e9,
                 " GB: raise policy.generation.kv_cache_gb, or set recompute_kv_cache_after_weight_updates=true");
-  if (wanted <= cache_blocks_) return;
-  cache_blocks_ = 0;
+  if (!grows) return;
+  cache_blocks_.clear();
   runner_->allocate_cache(wanted);
   cache_blocks_ = wanted;
 }
@@ -200,7 +226,8 @@ void Engine::release_cache() {
   if (paused_) give_up();
   NRL_CHECK(!busy_, "release_cache() was called while generate() runs");
   runner_->release_cache();
-  cache_blocks_ = states_ = 0;
+  cache_blocks_.clear();
+  states_ = 0;
 }
 
 }  // namespace nemo_rl::generation

@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
+#include "generation/cache_size.h"
 #include "generation/engine_step.h"
 
 namespace nemo_rl::generation {
@@ -77,7 +79,10 @@ class Engine {
 
   /// Frees the cache; the next generate() allocates it again. A paused call is dropped.
   void release_cache();
-  std::int64_t cache_blocks() const { return cache_blocks_; }
+  /// The number of blocks in the cache, of all pools.
+  std::int64_t cache_blocks() const {
+    return std::accumulate(cache_blocks_.begin(), cache_blocks_.end(), std::int64_t{0});
+  }
   /// Sets the limit for the next generate(). A cache that is already larger is kept.
   void set_max_cache_bytes(std::int64_t bytes);
   /// Sets the token bytes. They are read only if a request has stop strings, so they may be set late.
@@ -91,6 +96,7 @@ class Engine {
   void add(const std::vector<std::vector<std::int64_t>>& prompts, const std::vector<Request>& requests,
            const Pause& pause);
   void check(const std::vector<std::vector<std::int64_t>>& prompts, const Request& request) const;
+  PoolNeed need_of(const CachePool& pool, std::int64_t slots) const;
   void prepare_cache(bool for_all);
   void prepare_states(bool for_all);
   std::vector<Generation> run(const std::function<bool()>& interrupted, const Finished& finished);
@@ -100,7 +106,8 @@ class Engine {
   std::shared_ptr<ModelRunner> runner_;
   EngineConfig config_;
   std::shared_ptr<const TokenBytes> token_bytes_;
-  std::int64_t cache_blocks_ = 0, states_ = 0;
+  std::vector<std::int64_t> cache_blocks_;  // of each pool
+  std::int64_t states_ = 0;
   bool busy_ = false;
   EngineMetrics metrics_;
   bool paused_ = false;

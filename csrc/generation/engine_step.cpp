@@ -59,6 +59,7 @@ std::vector<const Sequence*> run_step(ModelRunner& runner, Scheduler& scheduler,
                                       bool with_entropy, EngineMetrics& metrics, const Drawn& drawn) {
   const std::int64_t preempted = scheduler.preemptions();
   const StepPlan plan = scheduler.schedule();
+  metrics.peak_blocks = std::max(metrics.peak_blocks, scheduler.blocks().num_used());
   auto start = std::chrono::steady_clock::now();
   const at::Tensor logits = runner.forward(plan.batch);
   metrics.forward_seconds += seconds_since(start);
@@ -97,7 +98,6 @@ std::vector<const Sequence*> run_step(ModelRunner& runner, Scheduler& scheduler,
   metrics.prefill_tokens += plan.prefill_tokens;
   metrics.decode_tokens += plan.decode_tokens;
   metrics.sequence_steps += scheduler.num_running();
-  metrics.peak_blocks = std::max(metrics.peak_blocks, scheduler.blocks().num_used());
   metrics.preemptions += scheduler.preemptions() - preempted;
   scheduler.retire_finished();
   return finished;

@@ -10,7 +10,7 @@ void KeptRows::begin(std::int64_t num_blocks) {
 
 const std::vector<KeptRows::Node>& KeptRows::plan(const ForwardBatch& batch, KeptActivations& kept) {
   for (const auto& copy : batch.copies)
-    for (std::int64_t i = 0; i < copy.length; ++i)
+    for (std::int64_t i = 0; copy.pool == 0 && i < copy.length; ++i)
       nodes_[static_cast<std::size_t>(copy.to * block_size_ + i)] =
           nodes_[static_cast<std::size_t>(copy.from * block_size_ + i)];
   put_.assign(batch.token_ids.size(), KeptActivations::kNone);

@@ -8,7 +8,8 @@
 
 namespace nemo_rl::generation {
 
-/// Tracks the kept node of every token in the KV cache. A new token's node becomes a child of the node of the token
+/// Tracks the kept node of every token in the first pool of the KV cache, which holds the last token of every sequence
+/// even behind a window. A new token's node becomes a child of the node of the token
 /// before it. If memory runs out, the last sequence of the step is dropped, so that the sequences before it are kept
 /// completely.
 class KeptRows {
@@ -23,7 +24,7 @@ class KeptRows {
 
  private:
   Node& at(const SequenceSlice& slice, std::int64_t position) {
-    const auto block = static_cast<std::int64_t>(slice.block_table[static_cast<std::size_t>(position / block_size_)]);
+    const std::int64_t block = slice.block_tables.front()[static_cast<std::size_t>(position / block_size_)];
     return nodes_[static_cast<std::size_t>(block * block_size_ + position % block_size_)];
   }
   Node last(const SequenceSlice& slice) {

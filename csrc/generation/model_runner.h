@@ -14,22 +14,38 @@ class DecoderModel;
 
 namespace nemo_rl::generation {
 
+/// The KV-cache blocks of a sequence in one pool: entry i holds the positions [i * block_size, (i + 1) * block_size).
+/// It is kNoBlock once no later token reads these positions.
+using BlockTable = std::vector<std::int32_t>;
+inline constexpr std::int32_t kNoBlock = -1;
+
+/// A table for each pool; empty: no blocks are held.
+using BlockTables = std::vector<BlockTable>;
+
+/// The KV cache of all layers with one attention window. Its blocks are numbered from 0.
+struct CachePool {
+  std::int64_t window = 0;           ///< tokens that attention reads at most, its own included; 0: all
+  std::int64_t bytes_per_block = 0;  ///< of these layers, keys and values
+};
+
 /// The new tokens of one sequence in this step. The keys and values of its earlier positions are in the cache blocks of
-/// `block_table`; the forward pass writes those of the new tokens there.
+/// `block_tables`; the forward pass writes those of the new tokens there.
 struct SequenceSlice {
-  std::int64_t query_start = 0;           ///< first row in ForwardBatch::token_ids
-  std::int64_t query_length = 0;          ///< new tokens: many in prefill, one in decode
-  std::int64_t context_length = 0;        ///< tokens already in the cache = absolute position of the first new token
-  std::vector<std::int32_t> block_table;  ///< cache block of absolute positions [i*block_size, (i+1)*block_size)
-  std::int64_t state = -1;                ///< slot of its recurrent layers' states; -1: the model has none
+  std::int64_t query_start = 0;     ///< first row in ForwardBatch::token_ids
+  std::int64_t query_length = 0;    ///< new tokens: many in prefill, one in decode
+  std::int64_t context_length = 0;  ///< tokens already in the cache = absolute position of the first new token
+  BlockTables block_tables;
+  std::int64_t state = -1;                       ///< slot of its recurrent layers' states; -1: the model has none
   const model::DecoderModel* adapted = nullptr;  ///< as PromptGroup::adapted
 };
 
-/// Copy the first `length` positions of cache block `from` into `to` (copy-on-write of a shared prompt's last block).
+/// Copy the first `length` positions of cache block `from` of a pool into `to` (copy-on-write of a shared prompt's last
+/// block).
 struct BlockCopy {
   std::int32_t from = 0;
   std::int32_t to = 0;
   std::int32_t length = 0;
+  std::int32_t pool = 0;
 };
 
 /// Copy all layers' states of slot `from` into slot `to`.
@@ -54,10 +70,11 @@ class ModelRunner {
   virtual std::int64_t vocab_size() const = 0;
   /// The number of vocabulary entries that the log-softmax sums as one block (kernels/sampling.h).
   virtual std::int64_t vocab_block() const { return kernels::kVocabBlock; }
-  virtual std::int64_t block_size() const = 0;       ///< positions in one cache block
-  virtual std::int64_t bytes_per_block() const = 0;  ///< of all layers, keys and values
-  /// (Re)allocates cache storage for `num_blocks` blocks; contents are undefined afterwards.
-  virtual void allocate_cache(std::int64_t num_blocks) = 0;
+  virtual std::int64_t block_size() const = 0;  ///< positions in one cache block
+  /// One pool for each attention window among the layers.
+  virtual std::vector<CachePool> cache_pools() const = 0;
+  /// (Re)allocates cache storage for num_blocks[p] blocks of pool p; contents are undefined afterwards.
+  virtual void allocate_cache(const std::vector<std::int64_t>& num_blocks) = 0;
   /// Whether the model has recurrent states. allocate_states() allocates the number that may be in use at once.
   virtual bool has_states() const { return false; }
   virtual void allocate_states(std::int64_t) {}

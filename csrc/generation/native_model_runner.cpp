@@ -1,6 +1,7 @@
 #include "generation/native_model_runner.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 
 #include "common/check.h"
@@ -55,34 +56,47 @@ NativeModelRunner::NativeModelRunner(std::shared_ptr<model::DecoderModel> model,
     : model_(std::move(model)),
       vocab_(model_->config(), model_->peers()),
       workspace_(model_->device()),
-      step_(model_->decoder().attention_heads(0), model_->device()),
       recorded_(std::move(recorder)),
       pack_after_(pack_after),
       kept_rows_(ops::kKeyTile) {
   NRL_CHECK_ARG(!model_->config().value_head, "a value model has no vocabulary to generate from");
   NRL_CHECK_ARG(model_->decoder().compute_dtype() != at::kDouble,
                 "generation samples from float32 logits: use float32 or bfloat16");
+  const auto& c = model_->config();
+  const std::int64_t layer_bytes = 2 * c.num_kv_heads * c.head_dim * ops::kKeyTile *
+                                   static_cast<std::int64_t>(c10::elementSize(model_->decoder().compute_dtype()));
+  std::map<std::int64_t, std::int64_t> bytes;  // window -> bytes of a block
+  for (const auto& layer : c.layers)
+    if (layer.has_attention()) bytes[layer.window] += layer_bytes;
+  if (bytes.empty()) bytes[0] = 0;
+  for (const auto& [window, of_block] : bytes) {
+    pools_.push_back({window, of_block});
+    auto heads = model_->decoder().attention_heads(0);
+    heads.window = window;
+    steps_.emplace_back(heads, model_->device());
+  }
 }
 
 std::int64_t NativeModelRunner::vocab_size() const { return model_->config().vocab_size; }
 std::int64_t NativeModelRunner::block_size() const { return ops::kKeyTile; }
 
-std::int64_t NativeModelRunner::bytes_per_block() const {
-  const auto& c = model_->config();
-  const auto layers = std::ranges::count_if(c.layers, &model::LayerConfig::has_attention);
-  return 2 * layers * c.num_kv_heads * c.head_dim * ops::kKeyTile *
-         static_cast<std::int64_t>(c10::elementSize(model_->decoder().compute_dtype()));
+/// The pool of a layer with attention.
+std::size_t NativeModelRunner::pool_of(std::size_t layer) const {
+  const std::int64_t window = model_->config().layers[layer].window;
+  return static_cast<std::size_t>(std::ranges::find(pools_, window, &CachePool::window) - pools_.begin());
 }
 
-void NativeModelRunner::allocate_cache(std::int64_t num_blocks) {
+void NativeModelRunner::allocate_cache(const std::vector<std::int64_t>& num_blocks) {
   recorded_.clear();
   cache_.clear();
-  for (const auto& layer : model_->config().layers)
-    cache_.push_back(layer.has_attention() ? ops::kv_cache_allocate(num_blocks, step_.heads(),
-                                                                    model_->decoder().compute_dtype(), model_->device())
-                                           : at::Tensor());
+  const auto& layers = model_->config().layers;
+  for (std::size_t i = 0; i < layers.size(); ++i)
+    cache_.push_back(layers[i].has_attention()
+                         ? ops::kv_cache_allocate(num_blocks[pool_of(i)], steps_.front().heads(),
+                                                  model_->decoder().compute_dtype(), model_->device())
+                         : at::Tensor());
   num_blocks_ = num_blocks;
-  kept_rows_.begin(num_blocks);
+  kept_rows_.begin(num_blocks.front());
 }
 
 void NativeModelRunner::check_adapted(const model::DecoderModel* adapted) const {
@@ -118,8 +132,9 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   NRL_CHECK(!cache_.empty(), "forward before allocate_cache");
   ops::check_token_ids(batch.token_ids, vocab_size(), "forward");
   for (const auto& copy : batch.copies)
-    for (auto& layer : cache_)
-      if (layer.defined()) ops::kv_cache_copy(layer, copy.from, copy.to, copy.length);
+    for (std::size_t i = 0; i < cache_.size(); ++i)
+      if (cache_[i].defined() && pool_of(i) == static_cast<std::size_t>(copy.pool))
+        ops::kv_cache_copy(cache_[i], copy.from, copy.to, copy.length);
   for (const auto& copy : batch.state_copies)
     for (const auto& layer : states_)
       if (layer.state.defined()) {
@@ -134,12 +149,8 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   const bool recorded =
       recorded_.enabled() && is_decode(batch) && adapters.empty() && !model_->config().has_experts() && !has_states();
   const std::int64_t rows = recorded ? recorded_rows(T) : T;
-  std::vector<ops::PagedSlice> slices;
-  for (const auto& s : batch.slices)
-    slices.push_back({s.query_start, s.query_length, s.context_length, s.block_table.data(),
-                      static_cast<std::int64_t>(s.block_table.size())});
-  step_.set(std::move(slices), batch.token_ids, rows, num_blocks_);
-  model_->decoder().reserve_positions(step_.num_positions());
+  set_steps(batch, rows);
+  model_->decoder().reserve_positions(steps_.front().num_positions());
   if (!recorded) {
     const auto* const packed = model_->packed_for(T, pack_after_);
     const auto before = history(batch);
@@ -161,11 +172,23 @@ at::Tensor NativeModelRunner::forward(const ForwardBatch& batch) {
   return logits(rows).narrow(0, 0, T);
 }
 
+void NativeModelRunner::set_steps(const ForwardBatch& batch, std::int64_t rows) {
+  for (std::size_t p = 0; p < pools_.size(); ++p) {
+    std::vector<ops::PagedSlice> slices;
+    for (const auto& s : batch.slices) {
+      const BlockTable& table = s.block_tables[p];
+      slices.push_back(
+          {s.query_start, s.query_length, s.context_length, table.data(), static_cast<std::int64_t>(table.size())});
+    }
+    steps_[p].set(std::move(slices), batch.token_ids, rows, num_blocks_[p]);
+  }
+}
+
 model::History NativeModelRunner::history(const ForwardBatch& batch) {
   model::History history;
   history.attention = [this](std::int64_t layer, const at::Tensor& qkv, at::Tensor& out, at::Tensor& lse) {
-    ops::attention_paged(qkv, step_, model_->decoder().attention_heads(layer), cache_[static_cast<std::size_t>(layer)],
-                         out, lse);
+    const auto i = static_cast<std::size_t>(layer);
+    ops::attention_paged(qkv, steps_[pool_of(i)], model_->decoder().attention_heads(layer), cache_[i], out, lse);
   };
   if (!has_states()) return history;
   for (const auto& s : batch.slices)
@@ -175,12 +198,12 @@ model::History NativeModelRunner::history(const ForwardBatch& batch) {
   return history;
 }
 
-/// Computes the step: the logits of `rows`. Reads nothing that belongs to one batch but what lies in step_.
+/// Computes the step: the logits of `rows`. Reads nothing that belongs to one batch but what lies in steps_.
 void NativeModelRunner::run(std::span<const std::int64_t> rows, const model::History& history,
                             const ops::PackedWeights* packed, model::RowAdapters adapters) {
-  model::NothingKept nothing(model_->decoder(), step_.token_ids().numel(), workspace_);
-  finish(model_->decoder().forward(step_.token_ids(), step_.positions(), history, rows, nothing, workspace_, packed,
-                                   adapters),
+  model::NothingKept nothing(model_->decoder(), steps_.front().token_ids().numel(), workspace_);
+  finish(model_->decoder().forward(steps_.front().token_ids(), steps_.front().positions(), history, rows, nothing,
+                                   workspace_, packed, adapters),
          packed);
 }
 
@@ -191,8 +214,8 @@ void NativeModelRunner::run_keeping(const ForwardBatch& batch, const model::Hist
   try {
     const auto& nodes = kept_rows_.plan(batch, kept);
     model::KeptSink sink(model_->decoder(), kept, nodes, workspace_);
-    finish(model_->decoder().forward(step_.token_ids(), step_.positions(), history, batch.logits_rows, sink, workspace_,
-                                     packed),
+    finish(model_->decoder().forward(steps_.front().token_ids(), steps_.front().positions(), history, batch.logits_rows,
+                                     sink, workspace_, packed),
            packed);
   } catch (...) {
     kept.clear();  // rows were promised that are not there
@@ -226,7 +249,8 @@ at::Tensor NativeModelRunner::logits(std::int64_t rows) {
 std::vector<const void*> NativeModelRunner::places() const {
   auto all = workspace_.places();
   for (const auto& layer : cache_) all.push_back(layer.const_data_ptr());
-  all.insert(all.end(), {step_.place(), model_->decoder().rope_place(), model_->compute().const_data_ptr(),
+  for (const auto& step : steps_) all.push_back(step.place());
+  all.insert(all.end(), {model_->decoder().rope_place(), model_->compute().const_data_ptr(),
                          model_->decoder().parameters().lm_head.const_data_ptr()});
   return all;
 }

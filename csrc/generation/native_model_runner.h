@@ -29,8 +29,8 @@ class NativeModelRunner : public ModelRunner {
   std::int64_t vocab_size() const override;
   std::int64_t vocab_block() const override { return model_->config().vocab_block(); }
   std::int64_t block_size() const override;
-  std::int64_t bytes_per_block() const override;
-  void allocate_cache(std::int64_t num_blocks) override;
+  std::vector<CachePool> cache_pools() const override { return pools_; }
+  void allocate_cache(const std::vector<std::int64_t>& num_blocks) override;
   bool has_states() const override { return model_->config().has_recurrent(); }
   void allocate_states(std::int64_t count) override;
   void release_cache() override;
@@ -41,6 +41,8 @@ class NativeModelRunner : public ModelRunner {
 
  private:
   model::History history(const ForwardBatch& batch);
+  std::size_t pool_of(std::size_t layer) const;
+  void set_steps(const ForwardBatch& batch, std::int64_t rows);
   void run(std::span<const std::int64_t> rows, const model::History& history, const ops::PackedWeights* packed,
            model::RowAdapters adapters = {});
   void run_keeping(const ForwardBatch& batch, const model::History& history, const ops::PackedWeights* packed);
@@ -50,11 +52,12 @@ class NativeModelRunner : public ModelRunner {
 
   std::shared_ptr<model::DecoderModel> model_;
   model::VocabSlice vocab_;
+  std::vector<CachePool> pools_;   ///< by ascending window
   std::vector<at::Tensor> cache_;  ///< of each layer with attention
-  std::int64_t num_blocks_ = 0;
+  std::vector<std::int64_t> num_blocks_;
   std::vector<model::RecurrentState> states_;  ///< of each layer, undefined without recurrence
   model::Workspace workspace_;
-  ops::PagedStep step_;
+  std::vector<ops::PagedStep> steps_;  ///< of each pool, with the same tokens
   RecordedSteps recorded_;
   std::int64_t pack_after_;
   bool keep_ = false;

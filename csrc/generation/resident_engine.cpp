@@ -7,20 +7,31 @@
 namespace nemo_rl::generation {
 namespace {
 
-/// As many blocks as full slots need, within the limit.
-std::int64_t blocks_of(const ModelRunner& runner, const ResidentConfig& config) {
+/// The blocks of a pool that full slots use.
+PoolNeed need_of(const CachePool& pool, std::int64_t block_size, const ResidentConfig& config) {
+  const std::int64_t longest = config.max_model_len, chunk = config.scheduler.prefill_chunk_tokens;
+  const std::int64_t least = Scheduler::blocks_needed(config.scheduler, pool.window, block_size, longest - 1, longest);
+  const std::int64_t held = most_blocks(pool.window, block_size, longest, 1);
+  const std::int64_t one = std::min(least, held + 1);  // one in reserve
+  const std::int64_t limit = config.max_cache_bytes / std::max<std::int64_t>(pool.bytes_per_block, 1);
+  const std::int64_t slots = std::min(config.scheduler.max_batch_size, limit / one + 1);
+  return {pool, least, slots * one + most_blocks(pool.window, block_size, longest, chunk) - held};
+}
+
+/// As many blocks of each pool as full slots need, within the limit.
+std::vector<std::int64_t> blocks_of(const ModelRunner& runner, const ResidentConfig& config) {
   NRL_CHECK_ARG(config.max_model_len >= 2, "max_model_len = ", config.max_model_len, ": expected at least 2");
   NRL_CHECK_ARG(config.max_cache_bytes > 0, "max_cache_bytes = ", config.max_cache_bytes,
                 ": expected a positive number");
   NRL_CHECK_ARG(config.scheduler.max_batch_size >= 1, "max_batch_size = ", config.scheduler.max_batch_size,
                 ": expected at least 1");
-  const std::int64_t one =
-      Scheduler::blocks_needed(config.max_model_len - 1, config.max_model_len, runner.block_size());
-  const std::int64_t limit = config.max_cache_bytes / std::max<std::int64_t>(runner.bytes_per_block(), 1);
-  NRL_CHECK_ARG(one <= limit, "one sequence of max_model_len = ", config.max_model_len, " tokens needs ", one,
-                " cache blocks (", static_cast<double>(one * runner.bytes_per_block()) / 1e9,
-                " GB), but the cache may hold ", limit, ": raise the cache's size or lower max_model_len");
-  return config.scheduler.max_batch_size >= limit / one ? limit : one * config.scheduler.max_batch_size;
+  std::vector<PoolNeed> needs;
+  for (const CachePool& pool : runner.cache_pools()) needs.push_back(need_of(pool, runner.block_size(), config));
+  NRL_CHECK_ARG(least_bytes(needs) <= config.max_cache_bytes, "one sequence of max_model_len = ", config.max_model_len,
+                " tokens needs ", least_blocks(needs), " cache blocks (", static_cast<double>(least_bytes(needs)) / 1e9,
+                " GB), but the cache may hold ", blocks_within(needs, config.max_cache_bytes),
+                ": raise the cache's size or lower max_model_len");
+  return divide_cache(needs, config.max_cache_bytes);
 }
 
 std::int64_t states_of(const ModelRunner& runner, const ResidentConfig& config) {
@@ -35,7 +46,8 @@ ResidentEngine::ResidentEngine(std::shared_ptr<ModelRunner> runner, ResidentConf
       config_(config),
       token_bytes_(token_bytes ? std::move(token_bytes) : std::make_shared<const TokenBytes>()),
       num_blocks_(blocks_of(*runner_, config_)),
-      scheduler_(config_.scheduler, num_blocks_, runner_->block_size(), states_of(*runner_, config_)) {}
+      scheduler_(config_.scheduler, pool_sizes(*runner_, num_blocks_), runner_->block_size(),
+                 states_of(*runner_, config_)) {}
 
 std::int64_t ResidentEngine::submit(std::vector<std::int64_t> prompt, const SamplingParams& params,
                                     const std::vector<RandomKey>& keys,

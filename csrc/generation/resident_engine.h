@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "generation/cache_size.h"
 #include "generation/engine_step.h"
 
 namespace nemo_rl::generation {
@@ -54,7 +55,8 @@ class ResidentEngine {
   /// Frees the cache; the next step allocates it again. Throws RuntimeError while there is work.
   void release_cache();
 
-  std::int64_t num_blocks() const { return num_blocks_; }
+  /// Of all pools of the cache.
+  std::int64_t num_blocks() const { return scheduler_.blocks().num_blocks(); }
   std::int64_t used_blocks() const { return scheduler_.blocks().num_used(); }
   std::int64_t num_sequences() const { return static_cast<std::int64_t>(sequences_.size()); }
   const ResidentConfig& config() const { return config_; }
@@ -69,7 +71,7 @@ class ResidentEngine {
   std::shared_ptr<ModelRunner> runner_;
   ResidentConfig config_;
   std::shared_ptr<const TokenBytes> token_bytes_;
-  std::int64_t num_blocks_;
+  std::vector<std::int64_t> num_blocks_;  // of each pool
   Scheduler scheduler_;
   bool has_cache_ = false;
   std::int64_t next_sequence_ = 0, next_priority_ = 0;

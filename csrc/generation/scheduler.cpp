@@ -10,7 +10,7 @@ namespace {
 
 /// Adds `length` tokens of `group` from position `context` on to the batch; `last` ones yield logits.
 template <class TokenAt>
-std::int64_t add_slice(ForwardBatch& batch, const PromptGroup& group, const BlockTable& blocks, std::int64_t state,
+std::int64_t add_slice(ForwardBatch& batch, const PromptGroup& group, const BlockTables& blocks, std::int64_t state,
                        std::int64_t context, std::int64_t length, bool wants_logits, TokenAt token_at) {
   const auto start = static_cast<std::int64_t>(batch.token_ids.size());
   batch.slices.push_back({start, length, context, blocks, state, group.adapted.get()});
@@ -22,24 +22,30 @@ std::int64_t add_slice(ForwardBatch& batch, const PromptGroup& group, const Bloc
 
 }  // namespace
 
-Scheduler::Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size, std::int64_t num_states)
-    : config_(config), blocks_(num_blocks, block_size), states_(num_states) {
+Scheduler::Scheduler(SchedulerConfig config, const std::vector<BlockPools::Size>& pools, std::int64_t block_size,
+                     std::int64_t num_states)
+    : config_(config), blocks_(pools, block_size), states_(num_states) {
   NRL_CHECK_ARG(config.max_batch_size >= 1, "max_batch_size = ", config.max_batch_size, ": expected at least 1");
   NRL_CHECK_ARG(config.prefill_chunk_tokens >= 1, "prefill_chunk_tokens = ", config.prefill_chunk_tokens,
                 ": expected at least 1");
 }
 
-std::int64_t Scheduler::blocks_needed(std::int64_t prompt_length, std::int64_t max_length, std::int64_t block_size) {
+std::int64_t Scheduler::blocks_needed(const SchedulerConfig& config, std::int64_t window, std::int64_t block_size,
+                                      std::int64_t prompt_length, std::int64_t max_length) {
   const std::int64_t partial = prompt_length % block_size ? 1 : 0;  // the prompt's own last block beside the copy
-  return (max_length + block_size - 1) / block_size + partial;
+  return most_blocks(window, block_size, max_length, config.prefill_chunk_tokens) + partial;
 }
 
 void Scheduler::add(PromptGroup* group) {
   for (const Sequence* s : group->pending) {
-    const std::int64_t needed = blocks_needed(group->length(), s->max_length, blocks_.block_size());
-    NRL_CHECK_ARG(needed <= blocks_.num_blocks(), "a sequence of up to ", s->max_length, " tokens needs ", needed,
-                  " cache blocks of ", blocks_.block_size(), " tokens, but the cache holds ", blocks_.num_blocks(),
-                  ": raise policy.generation.kv_cache_gb or lower max_new_tokens");
+    for (std::size_t p = 0; p < blocks_.size(); ++p) {
+      const BlockManager& pool = blocks_[p];
+      const std::int64_t needed =
+          blocks_needed(config_, pool.window(), pool.block_size(), group->length(), s->max_length);
+      NRL_CHECK_ARG(needed <= pool.num_blocks(), "a sequence of up to ", s->max_length, " tokens needs ", needed,
+                    " cache blocks of ", pool.block_size(), " tokens, but the cache holds ", pool.num_blocks(),
+                    ": raise policy.generation.kv_cache_gb or lower max_new_tokens");
+    }
   }
   if (!group->pending.empty()) queue_.push_back(group);
 }
@@ -53,8 +59,8 @@ StepPlan Scheduler::schedule() {
   feed_running(plan);
   admit(plan);
   NRL_CHECK(!plan.slices.empty() || !has_unfinished(), "the scheduler found nothing to do with ", running_.size(),
-            " running and ", queue_.size(), " waiting; ", blocks_.num_free(), " of ", blocks_.num_blocks(),
-            " blocks free");
+            " running and ", queue_.size(), " waiting; ", blocks_.num_blocks() - blocks_.num_used(), " of ",
+            blocks_.num_blocks(), " blocks free");
   return plan;
 }
 
@@ -96,9 +102,11 @@ void Scheduler::admit(StepPlan& plan) {
 bool Scheduler::prefill(PromptGroup* group, StepPlan& plan) {
   const std::int64_t length = std::min(group->length() - group->cached, budget(plan));
   if (length <= 0) return false;
-  const std::int64_t held = static_cast<std::int64_t>(group->blocks.size());
+  const std::int64_t held = blocks_.blocks_for(group->cached);
   const std::int64_t states = states_.enabled() && group->state == StateSlots::kNone ? 1 : 0;
-  if (!make_room(blocks_.blocks_for(group->length()) - held, states, group, plan)) return false;
+  if (!make_room(blocks_.blocks_for(group->length()) - held, blocks_.blocks_for(group->cached + length) - held, states,
+                 group, plan))
+    return false;
   if (states > 0) group->state = states_.take();
   NRL_CHECK(blocks_.extend(group->blocks, group->cached + length), "no blocks after making room");
   const bool last = group->cached + length == group->length();
@@ -118,7 +126,8 @@ bool Scheduler::admit_next(PromptGroup* group, StepPlan& plan) {
   const bool takes_over = group->pending.size() == 1;  // nobody else waits for the prompt's blocks: no copy
   const std::int64_t copy = !takes_over && P % blocks_.block_size() ? 1 : 0;
   const std::int64_t states = !takes_over && states_.enabled() ? 1 : 0;
-  if (!make_room(copy + blocks_.blocks_for(P + length) - blocks_.blocks_for(P), states, group, plan)) return false;
+  const std::int64_t blocks = copy + blocks_.blocks_for(P + length) - blocks_.blocks_for(P);
+  if (!make_room(blocks, blocks, states, group, plan)) return false;
   if (takes_over) {
     s->blocks = std::move(group->blocks);
     s->state = std::exchange(group->state, StateSlots::kNone);
@@ -137,12 +146,19 @@ bool Scheduler::admit_next(PromptGroup* group, StepPlan& plan) {
   return true;
 }
 
-/// Whether `blocks` and `states` may be taken for something new: each running sequence keeps one in reserve, so that
-/// admitting does not make it preempt a moment later. With nothing running, waiting prompts other than `keep` give way.
-bool Scheduler::make_room(std::int64_t blocks, std::int64_t states, const PromptGroup* keep, const StepPlan& plan) {
+/// Whether `blocks` of the pools without a window, `blocks_behind_windows` of the others, and `states` may be taken for
+/// something new: each running sequence keeps one in reserve, so that admitting does not make it preempt a moment
+/// later. With nothing running, waiting prompts other than `keep` give way.
+bool Scheduler::make_room(std::int64_t blocks, std::int64_t blocks_behind_windows, std::int64_t states,
+                          const PromptGroup* keep, const StepPlan& plan) {
   const bool idle = running_.empty() && plan.slices.empty();
   const std::int64_t reserve = static_cast<std::int64_t>(running_.size());
-  while (blocks_.num_free() < blocks + reserve || states_.num_free() < states) {
+  const auto fits = [&] {
+    for (std::size_t p = 0; p < blocks_.size(); ++p)
+      if (blocks_[p].num_free() < (blocks_[p].window() > 0 ? blocks_behind_windows : blocks) + reserve) return false;
+    return states_.num_free() >= states;
+  };
+  while (!fits()) {
     if (!idle || !drop_waiting_prompt(keep)) return false;
   }
   return true;
@@ -228,7 +244,9 @@ void Scheduler::plan_sequence(Sequence* s, std::int64_t length, StepPlan& plan) 
 
 void Scheduler::computed(const StepPlan& plan) {
   for (const PlannedSlice& slice : plan.slices) {
-    (slice.sequence ? slice.sequence->cached : slice.group->cached) += slice.length;
+    std::int64_t& cached = slice.sequence ? slice.sequence->cached : slice.group->cached;
+    cached += slice.length;
+    blocks_.release_unread(slice.sequence ? slice.sequence->blocks : slice.group->blocks, cached);
   }
 }
 

@@ -11,6 +11,7 @@
 #include <deque>
 #include <vector>
 
+#include "generation/block_pools.h"
 #include "generation/sequence.h"
 
 namespace nemo_rl::generation {
@@ -38,7 +39,8 @@ struct StepPlan {
 class Scheduler {
  public:
   /// `num_states`: 0 for a model without recurrent states, otherwise at least 2.
-  Scheduler(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size, std::int64_t num_states = 0);
+  Scheduler(SchedulerConfig config, const std::vector<BlockPools::Size>& pools, std::int64_t block_size,
+            std::int64_t num_states = 0);
 
   /// Adds the group's pending sequences. Throws ValueError if a sequence cannot fit in the cache even alone.
   void add(PromptGroup* group);
@@ -64,22 +66,24 @@ class Scheduler {
   /// Forgets all sequences and frees all blocks.
   void abort();
 
-  const BlockManager& blocks() const { return blocks_; }
+  const BlockPools& blocks() const { return blocks_; }
   const StateSlots& states() const { return states_; }
   /// The number of states that a full batch uses: for running sequences, and for prompts whose sequences are about to
   /// run.
   static std::int64_t states_needed(const SchedulerConfig& config) { return 2 * config.max_batch_size; }
   std::int64_t num_running() const { return static_cast<std::int64_t>(running_.size()); }
   std::int64_t preemptions() const { return preemptions_; }
-  /// The maximum number of blocks that a sequence needs if it runs alone.
-  static std::int64_t blocks_needed(std::int64_t prompt_length, std::int64_t max_length, std::int64_t block_size);
+  /// The maximum number of blocks of a pool that a sequence needs if it runs alone.
+  static std::int64_t blocks_needed(const SchedulerConfig& config, std::int64_t window, std::int64_t block_size,
+                                    std::int64_t prompt_length, std::int64_t max_length);
 
  private:
   void feed_running(StepPlan& plan);
   void admit(StepPlan& plan);
   bool prefill(PromptGroup* group, StepPlan& plan);
   bool admit_next(PromptGroup* group, StepPlan& plan);
-  bool make_room(std::int64_t blocks, std::int64_t states, const PromptGroup* keep, const StepPlan& plan);
+  bool make_room(std::int64_t blocks, std::int64_t blocks_behind_windows, std::int64_t states, const PromptGroup* keep,
+                 const StepPlan& plan);
   bool drop_waiting_prompt(const PromptGroup* keep);
   void preempt_last();
   void wait_again(Sequence* s);
@@ -90,7 +94,7 @@ class Scheduler {
   std::int64_t budget(const StepPlan& plan) const { return config_.prefill_chunk_tokens - plan.prefill_tokens; }
 
   SchedulerConfig config_;
-  BlockManager blocks_;
+  BlockPools blocks_;
   StateSlots states_;
   std::vector<Sequence*> running_;  // in the order of admission
   std::deque<PromptGroup*> queue_;  // groups with pending sequences, by priority

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "common/random.h"
-#include "generation/block_manager.h"
+#include "generation/model_runner.h"
 #include "generation/sampling_params.h"
 #include "generation/state_slots.h"
 
@@ -37,7 +37,7 @@ struct Sequence {
   std::vector<kernels::SampledToken> likeliest;  ///< the params.num_likeliest most likely choices for the last token
   FinishReason finish_reason = FinishReason::none;
 
-  BlockTable blocks;                       ///< held while the sequence runs
+  BlockTables blocks;                      ///< held while the sequence runs
   std::int64_t cached = 0;                 ///< number of positions whose keys and values are in `blocks`
   std::int64_t state = StateSlots::kNone;  ///< slot of the recurrent states after them, held while the sequence runs
   std::string text_tail;                   ///< see StopStrings::append
@@ -61,7 +61,7 @@ struct PromptGroup {
   std::shared_ptr<const model::DecoderModel> adapted;
   std::int64_t priority = 0;               ///< order of arrival
   std::deque<Sequence*> pending;           ///< in the order of admission
-  BlockTable blocks;                       ///< the prompt's cache, held while generations wait for it
+  BlockTables blocks;                      ///< the prompt's cache, held while generations wait for it
   std::int64_t cached = 0;                 ///< number of prompt positions in `blocks`
   std::int64_t state = StateSlots::kNone;  ///< slot of the prompt's recurrent states, held as long as `blocks`
 

@@ -81,9 +81,10 @@ std::vector<kernels::AttentionItem> forward_items(std::span<const AttentionSeque
 /// Multiply-adds of one kv head, and as many for each value of the cache that is read.
 std::int64_t paged_cost(const PagedSlice& s, const kernels::AttentionShape& shape) {
   if (s.query_length == 0) return 0;
-  return (attention_pairs(s.context_length, 0, s.query_length) * shape.group() +
-          8 * (s.context_length + s.query_length)) *
-         2 * shape.head_dim;
+  const std::int64_t before = s.context_length - shape.first_key(s.context_length);
+  std::int64_t pairs = attention_pairs(before, 0, s.query_length);
+  if (shape.window > 0) pairs = std::min(pairs, s.query_length * shape.window);
+  return (pairs * shape.group() + 8 * (before + s.query_length)) * 2 * shape.head_dim;
 }
 
 struct PagedWork {
@@ -159,7 +160,8 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
           heads.window,    heads.softcap};
 }
 
-void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks) {
+void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks,
+                  std::int64_t window) {
   for (std::size_t i = 0; i < slices.size(); ++i) {
     const PagedSlice& s = slices[i];
     NRL_CHECK_ARG(s.query_start >= 0 && s.query_length >= 0 && s.query_start + s.query_length <= tokens,
@@ -169,9 +171,10 @@ void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::
     NRL_CHECK_ARG(s.context_length >= 0 && needed <= s.block_table_length, "attention: slice ", i, " reaches position ",
                   s.context_length + s.query_length, ", which needs ", needed, " cache blocks of ", kKeyTile,
                   "; its block table has ", s.block_table_length);
+    const std::int64_t first_read = kernels::AttentionShape{.window = window}.first_key(s.context_length) / kKeyTile;
     for (std::int64_t b = 0; b < needed; ++b)
-      NRL_CHECK_ARG(s.block_table[b] >= 0 && s.block_table[b] < num_blocks, "attention: slice ", i,
-                    " names cache block ", s.block_table[b], " of ", num_blocks);
+      NRL_CHECK_ARG(s.block_table[b] >= (b < first_read ? -1 : 0) && s.block_table[b] < num_blocks, "attention: slice ",
+                    i, " names cache block ", s.block_table[b], " of ", num_blocks);
   }
 }
 

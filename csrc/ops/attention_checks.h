@@ -14,8 +14,10 @@ kernels::AttentionShape attention_shape(const at::Tensor& qkv, const AttentionHe
 /// sequence the index of the one that owns its prefix (its own index if it has none).
 std::vector<std::int32_t> check_sequences(std::span<const AttentionSequence> sequences, std::int64_t tokens);
 
-/// Rows within [0, tokens), tables as long as the positions need, of blocks within [0, num_blocks).
-void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks);
+/// Rows within [0, tokens), tables as long as the positions need, of blocks within [0, num_blocks); before the window
+/// of a slice's first token there may be none (-1).
+void check_slices(std::span<const PagedSlice> slices, std::int64_t tokens, std::int64_t num_blocks,
+                  std::int64_t window);
 
 /// [T, columns], contiguous, on `device`.
 void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, std::int64_t columns,

@@ -24,7 +24,7 @@ std::size_t append(std::vector<std::int64_t>& to, const std::vector<T>& values) 
 
 void PagedStep::set(std::vector<PagedSlice> slices, std::span<const std::int64_t> token_ids, std::int64_t rows,
                     std::int64_t num_blocks) {
-  check_slices(slices, rows, num_blocks);
+  check_slices(slices, rows, num_blocks, heads_.window);
   NRL_CHECK(static_cast<std::int64_t>(token_ids.size()) <= rows, "a step of ", rows, " rows got ", token_ids.size(),
             " tokens");
   slices_ = std::move(slices);

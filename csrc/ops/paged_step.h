@@ -27,8 +27,8 @@ class PagedStep {
 
   /// Row query_start + i of a slice is token_ids' row of that number; `rows` may be more than there are tokens: the
   /// others have token 0 at position 0, write nothing into the cache and get no attention. The tables that the slices
-  /// name must outlive the step. Throws ArgumentError for a slice beyond the rows, its table, or the cache's
-  /// `num_blocks`.
+  /// name must outlive the step; blocks before the heads' window may be -1. Throws ArgumentError for a slice beyond the
+  /// rows, its table, or the cache's `num_blocks`.
   void set(std::vector<PagedSlice> slices, std::span<const std::int64_t> token_ids, std::int64_t rows,
            std::int64_t num_blocks);
 
@@ -53,7 +53,7 @@ class PagedStep {
   PagedArrays arrays_;
 };
 
-/// attention_paged (ops/attention.h) of the step's slices; `heads`: those of the step, with a layer's window. lse as in
+/// attention_paged (ops/attention.h) of the step's slices; `heads`: those of the step, with a layer's sinks. lse as in
 /// attention_forward; may be undefined, and must be on CUDA.
 void attention_paged(const at::Tensor& qkv, const PagedStep& step, const AttentionHeads& heads, at::Tensor& cache,
                      at::Tensor& out, const at::Tensor& lse = {});

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from nemo_rl_cpp.config.errors import ConfigError, Problem
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import MEMORY_BUDGET
-from nemo_rl_cpp.models.footprint import KEY_TILE
 from nemo_rl_cpp.models.memory import (
     Phase,
-    cache_bytes,
     forecast,
     kept_activations_bytes,
+    least_cache_bytes,
     micro_batch_tokens,
     size_text,
     with_known_sizes,
@@ -113,8 +112,7 @@ def _cache_sizes(config: TrainMasterConfig) -> Iterator[float | None]:
     sizes = model_sizes(policy.model_name, policy.hf_config_overrides)
     if "policy.generation.kv_cache_gb" in config.fixed_by_user or config.algorithm == "sft" or sizes is None:
         return
-    length = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
-    least = cache_bytes(policy, sizes, length + 2 * KEY_TILE)
+    least = least_cache_bytes(policy, sizes)
     size = dict(part for phase in forecast(with_known_sizes(config)) for part in phase.parts)["KV cache"] / 2
     while size > least:
         yield size / 1e9

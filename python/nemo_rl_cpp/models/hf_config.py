@@ -256,7 +256,7 @@ def _check(form: Mapping[str, Plain]) -> None:
     for key in (*_FACTORS, *(key for key in _SOFTCAPS if form.get(key) is not None)):
         if key in form and not rope.is_number(form[key]):
             raise ModelFolderError(f"{key} is {form[key]!r}, but a number above 0 was expected")
-    _check_layers(form)
+    check_layers(form)
     if made.experts is not None and has_experts(form):
         _check_experts(form, made.experts)
     if made.recurrent:
@@ -335,7 +335,7 @@ def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
         )
 
 
-def _check_layers(form: Mapping[str, Plain]) -> None:
+def check_layers(form: Mapping[str, Plain]) -> None:
     """Raise ModelFolderError for invalid keys that set which layers use sliding-window attention and which use RoPE."""
     defaults, layers = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults, form["num_hidden_layers"]
     if not defaults.keys() & {"sliding_window", "no_rope_layer_interval"}:

@@ -15,7 +15,7 @@ from nemo_rl_cpp.config.lora import adapter_sizes
 from nemo_rl_cpp.config.master import TrainMasterConfig
 from nemo_rl_cpp.config.policy import PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
-from nemo_rl_cpp.models.footprint import Buffers
+from nemo_rl_cpp.models.footprint import KEY_TILE, Buffers
 from nemo_rl_cpp.models.model_sizes import ModelSizes, known_model, model_sizes
 
 if TYPE_CHECKING:
@@ -246,9 +246,35 @@ def _resting(
     return ((f"{name} weights", weights), *masters, (f"{name} optimizer", moments))
 
 
-def cache_bytes(policy: PolicyConfig, sizes: ModelSizes, tokens: int) -> float:
-    """Return the bytes of the KV cache of `tokens` tokens."""
-    return 2.0 * tokens * sizes.attention_layers * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
+def cache_bytes(policy: PolicyConfig, sizes: ModelSizes, tokens: int, windowed: int) -> float:
+    """Return the bytes of the KV cache of `tokens` tokens, and of `windowed` tokens in layers with a sliding window."""
+    values = tokens * (sizes.attention_layers - sizes.windowed_layers) + windowed * sizes.windowed_layers
+    return 2.0 * values * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
+
+
+def least_cache_bytes(policy: PolicyConfig, sizes: ModelSizes) -> float:
+    """Return the bytes of a KV cache that is large enough for one sequence of the maximum length."""
+    length = policy.generation.effective_max_model_len(policy.max_total_sequence_length) + 2 * KEY_TILE
+    step = sizes.window + policy.generation.prefill_chunk_tokens + 3 * KEY_TILE
+    return cache_bytes(policy, sizes, length, min(length, step) if policy.backend == "native" else length)
+
+
+def _kv_cache(config: TrainMasterConfig, sizes: ModelSizes, responses: int, sequences: int) -> float:
+    """Return the bytes of a KV cache for `sequences` concurrent sequences in groups of `responses`; at most
+    `kv_cache_gb`.
+
+    The native engine keeps only the blocks of a sliding window that later tokens read, of each sequence and of each
+    prompt that waits for a sequence, and the tokens of one step of prefill (csrc/generation/engine.cpp)."""
+    policy, tokens = config.policy, _generated_tokens(config, responses, sequences)
+    windowed = tokens
+    if policy.backend == "native" and sizes.windowed_layers:
+        prompts = -(-sequences // responses) if responses > 1 else 0
+        longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
+        step = min(policy.generation.prefill_chunk_tokens, max(0, longest - sizes.window))
+        held = (sequences + prompts) * (sizes.window + KEY_TILE) + step
+        windowed = min(tokens, held)
+    full, limit = cache_bytes(policy, sizes, tokens, windowed), policy.generation.kv_cache_gb
+    return min(full, limit * 1e9) if limit else full
 
 
 def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> tuple[tuple[str, float], ...]:
@@ -359,9 +385,8 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
     at_once = [(min(limit or count, count), each) for count, each in batches]
     sequences = max(count for count, _ in at_once)
     tokens = max(_generated_tokens(config, each, count) for count, each in at_once)
-    most_cache = (policy.generation.kv_cache_gb or math.inf) * 1e9
     parts = (
-        ("KV cache", min(cache_bytes(policy, sizes, tokens), most_cache)),
+        ("KV cache", max(_kv_cache(config, sizes, each, count) for count, each in at_once)),
         *_states(policy, sizes, sequences, loop.prompts_per_round),
         ("logits", sequences * vocabulary * 4.0),
     )

@@ -17,11 +17,12 @@ from nemo_rl_cpp.models.architectures import (
     PATTERN,
     RECURRENT,
     RECURRENT_SIZES,
+    SLIDING,
     SUPPORTED_ARCHITECTURES,
     has_experts,
     layers_with_experts,
 )
-from nemo_rl_cpp.models.hf_config import is_size, read_config_file, text_section
+from nemo_rl_cpp.models.hf_config import check_layers, is_size, read_config_file, text_section
 from nemo_rl_cpp.models.latent_attention import SIZES
 from nemo_rl_cpp.models.nemotron_h import canonical
 
@@ -77,6 +78,10 @@ class ModelSizes:
     """number of norms in a layer that follow attention or the MLP"""
     expert_layers: tuple[int, ...] = ()
     """indices of the layers with experts"""
+    window: int = 0
+    """number of tokens that attention with a sliding window reads; 0: no layer has one"""
+    windowed_layers: int = 0
+    """number of layers with a sliding window"""
 
     def as_config(self) -> dict[str, object]:
         """Return the sizes as {key of config.json: value}."""
@@ -91,9 +96,11 @@ class ModelSizes:
         )
         own += ("latent_size", "dense_mlps", "dense_size", "has_router_biases", "normalises_heads", "norms_of_results")
         own += ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim")  # no known model has latent attention
+        own += ("window", "windowed_layers")
         if not self.recurrent_layers:
             own += RECURRENT_SIZES
         sizes = {name: value for name, value in asdict(self).items() if name not in own}
+        sizes["sliding_window"] = self.window or None
         if self.recurrent_layers:
             sizes["layer_types"] = [
                 RECURRENT if layer in self.recurrent_layers else MLP if layer in self.mlp_layers else FULL
@@ -236,8 +243,9 @@ def _layers_in(pattern: str) -> dict[str, tuple[int, ...]]:
 
 def _listed_sizes(row: list[object]) -> ModelSizes:
     """Return the sizes in `row`, a row of known_models.toml. It gives the recurrent layers by full_attention_interval
-    or by a pattern of letters."""
-    sizes = dict(zip((field.name for field in fields(ModelSizes)), row))
+    or by a pattern of letters; {window = ...} may be the last entry."""
+    more = row[-1] if isinstance(row[-1], dict) else {}
+    sizes = dict(zip((field.name for field in fields(ModelSizes)), row[:-1] if more else row)) | more
     if isinstance(pattern := sizes.get("recurrent_layers"), str):
         sizes |= _layers_in(pattern)
     elif pattern:
@@ -328,6 +336,18 @@ def latent_sizes(known: Mapping[str, object]) -> dict[str, int]:
     return {**sizes, "q_lora_rank": rank if is_size(rank) else 0, "head_dim": head_dim}
 
 
+def window_sizes(known: Mapping[str, object]) -> dict[str, int]:
+    """Return {field of `ModelSizes`: value} for the sliding window in a config.json with the defaults of its
+    model_type; an empty mapping if no layer has one."""
+    try:
+        check_layers(known)
+    except ModelFolderError:
+        return {}  # the checks of the model report this error
+    window, kinds = known.get("sliding_window"), SUPPORTED_ARCHITECTURES[known["model_type"]].layer_types(known)
+    layers = sum(kind == SLIDING for kind in kinds)
+    return {"window": window, "windowed_layers": layers} if window is not None and layers else {}
+
+
 def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSizes | None:
     """Return the sizes of a model, from its folder's config.json and the overrides of it.
 
@@ -364,6 +384,7 @@ def model_sizes(model_name: str, overrides: dict[str, object] | None) -> ModelSi
             "has_router_biases": made.experts is not None and made.experts.sigmoid,
             "normalises_heads": made.qk_norm != "none" and bool(known.get("use_qk_norm", True)),
             "norms_of_results": sum(place.startswith("after") for place in made.norms),
+            **window_sizes(known),
         }
     more = (expert_sizes(known) if has_experts(known) else {}) | recurrent_sizes(known) | latent_sizes(known)
     if "experts" in more:

@@ -300,10 +300,3 @@ def score_sequence(trainer: C.Trainer, ids: list[int], out: Tensor) -> Tensor:
         batch = RaggedBatch(torch.tensor([0, len(ids)]), {"input_ids": torch.tensor(ids)}, {})
         trainer.forward(RowBatch(batch, wanted_tokens(batch)), [0], 1.0, True, False, False, out)
     return out
-
-
-def longest_in_cache(runner: C.ModelRunner, cache_bytes: int) -> int:
-    """Return the length in tokens of the longest sequence that fits in a KV cache of `cache_bytes`; below 2 none fits.
-    It takes ceil(length / block size) blocks, and one more if a copied prompt ends within a block."""
-    blocks = cache_bytes // max(runner.bytes_per_block(), 1)
-    return max((blocks - 1) * runner.block_size() + 1, 0)

@@ -24,7 +24,7 @@ from nemo_rl_cpp.models.generation.interfaces import Answer, GenerationInterface
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.serving import check_installed
-from nemo_rl_cpp.serving.engine import Sampling, longest_in_cache
+from nemo_rl_cpp.serving.engine import Sampling
 from nemo_rl_cpp.serving.model import EngineSizes, Limits, ServedModel, engine_thread
 from nemo_rl_cpp.serving.rollouts import HEADER, Rollout, Rollouts
 
@@ -253,7 +253,7 @@ def _model(
     if ends is None:
         ends = end_token_ids(folder.path, folder.config, tokenizer)
     runner, cache_bytes = native_runner(policy.model, generation), inner.cache_bytes_now()
-    fits = longest_in_cache(runner, cache_bytes)
+    fits = runner.longest_sequence(generation.prefill_chunk_tokens, cache_bytes)
     if longest > fits:
         raise ValueError(
             f"policy.generation.expose_http_server: sequences have up to {longest} tokens, but {cache_bytes / 1e9:.3g} GB of keys and values hold "

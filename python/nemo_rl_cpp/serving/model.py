@@ -22,7 +22,7 @@ from nemo_rl_cpp.models.generation.native import native_runner
 from nemo_rl_cpp.models.hf_config import max_positions
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.serving.bodies import GenerateBody, RequestError, SamplingFields, TextBody
-from nemo_rl_cpp.serving.engine import EngineThread, Sampling, longest_in_cache, score_sequence
+from nemo_rl_cpp.serving.engine import EngineThread, Sampling, score_sequence
 from nemo_rl_cpp.serving.rollouts import Rollout, Rollouts
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ def load_model(
     model = C.DecoderModel(opened.native(), getattr(torch, precision), False)
     opened.fill(model)
     runner, cache_bytes = native_runner(model, {}), sizes.cache_bytes()
-    longest = length_that_fits(runner, cache_bytes, opened.max_length, is_given=sizes.max_model_len is not None)
+    fits = runner.longest_sequence(sizes.prefill_chunk_tokens, cache_bytes)
+    longest = length_that_fits(fits, cache_bytes, opened.max_length, is_given=sizes.max_model_len is not None)
     version = re.fullmatch(r"step_(\d+)", folder.parent.parent.name)  # in a checkpoint: step_N/policy/weights
     engine = engine_thread(
         runner, tokenizer, replace(sizes, max_model_len=longest), cache_bytes, int(version[1]) if version else 0
@@ -239,10 +240,10 @@ def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list
     return score
 
 
-def length_that_fits(runner: C.ModelRunner, cache_bytes: int, longest: int, is_given: bool) -> int:
-    """Return the length in tokens of the longest sequence that fits in the KV cache, at most `longest`; warn if it is
-    shorter. Raise ValueError if the user has set `longest` (`is_given`) and it does not fit, or if no sequence fits."""
-    fits = longest_in_cache(runner, cache_bytes)
+def length_that_fits(fits: int, cache_bytes: int, longest: int, is_given: bool) -> int:
+    """Return the maximum length of sequences in tokens: `fits`, the longest that fits in the KV cache, at most
+    `longest`; warn if it is shorter. Raise ValueError if the user has set `longest` (`is_given`) and it does not fit,
+    or if no sequence fits."""
     if longest <= fits:
         return longest
     cache = f"{cache_bytes / 1e9:.3g} GB of keys and values"

@@ -27,7 +27,7 @@ from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 from nemo_rl_cpp.models.trained_model import DTYPES
-from nemo_rl_cpp.serving.engine import longest_in_cache, score_sequence
+from nemo_rl_cpp.serving.engine import score_sequence
 from nemo_rl_cpp.tinker.types import Loss, UserError
 
 ALPHA = 32
@@ -358,7 +358,7 @@ class AdaptedModel:
         base, runner = self.base, native_runner(self.native, {})
         return C.ResidentEngine(
             runner, max_batch_size=base.max_batch_size, prefill_chunk_tokens=512,
-            max_model_len=min(base.max_length, longest_in_cache(runner, base.cache_bytes)),
+            max_model_len=min(base.max_length, runner.longest_sequence(512, base.cache_bytes)),
             max_cache_bytes=base.cache_bytes, token_bytes=base.token_bytes,
         )  # fmt: skip
 

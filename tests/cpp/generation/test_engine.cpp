@@ -111,11 +111,18 @@ EngineConfig config(std::int64_t slots, std::int64_t chunk, std::int64_t max_mod
   return {{slots, chunk}, max_model_len, blocks * 1024, false};
 }
 
+/// Of the pools of a model: every third has one pool without a window.
+std::vector<std::int64_t> windows_of(std::uint32_t seed) {
+  const std::int64_t window = 1 + seed / 3 % 12;
+  if (seed % 3 == 0) return {0};
+  return seed % 3 == 1 ? std::vector<std::int64_t>{0, window} : std::vector<std::int64_t>{window};
+}
+
 }  // namespace
 
 TEST(Engine, ResponsesInAnyScheduleEqualThoseOfEachRequestAlone) {
-  std::int64_t preemptions = 0, copies_possible = 0;
-  for (std::uint32_t seed = 0; seed < 400; ++seed) {
+  std::int64_t preemptions = 0, behind_windows = 0, copies_possible = 0;
+  for (std::uint32_t seed = 0; seed < 800; ++seed) {
     Random random(seed);
     const std::int64_t block = random.between(1, 9), max_prompt = random.between(1, 40),
                        max_new = random.between(1, 30);
@@ -124,10 +131,12 @@ TEST(Engine, ResponsesInAnyScheduleEqualThoseOfEachRequestAlone) {
     // from barely enough cache for one sequence to plenty
     const std::int64_t least = (max_prompt + max_new + block - 1) / block + 1;
     const std::int64_t blocks = least + (random.below(2) ? random.below(10) : random.below(200));
-    auto runner = std::make_shared<FakeModelRunner>(kVocab, block);
+    const auto windows = windows_of(seed);
+    const auto pools = static_cast<std::int64_t>(windows.size());
+    auto runner = std::make_shared<FakeModelRunner>(kVocab, block, windows);
     const auto bytes = letters();
     const std::int64_t slots = random.between(1, 20), chunk = random.between(1, 64);
-    Engine engine(runner, config(slots, chunk, max_model_len, blocks), bytes);
+    Engine engine(runner, config(slots, chunk, max_model_len, pools * blocks), bytes);
     const auto out = engine.generate(job.prompts, job.requests, nullptr);
     ASSERT_EQ(out.size(), job.requests.size());
     for (std::size_t i = 0; i < out.size(); ++i) {
@@ -136,11 +145,13 @@ TEST(Engine, ResponsesInAnyScheduleEqualThoseOfEachRequestAlone) {
     }
     ASSERT_FALSE(HasFailure()) << "seed " << seed;
     EXPECT_LE(runner->largest_step, slots + chunk);
-    EXPECT_LE(engine.metrics().peak_blocks, blocks);
+    EXPECT_LE(engine.metrics().peak_blocks, pools * blocks);
     preemptions += engine.metrics().preemptions;
+    if (windows.back() > 0) behind_windows += engine.metrics().preemptions;
     copies_possible += block > 1;
   }
   EXPECT_GT(preemptions, 100);  // or the property was not put to the test
+  EXPECT_GT(behind_windows, 20);
   EXPECT_GT(copies_possible, 100);
 }
 
@@ -153,9 +164,11 @@ TEST(Engine, WeightsChangeAfterTheSameTokensOfEachRequestInAnySchedule) {
     const Pause pause{random.between(2, 12), random.below(2) == 0};
     const std::int64_t least = (20 + 30 + block - 1) / block + 1;
     const std::int64_t blocks = pause.keep_cache ? 1 << 20 : least + random.below(20);
-    auto runner = std::make_shared<FakeModelRunner>(kVocab, block);
+    const auto windows = windows_of(seed);
+    auto runner = std::make_shared<FakeModelRunner>(kVocab, block, windows);
     const auto bytes = letters();
-    Engine engine(runner, config(random.between(1, 20), random.between(1, 64), 0, blocks), bytes);
+    const auto pools = static_cast<std::int64_t>(windows.size());
+    Engine engine(runner, config(random.between(1, 20), random.between(1, 64), 0, pools * blocks), bytes);
     auto out = engine.generate(job.prompts, job.requests, nullptr, {}, {}, pause);
     if (engine.paused()) {
       runner->weights = 1;
@@ -292,6 +305,32 @@ TEST(Engine, CacheIsKeptBetweenCallsAndGrowsWhenNeeded) {
   EXPECT_EQ(engine.cache_blocks(), 0);
   engine.generate({{3, 4}}, {r}, nullptr);
   EXPECT_EQ(runner->allocations, 3);
+}
+
+TEST(Engine, LongSequencesBehindAWindowFitACacheThatCouldNotKeepThem) {
+  // 200 tokens are 25 blocks of 8. A step of 4 tokens reads 9 more, which makes 3 blocks, and one for a copy.
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 8, std::vector<std::int64_t>{10});
+  Engine engine(runner, config(4, 4, 0, 4), nullptr);
+  Request r;
+  r.params.max_new_tokens = 200;
+  const std::vector<std::int64_t> prompt = {1, 2, 3};
+  const auto out = engine.generate({prompt}, {r, r}, nullptr);
+  EXPECT_EQ(engine.cache_blocks(), 4);
+  for (std::size_t i = 0; i < 2; ++i) expect_equal(out[i], alone(*runner, prompt, r, 0, *letters()), i);
+}
+
+TEST(Engine, CacheOfAWindowIsAsLargeAsItsSlotsCanFill) {
+  // without a window 16 sequences of 8,000 + 192 tokens: 256 blocks each and one in reserve; behind a window of 512
+  // each has 17 and one in reserve, and one step of 512 tokens 16 more
+  auto runner = std::make_shared<FakeModelRunner>(kVocab, 32, std::vector<std::int64_t>{0, 512});
+  Engine engine(runner, config(16, 512), nullptr);
+  Request r;
+  std::vector<Request> requests;
+  for (r.prompt = 0; r.prompt < 16; ++r.prompt) requests.push_back(r);
+  for (auto& request : requests) request.params.max_new_tokens = 192;
+  const std::vector<std::vector<std::int64_t>> prompts(16, std::vector<std::int64_t>(8000, 1));
+  EXPECT_THROW(engine.generate(prompts, requests, [] { return true; }), GenerationInterrupted);
+  EXPECT_EQ(engine.cache_blocks(), 16 * 257 + 16 * 18 + 16);
 }
 
 TEST(Engine, InvalidRequestsThrowAndLeaveTheEngineUsable) {

@@ -57,7 +57,7 @@ std::vector<std::vector<float>> runner_logprobs(const std::shared_ptr<model::Dec
   for (std::size_t b = 0; b < sequences.size(); ++b)
     for (std::int64_t p = 0; p < static_cast<std::int64_t>(sequences[b].size()); p += block)
       tables[b].push_back(next++);
-  runner.allocate_cache(next);
+  runner.allocate_cache({next});
   std::vector<std::int64_t> done(sequences.size(), 0);
   std::vector<std::vector<float>> result(sequences.size());
   for (bool left = true; left;) {
@@ -70,7 +70,7 @@ std::vector<std::vector<float>> runner_logprobs(const std::shared_ptr<model::Dec
       left = true;
       const std::int64_t chunk = std::min<std::int64_t>(length - done[b], 1 + random() % 40);
       const auto start = static_cast<std::int64_t>(batch.token_ids.size());
-      batch.slices.push_back({start, chunk, done[b], tables[b]});
+      batch.slices.push_back({start, chunk, done[b], {tables[b]}});
       for (std::int64_t i = 0; i < chunk; ++i) {
         const std::int64_t t = done[b] + i;
         batch.token_ids.push_back(sequences[b][static_cast<std::size_t>(t)]);

@@ -30,7 +30,7 @@ ForwardBatch step_of(std::int64_t first, std::int64_t last, std::int64_t B, std:
   ForwardBatch batch;
   for (std::int64_t b = first; b < last; ++b) {
     const auto start = static_cast<std::int64_t>(batch.token_ids.size());
-    batch.slices.push_back({start, length, position, table_of(b, B)});
+    batch.slices.push_back({start, length, position, {table_of(b, B)}});
     for (std::int64_t i = 0; i < length; ++i) batch.token_ids.push_back(token(b, position + i));
     batch.logits_rows.push_back(start + length - 1);
   }
@@ -40,7 +40,7 @@ ForwardBatch step_of(std::int64_t first, std::int64_t last, std::int64_t B, std:
 /// Logits of a run: a prompt of 5 tokens each, then decode steps of fewer and fewer sequences.
 std::vector<at::Tensor> decode(generation::NativeModelRunner& runner, std::int64_t B) {
   std::vector<at::Tensor> logits;
-  runner.allocate_cache(B * kBlocks);
+  runner.allocate_cache({B * kBlocks});
   logits.push_back(runner.forward(step_of(0, B, B, 0, 5)).clone());
   for (std::int64_t position = 5, first = 0; first < B; ++position) {
     if (position % 9 == 0) first += 1 + B / 8;
@@ -79,7 +79,7 @@ TEST(RecordedDecode, StepsWithSeveralTokensPerSequenceAreNotRecorded) {
   const auto model = random_model(true, at::kFloat);
   generation::RecorderLog log;
   generation::NativeModelRunner runner(model, fake_recorder(log));
-  runner.allocate_cache(6);
+  runner.allocate_cache({6});
   for (int i = 0; i < 4; ++i) runner.forward(step_of(0, 2, 2, 2 * i, 2));
   EXPECT_TRUE(log.events.empty());
 }
@@ -88,13 +88,13 @@ TEST(RecordedDecode, ReplayRejectsTokensAndBlocksOutOfRange) {
   const auto model = random_model(true, at::kFloat);
   generation::RecorderLog log;
   generation::NativeModelRunner runner(model, fake_recorder(log));
-  runner.allocate_cache(6);
+  runner.allocate_cache({6});
   for (int i = 0; i < 3; ++i) runner.forward(step_of(0, 2, 2, i, 1));
   auto bad = step_of(0, 2, 2, 3, 1);
   bad.token_ids[1] = 131;
   EXPECT_THROW(runner.forward(bad), std::invalid_argument);
   bad = step_of(0, 2, 2, 3, 1);
-  bad.slices[1].block_table = {9};
+  bad.slices[1].block_tables = {{9}};
   EXPECT_THROW(runner.forward(bad), std::invalid_argument);
 }
 

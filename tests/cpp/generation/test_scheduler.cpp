@@ -11,7 +11,9 @@ namespace {
 /// Groups of equal prompts driven by hand: every row of logits yields token 1.
 struct Bench {
   Bench(SchedulerConfig config, std::int64_t num_blocks, std::int64_t block_size, std::int64_t num_states = 0)
-      : scheduler(config, num_blocks, block_size, num_states) {}
+      : scheduler(config, {{num_blocks}}, block_size, num_states) {}
+  Bench(SchedulerConfig config, const std::vector<BlockPools::Size>& pools, std::int64_t block_size)
+      : scheduler(config, pools, block_size) {}
 
   PromptGroup* add(std::int64_t prompt, std::int64_t G, std::int64_t max_new) {
     groups.push_back(std::make_unique<PromptGroup>());
@@ -108,6 +110,39 @@ TEST(Scheduler, OldestSequenceIsNeverPreempted) {
   for (const auto& s : bench.sequences) EXPECT_EQ(s->generated.size(), 12u);
 }
 
+TEST(Scheduler, BlocksBehindAWindowAreReleasedWhileTheSequenceGrows) {
+  // 100 tokens in blocks of 4: 25 in the pool without a window; with a window of 6 and chunks of 8, which reach 5
+  // tokens back, at most 1 + ceil(12 / 4) = 4 blocks
+  Bench bench({1, 8}, std::vector<BlockPools::Size>{{25, 0}, {4, 6}}, 4);
+  bench.add(40, 1, 60);
+  std::int64_t most = 0;
+  while (bench.scheduler.has_unfinished()) {
+    bench.step();
+    most = std::max(most, bench.scheduler.blocks()[1].num_used());
+  }
+  EXPECT_EQ(bench.sequences[0]->generated.size(), 60u);
+  EXPECT_EQ(most, 2) << "after a step: the 5 tokens that the next one reads";
+  EXPECT_EQ(bench.scheduler.blocks().num_used(), 0);
+  EXPECT_EQ(bench.scheduler.preemptions(), 0);
+}
+
+TEST(Scheduler, ResponsesHoldWhatTheyReadOfASharedPromptAfterItIsGone) {
+  Bench bench({4, 100}, std::vector<BlockPools::Size>{{40, 0}, {40, 6}}, 4);
+  const PromptGroup* group = bench.add(18, 3, 30);
+  bench.step();  // positions 13.. are read by position 18: blocks 3 and 4
+  EXPECT_EQ(group->blocks[1][2], kNoBlock);
+  EXPECT_EQ(bench.scheduler.blocks()[1].num_used(), 2);
+  bench.step();  // all run: block 3 is shared, block 4 was copied twice
+  EXPECT_TRUE(group->blocks.empty());
+  EXPECT_EQ(bench.scheduler.blocks()[1].num_used(), 4);
+  EXPECT_EQ(bench.scheduler.blocks()[1].references(bench.sequences[0]->blocks[1][3]), 3);
+  bench.step();  // position 19; the next one reads 15..20
+  EXPECT_NE(bench.sequences[0]->blocks[1][3], kNoBlock);
+  bench.step();  // position 20; the next one reads 16..21
+  EXPECT_EQ(bench.sequences[0]->blocks[1][3], kNoBlock);
+  EXPECT_EQ(bench.scheduler.blocks()[1].num_used(), 6) << "blocks 4 and 5 of each";
+}
+
 TEST(Scheduler, AbortFreesAllBlocksAndRequests) {
   Bench bench({2, 8}, 50, 4);
   for (int i = 0; i < 4; ++i) bench.add(10, 3, 12);
@@ -145,8 +180,8 @@ TEST(Scheduler, EachSequenceContinuesFromItsOwnRecurrentState) {
 TEST(Scheduler, RejectsRequestsAndSettingsThatCanNeverRun) {
   Bench bench({2, 8}, 4, 4);
   EXPECT_THROW(bench.add(10, 1, 12), std::invalid_argument);
-  EXPECT_THROW(Scheduler({0, 8}, 4, 4), std::invalid_argument);
-  EXPECT_THROW(Scheduler({2, 0}, 4, 4), std::invalid_argument);
+  EXPECT_THROW(Scheduler({0, 8}, {{4}}, 4), std::invalid_argument);
+  EXPECT_THROW(Scheduler({2, 0}, {{4}}, 4), std::invalid_argument);
 }
 
 }  // namespace nemo_rl::generation

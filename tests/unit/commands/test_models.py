@@ -94,6 +94,24 @@ def test_dry_run_estimates_memory_of_known_models_without_a_download():
     assert with_known_sizes(other) is other and "not known" in forecast_text(other)
 
 
+def test_memory_estimate_counts_what_a_sliding_window_keeps():
+    """Gemma 3 1B has 4 full layers and 22 with a window of 512, one key head of 256, which is 1,024 bytes per token and
+    layer. 16 sequences of 8,192 tokens, all from one prompt, hold the window and a block each, and the prompt too."""
+    from nemo_rl_cpp.config import load_grpo_config
+
+    overrides = [
+        "policy.model_name=google/gemma-3-1b-it", "policy.precision=bfloat16", "policy.max_total_sequence_length=8192",
+        "grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=16", "policy.train_global_batch_size=16",
+        "policy.generation.max_new_tokens=8192", "data.validation=null",
+    ]  # fmt: skip
+    config = load_grpo_config("grpo_math_1B.yaml", overrides)
+    (generation,) = (phase for phase in forecast(with_known_sizes(config)) if phase.name == "generation")
+    windowed = 17 * (512 + 32) + config.policy.generation.prefill_chunk_tokens
+    assert dict(generation.parts)["KV cache"] == 1024 * (4 * 16 * 8192 + 22 * windowed)
+    mistral = with_known_sizes(load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=mistralai/Mistral-7B"])).policy
+    assert model_sizes(mistral.model_name, mistral.hf_config_overrides).window == 0  # that of version 0.3
+
+
 def test_memory_estimate_includes_the_states_of_recurrent_layers():
     from nemo_rl_cpp.config import load_grpo_config
 

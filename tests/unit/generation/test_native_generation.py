@@ -3,10 +3,13 @@
 import pytest
 import torch
 from nemo_rl_cpp._native import C
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
-from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.hf_config import TINY_CONFIG, native_config
+from nemo_rl_cpp.models.memory import forecast
+from nemo_rl_cpp.models.model_sizes import model_sizes
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import initialize_weights
 from row_batch import padded_rows
@@ -129,6 +132,51 @@ def test_chunked_prefill_preemption_and_small_batches_do_not_change_recurrent_la
     assert all(are_equal(output, outputs[0]) for output in outputs[1:])
     data = as_training_data(inputs, outputs[0], 4)
     assert torch.equal(policy.get_logprobs(data)["logprobs"], outputs[0]["logprobs"] * data["token_mask"])
+
+
+WINDOWED = {"mistral": {"sliding_window": 20}} | {name: LAYERS[name] for name in ("gemma3_text", "gpt_oss")}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_small_cache_behind_a_window_gives_the_tokens_and_logprobs_of_one_without_reuse(family, chunk):
+    """The longest sequence has 290 tokens, which are 10 blocks of each layer. Behind the window a step needs at most
+    1 + ceil((19 + 64 - 1) / 32) = 4, and one for a copy of a prompt's last block."""
+    overrides = {"model_type": family, **WINDOWED[family]}
+    sizes = model_sizes("none", TINY_CONFIG | overrides)
+    full = sizes.num_hidden_layers - sizes.windowed_layers
+    block = 32 * 2 * sizes.num_key_value_heads * sizes.head_dim * 4  # bytes of a block in one layer
+    small = block * (12 * full + 6 * sizes.windowed_layers)
+    assert small < block * 10 * sizes.num_hidden_layers, "a cache that keeps all blocks would not fit"
+    inputs, outputs = prompts([200, 33, 1], 4, seed=3), []
+    for batch, size, threads in ((64, 1e9, 1), (3, 1e9, 2), (12, small, 1), (12, small, 2)):
+        engine = dict(max_batch_size=batch, prefill_chunk_tokens=chunk, kv_cache_gb=size / 1e9)
+        policy = make_policy("float32", overrides, **engine, max_new_tokens=90, stop_token_ids=[])
+        generation = policy.create_generation()
+        outputs += on_threads(lambda: generation.generate(inputs), (threads,))
+    assert family == "mistral" or generation.get_logger_metrics()["preemptions"] > 0
+    assert all(are_equal(output, outputs[0]) for output in outputs[1:])
+    data = as_training_data(inputs, outputs[0], 4)  # training reads the keys of all tokens from its packed rows
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], outputs[0]["logprobs"] * data["token_mask"])
+
+
+def test_forecast_of_the_kv_cache_behind_a_window_is_what_generation_uses(tmp_path):
+    """Four prompts of 300 tokens with four responses of 100 each. The layer without a window holds 4 * 9 shared and
+    16 * 4 other blocks, the layer with a window of 20 at most 2 of each response."""
+    overrides = {"model_type": "gemma3_text", **LAYERS["gemma3_text"]}
+    (tmp_path / "c.yaml").write_text(
+        "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}\nloss_fn: {reference_policy_kl_penalty: 0}\n"
+        f"policy: {{model_name: m, hf_config_overrides: {TINY_CONFIG | overrides!r}, max_total_sequence_length: 400, train_global_batch_size: 16,"
+        " precision: float32, generation: {max_new_tokens: 100}}\n"
+        "data: {max_input_seq_length: 300, train: {dataset_name: arithmetic}}\n".replace("False", "false")
+    )
+    (phase,) = (each for each in forecast(load_grpo_config(tmp_path / "c.yaml")) if each.name == "generation")
+    generation = make_policy("float32", overrides, max_new_tokens=100, stop_token_ids=[]).create_generation()
+    generation.generate(prompts([300] * 4, 4))
+    sizes = model_sizes("m", TINY_CONFIG | overrides)
+    assert sizes.num_hidden_layers == 2 and sizes.windowed_layers == 1
+    used = generation.get_logger_metrics()["peak_blocks"] * 32 * 2 * sizes.num_key_value_heads * sizes.head_dim * 4
+    assert dict(phase.parts)["KV cache"] == pytest.approx(used, rel=0.1)
 
 
 WIDE = dict(model_type="llama", vocab_size=2000, hidden_size=256, intermediate_size=800, num_hidden_layers=2, num_attention_heads=4,

@@ -79,7 +79,8 @@ class Cache:
 
 
 def paged_in_chunks(sequence_qkv, shape, seed, decode_from=None, window=0):
-    """All sequences through one cache, several a step, each in random chunks (single tokens after decode_from)."""
+    """All sequences through one cache, several a step, each in random chunks (single tokens after decode_from); blocks
+    before the window of the next token are taken away."""
     rng = random.Random(seed)
     dtype = sequence_qkv[0].dtype
     cache = Cache(shape, dtype, sum(-(-len(x) // TILE) for x in sequence_qkv) + 3, seed, window)
@@ -101,6 +102,8 @@ def paged_in_chunks(sequence_qkv, shape, seed, decode_from=None, window=0):
         for i, (at, take, _, _) in zip(chosen, slices):
             outs[i].append(out[at : at + take])
             done[i] += take
+            for block in range((done[i] - window + 1) // TILE if window else 0):
+                tables[i][block] = -1
     return [torch.cat(o) for o in outs]
 
 
@@ -260,7 +263,8 @@ def test_copied_kv_cache_block_can_be_continued_by_a_second_sequence(dtype):
 def test_invalid_attention_arguments_raise_value_error():
     shape = (4, 2, 16)
     heads, qkv = heads_of(shape), random_qkv(64, shape, torch.float32)
-    cache = Cache(shape, torch.float32, 2, 0)
+    cache, windowed = Cache(shape, torch.float32, 2, 0), Cache(shape, torch.float32, 2, 0, window=8)
+    windowed.run(qkv, [(0, 1, 39, [-1, 0])])  # position 39 reads 32..39
     for call, words in [
         (lambda: C.attention_forward(qkv, [(0, 65, 0, 0)], heads), "rows 0..65 of 64"),
         (lambda: C.attention_forward(qkv, [(0, 10, 0, 0), (9, 5, 0, 0)], heads), "overlap"),
@@ -272,6 +276,9 @@ def test_invalid_attention_arguments_raise_value_error():
         (lambda: C.attention_forward(qkv, [(0, 10, 0, 0)], C.AttentionHeads(4, 2, 12, 1.0)), "multiple of 8"),
         (lambda: cache.run(qkv, [(0, 33, 0, [0])]), "needs 2 cache blocks"),
         (lambda: cache.run(qkv, [(0, 33, 0, [0, 2])]), "names cache block 2 of 2"),
+        (lambda: windowed.run(qkv, [(0, 1, 38, [-1, 0])]), "names cache block -1 of 2"),
+        (lambda: windowed.run(qkv, [(0, 1, 39, [-2, 0])]), "names cache block -2 of 2"),
+        (lambda: windowed.run(qkv, [(0, 1, 39, [0, -1])]), "names cache block -1 of 2"),
         (lambda: cache.run(qkv.double(), [(0, 33, 0, [0, 1])]), "cache must be"),
         (lambda: C.kv_cache_copy(cache.storage, 0, 1, 33), "33 positions"),
     ]:

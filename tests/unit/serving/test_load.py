@@ -2,7 +2,6 @@
 
 import pytest
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.serving.engine import longest_in_cache
 from nemo_rl_cpp.serving.model import EngineSizes, length_that_fits, load_model
 from served import make_folder
 
@@ -29,21 +28,20 @@ def test_computed_longest_sequence_for_the_kv_cache_is_the_longest_that_the_engi
         )  # fmt: skip
 
     for cache in (2000, 3999, 17_000):
-        longest = longest_in_cache(runner, cache)
+        longest = runner.longest_sequence(16, cache)
         make(longest, cache)
         with pytest.raises(ValueError, match="cache blocks"):
             make(longest + 1, cache)
 
 
 def test_maximum_length_beyond_the_kv_cache_is_lowered_or_an_error_if_set_explicitly():
-    runner = Runner()
-    assert length_that_fits(runner, 17_000, 257, is_given=False) == 257
+    assert length_that_fits(257, 17_000, 257, is_given=False) == 257
     with pytest.warns(UserWarning, match="at most 257 tokens here, though the model has 40960 positions"):
-        assert length_that_fits(runner, 17_000, 40_960, is_given=False) == 257
+        assert length_that_fits(257, 17_000, 40_960, is_given=False) == 257
     with pytest.raises(ValueError, match="--max-model-len is 258, but .* hold a sequence of 257 tokens"):
-        length_that_fits(runner, 17_000, 258, is_given=True)
+        length_that_fits(257, 17_000, 258, is_given=True)
     with pytest.raises(ValueError, match="--kv-cache-gb"):
-        length_that_fits(runner, 1000, 16, is_given=False)
+        length_that_fits(0, 1000, 16, is_given=False)
 
 
 def test_maximum_length_that_the_server_reports_is_lowered_to_the_kv_cache_capacity(tmp_path):

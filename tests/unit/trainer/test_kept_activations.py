@@ -17,6 +17,7 @@ FAMILIES = {
     "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": False},
     "qwen3": LLAMA | {"model_type": "qwen3"},
     "gemma3": LLAMA | {"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2},
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": 1},  # no layer keeps the blocks of all tokens
     "gemma2": LLAMA | {"model_type": "gemma2", "sliding_window": 7, "final_logit_softcapping": 3.0},
     "qwen2_moe": LLAMA | {
         "model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1],

@@ -185,7 +185,7 @@ _FILES = (".csv", ".json", ".jsonl", ".parquet", ".arrow")
 
 class EvalDataConfig(DatasetConfig):
     """The dataset of an evaluation. As in NeMo RL, dataset_name may be a file or a Hub dataset, with `problem_key` and
-    `solution_key`. It is then read as a ResponseDataset with the keys data_path, input_key and output_key."""
+    `solution_key`: these keys are then read as data_path, input_key and output_key of a ResponseDataset."""
 
     max_input_seq_length: Positive | None = key(None, "Prompts of this many tokens or more are cut. null: no limit.")
     repeat: Positive = key(1, "Number of times that the dataset is repeated.")

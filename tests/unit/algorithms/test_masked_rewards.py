@@ -83,7 +83,7 @@ def test_dynamic_sampling_keeps_the_masked_samples_of_a_group_that_it_selects():
     assert sampler.take(0).size == 4
 
 
-def test_concatenating_batches_with_and_without_mask_sample_masks_only_the_flagged_samples():
+def test_concatenated_batch_of_parts_with_and_without_mask_sample_excludes_only_the_flagged_samples():
     sampler = GroupSampler.from_config(
         GRPOConfig(num_prompts_per_step=3, num_generations_per_prompt=4, use_dynamic_sampling=True)
     )

@@ -153,7 +153,7 @@ class Slow(EnvironmentInterface):
         return self.step(None, batch), {}
 
 
-def test_calls_of_an_environment_created_by_remote_run_in_the_background_in_order():
+def test_environment_created_with_remote_runs_its_calls_in_the_background_in_order():
     env = Slow.remote()
     first, second, third = (
         env.step.remote([], 1),

@@ -222,7 +222,9 @@ def test_kl_term_and_its_gradient_use_logprobs_without_top_k():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_run_with_top_k_and_top_p_has_equal_logprobs_whether_or_not_they_are_reused(tmp_path, precision):
+def test_run_with_top_k_and_top_p_has_equal_prev_logprobs_whether_recomputed_or_taken_from_generation(
+    tmp_path, precision
+):
     options = (*tiny.SMALL, "grpo.max_num_steps=3", f"policy.precision={precision}", "policy.generation.top_p=0.8", "policy.generation.top_k=7",
                "policy.train_global_batch_size=16", "policy.optimizer.kwargs.lr=5e-2")  # fmt: skip
     digests = []

@@ -35,9 +35,9 @@ def calculate_baseline_and_std_per_prompt(
     rewards. For a group with at most one valid sample return (the sample's own reward, 0).
 
     Args:
-        prompts: [B, L]; samples with equal rows form a group, adjacent or not.
+        prompts: [B, L], token ids of B prompts; samples with equal rows form a group, adjacent or not.
         rewards: [B].
-        valid_mask: [B]; samples with 0 are ignored.
+        valid_mask: [B]; the rewards of samples with 0 do not count in their group.
         leave_one_out_baseline: whether a sample's own reward is excluded.
         std_rewards: [B], the rewards from which std is computed; by default `rewards`."""
     result = ops.group_baseline(
@@ -88,8 +88,9 @@ class _SampleEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, repeated_batch: Mapping[str, Tensor] | None = None, *,
         valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **inputs: object,
     ) -> Tensor:  # fmt: skip
-        """Return the advantages of all tokens, even of masked ones, in the shape of `mask`, as an expanded view [B, S],
-        or as [T] if `offsets` [B + 1] is given. The statistics of a group exclude samples with valid_mask 0."""
+        """Return the advantages of all tokens, even of masked ones: an expanded view [B, S], the shape of `mask`. If
+        `offsets` [B + 1] is given, return [T], the tokens of all samples one after the other; sample b begins at
+        `offsets[b]`. The statistics of a group exclude samples with valid_mask 0."""
         advantages = self._of_samples(
             rewards,
             _groups(prompt_ids, group_id),
@@ -123,7 +124,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     advantages is whitened over the samples.
 
     `reward_weights` of the configuration has one weight per component, in the order of the sorted names. If it is None,
-    `part_weights` maps names to weights, and a component without an entry has weight 1."""
+    `part_weights` gives the weight for a component's name; a name that it lacks has weight 1."""
 
     part_weights: Mapping[str, float] = MappingProxyType({})
 
@@ -153,8 +154,8 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
 
 
 def _sums_of_groups(groups: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sums, index): the sum of `values` [B] over each group, float64 [number of groups], and the group of each
-    sample, int64 [B]."""
+    """Return (sums, index): the sum of `values` [B] over each group, float64 [number of groups], and for each sample
+    the index of its group in `sums`, int64 [B]. `groups` [B] holds the group ids."""
     _, group = torch.unique(groups, return_inverse=True)
     sums = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, values.to(torch.float64))
     return sums, group
@@ -326,8 +327,9 @@ class RawRewardAdvantageEstimator(_Estimator):
 
 
 class GeneralizedAdvantageEstimator(_Estimator):
-    """GAE (arXiv:1506.02438), optionally whitened. The recursion skips masked tokens. As in VAPO, lambda may differ
-    between policy and critic, and may depend on the length of the response."""
+    """GAE (arXiv:1506.02438). The advantages are whitened if normalize_advantages. The recursion skips masked tokens.
+    As in VAPO, lambda may differ between policy and critic, and the policy's may depend on the length of the
+    response."""
 
     section = GAEConfig
 
@@ -364,9 +366,9 @@ class OPDAdvantageEstimator(_Estimator):
 
     and for a `mixed` divergence the weighted sum of the first two. In every case E_p[advantage d(log p)] = -dD
     (subtracting a constant does not change it). MOPD (arXiv:2601.02780) is the reverse KL plus
-    `outcome_advantage_weight` times the advantage computed from the rewards: by GRPO, or in a PPO run by GAE, whitened
-    if normalize_advantages. The critic learns from the rewards alone. TROPD replaces q with alpha q + (1 - alpha) p, so
-    the reverse KL's advantage is at least log(1 - alpha)."""
+    `outcome_advantage_weight` times the advantage that GRPO, or in a PPO run GAE (whitened if normalize_advantages),
+    computes from the rewards. The critic learns from the rewards alone. TROPD replaces q with alpha q + (1 - alpha) p,
+    where alpha is `proximal_teacher_alpha`, so the reverse KL's advantage is at least log(1 - alpha)."""
 
     def __init__(self, estimator_config: Settings, loss_config: Settings | None):
         self._in_ppo = isinstance(estimator_config, GAEConfig)
@@ -441,8 +443,8 @@ def register_estimator(
 ) -> None:
     """Register a custom estimator, so that configurations can select it with `<algorithm>.adv_estimator.name`.
 
-    The fields of `keys`, a pydantic model, become keys of the section `adv_estimator`, unless it already has them.
-    Raise ValueError if the name is taken."""
+    `cls` is called with the sections `adv_estimator` and `loss_fn`. The fields of `keys`, a pydantic model, become keys
+    of the section `adv_estimator`, unless it already has them. Raise ValueError if the name is taken."""
     section = GAEConfig if algorithm == "ppo" else AdvEstimatorConfig
     ADVANTAGE_ESTIMATORS.add(
         name, EstimatorEntry(cls, (algorithm,)), section, keys.model_fields if keys is not None else {}

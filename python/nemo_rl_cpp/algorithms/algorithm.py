@@ -64,7 +64,7 @@ class NoRefit:
 
 
 def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
-    """Return `rows` as if they were finished rollouts, with `total_reward` 0, and no metrics. Their conversations
+    """Return (`rows`, {}): the rows as finished rollouts with `total_reward` 0, and no metrics. The conversations
     already hold the answers to train on, so nothing is generated."""
     rows["total_reward"] = torch.zeros(rows.size)
     rows["truncated"] = torch.zeros(rows.size, dtype=torch.bool)
@@ -100,8 +100,8 @@ class AnswerValidator(Validator):
 
     def run(self, step: int) -> ValidationResult:
         """Compute the loss and return the metrics `val_loss` (the mean over the tokens of all batches), `num_samples`
-        and `num_tokens`. A last batch with fewer rows is ignored, unless it is the only one. Raise ValueError if the
-        answers have no tokens."""
+        and `num_tokens`. A last batch of fewer than `val_global_batch_size` rows is ignored, unless it is the only one.
+        Raise ValueError if the answers have no tokens."""
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0
         for number, rows in enumerate(self.loader):
@@ -206,8 +206,8 @@ Advantages = GroupAdvantages | TokenAdvantages | EqualAdvantages
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What algorithms set differently in the training loop: how advantages are computed, which messages are trained on,
-    and whether there are rewards."""
+    """The properties in which algorithms differ in the training loop: how advantages are computed, which messages are
+    trained on, and whether there are rewards."""
 
     # returns the `Advantages` object that a configuration selects. Raises ValueError if the algorithm has no such
     # estimator.

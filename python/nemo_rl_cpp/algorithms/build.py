@@ -169,15 +169,15 @@ class TrainingRun:
             self.terminal.progress.finish(rows, title=f"{self.config.title}: {ended}")
 
     def validate(self) -> ValidationResult:
-        """Validate the current weights. Raise ValueError if there is no validation data."""
+        """Validate the current weights and return the result. Raise ValueError if there is no validation data."""
         if self.validation is None:
             raise ValueError("there is no validation data: set data.validation")
         return serve(partial(self.validation.run, self.state))
 
     def evaluate(self, config: EvalMasterConfig) -> EvalResult:
         """Evaluate the current weights with the data, environment, sampling and metric of `config` (see
-        `load_eval_config`). Model, tokenizer and maximum sequence length are those of this run. Raise ConfigError if
-        the configuration has mistakes."""
+        `load_eval_config`), and return the result. Model, tokenizer and maximum sequence length are those of this run.
+        Raise ConfigError if the configuration has mistakes."""
         longest = self.config.policy.generation.effective_max_model_len(self.config.policy.max_total_sequence_length)
         return evaluate_policy(self.policy, self.tokenizer, config, longest)
 

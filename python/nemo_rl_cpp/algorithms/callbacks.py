@@ -91,8 +91,8 @@ class Callbacks:
             self._call(callback, "on_checkpoint", self.run.history[-1], checkpoint=result.checkpoint)
 
     def end(self, status: str) -> None:
-        """Call `on_end` of every callback, even if some raise; `status` is that of the event. Then raise the first
-        error and print the others. If `status` is "failed", print all errors, because the caller raises the run's
+        """Call `on_end` of every callback, even if some raise, with an event that has this `status`. Then raise the
+        first error and print the others. If `status` is "failed", print all errors, because the caller raises the run's
         failure."""
         first = None
         for callback in self._callbacks:

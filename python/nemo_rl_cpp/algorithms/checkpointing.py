@@ -101,11 +101,12 @@ def _kept_groups(checkpoint: Path) -> SamplerState | None:
 
 
 def find_resume(checkpoints: CheckpointManager) -> Resume:
-    """Return the newest complete checkpoint of `checkpointing.checkpoint_dir`, with every file verified, or a fresh
-    state if there is no checkpoint.
+    """Return the newest complete checkpoint of `checkpointing.checkpoint_dir`, with every file verified. Return a fresh
+    state if there is no checkpoint or checkpoints are disabled.
 
-    Raise ResumeError (a ValueError) if `checkpointing.resume` does not allow the result. Raise it also if there are
-    checkpoints but none is complete, since a new run could overwrite files that can still be recovered."""
+    Raise ResumeError (a ValueError) if `checkpointing.resume` forbids resuming, or starting without a checkpoint.
+    Raise it also if there are checkpoints but none is complete, since a new run could overwrite files that can still be
+    recovered."""
     if not checkpoints.enabled:
         return Resume(None, TrainState())
     path = checkpoints.get_latest_checkpoint_path()
@@ -195,9 +196,9 @@ class Saver:
         return Path(folder).with_name(f"step_{state.step}")
 
     def check_metric_name(self, result: StepResult) -> None:
-        """Raise ValueError if the run has no metric with the name `checkpointing.metric_name`. Called before training
-        and after each step, so that the error comes before the first save. After the metric has been found once, do
-        nothing."""
+        """Raise ValueError if the run has no metric NAME, where `checkpointing.metric_name` is "train:NAME" or
+        "val:NAME". Called before training and after each step, so that the error comes before the first save. Do
+        nothing while the names of the metrics are unknown, or once the metric was found."""
         manager, validation = self.manager, result.validation
         kind, _, name = (manager.metric_name or "").partition(":")
         if not name or not manager.enabled or manager.metric_seen:
@@ -221,8 +222,9 @@ class Saver:
         manager.metric_seen = True
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
-        """Return {name: value} of the metric by which checkpoints are ranked. If this step has no validation, or lacks
-        a metric that earlier steps had, return {} and warn once per run (not if the run was interrupted)."""
+        """Return {`metric_name`: value} of the metric by which checkpoints are ranked; {} if none is configured. If
+        this step has no validation, or lacks the metric, return {}, and unless the run was interrupted warn once per
+        run."""
         manager = self.manager
         kind, _, name = (manager.metric_name or "").partition(":")
         validation = result.validation.metrics if result.validation else None

@@ -41,14 +41,15 @@ class AdvantageEstimator(Protocol):
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **batch: object
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Return advantages float32 [B, S] from `rewards` [B]. `mask` [B, S] is 1 on the trained tokens.
+        """Return advantages float32 [B, S] of B samples, padded to S tokens, from `rewards` [B]. `mask` [B, S] is 1 on
+        the trained tokens.
 
         `batch` has the algorithm's other inputs. GRPO passes `group_id` [B], `valid_mask` [B] or None,
         `repeated_batch`, `logprobs_policy` [B, S], and `logprobs_reference` [B, S] or None. PPO passes `values`,
-        `logprobs` and `reference_logprobs` [B, S] or None. With a teacher both also pass `teacher_logprobs` and
+        `logprobs` and `reference_logprobs`, each [B, S] or None. With a teacher both also pass `teacher_logprobs` and
         `prev_logprobs`. PPO's estimators return (advantages, returns); without a critic, returns are None. If the
-        method has a parameter `offsets`, int64 [B + 1], every input of shape [B, S] is passed as [T], without padding.
-        """
+        method has a parameter `offsets`, int64 [B + 1], every input of shape [B, S] is passed as [T], the T tokens of
+        all samples without padding."""
 
 
 Estimator = AdvantageEstimator | Callable[..., Tensor] | Mapping[str, object] | str | None
@@ -74,11 +75,11 @@ class Made(NamedTuple):
 def make_component(
     found: Any, what: str, base: str, method: str, kwargs: Mapping[str, object], sections: Mapping[str, object]
 ) -> Made:
-    """Make a component from a class, an object with `method`, or a function.
+    """Make a component from `found`: a class, a function, or an object with a method named `method`.
 
-    `found` is one of the three. A class is constructed with `kwargs` and with each entry of `sections` (name ->
-    configuration section) for which its __init__ has a parameter. A function gets `kwargs` in each call. Raise
-    LoadingError if `method` is missing; the message contains `what`, which describes the component, and `base`, the
+    A class is constructed with the user's arguments `kwargs`, and with each entry of `sections` (name -> configuration
+    section) for which its __init__ has a parameter. A function or an object gets `kwargs` in each call. Raise
+    LoadingError if the method is missing; the message contains `what`, which describes the component, and `base`, the
     class to derive from."""
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise LoadingError(f"{what} lacks {' and '.join(missing)}, which {base} asks for")

@@ -56,9 +56,10 @@ class GroupSampler:
         enabled: whether groups with equal rewards are dropped.
         max_gen_batches: the largest number of batches that a step may generate.
         keep_surplus: keep groups beyond `num_groups` for the next step, instead of dropping them.
-        weights: a function that returns [B], the weight of each row in the loss. Rows of weight 0 do not decide whether
-            a group is mixed. None: all rows decide.
-        group_size: samples per group, which groups loaded from a checkpoint must match; None: any."""
+        weights: a function from rollouts to the weight of each row in the loss, [B]. Whether a group's rewards are
+            equal is decided without rows of weight 0. None: all rows decide.
+        group_size: samples per group; groups of a checkpoint can only be used if they have this size. None: any
+            size."""
 
     def __init__(
         self, num_groups: int, enabled: bool = False, max_gen_batches: int = 10, keep_surplus: bool = False,
@@ -199,7 +200,7 @@ class GroupSampler:
 
     def takes(self, cache: Mapping[str, torch.Tensor]) -> bool:
         """Return whether this sampler can use `cache`, the groups of a checkpoint: whether it keeps surplus groups, and
-        the groups have its size."""
+        each group has `group_size` samples."""
         sizes = torch.bincount(cache["group_id"]).unique().tolist()
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 

@@ -81,7 +81,8 @@ def make_tokenizer(policy: PolicyConfig) -> TokenizerType:
 
 
 def make_data(config: TrainMasterConfig, tokenizer: TokenizerType) -> RunData:
-    """Load the data sets of the section `data`, and start the environments of the section `env`."""
+    """Load the data sets of the section `data`, start the environments of the section `env`, and return both.
+    Supervised fine-tuning has no environments."""
     limit = config.policy.max_total_sequence_length
     actors = ActorSettings.of(config.cluster) if config.cluster.executor == "ray" else None
     env = None if config.algorithm == "sft" else config.env  # supervised fine-tuning scores nothing

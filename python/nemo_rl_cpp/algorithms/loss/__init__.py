@@ -81,9 +81,10 @@ class ClippedPGLossFn:
 
         L = reduce(max(-A R, -A clip(R))) + beta reduce(KL) + mu NLL(correct samples)
 
-    A call returns (loss, metrics). The loss has a gradient with respect to `next_token_logprobs` if they require grad.
-    `native` returns loss, gradient and metrics without autograd. The constructor raises ConfigError if settings
-    contradict each other."""
+    A is the advantage, R the probability ratio of new to old policy, beta the KL weight, mu
+    `positive_example_nll_weight`, and reduce the mean over tokens or sequences. A call returns (loss, metrics). The
+    loss has a gradient with respect to `next_token_logprobs` if they require grad. `native` returns loss, gradient and
+    metrics without autograd. The constructor raises ConfigError if settings contradict each other."""
 
     input_type = LossInputType.LOGPROB
 
@@ -175,8 +176,8 @@ class ClippedPGLossFn:
         token) whose loss is not finite.
 
         `global_valid_positive_toks` is the number of valid tokens in samples with positive reward, over the global
-        batch. If neither it nor the key of this name in `data` is given, the NLL term is divided by this batch's
-        number."""
+        batch. By default it is the entry of this name in `data`, or without such an entry the number of such tokens in
+        `data`. The NLL term is divided by it."""
         positive = (
             data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
         )
@@ -202,12 +203,12 @@ class ClippedPGLossFn:
         self, result: ops.ClippedPGResult, data: Mapping[str, Tensor], counts: ops.LossCounts
     ) -> ops.ClippedPGResult:
         """Return `result` with score centering (arXiv:2609.20807). The loss of a token is -A sg(w) log p, where w is 1
-        (gpg) or the clipped p / q (cispo), and sg stops the gradient. Add A sum_v sg(q_v w_v) log p_v, where v runs
-        over the vocabulary, so that the score has mean 0 under the old policy q.
+        (gpg) or the clipped p / q (cispo), and sg stops the gradient. Add A sum_v sg(q_v w_v) log p_v to this loss,
+        where v runs over the vocabulary, so that the score has mean 0 under the old policy q.
 
         The sum takes the k most likely tokens of q. All other tokens together are assumed to have p's distribution,
-        scaled to q's mass by a = (1 - sum q) / (1 - sum p). As sum_v p_v d(log p_v) = 0, they add -a w(1 / a) p_v to
-        the coefficient of each of the k tokens."""
+        scaled to q's mass by a = (1 - sum q) / (1 - sum p), so their p / q is 1 / a. Let u be w for this ratio. As
+        sum_v p_v d(log p_v) = 0, the other tokens add -a u p_v to the coefficient of each of the k tokens."""
         x, q = data["curr_candidates"].double(), data["candidate_old_logprobs"][:, 1:].double().exp()
         p, weights = x.exp(), self._token_weights(data, counts)
         rest = 1 - p.sum(-1, keepdim=True)
@@ -266,9 +267,9 @@ class ClippedPGLossFn:
         global_valid_toks: Tensor,
         global_valid_positive_toks: Tensor | None,
     ) -> C.TokenLoss | None:
-        """Return the loss that `native` computes as a per-token loss (`ops.token_loss`) of the global batch `data`, or
-        None if the settings do not allow it; the trainer then calls `native`. If `data` has no `prev_logprobs`, the
-        current log-probabilities replace them."""
+        """Return an object that computes the loss of `native` token by token (`ops.token_loss`) for the global batch
+        `data`. Return None if the settings do not allow it; the trainer then calls `native`. If `data` has no
+        `prev_logprobs`, the current log-probabilities replace them."""
         if type(self).native is not ClippedPGLossFn.native or self.takes_entropies or self.takes_candidates:
             return None
         prev = None if self.op_config.ratio_mode == "on_policy" else data.tokens.get(self._old_logprobs)
@@ -390,9 +391,9 @@ def divergence(student: Tensor, teacher: Tensor, entropies: Tensor | None, cfg: 
     Q), forward gives sum Q log(Q / P), and mixed the weighted sum of both; `mixed_kl_weight` is the weight of the
     forward KL. Q is renormalised over the candidates, and without `zero_outside_topk` so is P.
 
-    With `zero_outside_topk`, P keeps its mass r outside the candidates, where Q is e^LOG_OF_ZERO. This adds (sum of P
-    log P over all other tokens) - r LOG_OF_ZERO to the reverse KL. The sum is the candidates' part of the student's
-    entropy minus the whole entropy, which is `entropies` [...]; nothing else reads them."""
+    With `zero_outside_topk`, P keeps its mass r outside the candidates, where Q is e^LOG_OF_ZERO. This adds s - r
+    LOG_OF_ZERO to the reverse KL, where s is the sum of P log P over all other tokens. It is computed as -H - (sum of P
+    log P over the candidates), where H is the student's entropy over the vocabulary, `entropies` [...]."""
     teacher = torch.log_softmax(teacher, -1)
     if not cfg.zero_outside_topk:
         student = torch.log_softmax(student, -1)

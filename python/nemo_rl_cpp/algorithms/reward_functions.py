@@ -149,8 +149,10 @@ def penalized(
 
     Args:
         lengths: maps each part of a response (`reasoning`, `answer`, `total`) to the G lengths of this part.
+        params: the weights of bonuses and penalties, and the parts whose bands apply.
         bands: maps a part to its band; None: no factors.
-        too_long: responses whose total length is at least this lose `profiled_length_penalty`; None: none does."""
+        too_long: the total length from which a response has the penalty `profiled_length_penalty`; None: none has
+            it."""
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
@@ -353,11 +355,11 @@ def has_token(log: LLMMessageLogType, unwanted: Tensor) -> bool:
 def has_malformed_thinking(log: LLMMessageLogType, tag_ids: tuple[int, int] | None) -> bool:
     """Return whether a conversation has misplaced thinking tags, `<think>` or `</think>`.
 
-    A response must not contain `<think>`, because the prompt opens the thinking. The messages between the previous
-    response and this one show whether thinking is open: with one opening tag more than closing tags, the response must
-    contain `</think>` exactly once; with equally many, it must not contain it. Any other difference is a defect. These
-    rules count token ids; they are skipped if `tag_ids`, the ids of `<think>` and `</think>`, is None. In its text, a
-    response may have no `<think>` and at most one `</think>`."""
+    A response must not contain `<think>`, because the prompt opens the thinking. The opening minus the closing tags in
+    the messages between the previous response and this one must be 1 or 0. If 1, thinking is open, and the response
+    must contain `</think>` exactly once; if 0, never. These rules count token ids; they are skipped if `tag_ids`, the
+    ids of `<think>` and `</think>`, is None. In its text, a response may have no `<think>` and at most one
+    `</think>`."""
     opened = closed = 0  # in the messages since the last response
     for message in log:
         here = (0, 0) if tag_ids is None else tuple(int((message["token_ids"] == tag).sum()) for tag in tag_ids)

@@ -182,10 +182,10 @@ def critic_metrics(value_results: TrainingResult) -> dict[str, float]:
 def overwrite_advantages(
     batch: TrainBatch, logs: Sequence[LLMMessageLogType], of_flag: Mapping[str, float]
 ) -> dict[str, float]:
-    """For each response that has one of the flags in `of_flag` (flag -> advantage), set the advantage of all its tokens
-    to the flag's; of several flags the first counts. `logs` are the conversations of the batch. Return, under NeMo RL's
-    metric names, the number of responses and, for each flag, the number and share of responses that it changed. Return
-    {} if `of_flag` is empty."""
+    """Replace the advantages of responses that have a flag. `of_flag` maps each flag to the advantage that all tokens
+    of such a response get; if a response has several flags, the first in `of_flag` counts. `logs` are the conversations
+    of the batch. Return, under NeMo RL's metric names, the number of responses and, for each flag, the number and share
+    of responses that it changed. Return {} if `of_flag` is empty."""
     if not of_flag:
         return {}
     advantages, begin = batch.advantages.clone(), 0
@@ -210,11 +210,13 @@ def overwrite_advantages(
 
 
 def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step: int) -> dict[str, float]:
-    """Set the advantages of the tokens that the loss excludes to 0, and for the loss kl_cov add `kl_cov_penalty` [T].
+    """Select the tokens on which the loss acts, and set the advantages of the trained tokens that are not selected to
+    0. The loss kl_cov keeps all advantages: add `kl_cov_penalty` [T], the KL weight `ppo_kl_coef` of selected tokens, 0
+    of others.
 
     Tokens are compared over the whole step, before it is split into global batches, micro-batches and ranks. Return the
-    metric `selected_tokens_share`: the share of trained tokens that keep their advantage (for kl_cov: that are
-    penalised). Return {} if the loss selects no tokens."""
+    metric `selected_tokens_share`: the share of trained tokens that are selected. Return {} if the loss selects no
+    tokens."""
     kept = valid = batch.is_valid
     if loss.name == "kl_cov":
         kept = _largest(_covariance(batch, valid), valid, loss.kl_cov_ratio)
@@ -253,8 +255,9 @@ def _largest(covariance: Tensor, valid: Tensor, share: float) -> Tensor:
 def _drawn(
     covariance: Tensor, valid: Tensor, within: tuple[float, float], share: float, seed: tuple[int, int]
 ) -> Tensor:
-    """Return bool [T], the tokens that Clip-Cov excludes: a random `share` of the trained tokens, at least one, drawn
-    from those whose covariance is within the bounds `within`. The draw depends only on `seed`."""
+    """Return bool [T], the tokens that Clip-Cov excludes: those drawn at random from the trained tokens (`valid`) whose
+    covariance is strictly within the bounds `within`. Their number is `share` of all trained tokens, at least one, or
+    fewer if there are not enough. The draw depends only on `seed`."""
     generator = random.Random((seed[0] << 32) + seed[1])
     chosen = torch.zeros_like(valid)
     places = (valid & (covariance > within[0]) & (covariance < within[1])).nonzero().flatten().tolist()

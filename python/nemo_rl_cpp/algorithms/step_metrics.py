@@ -26,9 +26,9 @@ def aggregate_microbatch_metrics(
     infinities and are -1.0 if no other value is left, as in NeMo RL. `lr`, `wd` and counts of the global batch are
     averaged over global batches. Micro-batches without a valid sample (`num_valid_samples` 0) are ignored.
 
-    If the policy also returns `token_mult_prob_error_sum`, the numerators of `token_mult_prob_error`, they are summed
-    before the division. The metric is then exactly 1.0 if trainer and generator agree in every token. It is the mean
-    over global batches."""
+    If the policy also returns `token_mult_prob_error_sum`, the numerators of `token_mult_prob_error`, this metric is
+    the mean over global batches of (sum of the numerators) / (number of tokens). It is then exactly 1.0 if trainer and
+    generator agree in every token."""
     valid = all_mb_metrics.get("num_valid_samples")
     result = {}
     for name, values in all_mb_metrics.items():
@@ -50,9 +50,9 @@ def aggregate_microbatch_metrics(
 
 
 def _mean_of_tokens(sums: list[float], tokens: list[float]) -> float:
-    """Return the sum over global batches of a metric's mean over tokens. `sums` holds the metric's sum in each global
-    batch, `tokens` the batch's number of tokens. The sums of batches with equal numbers of tokens are added before the
-    division."""
+    """Return the sum of `sums[b] / tokens[b]` over the global batches b. `sums[b]` is the sum of a metric over the
+    tokens of batch b, `tokens[b]` the number of these tokens; batches without tokens are left out. The sums of batches
+    with equal numbers of tokens are added before the division."""
     total: dict[float, list[float]] = {}
     for value, count in zip(sums, tokens):
         total.setdefault(count, []).append(value)
@@ -76,9 +76,9 @@ def training_metrics(result: TrainingResult) -> dict[str, float]:
 
 def mean_over_epochs(*models: list[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of several training epochs on one batch; each argument holds one model's metrics, a dictionary
-    per epoch. Return means over the epochs; the minimum for names in `_min`, the maximum for names in `_max`. If a
-    model trains for several epochs, add the metrics of each model's last epoch under `last_epoch/`. A metric that only
-    some epochs have is computed from those epochs."""
+    per epoch. Return means over the epochs, but minima for names that end in `_min`, and maxima for `_max`. If a model
+    trains for several epochs, add the metrics of each model's last epoch under `last_epoch/`. A metric that only some
+    epochs have is computed from those epochs."""
     result, trained = {}, [epochs for epochs in models if any(epochs)]
     for epochs in trained:
         result |= _means(epochs)

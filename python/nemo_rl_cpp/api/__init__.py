@@ -4,7 +4,7 @@ torch."""
 
 class Rows:
     """The placeholder that grpo_notebook.yaml and ppo_notebook.yaml name as their data set. The prompts come from the
-    arguments of the call instead."""
+    arguments of `train_grpo` or `train_ppo` instead, so making it raises ValueError."""
 
     def __init__(self, **kwargs: object) -> None:
         raise ValueError(

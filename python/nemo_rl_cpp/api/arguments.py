@@ -42,10 +42,11 @@ Keys = dict[str, tuple[str, object]]
 
 
 def dotted_keys(overrides: Mapping[str, object], algorithm: str, arguments: Collection[str]) -> Keys:
-    """Return the configuration keys that `overrides`, further keyword arguments of `train_<algorithm>`, set. A keyword
-    has the form `section__key`, or is a key of the algorithm's section.
+    """Return the configuration keys that the keyword arguments `overrides` of `train_<algorithm>` set. A keyword has
+    the form `section__key`, or is a key of the algorithm's section.
 
-    Raise a one-line ValueError that lists every unknown keyword, with the most similar argument or key."""
+    Raise a one-line ValueError that lists every unknown keyword, with the most similar key or argument. `arguments` are
+    the names of the other arguments."""
     section = _SECTIONS[algorithm]
     keys = {*section.model_fields, *(spelling for spelling, _ in section.aliases() if "." not in spelling)}
     found, unknown = {}, []
@@ -305,7 +306,8 @@ def dataset_of(
     rows: list[Row], tokenizer: TokenizerType, limit: int, name: str = "prompt", limit_name: str = "max_length"
 ) -> AllTaskProcessedDataset:
     """Return the rows as a data set. Raise ValueError for the first prompt that the chat template rejects, or that
-    leaves no room for a response within `limit` tokens."""
+    leaves no room for a response within `limit` tokens. The message calls a prompt `name`, and the limit
+    `limit_name`."""
     for i, row in enumerate(rows):
         prompt = prompt_of(row["prompt"], f"{name} {i}")
         if isinstance(prompt, str) and len(prompt.encode()) < limit // 2:  # a token is at least one byte, except BOS
@@ -322,8 +324,8 @@ def dataset_of(
 
 
 def prompt_message(prompt: Prompt, tokenizer: TokenizerType, tools: list[dict[str, object]] | None = None) -> Message:
-    """Return a message with the text and token ids of a prompt: of a text itself, or of a conversation as the chat
-    template renders it with `tools`."""
+    """Return a user message with the text and token ids of a prompt. A conversation's text is the chat template's
+    rendering, with the definitions of `tools`."""
     messages = None if isinstance(prompt, str) else list(prompt)
     text = prompt if messages is None else render_prompt(tokenizer, messages, tools=tools)
     ids = torch.tensor(prompt_ids(tokenizer, text, messages), dtype=torch.int64)

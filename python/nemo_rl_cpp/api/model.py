@@ -55,7 +55,7 @@ class TextWriter:
         one text per prompt, or with `n` > 1 a list of `n` texts per prompt.
 
         `options` are max_new_tokens, temperature, top_p, top_k and stop_strings. An option that is None has the value
-        used in training; for a model from `load`, these are 256 tokens, temperature 0, and no top-p, top-k and stop
+        used in training. For a model from `load` this is 256 tokens, temperature 0, and no top-p, top-k or stop
         strings. Decoding is greedy unless `greedy` is False or a sampling option is given. The same seed gives the same
         texts. Raise ValueError for invalid arguments, and for a prompt that leaves no room for a response."""
         greedy = _is_greedy(greedy, n, options)
@@ -180,8 +180,8 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
     newest checkpoint in a run's folder.
 
     `precision` is "float32" or "bfloat16"; None: float32 if the files are float32, otherwise bfloat16. `max_length` is
-    the maximum number of tokens of prompt and response together; None: 2048, or the model's positions if fewer. Raise
-    ValueError if the model cannot be found or loaded."""
+    the maximum number of tokens of prompt and response together; None: 2048, or what the model supports if that is
+    less. Raise ValueError if the model cannot be found or loaded."""
     name = model_name(model)
     if name == TINY_RANDOM:
         raise ValueError(

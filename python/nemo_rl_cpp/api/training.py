@@ -265,8 +265,10 @@ def _folders(arguments: Mapping[str, Any]) -> Keys:
 
 
 def _config(section: str, given: Keys, num_rows: int, validates: bool) -> TrainMasterConfig:
-    """Build the configuration from the section `section` of the algorithm and the keys `given` as arguments. Error
-    messages name the arguments, not the configuration keys."""
+    """Build a training configuration from the keys `given` as arguments, where `section` is the algorithm's section.
+    The prompts per step are limited to `num_rows`, the number of prompts. `validates`: whether there are validation
+    prompts, so that the run validates before and after training. Error messages name the arguments, not the
+    configuration keys."""
     values: dict[str, object] = {f"{section}.val_at_start": validates, f"{section}.val_at_end": validates}
     name, prompts = given[f"{section}.num_prompts_per_step"]
     try:

@@ -113,7 +113,7 @@ class CheckpointManager:
         block ends without an exception, seal and publish the folder, replacing an older `step_N`, and remove old
         checkpoints.
 
-        Raise FolderInUseError (a RuntimeError) if another process uses the same checkpoint_dir."""
+        Raise FolderInUseError (a ValueError and a RuntimeError) if another process uses the same checkpoint_dir."""
         make_folder(self.checkpoint_dir, _KEY)
         folder = self.checkpoint_dir / f"tmp_step_{step}"
         with self._locked():
@@ -163,8 +163,9 @@ class CheckpointManager:
     def claim(self) -> None:
         """Lock the folder against other runs until `shutdown`, or until this process ends.
 
-        Raise FolderInUseError (a ValueError) if another run uses the folder; the message gives its process, host and
-        time. Raise FolderError if the folder cannot be created or written. Do nothing if checkpoints are disabled."""
+        Raise FolderInUseError if another run uses the folder; the message gives its process, host and time. Raise
+        FolderError if the folder cannot be created or written. Both are ValueErrors. Do nothing if checkpoints are
+        disabled."""
         if not self.enabled or self._claimed:
             return
         try:
@@ -285,12 +286,11 @@ class CheckpointManager:
             return _recover(self.checkpoint_dir)
 
     def _thin_out(self) -> None:
-        """Remove the checkpoints that no rule keeps.
+        """Remove all checkpoints except the following: the latest; the newest `ft_keep_latest_k`; and the best
+        `keep_top_k` (null: all) of the steps that are multiples of `save_period`.
 
-        The rules keep the latest checkpoint; among the steps that are multiples of `save_period`, the `keep_top_k` best
-        by metric, or without a metric the newest (null: all); and the newest `ft_keep_latest_k` of any step. If both
-        limits are null, nothing is removed. A checkpoint without the metric ranks last; in a tie the newer checkpoint
-        ranks first."""
+        Best is by metric. Checkpoints without it rank last; in a tie, or if no metric is configured, newer ones rank
+        first. If `keep_top_k` and `ft_keep_latest_k` are both null, remove nothing."""
         if self.config.keep_top_k is None and self.config.ft_keep_latest_k is None:
             return
         records = history(self.checkpoint_dir)

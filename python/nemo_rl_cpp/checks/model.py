@@ -186,8 +186,8 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 
 
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield a problem if the model lacks layers that `lora_cfg` lists, or if a saved adapter could not name a base
-    model that PEFT finds."""
+    """Yield a warning if an adapter of `tiny-random` is to be trained, because its base model is in no folder that PEFT
+    could load. Yield an error if `lora_cfg` selects no layer of the model."""
     key = f"{section}.dtensor_cfg.lora_cfg"
     if model.lora is not None and model.model_name == TINY_RANDOM:
         yield Finding(
@@ -204,8 +204,8 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
 
 
 def _check_balance(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
-    """Yield a problem for each key that enables a method of balancing the load of experts which the native backend
-    lacks."""
+    """Yield an error for each key that sets a method of balancing the experts' load, if the native backend does not
+    support this method for the model."""
     sizes = model_sizes(model.model_name, model.hf_config_overrides)
     if model.backend == "native" and sizes is not None and sizes.experts > 1:
         wanted = balance_wanted(model, "sigmoid" if sizes.has_router_biases else "softmax")
@@ -251,7 +251,7 @@ def _vocabulary(folder: Path) -> tuple[int, int]:
 
 
 def _check_new_tokens(config: WholeConfig) -> Iterator[Finding]:
-    """Warn if `max_new_tokens` exceeds the longest sequence that the configuration allows."""
+    """Yield a warning if `max_new_tokens` exceeds the longest sequence that the configuration allows."""
     training = isinstance(config, TrainMasterConfig)
     generation, key = (config.policy.generation, "policy.generation") if training else (config.generation, "generation")
     limit, limit_key = generation.vllm_cfg.max_model_len, f"{key}.vllm_cfg.max_model_len"

@@ -100,8 +100,8 @@ def chat(arguments: Sequence[str]) -> int:
 
 
 def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
-    """Run a chat: read lines from standard input until it ends, and respond to each with all earlier messages as
-    context."""
+    """Run a chat with the model of `generator`: read lines from standard input until it ends, and respond to each with
+    all earlier messages as context. `known` holds the parsed options of the command line."""
     begin = [] if known.system is None else [{"role": "system", "content": known.system}]
     messages, answers = list(begin), 0
     while True:
@@ -125,8 +125,9 @@ def talk(generator: TextGenerator, known: argparse.Namespace) -> None:
 
 
 def write_answer(generator: TextGenerator, known: argparse.Namespace, asked: list[dict[str, str]], number: int) -> str:
-    """Print a response to the messages `asked` while it is generated, and return it. Ctrl-C ends the response. `number`
-    counts the chat's responses, which have different seeds."""
+    """Print a response to the conversation `asked` while `generator` generates it, and return it. Ctrl-C ends the
+    response. `known` holds the parsed options of the command line. `number` is the number of earlier responses in the
+    chat; it changes the seed."""
     written: list[str] = []
 
     def show(piece: str) -> None:

@@ -215,8 +215,8 @@ def _dry_run(config: WholeConfig) -> int:
 
 @contextmanager
 def _started() -> Iterator[None]:
-    """Print the stages of a command before its first step during the `with` block. If the output is a closed pipe,
-    print a message on stderr."""
+    """Print the stages that precede a command's first step, while the `with` block runs. If the output is a closed
+    pipe, print a message on stderr and raise BrokenPipeError."""
     try:
         with stages_shown():
             yield

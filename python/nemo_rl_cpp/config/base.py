@@ -117,7 +117,7 @@ class Section(BaseModel, metaclass=_Made):
         return tuple(found.items())
 
     def check_all(self, report: Report) -> None:
-        """Report those mistakes in a section that was created in Python which type checks do not detect."""
+        """Report mistakes that type checks do not detect, in a section that Python code created."""
         check_marks(self, "", report)
 
     def __getitem__(self, key: str) -> Any:

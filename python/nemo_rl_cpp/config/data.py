@@ -93,8 +93,8 @@ def defaults_for(section: Mapping[str, object], default: Mapping[str, object]) -
 
 
 class DatasetDefaults(Section):
-    """The keys that all datasets have. A key that a dataset omits has its value in the section `data.default`, which
-    may also contain keys that only some datasets have, those of its dataset_name."""
+    """The keys that all datasets have. A key that an entry of data.train or data.validation omits has its value in the
+    section `data.default`. That section may also contain keys of particular datasets (see `defaults_for`)."""
 
     model_config = ConfigDict(extra="allow")
 

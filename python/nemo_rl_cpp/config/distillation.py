@@ -65,8 +65,8 @@ class OnPolicyDistillationConfig(Section):
 
     @property
     def default_teacher(self) -> str | None:
-        """The key of the teacher for tasks without an entry in teacher_model_by_agent_name; None if no teacher scores
-        such tasks."""
+        """The key in teacher_model_by_agent_name whose teacher scores the tasks without a key of their own; None if no
+        teacher scores such tasks."""
         names = list(self.teacher_model_by_agent_name)
         if self.strict_agent_name_match:
             return None

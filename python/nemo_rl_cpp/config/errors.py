@@ -48,8 +48,9 @@ class ConfigError(ValueError):
 
 
 class Report:
-    """A collector of the mistakes in a configuration. `positions` maps each key that is set to its place, a file and
-    line or an override. For other keys the place is the file `file`."""
+    """A collector of the mistakes in a configuration. `positions` is {dotted key: place} for the keys that are set,
+    where a place is a file and line, or an override. The place of any other key is that of its section, or else
+    `file`."""
 
     def __init__(self, positions: dict[str, str], file: str = ""):
         self._positions = positions
@@ -87,8 +88,8 @@ class Report:
     def add(self, dotted: str, message: str, *related: str) -> None:
         """Report a mistake for the key `dotted`, unless a mistake is already reported for this key or a `related` one.
 
-        The reported place is where the first of these keys is set: by an override if one of them is, otherwise in a
-        file."""
+        Its place is that of the first of these keys that an override sets, or if there is none, of the first that is
+        set."""
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
             return

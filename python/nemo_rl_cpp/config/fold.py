@@ -91,9 +91,10 @@ _CUTS_A_MODEL = ("tensor", "pipeline", "context")
 
 
 def sizes_of(config: WholeConfig) -> dict[str, int]:
-    """Return {dotted key: configured value} for each number of machines, devices or (in enabled backends) parallel
-    processes that is above 1 and that this run does not use as configured. Tensor-parallel sizes that divide the number
-    of worker processes can be used."""
+    """Return {dotted key: configured size} for the sizes that this run does not use: numbers of machines and devices of
+    the cluster, and of parallel processes of the enabled backends and of vLLM.
+
+    Omit sizes of 1, the cluster's sizes if the run has as many workers, and tensor-parallel sizes that the run uses."""
     ours = config.cluster.has_written_size  # the sizes are used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
@@ -115,8 +116,8 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
 
 
 def devices_of(config: WholeConfig) -> int:
-    """Return the number of devices that a configuration was written for, counting only what this run does not use: the
-    cluster's size, or the number of shards of a model if that is larger."""
+    """Return the number of devices for which a configuration was written: the cluster's size, or the number of shards
+    of a model if that is larger. Sizes that this run uses as configured count as 1 (see `sizes_of`)."""
     cut: dict[str, list[int]] = {}
     for key, size in sizes_of(config).items():
         section, _, name = key.rpartition(".")

@@ -126,8 +126,8 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
-        """Return the name that messages use for the value set at the place `where`, if the place is the override of a
-        given value. Return any other place unchanged."""
+        """Return the place that messages name for the place `where`. If `where` is an override made from a given value,
+        this is the place that the caller gave for the value, such as "argument seed"; otherwise it is `where`."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:

@@ -285,7 +285,8 @@ class AsyncRLConfig(Section):
 
     @property
     def beside_training(self) -> dict[str, bool | int]:
-        """The keys of `async_grpo` or `async_ppo` with the same effect as this section, with their values."""
+        """The keys `enabled` and `max_trajectory_age_steps` of `async_grpo` or `async_ppo`, with the values that have
+        the same effect as this section."""
         windowed = self.sampler.name == "windowed"
         age = self.sampler.max_staleness_versions if windowed else self.sampler.max_lookahead_versions
         return {"enabled": age > 0, "max_trajectory_age_steps": max(age, 1)}

@@ -124,8 +124,8 @@ class LayerKinds:
         recurrent: the indices of the recurrent layers.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
         latent_queries: whether queries are also computed from a low-dimensional vector.
-        experts: the indices of the layers with experts, which have a shared expert at most in place of an MLP.
-        shared: the shared expert's module in such a layer; empty: none."""
+        experts: the indices of the layers with experts. They have no MLP, but may have a shared expert.
+        shared: the module name of the shared expert in these layers; empty: they have none."""
 
     count: int
     fused: bool = False
@@ -315,8 +315,9 @@ def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
 
 
 def _fault(pattern: str, key: str) -> str | None:
-    """Return the error message for a pattern of target_modules or exclude_modules, or None if a model can have a module
-    that it matches. `key` is the key with the pattern."""
+    """Return an error message if `pattern`, an entry of `key` (target_modules or exclude_modules), matches no module
+    that can have an adapter in any model, otherwise None. In exclude_modules it may also match the frozen head or
+    embedding."""
     if any(matches(pattern, module) for layers in _ANY_MODEL for module in layers.modules()):
         return None
     if any(matches(pattern, module) for module in FROZEN):

@@ -207,8 +207,8 @@ class MegatronSchedule:
 
 
 def torch_schedule(stages: list[SchedulerStage] | None) -> TorchSchedule | None:
-    """Return the learning-rate schedule for `stages`, the entries of the key `scheduler`; None for a constant learning
-    rate."""
+    """Return the learning-rate schedule that `stages`, the entries of the key `scheduler`, describe. Return None (a
+    constant learning rate) if there are none."""
     if not stages:
         return None
     named = tuple(
@@ -244,8 +244,8 @@ _TENSOR = (
 
 
 class DTensorConfig(Section):
-    """Settings of NeMo RL's PyTorch backend. If it is enabled, the keys optimizer, scheduler and max_grad_norm of the
-    section that contains it are used."""
+    """Settings of NeMo RL's PyTorch backend. If this backend is enabled, the keys optimizer, scheduler and
+    max_grad_norm of the section that contains `dtensor_cfg` are used."""
 
     is_switched = True
     enabled: bool = key(True, "Use optimizer, scheduler and max_grad_norm of the section that contains dtensor_cfg.")
@@ -267,9 +267,9 @@ class PeftConfig(Section):
 
 
 class DDPConfig(Section):
-    """Settings of Megatron's gradient reduction. Used if the Megatron backend is enabled. The keys
-    `overlap_grad_reduce` and `data_parallel_sharding_strategy` of the model's section take precedence unless they are
-    null."""
+    """Settings of Megatron's gradient reduction, used if the Megatron backend is enabled. The keys
+    `overlap_grad_reduce` and `data_parallel_sharding_strategy` of the section `policy` or `value` take precedence
+    unless they are null."""
 
     overlap_grad_reduce: bool = key(
         True, "With several processes: reduce gradients during the backward pass. false: after it."

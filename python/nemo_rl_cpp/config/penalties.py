@@ -12,9 +12,9 @@ CHANNELS = ("reasoning", "answer", "total")
 
 
 class LengthPenaltyParams(Section):
-    """Settings of bonuses and penalties for the length of responses, which are added to their rewards. A response has
-    three lengths: of the reasoning (the text before `</think>`), of the answer (the text after it), and in total. Only
-    correct responses (reward above 0) are compared, and only in groups whose rewards are all 0 or 1."""
+    """Settings of bonuses and penalties for the length of responses, added to the rewards. A response has three
+    lengths: of the reasoning (the text before `</think>`), of the answer (the text after it), and in total. Correct
+    responses (reward above 0) to the same prompt are compared, if all rewards for this prompt are 0 or 1."""
 
     is_switched = True
     enabled: bool = key(True, "Apply the length penalties of this section.")
@@ -112,8 +112,9 @@ class ProfileBandChannel(Section):
 
 
 class ProfileBandDefaults(Section):
-    """Settings of the reward factors by length ("bands"). A band called NAME that is set here is used, unless
-    profile_band_NAME in the section `default` is false."""
+    """The bands of `profile_band`: each sets how the reward falls with one of a response's lengths. A band that is not
+    null is applied, unless the key profile_band_total, _reasoning or _answer of the section `default` is set to
+    false."""
 
     total: ProfileBandChannel | None = key(None, "Band for the length of the whole response. null: none.")
     reasoning: ProfileBandChannel | None = key(None, "Band for the length of the reasoning. null: none.")
@@ -121,7 +122,8 @@ class ProfileBandDefaults(Section):
 
 
 class ProfileBandConfig(Section):
-    """Settings of factors for the rewards of correct responses, which depend on their lengths."""
+    """Settings of factors that multiply the rewards of correct responses. A response's factors depend on its
+    lengths."""
 
     enabled: bool = key(False, "Multiply rewards by the factors of the bands.")
     defaults: ProfileBandDefaults = section(ProfileBandDefaults, "the bands")
@@ -149,8 +151,8 @@ class LengthPenaltyConfig(Section):
         return {name: band for name, band in found.items() if band is not None}
 
     def params_of(self, task: str | None) -> LengthPenaltyParams:
-        """Return the settings for the samples of a task: the section `default`, with the keys replaced that the task's
-        entry in agent_overrides sets."""
+        """Return the settings for the samples of `task`. Keys that the task's entry in agent_overrides sets take
+        precedence over the section `default`."""
         params = self.default.model_copy()
         for name in self.bands():
             if f"profile_band_{name}" not in params.model_fields_set:
@@ -217,7 +219,7 @@ class RewardPenaltyConfig(Section):
 
     @property
     def ids(self) -> RewardPenaltyTokenIds:
-        """`token_ids`, or a section with its defaults if it is null."""
+        """The section `token_ids`, or one with the default values if this key is null."""
         return self.token_ids or RewardPenaltyTokenIds()
 
     @property

@@ -117,8 +117,8 @@ class DraftConfig(Section):
 
 
 class RouterReplayConfig(Section):
-    """Settings of the replay, in training, of a mixture-of-experts model's expert routing. The native core does not
-    need it."""
+    """Settings of router replay: training a mixture-of-experts model with the expert choices of generation. The native
+    backend does not need it, because its routers choose the same experts in both."""
 
     is_switched = True
     model_config = ConfigDict(extra="allow")
@@ -325,7 +325,8 @@ class TrainedModelConfig(Section):
 
 
 def fill(target: Section, **values: object) -> None:
-    """Set those of the keys `values` that are None in `target`, without marking them as set by the user."""
+    """Set each of the keys `values` to its value if the key is None in `target`. The keys do not count as set by the
+    user."""
     for name, value in values.items():
         if getattr(target, name) is None:
             target.__dict__[name] = value

@@ -41,7 +41,7 @@ _GYM_SWITCHES = ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should
 
 
 def sound_environments(env: EnvConfigs, report: Report) -> bool:
-    """Report mistakes in the section `env`. Return whether there are none, so that other rules can rely on it."""
+    """Report mistakes in the section `env`. Return whether it has none. Other rules read the section only then."""
     check_env(env, report)
     for name, section in env.items():
         if section is not None and not isinstance(section, Mapping) and name not in _GYM_SWITCHES:
@@ -138,7 +138,8 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
 
 
 def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
-    """Report force_on_policy_ratio if each batch has several updates, because only in the first is the true ratio 1."""
+    """Report force_on_policy_ratio (probability ratio 1) if a batch has several optimizer steps: after the first, the
+    ratio is not 1. Also report use_kl_in_reward if the old policy's log-probabilities, which it needs, are skipped."""
     loss, loop, name = config.loss_fn, config.loop, config.algorithm
     if not loss.force_on_policy_ratio:
         return
@@ -192,8 +193,8 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
 
 
 def _not_read(report: Report, key: str, beside: str) -> None:
-    """Report that `key` has no effect because of another setting, which `beside` describes, if the run's own file or an
-    override sets `key`. A parent file may set it."""
+    """Report that `key` has no effect with the setting that the text `beside` describes. Report only a key that the
+    run's own file or an override sets, not one from a parent file."""
     if report.nearness(key) >= 2:
         report.add(key, f"has no effect with {beside}: leave it out")
 
@@ -455,8 +456,8 @@ def _check_files(dataset: DatasetDefaults, dotted: str, report: Report) -> None:
 
 
 def check_env(env: EnvConfigs, report: Report) -> None:
-    """Report NeMo RL's keys that make a reward model score the responses. These keys must not be ignored, since another
-    environment would then score the responses without notice."""
+    """Report `env.reward_model.enabled`: true, NeMo RL's switch for a reward model that scores the responses. It is not
+    supported, and if it were ignored, another environment would score the responses unnoticed."""
     instead = "write an environment (register_env) or a reward function (env.reward_functions) that asks it"
     model = env.get("reward_model")
     if isinstance(model, dict) and model.get("enabled"):

@@ -93,7 +93,7 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
     """If `cluster.strict_sizes` is true, report every number of devices or processes that the run cannot use as
-    configured (see `sizes_of`). Also report `colocated.enabled: false` if generation shares the run's device."""
+    configured (see `sizes_of`), and `colocated.enabled: false` if generation has no devices of its own in this run."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"
@@ -157,7 +157,7 @@ _BY_BUDGET = (
 
 def check_budget(config: TrainMasterConfig, report: Report) -> frozenset[str]:
     """Report policy.memory_budget_gb for a run whose memory cannot be estimated exactly. Return the keys that the
-    budget must not change: those set in the same file or in a place of higher precedence (see `Report.nearness`)."""
+    budget must not change: those set where the budget is set, or with higher precedence (see `Report.nearness`)."""
     policy, cluster = config.policy, config.cluster
     if policy.memory_budget_gb is None:
         return frozenset()
@@ -315,8 +315,8 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> None:
-    """Report settings that need bit-identical generation and training. `engine`, a text for the message, is the engine
-    that does not give them; `key` is the dotted key that selects it."""
+    """Report settings that need bit-identical generation and training. The text `engine` names the engine that lacks
+    this for the message; `key` is the dotted key that selects this engine."""
     if policy.reuse_generation_logprobs == "always":
         text = (
             f"cannot be always with {engine}: its log-probabilities are not those of training to the bit; set it to "
@@ -336,8 +336,8 @@ def check_engines(config: TrainMasterConfig, report: Report) -> None:
 
 
 def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each key that enables a method of balancing the load of experts which is not computed.
-    `router` is the kind of a native model's routers, softmax or sigmoid; None: another backend."""
+    """Yield (key, message) for each key that asks for a balancing of the experts' load that the run would not do.
+    `router` is "softmax" or "sigmoid", the kind of a native model's routers; None: another backend."""
     megatron = model.megatron_cfg
     if not megatron.enabled:
         return
@@ -358,8 +358,8 @@ def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iter
 
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
-    """Report settings of multi-token prediction with which its heads would change the policy, and settings that backend
-    hf does not support. `name` is the name of the section `model`."""
+    """Report heads for multi-token prediction that are not detached, because their loss, which would change the policy,
+    is not computed. Report settings that backend hf does not support. `name` is the section of `model`."""
     megatron = model.megatron_cfg
     if megatron.enabled and megatron.mtp_num_layers and not megatron.mtp_detach_heads:
         text = f"is {megatron.mtp_num_layers} with mtp_detach_heads false, so the loss of these heads would change the policy"

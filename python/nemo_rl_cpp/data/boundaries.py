@@ -61,8 +61,8 @@ def end_token_ids(folder: Path | None, config: Mapping[str, object], tokenizer: 
 
 
 def end_token_ids_of_tokenizer(tokenizer: TokenizerType | None) -> list[int]:
-    """Return the ids of a tokenizer's end tokens: those that the files of the model in the tokenizer's folder list, if
-    any, otherwise the tokenizer's own end token. Return [] if `tokenizer` is None."""
+    """Return the ids of a tokenizer's end tokens. These are the ones listed in the files of the model in the
+    tokenizer's folder, if any, otherwise the tokenizer's own end token. Return [] if `tokenizer` is None."""
     own = getattr(tokenizer, "eos_token_id", None)
     return list(getattr(tokenizer, "eos_token_ids", None) or ([] if own is None else [own]))
 
@@ -88,8 +88,8 @@ def _ids(value: object, where: str) -> list[int]:
 def save_generation_config(
     folder: Path | None, config: Mapping[str, object], tokenizer: TokenizerType | None, target: Path
 ) -> None:
-    """Write the generation_config.json of a trained model to `target`: a copy of the one in `folder`. If it has no end
-    tokens, add those of `config` or the tokenizer."""
+    """Write the generation_config.json of a trained model into the folder `target`: a copy of that in `folder`, or keys
+    of `config` (config.json) if there is none. If it lacks end tokens, add those of `config` or the tokenizer."""
     content = {} if folder is None else read_json(folder / GENERATION_CONFIG)
     if not content:
         content = {key: config[key] for key in _FROM_CONFIG if config.get(key) is not None}

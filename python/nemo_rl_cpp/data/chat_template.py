@@ -287,10 +287,10 @@ def _content(message: Mapping[str, object]) -> str:
 
 
 def system_part(tokenizer: TokenizerType, messages: Messages, text: str) -> int:
-    """Return how many leading characters of `text`, rendered from `messages`, belong to the first (system) message. If
-    `text` begins with this message rendered alone, return the length of that rendering. If the template rejects a
-    system message alone or merges it into the user's turn, return where its content ends in `text`, or 0 if `text`
-    lacks it."""
+    """Return how many leading characters of `text`, rendered from `messages`, belong to the first message, the
+    system's. If `text` begins with a rendering of this message alone, return the length of the rendering. Otherwise
+    (the template rejects a system message alone or merges it into the user's turn) return where the message's content
+    ends in `text`, or 0 if `text` lacks the content."""
     try:
         alone = _apply(tokenizer, messages[:1], False, None)
     except ValueError:  # many templates reject a system message alone

@@ -78,8 +78,9 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
-    """Return the chat template that the run used, or None if it used none. `run` is the run's section
-    `policy.tokenizer`, and `own` the model's template, which is returned if `run` is None."""
+    """Return the chat template of a run, or None if the run used none. `run` is its section `policy.tokenizer`. If
+    `run` is None, return `own`, the model's template. Raise ValueError if `own` is None and the run's template cannot
+    be read."""
     value = own if run is None else run.get("chat_template", "default")
     if run is None or value is None:
         return value

@@ -48,8 +48,8 @@ def _holds_objects(value: object) -> bool:
 
 
 def without_padding(row: Row) -> Row:
-    """Return the row without the keys whose value is null in mappings inside its columns. All structs of an Arrow
-    column have the same keys, so a key that only other rows set is null here. A column that is itself null stays."""
+    """Return a copy of the row without the null entries of mappings inside its columns. All structs of an Arrow column
+    have the same keys, so a key that only other rows set is null here. A column that is itself null stays."""
     return {name: _unpadded(value) for name, value in row.items()}
 
 

@@ -159,15 +159,15 @@ def _wrong_places(prompt: str, places: list[int], alone: list[int]) -> str:
 
 
 def system_message(spec: TaskDataSpec) -> list[ChatMessage]:
-    """Return a list with the system message, or [] without a system prompt. Line ends at the end of the system prompt
+    """Return a list with the system message, or [] without a system prompt. Newlines at the end of the system prompt
     are dropped, because editors add them."""
     text = (spec.system_prompt or "").rstrip("\r\n")
     return [{"role": "system", "content": text}] if text else []
 
 
 def _separate_messages(question: str, spec: TaskDataSpec, tokenizer: TokenizerType) -> list[Entry]:
-    """Return two entries, the system and the user message, made by splitting the text of one call of the chat
-    template."""
+    """Return a system and a user entry: the chat template renders both messages in one call, and its text is split
+    where the system message ends. Return only a user entry if the text has no system message."""
     messages: list[ChatMessage] = [*system_message(spec), {"role": "user", "content": question}]
     text = render_prompt(tokenizer, messages)
     ids = prompt_ids(tokenizer, text, messages)
@@ -224,8 +224,8 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
     """Convert a row {"messages": [question, answer]} to plain text that the model continues, without a chat template.
     The text begins with a BOS token if the tokenizer adds one.
 
-    The question is inserted into the prompt file and the system prompt is put before it, both literally. This processor
-    is for base models and for few-shot tasks, whose responses end at the row's "stop_strings"."""
+    The text is the system prompt, unchanged, followed by the prompt file with the question inserted. This processor is
+    for base models and for few-shot tasks, whose responses end at the row's "stop_strings"."""
     messages, info = _asked(row, spec, "raw_completion_data_processor")
     if len(messages) > 1:
         raise ValueError(
@@ -238,9 +238,9 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
-    """Convert a row {"messages"} to a prompt for agents, which call the policy themselves. The environment gets the
-    system prompt and the messages up to the last question as `messages`. Only the number of the prompt's tokens is
-    used."""
+    """Convert a row {"messages"} to a prompt for agents, which call the policy themselves. The environment gets
+    `messages`: the system prompt and the row's messages up to the last question. The prompt's own text joins their
+    contents; agents do not get it."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)

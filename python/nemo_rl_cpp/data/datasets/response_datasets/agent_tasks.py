@@ -21,7 +21,8 @@ INSTALL = "pip install 'nemo-rl-cpp[agents]'"
 
 
 def check_verifiers(what: str) -> None:
-    """Raise ValueError if the package verifiers is not installed. `what` names in the message what needs it."""
+    """Raise ValueError if the package verifiers is not installed. The message begins with `what`, which needs the
+    package."""
     if importlib.util.find_spec("verifiers") is None:
         raise ValueError(f"{what} needs the package verifiers: run `{INSTALL}`")
 

@@ -15,8 +15,8 @@ HELD_OUT = 0.15  # the fraction of all questions that belongs to validation
 
 
 class GeneratedDataset(RawDataset):
-    """The base class of data sets whose rows a program generates, those of the split `split` ("train" or "validation").
-    `val_dataset` has `split_validation_size` held-out rows; a fraction is relative to the number of training rows."""
+    """The base class of data sets whose rows a program generates. `split` is "train" or "validation". `val_dataset` has
+    `split_validation_size` rows of the validation split; a fraction is relative to the number of training rows."""
 
     default_processor = "raw_completion_data_processor"
     eval_split = "validation"
@@ -63,8 +63,8 @@ class GeneratedDataset(RawDataset):
         self, questions: Sequence[Q], shown: Sequence[Q], held_out: bool, num_samples: int | None, seed: int, what: str
     ) -> Iterator[tuple[Q, list[Q]]]:
         """Yield (question, solved examples) for `num_samples` random entries of `questions`. The solved examples are
-        `num_shots` different entries of `shown`, in training without the question itself. `what` names the questions in
-        errors."""
+        `num_shots` different entries of `shown`. In training (not `held_out`), where `shown` has the questions in the
+        same order, a question is not one of its own examples. `what` names the questions in errors."""
         for i, number in enumerate(self.pick(len(questions), num_samples, seed, what)):
             shots = Draws(seed, int(held_out), i).distinct(self.num_shots, len(shown), None if held_out else number)
             yield questions[number], [shown[s] for s in shots]

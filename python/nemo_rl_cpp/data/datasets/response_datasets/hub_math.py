@@ -136,8 +136,8 @@ class GSM8KDataset(HubDataset):
 
 
 class HubMultichoiceDataset(HubDataset):
-    """A multiple-choice data set of `SOURCES`. Rows fit `multichoice_qa_processor` and the processors of messages:
-    {"question", "options": {letter: text or None}, "answer": letter, "messages", "task_name"}."""
+    """A multiple-choice data set of `SOURCES`. Its rows {"question", "options": {letter: text or None}, "answer":
+    letter, "messages", "task_name"} fit `multichoice_qa_processor` and the processors that read "messages"."""
 
     default_processor = "multichoice_qa_processor"
 

@@ -40,9 +40,9 @@ def is_dotted(name: object) -> bool:
 
 
 class PythonObjectRef(str):
-    """The value that a configuration key gets if its component was passed as a Python object: a string, the component's
-    name followed by "(given from Python)". Other processes receive only this string, which is never a valid dotted
-    name."""
+    """A string in place of a component that was passed as a Python object, not by its dotted name: the value of its
+    configuration key. It is the component's name followed by "(given from Python)", never a valid dotted name. Other
+    processes receive only this string."""
 
     component: object
 

@@ -155,8 +155,8 @@ def user_place(error: BaseException) -> Place | None:
 
 
 def _called_place(error: BaseException) -> Place | None:
-    """Return the line of code that was called from this package's innermost frame. This line counts as user code even
-    if it is in a library."""
+    """Return the line of code that this package's innermost frame called; None if it called none. This line counts as
+    user code even if it is in a library."""
     places = _places(error)
     last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
     return places[last + 1] if last + 1 < len(places) else None
@@ -184,10 +184,10 @@ def as_user_error(error: BaseException, text: str) -> UserCodeError:
 def in_user_code(
     error: BaseException, what: str = "your code", hint: str = "", called: bool = False
 ) -> UserCodeError | None:
-    """Return the exception to raise in place of `error` if user code raised it: of the same type, with one sentence as
-    its message, which calls the code `what` and ends in `hint`. Return None if `error` is not from user code, is
-    KeyboardInterrupt, or already has such a message. `called`: this package was calling user code, so the exception
-    counts as the user's even if a library raised it."""
+    """Return the exception to raise in place of `error` if user code raised it. It has the type of `error`, and its
+    message is one sentence that begins with `what`, a name for the code, and ends with `hint`. Return None if `error`
+    is not from user code, is KeyboardInterrupt, or already has such a message. `called`: this package was calling user
+    code, so the exception counts as the user's even if a library raised it."""
     if isinstance(error, (UserCodeError, KeyboardInterrupt)) or (isinstance(error, GeneratorExit) and not called):
         return None
     place = user_place(error) or (_called_place(error) if called else None)

@@ -113,8 +113,7 @@ class ProfileBandChannel(Section):
 
 class ProfileBandDefaults(Section):
     """The bands of `profile_band`: each sets how the reward falls with one of a response's lengths. A band that is not
-    null is applied, unless the key profile_band_total, _reasoning or _answer of the section `default` is set to
-    false."""
+    null is applied, unless profile_band_total, _reasoning or _answer in the section `default` is set to false."""
 
     total: ProfileBandChannel | None = key(None, "Band for the length of the whole response. null: none.")
     reasoning: ProfileBandChannel | None = key(None, "Band for the length of the reasoning. null: none.")
@@ -122,8 +121,7 @@ class ProfileBandDefaults(Section):
 
 
 class ProfileBandConfig(Section):
-    """Settings of factors that multiply the rewards of correct responses. A response's factors depend on its
-    lengths."""
+    """Settings of factors that multiply the rewards of correct responses, according to the lengths of a response."""
 
     enabled: bool = key(False, "Multiply rewards by the factors of the bands.")
     defaults: ProfileBandDefaults = section(ProfileBandDefaults, "the bands")

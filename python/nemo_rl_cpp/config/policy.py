@@ -325,8 +325,7 @@ class TrainedModelConfig(Section):
 
 
 def fill(target: Section, **values: object) -> None:
-    """Set each of the keys `values` to its value if the key is None in `target`. The keys do not count as set by the
-    user."""
+    """Set each key of `values` in `target` if it is None there. The keys do not count as set by the user."""
     for name, value in values.items():
         if getattr(target, name) is None:
             target.__dict__[name] = value

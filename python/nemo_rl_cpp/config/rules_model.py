@@ -215,8 +215,8 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
 
 
 def _check_shares(config: TrainMasterConfig, report: Report) -> None:
-    """Report `colocated.resources` if it does not give generation some of the workers and leave some for training. With
-    one node it counts workers, with several nodes whole nodes."""
+    """Report `colocated.resources` if it does not give generation some of the workers and leave some for training. The
+    section gives a number of workers if the cluster has one node, otherwise a number of whole nodes."""
     resources, cluster, key = config.policy.generation.colocated.resources, config.cluster, f"{_COLOCATED}.resources"
     own, unit = ("gpus_per_node", "workers") if cluster.num_nodes == 1 else ("num_nodes", "nodes")
     wanted, there = getattr(resources, own), getattr(cluster, own)
@@ -315,8 +315,8 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
 
 
 def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> None:
-    """Report settings that need bit-identical generation and training. The text `engine` names the engine that lacks
-    this for the message; `key` is the dotted key that selects this engine."""
+    """Report settings that need bit-identical generation and training. In the message, `engine` names the engine
+    that lacks this; `key` is the dotted key that selects this engine."""
     if policy.reuse_generation_logprobs == "always":
         text = (
             f"cannot be always with {engine}: its log-probabilities are not those of training to the bit; set it to "
@@ -329,7 +329,7 @@ def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> 
 
 
 def check_engines(config: TrainMasterConfig, report: Report) -> None:
-    """Report separate generation workers with policy.backend hf, whose engine reads the trainer's weights in place."""
+    """Report separate generation workers if policy.backend is hf: its engine reads the trainer's weights in place."""
     if config.policy.backend == "hf" and config.cluster.has_workers and not config.policy.generation.colocated.enabled:
         text = "is false, but the engines of policy.backend hf read the trainer's weights: set it to true"
         report.add(f"{_COLOCATED}.enabled", text, "policy.backend")
@@ -359,7 +359,7 @@ def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iter
 
 def check_model(model: TrainedModelConfig, name: str, report: Report) -> None:
     """Report heads for multi-token prediction that are not detached, because their loss, which would change the policy,
-    is not computed. Report settings that backend hf does not support. `name` is the section of `model`."""
+    is not computed. Also report settings that backend hf does not support. `name` is the section's name."""
     megatron = model.megatron_cfg
     if megatron.enabled and megatron.mtp_num_layers and not megatron.mtp_detach_heads:
         text = f"is {megatron.mtp_num_layers} with mtp_detach_heads false, so the loss of these heads would change the policy"

@@ -17,8 +17,8 @@ _ARROW = ("datasets", "pandas", "polars", "pyarrow")
 
 def plain(value: object) -> object:
     """Convert a value recursively to Python's types: arrays, Series and tuples to lists, mappings to dictionaries,
-    numpy scalars to numbers. Mappings inside an array of objects lose keys with null, which pandas adds to Arrow's
-    structs."""
+    numpy scalars to numbers. Null entries of mappings inside an array of objects are removed, because such entries come
+    from Arrow's structs through pandas."""
     names = ("tolist", "to_list", "as_py")  # numpy, torch and pandas; polars; scalars of pyarrow
     convert = next((getattr(value, name) for name in names if hasattr(value, name)), None)
     if convert is not None and not isinstance(value, type):

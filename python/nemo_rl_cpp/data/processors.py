@@ -77,7 +77,7 @@ PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """Register a processor that calls `make`, under the name of `make`."""
+    """Make a processor that calls the function `make`, and register it under the name of this function."""
 
     @wraps(make)
     def process(

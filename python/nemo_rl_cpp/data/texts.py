@@ -175,8 +175,8 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Split `text`, the text of all tokens in the decoding window together, into the texts of the waiting tokens,
-        and store them."""
+        """Divide `text`, the decoded text of all tokens in the window, among the waiting tokens, whose text was not
+        known before, and append their parts to `_held`."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])
@@ -227,7 +227,8 @@ def _spelling(tokenizer: TokenizerType) -> Callable[[int], str | None]:
 def _context(
     decode: Callable[[Sequence[int]], str], spelling: Callable[[int], str | None], before: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return (context, unfinished): the parts of the ids `before` on which the decoding of the next ids depends.
+    """Return (context, unfinished), two adjacent lists of ids from `before`. They suffice to decode the ids that
+    follow.
 
     `unfinished` holds the ids at the end whose bytes do not yet form a whole character. `context` is the last id that
     alone decodes to whole characters; if there is none, it holds all ids before `unfinished`."""

@@ -129,7 +129,7 @@ class Tokenizer(SpecialTokens):
         self._model_template, self._run_template = template, None
 
     def use_chat_template(self, template: Templates) -> None:
-        """Use `template`, that of a run, from now on. `save_pretrained` still writes the model's template."""
+        """Use `template`, a run's chat template, instead of the model's. `save_pretrained` still writes the model's."""
         self._run_template = (template,)
 
     # -- vocabulary --------------------------------------------------------------------------------------------------

@@ -34,10 +34,10 @@ def token_text(token: str | Mapping[str, Any] | None) -> str | None:
 
 
 def read_settings(folder: Path, own_ids: Collection[int]) -> dict[str, Any]:
-    """Return the keys of tokenizer_config.json. If `added_tokens_decoder` is not among them, keys of
-    special_tokens_map.json override them, and the tokens of added_tokens.json become `added_tokens_decoder`, except
-    those whose ids tokenizer.json has (`own_ids`). The text of chat_template.jinja replaces the value of the key
-    `chat_template`."""
+    """Return the settings of tokenizer_config.json, completed from other files. If they lack `added_tokens_decoder`,
+    the keys of special_tokens_map.json take precedence, and the tokens of added_tokens.json become
+    `added_tokens_decoder`, except tokens whose ids are in tokenizer.json (`own_ids`). If chat_template.jinja exists,
+    its text becomes the value of `chat_template`."""
     settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
         _take_special_tokens_map(settings, read_json(folder / "special_tokens_map.json"))
@@ -97,9 +97,9 @@ _OVERRULES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # their fo
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer class that transformers 5 uses for a folder: the class that tokenizer_config.json
-    (`settings`) or config.json (`config`) names, or the class of the `model_type` if neither names one. Some model
-    types always use the class of the `model_type`."""
+    """Return the tokenizer class that transformers 5 uses for a folder: the class named in tokenizer_config.json
+    (`settings`) or config.json (`config`). If neither names one, and always for the model types in `_OVERRULES`, return
+    the default class of the `model_type`."""
     kind = config.get("model_type")
     of_model = next((name for name, kinds in _OF_MODELS.items() if kind in kinds), None)
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
@@ -107,8 +107,9 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
 
 
 def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
-    """Apply `split_special_tokens` to `backend`, and `add_prefix_space` and `legacy` as the `tokenizer_class`
-    interprets them. Classes unknown here use the pipeline of tokenizer.json and ignore these two keys."""
+    """Apply `split_special_tokens` to `backend`. Also apply `add_prefix_space` and `legacy`, in the way of the class
+    `tokenizer_class`. Classes unknown here ignore `add_prefix_space` and `legacy` and keep the pipeline of
+    tokenizer.json."""
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     prefix = settings.get("add_prefix_space")
@@ -161,8 +162,8 @@ class SpecialTokens:
         self._declare_special_tokens([config.get(name) for name in NAMED_TOKENS])
 
     def _add_listed_tokens(self, listed: Mapping[str, Mapping[str, object]]) -> None:
-        """Add the tokens in `listed`, the key `added_tokens_decoder` (id -> token), that tokenizer.json lacks or has
-        with different flags. Warn if a token has a different id."""
+        """Add the tokens in `listed`, the value of `added_tokens_decoder` (id -> token), unless tokenizer.json has them
+        with the same flags. Warn of each token whose id is not the one in `listed`."""
         tokens = {int(index): _added_token(token) for index, token in listed.items()}
         present = {repr(token) for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         self.backend_tokenizer.add_tokens([token for _, token in sorted(tokens.items()) if repr(token) not in present])
@@ -175,8 +176,8 @@ class SpecialTokens:
                 )
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Mark all special tokens as special, those in `named` and the additional ones. They keep the flags given in
-        `added_tokens_decoder`; tokens that tokenizer.json lacks get the flags given in `named`."""
+        """Mark all special tokens, with and without a role, as special. Tokens in `added_tokens_decoder` keep their
+        flags there; other tokens that tokenizer.json lacks get their flags in `named`, the tokens with a role."""
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}

@@ -39,9 +39,10 @@ class GradientSums:
     """Settings of how gradients are summed over ranks. All settings give bit-identical sums.
 
     Attributes:
-        beside: whether gradients are summed layer by layer during the last backward pass, not after it.
-        sharded: whether each rank keeps only its shard, and gradient blocks are assigned round-robin (ZeRO-2). Requires
-            `beside`."""
+        beside: whether gradients are summed layer by layer during the last backward pass (of each gradient block if
+            `sharded`, otherwise of the batch), not after it.
+        sharded: whether each rank keeps only its shard of the sums (ZeRO-2), and gradient blocks (see `Ranks.blocks`)
+            are assigned to ranks round-robin. Requires `beside`."""
 
     beside: bool = False
     sharded: bool = False
@@ -136,9 +137,9 @@ class Ranks:
         return _blocks_of(dealt, self.rank, self.size, in_turns)
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
-        """Return (indices of the samples that this rank trains, the `Move`s of all ranks). The samples are those of
-        `blocks` with one gradient block per rank, but moved between ranks so that samples with a backward pass (not
-        `idle`, bool [B]) are balanced. A moved sample is not trained on the rank that generated it."""
+        """Return (indices of the samples that this rank trains, the `Move`s of all ranks). Each rank starts with one
+        gradient block, the samples that it generated. Moves then balance the samples with a backward pass (not `idle`,
+        bool [B]). A moved sample is not trained on the rank that generated it."""
         dealt = deal(data, begin, end, self.size, prompt_lengths(data))
         moves = even_moves([_units(data, rows, idle.tolist()) for rows in dealt])
         blocks = [set(rows) for rows in dealt]
@@ -205,9 +206,9 @@ def deal(
     """Divide the samples [begin, end) into `parts` parts with about equal numbers of tokens, or about equal sums of
     `weights` [B]. Return each part's sample indices in ascending order.
 
-    Consecutive samples of one group (`group_id`; for prompts `draw_ids`) stay together, so that they share their
-    prompt, unless there are fewer groups than parts. Groups are assigned in descending order of length, each to the
-    part with the fewest tokens so far; among equals, to the first part."""
+    Consecutive samples with the same `group_id` (without it, `draw_ids`) form a group. A group stays together, so that
+    its samples share their prompt, unless there are fewer groups than parts. The group with the most tokens is assigned
+    first, each group to the part with the fewest tokens so far; among equals, to the first part."""
     if parts == 1:
         return [list(range(begin, end))]
     lengths = data.lengths.tolist() if weights is None else weights
@@ -229,8 +230,8 @@ def deal(
 
 
 def _groups_of(data: RaggedBatch, default: object = None) -> list[int]:
-    """Return the `group_id` of each sample. If the batch has none, return `default`, or if that is None -1 (no group)
-    for each sample."""
+    """Return the `group_id` of each sample. If the batch has none, return `default`. If `default` is None, too, return
+    -1 (no group) for each sample."""
     groups = data.samples.get("group_id", default)
     return [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
 
@@ -246,9 +247,9 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Return, for each group of the samples `rows` with a common prompt, (its samples with a backward pass, the number
-    of their tokens). The prompt's tokens count once. `idle` tells for each sample of the batch whether it has no
-    backward pass."""
+    """Group the samples `rows` by `group_id`, a common prompt, without the samples that have no backward pass (`idle`,
+    one bool per sample of the batch). Return for each group (its samples, the number of their tokens), where the
+    prompt's tokens count once."""
     groups, lengths, prompts, units = _groups_of(data), data.lengths.tolist(), prompt_lengths(data), {}
     for row in rows:
         if not idle[row]:
@@ -271,9 +272,9 @@ def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
     Args:
         units: for each rank, pairs of (samples that must stay together, their cost).
 
-    Each move takes a pair's samples from the busiest to the least busy rank: those of the first pair that minimizes the
-    larger cost of the two ranks. Moves end when the gain is below LEAST_GAIN. The result depends only on the arguments,
-    so every rank computes the same moves."""
+    Each move takes the samples of one pair from the busiest to the least busy rank: the pair after whose move the
+    higher cost of these two ranks is lowest. Moves end when the gain is below LEAST_GAIN, a share of the busiest rank's
+    cost. The result depends only on the arguments, so every rank computes the same moves."""
     left = [list(own) for own in units]
     load = [sum(cost for _, cost in own) for own in left]
     found: list[Move] = []
@@ -302,9 +303,9 @@ def prompt_lengths(data: RaggedBatch) -> list[int]:
 def generated_by(
     prompts: RaggedBatch, ranks: int, blocks: int | None, global_batch: int, in_turns: bool = False
 ) -> list[list[int]]:
-    """Return, for each of the `ranks` ranks, the rows of `prompts` whose responses it generates. They are the rows that
-    `Ranks.blocks` assigns to the rank for training, in `blocks` gradient blocks per global batch of `global_batch`
-    rows, if each row gets one response."""
+    """Return, for each of the `ranks` ranks, the rows of `prompts` whose responses it generates. Every `global_batch`
+    rows are divided into `blocks` gradient blocks (None: one per rank), which are assigned to ranks as in
+    `Ranks.blocks`."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for begin in range(0, prompts.size, global_batch):
         dealt = deal(prompts, begin, min(prompts.size, begin + global_batch), blocks or ranks)
@@ -356,8 +357,8 @@ def connect(
 
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
-    """Return a Gloo backend that connects the processes whose `store` has the same prefix; `place` is (rank, number of
-    ranks) of this process."""
+    """Return a Gloo backend that connects the processes that meet in `store` (with its key prefix). `place` is (rank,
+    number of ranks) of this process, and `address` the address where others reach it."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline)

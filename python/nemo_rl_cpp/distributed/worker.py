@@ -50,9 +50,9 @@ class WorkerObjects:
     def call(
         self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None
     ) -> Answer:
-        """Call `method` of object number `target`, or read its attribute `method`, and return the outcome. `payload` is
-        the pickled (args, kwargs). The method `__create__` makes the object with a builder. `tell` is passed to the
-        method as its argument named `event`."""
+        """Call `method` of object number `target` and return the outcome. `payload` is the pickled (args, kwargs). If
+        `method` is an attribute that cannot be called, return its value. If it is `__create__`, make the object:
+        args[0] builds it from the ranks. `tell` is passed to the method as the argument that `event` names."""
 
         def make() -> object:
             args, kwargs = pickle.loads(payload)

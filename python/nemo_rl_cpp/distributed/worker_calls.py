@@ -79,8 +79,8 @@ def is_done(result: object) -> bool:
 
 
 def as_raised(error: BaseException) -> BaseException:
-    """Return the exception that a Ray actor raised without Ray's wrapper, with the actor's traceback as a note. If user
-    code raised it, its message is the actor's sentence for the user. Return an exception that is not from an actor
+    """Return the exception that a Ray actor raised, freed from Ray's wrapper, with the actor's traceback as a note. If
+    user code raised it, its message is the actor's sentence for the user. Return an exception that is not from an actor
     unchanged."""
     ray = sys.modules.get("ray")
     if ray is None or not isinstance(error, ray.exceptions.RayTaskError):
@@ -181,9 +181,9 @@ def _depth(error: BaseException) -> int:
 
 
 class Patience:
-    """A time limit for calls that are still running on other workers once one call has failed. They have `periods`
-    times `GRACE_SECONDS` to report the cause; then calls that still wait for the failed rank are abandoned. If a worker
-    is lost, waiting ends at once."""
+    """A time limit for the calls that still run after another call has failed. They have `periods` times
+    `GRACE_SECONDS` to report the cause. Then calls that still wait for the failed rank are abandoned. If a worker is
+    lost, waiting ends at once."""
 
     def __init__(self, calls: Sequence[Future], periods: int = 1) -> None:
         self._calls, self._periods = calls, periods
@@ -199,8 +199,8 @@ class Patience:
 
 
 def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
-    """Return the values of `calls`, which have ended or are abandoned. If any failed, raise the error closest to the
-    root cause; if the workers cannot continue, kill them first."""
+    """Return the values of `calls` if all have succeeded. If any failed, raise the error closest to the root cause; if
+    a worker is lost or a call has not ended, kill the workers first."""
     if error := min((call.error for call in calls if call.error is not None), key=_depth, default=None):
         if isinstance(error, WorkerLostError) or not all(call.done() for call in calls):
             workers.kill()

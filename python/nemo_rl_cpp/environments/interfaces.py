@@ -24,7 +24,7 @@ class WeightedParts(dict[str, "Tensor"]):
 
     @staticmethod
     def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """Return `parts` with the weights of `given` if `given` has weights, otherwise `parts` itself."""
+        """Return the reward components `parts`, with the weights of the components `given` if these have weights."""
         return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
 
 

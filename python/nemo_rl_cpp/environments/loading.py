@@ -98,8 +98,8 @@ class Environments:
     owned: bool = True  # whether `close` ends them; environments passed in by a caller stay alive
 
     def close(self, patience: float | None = None) -> None:
-        """End the processes of every environment, once. Abandon an environment that does not answer for `patience`
-        seconds; with None, wait without limit."""
+        """End the processes of every environment; later calls do nothing. Abandon an environment that does not answer
+        for `patience` seconds; with None, wait without limit."""
         if not self.owned:
             return
         self.owned = False

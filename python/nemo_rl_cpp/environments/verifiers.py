@@ -55,8 +55,9 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def judge(response: str, ground_truth: str) -> tuple[bool, str]:
-    """Return (whether the response is correct, normalised answer). The answer is the last one that is marked in the
-    last 300 characters of the response, or "[INVALID]". It is correct if it equals the normalised ground truth."""
+    """Return (whether the response is correct, normalised answer). The answer is the line after the last
+    "Answer:" in the last 300 characters of the response, or "[INVALID]" if there is none. It is correct if it equals
+    the normalised ground truth."""
     found = re.findall(ANSWER_PATTERN, response[-LOOKED_AT:])
     answer = normalize_final_answer(found[-1] if found else INVALID)
     return answer == normalize_final_answer(ground_truth), answer
@@ -109,11 +110,11 @@ class VerifierBase:
 
 
 class HFVerifyWorker(VerifierBase):
-    r"""A verifier for mathematics. `math_verify_impl` is "hf_math_verify" (default) or "dapo_math_verify".
+    r"""A verifier for mathematics. `math_verify_impl` is "hf_math_verify" or "dapo_math_verify" (the function `judge`).
 
     hf_math_verify is the package math-verify. The ground truth, wrapped in `\boxed{}`, is parsed as LaTeX, the response
     as LaTeX or as a plain expression. The response is correct if the values are equal. Several boxes in the response
-    are compared as a set. Its time limits need the main thread; on other threads use MathEnvironment."""
+    are compared as a set. math-verify's time limits need the main thread; on other threads use MathEnvironment."""
 
     def __init__(self) -> None:
         self._metric: Callable[..., tuple[float, tuple[list[str], list[str]] | None]] | None = None

@@ -69,7 +69,8 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
 
 
 class _Tools:
-    """The tools of a rollout, and the gate: a URL at which the task decides whether a tool call is made."""
+    """The tools of a rollout. `gate` is the URL that is asked before each tool call whether to make it; None: every
+    call is made."""
 
     def __init__(
         self, client: httpx.AsyncClient, places: dict[str, tuple[str, str]], connections: dict[str, MCPConnection], gate: str | None

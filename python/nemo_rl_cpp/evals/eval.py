@@ -85,8 +85,7 @@ def _environment(config: MasterConfig) -> Iterator[Environment]:
 
 
 def _limit_length(config: MasterConfig, longest: int) -> None:
-    """Reduce `generation.vllm_cfg.max_model_len` to `longest` tokens. Messages do not treat the key as set by the
-    user."""
+    """Reduce `generation.vllm_cfg.max_model_len` to `longest` tokens, without marking the key as set by the user."""
     engine = config.generation.vllm_cfg
     engine.__dict__["max_model_len"] = min(engine.max_model_len or longest, longest)
 

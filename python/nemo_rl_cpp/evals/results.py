@@ -31,9 +31,9 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
     """Return cons@k: the share of all k-subsets of the responses whose majority answer has reward 1.
 
     In a tie, the answer that comes first in the subset wins. An answer's reward is that of its first response in the
-    subset; "no answer" (None) is an answer. Instead of enumerating the subsets, count those that an answer wins with v
-    votes, of which the first is response i: every other answer has fewer than v votes, or v votes that all come after
-    i."""
+    subset; "no answer" (None) is an answer. The subsets are not enumerated. Instead, those that an answer wins
+    with v votes, the first of which is response i, are counted. In such a subset every other answer has fewer than v
+    votes, or v votes that all come after i."""
     places: dict[Hashable, list[int]] = {}
     for i, answer in enumerate(answers):
         places.setdefault(answer, []).append(i)
@@ -50,8 +50,8 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
 
 
 def _ways(others: list[list[int]], votes: int, first: int, remaining: int) -> int:
-    """Return in how many ways `remaining` votes can go to the answers `others` (the indices of each answer's responses)
-    so that all of them lose against an answer with `votes` votes, the first of which is response `first`."""
+    """Return the number of ways to give `remaining` votes to the answers `others` (for each, the indices of its
+    responses) so that each loses against an answer that has `votes` votes, the first of them at index `first`."""
     ways = [1] + [0] * remaining  # ways[m]: the number of ways in which m votes go to the answers so far
     for place in others:
         after = sum(i > first for i in place)
@@ -201,8 +201,8 @@ def is_evaluation(folder: Path | str) -> bool:
 
 
 def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
-    """Compare evaluations on the same prompts with the first of them: rewards, differing configuration keys, and
-    prompts whose reward changed.
+    """Return a comparison of evaluations on the same prompts: their mean rewards, differing configuration keys, and
+    prompts whose reward changed from the first to the last evaluation.
 
     Raise ValueError if a folder cannot be read, is given twice, or has different prompts."""
     names = different_folders(folders)
@@ -249,8 +249,8 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
-    """Return the entries of `answers` whose mean reward rose (`sign` 1) or fell (-1) from the first to the last
-    evaluation, largest change first. An entry is one prompt's results in each evaluation."""
+    """Return the prompts whose mean reward rose (`sign` 1) or fell (-1) from the first to the last evaluation, largest
+    change first. Each entry of `answers` is one prompt: its results in each evaluation."""
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

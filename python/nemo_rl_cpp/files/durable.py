@@ -38,11 +38,11 @@ def rename(source: Path, target: Path) -> None:
 
 
 def publish_folder(fresh: Path, target: Path, old: Path) -> None:
-    """Rename the sealed folder `fresh` to `target`.
+    """Rename the folder `fresh`, completed by `seal_folder`, to `target`.
 
     An existing target is first renamed to `old`, which the caller then removes. If the rename of `fresh` fails, `old`
-    is renamed back to `target`. A crash in between leaves `old` without a target, which the next start of a run renames
-    back."""
+    is renamed back to `target`. After a crash between the two renames there is no target; the next start of a run
+    renames `old` back."""
     if not target.exists():
         rename(fresh, target)
         return

@@ -177,8 +177,8 @@ def _argument(index: int) -> bytes:
 
 
 def _any(code: int, values: tuple[int, ...], verdict: int = _KILL) -> list[bytes]:
-    """Return BPF instructions that end with `verdict` if the loaded argument of a system call compares true, by the
-    comparison `code`, with one of `values`."""
+    """Return BPF instructions that end the filter with `verdict` if the system call's argument that was loaded last
+    matches one of `values` by the comparison `code`."""
     return [part for value in values for part in (_instruction(code, value, 0, 1), _instruction(_RETURN, verdict))]
 
 

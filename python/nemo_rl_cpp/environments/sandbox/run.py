@@ -212,7 +212,8 @@ class _Run:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the first process in the sandbox. The kernel then kills the program, and the keeper process ends."""
+        """Kill the first process in the sandbox, or its parent, the keeper, if there is none yet. The kernel then kills
+        the program, and the keeper ends."""
         with suppress(ProcessLookupError):
             os.kill(self.first or self.keeper, signal.SIGKILL)
 

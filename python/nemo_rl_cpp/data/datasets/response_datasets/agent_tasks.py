@@ -21,8 +21,7 @@ INSTALL = "pip install 'nemo-rl-cpp[agents]'"
 
 
 def check_verifiers(what: str) -> None:
-    """Raise ValueError if the package verifiers is not installed. The message begins with `what`, which needs the
-    package."""
+    """Raise ValueError if the package verifiers is not installed. The message says that `what` needs it."""
     if importlib.util.find_spec("verifiers") is None:
         raise ValueError(f"{what} needs the package verifiers: run `{INSTALL}`")
 

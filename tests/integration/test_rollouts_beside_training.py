@@ -98,7 +98,7 @@ def test_importance_ratio_of_async_grpo_reflects_only_the_weight_updates_since_g
         assert row["sampling_importance_ratio"] != 1.0 and abs(row["sampling_importance_ratio"] - 1) < 0.1
 
 
-def test_force_on_policy_ratio_changes_no_weights_if_each_batch_has_one_update(tmp_path):
+def test_weights_are_equal_with_and_without_force_on_policy_ratio_if_each_batch_has_one_update(tmp_path):
     """The correction is then of the weights that train over those that generated, as without it."""
     runs = [trained(tmp_path / str(i), 3, f"loss_fn.force_on_policy_ratio={i == 1}".lower()) for i in range(2)]
     assert runs[0][0] == runs[1][0]

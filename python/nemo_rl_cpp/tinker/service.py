@@ -210,7 +210,7 @@ class Service:
             raise UserError(f"the base model {name!r} is not here: this server has {self.base.names[0]!r}")
 
     def create_model(self, request: types.CreateModelRequest) -> types.UntypedAPIFuture:
-        """Queue the creation of a model whose outputs equal the base model's."""
+        """Queue the creation of a model: the base model with a new adapter, which does not change its outputs yet."""
         lora = request.lora_config or types.LoraConfig(rank=32)
         shape = Shape(lora.rank, lora.train_mlp, lora.train_attn)
 

@@ -155,7 +155,7 @@ def test_gdpo_applies_each_reward_weight_once(tmp_path, monkeypatch):
             torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4), torch.ones(4, 1), repeated_batch=batch
         )
         assert advantages.flatten().tolist() == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
-        assert parts["bad"].tolist() == [0, 1, 0, 1] and environment.described == ["good", "bad (weight -0.5)"]
+        assert parts["bad"].tolist() == [0, 1, 0, 1]
         talk = Conversations({"message_log": [[]] * 4, "extra_env_info": [None] * 4}, None, 16)
         talk._add_rewards(parts)
         assert talk.finish()["total_reward"].tolist() == [1.0, 0.5, 1.0, 0.5]  # what is logged has the weights
@@ -190,7 +190,6 @@ def test_checkpoint_configuration_names_the_custom_loss_and_estimator_objects(tm
     import yaml
 
     result = run(tmp_path, num_steps=1, adv_estimator=own_estimator, loss_fn=own_loss, checkpoint_dir=tmp_path / "c")
-    assert result._facts.components == {"loss_fn": "own_loss", "adv_estimator": "own_estimator"}
     (written,) = (tmp_path / "c").glob("step_1/config.y*ml")
     assert yaml.safe_load(written.read_text())["loss_fn"]["name"] == "own_loss (given from Python)"
     assert "own_estimator (given from Python)" in (result.log_dir / "report.html").read_text()

@@ -34,8 +34,8 @@ def say(text: str) -> None:
 
 
 def end_within(seconds: float, status: int, done: threading.Event | None = None, text: str | None = None) -> None:
-    """Print `text`, and end the process with `status` after `seconds`, unless `done` is set before. This works even if
-    another thread does not end, or if the main thread hangs in a call."""
+    """After `seconds`, print `text` and end the process with the exit status `status`, unless `done` is set before.
+    This works even if another thread does not end, or if the main thread hangs in a call."""
     done = done or threading.Event()
 
     def watch() -> None:
@@ -55,9 +55,9 @@ def _in_an_import(frame: FrameType | None) -> bool:
 
 @contextmanager
 def startup() -> Iterator[None]:
-    """Return a context in which Ctrl-C raises KeyboardInterrupt, until a `GracefulStop` is entered. Ctrl-C during an
-    import ends the process with status 130 instead, because importing torch would lose the exception. Forked processes
-    end without printing anything."""
+    """Return a context in which Ctrl-C raises KeyboardInterrupt, until a `GracefulStop` is entered. During an import,
+    Ctrl-C instead prints a line and ends the process with status 130, because importing torch would lose the exception.
+    A forked process prints no line."""
     if not _in_main_thread():
         yield
         return
@@ -98,11 +98,11 @@ class GracefulStop:
                     state.stop(stop.reason)
 
     A second signal raises KeyboardInterrupt for SIGINT, otherwise SystemExit(128 + its number). If the block has not
-    ended some seconds later (a call hangs, or the exception was caught), the process ends with that status. A third
-    signal kills it. If user code, such as a reward function, installs another signal handler, this handler is restored
-    with a warning, after the call of user code or when `requested` is next read. SIGHUP and SIGUSR1 stay ignored if
-    they already are, as under nohup. At the end of the block the previous handlers are restored. Outside the main
-    thread, where Python allows no handlers, the context manager does nothing."""
+    ended some seconds later (a call hangs, or the exception was caught), the process ends with the status 128 + that
+    number. A third signal kills the process. If user code, such as a reward function, replaces a handler of this
+    object, the handler is restored with a warning, after the call of user code or when `requested` is next read. SIGHUP
+    and SIGUSR1 stay ignored if they already are, as under nohup. At the end of the block the previous handlers are
+    restored. Outside the main thread, where Python allows no handlers, the context manager does nothing."""
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -155,7 +155,7 @@ class GracefulStop:
 
     def leave_to_the_parent(self) -> None:
         """In a forked child, let SIGTERM end the process, as `Process.terminate` expects. The first Ctrl-C at the
-        terminal does not end the child, because the parent's step may need it."""
+        terminal reaches the child, too, but does not end it, because the parent's current step may need the child."""
         before = self._previous.pop(signal.SIGTERM, None)
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 

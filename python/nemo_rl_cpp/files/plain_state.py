@@ -19,8 +19,8 @@ _TAG = "~"
 
 
 def write_state(path: Path, value: object) -> None:
-    """Write `path`.json and, if there are tensors, `path`.safetensors. Raise ValueError under the conditions of
-    `check_state`."""
+    """Write `value` to the file `path`.json, and its tensors, if it has any, to `path`.safetensors. Raise ValueError if
+    `check_state` would raise it for `value`."""
     tensors: dict[str, torch.Tensor] = {}
     tree = _encode(value, "", tensors)
     path.with_name(f"{path.name}.json").write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
@@ -40,9 +40,9 @@ def read_state(path: Path) -> object:
 
 
 def check_state(value: object, name: str = "") -> None:
-    """Raise ValueError with the name and type of the first entry of `value` that cannot be written. Allowed are None,
-    booleans, numbers, strings, bytes, paths, lists, tuples, sets, dictionaries, tensors and NumPy arrays, in any
-    nesting."""
+    """Raise ValueError with the name and type of the first entry of `value` that cannot be written. `name`: the name of
+    `value` itself in the message. Allowed are None, booleans, numbers, strings, bytes, paths, lists, tuples, sets,
+    dictionaries, tensors and NumPy arrays, in any nesting."""
     _encode(value, name, {})
 
 

@@ -10,9 +10,9 @@ class MissingFileError(FileNotFoundError, ValueError):
 
 
 def _places(path: str | Path) -> list[Path]:
-    """Return the paths at which a file may be: the given path, the path in the source tree, and that in the installed
-    package. The package contains the prompts of `examples/prompts/`; either this path or the file name alone finds
-    them."""
+    """Return the places to try for the file `path`: as given, in the source tree, and in the installed package. The
+    package has the prompts of `examples/prompts/`, which are found by that path or by the file name alone. An absolute
+    path is tried alone."""
     given = Path(path).expanduser()
     if given.is_absolute():
         return [given]
@@ -31,7 +31,7 @@ def find_prompt(path: str | Path) -> Path | None:
 def find_file(path: str | Path, key: str) -> Path:
     """Return the file that a configuration names by `path`.
 
-    If there is none, raise MissingFileError naming `key` and every place searched."""
+    If there is none, raise MissingFileError with the configuration key `key` and every place searched."""
     if (found := find_prompt(path)) is not None:
         return found
     tried = ", ".join(map(str, _places(path)))

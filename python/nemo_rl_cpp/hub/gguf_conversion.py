@@ -25,8 +25,8 @@ class UnsupportedGgufError(ValueError):
 
 
 class _Kind(NamedTuple):
-    """What config.json needs for a GGUF architecture: model_type and class name. `layers_27b` is set for Gemma: the
-    number of layers by which its 27B model, whose attention scale differs, is recognised."""
+    """What config.json needs for a GGUF architecture: model_type and class name (`architecture`). `layers_27b`: for
+    Gemma, the number of layers that identifies the 27B model, which has a different attention scale."""
 
     model_type: str
     architecture: str
@@ -189,11 +189,12 @@ def _add_rope_scaling(reader: GGUFReader, config: dict[str, Plain]) -> None:
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
-    """Return rope_scaling of the type llama3 from `factors`, the numbers by which RoPE frequencies are divided.
+    """Return rope_scaling of the type llama3, computed from `factors`, by which RoPE's frequencies are divided, and
+    from RoPE's base `theta`. The unknowns are `factor` and `original` (original_max_position_embeddings).
 
     With low_freq_factor 1 and high_freq_factor 4, as in all Llama 3, a frequency of wavelength w is divided by 1 if w <
     original / 4, by `factor` if w > original, and else by 1 / ((1 - s) / factor + s) with s = (original / w - 1) / 3.
-    Raise UnsupportedGgufError if no integer `original` gives the factors."""
+    Raise UnsupportedGgufError if no `original` gives `factors`."""
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     factor = float(factors.max())
     between = (factors > 1 + 1e-6) & (factors < factor - 1e-6)
@@ -212,9 +213,9 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Plain]:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of a query or key projection [heads * head_dim, D], or of its bias, reordered from a RoPE that
-    pairs adjacent rows to one that pairs the two halves of a head: in each head, row 2i becomes row i, and row 2i + 1
-    becomes head_dim / 2 + i."""
+    """Reorder the rows of a query or key projection [heads * head_dim, inputs], or of its bias, from a RoPE that pairs
+    adjacent rows to one that pairs the two halves of a head. In each head, row 2i becomes row i, and row 2i + 1 becomes
+    row head_dim / 2 + i. Return the reordered weights."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -260,8 +261,8 @@ def _byte_level(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
-    """Return a SentencePiece BPE tokenizer with the tokens `vocab`. A merge of two tokens has the priority of the score
-    of the token that results."""
+    """Return a SentencePiece BPE tokenizer with the vocabulary `vocab` ({token: id}). Merges are applied in the order
+    of the scores of the tokens that they produce, highest first."""
     scores = _value(reader, "tokenizer.ggml.scores")
     merges = []
     for token, i in vocab.items():

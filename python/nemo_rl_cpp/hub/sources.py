@@ -208,7 +208,8 @@ def hub_endpoint() -> str:
 
 
 def check_on_hub(repo: str, repo_type: str, key: str) -> bool:
-    """Return whether the Hub answers. Raise SourceError if it has no such repository, or restricts access to it."""
+    """Return whether the Hub answers. Raise SourceError if the Hub has no repository `repo` of the type `repo_type`
+    ("model" or "dataset"), or restricts access to it. `key`: the configuration key that names it, for the message."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
@@ -243,8 +244,8 @@ def _gated(repo: str, kind: str) -> SourceError:
 
 
 def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> HubUnreachableError:
-    """Return the error to raise if the Hub does not answer and `repo` is not in the local cache. `kind` is "model" or
-    "data set"."""
+    """Return the error to raise if the Hub does not answer and `repo` is not in the local cache. For the message,
+    `kind` is "model" or "data set", and `key` is the configuration key that names `repo`."""
     others = {
         "data.train.dataset_name": " (and policy.model_name)",
         "policy.model_name": " (and data.train.dataset_name)",
@@ -258,8 +259,9 @@ def unreachable(repo: str, kind: str, key: str = "data.train.dataset_name") -> H
 
 
 def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "policy.model_name") -> Path:
-    """Download a model from the Hub and return its folder. If the Hub is unreachable, or `ask_hub` is False and the
-    local cache has the model, return the folder in the local cache. Raise SourceError if neither has it."""
+    """Download the files of a model that match the patterns `files` from the Hub, and return their folder. If the Hub
+    does not answer, or if `ask_hub` is False and the local cache has the model, return its folder in the cache. Raise
+    SourceError, with the configuration key `key`, if neither the Hub nor the cache has the model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
 
@@ -309,8 +311,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_folder(file: Path) -> Path:
-    """Return the model folder of a GGUF file in the cache. The first call makes it: config.json, the tokenizer, a table
-    of the tensors and a link to the file, which keeps the weights. Raise SourceError if the file cannot be read."""
+    """Return the folder in the cache that presents a GGUF file as a Hugging Face model. The first call makes it:
+    config.json, the tokenizer, a table of the tensors, and a link to the GGUF file, in which the weights stay. Raise
+    SourceError if the GGUF file cannot be read."""
     if importlib.util.find_spec("gguf") is None:
         raise SourceError(f"{file} is a GGUF file, which the package gguf reads: pip install gguf")
     state = file.stat()

@@ -31,7 +31,8 @@ _LONGEST_CUT = 500  # MLflow may truncate parameter values that are longer
 
 
 def import_tracker(package: str) -> ModuleType:
-    """Import a tracker's package. Raise ValueError with the key and the install command if that fails."""
+    """Import and return a tracker's Python package. If that fails, raise ValueError with the configuration key that
+    enables the tracker and with the install command."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -66,8 +67,8 @@ class TrackerLogger(LoggerInterface):
 
     @classmethod
     def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
-        """Return the keys of `cfg` that have a value. A key that only has its default is omitted if the tracker's
-        environment variable for it is set."""
+        """Return {key: value} for the keys of `cfg` that have a value. A key whose value is the default is omitted if
+        the tracker's environment variable for it is set."""
         defaults = {key: field.default for key, field in cls.section.model_fields.items()}
         return {
             key: value
@@ -81,7 +82,7 @@ class TrackerLogger(LoggerInterface):
         remove. The new run records the name of the current one if the tracker can store it."""
 
     def accepted(self, name: str) -> str:
-        """Return a metric name that the tracker allows: other characters become `_`, and a long name is shortened."""
+        """Return the metric name `name` as the tracker allows it: refused characters become `_`; a long name is cut."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     def send(self, row: dict[str, float], step: int) -> None:
@@ -93,7 +94,7 @@ class TrackerLogger(LoggerInterface):
         self.send(self.numbers(metrics, prefix, step_metric), step)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
-        """Return {logged name: value} of the metrics that are numbers."""
+        """Return {name in the tracker: value} of the metrics that are numbers. For the arguments see `log_metrics`."""
         flat = flatten_dict(prefixed(metrics, prefix, step_metric), sep="/", expand_lists=False)
         scalars = {self.accepted(name): scalar_of(value) for name, value in flat.items()}
         return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
@@ -291,8 +292,8 @@ class MLflowLogger(TrackerLogger):
                 mlflow.log_params(new, run_id=self.run_id)
 
     def _new_params(self, params: Mapping[str, Plain], known: Mapping[str, str]) -> dict[str, object]:
-        """Return the parameters to log: those of `params` that the MLflow run does not have yet (`known`), and changed
-        ones under the name `NAME.from_step_N`."""
+        """Return the parameters to log, given those that the MLflow run already has, `known`: new ones of `params`
+        under their own names, and changed ones as `NAME.from_step_N`."""
         changes = _latest_changes(known)
         new: dict[str, object] = {}
         for name, value in flatten_dict(to_plain(params)).items():
@@ -312,8 +313,9 @@ class MLflowLogger(TrackerLogger):
 
 
 def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int], str]]:
-    """Return {NAME: ((N, M), value)} for each MLflow parameter NAME that changed when the run resumed. The value is
-    that of the last parameter `NAME.from_step_N.M`, or `NAME.from_step_N` (M = 1)."""
+    """Return the parameters that changed when the run resumed, as {NAME: ((N, M), value)}: the value from the M-th
+    change at step N. `params` has it under the name `NAME.from_step_N` (M = 1) or `NAME.from_step_N.M`. Of several
+    changes of a parameter, return the last."""
     latest: dict[str, tuple[tuple[int, int], str]] = {}
     for name, value in params.items():
         if found := re.fullmatch(r"(.+)\.from_step_(\d+)(?:\.(\d+))?", name, re.DOTALL):
@@ -326,8 +328,8 @@ _MLFLOW_ADDRESS = "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI"
 
 
 def check_server(uri: str, what: str) -> None:
-    """Raise ValueError if no server answers at the address of a tracker within three seconds. Folders, databases and
-    servers behind a proxy are not checked."""
+    """Raise ValueError if no server answers at a tracker's address `uri` within three seconds. `what`: the settings
+    that contain the address, for the message. Folders, databases and servers behind a proxy are not checked."""
     address = urlsplit(uri)
     if address.scheme not in ("http", "https") or address.hostname is None:
         return

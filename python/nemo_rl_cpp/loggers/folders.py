@@ -77,13 +77,13 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 def get_experiment_dir(
     base_log_dir: str, training_info: Mapping[str, object] | None = None, checkpoint: str | Path | None = None
 ) -> str:
-    """Return the log folder for a run in `base_log_dir`: the folder recorded in the run's checkpoint (`log_dir` in
-    training_info) if it exists and belongs to the run, otherwise a new folder, with a printed line.
+    """Return the log folder for a run in `base_log_dir`. It is the folder recorded in the run's checkpoint (`log_dir`
+    in training_info) if that exists and belongs to the run. Otherwise it is a new folder, and a line is printed if
+    another folder was recorded.
 
     Only the name of the folder is taken from the checkpoint, because a checkpoint may have been copied or moved. The
-    folder belongs to the run if two conditions hold. Its ledger file has the same run number as the manifest of
-    `checkpoint` (a folder step_N). And the checkpoint folder recorded in the ledger contains `checkpoint`, or no longer
-    exists."""
+    folder belongs to the run if its ledger file has the same run number as the manifest of `checkpoint` (a folder
+    step_N), and if the checkpoint folder recorded in the ledger contains `checkpoint`, or no longer exists."""
     candidate = _recorded(base_log_dir, training_info)
     if candidate is not None and _is_own(candidate, checkpoint):
         return str(candidate)

@@ -13,8 +13,9 @@ Metrics = Mapping[str, object]
 class LoggerBackend(Protocol):
     """A destination of metrics: files or a tracker. A run's `Logger` calls only the six methods below.
 
-    Steps count from 1 and never decrease, except after `truncate_after`. If a backend raises an exception, one warning
-    is shown and the run continues. Only errors of the backends that write the run's files end the run."""
+    Steps count from 1 and never decrease, except after `truncate_after`. If a tracker's backend raises an exception,
+    one warning is shown and the run continues. If a backend that writes the run's files raises one, the run ends,
+    unless the disk is full."""
 
     @abstractmethod
     def log_metrics(

@@ -58,8 +58,8 @@ class Logger(LoggerInterface):
 
     @staticmethod
     def backends() -> Mapping[str, Callable[..., LoggerBackend]]:
-        """Return the factories of the backends in the order of creation. The key of a factory is the NAME in
-        `NAME_enabled`. Looking up a factory imports its module."""
+        """Return {NAME: factory} of the backends in the order of creation; the key `NAME_enabled` enables a backend.
+        Looking up a factory imports its module."""
         return LOGGER_BACKENDS
 
     new_monitor: Callable[..., RayGpuMonitorLogger] = staticmethod(RayGpuMonitorLogger)
@@ -144,7 +144,7 @@ class Logger(LoggerInterface):
             )
 
     def flush(self) -> None:
-        """Sync the files to disk. Called before a checkpoint is published: its logs must not be older."""
+        """Sync the files to disk. Called before a checkpoint is published, so that its logs are on disk, too."""
         self._each(lambda logger: logger.flush())
         self._ledger.sync()
 
@@ -163,7 +163,7 @@ class Logger(LoggerInterface):
         self._ledger.cut(step)
 
     def finish(self) -> None:
-        """Stop the monitor, close all backends and unlock the folder. Further calls do nothing."""
+        """Stop the GPU monitor, close all backends and unlock the folder. Further calls do nothing."""
         if self.gpu_monitor is not None:
             self.gpu_monitor.stop()
             self.gpu_monitor = None

@@ -4,6 +4,6 @@ from collections.abc import Callable
 
 
 def extremum(name: str) -> Callable[..., float] | None:
-    """Return `min` for a metric whose name ends in `_min`, `max` for one in `_max`, otherwise None: the function that
-    combines the metric's values of several micro-batches or ranks."""
+    """Return the function that combines a metric's values of several micro-batches or ranks: `min` if its name ends in
+    `_min`, `max` if it ends in `_max`, otherwise None."""
     return min if name.endswith("_min") else max if name.endswith("_max") else None

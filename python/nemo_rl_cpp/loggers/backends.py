@@ -268,7 +268,8 @@ class MLflowLogger(TrackerLogger):
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:
-        """Return {logged name: number}: numbers as they are, lists of numbers as mean, p50, p90 and max."""
+        """Return {name in MLflow: number}: numbers as they are, lists of numbers as mean, p50, p90 and max.
+        `prefix` is that of `log_metrics`; `step_metric` is ignored."""
         row: dict[str, float] = {}
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)

@@ -149,8 +149,8 @@ def performance_metrics(
     timing: Mapping[str, float], *, num_samples: int, total_num_tokens: float, num_generated_tokens: float | None = None,
     num_rollout_tokens: float | None = None, devices: Devices = ONE_DEVICE,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the metrics `performance/*` of a step. Names that end in `_per_gpu` are rates per device of the stage;
-    other names are rates of all devices together.
+    """Return the metrics `performance/*` of a step. Names that end in `_per_gpu` are rates per device that runs the
+    stage; other names are rates of all devices together.
 
     A rate is a count divided by the seconds of a stage. `timing` has the seconds of each stage, under NeMo RL's labels.
     `total_num_tokens` counts the prompt and response tokens of the trained samples. As in NeMo RL, it is the numerator

@@ -29,9 +29,9 @@ def _listed(form: Form, every: int, others: str = SLIDING) -> list[str]:
 
 
 def _where_switched_on(form: Form) -> list[str]:
-    """Return the kind of attention of each layer of the config.json `form`. If use_sliding_window is false, all are
-    FULL. Otherwise the kinds are layer_types, or without that key FULL for the first max_window_layers layers and
-    SLIDING for the others."""
+    """Return the kind of attention of each layer of the config.json `form`: FULL for all layers if use_sliding_window
+    is false, otherwise layer_types. If that key is missing, the first max_window_layers layers are FULL, and the others
+    SLIDING."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -39,9 +39,9 @@ def _where_switched_on(form: Form) -> list[str]:
 
 
 def _alternating_where_switched_on(form: Form) -> list[str]:
-    """Return the kind of attention of each layer of the config.json `form`. If use_sliding_window is false, all are
-    FULL. Otherwise the kinds are layer_types, or without that key SLIDING for every second of the first
-    max_window_layers layers and FULL for the others."""
+    """Return the kind of attention of each layer of the config.json `form`: FULL for all layers if use_sliding_window
+    is false, otherwise layer_types. If that key is missing, layers 0, 2, 4, ... below max_window_layers are SLIDING,
+    and the others FULL."""
     if not form["use_sliding_window"]:
         return _all_full(form)
     first = form["max_window_layers"]
@@ -86,10 +86,11 @@ class Experts(NamedTuple):
         count, width: keys of the number of experts and of each expert's intermediate size.
         renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: they always
             are.
-        shared: key of the intermediate size of the shared expert, which processes all tokens; or n_shared_experts, the
-            number of shared experts, which are one MLP; None: no shared expert.
+        shared: key of the shared expert, an MLP that processes all tokens: of its intermediate size, or
+            n_shared_experts, by which the experts' intermediate size is multiplied; None: no shared expert.
+        has_biases: router and experts have biases.
         sigmoid: the router's scores are sigmoids, a bias is added to them for choosing experts, and the shared expert
-        has no gate. has_biases: router and experts have biases.
+            has no gate.
         block, router, gate, up, down: checkpoint names of a layer's expert block, of its router, and of an expert's
             matrices."""
 
@@ -141,11 +142,11 @@ class Architecture(NamedTuple):
         title: prefix of the class names in transformers, such as Llama.
         norms: name of each norm of a layer, by place: before or after attention and MLP (csrc/model/config.h).
         qk_norm: norm of queries and keys: "none", "head" (each head separately) or "whole" (all heads together);
-            use_qk_norm, if the defaults have it, switches it.
-        biases: which biases the architecture has: "qkv" (always), "attention" (if attention_bias is set), "qkv if set"
-            (the same, without that of o_proj), "mlp" (if mlp_bias is set).
-        layer_types: returns the kind of each layer; a SLIDING layer attends to sliding_window tokens, unless that is
-            null.
+            if the defaults have the key use_qk_norm, only where it is true.
+        biases: which biases the architecture has: "qkv" (q_proj, k_proj, v_proj), "qkv if set" (these if attention_bias
+            is set), "attention" (these and o_proj if attention_bias is set), "mlp" (if mlp_bias is set).
+        layer_types: returns the kind of each layer; a SLIDING layer attends to sliding_window tokens, or to all
+            tokens if that key is null.
         lists_layers: the canonical config.json always has layer_types.
         rotary: returns, for each layer, whether it applies RoPE.
         rope_theta: default if config.json has none.

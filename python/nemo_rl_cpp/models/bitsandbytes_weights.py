@@ -58,8 +58,8 @@ class QuantisedTensors:
                 self.places[name] = (dtype, shape, begin, end)
 
     def _state(self, weight: str, kind: str, name: str) -> dict[str, object]:
-        """Return bitsandbytes' description of the 4-bit matrix `weight`, which the tensor `name` of the file holds.
-        Raise ModelFolderError unless `kind` is nf4 and its options are supported."""
+        """Return bitsandbytes' description of the 4-bit matrix `weight`, read from the tensor `name` of the file. Raise
+        ModelFolderError unless the matrix's format `kind` is nf4 with supported options."""
         if kind != "nf4":
             raise ModelFolderError(f"{self._file}: {weight} is in bitsandbytes' {kind}, but only nf4 is read in 4 bits")
         try:
@@ -101,8 +101,9 @@ class QuantisedTensors:
         return memoryview(np.ascontiguousarray(made)).cast("B")
 
     def _blocks(self, name: str, data: memoryview) -> np.ndarray:
-        """Return a matrix in the native core's blocks: a float32 scale, then weight i in the low half of byte i and weight
-        i + 16 in the high half. A byte of bitsandbytes holds two adjacent weights, the first in the high half."""
+        """Return a matrix in the native core's blocks of 32 weights: a float32 scale and 16 bytes, of which byte i
+        holds weight i in its low half and weight i + 16 in its high half. A byte of bitsandbytes holds two adjacent
+        weights, the first in the high half."""
         packed = np.frombuffer(data, np.uint8)
         codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1, _BLOCK)
         scales = np.repeat(self._scales(name), self._states[name]["blocksize"] // _BLOCK)[: len(codes)]

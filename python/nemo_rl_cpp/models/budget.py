@@ -95,7 +95,9 @@ def _micro_batches(config: TrainMasterConfig) -> Iterator[int | None]:
 
 
 def _kept_sizes(config: TrainMasterConfig, recomputes: bool) -> list[float | None]:
-    """Return the values of policy.kept_activations_gb to try: enough for all activations of a step, and 0."""
+    """Return the values of policy.kept_activations_gb to try: enough for all activations of a step, then 0; only the
+    user's value if it is fixed; only 0 with activation checkpointing (`recomputes`) or if training does not reuse
+    generation's activations."""
     policy = config.policy
     if "policy.kept_activations_gb" in config.fixed_by_user:
         return [policy.kept_activations_gb]
@@ -123,8 +125,8 @@ def _cache_sizes(config: TrainMasterConfig) -> Iterator[float | None]:
 def _with(
     config: TrainMasterConfig, samples: int | None, recomputes: bool, kept: float | None, cache: float | None
 ) -> TrainMasterConfig:
-    """Return a copy of the configuration with these memory settings. If `samples` is None, micro-batches stay
-    unchanged."""
+    """Return a copy of the configuration with `samples` per micro-batch (None: unchanged), activation checkpointing if
+    `recomputes`, kept_activations_gb `kept` and kv_cache_gb `cache`."""
     policy = config.policy
     backend = "megatron_cfg" if policy.megatron_cfg.enabled else "dtensor_cfg"
     changed: dict[str, object] = {

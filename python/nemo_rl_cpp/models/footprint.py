@@ -29,7 +29,7 @@ class Buffers:
     @property
     def _mixer(self) -> float:
         """Return the bytes that a layer's attention (or recurrent mixer) stores for the backward pass, averaged over
-        all layers: its projections, before and after the norms of queries and keys, and its result."""
+        all layers: its projections (if queries and keys are normalised, twice), and its result."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         gate = query if s.recurrent_layers and not s.mlp_layers else 0
@@ -111,8 +111,8 @@ class Buffers:
         return 2 * _SUM * self.sizes.hidden_size + self.layer + self._scratch
 
     def logits(self, rows: float) -> float:
-        """Return the peak bytes in training of logits and their gradients together: the LM head computes them for a
-        chunk of the `rows` tokens at a time."""
+        """Return the peak bytes that the logits of `rows` tokens and their gradients take in training. The LM head
+        computes them for a chunk of the tokens at a time."""
         blocks = -(-self.sizes.vocab_size // _VOCAB_BLOCK)
         most = _FUSED_LOGITS // (blocks * _VOCAB_BLOCK) // _ROW_BLOCK * _ROW_BLOCK
         at_once = min(max(_ROW_BLOCK, min(most, _FUSED_ROWS)), rows)

@@ -95,8 +95,8 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
 
 
 def _whole_shape(parts: Sequence[list[int]]) -> list[int]:
-    """Return the shape of the tensor that stacks `parts`, the equal shapes of one or several parameters, along a new
-    first dimension. One parameter alone keeps its shape."""
+    """Return the shape of the tensor that stacks one or several parameters along a new first dimension. `parts` holds
+    the parameters' shapes, which are equal. One parameter alone keeps its shape."""
     return parts[0] if len(parts) == 1 else [len(parts), *parts[0]]
 
 
@@ -149,7 +149,7 @@ def check_family(config: Mapping[str, Plain]) -> None:
 
 
 def _interval(config: Mapping[str, Plain]) -> int:
-    """Return n if the n-th layer, counted from 1, is the first one with full attention."""
+    """Return the number (from 1) of the first layer with full attention; without one, the number of layers + 1."""
     kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
     return [*kinds, FULL].index(FULL) + 1
 
@@ -279,7 +279,7 @@ class Gap(NamedTuple):
 
 
 def compare_with_folder(file: Path, folder: Path) -> Gap:
-    """Compare the logits of a file written by `export_gguf` with those of the folder, both computed in float32."""
+    """Return the difference between the logits of a file that `export_gguf` wrote and the folder's, in float32."""
     import torch
 
     from nemo_rl_cpp._native import C

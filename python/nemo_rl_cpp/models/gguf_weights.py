@@ -22,7 +22,7 @@ class Family(NamedTuple):
     """The properties of a model_type in llama.cpp, by which its tensors are converted.
 
     Attributes:
-        architecture: its name in the file.
+        architecture: llama.cpp's name of the model_type, as in the file.
         interleaved: llama.cpp's RoPE pairs adjacent rows of a head; Hugging Face's pairs the two halves.
         has_windows: llama.cpp supports sliding-window attention. If not, it attends to all tokens, so the file limits
             the context to the window.
@@ -71,7 +71,8 @@ def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
 
 
 def stored_shape(name: str, shape: Sequence[int]) -> list[int]:
-    """Return the shape of the parameter `name` in llama.cpp, which drops the dimension 1 of two kinds of parameters."""
+    """Return the shape in llama.cpp of the parameter `name`, whose shape in Hugging Face is `shape`. A convolution and
+    a shared expert's gate lose their dimension of size 1."""
     if name.endswith(".conv1d.weight"):
         return [shape[0], shape[2]]
     return list(shape[1:] if name.endswith(".shared_expert_gate.weight") else shape)
@@ -154,8 +155,9 @@ def _differs(config: Mapping[str, Plain], name: str) -> bool:
 
 
 def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | None:
-    """Return (axis, number of rows before them) of the value heads in a parameter of a gated delta net. Return None if
-    it has none, or if each key head has one, so that their order is the same in llama.cpp."""
+    """Return where the value heads of a gated delta net are in its parameter `name`: (the axis along which they lie,
+    the number of rows before them). Return None if their order is the same in llama.cpp: the parameter has no value
+    heads, or each key head has exactly one value head."""
     if ".linear_attn." not in name or name.endswith(".norm.weight"):
         return None
     keys = config["linear_num_key_heads"]
@@ -181,8 +183,8 @@ def _with_swapped_value_heads(
 
 
 def _splits_blocks(config: Mapping[str, Plain], name: str, dtype: str) -> bool:
-    """Return whether a quantised block of the format `dtype` may hold weights of several value heads. Then the heads
-    cannot be reordered without dequantising."""
+    """Return whether a parameter's value heads can be reordered only after dequantising it, because a block of the
+    format `dtype` may hold weights of several heads."""
     found = _value_heads(config, name)
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
     return found is not None and found[0] == 1 and config["linear_value_head_dim"] % block != 0

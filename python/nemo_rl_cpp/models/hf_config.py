@@ -185,8 +185,8 @@ def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
 
 
 def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
-    """Rename the key of the number of experts in `form` to that of released models, because transformers 5 writes
-    another one."""
+    """Rename the key of the number of experts in `form` to `experts.count`, which released models of the architecture
+    have. transformers 5 writes a different key."""
     for name in EXPERT_COUNTS:
         if name != experts.count and name in form:
             form.setdefault(experts.count, form[name])
@@ -387,8 +387,8 @@ def check_length(config: Mapping[str, Plain], length: int, key: str, model: str)
 
 
 def config_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
-    """Yield a sentence for each property of config.json, as released by its authors, that may surprise users, such as
-    an ignored key."""
+    """Yield a sentence for each property of a model that may surprise users, such as an ignored key. `config` is the
+    config.json as the model's authors released it."""
     yield from rope.rope_remarks(config)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         if config.get(key):

@@ -42,8 +42,8 @@ class TrainedModelInterface(Protocol):
         """Return the learning rate of the next optimizer step."""
 
     def save_checkpoint(self, weights_path: Path, optimizer_path: Path | None = None) -> None:
-        """Save model and tokenizer in Hugging Face format to `weights_path`, and all other state that a bit-identical
-        resume needs to `optimizer_path`. Neither folder exists before the call."""
+        """Save model and tokenizer in Hugging Face format in the folder `weights_path`, and in `optimizer_path` (unless
+        None) all other state for a bit-identical resume. Neither folder exists before the call."""
 
     def checkpoint_bytes(self, optimizer: bool) -> int:
         """Return the total size in bytes of the tensors that `save_checkpoint` writes; `optimizer` includes the

@@ -13,10 +13,10 @@ class Value(TrainedModel, ValueInterface):
     """PPO's critic in training: values, optimizer steps, checkpoints.
 
     The value of the state before token t is score · norm(h), where h is the hidden state after token t - 1.
-    `config.model_name` is any checkpoint of a supported architecture. Its `score.weight` [1, D] becomes the head if it
-    has one, like a checkpoint of this class or of transformers' `...ForSequenceClassification` with one label.
-    Otherwise the head starts at zero, so that the first values are exactly 0 for any seed. (NeMo RL initialises the
-    head at random.)
+    `config.model_name` is any checkpoint of a supported architecture. If it has `score.weight` [1, hidden size], like
+    checkpoints of this class and of transformers' `...ForSequenceClassification` with one label, the head is read from
+    there. Otherwise the head starts at zero, so that the first values are exactly 0 for any seed. (NeMo RL initialises
+    the head at random.)
 
     The arguments are those of `TrainedModel`; `config` is the section `value`."""
 

@@ -51,9 +51,9 @@ def swap_memory() -> float:
 def tape_bytes(sizes: ModelSizes, width: int) -> int:
     """Return the bytes per token that torch keeps for the backward pass of one transformers layer.
 
-    Torch keeps the input, the normalised form and the output of each norm; queries, keys, values and the attention's
-    output, twice; the MLP's gate, its activation, up, and the product of these two. Norms of bfloat16 inputs are
-    computed in float32. `width`: bytes per element."""
+    Torch keeps the input, the normalised form and the output of each norm; queries, keys and values; the attention's
+    output twice; and of the MLP the gate, its activation, up, and the product of the last two. Norms of bfloat16 inputs
+    are computed in float32. `width`: bytes per element."""
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     norms = 6 * sizes.hidden_size * width + (0 if width == 4 else 2 * sizes.hidden_size * 4)
     return norms + (3 * query + 2 * key_value + 4 * sizes.experts_per_token * sizes.intermediate_size) * width
@@ -291,8 +291,8 @@ _PACK_AFTER = 16
 
 
 def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of the packed copy of the weights for small-batch decoding: 12 bits per weight, plus patches
-    (csrc/kernels/packed_weights.h)."""
+    """Return the memory of the packed copy of the weights for small-batch decoding, as pairs (description, bytes): 12
+    bits per weight, plus patches (csrc/kernels/packed_weights.h)."""
     generation = policy.generation
     if policy.backend == "hf" or policy.precision != "bfloat16" or generation.packed_weights == "off":
         return ()
@@ -322,8 +322,8 @@ class _Training(NamedTuple):
 def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parameters: int, ranks: int) -> _Training:
     """Return the memory of training the model `name` with `parameters` weights on `ranks` ranks.
 
-    If generation's activations are kept for the backward pass, training needs the buffers of only one layer. But the
-    first step of a run computes its own forward pass."""
+    If generation's activations are kept for the backward pass, training needs buffers of only one layer besides them.
+    But the first step of a run computes its own forward pass, so `now` is the larger of both needs."""
     model: TrainedModelConfig = getattr(config, name)
     gradients = (f"{name} gradients", gradient_bytes(model, sizes, _trained(model, parameters, sizes), ranks))
     head = (_head(model, sizes, "train", _scored_share(config)),) if name == "policy" else ()
@@ -397,8 +397,8 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
 
 
 def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of writing a checkpoint, as pairs (description, bytes): a copy of one model's weights, and with
-    unmerged adapters also the merged weights from which they are copied."""
+    """Return the memory of writing a checkpoint, as pairs (description, bytes): a copy of the weights of the model that
+    needs the most, and with unmerged adapters a second copy, in which the adapters are merged."""
 
     def copies(model: TrainedModelConfig) -> float:
         count = 0 if model.quantization else 1 if model.lora is None or model.lora.merge else 2
@@ -423,7 +423,8 @@ def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> tuple[tuple[str
 
 
 def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the buffers that the native core keeps after computing log-probabilities with the frozen model `name`."""
+    """Return the memory of the buffers that the native core keeps after computing log-probabilities with the frozen
+    model `name`, as pairs (description, bytes)."""
     if config.policy.backend == "hf":
         return ()
     tokens = micro_batch_tokens(config.policy, "logprob")
@@ -431,8 +432,8 @@ def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) ->
 
 
 def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: float) -> tuple[str, float]:
-    """Return the memory of the LM head's logits for one micro-batch. `kind` is "train" or "logprob"; `scored` is the
-    share of the tokens that get logits."""
+    """Return the memory of the LM head's logits for one micro-batch, as (description, bytes). `kind` is "train" or
+    "logprob"; `scored` is the share of the tokens that get logits."""
     tokens = micro_batch_tokens(policy, kind)
     if policy.backend == "hf":
         logits = tokens * sizes.vocab_size
@@ -449,8 +450,8 @@ def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: floa
 
 
 def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory of `parameters` weights that each process gathers from all ranks with the transformers
-    backend."""
+    """Return the memory of the `parameters` weights that each process of the transformers backend gathers from all
+    ranks, as pairs (description, bytes)."""
     return (("gathered", float(parameters * _width(policy))),) if policy.backend == "hf" and processes > 1 else ()
 
 

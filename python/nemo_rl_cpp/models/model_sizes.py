@@ -152,7 +152,7 @@ class ModelSizes:
 
     @property
     def _mlp_beside_mixer(self) -> int:
-        """Return the number of weights in a layer with a mixer (attention or a recurrence) that are not the mixer's:
+        """Return the number of weights that a layer with a mixer (attention or a recurrence) has besides the mixer:
         norms, and the MLP if such a layer has one."""
         return self.hidden_size if self.mlp_layers else self._mlp_parameters + 2 * self.hidden_size
 

@@ -98,9 +98,9 @@ class DistributedGeneration(GenerationInterface):
         config: the engines' configuration section; None: the policy's `policy.generation`.
         options: arguments for `Policy.create_generation`.
         tokenizer: provides the pad token for padded results.
-        blocks: how the policy assigns samples to ranks in training: (gradient_blocks, train_global_batch_size, whether
-            gradient blocks are assigned round-robin). Each rank then generates the samples that it trains on. None: no
-            training follows."""
+        blocks: how the policy assigns samples to ranks in training, so that each rank generates the samples that it
+            trains on: (gradient_blocks, the number of parts of a global batch; train_global_batch_size; whether the
+            parts are assigned round-robin). None: no training follows."""
 
     def __init__(
         self,

@@ -56,8 +56,8 @@ class HfGeneration(BaseEngine):
 
     def _batches(self, work: _Work) -> list[list[int]]:
         """Return groups of rows to generate concurrently. A group consists of adjacent rows, so that rows of one prompt
-        stay together. It stays within max_batch_size, the size of the KV cache, and, if it has several distinct
-        prompts, prefill_chunk_tokens."""
+        stay together. It has at most max_batch_size rows, and the KV cache holds all of them. If it has several
+        distinct prompts, these have at most prefill_chunk_tokens tokens with padding."""
         at_once = self.config.max_batch_size or len(work.prompts)
         chunk = self.config.prefill_chunk_tokens
         device, of_token = next(self.module.parameters()).device, self._bytes_per_token
@@ -197,8 +197,8 @@ class CachedDecoder:
         self._positions = accepts(module, "position_ids") is not None
 
     def begin(self, prompts: list[Tensor], index: Tensor) -> Tensor:
-        """Prefill the prompts. Row r of the batch continues prompts[index[r]]. Return the logits [B, V] of each row's
-        first token."""
+        """Prefill the prompts. Row r of the batch continues prompts[index[r]]. Return the logits [B, V] of the first
+        response token of each row."""
         device = _device(self._module)
         width = max(len(prompt) for prompt in prompts)
         ids = torch.stack([nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]).to(device)

@@ -73,7 +73,8 @@ class NativeGeneration(BaseEngine):
         self, batch: RaggedBatch, pause: Pause, greedy: bool = False, on_finished: OnFinished | None = None
     ) -> Responses | None:
         """Generate like `generate`, but stop each response at the point `pause`. Return None if any response has
-        stopped there; then `resume` continues all of them. The tokens before the pause depend on `pause` alone.
+        stopped there; then `resume` continues all of them. Where a response stops depends only on `pause`, which counts
+        the tokens of each response.
 
         Raise ValueError if `pause.keep_cache` is set and the KV cache cannot hold all responses at once."""
         return self._respond(self._asked(batch, greedy), on_finished, pause)

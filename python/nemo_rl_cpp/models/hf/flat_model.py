@@ -76,7 +76,7 @@ class Piece(NamedTuple):
 
 
 class FlatModel:
-    """A transformers module with the interface that `TrainedModel` needs, in one process.
+    """A transformers module with the interface that `TrainedModel` needs, in one process. It has n weights.
 
     Attributes:
         module: the module, in `dtype`; its parameters are views of `compute`.

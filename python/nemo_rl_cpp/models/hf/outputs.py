@@ -167,7 +167,7 @@ class ModelRows:
         return cls(ids, torch.arange(2)[None], zero, zero, zero, zero)
 
     def to(self, device: str) -> Self:
-        """Move the tensors that the module reads to `device`."""
+        """Return a copy whose tensors for the module (all but `places`) are on `device`."""
         moved = (t.to(device) for t in (self.input_ids, self.position_ids, self.row, self.column, self.targets))
         return ModelRows(*moved, self.places)
 
@@ -227,9 +227,9 @@ class _InChunks(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, logits: Tensor, picks: list[tuple[Tensor, Tensor, Tensor]], scoring: Scoring, unfiltered: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (scored [W], unfiltered [W], removed [W]). `unfiltered` is empty if it is not requested or equals
-        `scored`; `removed` is empty without top-k and top-p. `picks` holds (row, column, token id) of each chunk, int64
-        [w] each."""
+        """Return the tensors (scored, unfiltered, removed), [W] each, as in `Outputs`. The second is empty if the
+        argument `unfiltered` is False. Without top-k and top-p the second and third are empty. `picks` holds (row,
+        column, token id) of each chunk, int64 [w] each."""
         made = [_of_places(logits[row, column], targets, scoring, unfiltered) for row, column, targets in picks]
         ctx.save_for_backward(logits)
         ctx.picks, ctx.scoring, ctx.unfiltered = picks, scoring, unfiltered

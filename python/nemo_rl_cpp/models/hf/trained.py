@@ -416,7 +416,7 @@ class HfPolicy(HfTrainedModel, Policy):
         return HfGeneration(self.model.module, config, self.tokenizer, digest=self.weight_digest, **options)
 
     def performance(self) -> dict[str, float]:
-        """Return `zero_gradient_share` of the last `train`."""
+        """Return the metric `zero_gradient_share`: the share of tokens without a backward pass in the last `train`."""
         return {"zero_gradient_share": self.zero_gradient_share}
 
 

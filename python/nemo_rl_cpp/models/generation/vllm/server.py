@@ -231,7 +231,8 @@ def _model(policy: PolicyConfig) -> str:
 
 
 def _recurrent_sizes(policy: PolicyConfig, model: str) -> ModelSizes | None:
-    """Return the sizes of the model in the folder `model` if it has recurrent layers, otherwise None."""
+    """Return the sizes of the model in the folder `model`, with the policy's hf_config_overrides, if it has recurrent
+    layers, otherwise None."""
     sizes = model_sizes(model, policy.hf_config_overrides)
     return sizes if sizes is not None and sizes.recurrent_layers else None
 
@@ -405,7 +406,8 @@ def _free_port() -> int:
 
 
 def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
-    """Kill the server and all its child processes, even if the server itself has already ended."""
+    """Kill the server `process` and all its child processes, even if the server itself has already ended. Then delete
+    its temporary folder `folder`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process in uninterruptible sleep ends later
@@ -461,7 +463,8 @@ def check_server(client: ServerClient, policy: PolicyConfig, device: str = "cpu"
 
 
 def ask(client: ServerClient, what: str = _JOINING) -> list[dict]:
-    """Query every worker of the server, and return the properties that each reports (`nemo_rl_cpp_vllm.Weights`)."""
+    """Query every worker of the server, and return the properties that each reports (`nemo_rl_cpp_vllm.Weights`).
+    `what` describes the query in error messages."""
     answer = client.call(what, "POST", "/collective_rpc", {"method": "nemo_rl_cpp_weights", "timeout": client.timeout})
     results = answer.get("results")
     return [each for each in results if isinstance(each, dict)] if isinstance(results, list) else []
@@ -506,8 +509,8 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """Check that the server's route for token ids is open: it answers a request without a prompt with status 400 or
-    422. Otherwise, or if it needs an API key, raise the error that `refuse` makes of a text."""
+    """Check that the server's route for token ids is open. Raise the error `refuse(text)` if the route rejects a
+    request without a prompt with status 403 or 404 (it is closed) or 401 (it needs an API key)."""
     try:
         client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:

@@ -112,10 +112,10 @@ class SharedMemoryTransport:
 
 class NcclTransport:
     """The transfer of weights to vLLM by NCCL: the trainer's GPU is rank 0 and broadcasts each tensor to the server's
-    workers, in the order of `update_info`.
+    workers, in the order of the names in the request `/update_weights`.
 
     The workers receive NCCL's id by HTTP, join an all-reduce of one number as a greeting, and then receive one
-    broadcast per tensor, as vLLM's engine `nccl` does without packing."""
+    broadcast per tensor. vLLM's engine `nccl` without packing does the same."""
 
     def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
         self._client, self._communicator = client, None

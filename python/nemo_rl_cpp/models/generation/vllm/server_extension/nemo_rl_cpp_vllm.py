@@ -58,8 +58,9 @@ class SharedWeights:
 
 
 def open_memory(path: str, size: int, manifest: list):
-    """Open the trainer's anonymous memory by its path in /proc, which exists only while the trainer keeps the file
-    open. Raise RuntimeError if it cannot be opened, or is not the trainer's."""
+    """Return the trainer's weights in its anonymous memory, which is opened by its path in /proc; the path exists only
+    while the trainer keeps the file open. Raise RuntimeError if the file cannot be opened, or does not have `size`
+    bytes. `manifest`: see `SharedWeights`."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError as error:
@@ -78,7 +79,8 @@ def open_memory(path: str, size: int, manifest: list):
 
 
 def check_all_loaded(expected: set, loaded: set | None) -> None:
-    """Raise RuntimeError if a parameter of vLLM's model received no values, because it would keep its old ones."""
+    """Raise RuntimeError if a parameter of vLLM's model (one of the names `expected`) is not in `loaded`, the names
+    that received values (None: no names). Such a parameter would keep its old values."""
     missing = sorted(expected - set(loaded or ()))
     if missing:
         raise RuntimeError(

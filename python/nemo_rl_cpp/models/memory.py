@@ -296,11 +296,11 @@ def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str,
     generation = policy.generation
     if policy.backend == "hf" or policy.precision != "bfloat16" or generation.packed_weights == "off":
         return ()
-    if policy.quantization in ("q8_0", "q4_0"):
+    if policy.quantization in ("q8_0", "q4_0"):  # every large matrix is in blocks, which are not packed
         return ()
     if generation.packed_weights == "auto" and (generation.max_new_tokens or math.inf) <= _PACK_AFTER:
         return ()
-    packed = sizes.vocab_size * sizes.hidden_size if policy.quantization else sizes.parameters
+    packed = sizes.vocab_size * sizes.hidden_size if policy.quantization else sizes.parameters  # nf4: the LM head
     return (("packed weights", packed * (1.5 + 1 / 16)),)
 
 

@@ -14,7 +14,7 @@ has no core, and the spinning thread occupies a core that it could use."""
 
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Set GOMP_SPINCOUNT for this process and its children, unless this variable or OMP_WAIT_POLICY is set. Return
-    whether it takes effect: libgomp reads the variable when `import torch` loads libgomp."""
+    whether it was set in time for this process: libgomp reads the variable when `import torch` loads libgomp."""
     if "OMP_WAIT_POLICY" in environment or "GOMP_SPINCOUNT" in environment:
         return False
     environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

@@ -247,9 +247,9 @@ def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int
 
 
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
-    """Group the samples `rows` by `group_id`, a common prompt, without the samples that have no backward pass (`idle`,
-    one bool per sample of the batch). Return for each group (its samples, the number of their tokens), where the
-    prompt's tokens count once."""
+    """Group the samples `rows` by prompt (`group_id`), without those that have no backward pass (`idle` is true; it has
+    one bool per sample of the batch). Return for each group (its samples, its number of tokens), with the prompt
+    counted once."""
     groups, lengths, prompts, units = _groups_of(data), data.lengths.tolist(), prompt_lengths(data), {}
     for row in rows:
         if not idle[row]:

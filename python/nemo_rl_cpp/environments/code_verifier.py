@@ -68,8 +68,9 @@ class Check(TypedDict, total=False):
 
 
 class CheckResult(TypedDict, total=False):
-    """The result of one test that the program `HARNESS` ran: the value of a call or expression as a string, the run's
-    random token for a statement that passed, or the exception."""
+    """The result of one test that the program `HARNESS` ran: `value` of a call or expression as a string, `passed` for
+    a statement that passed (the run's random secret, which the tested code cannot guess), or the exception in
+    `error`."""
 
     value: str
     passed: str

@@ -277,8 +277,9 @@ def call_remote(handle: object, method: str, *args: object, **kwargs: object) ->
 
 
 def answer_of(handle: object, result: object, name: str) -> Any:
-    """Return the result of `call_remote` or raise its exception. Raise EnvironmentLostError, with `name`, if an actor
-    is lost or misses its deadline (`cluster.communication_timeout_s`). Calls in this process have no deadline."""
+    """Wait for `result`, which `call_remote` returned for `handle`. Return its value or raise its exception. Raise
+    EnvironmentLostError, with `name`, if an actor is lost or misses its deadline (`cluster.communication_timeout_s`).
+    Calls in this process have no deadline."""
     ray = ray_in_use()
     if ray is None or not isinstance(result, ray.ObjectRef):
         return get(result)

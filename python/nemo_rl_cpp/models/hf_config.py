@@ -529,8 +529,9 @@ def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
 def _layers(
     form: Mapping[str, Plain], made: Architecture, longest: int
 ) -> tuple[list[tuple[int, int | None]], list[tuple[list[float], float]]]:
-    """Return two lists: for each layer (sliding window or 0, index of its RoPE table or None), and the RoPE tables as
-    (inverse frequencies, factor)."""
+    """From the configuration `form`, return two lists: for each layer (sliding window or 0, index of its RoPE table or
+    None), and for each RoPE table (inverse frequencies, factor of cos and sin), for sequences of up to `longest`
+    tokens."""
     kinds = form.get("rope_parameters", (FULL,)) if any(made.rotary(form)) else ()
     ropes = [rope.rope_frequencies(rope.of_kind(form, kind), longest) for kind in kinds]
     layers = []

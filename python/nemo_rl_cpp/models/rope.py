@@ -36,8 +36,8 @@ def respell(
     Values are not checked.
 
     Precedence is as in transformers 5: `rope_scaling` before `rope_parameters`; keys in the section before top-level
-    keys, except that a top-level `original_max_position_embeddings` comes first. The default of that key is
-    max_position_embeddings, or `default_positions` if that is missing too."""
+    keys, except that a top-level `original_max_position_embeddings` comes first. The default of
+    `original_max_position_embeddings` is `max_position_embeddings`, or `default_positions` if that is missing too."""
     section = config.get(section_name(config)) or {}
     form = {name: value for name, value in config.items() if name not in _SPELLINGS}
     form["rope_theta"], form["rope_scaling"] = _first(config.get("rope_theta"), default_theta), section or None
@@ -61,9 +61,9 @@ def respell_kinds(
 ) -> dict[str, Plain]:
     """Return the configuration in canonical form for a model whose kinds of layers (KINDS) have separate RoPE.
 
-    The result has transformers 5's `rope_parameters` with one section per kind. Format 4 has one scaling section and
-    `rope_theta`, both for full attention. In format 4 the key `local_key` (if not None) sets the theta of sliding
-    layers, by default `local_theta`."""
+    The result has transformers 5's `rope_parameters` with one section per kind. The format of transformers 4 has one
+    scaling section and `rope_theta`, both for full attention. In this format the key `local_key` (if not None) sets the
+    theta of sliding layers, by default `local_theta`."""
     section = config.get(section_name(config)) or {}
     if not isinstance(section, Mapping):
         raise ModelFolderError(f"{section_name(config)} is {section!r}, but a section was expected")
@@ -90,8 +90,8 @@ def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
 
 
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
-    """Add to the RoPE section `scaling` the values that transformers derives from `positions` and from the top-level
-    keys of `form`."""
+    """Set `original_max_position_embeddings` of the RoPE section `scaling` (from the top level of `form`, where it is
+    removed, or `positions` if absent), and its yarn factor if that is null, as transformers does."""
     original = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     scaling[_ORIGINAL] = original
     lacks_factor = scaling["rope_type"] == "yarn" and scaling.get("factor", 0) is None
@@ -100,10 +100,11 @@ def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positio
 
 
 def lay_rope_over(form: Mapping[str, Plain], overrides: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return a canonical configuration after applying the RoPE keys of `overrides`, which may have either format.
+    """Return a canonical configuration after applying the RoPE keys of `overrides` (as in transformers 4 or 5).
 
-    A section with `rope_type` replaces the model's scaling section, null removes it, and a section without `rope_type`
-    changes single keys of it. `rope_theta` is kept unless `overrides` sets it, in the section or at the top level."""
+    A section with `rope_type` replaces the model's scaling section, null removes it, and one without `rope_type`
+    changes single keys of the model's. `rope_theta` is kept unless `overrides` sets it, in the section or at the top
+    level."""
     changed = dict(form)
     beside = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
     changed.update({name: overrides[name] for name in beside if overrides.get(name) is not None})
@@ -210,7 +211,7 @@ def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
     max_position_embeddings.
 
     yarn scales the positions of pretraining, and linear scales max_position_embeddings. llama3 and longrope give factor
-    1, because their max_position_embeddings already includes it."""
+    1, because their max_position_embeddings is already the scaled length."""
     scaling = form["rope_scaling"]
     if scaling is None or scaling["rope_type"] in ("llama3", "longrope"):
         return None, 1.0

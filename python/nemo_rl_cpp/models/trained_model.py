@@ -238,7 +238,8 @@ class TrainedModel:
         self, model: C.DecoderModel, batch: RaggedBatch, scoring: Scoring = Scoring(), rows: list[int] | None = None
     ) -> Tensor:
         """Return the log-probability (or critic's value) of each token to score, [T]; 0 at all other tokens. Each rank
-        scores its share of the batch, or `rows`; every rank returns all results."""
+        scores its share of the batch (or the samples `rows`, which differ between ranks), and every rank returns the
+        results of all ranks."""
         rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching = self._batching("logprob")
@@ -303,6 +304,7 @@ class TrainedModel:
         neither.
 
         Args:
+            way: runs the forward and backward passes.
             first: options of `way.forward_backward` for the first global batch.
             after_first: receives the result of the first global batch before the weights change."""
         updates = Updates(in_turns=way.sums.sharded)

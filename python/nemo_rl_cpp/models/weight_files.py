@@ -40,8 +40,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 class RawTensor(NamedTuple):
-    """A tensor as it is stored in its file. `dtype` is its name in safetensors ("F32", "BF16"), or in ggml for a
-    block format ("Q4_0"); `data` is memory-mapped, and only valid until the next tensor of the files is read."""
+    """A tensor in the bytes of its file. `dtype` is the name of its type in safetensors ("F32", "BF16"), or in ggml for
+    a block format ("Q4_0"). `data` is memory-mapped, and only valid until the next tensor of the files is read."""
 
     dtype: str
     shape: list[int]
@@ -62,7 +62,7 @@ class TensorEntry(NamedTuple):
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder. As in transformers, this is model.safetensors if it exists, otherwise
-    the files of the index. For a folder of `hub.sources.gguf_folder`, return the GGUF file.
+    the files of the index. In a folder that `gguf_folder` made for a GGUF file, return this file.
 
     Raises ModelFolderError if there are none, the index is damaged, or a file is missing or lies outside the folder."""
     folder = Path(folder)
@@ -145,8 +145,8 @@ def _header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _contents(file: Path) -> tuple[dict[str, TensorEntry], LinkedTensors | QuantisedTensors | None]:
-    """Return {name: entry} of the tensors of a file, and an object that converts their bytes if the file is a GGUF file
-    or was written by bitsandbytes, otherwise None."""
+    """Return {name: entry} of the tensors of a file. For a GGUF file or a file that bitsandbytes wrote, also return an
+    object that converts the tensors' bytes, otherwise None."""
     if file.name == GGUF_FILE:
         from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 
@@ -402,8 +402,8 @@ def split_experts(
 def _stacked_experts(
     prefix: str, names: Sequence[str], tensor: RawTensor | TensorEntry
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield views of each expert's matrices in `tensor`, which stacks all experts along its first dimension. The rows
-    of the matrices `names` of an expert follow each other."""
+    """Yield views of each expert's matrices in `tensor`, which stacks all experts along its first dimension. An expert
+    has the rows of its first matrix in `names`, then those of the next."""
     count, rows, columns = tensor.shape
     part = tensor._replace(shape=[rows // len(names), columns])
     for index in range(count * len(names)):
@@ -435,7 +435,8 @@ def _single_experts(
 
 
 def _expert_rows(tensor: RawTensor, scales: RawTensor | None, expert: int, every: slice) -> memoryview:
-    """Return a copy of rows of an expert's matrix [out, in] or bias [out]. With `scales` the tensor holds MXFP4."""
+    """Return a copy of the rows `every` of an expert's matrix [out, in] or bias [out]. `scales`: of an MXFP4 tensor, or
+    None."""
     import numpy as np
 
     if scales is None:
@@ -474,13 +475,14 @@ _INNER = ".base_layer"
 
 
 def adapted_modules_of(names: Iterable[str]) -> list[str]:
-    """Return the adapted modules from the names of the tensors of an adapter, in their order."""
+    """Return the modules that an adapter changes, given the `names` of its tensors, in the order of `names`."""
     found = (name.removeprefix(PREFIX).removesuffix(LORA_A) for name in names if name.endswith(LORA_A))
     return list(dict.fromkeys(name.removesuffix(_INNER) for name in found))
 
 
 def alternates_in_peft(name: str, is_gpt_oss: bool) -> bool:
-    """Return whether PEFT's tensor has rows for gate, up, gate, up, ..., as the experts of gpt-oss have columns."""
+    """Return whether the rows of PEFT's adapter tensor `name` alternate between gate and up, as in gpt-oss's
+    experts."""
     return is_gpt_oss and name.endswith(_INNER + LORA_B)
 
 
@@ -516,8 +518,8 @@ class SavedAdapter:
     is_gpt_oss: bool
 
     def tensors(self) -> Iterator[tuple[str, RawTensor]]:
-        """Yield (name, tensor) for A [dim, in] and B [out, dim] of every target; those of experts are A [experts · dim,
-        in] and B [out, dim · experts], first gate, then up."""
+        """Yield (name, tensor) for A [dim, in] and B [out, dim] of every target. For experts they are A [experts · dim,
+        in] and B [out, dim · experts], with all rows of gate before those of up."""
         for name, tensor in raw_tensors([self.folder / WEIGHTS_FILE]):
             is_mixed = alternates_in_peft(name, self.is_gpt_oss)
             yield name.removeprefix(PREFIX), tensor._replace(data=_even_then_odd(tensor)) if is_mixed else tensor

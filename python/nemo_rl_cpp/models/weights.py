@@ -292,8 +292,8 @@ def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
 
 
 def lora_b_for_peft(b: torch.Tensor, dim: int, alternates: bool = False) -> torch.Tensor:
-    """Return B of the native core, [dim, out] or of experts [experts · dim, out], as PEFT stores it: [out, dim ·
-    experts], where column c belongs to expert c % experts. `alternates`: see `alternates_in_peft`."""
+    """Return PEFT's B [out, dim · experts] for `b`, the native core's B: [dim, out], or [experts · dim, out] for
+    experts. Column c of the result belongs to expert c % experts. `alternates`: see `alternates_in_peft`."""
     found = b.view(-1, dim, b.shape[1]).permute(2, 1, 0).flatten(1)
     return found.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if alternates else found
 

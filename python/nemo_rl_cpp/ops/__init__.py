@@ -87,7 +87,7 @@ def reinforce_plus_plus(
     """Return advantages[b] - kl_coef K[b, t], whitened over the valid tokens of the batch (biased variance, at least
     1e-8); 0 at masked positions. K is the estimate `kl_type` of the KL divergence from the reference.
 
-    advantages: [B], float32 or float64. mask, logprobs, reference_logprobs: per token."""
+    advantages: [B], float32 or float64. mask, logprobs, reference_logprobs: [B, S], or [T] with `offsets`."""
     values, degenerate = C.reinforce_plus_plus(
         _real(advantages), mask, logprobs, reference_logprobs, kl_coef, kl_type, offsets
     )
@@ -136,7 +136,7 @@ def gae(
 
     "next" is the next valid token; after the last valid token V_next and A_next are 0. r_t is -kl_coef K_t, where K_t
     estimates the KL divergence from the reference; the row's last valid token also gets rewards[b]. rewards is [B];
-    values, mask and log-probabilities are per token. Advantages are 0 at masked positions."""
+    values, mask and log-probabilities are [B, S], or [T] with `offsets`. Advantages are 0 at masked positions."""
     decoupled = config.gae_lambda_value is not None
     lambda_value = config.gae_lambda_value if decoupled else config.gae_lambda
     return TokenAdvantages(
@@ -155,14 +155,14 @@ def _real(t: Tensor) -> Tensor:
 class ClippedPGConfig:
     """The settings of `clipped_pg_loss`. Each combines related flags of NeMo RL's `loss_fn`.
 
-    ratio_mode: ppo (clipped ratio), reinforce (no ratio), on_policy (the ratio is 1, prev is curr), or the loss of this
-        name in csrc/kernels/clipped_pg_loss.h.
+    ratio_mode: ppo (clipped ratio), reinforce (no ratio), on_policy (the ratio is 1, prev is curr), or another
+        loss in csrc/kernels/clipped_pg_loss.h, by its name.
     fixed_length: without token_level_loss, divide a row's sum by this number instead of its token count; 0: off.
     importance_sampling: none, full, tis (clamped), icepop (zeroed outside the bounds), seq-mask-tis (zeroed by row).
     importance_level: token (one weight per token), or one weight per row: sequence (the product of its tokens' weights)
         or geometric (their geometric mean).
 
-    None switches off ratio_clip_c or a clamp. With kl_penalty 0 the reference's log-probabilities are not read.
+    ratio_clip_c, kl_input_clamp and kl_output_clamp are not applied if None. With kl_penalty 0 the reference's log-probabilities are not read.
     Contradictory settings raise ValueError at the first call of clipped_pg_loss."""
 
     ratio_mode: RatioMode = "ppo"

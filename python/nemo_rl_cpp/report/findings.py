@@ -383,7 +383,7 @@ class Alerts:
     grown by a twentieth, so that long runs spend almost no time on them."""
 
     def __init__(self, settings: Mapping[str, object] | None = None) -> None:
-        """Create it for a run. `settings` is the run's configuration, a plain mapping (see `MetricHistory`)."""
+        """Watch the metrics of a run. `settings` is the run's configuration, a plain mapping (see `MetricHistory`)."""
         self.history = MetricHistory(settings=settings)
         self._steps = 0
         self._next = 3  # a single small batch is too noisy

@@ -160,9 +160,9 @@ def metric_data(runs: Mapping[str, MetricHistory]) -> dict[str, Plain]:
     """Return {"runs": [{"name", "axes": [steps], "metrics": {name: entry}}]}, the data of the charts.
 
     An entry is [axis, values], where `axis` is an index into `axes`. A single number instead of the values means a
-    constant. A long curve is divided into buckets of steps: it has the lowest and highest value of each bucket,
-    followed by [axis, means] of the buckets. An entry that is a string is the name of a metric with the same values.
-    Non-finite values are null."""
+    constant. A long curve is divided into buckets of steps: its entry is [axis, the lowest and highest value of each
+    bucket, axis of the means, mean of each bucket]. An entry that is a string is the name of a metric with the same
+    values. Non-finite values are null."""
     return {"runs": [_run(name, history) for name, history in runs.items()]}
 
 

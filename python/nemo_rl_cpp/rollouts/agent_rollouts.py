@@ -148,8 +148,9 @@ def flags_of(text: str, opens_thinking: bool) -> dict[str, bool]:
     a complete tool call has none. Of any other response the answer is inspected, or the reasoning if the answer is
     empty.
 
-    `is_invalid_tool_call`: it has a tag of a tool call. `has_malformed_thinking`: the answer has a thinking tag, or the
-    reasoning the same one several times. `opens_thinking`: whether the prompt ends with `<think>`."""
+    `is_invalid_tool_call`: the inspected part has a tag of a tool call. `has_malformed_thinking`: the answer has a
+    thinking tag, or the reasoning has `<think>` or `</think>` more than once. `opens_thinking`: whether the prompt ends
+    with `<think>`."""
     if find_calls(text, "", opens_thinking).calls:
         return {}
     reasoning, end, answer = text.partition(END_OF_THINKING)

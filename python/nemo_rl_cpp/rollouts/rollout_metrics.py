@@ -62,7 +62,7 @@ def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str
 
 def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, float]:
     """Return the environments' metrics since the last call (`pop_metrics`). With several environments, names become
-    `task/name`, and the sum of all `verifier_timeouts` is added under that name."""
+    `task/name`, and `verifier_timeouts` without a task is their sum."""
     environments: dict[int, tuple[str, Environment]] = {}
     for task, environment in task_to_env.items():
         environments.setdefault(id(environment), (task, environment))
@@ -157,13 +157,13 @@ def is_equal(group: list[float]) -> bool:
 
 
 def group_reward_metrics(groups: list[list[float]]) -> dict[str, float]:
-    """Return metrics of the prompt groups that give no gradient because all their rewards are equal. `groups` are those
-    of `rewards_by_group`.
+    """Return metrics of the prompt groups that give no gradient because all their rewards are equal. `groups` holds the
+    rewards of each group, from `rewards_by_group`.
 
     `groups/num` is the number of groups. The others are percentages of the groups of two or more, and are omitted if
-    there are none: `groups/pct_equal`, and its parts `groups/pct_equal_best` (all rewards equal the highest of the
-    batch) and `groups/pct_equal_worst` (all equal the lowest), and `groups/pct_mixed`. If all rewards of the batch are
-    equal, a reward of 1 or more counts as best, and a smaller one as worst."""
+    there are none: `groups/pct_mixed` (rewards that differ), `groups/pct_equal` (equal rewards),
+    `groups/pct_equal_best` (all rewards equal the highest of the batch) and `groups/pct_equal_worst` (all equal the
+    lowest). If all rewards of the batch are equal, a reward of 1 or more counts as best, and a smaller one as worst."""
     number = {"groups/num": float(len(groups))}
     compared = [group for group in groups if len(group) > 1]
     if not compared:

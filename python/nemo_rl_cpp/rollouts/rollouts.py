@@ -238,9 +238,9 @@ class Conversations:
     def observe(self, turn: Turn, answer: EnvironmentReturn) -> None:
         """Add the environments' rewards and observations to the conversations, and determine which of them continue.
 
-        An observation is tokenized without a chat template, and truncated at `max_seq_len`. It overflows if the
-        conversation reaches `max_seq_len`, even if it just fits, because no response can follow. Raise ValueError if
-        prompt and response already exceed `max_seq_len`."""
+        An observation is tokenized without a chat template, and truncated where the conversation reaches `max_seq_len`.
+        Such a conversation ends and counts as truncated, even if the observation just fits, because no response can
+        follow. Raise ValueError if prompt and response already exceed `max_seq_len`."""
         self._add_rewards(answer.rewards)
         terminated = answer.terminateds.bool().tolist()
         going_on = []
@@ -363,8 +363,8 @@ def with_greedy_baseline(
     final_rewards: Callable[[Rollouts], torch.Tensor],
     prompts: DatumBatch,
 ) -> tuple[DatumBatch, dict[str, float]]:
-    """Roll out one greedy response to each prompt, and then `prompts` with `roll_out`, for the advantage estimator
-    ReMax.
+    """Call `roll_out` for one greedy response to each distinct prompt, and then for `prompts`. For the advantage
+    estimator ReMax.
 
     The returned batch has `reward_baseline` float32 [B], the greedy response's reward after `final_rewards` (scaling
     and shaping). The metric `greedy_reward` is its mean over the prompts."""

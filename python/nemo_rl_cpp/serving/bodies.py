@@ -210,8 +210,9 @@ def read_body(kind: type[Body], data: object) -> Body:
 
 
 def _without_neutral(data: dict[str, Any], ignored: set[str], kept: set[str] = frozenset()) -> dict[str, Any]:
-    """Return the fields of `data` that may change a response: drop nulls and the fields `ignored`. Raise RequestError
-    if a field of `_NEUTRAL`, except those in `kept`, has a value other than its neutral one."""
+    """Return the fields of `data` that may change a response: drop nulls, the fields `ignored` and those of `_NEUTRAL`,
+    which are only accepted with the value that changes nothing. Raise RequestError for another value. The fields `kept`
+    are returned with any value."""
     changing = {name: value for name, value in data.items() if value is not None and name not in ignored}
     for name in changing.keys() & _NEUTRAL.keys() - kept:
         value = changing.pop(name)

@@ -127,9 +127,9 @@ class ServedGeneration(GenerationInterface):
         return ServerAddress(url, self.api_key, model.names[0], HEADER, tokenizer, model.max_model_len)
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """Return the key that a rollout's requests must send. Its responses are sampled with the parameters of
-        `stream`, "train" or "val", seeded by `name`, which is the same in every validation. A key starts with the step
-        and is used once."""
+        """Return the key that a rollout's requests must send. Responses are sampled with the parameters of `stream`,
+        "train" or "val", and seeded by `name`, which does not change from one validation to the next. A key contains
+        the step of the weights, and is used once."""
         sampling = Sampling(0.0, 1.0, 0) if greedy else self.sampling[stream]
         return self.model.rollouts.register(f"{self.version()}-{name}", STREAMS[stream], sampling, name)
 
@@ -143,7 +143,7 @@ class ServedDedicatedGeneration(DedicatedGeneration):
     requests to the worker, and this process gets the token ids, log-probabilities and versions of these requests at the
     end of a rollout.
 
-    In the worker the engine is a `ServedGeneration`, so this class has its methods for agents."""
+    In the worker the engine is a `ServedGeneration`, whose methods for agents this class also has."""
 
     owns_process = True  # `shutdown` removes the tokenizer's folder
 

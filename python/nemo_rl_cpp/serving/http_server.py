@@ -34,7 +34,7 @@ def listen(host: str, port: int, where: str = "--host and --port") -> socket.soc
 
 
 class HttpServer:
-    """A server of an ASGI application on a listening socket, in a thread. At the log level "error" uvicorn writes the
+    """A server of an ASGI application on a listening socket, in a thread. If `log_level` is "error", uvicorn writes the
     exceptions of handlers to stderr. If there are more than `most_connections`, requests are answered with status
     503."""
 

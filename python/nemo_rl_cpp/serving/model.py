@@ -162,8 +162,8 @@ def engine_thread(
 ) -> EngineThread:
     """Return a thread that makes and runs an engine for sequences of at most `sizes.max_model_len` tokens.
 
-    `version`: the number of the weights that responses report first. `is_open`: answer requests at once, not only
-    after `EngineThread.open`."""
+    `version`: the weights' version, which responses report until it changes. `is_open`: answer requests at once, not
+    only after `EngineThread.open`."""
 
     def make() -> C.ResidentEngine:
         return C.ResidentEngine(

@@ -74,8 +74,9 @@ class Rollouts:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def register(self, key: str, stream: int, sampling: Sampling, name: str | None = None) -> str:
-        """Add a rollout that a run will train on. Return its key: `key`, or a new one if `key` was already used. `name`
-        seeds the sampling; None: the key seeds it."""
+        """Add a rollout that a run will train on. Return its key: `key`, or a new one if `key` was already used. Its
+        requests are sampled from the random stream `stream` with the parameters `sampling`, seeded by `name` (None: by
+        the key)."""
         with self._lock:
             own, number = key, 1
             while own in self._registered or own in self._ended:

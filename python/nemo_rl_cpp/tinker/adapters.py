@@ -370,8 +370,9 @@ class AdaptedModel:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Consecutive rows [begin, end) with a common prompt, which is computed once. Their first `length` targets have no
-    gradient and are equal. So are the `length` + 1 tokens up to the first target that may have a gradient."""
+    """Consecutive rows [begin, end) with a common prompt, which is computed once. Their first `length` targets are
+    equal and have no gradient. Their first `length` + 1 tokens are also equal: the last of them predicts the first
+    target that may have a gradient."""
 
     begin: int
     end: int
@@ -422,7 +423,8 @@ def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int,
 
 
 def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> tuple[RaggedBatch, Tensor]:
-    """Pack rows into a batch, each with a dummy last token. Return (batch, targets of each token, [T, width])."""
+    """Pack rows into a batch, each with a dummy last token. Return (batch, targets [T, width]), where `width` is the
+    largest number of targets per token; unused targets are 0."""
     group_of_row = torch.full((len(rows),), -1)
     for number, group in enumerate(groups):
         group_of_row[group.begin : group.end] = number
@@ -437,8 +439,8 @@ def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> t
 
 
 def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:
-    """Split `scored` [total of N, width], the log-probabilities of consecutive rows, into one tensor [N, K] per row: N
-    input tokens with K targets each."""
+    """Split `scored` [sum of N, largest K], the log-probabilities of consecutive rows, into one tensor [N, K] per row:
+    N input tokens with K targets each."""
     parts = scored.split([len(row.tokens) for row in rows])
     return [part[:, : row.targets.shape[1]] for part, row in zip(parts, rows)]
 

@@ -87,7 +87,8 @@ class Sampler:
         self.running: dict[int, tuple[Answers, int]] = {}  # by the engine's number: a request, and the sample's index
 
     def submit(self, answers: Answers, prompt: list[int], **how: object) -> None:
-        """Add a request, which is processed from the next step on. Raise ValueError if it is invalid."""
+        """Add a request, which is processed from the next step on. `how`: further arguments of the engine's `submit`.
+        Raise ValueError if the request is invalid."""
         if self._engine is None:
             self._engine = self.adapted.engine()
         try:

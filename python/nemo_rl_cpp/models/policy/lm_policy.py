@@ -64,8 +64,8 @@ class Policy(TrainedModel, PolicyInterface):
             )
 
     def _teacher(self, name: str, key: str) -> C.DecoderModel:
-        """Load the frozen teacher model `name`, which the configuration key `key` names. Raise ModelFolderError if the
-        policy's sequences are too long for it, or if it cannot be split over the policy's tensor-parallel ranks."""
+        """Load the frozen teacher model `name`, which the configuration key `key` sets. Raise ModelFolderError if its
+        maximum length is below the policy's, or if it cannot be split over the policy's tensor-parallel ranks."""
         longest, length_key = self.config.max_total_sequence_length, "policy.max_total_sequence_length"
         folder = open_model_folder(name, max_length=longest, length_key=length_key, key=key)
         folder.check_slices(self.ranks.tensor_size, self.config.tensor_parallel_key(self.section))
@@ -73,8 +73,8 @@ class Policy(TrainedModel, PolicyInterface):
 
     @property
     def skips_prev_logprobs(self) -> bool:
-        """Return whether training uses generation's log-probabilities as the old policy's, so that no separate pass
-        computes them (reuse_generation_logprobs)."""
+        """Return whether training takes the log-probabilities from generation as those of the old policy
+        (reuse_generation_logprobs), without a separate pass."""
         return self._exact
 
     # ---- log-probabilities ------------------------------------------------------------------------------------------
@@ -128,11 +128,11 @@ class Policy(TrainedModel, PolicyInterface):
 
         If the data has no `prev_logprobs`, the current weights must be those that generated the responses. The first
         update then takes the old policy's log-probabilities from its own forward pass. Later updates take them from
-        generation if generation was bit-identical to that pass. Otherwise the mismatches are counted, and the rows of
-        the later updates are scored before the first update.
+        generation if generation was bit-identical to this forward pass. Otherwise the mismatches are counted, and a
+        separate pass before the first update computes them for the rows of the later updates.
 
-        The returned "prev_logprobs" serve for further calls on the same data. Afterwards `reused_forward_share` is the
-        share of tokens without a forward pass in training, and `zero_gradient_share` the share without a backward
+        The returned "prev_logprobs" can be added to `data` for another call on it. Afterwards `reused_forward_share` is
+        the share of tokens without a forward pass in training, and `zero_gradient_share` the share without a backward
         pass."""
         batch = RaggedBatch.of(data)
         done = self.train_part(batch, loss_fn, eval_mode, gbs, mbs)
@@ -181,9 +181,9 @@ class Policy(TrainedModel, PolicyInterface):
         return self._score(self.model, batch, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Discard the activations kept from generation every `kept_activations_check_period` steps, so that this step
-        runs a full forward pass, whose log-probabilities are compared with generation's. A step that reuses activations
-        does not detect an error in the layers, such as a read of stale weights."""
+        """Keep no activations in one of every `kept_activations_check_period` steps: this step then runs a full forward
+        pass, whose log-probabilities are compared with generation's. A step that reuses activations does not detect an
+        error in the layers, such as a read of stale weights."""
         self._steps_since_comparison += 1
         if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
             self.model.keep_activations(0)
@@ -191,9 +191,9 @@ class Policy(TrainedModel, PolicyInterface):
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
         """Let the next step train on the activations that generation computes, if this step's forward pass was
-        bit-identical to generation's. The next step runs its own forward pass if these two passes differed, if
+        bit-identical to generation's. The next step runs a separate forward pass if the two differed, if
         activation_checkpointing or tensor parallelism is used, if the device is not the CPU, or if memory cannot hold
-        the activations of a step's `tokens`."""
+        the activations of `tokens`, the number of tokens in a step."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share
@@ -221,8 +221,8 @@ class Policy(TrainedModel, PolicyInterface):
         return engine
 
     def performance(self) -> dict[str, float]:
-        """Return the metrics `reused_forward_share` and `zero_gradient_share` of the last `train`. The first one is 0
-        in the first step of a process, also of a resumed run: it describes how a step ran, not its result."""
+        """Return `reused_forward_share` and `zero_gradient_share` of the last `train`. `reused_forward_share` is 0 in
+        the first step of a process, even of a resumed run: it describes how a step ran, not its result."""
         return {"reused_forward_share": self.reused_forward_share, "zero_gradient_share": self.zero_gradient_share}
 
 

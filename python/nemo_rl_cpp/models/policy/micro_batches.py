@@ -18,8 +18,8 @@ Bins = list[list[int]]
 
 
 def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
-    """Pack indices into `costs` into bins of total cost up to `capacity`, by first fit in a shuffled order that depends
-    only on the number of costs. Return the bins."""
+    """Return bins of indices of `costs`, each of total cost up to `capacity`. They are packed by first fit in a
+    shuffled order that depends only on the number of costs."""
     order = list(range(len(costs)))
     random.Random(0).shuffle(order)  # a separate generator, so that a resumed run packs identically
     return C.pack_first_fit(costs, order, capacity)
@@ -40,8 +40,8 @@ def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefi
 def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: int, multiple: int) -> Bins:
     """Group rows of similar length, shortest first, while (number of rows) x (longest length) is at most `max_tokens`.
 
-    Lengths are rounded up to a multiple of `multiple`, but to at most `width`. A row longer than the budget gets a
-    separate bin."""
+    Lengths are rounded up to a multiple of `multiple`, but to at most `width`, the length of padded rows. A row longer
+    than the budget gets a separate bin."""
     if not rows:
         return []
     own = [min(lengths[row], max_tokens) for row in rows]
@@ -54,8 +54,8 @@ def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: in
 class MicroBatching:
     """The settings by which rows are split into micro-batches: a number of samples, or a token budget.
 
-    With a budget, rows are packed by `algorithm` (`sequence_packing`). If `length_round` > 0, they are grouped by
-    length instead, rounded up to a multiple of `length_round` (`dynamic_batching`)."""
+    With a budget, rows are packed by `algorithm` (`sequence_packing`). If `length_round` > 0, rows of similar length
+    are grouped instead (`dynamic_batching`), and their lengths are rounded up to a multiple of `length_round`."""
 
     max_samples: int = 0
     max_tokens: int = 0

@@ -164,8 +164,9 @@ class MicroBatchRunner:
         return asked and not self.visits_all and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
-        """Join a gradient sum that other ranks may have started, and discard its result. Called after any rank has
-        failed. Do nothing if each gradient block has a separate sum, which `end_block` has already joined."""
+        """After any rank has failed, join a sum of gradients that other ranks may have started, and discard its result.
+        Do nothing if no sum starts during a backward pass, or if `end_block` has already joined the sum of each
+        gradient block."""
         if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
             self.trainer.abandon_sum()
 
@@ -179,8 +180,8 @@ class MicroBatchRunner:
         exactness: Exactness | None = None,
         backward: bool = True,
     ) -> GlobalBatchResult:
-        """Run forward pass, loss and, if `backward`, backward pass of the samples [begin, end), one micro-batch at a
-        time.
+        """Run forward pass, loss and, if `backward`, backward pass of this rank's part of the samples [begin, end), one
+        micro-batch at a time. Return outputs, losses and metrics.
 
         Args:
             on_policy: the current weights generated the samples, so this forward pass provides `prev_logprobs`.
@@ -251,8 +252,8 @@ class _RankGuard:
         self.failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Return the `_GlobalBatch` with its micro-batches, made from the arguments `options`. If no rank has failed,
-        exchange the kept activations of samples that move between ranks."""
+        """Return the `_GlobalBatch`, whose arguments after the runner are `options`, with its micro-batches. If no rank
+        has failed, send the activations kept from generation along with the samples that move to another rank."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)
@@ -402,7 +403,7 @@ class LossResult:
 
     @property
     def grads(self) -> list[Tensor]:
-        """Return the gradients that were computed."""
+        """Return those of `grad`, `grad_unfiltered`, `grad_entropy` and `grad_candidates` that are not None."""
         grads = self.grad, self.grad_unfiltered, self.grad_entropy, self.grad_candidates
         return [grad for grad in grads if grad is not None]
 
@@ -410,8 +411,9 @@ class LossResult:
 def evaluate_loss(
     loss_fn: Loss, curr_logprobs: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Evaluate a native loss, or any callable, on the log-probabilities [b, width] of a micro-batch. The loss does not
-    receive column 0, whose token has no log-probability. A callable receives a tensor that requires grad."""
+    """Return the value, metrics and (if `need_grad`) gradients of a loss on the log-probabilities [b, width] of a
+    micro-batch. The loss is native or any callable, which gets a tensor that requires grad. It does not receive column
+    0, whose token has no log-probability."""
     curr_logprobs, seqs, toks = curr_logprobs[:, 1:], counts.valid_seqs, counts.valid_toks
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(curr_logprobs.contiguous(), micro, seqs, toks, counts.valid_positive_toks)

@@ -90,7 +90,7 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
     """Return {metric: list of values} over all micro-batches of all global batches of a `train` call. Micro-batches
     without a valid sample are skipped.
 
-    A metric that is a fraction has one value per micro-batch, divided by the number of global batches as in NeMo RL;
+    Most metrics have one value per micro-batch, the metric divided by the number of global batches as in NeMo RL;
     minima and maxima are not divided. Metrics of a global batch (`lr`, `wd`, the counts of valid samples and tokens,
     and `token_mult_prob_error_sum`, which is summed) have one value per global batch, so that their mean does not
     depend on the size of micro-batches."""
@@ -166,7 +166,7 @@ class TorchLearningRate:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Resume from `state`. If `state` belongs to a different schedule or initial learning rate, advance the present
-        schedule by as many steps, so that a changed configuration takes effect from the next step."""
+        schedule by the number of steps in `state`, so that a changed configuration takes effect from the next step."""
         if not self._is_mine(state):
             for _ in range(steps_of(state)):
                 self.step()

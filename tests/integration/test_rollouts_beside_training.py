@@ -127,7 +127,7 @@ IN_FLIGHT = (
 )  # fmt: skip
 
 
-def test_run_with_in_flight_weight_updates_resumes_bit_identically_within_a_response(tmp_path):
+def test_run_with_in_flight_weight_updates_resumes_bit_identically_in_mid_response(tmp_path):
     recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
     options = (*IN_FLIGHT, recompute, "checkpointing.save_period=2", "grpo.val_period=3", "grpo.max_num_epochs=9")
     whole, history = trained(tmp_path / "whole", 4, *options)

@@ -140,7 +140,7 @@ def test_unknown_checkpointing_metric_name_ends_the_run_after_its_first_step(tmp
     assert run.state.step == 1
 
 
-def test_unknown_metric_name_is_an_error_at_validation_if_validation_has_other_environments(tmp_path):
+def test_unknown_val_metric_name_raises_only_at_validation_if_its_environments_are_not_those_of_training(tmp_path):
     """Their metrics cannot be known from training's."""
     run = make_steps(tmp_path, 9, "val:accurcy", "grpo.val_period=2")
     run.environments.train["second"] = next(iter(run.environments.train.values()))

@@ -217,7 +217,7 @@ class FailsBefore(NamedLoss):
 @pytest.mark.parametrize(
     "overrides", [(SHARDED,), (SHARDED, "policy.gradient_blocks=4")], ids=["one block", "in turns"]
 )
-def test_after_an_error_before_a_ranks_first_micro_batch_all_ranks_can_train(one, two, tmp_path, overrides):
+def test_all_ranks_can_train_after_one_rank_fails_before_its_first_micro_batch(one, two, tmp_path, overrides):
     with pytest.raises(ValueError, match="this rank cannot say"):
         two.train(batch(), FailsBefore(tmp_path / "claimed"))
     for policy in (one, two):

@@ -223,8 +223,8 @@ class Saver:
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
         """Return {`metric_name`: value} of the metric by which checkpoints are ranked; {} if none is configured. If
-        this step has no validation, or lacks the metric, return {}, and unless the run was interrupted warn once per
-        run."""
+        this step has no validation or lacks the metric, return {} and warn, but only once per run, and not if the run
+        was interrupted."""
         manager = self.manager
         kind, _, name = (manager.metric_name or "").partition(":")
         validation = result.validation.metrics if result.validation else None

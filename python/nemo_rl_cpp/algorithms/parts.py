@@ -261,9 +261,9 @@ def make_critic(
 
 
 def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
-    """Return the logger of a new folder exp_NNN in logger.log_dir, or for a resumed run of its old folder, whose logs
-    are truncated to the checkpoint's step. The folder stays locked until the logger's `finish`. Raise FolderError if
-    the logs cannot be written."""
+    """Return a logger that writes to a new folder exp_NNN in logger.log_dir. For a resumed run it writes to the run's
+    old folder, whose logs are truncated to the checkpoint's step. The folder stays locked until the logger's `finish`.
+    Raise FolderError if the logs cannot be written."""
     saves = config.checkpointing.enabled
     home = Path(config.checkpointing.checkpoint_dir)
     logger = None
@@ -345,9 +345,9 @@ def make_collector(
 
 
 def _pause(config: TrainMasterConfig, environments: Environments) -> Pause | None:
-    """Return where responses pause for in-flight weight updates, or None without these updates or if agents make the
-    rollouts, which cannot pause. Print a note if agents disable the updates, and a note if the loss does not correct
-    for older weights."""
+    """Return the point at which responses pause for in-flight weight updates. Return None if these updates are off, or
+    if agents make the rollouts: then print a note, because agents cannot pause. Also print a note if the loss does not
+    correct for older weights."""
     loop, settings = config.loop, config.loop.beside_training
     section = f"{loop.section_name}.async_{loop.section_name}"
     if not config.loss_fn.use_importance_sampling_correction and not config.loss_fn.bypass_mode:

@@ -34,9 +34,10 @@ def apply_reward_shaping(batch: BatchT, cfg: RewardShapingConfig) -> BatchT:
     `unshaped_total_reward`.
 
     The stop-properly penalty multiplies the reward by `stop_properly_penalty_coef` if `truncated` is set. The overlong
-    penalty (DAPO, arXiv:2503.14476) gives reward + min(-(L - (max - buffer)) / buffer * penalty, 0), where L is the
-    length of the first assistant message. This penalty continues to grow beyond max_response_length. If the
-    stop-properly penalty is configured, the overlong penalty applies only with `compose`."""
+    penalty (DAPO, arXiv:2503.14476) gives reward + min(-(L - (max - buffer)) / buffer * penalty, 0). L is the length of
+    the first assistant message, max is max_response_length, and buffer and penalty are the keys `overlong_buffer_*`.
+    The penalty continues to grow if L exceeds max. If the stop-properly penalty is configured, the overlong penalty
+    applies only with `compose`."""
     cfg = as_model(cfg, RewardShapingConfig)
     if not cfg.enabled:
         return batch
@@ -227,8 +228,8 @@ def _additions(
     right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
 ) -> list[float]:
     """Return for each response the sum of its length bonuses minus its length penalties. `right` lists the indices of
-    the correct responses; if they are fewer than two, all sums are 0. `gate` enables the penalties relative to the
-    group."""
+    the correct responses; if they are fewer than two, all sums are 0. `gate` enables `group_*_length_penalty_coeff`,
+    which rewards or penalises lengths relative to the group's mean."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
         return additions

@@ -3,8 +3,8 @@ torch."""
 
 
 class Rows:
-    """The placeholder that grpo_notebook.yaml and ppo_notebook.yaml name as their data set. The prompts come from the
-    arguments of `train_grpo` or `train_ppo` instead, so making it raises ValueError."""
+    """The placeholder that grpo_notebook.yaml and ppo_notebook.yaml name as their data set. Constructing it raises
+    ValueError, because the prompts are arguments of `train_grpo` or `train_ppo`."""
 
     def __init__(self, **kwargs: object) -> None:
         raise ValueError(

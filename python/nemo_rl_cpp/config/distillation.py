@@ -65,7 +65,7 @@ class OnPolicyDistillationConfig(Section):
 
     @property
     def default_teacher(self) -> str | None:
-        """The key in teacher_model_by_agent_name whose teacher scores the tasks without a key of their own; None if no
+        """The key in teacher_model_by_agent_name whose teacher scores the tasks that have no key there; None if no
         teacher scores such tasks."""
         names = list(self.teacher_model_by_agent_name)
         if self.strict_agent_name_match:

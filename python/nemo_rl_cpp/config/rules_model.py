@@ -93,7 +93,8 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
 
 def check_sizes(config: WholeConfig, report: Report) -> None:
     """If `cluster.strict_sizes` is true, report every number of devices or processes that the run cannot use as
-    configured (see `sizes_of`), and `colocated.enabled: false` if generation has no devices of its own in this run."""
+    configured (see `sizes_of`), and `colocated.enabled: false` if generation shares the trainer's devices in this
+    run."""
     if not config.cluster.strict_sizes:
         return
     count, strict = config.cluster.processes, "cluster.strict_sizes"

@@ -31,9 +31,9 @@ def cons_at_k(rewards: Sequence[float], answers: Sequence[Hashable], k: int) -> 
     """Return cons@k: the share of all k-subsets of the responses whose majority answer has reward 1.
 
     In a tie, the answer that comes first in the subset wins. An answer's reward is that of its first response in the
-    subset; "no answer" (None) is an answer. The subsets are not enumerated. Instead, those that an answer wins
-    with v votes, the first of which is response i, are counted. In such a subset every other answer has fewer than v
-    votes, or v votes that all come after i."""
+    subset; "no answer" (None) is an answer. The subsets are not enumerated. Instead, count the subsets that an answer
+    wins with v votes, the first from response i. In such a subset every other answer has fewer than v votes, or v votes
+    that all come after i."""
     places: dict[Hashable, list[int]] = {}
     for i, answer in enumerate(answers):
         places.setdefault(answer, []).append(i)

@@ -80,7 +80,7 @@ _NUMBERS = {
 
 
 def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
-    """Return the value of `key` in the file's metadata, or `default`. `{arch}` in `key` stands for the file's
+    """Return the value of `key` in the file's metadata, or `default`. `{arch}` in `key` is replaced by the file's
     architecture."""
     if "{arch}" in key:
         key = key.replace("{arch}", str(_value(reader, "general.architecture")))

@@ -82,7 +82,7 @@ class TrackerLogger(LoggerInterface):
         remove. The new run records the name of the current one if the tracker can store it."""
 
     def accepted(self, name: str) -> str:
-        """Return the metric name `name` as the tracker allows it: refused characters become `_`; a long name is cut."""
+        """Return the metric name `name` as the tracker allows it: other characters become `_`; a long name is cut."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     def send(self, row: dict[str, float], step: int) -> None:

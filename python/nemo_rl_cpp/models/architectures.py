@@ -86,8 +86,8 @@ class Experts(NamedTuple):
         count, width: keys of the number of experts and of each expert's intermediate size.
         renormalise: key that sets whether the weights of a token's experts are scaled to sum to 1; None: they always
             are.
-        shared: key of the shared expert, an MLP that processes all tokens: of its intermediate size, or
-            n_shared_experts, by which the experts' intermediate size is multiplied; None: no shared expert.
+        shared: key of the intermediate size of the shared expert, an MLP that processes all tokens; or
+            n_shared_experts, by which the experts' intermediate size is multiplied. None: no shared expert.
         has_biases: router and experts have biases.
         sigmoid: the router's scores are sigmoids, a bias is added to them for choosing experts, and the shared expert
             has no gate.

@@ -90,8 +90,8 @@ def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
 
 
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
-    """Set `original_max_position_embeddings` of the RoPE section `scaling` (from the top level of `form`, where it is
-    removed, or `positions` if absent), and its yarn factor if that is null, as transformers does."""
+    """Set `original_max_position_embeddings` of the RoPE section `scaling`: move it from the top level of `form`, else
+    keep the section's, else take `positions`. Derive a yarn factor that is null from it, as transformers does."""
     original = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     scaling[_ORIGINAL] = original
     lacks_factor = scaling["rope_type"] == "yarn" and scaling.get("factor", 0) is None

@@ -251,7 +251,8 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
     views = named_views(model.specs, flat)
 
     def draw(whole: list[int], spread: float) -> Tensor:
-        """Return normally distributed numbers of the model's dtype. Only a few rows at a time exist in float32."""
+        """Return normal random numbers of the shape `whole` with standard deviation `spread`, in the model's dtype.
+        Only a few rows at a time exist in float32."""
         out = torch.empty(whole, dtype=flat.dtype)
         count = max(1, _DRAWN_AT_ONCE // whole[-1] // 16 * 16)  # a multiple of 16, as torch draws 16 numbers at a time
         for rows in out.split(count):

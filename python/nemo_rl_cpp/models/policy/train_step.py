@@ -252,8 +252,8 @@ class _RankGuard:
         self.failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Return the `_GlobalBatch`, whose arguments after the runner are `options`, with its micro-batches. If no rank
-        has failed, send the activations kept from generation along with the samples that move to another rank."""
+        """Create and return a `_GlobalBatch`; `options` are the arguments of its constructor after the first. If no
+        rank has failed, send the activations kept from generation along with the samples that move to another rank."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)
@@ -450,9 +450,9 @@ def evaluate_loss(
 def evaluate_value_loss(
     loss_fn: Loss, values: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Evaluate a loss on values [b, width]. Column t holds the value of the state before token t; column 0 is 0. The
-    loss is native, or any callable (values, data, global_valid_seqs, global_valid_toks) -> (loss, metrics) with
-    autograd."""
+    """Return the value, metrics and gradient of a loss on values [b, width]. Column t holds the value of the state
+    before token t; column 0 is 0. The loss is native, or any callable (values, data, global_valid_seqs,
+    global_valid_toks) -> (loss, metrics) with autograd."""
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(values.contiguous(), micro, counts.valid_seqs, counts.valid_toks)
         return LossResult(float(result.loss), dict(result.metrics), result.grad_values, first_column=0, what="value")

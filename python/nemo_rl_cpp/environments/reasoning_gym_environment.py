@@ -17,8 +17,8 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 def extract_answer(text: str, answer_format: str = "auto", several_lines: bool = False) -> str:
     """Return the answer in a response. `answer_format` "tag" selects the text in the last `<answer>...</answer>`, "" if
-    there is none. "line" selects the first nonempty line. "auto" selects as "tag" if there is one, otherwise as "line",
-    or with `several_lines` everything up to the next question of a few-shot prompt."""
+    there is none. "line" selects the first nonempty line. "auto" selects as "tag" if the response has these tags,
+    otherwise as "line", or with `several_lines` everything up to the next question of a few-shot prompt."""
     tagged = _TAGGED.findall(text) if answer_format in ("auto", "tag") else []
     if tagged:
         return tagged[-1].strip()

@@ -242,8 +242,8 @@ def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list
 
 def length_that_fits(fits: int, cache_bytes: int, longest: int, is_given: bool) -> int:
     """Return the maximum length of sequences in tokens: `fits`, the longest that fits in the KV cache, at most
-    `longest`; warn if it is shorter. Raise ValueError if the user has set `longest` (`is_given`) and it does not fit,
-    or if no sequence fits."""
+    `longest`. Warn if `fits` is the smaller. Raise ValueError if the user has set `longest` (`is_given`) and it does
+    not fit, or if no sequence fits."""
     if longest <= fits:
         return longest
     cache = f"{cache_bytes / 1e9:.3g} GB of keys and values"

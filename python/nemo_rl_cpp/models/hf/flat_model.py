@@ -189,7 +189,7 @@ class ShardedModel:
 
     @property
     def masters(self) -> Tensor | None:
-        """Return a copy of this rank's float32 master weights [n], n elements; None for a frozen model."""
+        """Return a copy of this rank's n float32 master weights, [n]; None for a frozen model."""
         return torch.cat(self._local()) if self.trainable else None
 
     @property

@@ -110,7 +110,7 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def is_experts(module: str) -> bool:
-    """Return whether a module is the experts of a layer."""
+    """Return whether the module with the name `module` holds the experts of a layer."""
     return module.endswith(".experts")
 
 

@@ -83,7 +83,7 @@ class ServedGeneration(GenerationInterface):
         return responses
 
     def resume(self, *given: object) -> Responses | None:
-        """Continue the generation that `generate_until` has paused while the server's requests wait."""
+        """Continue the generation that `generate_until` has paused. Meanwhile the server's requests wait."""
         with self.model.engine.set_aside():
             return self.inner.resume(*given)
 

@@ -82,6 +82,16 @@ def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypat
     assert_gradients_match(model, hf, lora, 1e-10)
 
 
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
+@pytest.mark.parametrize("name", sorted(set(MIXTURES) - set(DEFAULT_ROPE)))
+def test_float32_lora_gradients_of_experts_with_yarn_match_autograd(name, merge, tmp_path):
+    """Experts with biases and clamped SwiGLU (gpt-oss), and with a sigmoid router and a shared expert (DeepSeek-V3). In
+    float32, because transformers computes the cosines of YaRN in it."""
+    hf = build(name, tmp_path).double()
+    lora = lora_of(tmp_path, merge=merge, **TARGETS["experts"])
+    assert_gradients_match(adapted(tmp_path, lora, torch.float32), hf, lora, 1e-5)
+
+
 def assert_gradients_match(model, hf, lora, bound):
     """Compare log-probabilities and the gradients of A and B with those of torch's tape on the float64 model `hf`."""
     trainer = C.Trainer(model)

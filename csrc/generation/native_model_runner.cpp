@@ -30,13 +30,6 @@ bool is_decode(const ForwardBatch& batch) {
   return true;
 }
 
-/// Whether matrix products with the weights of single experts add adapters.
-bool adapts_experts(const model::DecoderModel& model) {
-  return model.adds_adapters() != nullptr && std::ranges::any_of(model.trained_layout().adapters, [](const auto& each) {
-           return each.matrix.count != model::MatrixRows::kAll;
-         });
-}
-
 /// Those of the batch's rows; empty: all are computed by the runner's model as it is.
 std::vector<model::AdapterRows> adapters_of(const ForwardBatch& batch, const model::DecoderModel& own) {
   std::vector<model::AdapterRows> rows;
@@ -103,9 +96,6 @@ void NativeModelRunner::check_adapted(const model::DecoderModel* adapted) const 
   NRL_CHECK_ARG(adapted == nullptr || (adapted->adds_adapters() != nullptr &&
                                        adapted->compute().const_data_ptr() == model_->compute().const_data_ptr()),
                 "a request's adapters must be apart (merge false) and of a model made by base() of the engine's model");
-  NRL_CHECK_ARG(adapted == nullptr || (!adapts_experts(*adapted) && !adapts_experts(*model_)),
-                "requests of one batch cannot have different adapters of experts; leave the experts out of lora_cfg's "
-                "target_modules");
 }
 
 void NativeModelRunner::allocate_states(std::int64_t count) {

@@ -40,9 +40,9 @@ void Adapters::keep_base() {
   std::int64_t total = 0, at = 0;
   const auto for_each = [&](const auto& f) {
     for (std::size_t l = 0; l < views_.size(); ++l)
-      for (std::size_t m = 0; m < views_[l].all.size(); ++m) {
-        const auto field = views_[l].all[m].matrix.field;
-        const bool is_first = m == 0 || views_[l].all[m - 1].matrix.field != field;
+      for (std::size_t m = 0; m < views_[l].all().size(); ++m) {
+        const auto field = views_[l].all()[m].matrix.field;
+        const bool is_first = m == 0 || views_[l].all()[m - 1].matrix.field != field;
         if (is_first) f(weights_.layers[l].*field, base_[l].*field);
       }
   };
@@ -55,20 +55,22 @@ void Adapters::keep_base() {
   });
 }
 
-/// Lays out what products add.
+/// Lays out what products add. The B of all experts of a layer are one tensor.
 void Adapters::make_added() {
   added_.resize(views_.size());
-  for (std::size_t l = 0; l < views_.size(); ++l)
-    for (std::size_t m = 0; m < views_[l].all.size(); ++m) {
-      const auto& [matrix, masters] = views_[l].all[m];
-      AddedToMatrix added{masters.a, masters.a, {}};
-      for (std::size_t i = 0; i < masters.parts.size(); ++i) {
-        const auto& part = masters.parts[i];
-        added.parts.push_back({part.begin, at::zeros_like(part.b.t(), at::MemoryFormat::Contiguous),
-                               factors_[l].all[m].adapters.parts[i].b});
-      }
-      added_[l].all.push_back({matrix, std::move(added)});
+  for (const auto& adapter : layout_.adapters) {
+    const auto l = static_cast<std::size_t>(adapter.layer);
+    const auto &masters = *views_[l].find(adapter.matrix), &factors = *factors_[l].find(adapter.matrix);
+    if (adapter.first_row == 0) {
+      const auto& spec = layout_.specs[adapter.b];
+      const auto b = masters_.narrow(0, spec.offset, spec.numel).view({-1, adapter.dim, adapter.rows}).transpose(1, 2);
+      b_.push_back({b.squeeze(0), at::zeros(b.sizes(), b.options())});
     }
+    auto& added = added_[l][adapter.matrix];
+    const auto i = added.parts.size();
+    added.a = added.a_for_gradients = masters.a;
+    added.parts.push_back({adapter.begin, b_.back().scaled[adapter.first_row / adapter.dim], factors.parts[i].b});
+  }
 }
 
 GradientViews Adapters::gradient_views(const at::Tensor& flat) {
@@ -81,7 +83,7 @@ void Adapters::round() {
   is_rounded_ = true;
   rounded_.copy_(masters_.mul(scale_));
   for (auto& layer : added_)
-    for (auto& [matrix, added] : layer.all) added.a_for_gradients = added.a.to(rounded_.scalar_type());
+    for (auto& [matrix, added] : layer.all()) added.a_for_gradients = added.a.to(rounded_.scalar_type());
 }
 
 std::vector<at::Tensor> Adapters::partial(std::int64_t layer, const at::Tensor& flat) const {
@@ -98,10 +100,7 @@ void Adapters::masters_changed() {
   if (merges_) {
     merge_into(weights_);
   } else {
-    for (std::size_t l = 0; l < views_.size(); ++l)
-      for (std::size_t m = 0; m < views_[l].all.size(); ++m)
-        for (std::size_t i = 0; i < views_[l].all[m].adapters.parts.size(); ++i)
-          added_[l].all[m].added.parts[i].b.copy_(views_[l].all[m].adapters.parts[i].b.t()).mul_(scale_);
+    for (const auto& b : b_) b.scaled.view(b.masters.sizes()).copy_(b.masters).mul_(scale_);
   }
   if (const auto* head = layout_.value_head(); head != nullptr)
     weights_.lm_head.copy_(masters_.narrow(0, head->offset, head->numel).view(head->shape));
@@ -109,7 +108,7 @@ void Adapters::masters_changed() {
 
 void Adapters::merge_into(const DecoderParameters& weights) {
   for (std::size_t l = 0; l < views_.size(); ++l)
-    for (const auto& [matrix, adapters] : views_[l].all) {
+    for (const auto& [matrix, adapters] : views_[l].all()) {
       const auto dim = adapters.a.size(0) / static_cast<std::int64_t>(adapters.parts.size());
       const auto base = matrix.of(merges_ ? base_[l] : weights_.layers[l]), merged = matrix.of(weights.layers[l]);
       for (std::size_t i = 0; i < adapters.parts.size(); ++i) {
@@ -145,7 +144,7 @@ DecoderParameters Adapters::base() const {
   auto parameters = weights_;
   if (merges_)
     for (std::size_t l = 0; l < views_.size(); ++l)
-      for (const auto& of : views_[l].all) parameters.layers[l].*of.matrix.field = base_[l].*of.matrix.field;
+      for (const auto& of : views_[l].all()) parameters.layers[l].*of.matrix.field = base_[l].*of.matrix.field;
   return parameters;
 }
 

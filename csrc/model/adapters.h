@@ -53,6 +53,12 @@ class Adapters {
   at::Tensor merged_;
   std::vector<LayerAdapters> views_, factors_;
   std::vector<LayerParameters> base_;  ///< merged: only the adapted matrices
+  /// Apart: the B of a matrix, or of the matrices of all experts.
+  struct B {
+    at::Tensor masters;  ///< [rows, dim] or [experts, rows, dim] A: transposed views of masters_
+    at::Tensor scaled;   ///< [1 or experts, rows, dim] A: s B, which added_ reads
+  };
+  std::vector<B> b_;
   AddedAdapters added_;
 };
 

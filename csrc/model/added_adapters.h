@@ -25,20 +25,8 @@ struct AddedToMatrix {
   std::int64_t dim() const { return a.size(0) / static_cast<std::int64_t>(parts.size()); }
 };
 
-/// The adapters of a layer, each with the matrix that it is added to; matrices without adapters are omitted.
-struct AddedToLayer {
-  struct OfMatrix {
-    MatrixRows matrix;
-    AddedToMatrix added;
-  };
-  std::vector<OfMatrix> all;
-  /// nullptr: the matrix has none.
-  const AddedToMatrix* find(const MatrixRows& matrix) const {
-    for (const auto& of : all)
-      if (of.matrix == matrix) return &of.added;
-    return nullptr;
-  }
-};
+/// The adapters of a layer; matrices without adapters are omitted.
+using AddedToLayer = ByMatrix<AddedToMatrix>;
 
 /// The adapters of all layers of one model.
 using AddedAdapters = std::vector<AddedToLayer>;

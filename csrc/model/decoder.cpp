@@ -18,17 +18,6 @@ bool are_all(std::span<const std::int64_t> rows, std::int64_t T) {
   return true;
 }
 
-/// Those of some rows of a batch.
-std::vector<AdapterRows> adapters_of(std::span<const std::int64_t> rows, RowAdapters all) {
-  std::vector<AdapterRows> chosen;
-  for (const auto row : rows) {
-    std::size_t i = 0;
-    for (auto left = row; i < all.size() && left >= all[i].count; ++i) left -= all[i].count;
-    if (i < all.size()) chosen.push_back({1, all[i].adapters});
-  }
-  return chosen;
-}
-
 }  // namespace
 
 Decoder::Decoder(ModelConfig config, DecoderParameters parameters, distributed::Peers* peers)
@@ -88,7 +77,7 @@ at::Tensor Decoder::forward(const at::Tensor& token_ids, const at::Tensor& posit
       auto h_rows = workspace.take(Slot::rows_h, {R, config_.hidden_size}, accumulate_dtype());
       at::index_select_out(h_rows, h, 0, index);
       a.h_in = h_rows;
-      const auto adapters_of_rows = adapters_of(rows, adapters);
+      const auto adapters_of_rows = weights(l, s.context).adapters_of(index);
       finish_layer(l, of_rows, a, h_rows, scratch(R, {workspace, packed, adapters_of_rows}));
       return h_rows;
     }

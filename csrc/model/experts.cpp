@@ -160,9 +160,11 @@ void Experts::forward_experts(const LayerWeights& w, const at::Tensor& x, const 
   const auto gate_up = keeps ? workspace.take(Slot::expert_gate_up, {pairs, up}, S) : at::Tensor(),
              act = workspace.take(Slot::expert_act, {pairs, I}, S), out = workspace.take(Slot::expert_y, {pairs, D}, A);
   for_each_expert(groups, [&](std::int64_t e, const auto& of) {
-    w.gated_product(this->gate_up(e), of(rows), rows_of(w.tensors().experts_gate_up_bias, e, up),
-                    keeps ? of(gate_up) : gate_up, of(act));
-    w.forward(down(e), of(act), rows_of(w.tensors().experts_down_bias, e, D), of(out));
+    const auto adapters = w.adapters_of(of(groups.token));
+    const auto own = w.with(adapters);
+    own.gated_product(this->gate_up(e), of(rows), rows_of(w.tensors().experts_gate_up_bias, e, up),
+                      keeps ? of(gate_up) : gate_up, of(act));
+    own.forward(down(e), of(act), rows_of(w.tensors().experts_down_bias, e, D), of(out));
   });
   if (keeps) {
     auto by_pair = a.gate_up.view({pairs, up});

@@ -5,12 +5,6 @@
 
 namespace nemo_rl::model {
 
-const MatrixAdapters* LayerAdapters::find(const MatrixRows& matrix) const {
-  for (const auto& of : all)
-    if (of.matrix == matrix) return &of.adapters;
-  return nullptr;
-}
-
 std::vector<LayerAdapters> adapter_views(const ModelConfig& config, const ParameterLayout& layout,
                                          const at::Tensor& flat) {
   NRL_CHECK(flat.dim() == 1 && flat.numel() == layout.total && flat.is_contiguous(), "adapters of ", layout.total,
@@ -18,9 +12,7 @@ std::vector<LayerAdapters> adapter_views(const ModelConfig& config, const Parame
   std::vector<LayerAdapters> layers(static_cast<std::size_t>(config.num_layers()));
   for (const auto& adapter : layout.adapters) {
     const auto &a = layout.specs[adapter.a], &b = layout.specs[adapter.b];
-    auto& all = layers[static_cast<std::size_t>(adapter.layer)].all;
-    if (all.empty() || !(all.back().matrix == adapter.matrix)) all.push_back({adapter.matrix, {}});
-    auto& of = all.back().adapters;
+    auto& of = layers[static_cast<std::size_t>(adapter.layer)][adapter.matrix];
     of.parts.push_back(
         {adapter.begin, flat.narrow(0, b.offset + adapter.first_row * adapter.rows, adapter.dim * adapter.rows)
                             .view({adapter.dim, adapter.rows})});
@@ -67,7 +59,7 @@ GradientViews::GradientViews(const ModelConfig& config, const ParameterLayout& l
   dense_.layers.resize(adapters_.size());
   if (const auto* head = layout.value_head(); head != nullptr)
     dense_.lm_head = flat.narrow(0, head->offset, head->numel).view(head->shape);
-  while (adapters_[static_cast<std::size_t>(first_layer_)].all.empty()) ++first_layer_;
+  while (adapters_[static_cast<std::size_t>(first_layer_)].all().empty()) ++first_layer_;
 }
 
 LayerGradients GradientViews::layer(std::int64_t l) const {

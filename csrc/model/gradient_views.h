@@ -18,16 +18,8 @@ struct MatrixAdapters {
   std::vector<Part> parts;
 };
 
-/// The adapters of a layer, each with its matrix; matrices without adapters are omitted.
-struct LayerAdapters {
-  struct OfMatrix {
-    MatrixRows matrix;
-    MatrixAdapters adapters;
-  };
-  std::vector<OfMatrix> all;
-  /// nullptr: the matrix has none.
-  const MatrixAdapters* find(const MatrixRows& matrix) const;
-};
+/// The adapters of a layer; matrices without adapters are omitted.
+using LayerAdapters = ByMatrix<MatrixAdapters>;
 
 /// Returns the adapters of all layers as views of `flat`, a buffer in the layout of the adapters.
 std::vector<LayerAdapters> adapter_views(const ModelConfig& config, const ParameterLayout& layout,

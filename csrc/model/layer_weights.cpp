@@ -19,6 +19,20 @@ at::ScalarType sums_of(const at::Tensor& x) { return x.scalar_type() == at::kDou
 
 }  // namespace
 
+std::vector<AdapterRows> LayerWeights::adapters_of(const at::Tensor& token) const {
+  std::vector<AdapterRows> of;
+  if (context_.rows.empty()) return of;
+  const auto on_host = token.cpu();
+  const auto* const rows = on_host.const_data_ptr<std::int64_t>();
+  for (std::int64_t r = 0; r < on_host.numel(); ++r) {
+    auto in_batch = context_.rows.begin();
+    for (auto before = rows[r]; before >= in_batch->count; ++in_batch) before -= in_batch->count;
+    if (of.empty() || of.back().adapters != in_batch->adapters) of.push_back({0, in_batch->adapters});
+    ++of.back().count;
+  }
+  return of;
+}
+
 /// The rows of W that follow dense(m), if W is quantised and they have more bits; otherwise undefined.
 at::Tensor LayerWeights::rest(const MatrixRows& m) const {
   return m.field == &LayerParameters::qkv_weight ? tensors_.qkv_rest : at::Tensor();

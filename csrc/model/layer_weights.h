@@ -50,6 +50,13 @@ class LayerWeights {
   /// dx [T, in] (+)= dy · W.
   void backward_input(MatrixRows m, const at::Tensor& dy, const at::Tensor& dx, bool accumulate = false) const;
 
+  /// The adapters of rows `token` [R] int64 of the batch; empty: they all have the model's.
+  std::vector<AdapterRows> adapters_of(const at::Tensor& token) const;
+  /// Returns the same weights for the products of other rows, which have these adapters.
+  LayerWeights with(RowAdapters rows) const {
+    return {config_, layer_, tensors_, added_, {context_.workspace, context_.packed, rows}};
+  }
+
   /// Prefetches the weights of the next matrix product; `gated`: of a gated_product.
   void ask_ahead(MatrixRows m, bool gated = false) const;
   /// Adds the matrix to a packed copy; `gated`: for a gated_product.

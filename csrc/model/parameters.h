@@ -4,6 +4,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -78,6 +79,36 @@ struct MatrixRows {
   at::Tensor LayerParameters::* field;
   std::int64_t begin = 0, count = kAll;
   static constexpr std::int64_t kAll = -1;
+};
+
+/// A value for each of some matrices of a layer, in the order in which they were added.
+template <class T>
+class ByMatrix {
+ public:
+  struct OfMatrix {
+    MatrixRows matrix;
+    T of;
+  };
+  std::vector<OfMatrix>& all() { return all_; }
+  const std::vector<OfMatrix>& all() const { return all_; }
+  /// Returns the matrix's value, which is added if there is none.
+  T& operator[](const MatrixRows& matrix) {
+    const auto [found, is_new] = places_.try_emplace(matrix, all_.size());
+    if (is_new) all_.push_back({matrix, {}});
+    return all_[found->second].of;
+  }
+  /// nullptr: the matrix has none.
+  const T* find(const MatrixRows& matrix) const {
+    const auto found = places_.find(matrix);
+    return found == places_.end() ? nullptr : &all_[found->second].of;
+  }
+
+ private:
+  struct Hash {  // a pointer to a member has no hash; a layer has few fields
+    std::size_t operator()(const MatrixRows& m) const { return std::hash<std::int64_t>()(m.begin); }
+  };
+  std::vector<OfMatrix> all_;
+  std::unordered_map<MatrixRows, std::size_t, Hash> places_;
 };
 
 /// One tensor of a layer: its field in LayerParameters, and the tensors of the checkpoint that it joins.

@@ -196,8 +196,12 @@ def sampled(runner, requests):
 @pytest.mark.parametrize("packed", ["off", "on"])
 @pytest.mark.parametrize(
     "targets, changes",
-    [((ALL, SOME), {}), ((ALL_OF_RECURRENT, SOME_OF_RECURRENT), RECURRENT)],
-    ids=["attention", "recurrent"],
+    [
+        ((ALL, SOME), {}),
+        ((ALL_OF_RECURRENT, SOME_OF_RECURRENT), RECURRENT),
+        ((ALL_OF_MIXTURE, [name for name in ALL_OF_MIXTURE if "experts" in name]), MIXTURE),
+    ],
+    ids=["attention", "recurrent", "mixture"],
 )
 def test_generation_with_several_lora_adapters_at_once_is_bit_identical_to_each_alone(dtype, packed, targets, changes):
     shared = base(dtype, **changes, vocab_size=64, hidden_size=64, intermediate_size=96)
@@ -228,8 +232,5 @@ def test_generation_with_merged_adapters_or_adapters_of_another_base_is_an_error
     for other in (apart(torch.float32), merged(torch.float32), base(torch.float32)):
         with pytest.raises(ValueError, match="adapters must be apart"):
             sampled(runner, [([1, 2, 3], other)])
-    experts = base(torch.float32, **MIXTURE)
-    with pytest.raises(ValueError, match="cannot have different adapters of experts"):
-        sampled(native_runner(experts, {}), [([1, 2, 3], apart(torch.float32, ALL_OF_MIXTURE, of=experts))])
     with pytest.raises(ValueError, match="weights are trained has no base"):
         C.DecoderModel(native_config(CONFIG), torch.float32, True).base()

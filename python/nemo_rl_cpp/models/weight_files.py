@@ -435,8 +435,7 @@ def _single_experts(
 
 
 def _expert_rows(tensor: RawTensor, scales: RawTensor | None, expert: int, every: slice) -> memoryview:
-    """Return a copy of the rows `every` of an expert's matrix [out, in] or bias [out]. `scales`: of an MXFP4 tensor, or
-    None."""
+    """Return a copy of the rows `every` of an expert's matrix [out, in] or bias [out]. `scales`: of MXFP4, or None."""
     import numpy as np
 
     if scales is None:
@@ -481,8 +480,7 @@ def adapted_modules_of(names: Iterable[str]) -> list[str]:
 
 
 def alternates_in_peft(name: str, is_gpt_oss: bool) -> bool:
-    """Return whether the rows of PEFT's adapter tensor `name` alternate between gate and up, as in gpt-oss's
-    experts."""
+    """Return whether the rows of PEFT's adapter tensor `name` are gate, up, gate, up, ..., as for gpt-oss's experts."""
     return is_gpt_oss and name.endswith(_INNER + LORA_B)
 
 

@@ -162,8 +162,8 @@ class ClippedPGConfig:
     importance_level: token (one weight per token), or one weight per row: sequence (the product of its tokens' weights)
         or geometric (their geometric mean).
 
-    ratio_clip_c, kl_input_clamp and kl_output_clamp are not applied if None. With kl_penalty 0 the reference's log-probabilities are not read.
-    Contradictory settings raise ValueError at the first call of clipped_pg_loss."""
+    ratio_clip_c, kl_input_clamp and kl_output_clamp are not applied if None. With kl_penalty 0 the reference's
+    log-probabilities are not read. Contradictory settings raise ValueError at the first call of clipped_pg_loss."""
 
     ratio_mode: RatioMode = "ppo"
     token_level_loss: bool = True

@@ -80,8 +80,8 @@ def differing_keys(configs: Sequence[dict[str, Plain]], ignored: tuple[str, ...]
 
 
 def run_folder(folder: Path) -> Path:
-    """Return `folder` if it has metrics, otherwise its newest exp_NNN with metrics. Raise ValueError if there are
-    none."""
+    """Return `folder` if it has metrics, otherwise its newest exp_NNN with metrics. Raise ValueError without
+    metrics."""
     if (folder / METRICS).is_file():
         return folder
     inside = [path for path in folder.glob("exp_*") if (path / METRICS).is_file() and path.name[4:].isdigit()]

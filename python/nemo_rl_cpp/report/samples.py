@@ -126,7 +126,7 @@ class SampleBook:
 
     def samples(self) -> list[Plain]:
         """Return {"kind", "step", "of", "groups"} for each step to show: at most `MAX_STEPS` training steps and as many
-        validation steps. "kind" is "train" or "val", and "groups" are some of the step's "of" prompts.
+        validation steps. "kind" is "train" or "val", "of" the number of the step's prompts, and "groups" some of them.
 
         The choice depends only on the number of steps, so it rarely changes during a run."""
         found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}

@@ -62,7 +62,7 @@ def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str
 
 def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, float]:
     """Return the environments' metrics since the last call (`pop_metrics`). With several environments, names become
-    `task/name`, and `verifier_timeouts` without a task is their sum."""
+    `task/name`, and `verifier_timeouts` without a task is the sum over all tasks."""
     environments: dict[int, tuple[str, Environment]] = {}
     for task, environment in task_to_env.items():
         environments.setdefault(id(environment), (task, environment))

@@ -376,140 +376,69 @@ def test_preflight_check_reports_a_broken_model_folder_of_the_critic(model, tmp_
     )
 
 
-@pytest.mark.parametrize(
-    "override, sentence",
-    [
-        ("policy.max_total_sequence_length=256", None),
+# model_type -> (the keys of its config.json, [(overrides, what the only error says; None if there is none)])
+LORA, SERVER = (
+    "policy.dtensor_cfg.lora_cfg",
+    "policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1",
+)
+SOME = f"{LORA}.enabled=true {LORA}.match_all_linear=false {LORA}.target_modules"
+MEGATRON = "policy.megatron_cfg.enabled=true policy.dtensor_cfg.enabled=false policy.megatron_cfg"
+ACCEPTED = [
+    ("policy.max_total_sequence_length=256", None),
+    ("cluster.device=cuda", None),
+    (f"{LORA}.enabled=true", None),
+]
+SETTINGS = {
+    "mixtral": (dict(num_local_experts=3, num_experts_per_tok=2), [
+        *ACCEPTED,
         ("policy.router_replay.enabled=true", None),
-        ("cluster.device=cuda", None),
         ("policy.hf_config_overrides.output_router_logits=true", "output_router_logits is true, which adds"),
-        ("policy.dtensor_cfg.lora_cfg.enabled=true", None),
-        (
-            "policy.dtensor_cfg.lora_cfg.enabled=true policy.dtensor_cfg.lora_cfg.match_all_linear=false "
-            "policy.dtensor_cfg.lora_cfg.target_modules=[gate_proj]",
-            "is ['gate_proj'], which no matrix of",
-        ),
-        (
-            "policy.megatron_cfg.moe_aux_loss_coeff=0.01 policy.megatron_cfg.enabled=true policy.dtensor_cfg.enabled=false",
-            "is 0.01, but moe_router_load_balancing_type is none",
-        ),
-        (
-            "policy.megatron_cfg.moe_router_load_balancing_type=aux_loss policy.megatron_cfg.enabled=true policy.dtensor_cfg.enabled=false",
-            None,
-        ),
-        (
-            "policy.megatron_cfg.moe_router_bias_update_rate=0.1 policy.megatron_cfg.enabled=true policy.dtensor_cfg.enabled=false",
-            "is 0.1, which balances the experts of sigmoid routers in the native core; this model's are softmax routers: set it to 0.0",
-        ),
-    ],
-)
-def test_settings_unsupported_for_mixture_of_experts_are_reported_before_a_run(model, tmp_path, override, sentence):
-    folder = model_folder(tmp_path / "experts", model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)
-    found = [
-        finding.message
-        for finding in check(grpo(folder, *(f"++{part}" for part in override.split(" "))))
-        if finding.level == "error"
-    ]
-    assert found == [] if sentence is None else len(found) == 1 and sentence in found[0]
-
-
-@pytest.mark.parametrize(
-    "key, sentence",
-    [
-        ("moe_router_bias_update_rate=0.001", None),
-        ("moe_aux_loss_coeff=0.01", "moe_router_load_balancing_type is none"),
-        ("moe_router_load_balancing_type=seq_aux_loss", "balances the experts of softmax routers"),
-    ],
-)
-def test_sigmoid_router_rejects_balancing_losses_and_accepts_bias_updates(model, tmp_path, key, sentence):
-    sizes = dict(n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=0)
-    folder = model_folder(tmp_path / "experts", model_type="glm4_moe", tie_word_embeddings=False, **sizes)
-    enabled = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")
-    found = [f.message for f in check(grpo(folder, f"++policy.megatron_cfg.{key}", *enabled)) if f.level == "error"]
-    assert found == [] if sentence is None else len(found) == 1 and sentence in found[0]
-
-
-@pytest.mark.parametrize(
-    "override, sentence",
-    [
+        (f"{SOME}=[gate_proj]", "is ['gate_proj'], which no matrix of"),
+        (f"{MEGATRON}.moe_aux_loss_coeff=0.01", "is 0.01, but moe_router_load_balancing_type is none"),
+        (f"{MEGATRON}.moe_router_load_balancing_type=aux_loss", None),
+        (f"{MEGATRON}.moe_router_bias_update_rate=0.1",
+         "is 0.1, which balances the experts of sigmoid routers in the native core; this model's are softmax routers: set it to 0.0"),
+    ]),
+    "glm4_moe": (dict(tie_word_embeddings=False, n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=0), [
+        (f"{MEGATRON}.moe_router_bias_update_rate=0.001", None),
+        (f"{MEGATRON}.moe_aux_loss_coeff=0.01", "moe_router_load_balancing_type is none"),
+        (f"{MEGATRON}.moe_router_load_balancing_type=seq_aux_loss", "balances the experts of softmax routers"),
+    ]),
+    "nemotron_h": (dict(
+        tie_word_embeddings=False, hybrid_override_pattern="M*-", n_groups=1, mamba_num_heads=2, ssm_state_size=16, mamba_head_dim=16,
+    ), [
         ("cluster.device=cuda", None),
-        ("policy.dtensor_cfg.lora_cfg.enabled=true", "the matrices of nemotron_h get no adapters: set it to false"),
-        (
-            "policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1",
-            "policy.generation.backend is vllm, but nemotron_h has Mamba-2, whose weights are not sent to vLLM",
-        ),
-    ],
-)
-def test_settings_unsupported_for_nemotron_h_are_reported_before_a_run(model, tmp_path, override, sentence):
-    sizes = dict(
-        tie_word_embeddings=False,
-        hybrid_override_pattern="M*-",
-        n_groups=1,
-        mamba_num_heads=2,
-        ssm_state_size=16,
-        mamba_head_dim=16,
-    )
-    folder = model_folder(tmp_path / "nemotron", model_type="nemotron_h", **sizes)
-    settings = grpo(folder, *(f"++{part}" for part in override.split(" ")))
-    found = [finding.message for finding in check(settings) if finding.level == "error"]
-    assert found == [] if sentence is None else len(found) == 1 and sentence in found[0]
-
-
-@pytest.mark.parametrize(
-    "override, sentence",
-    [
-        ("policy.max_total_sequence_length=256", None),
-        ("policy.dtensor_cfg.lora_cfg.enabled=true", None),
-        ("cluster.device=cuda", None),
-        (
-            "policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1",
-            "policy.generation.backend is vllm, but deepseek_v3 has latent attention, whose weights are not sent to vLLM",
-        ),
-    ],
-)
-def test_settings_unsupported_for_latent_attention_are_reported_before_a_run(model, tmp_path, override, sentence):
-    sizes = dict(
+        (f"{LORA}.enabled=true", "the matrices of nemotron_h get no adapters: set it to false"),
+        (SERVER, "policy.generation.backend is vllm, but nemotron_h has Mamba-2, whose weights are not sent to vLLM"),
+    ]),
+    "deepseek_v3": (dict(
         num_key_value_heads=2, head_dim=8, q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1, first_k_dense_replace=1,
-    )  # fmt: skip
-    folder = model_folder(tmp_path / "latent", model_type="deepseek_v3", **sizes)
-    found = [
-        finding.message
-        for finding in check(grpo(folder, *(f"++{part}" for part in override.split(" "))))
-        if finding.level == "error"
-    ]
-    assert found == [] if sentence is None else len(found) == 1 and sentence in found[0]
+    ), [
+        *ACCEPTED,
+        (SERVER, "policy.generation.backend is vllm, but deepseek_v3 has latent attention, whose weights are not sent to vLLM"),
+    ]),
+    "qwen3_5_text": (dict(
+        full_attention_interval=2, linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+    ), [
+        *ACCEPTED,
+        (f"{SOME}=[*.layers.0.*.q_proj]",
+         "layers is called: name some of in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj, gate_proj, "),
+        (SERVER, None),
+        (f"policy.precision=float32 {STARTED_VLLM}",
+         "python starts a vLLM that computes in float32, but on CPUs its recurrent layers (qwen3_5_text) compute only in bfloat16"),
+        (f"policy.precision=float32 policy.generation.vllm_cfg.precision=bfloat16 {STARTED_VLLM}", None),
+        (f"policy.precision=bfloat16 policy.generation.vllm_cfg.enable_prefix_caching=true {STARTED_VLLM}",
+         "enable_prefix_caching is true, but vLLM on CPUs caches no prefixes of the recurrent layers of qwen3_5_text: set it to null"),
+    ]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "override, sentence",
-    [
-        ("policy.max_total_sequence_length=256", None),
-        ("cluster.device=cuda", None),
-        ("policy.dtensor_cfg.lora_cfg.enabled=true", None),
-        (
-            "policy.dtensor_cfg.lora_cfg.enabled=true policy.dtensor_cfg.lora_cfg.match_all_linear=false "
-            "policy.dtensor_cfg.lora_cfg.target_modules=[*.layers.0.*.q_proj]",
-            "layers is called: name some of in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj, gate_proj, ",
-        ),
-        ("policy.generation.backend=vllm policy.generation.vllm_cfg.server_url=http://localhost:1", None),
-        (
-            f"policy.precision=float32 {STARTED_VLLM}",
-            "python starts a vLLM that computes in float32, but on CPUs its recurrent layers (qwen3_5_text) compute only in bfloat16",
-        ),
-        (f"policy.precision=float32 policy.generation.vllm_cfg.precision=bfloat16 {STARTED_VLLM}", None),
-        (
-            f"policy.precision=bfloat16 policy.generation.vllm_cfg.enable_prefix_caching=true {STARTED_VLLM}",
-            "enable_prefix_caching is true, but vLLM on CPUs caches no prefixes of the recurrent layers of qwen3_5_text: set it to null",
-        ),
-    ],
+    "kind, override, sentence", [(kind, *case) for kind, (_, cases) in SETTINGS.items() for case in cases]
 )
-def test_settings_unsupported_for_recurrent_layers_are_reported_before_a_run(model, tmp_path, override, sentence):
-    heads = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
-    folder = model_folder(tmp_path / "recurrent", model_type="qwen3_5_text", full_attention_interval=2, **heads)
-    found = [
-        finding.message
-        for finding in check(grpo(folder, *(f"++{part}" for part in override.split(" "))))
-        if finding.level == "error"
-    ]
+def test_settings_unsupported_for_an_architecture_are_reported_before_a_run(model, tmp_path, kind, override, sentence):
+    folder = model_folder(tmp_path / "other", model_type=kind, **SETTINGS[kind][0])
+    settings = grpo(folder, *(f"++{part}" for part in override.split(" ")))
+    found = [finding.message for finding in check(settings) if finding.level == "error"]
     assert found == [] if sentence is None else len(found) == 1 and sentence in found[0]

@@ -49,7 +49,7 @@ def tiny(*overrides):
 
 
 NEEDS = {
-    "trainer": ("hf", lambda: tiny("policy.backend=hf"), "pip install 'nemo_rl_cpp[hf]'"),
+    "trainer": ("hf", lambda: tiny("policy.backend=hf"), "policy.backend is hf, but transformers is not installed: pip install 'nemo_rl_cpp[hf]'"),
     "library": ("hf", outputs.transformers, "pip install 'nemo_rl_cpp[hf]'"),
     "evaluation": ("hf", lambda: load_eval_config("evals/reverse_digits.yaml", ["generation.backend=hf"]), "pip install 'nemo_rl_cpp[hf]'"),
     "server of a run": ("serve", lambda: tiny("policy.generation.expose_http_server=true"), "pip install 'nemo-rl-cpp[serve]'"),

@@ -50,7 +50,7 @@ std::vector<kernels::AttentionItem> forward_items(std::span<const AttentionSeque
     std::int32_t end = i;
     std::int64_t cost = 0;
     const auto next_cost = [&] {
-      return attention_pairs(sequences[end].prefix_length, 0, sequences[end].length) * per_pair;
+      return attention_pairs(sequences[end].prefix_length, 0, sequences[end].length, shape.window) * per_pair;
     };
     do {
       cost += next_cost();
@@ -67,8 +67,9 @@ std::vector<kernels::AttentionItem> forward_items(std::span<const AttentionSeque
         std::int64_t next = token;
         do {
           next = std::min(first.length, (first.prefix_length + next + step) / step * step - first.prefix_length);
-        } while (next < first.length && (next - token < rows_at_least ||
-                                         attention_pairs(first.prefix_length, token, next) * per_pair < 2 * kItemCost));
+        } while (next < first.length &&
+                 (next - token < rows_at_least ||
+                  attention_pairs(first.prefix_length, token, next, shape.window) * per_pair < 2 * kItemCost));
         add(i, end, token, next);
         token = next;
       }
@@ -82,8 +83,7 @@ std::vector<kernels::AttentionItem> forward_items(std::span<const AttentionSeque
 std::int64_t paged_cost(const PagedSlice& s, const kernels::AttentionShape& shape) {
   if (s.query_length == 0) return 0;
   const std::int64_t before = s.context_length - shape.first_key(s.context_length);
-  std::int64_t pairs = attention_pairs(before, 0, s.query_length);
-  if (shape.window > 0) pairs = std::min(pairs, s.query_length * shape.window);
+  const std::int64_t pairs = attention_pairs(before, 0, s.query_length, shape.window);
   return (pairs * shape.group() + 8 * (before + s.query_length)) * 2 * shape.head_dim;
 }
 
@@ -229,7 +229,7 @@ void attention_forward(const at::Tensor& qkv, std::span<const AttentionSequence>
   for (const AttentionSequence& s : sequences) {
     max_keys = std::max(max_keys, s.prefix_length + s.length);
     covered += s.length;
-    pairs += attention_pairs(s.prefix_length, 0, s.length);
+    pairs += attention_pairs(s.prefix_length, 0, s.length, shape.window);
   }
   if (covered < tokens) {
     out.zero_();

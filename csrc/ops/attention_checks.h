@@ -1,5 +1,6 @@
 // What the attention ops check of their arguments and how they divide their work. Private to ops/attention*.cpp.
 #pragma once
+#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -26,9 +27,11 @@ void check_matrix(const char* name, const at::Tensor& x, std::int64_t tokens, st
 /// Multiply-adds below which waking other threads costs more than it saves.
 inline constexpr std::int64_t kAttentionSerialCost = 1 << 19;
 
-/// Scored (query, key) pairs of own tokens [begin, end).
-inline std::int64_t attention_pairs(std::int64_t prefix, std::int64_t begin, std::int64_t end) {
-  return (end - begin) * prefix + (end - begin) * (begin + end + 1) / 2;
+/// Scored (query, key) pairs of own tokens [begin, end): an upper bound if each sees at most `window` > 0 keys.
+inline std::int64_t attention_pairs(std::int64_t prefix, std::int64_t begin, std::int64_t end,
+                                    std::int64_t window = 0) {
+  const std::int64_t pairs = (end - begin) * prefix + (end - begin) * (begin + end + 1) / 2;
+  return window > 0 ? std::min(pairs, (end - begin) * window) : pairs;
 }
 
 }  // namespace nemo_rl::ops

@@ -10,7 +10,8 @@ namespace {
 /// The blocks of a pool that full slots use.
 PoolNeed need_of(const CachePool& pool, std::int64_t block_size, const ResidentConfig& config) {
   const std::int64_t longest = config.max_model_len, chunk = config.scheduler.prefill_chunk_tokens;
-  const std::int64_t least = Scheduler::blocks_needed(config.scheduler, pool.window, block_size, longest - 1, longest);
+  const std::int64_t least = Scheduler::blocks_needed(config.scheduler, pool.window, block_size,
+                                                      /*prompt_length=*/1, longest);  // it does not end with a block
   const std::int64_t held = most_blocks(pool.window, block_size, longest, 1);
   const std::int64_t one = std::min(least, held + 1);  // one in reserve
   const std::int64_t limit = config.max_cache_bytes / std::max<std::int64_t>(pool.bytes_per_block, 1);

@@ -33,7 +33,7 @@ Scheduler::Scheduler(SchedulerConfig config, const std::vector<BlockPools::Size>
 std::int64_t Scheduler::blocks_needed(const SchedulerConfig& config, std::int64_t window, std::int64_t block_size,
                                       std::int64_t prompt_length, std::int64_t max_length) {
   const std::int64_t partial = prompt_length % block_size ? 1 : 0;  // the prompt's own last block beside the copy
-  return most_blocks(window, block_size, max_length, config.prefill_chunk_tokens) + partial;
+  return most_blocks(window, block_size, max_length - 1, config.prefill_chunk_tokens) + partial;
 }
 
 void Scheduler::add(PromptGroup* group) {

@@ -73,7 +73,8 @@ class Scheduler {
   static std::int64_t states_needed(const SchedulerConfig& config) { return 2 * config.max_batch_size; }
   std::int64_t num_running() const { return static_cast<std::int64_t>(running_.size()); }
   std::int64_t preemptions() const { return preemptions_; }
-  /// The maximum number of blocks of a pool that a sequence needs if it runs alone.
+  /// The maximum number of blocks of a pool that a sequence needs if it runs alone. Nothing reads keys and values of
+  /// its last token, so they are never computed.
   static std::int64_t blocks_needed(const SchedulerConfig& config, std::int64_t window, std::int64_t block_size,
                                     std::int64_t prompt_length, std::int64_t max_length);
 

@@ -34,6 +34,19 @@ def test_computed_longest_sequence_for_the_kv_cache_is_the_longest_that_the_engi
             make(longest + 1, cache)
 
 
+def test_smallest_cache_for_the_longest_sequence_takes_prompts_of_any_length():
+    """A prompt that does not end with a block needs a copy of its last block."""
+    runner, rule = Runner(), C.SamplingRule(temperature=1.0, top_p=1.0, top_k=0, greedy=False)
+    longest = runner.longest_sequence(16, 3000)
+    assert longest == 33
+    for prompt in range(1, longest):
+        engine = C.ResidentEngine(
+            runner, max_batch_size=1, prefill_chunk_tokens=16, max_model_len=longest, max_cache_bytes=3000, token_bytes=[]
+        )  # fmt: skip
+        engine.submit([1] * prompt, rule=rule, max_new_tokens=longest - prompt, stop_token_ids=[], stop_strings=[], samples=2, seed=0,
+                      stream=0, draw_id=0, first_sample=0)  # fmt: skip
+
+
 def test_maximum_length_beyond_the_kv_cache_is_lowered_or_an_error_if_set_explicitly():
     assert length_that_fits(257, 17_000, 257, is_given=False) == 257
     with pytest.warns(UserWarning, match="at most 257 tokens here, though the model has 40960 positions"):

@@ -135,26 +135,6 @@ def test_grpo_metrics_show_no_difference_between_generation_and_training_logprob
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
-WITH_A_CRITIC = (
-    "ppo.policy_training_start_step=0", "policy.sequence_packing.enabled=false", "value.sequence_packing.enabled=false",
-    "value.train_micro_batch_size=${policy.train_micro_batch_size}",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("section, more", [("grpo", ()), ("ppo", WITH_A_CRITIC)], ids=["grpo", "ppo"])
-def test_metrics_that_count_valid_tokens_and_samples_do_not_depend_on_the_micro_batch_size(tmp_path, section, more):
-    small = (*tiny.SMALL, "grpo.max_num_steps=1", "grpo.overlong_filtering=true", "policy.generation.max_new_tokens=4")
-    found = []
-    for size in (16, 4, 1):
-        overrides = (*(text.replace("grpo.", f"{section}.") for text in small), *more)
-        size_key = f"policy.train_micro_batch_size={size}"
-        run = tiny.train(tmp_path / str(size), *overrides, size_key, config=f"{section}_tiny.yaml")
-        found.append({name: run.history[0][name] for name in ("global_valid_toks", "num_valid_samples", "lr", "wd")})
-        if section == "ppo":
-            found[-1]["critic"] = run.history[0]["critic/global_valid_toks"]
-    assert found == found[:1] * 3 and 0 < found[0]["num_valid_samples"] < 32
-
-
 def test_run_ends_and_saves_the_batch_if_a_gradient_is_not_finite(tmp_path, capsys):
     """A learning rate of 1e30 ruins the weights in the first step: the second ends the program with one sentence."""
     options = ["policy.optimizer.kwargs.lr=1e30", "checkpointing.enabled=false", f"logger.log_dir={tmp_path}"]

@@ -49,6 +49,19 @@ def test_ppo_metrics_show_no_difference_between_generation_and_training_logprobs
     assert len({row["weights/digest"] for row in run.history}) == 4
 
 
+def test_metrics_that_count_valid_tokens_and_samples_do_not_depend_on_the_micro_batch_size(tmp_path):
+    options = (
+        *SMALL, "ppo.max_num_steps=1", "ppo.overlong_filtering=true", "policy.generation.max_new_tokens=4", "policy.sequence_packing.enabled=false",
+        "value.sequence_packing.enabled=false", "value.train_micro_batch_size=${policy.train_micro_batch_size}",
+    )  # fmt: skip
+    counts = ("global_valid_toks", "num_valid_samples", "lr", "wd", "critic/global_valid_toks")
+    found = []
+    for size in (16, 4, 1):
+        (row,) = train(tmp_path / str(size), *options, f"policy.train_micro_batch_size={size}").history
+        found.append({name: row[name] for name in counts})
+    assert found == found[:1] * 3 and 0 < found[0]["num_valid_samples"] < 32
+
+
 def test_ppo_step_whose_samples_are_all_masked_ends_the_run_without_an_update(tmp_path):
     """Every response is cut off after its first token, and overlong filtering masks what was cut off."""
     run = tiny.make(tmp_path, *SMALL, "policy.generation.max_new_tokens=1", "ppo.overlong_filtering=true", "policy.generation.stop_token_ids=[]",

@@ -15,20 +15,10 @@ TIS = dict(
 )
 
 
-BAD = [
-    dict(sequence_level_importance_ratios=True),
-    dict(use_cispo=True, disable_ppo_ratio=True),
+BAD = [  # further ones in tests/unit/config/test_config_mistakes.py
     dict(use_cispo=True, force_on_policy_ratio=True),
-    dict(use_cispo=True, ratio_clip_c=3.0),
-    dict(use_cispo=True, token_level_loss=False),
     dict(use_cispo=True, token_level_loss=False, sequence_level_importance_ratios=True),
-    dict(ratio_clip_c=1.0),
-    dict(truncated_importance_sampling_ratio=2.0),
-    TIS | dict(use_importance_sampling_correction=False),
-    TIS | dict(truncated_importance_sampling_ratio=None),
     TIS | dict(truncated_importance_sampling_ratio=0.0),
-    TIS | dict(truncated_importance_sampling_ratio_min=3.0),
-    TIS | dict(truncated_importance_sampling_type="icepop"),
     TIS | dict(truncated_importance_sampling_type="seq-mask-tis"),
     TIS | dict(truncated_importance_sampling_type="seq-mask-tis", truncated_importance_sampling_ratio_min=0.9, token_level_loss=False,
                sequence_level_importance_ratios=True),

@@ -95,7 +95,6 @@ UNRESOLVED = {
     "two texts": ("a: ${mul:x,y}\n", "not possible"), "no variable": ("a: ${oc.env:CFG_NO}\n", "CFG_NO is not set"),
     "not closed": ("a: ${b\n", "not closed"), "above the top": ("a: ${...x}\n", "above the top"),
     "section in a text": ("d: {x: 1}\na: x${d}\n", "cannot stand inside a text"),
-    "overflow": ("a: ${mul:9000000000000000000,2}\n", "64 bits"),
 }  # fmt: skip
 
 

@@ -62,14 +62,6 @@ def test_every_exception_type_in_user_code_is_reported_in_one_line(raised, kind,
     assert isinstance(error, kind) and text in str(error) and "\n" not in str(error)
 
 
-def test_sys_exit_in_a_reward_function_becomes_an_error():
-    def reward(completions):
-        raise SystemExit(0)
-
-    error = caught(scored, reward)
-    assert isinstance(error, RuntimeError) and not isinstance(error, SystemExit) and "called sys.exit" in str(error)
-
-
 class KeyboardInterruptLike(BaseException):
     """No Exception, as some libraries derive theirs."""
 

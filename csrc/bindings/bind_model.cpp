@@ -55,6 +55,7 @@ void bind_decoder_model(py::module_& m) {
       .def("merged", &DecoderModel::merged, release_gil())
       .def_property_readonly("trained_layout", [](const DecoderModel& self) { return self.trained_layout(); })
       .def_property_readonly("masters", [](const DecoderModel& self) { return self.masters(); })
+      .def_property_readonly("remainders", [](const DecoderModel& self) { return self.remainders(); })
       .def_property_readonly("masters_begin", &DecoderModel::masters_begin)
       .def_property_readonly("compute", [](const DecoderModel& self) { return self.compute(); })
       .def("masters_changed", &DecoderModel::masters_changed, release_gil())
@@ -102,14 +103,15 @@ void bind_trainer(py::module_& m) {
   py::class_<Trainer>(m, "Trainer", "See csrc/trainer/trainer.h")
       .def(py::init([](std::shared_ptr<model::DecoderModel> model, std::shared_ptr<distributed::Communicator> ranks,
                        std::shared_ptr<distributed::Communicator> beside, bool shard_gradients,
-                       std::optional<at::ScalarType> exp_avg, std::optional<at::ScalarType> exp_avg_sq) {
+                       std::optional<at::ScalarType> exp_avg, std::optional<at::ScalarType> exp_avg_sq,
+                       bool store_param_remainders) {
              return std::make_unique<Trainer>(std::move(model),
                                               TrainedTogether{std::move(ranks), std::move(beside), shard_gradients},
-                                              MomentTypes{exp_avg, exp_avg_sq});
+                                              StateTypes{exp_avg, exp_avg_sq, store_param_remainders});
            }),
            py::arg("model"), py::arg("ranks") = nullptr, py::arg("beside") = nullptr,
            py::arg("shard_gradients") = false, py::arg("exp_avg_dtype") = py::none(),
-           py::arg("exp_avg_sq_dtype") = py::none())
+           py::arg("exp_avg_sq_dtype") = py::none(), py::arg("store_param_remainders") = false)
       .def("begin_sum", &Trainer::begin_sum)
       .def("abandon_sum", &Trainer::abandon_sum, release_gil())
       .def("end_block", &Trainer::end_block, release_gil())

@@ -69,13 +69,14 @@ void bind_ops(py::module_& m) {
       "adamw_step",
       [](const at::Tensor& weights, const at::Tensor& grads, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
          const std::optional<at::Tensor>& compute, double lr, double beta1, double beta2, double eps,
-         double weight_decay, std::int64_t step, std::int64_t first) {
-        ops::adamw_step({weights, grads, exp_avg, exp_avg_sq, compute, first}, {lr, beta1, beta2, eps, weight_decay},
-                        step, 1.0);
+         double weight_decay, std::int64_t step, std::int64_t first, const std::optional<at::Tensor>& remainders) {
+        ops::adamw_step({weights, grads, exp_avg, exp_avg_sq, compute, first, remainders},
+                        {lr, beta1, beta2, eps, weight_decay}, step, 1.0);
       },
       py::arg("weights"), py::arg("grads"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("compute"),
       py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("step"),
-      py::arg("first") = 0, release_gil());
+      py::arg("first") = 0, py::arg("remainders") = py::none(), release_gil());
+  m.def("split_weights", &ops::split_weights, py::arg("weights"), py::arg("compute"), py::arg("remainders"));
   m.def(
       "whiten_",
       [](at::Tensor values, const at::Tensor& mask) {

@@ -161,6 +161,14 @@ void DecoderModel::keep_master_shard(std::int64_t begin, std::int64_t end) {
   masters_begin_ = begin;
 }
 
+void DecoderModel::split_masters() {
+  NRL_CHECK_ARG(has_separate_masters(), "remainders are stored for the master weights of a bfloat16 model");
+  remainders_ = runtime::empty_large(masters_.sizes(), compute().options().dtype(at::kShort));
+  ops::split_weights(masters_, compute().narrow(0, masters_begin_, masters_.numel()), remainders_);
+  masters_ = at::Tensor();
+  weights_changed();
+}
+
 std::uint64_t DecoderModel::digest() const {
   std::uint64_t own = ops::weight_digest(compute());
   for (const auto& spec : layout_.blocks) own = kernels::digest_add(own, ops::weight_digest(blocks(spec)));

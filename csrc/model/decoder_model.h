@@ -64,7 +64,11 @@ class DecoderModel {
   /// Keeps only the master weights [begin, end), because other processes keep the others. Does nothing if the master
   /// weights are the compute weights.
   void keep_master_shard(std::int64_t begin, std::int64_t end);
-  /// The offset of masters() in compute(): 0 unless only a shard is kept.
+  /// Keeps of the master weights only what the compute weights lack (ops::split_weights): remainders(), int16. The
+  /// model then has no masters(). For a bfloat16 model with trained weights.
+  void split_masters();
+  const at::Tensor& remainders() const { return remainders_; }
+  /// The offset of masters() or remainders() in compute(): 0 unless only a shard is kept.
   std::int64_t masters_begin() const { return masters_begin_; }
   /// What `spec` of layout().blocks names: a quantised matrix or a part of one, uint8 [rows, bytes of a row], or a
   /// buffer, [rows] A.
@@ -98,7 +102,7 @@ class DecoderModel {
   std::shared_ptr<distributed::Peers> peers_;
   ParameterLayout layout_;
   bool trainable_, routers_are_frozen_ = false;
-  at::Tensor masters_;
+  at::Tensor masters_, remainders_;
   std::int64_t masters_begin_ = 0;
   Decoder decoder_;
   std::unique_ptr<Adapters> adapters_;

@@ -15,6 +15,7 @@ runtime::CudaSlot<double(const at::Tensor&)> l2_norm_cuda("l2_norm");
 namespace {
 
 constexpr std::int64_t kBlock = kFlatBlock;
+constexpr std::int64_t kSplitAtOnce = 1 << 24;
 
 template <class A, class M, class V>
 void step_flat(kernels::AdamW<A, M, V>* kernel, const AdamWBuffers& b, const AdamWSettings& s, std::int64_t step,
@@ -31,12 +32,16 @@ void step_flat(kernels::AdamW<A, M, V>* kernel, const AdamWBuffers& b, const Ada
 void adamw_step(const AdamWBuffers& b, const AdamWSettings& settings, std::int64_t step, double grad_scale) {
   const std::int64_t n = b.weights.numel();
   NRL_CHECK(b.grads.numel() == n && b.exp_avg.numel() == n && b.exp_avg_sq.numel() == n &&
-                (!b.compute || b.compute->numel() == n),
+                (!b.compute || b.compute->numel() == n) && (!b.remainders || b.remainders->numel() == n),
             "adamw_step: buffers of different length");
   if (b.weights.is_cuda()) return adamw_step_cuda.get(b.weights)(b, settings, step, grad_scale);
   const auto run = [&](auto* kernel) { step_flat(kernel, b, settings, step, grad_scale); };
   if (b.weights.scalar_type() == at::kDouble) return run(kernels::adamw_f64);
-  NRL_CHECK_ARG(b.weights.scalar_type() == at::kFloat, "adamw_step: weights must be float32 or float64");
+  NRL_CHECK_ARG(b.weights.scalar_type() == (b.remainders ? at::kBFloat16 : at::kFloat),
+                "adamw_step: weights must be float32 or float64, or bfloat16 with remainders");
+  NRL_CHECK_ARG((b.exp_avg.scalar_type() == at::kByte) == (b.exp_avg_sq.scalar_type() == at::kByte),
+                "adamw_step: both moments are uint8, or none");
+  if (b.exp_avg.scalar_type() == at::kByte) return run(kernels::adamw_f32_u8_u8);
   const bool short_first = b.exp_avg.scalar_type() == at::kBFloat16;
   const bool short_second = b.exp_avg_sq.scalar_type() == at::kBFloat16;
   if (short_first) return short_second ? run(kernels::adamw_f32_bf16_bf16) : run(kernels::adamw_f32_bf16_f32);
@@ -79,6 +84,16 @@ void round_weights(const at::Tensor& weights, const at::Tensor& compute) {
   at::parallel_for(0, weights.numel(), kBlock, [=](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) to[i] = bfloat16(from[i]);
   });
+}
+
+void split_weights(const at::Tensor& weights, const at::Tensor& compute, const at::Tensor& remainders) {
+  const auto halves = [](const at::Tensor& bits) { return bits.view(at::kShort).view({-1, 2}); };
+  for (std::int64_t i = 0, n = weights.numel(); i < n; i += kSplitAtOnce) {
+    const auto part = [=](const at::Tensor& t) { return t.narrow(0, i, std::min(kSplitAtOnce, n - i)); };
+    const auto bits = part(weights).view(at::kInt);
+    part(remainders).copy_(halves(bits).select(1, 0));
+    part(compute).view(at::kShort).copy_(halves(bits.add(0x8000)).select(1, 1));
+  }
 }
 
 }  // namespace nemo_rl::ops

@@ -14,11 +14,14 @@ struct AdamWSettings {
   double weight_decay = 0.01;
 };
 
-/// Flat buffers [n] of a shard of the weights; a moment is float32 or bfloat16 (float64 for float64 weights).
+/// Flat buffers [n] of a shard of the weights; a moment is float32, bfloat16 or, like the other one,
+/// uint8 (float64 for float64 weights).
 struct AdamWBuffers {
   at::Tensor weights, grads, exp_avg, exp_avg_sq;
   std::optional<at::Tensor> compute;  ///< bfloat16: receives the rounded weights
   std::int64_t first = 0;             ///< place of the shard in the whole buffer, in elements
+  /// int16: what the float32 weights have beyond `weights`, which are then bfloat16; without `compute`
+  std::optional<at::Tensor> remainders = {};
 };
 
 /// One step of torch.optim.AdamW; `step` counts from 1; `grad_scale` multiplies the gradients first.
@@ -36,6 +39,9 @@ double norm_of_blocks(const at::Tensor& squares);
 
 /// compute = weights rounded to bfloat16.
 void round_weights(const at::Tensor& weights, const at::Tensor& compute);
+
+/// compute and remainders = weights in two halves (kernels/adamw.h).
+void split_weights(const at::Tensor& weights, const at::Tensor& compute, const at::Tensor& remainders);
 
 using AdamWLauncher = void(const AdamWBuffers& buffers, const AdamWSettings& settings, std::int64_t step,
                            double grad_scale);

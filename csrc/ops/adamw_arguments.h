@@ -11,11 +11,12 @@ namespace nemo_rl::ops {
 template <class A, class M, class V>
 kernels::AdamWArgs<A, M, V> adamw_arguments(const AdamWBuffers& b, const AdamWSettings& s, std::int64_t step,
                                             double grad_scale) {
-  return {mutable_ptr<A>(b.weights),
+  const at::Tensor compute = b.remainders ? b.weights : b.compute.value_or(at::Tensor());
+  return {b.remainders ? nullptr : mutable_ptr<A>(b.weights),
           ptr<A>(b.grads),
           mutable_ptr<M>(b.exp_avg),
           mutable_ptr<V>(b.exp_avg_sq),
-          b.compute ? mutable_ptr<bfloat16>(*b.compute) : nullptr,
+          compute.defined() ? mutable_ptr<bfloat16>(compute) : nullptr,
           s.lr,
           s.beta1,
           s.beta2,
@@ -25,7 +26,8 @@ kernels::AdamWArgs<A, M, V> adamw_arguments(const AdamWBuffers& b, const AdamWSe
           1.0 - std::pow(s.beta2, static_cast<double>(step)),
           grad_scale,
           step,
-          b.first};
+          b.first,
+          b.remainders ? mutable_ptr<std::int16_t>(*b.remainders) : nullptr};
 }
 
 }  // namespace nemo_rl::ops

@@ -161,11 +161,13 @@ void swiglu_backward_on_cuda(const at::Tensor& d_act, const at::Tensor& gate_up,
 
 void adamw_step_on_cuda(const AdamWBuffers& b, const AdamWSettings& s, std::int64_t step, double grad_scale) {
   const runtime::CudaLaunch launch(b.weights, "adamw_step");
-  NRL_CHECK_ARG(b.weights.scalar_type() == at::kFloat, "adamw_step: weights on CUDA must be float32");
+  NRL_CHECK_ARG(b.weights.scalar_type() == (b.remainders ? at::kBFloat16 : at::kFloat),
+                "adamw_step: weights on CUDA must be float32, or bfloat16 with remainders");
   const auto run = [&]<class M, class V>(M, V) {
     launch.check(
         kernels::adamw_launch(adamw_arguments<float, M, V>(b, s, step, grad_scale), b.weights.numel(), launch.stream));
   };
+  if (b.exp_avg.scalar_type() == at::kByte) return run(std::uint8_t{}, std::uint8_t{});
   const bool short_second = b.exp_avg_sq.scalar_type() == at::kBFloat16;
   if (b.exp_avg.scalar_type() == at::kBFloat16) {
     if (short_second) run(bfloat16{}, bfloat16{});

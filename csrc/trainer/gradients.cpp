@@ -61,7 +61,7 @@ void Gradients::use(at::Tensor flat) {
 
 /// A cleared one.
 void Gradients::use_free_buffer() {
-  const auto options = model_.masters().options();
+  const auto options = model_.compute().options().dtype(model_.decoder().accumulate_dtype());
   if (together_.shard_gradients) {
     auto fresh = runtime::empty_large({model_.trained_layout().total}, options);
     if (fresh.is_cpu()) {

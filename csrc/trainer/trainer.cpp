@@ -56,14 +56,15 @@ void check_result(const at::Tensor& out, at::IntArrayRef sizes, at::ScalarType d
 
 }  // namespace
 
-Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together, MomentTypes moments)
+Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together, StateTypes state)
     : model_(std::move(model)),
       gradients_(*model_, std::move(together)),
-      moments_(moments),
+      state_(state),
       head_(model::VocabSlice(model_->config(), model_->peers())) {
   NRL_CHECK_ARG(gradients_.shards() == nullptr || model_->device().is_cpu(),
                 "several processes train one model on the CPU only, not on ", model_->device().str());
   if (gradients_.shards() != nullptr) model_->keep_master_shard(shard().begin, shard().end);
+  if (state_.store_param_remainders) model_->split_masters();
 }
 
 void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples,
@@ -305,18 +306,18 @@ void Trainer::end_block() {
 }
 
 const at::Tensor& Trainer::exp_avg() {
-  if (!exp_avg_.defined()) exp_avg_ = zero_moments(moments_.exp_avg);
+  if (!exp_avg_.defined()) exp_avg_ = zero_moments(state_.exp_avg);
   return exp_avg_;
 }
 
 const at::Tensor& Trainer::exp_avg_sq() {
-  if (!exp_avg_sq_.defined()) exp_avg_sq_ = zero_moments(moments_.exp_avg_sq);
+  if (!exp_avg_sq_.defined()) exp_avg_sq_ = zero_moments(state_.exp_avg_sq);
   return exp_avg_sq_;
 }
 
 at::Tensor Trainer::zero_moments(std::optional<at::ScalarType> type) const {
-  const auto masters = model_->masters().options();
-  return runtime::zeros_large({shard().size()}, type ? masters.dtype(*type) : masters);
+  const auto options = model_->compute().options();
+  return runtime::zeros_large({shard().size()}, options.dtype(type.value_or(model_->decoder().accumulate_dtype())));
 }
 
 OptimizerStep Trainer::step(const ops::AdamWSettings& settings, double max_grad_norm) {
@@ -336,15 +337,21 @@ OptimizerStep Trainer::step(const ops::AdamWSettings& settings, double max_grad_
 /// AdamW on this rank's shard; then every rank has all new weights.
 void Trainer::update(const ops::AdamWSettings& settings, double scale) {
   const auto own = [shard = shard()](const at::Tensor& flat) { return flat.narrow(0, shard.begin, shard.size()); };
-  const auto masters = model_->masters().numel() == shard().size() ? model_->masters() : own(model_->masters());
-  const auto compute =
-      model_->has_separate_masters() ? std::optional<at::Tensor>(own(model_->compute())) : std::nullopt;
+  const auto& masters = model_->masters();
+  const auto& remainders = model_->remainders();
+  const auto compute = model_->has_separate_masters() ? own(model_->compute()) : at::Tensor();
+  const auto weights = remainders.defined()                ? own(model_->compute())
+                       : masters.numel() == shard().size() ? masters
+                                                           : own(masters);
   for (const auto& [begin, end] : model_->trained_parts(shard().begin, shard().end)) {
     const auto part = [first = begin - shard().begin, count = end - begin](const at::Tensor& of_shard) {
       return of_shard.narrow(0, first, count);
     };
-    ops::adamw_step({part(masters), part(gradients_.of_shard()), part(exp_avg()), part(exp_avg_sq()),
-                     compute ? std::optional<at::Tensor>(part(*compute)) : std::nullopt, begin},
+    const auto part_if = [&part](const at::Tensor& of_shard) {
+      return of_shard.defined() ? std::optional<at::Tensor>(part(of_shard)) : std::nullopt;
+    };
+    ops::adamw_step({part(weights), part(gradients_.of_shard()), part(exp_avg()), part(exp_avg_sq()), part_if(compute),
+                     begin, part_if(remainders)},
                     settings, optimizer_steps_, scale);
   }
   if (auto* const ranks = gradients_.shards())

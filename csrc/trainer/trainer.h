@@ -37,18 +37,20 @@ struct TokenOutputs {
   at::Tensor entropy;     ///< shaped like token_ids: in nats, of the token's distribution without top-k and top-p
 };
 
-/// The dtypes of AdamW's moments: none (that of the master weights) or bfloat16, rounded as in kernels/adamw.h.
-struct MomentTypes {
+/// What the optimizer's state is stored in. The dtypes of AdamW's moments: none (that of the master weights), bfloat16,
+/// or both uint8, rounded as in kernels/adamw.h.
+struct StateTypes {
   std::optional<at::ScalarType> exp_avg, exp_avg_sq;
+  bool store_param_remainders = false;  ///< see DecoderModel::split_masters
 };
 
 class Trainer {
  public:
   /// `together`: the processes that train one model, each on a part of the samples; by default only this process. Each
   /// holds all weights (or the same tensor-parallel slice, see DecoderModel's `peers`), and the master weights and
-  /// optimizer state of its shard. With several processes the model must be on the CPU. `moments`: the dtypes of
-  /// AdamW's moments.
-  explicit Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together = {}, MomentTypes moments = {});
+  /// optimizer state of its shard. With several processes the model must be on the CPU. `state`: what the
+  /// optimizer's state is stored in.
+  explicit Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether together = {}, StateTypes state = {});
 
   model::DecoderModel& model() { return *model_; }
 
@@ -132,7 +134,7 @@ class Trainer {
   void backward_body(const at::Tensor& dh);
   std::shared_ptr<model::DecoderModel> model_;
   Gradients gradients_;
-  MomentTypes moments_;
+  StateTypes state_;
   at::Tensor exp_avg_, exp_avg_sq_;
   std::int64_t optimizer_steps_ = 0, reused_tokens_ = 0;
   ops::ExpertBalance balance_;

@@ -238,9 +238,9 @@ Int sum_of_squares(float* x, Int n, double* parts, double* out) {
 
 Int weight_digest(void* bytes, Int n, std::uint64_t* parts) { return weight_digest_launch(bytes, n, parts, nullptr); }
 
-/// m and v: float, or bfloat16 where `short_moments`.
+/// m and v: float, or bfloat16 or uint8, of `moment_bytes`; `remainders`: nullptr, or the weights' lower halves.
 Int adamw(float* w, float* g, void* m, void* v, void* compute, double lr, double beta1, double beta2, double eps,
-          double weight_decay, Int step, Int n, Int short_moments) {
+          double weight_decay, Int step, Int n, Int moment_bytes, void* remainders) {
   const double correction1 = 1 - std::pow(beta1, step), correction2 = 1 - std::pow(beta2, step);
   const auto launch = [&]<class M>(M*) {
     const AdamWArgs<float, M, M> args{w,
@@ -257,10 +257,12 @@ Int adamw(float* w, float* g, void* m, void* v, void* compute, double lr, double
                                       correction2,
                                       1.0,
                                       step,
-                                      0};
+                                      0,
+                                      static_cast<std::int16_t*>(remainders)};
     return adamw_launch(args, n, nullptr);
   };
-  return short_moments ? launch(static_cast<bfloat16*>(nullptr)) : launch(static_cast<float*>(nullptr));
+  if (moment_bytes == 1) return launch(static_cast<std::uint8_t*>(nullptr));
+  return moment_bytes == 2 ? launch(static_cast<bfloat16*>(nullptr)) : launch(static_cast<float*>(nullptr));
 }
 
 }  // extern "C"

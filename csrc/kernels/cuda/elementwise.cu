@@ -160,20 +160,41 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(AdamWArgs<float, M, V> 
     const std::int64_t i = chunk * kEight, left = n - i;
     float g[kEight], w[kEight], m[kEight], v[kEight];
     load8(p.grads + i, left, vectors, g);
-    load8(p.weights + i, left, vectors, w);
-    load8(p.exp_avg + i, left, vectors, m);
-    load8(p.exp_avg_sq + i, left, vectors, v);
+    if (p.remainders) {
+#pragma unroll
+      for (int k = 0; k < kEight; ++k) w[k] = k < left ? join_halves(p.compute[i + k], p.remainders[i + k]) : 0.0f;
+    } else {
+      load8(p.weights + i, left, vectors, w);
+    }
+    if constexpr (sizeof(M) > 1) {
+      load8(p.exp_avg + i, left, vectors, m);
+      load8(p.exp_avg_sq + i, left, vectors, v);
+    }
 #pragma unroll
     for (int k = 0; k < kEight; ++k) {
-      adamw_update(c, g[k], w[k], m[k], v[k]);
       const std::uint32_t draw = adamw_draw(p.first + i + k, p.step);
-      m[k] = widen(keep_moment<M>(m[k], draw & 0xffffu));
-      v[k] = widen(keep_moment<V>(v[k], draw >> 16));
+      if constexpr (sizeof(M) > 1) {
+        adamw_update(c, g[k], w[k], m[k], v[k]);
+        m[k] = widen(keep_moment<M>(m[k], draw & 0xffffu));
+        v[k] = widen(keep_moment<V>(v[k], draw >> 16));
+      } else if (k < left) {
+        read_moments(p.exp_avg[i + k], p.exp_avg_sq[i + k], m[k], v[k]);
+        adamw_update(c, g[k], w[k], m[k], v[k]);
+        keep_moments(m[k], v[k], draw, p.exp_avg[i + k], p.exp_avg_sq[i + k]);
+      }
     }
-    store8(p.weights + i, left, vectors, w);
-    store8(p.exp_avg + i, left, vectors, m);
-    store8(p.exp_avg_sq + i, left, vectors, v);
-    if (p.compute) store8(p.compute + i, left, vectors, w);
+    if (p.remainders) {
+#pragma unroll
+      for (int k = 0; k < kEight; ++k)
+        if (k < left) split_halves(w[k], p.compute[i + k], p.remainders[i + k]);
+    } else {
+      store8(p.weights + i, left, vectors, w);
+    }
+    if constexpr (sizeof(M) > 1) {
+      store8(p.exp_avg + i, left, vectors, m);
+      store8(p.exp_avg_sq + i, left, vectors, v);
+    }
+    if (p.compute && !p.remainders) store8(p.compute + i, left, vectors, w);
   }
 }
 
@@ -237,6 +258,7 @@ template cudaError_t adamw_launch(const AdamWArgs<float, float, float>&, std::in
 template cudaError_t adamw_launch(const AdamWArgs<float, bfloat16, float>&, std::int64_t, cudaStream_t);
 template cudaError_t adamw_launch(const AdamWArgs<float, float, bfloat16>&, std::int64_t, cudaStream_t);
 template cudaError_t adamw_launch(const AdamWArgs<float, bfloat16, bfloat16>&, std::int64_t, cudaStream_t);
+template cudaError_t adamw_launch(const AdamWArgs<float, std::uint8_t, std::uint8_t>&, std::int64_t, cudaStream_t);
 
 template cudaError_t bias_rows_launch(const float*, float*, std::int64_t, std::int64_t, std::int64_t, bool,
                                       cudaStream_t);

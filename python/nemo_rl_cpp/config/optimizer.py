@@ -26,7 +26,7 @@ def _moment_dtype(value: object) -> str:
     if name := _SHORT.get(str(value).removeprefix("torch.")):
         return name
     raise ValueError(
-        f"cannot be {in_a_line(value)}: AdamW keeps its moments in float32 or bfloat16; set it to one of them"
+        f"cannot be {in_a_line(value)}: AdamW keeps its moments in float32, bfloat16 or uint8; set it to one of them"
     )
 
 
@@ -40,8 +40,15 @@ def _adamw(value: object) -> object:
     return "torch.optim.AdamW" if value == "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam" else value
 
 
-_SHORT = {"float32": "float32", "fp32": "float32", "float": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
-MomentDtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_moment_dtype)]
+_SHORT = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "uint8": "uint8",
+}
+MomentDtype = Annotated[Literal["float32", "bfloat16", "uint8"], BeforeValidator(_moment_dtype)]
 Float32 = Annotated[Literal["float32"], BeforeValidator(_float32)]
 
 
@@ -55,10 +62,19 @@ class OptimizerKwargs(Section):
     )
     eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
     exp_avg_dtype: MomentDtype = key(
-        "float32", "dtype of the first moment. bfloat16 takes 2 bytes per weight and is rounded stochastically."
+        "float32",
+        "dtype of the first moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_sq_dtype must then have, too) takes 1. Both are "
+        "rounded stochastically.",
     )
     exp_avg_sq_dtype: MomentDtype = key(
-        "float32", "dtype of the second moment. bfloat16 takes 2 bytes per weight and is rounded stochastically."
+        "float32",
+        "dtype of the second moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_dtype must then have, too) takes 1. Both are "
+        "rounded stochastically.",
+    )
+    store_param_remainders: bool = key(
+        False,
+        "Store of a master weight only what its bfloat16 weight lacks, 16 bits, instead of all of float32: 2 bytes per weight "
+        "less. For full training by the native backend in bfloat16; others have no such copies.",
     )
 
 
@@ -125,10 +141,19 @@ class MegatronOptimizerConfig(Section):
     clip_grad: NonNegative | None = key(1.0, "Maximum global norm of the gradient. 0 or null: no clipping.")
     params_dtype: Literal["float32"] = key("float32", "The dtype of the optimizer's state is float32.")
     exp_avg_dtype: MomentDtype = key(
-        "float32", "dtype of the first moment. bfloat16 takes 2 bytes per weight and is rounded stochastically."
+        "float32",
+        "dtype of the first moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_sq_dtype must then have, too) takes 1. Both are "
+        "rounded stochastically.",
     )
     exp_avg_sq_dtype: MomentDtype = key(
-        "float32", "dtype of the second moment. bfloat16 takes 2 bytes per weight and is rounded stochastically."
+        "float32",
+        "dtype of the second moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_dtype must then have, too) takes 1. Both are "
+        "rounded stochastically.",
+    )
+    store_param_remainders: bool = key(
+        False,
+        "Store of a master weight only what its bfloat16 weight lacks, 16 bits, instead of all of float32: 2 bytes per weight "
+        "less. For full training by the native backend in bfloat16; others have no such copies.",
     )
     main_grads_dtype: Float32 = key("float32", "dtype in which gradients are accumulated. Only float32 is supported.")
     main_params_dtype: Float32 = key("float32", "dtype of the master weights. Only float32 is supported.")
@@ -164,11 +189,19 @@ class OptimizerSettings:
     eps: float
     exp_avg_dtype: MomentDtype = "float32"
     exp_avg_sq_dtype: MomentDtype = "float32"
+    store_param_remainders: bool = False
+
+    @property
+    def master_bytes(self) -> float:
+        """The number of bytes per weight that are kept beside its bfloat16 value."""
+        return 2.0 if self.store_param_remainders else 4.0
 
     @property
     def moment_bytes(self) -> float:
         """The number of bytes per weight of AdamW's two moments together."""
-        return sum(2.0 if dtype == "bfloat16" else 4.0 for dtype in (self.exp_avg_dtype, self.exp_avg_sq_dtype))
+        return sum(
+            {"float32": 4.0, "bfloat16": 2.0, "uint8": 1.0}[t] for t in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+        )
 
 
 @dataclass(frozen=True)

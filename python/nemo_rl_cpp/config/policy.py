@@ -277,7 +277,15 @@ class TrainedModelConfig(Section):
         else:
             given = (self.optimizer or OptimizerConfig()).kwargs
             betas, eps = (given.betas[0], given.betas[1]), given.eps
-        return OptimizerSettings(given.lr, given.weight_decay, betas, eps, given.exp_avg_dtype, given.exp_avg_sq_dtype)
+        halves = (
+            given.store_param_remainders
+            and self.backend == "native"
+            and self.precision == "bfloat16"
+            and self.lora is None
+        )
+        return OptimizerSettings(
+            given.lr, given.weight_decay, betas, eps, given.exp_avg_dtype, given.exp_avg_sq_dtype, halves
+        )
 
     def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
         """Return the learning-rate schedule, from megatron_cfg if it is enabled, otherwise from `scheduler`. None: a
@@ -471,11 +479,21 @@ def check_trained_model(model: TrainedModelConfig, name: str, report: Report) ->
                 text = f"is {tokens}, too small for one sequence of {key} {longest}; raise it"
                 report.add(f"{name}.{batching}.{budget}", text, f"{name}.{key}")
     check_tokenizer(model.tokenizer, f"{name}.tokenizer", report)
+    _check_moments(model, name, report)
     if not model.megatron_cfg.enabled:
         _check_torch_optimizer(model, name, report)
     elif (optimizer := model.megatron_cfg.optimizer).min_lr > optimizer.lr:
         text = f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}; lower it"
         report.add(f"{megatron}.optimizer.min_lr", text, f"{megatron}.optimizer.lr")
+
+
+def _check_moments(model: TrainedModelConfig, name: str, report: Report) -> None:
+    optimizer = model.effective_optimizer()
+    first, second = optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype
+    if (first == "uint8") != (second == "uint8"):
+        section = f"{name}.megatron_cfg.optimizer" if model.megatron_cfg.enabled else f"{name}.optimizer.kwargs"
+        text = f"is {second}, but exp_avg_dtype {first}: in uint8 the first moment is kept relative to the second; set both to uint8, or none"
+        report.add(f"{section}.exp_avg_sq_dtype", text, f"{section}.exp_avg_dtype")
 
 
 def _check_quantization(model: TrainedModelConfig, name: str, report: Report) -> None:

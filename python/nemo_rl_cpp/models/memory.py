@@ -200,8 +200,9 @@ def checkpoint_bytes(config: TrainMasterConfig) -> float | None:
         total += 0.0 if model.quantization else parameters * _width(model)
         total += trained * 4.0 if model.lora is not None else 0.0
         if config.checkpointing.save_optimizer:
-            masters = 0.0 if model.lora is not None or model.precision != "bfloat16" else 4.0
-            total += trained * (masters + model.effective_optimizer().moment_bytes)
+            optimizer = model.effective_optimizer()
+            masters = 0.0 if model.lora is not None or model.precision != "bfloat16" else optimizer.master_bytes
+            total += trained * (masters + optimizer.moment_bytes)
     return total
 
 
@@ -232,7 +233,7 @@ def _resting(
         else:
             masters = ((f"{name} adapters", trained * (9.0 if width == 2 else 10.0)),)  # see csrc/model/adapters.h
     elif model.precision == "bfloat16":
-        masters = ((f"{name} master weights", parameters * 4.0),)
+        masters = ((f"{name} master weights", parameters * model.effective_optimizer().master_bytes),)
     moments = _trained(model, parameters, sizes) * model.effective_optimizer().moment_bytes
     weights = float(parameters * width)
     if model.quantization and model.backend != "hf":

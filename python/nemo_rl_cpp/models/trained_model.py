@@ -142,12 +142,13 @@ class TrainedModel:
             return C.Trainer(model)
         sums = self._sums()
         beside = self.ranks.beside() if sums.beside else None
-        return C.Trainer(model, self.ranks.communicator, beside, sums.sharded, *self._moment_dtypes())
+        halves = self.config.effective_optimizer().store_param_remainders
+        return C.Trainer(model, self.ranks.communicator, beside, sums.sharded, *self._moment_dtypes(), halves)
 
     def _moment_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """Return the dtypes of AdamW's first and second moment; None: the dtype of the master weights."""
         settings = self.config.effective_optimizer()
-        dtypes = {"bfloat16": torch.bfloat16}
+        dtypes = {"bfloat16": torch.bfloat16, "uint8": torch.uint8}
         return dtypes.get(settings.exp_avg_dtype), dtypes.get(settings.exp_avg_sq_dtype)
 
     def _sums(self) -> GradientSums:
@@ -447,7 +448,9 @@ class TrainedModel:
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         tensors = {"exp_avg": self.trainer.exp_avg, "exp_avg_sq": self.trainer.exp_avg_sq}
-        if self.lora is None and self.model.masters.dtype != self.model.compute.dtype:
+        if self.config.effective_optimizer().store_param_remainders:
+            tensors["remainders"] = self.model.remainders
+        elif self.lora is None and self.model.masters.dtype != self.model.compute.dtype:
             tensors["masters"] = self.model.masters
         return tensors
 
@@ -473,6 +476,9 @@ class TrainedModel:
         try:
             with safe_open(folder / "optimizer.safetensors", framework="pt") as saved:
                 for name, tensor in self._optimizer_tensors().items():
+                    if name not in saved.keys() and {name, *saved.keys()} >= {"masters", "remainders"}:
+                        self._read_other_masters(saved)
+                        continue
                     value = saved.get_slice(name)
                     if value.get_shape() != [total]:
                         raise ValueError(f"{name} has {prod(value.get_shape())} elements, this model {total}")
@@ -488,6 +494,20 @@ class TrainedModel:
                 f"{folder}: this is not the optimizer state of this model ({why}): resume from another checkpoint, or start from scratch "
                 "from its weights (policy.model_name)"
             ) from error
+
+    def _read_other_masters(self, saved: safe_open) -> None:
+        """Read the master weights of a run that stored them in the other form (`store_param_remainders`). A master
+        weight is its bfloat16 weight, which is loaded, and a remainder: see csrc/kernels/adamw.h."""
+        begin, end = self.trainer.shard
+        if "masters" in saved.keys():
+            whole = self.trained.take(saved.get_tensor("masters"))
+            remainders = torch.empty_like(whole, dtype=torch.int16)
+            C.split_weights(whole, self.model.compute, remainders)
+            self.model.remainders.copy_(remainders[begin:end])
+            return
+        lower = self.trained.take(saved.get_tensor("remainders"))[begin:end]
+        upper = self.model.compute[begin:end].view(torch.int16)
+        self.model.masters.view(torch.int32).copy_(upper.int().bitwise_left_shift_(16).add_(lower))
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
         """Copy this rank's shard of the optimizer tensor `name` from `saved`, the tensor of the whole model, into

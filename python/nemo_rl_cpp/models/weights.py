@@ -197,7 +197,7 @@ def save_weights(
             size = 0
         if config["model_type"] == "nemotron_h":
             name = checkpoint_name(name)
-        shards[-1][name] = tensor.contiguous().clone()  # saving a view would save the whole flat buffer
+        shards[-1][name] = tensor.contiguous()
         size += tensor.nbytes
     if len(shards) == 1:
         save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})

@@ -124,7 +124,7 @@ BAD_FILES = {
         "policy.generation.vllm_kwargs.hf_overrides.rope_theta", 3, ["policy.hf_config_overrides"]),
     "moments of 8 bits": (
         "policy:\n  model_name: m\n  optimizer: {kwargs: {exp_avg_dtype: fp8}}", "policy.optimizer.kwargs.exp_avg_dtype", 3,
-        ["fp8", "float32 or bfloat16"]),
+        ["fp8", "float32, bfloat16 or uint8"]),
     "dead key": (
         "grpo:\n  zero_variance_prompt_filtering: true", "grpo.zero_variance_prompt_filtering", 2, ["read by nothing", "grpo.use_dynamic_sampling"]),
     "advantage of tool calls without an agent": (
@@ -296,7 +296,8 @@ PPO_CASES = {
     "value batch": ("value.train_global_batch_size=500", "value.train_global_batch_size", ["256 or 512"]),
     "value length": ("value.max_total_sequence_length=512", "value.max_total_sequence_length", ["policy makes sequences"]),
     "value backend": ("value.dtensor_cfg.enabled=true", "value.megatron_cfg.enabled", ["both true"]),
-    "value moments": ("+value.megatron_cfg.optimizer.exp_avg_sq_dtype=uint8", "value.megatron_cfg.optimizer.exp_avg_sq_dtype", ["float32"]),
+    "value moments": ("+value.megatron_cfg.optimizer.exp_avg_sq_dtype=fp8", "value.megatron_cfg.optimizer.exp_avg_sq_dtype", ["float32"]),
+    "one moment of 8 bits": ("+value.megatron_cfg.optimizer.exp_avg_dtype=uint8", "value.megatron_cfg.optimizer.exp_avg_sq_dtype", ["is float32", "set both to uint8"]),
     "lambda": ("ppo.adv_estimator.gae_lambda=1.5", "ppo.adv_estimator.gae_lambda", ["at most 1"]),
     "estimator": ("ppo.adv_estimator.name=grpo", "ppo.adv_estimator.name", ["gae, raw_reward"]),
     "unknown value loss key": ("+value_loss_fn.clip=0.2", "value_loss_fn.clip", ["did you mean cliprange"]),

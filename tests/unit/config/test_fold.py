@@ -8,7 +8,7 @@ from nemo_rl_cpp import cli, run_grpo_math
 from nemo_rl_cpp.checks import model, preflight
 from nemo_rl_cpp.config import ConfigError, load_eval_config, load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.fold import devices_of, fold_text, keys_without_effect, sizes_of
-from nemo_rl_cpp.models.memory import certain_bytes, forecast, forecast_summary
+from nemo_rl_cpp.models.memory import certain_bytes, checkpoint_bytes, forecast, forecast_summary
 
 EIGHT = ["cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=4", "policy.generation.backend=vllm"]
 TINY = ["policy.model_name=tiny-random"]
@@ -141,10 +141,11 @@ def test_dry_run_lists_no_keys_with_default_values_or_with_an_effect():
     assert "policy.dtensor_cfg" not in listed and "grpo" not in listed
 
 
-def large_model(tmp_path, layers):
+def large_model(tmp_path, layers, optimizer=()):
     sizes = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": layers, "num_attention_heads": 32}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 150000, **sizes}))
-    return load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={tmp_path}"])
+    kwargs = [f"++policy.optimizer.kwargs.{setting}" for setting in optimizer]
+    return load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={tmp_path}", *kwargs])
 
 
 def test_model_too_large_for_this_machine_is_an_error_that_gives_its_size(tmp_path):
@@ -164,6 +165,14 @@ def test_minimum_memory_of_a_run_is_weights_master_weights_gradients_and_adamw_m
     for memory, refused in ((kept, False), (kept - 1, True)):
         monkeypatch.setattr("nemo_rl_cpp.models.memory.machine_memory", lambda memory=memory: memory)
         assert any(finding.level == "error" for finding in model.check_memory(config)) == refused
+
+
+def test_minimum_memory_of_a_run_with_a_small_optimizer_state(tmp_path):
+    small = ["exp_avg_dtype=uint8", "exp_avg_sq_dtype=uint8", "store_param_remainders=true"]
+    config, exact = large_model(tmp_path, 1, small), large_model(tmp_path, 1)
+    parameters = certain_bytes(exact) / (2 + 4 + 8 + 4 + 2)
+    assert certain_bytes(config) == parameters * (2 + 2 + 2 + 4 + 2)
+    assert checkpoint_bytes(config) == parameters * (2 + 2 + 2) and checkpoint_bytes(exact) == parameters * (2 + 4 + 8)
 
 
 def test_newest_configuration_keys_of_nemo_rl_are_accepted():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hf_players import FAST, groups, hf_policy, make
-from nemo_rl_cpp._native import C
 from nemo_rl_cpp.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_cpp.algorithms.step_metrics import training_metrics
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
@@ -236,20 +235,30 @@ SHORT_MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("short", [False, True], ids=["float32 moments", "bfloat16 moments"])
+SMALL_STATE = {
+    "name": "torch.optim.AdamW",
+    "kwargs": SHORT_MOMENTS["kwargs"]
+    | {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8", "store_param_remainders": True},
+}
+STATES = {"float32": None, "bfloat16": SHORT_MOMENTS, "uint8": SMALL_STATE}
+
+
+@pytest.mark.parametrize("moments", STATES)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_policy_checkpoint_resumes_bit_identically(precision, short, tmp_path):
+def test_policy_checkpoint_resumes_bit_identically(precision, moments, tmp_path):
     settings = dict(
         scheduler=[{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}]
     )
-    if short:
-        settings["optimizer"] = SHORT_MOMENTS
+    if STATES[moments]:
+        settings["optimizer"] = STATES[moments]
     policy = make_policy(precision, **settings)
     policy.train(make_data(policy, 0), LOSS)
     policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
-    assert load_file(tmp_path / "optimizer" / "optimizer.safetensors")["exp_avg"].dtype == (
-        torch.bfloat16 if short else torch.float32
-    )
+    saved = load_file(tmp_path / "optimizer" / "optimizer.safetensors")
+    assert saved["exp_avg"].dtype == getattr(torch, moments)
+    masters = {"remainders"} if moments == "uint8" else {"masters"}
+    assert saved.keys() - {"exp_avg", "exp_avg_sq"} == (masters if precision == "bfloat16" else set())
+    assert sum(t.nbytes for t in saved.values()) + policy.model.compute.nbytes == policy.checkpoint_bytes(True)
     again = make_policy(precision, **settings, weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
     for step in (1, 2):
         data = make_data(policy, step)
@@ -259,18 +268,26 @@ def test_policy_checkpoint_resumes_bit_identically(precision, short, tmp_path):
         assert policy.learning_rate == again.learning_rate
 
 
-def test_weights_after_adamw_with_bfloat16_moments_are_within_two_percent_of_float32_moments():
-    """300 steps on a noisy quadratic bowl: the weights of both differ by at most 2 % of what they have moved."""
-    random = torch.Generator().manual_seed(0)
-    target, noise = torch.randn(4000, generator=random), torch.randn(300, 4000, generator=random)
-    ends = []
-    for dtype in (torch.float32, torch.bfloat16):
-        w, m, v = torch.zeros(4000), torch.zeros(4000, dtype=dtype), torch.zeros(4000, dtype=dtype)
-        for step in range(300):
-            g = (w - target) + 0.3 * noise[step]
-            C.adamw_step(w, g, m, v, None, lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=step + 1)
-        ends.append(w)
-    assert 0 < (ends[0] - ends[1]).norm() < 0.02 * ends[0].norm()
+def masters_of(policy):
+    """Return the float32 master weights."""
+    if policy.model.masters is not None:
+        return policy.model.masters
+    return ((policy.model.compute.view(torch.int16).int() << 16) + policy.model.remainders).view(torch.float32)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["masters, then remainders", "remainders, then masters"])
+def test_checkpoint_is_read_in_either_form_of_the_master_weights(first, tmp_path):
+    def policy_with(remainders, **paths):
+        kwargs = SHORT_MOMENTS["kwargs"] | {"store_param_remainders": remainders}
+        return make_policy("bfloat16", optimizer={"name": "torch.optim.AdamW", "kwargs": kwargs}, **paths)
+
+    saved = policy_with(first)
+    assert (saved.model.masters is None) == first
+    assert torch.equal(masters_of(saved), masters_of(policy_with(not first)))
+    saved.train(make_data(saved, 0), LOSS)
+    saved.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer")
+    read = policy_with(not first, weights_path=tmp_path / "weights", optimizer_path=tmp_path / "optimizer")
+    assert torch.equal(masters_of(read), masters_of(saved)) and torch.equal(read.trainer.exp_avg, saved.trainer.exp_avg)
 
 
 def test_saving_a_policy_without_lora_removes_the_adapter_of_an_earlier_save(tmp_path):

@@ -154,17 +154,19 @@ void DecoderModel::masters_changed() {
 }
 
 void DecoderModel::keep_master_shard(std::int64_t begin, std::int64_t end) {
-  if (!has_separate_masters()) return;
-  NRL_CHECK(masters_.numel() == layout_.total && 0 <= begin && begin <= end && end <= layout_.total, "a shard [", begin,
-            ", ", end, ") of ", masters_.numel(), " masters");
-  masters_ = masters_.narrow(0, begin, end - begin).clone();
+  if (!has_separate_masters() && !remainders_.defined()) return;
+  auto& kept = remainders_.defined() ? remainders_ : masters_;
+  NRL_CHECK(kept.numel() == layout_.total && 0 <= begin && begin <= end && end <= layout_.total, "a shard [", begin,
+            ", ", end, ") of ", kept.numel(), " masters");
+  kept = kept.narrow(0, begin, end - begin).clone();
   masters_begin_ = begin;
 }
 
 void DecoderModel::split_masters() {
-  NRL_CHECK_ARG(has_separate_masters(), "remainders are stored for the master weights of a bfloat16 model");
+  NRL_CHECK_ARG(has_separate_masters() && masters_.numel() == layout_.total,
+                "remainders are stored for all master weights of a bfloat16 model");
   remainders_ = runtime::empty_large(masters_.sizes(), compute().options().dtype(at::kShort));
-  ops::split_weights(masters_, compute().narrow(0, masters_begin_, masters_.numel()), remainders_);
+  ops::split_weights(masters_, compute(), remainders_);
   masters_ = at::Tensor();
   weights_changed();
 }

@@ -61,8 +61,8 @@ class DecoderModel {
   }
   /// The weights that the other processes of a run need after an update, in the layout of masters().
   const at::Tensor& updated() const { return adapters_ ? adapters_->masters() : compute(); }
-  /// Keeps only the master weights [begin, end), because other processes keep the others. Does nothing if the master
-  /// weights are the compute weights.
+  /// Keeps only the master weights, or remainders, [begin, end), because other processes keep the others. Does nothing
+  /// if the master weights are the compute weights.
   void keep_master_shard(std::int64_t begin, std::int64_t end);
   /// Keeps of the master weights only what the compute weights lack (ops::split_weights): remainders(), int16. The
   /// model then has no masters(). For a bfloat16 model with trained weights.

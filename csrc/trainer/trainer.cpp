@@ -63,8 +63,8 @@ Trainer::Trainer(std::shared_ptr<model::DecoderModel> model, TrainedTogether tog
       head_(model::VocabSlice(model_->config(), model_->peers())) {
   NRL_CHECK_ARG(gradients_.shards() == nullptr || model_->device().is_cpu(),
                 "several processes train one model on the CPU only, not on ", model_->device().str());
-  if (gradients_.shards() != nullptr) model_->keep_master_shard(shard().begin, shard().end);
   if (state_.store_param_remainders) model_->split_masters();
+  if (gradients_.shards() != nullptr) model_->keep_master_shard(shard().begin, shard().end);
 }
 
 void Trainer::forward_body(const RowBatch& batch, const std::vector<std::int64_t>& samples,

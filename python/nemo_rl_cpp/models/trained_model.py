@@ -505,9 +505,10 @@ class TrainedModel:
             C.split_weights(whole, self.model.compute, remainders)
             self.model.remainders.copy_(remainders[begin:end])
             return
-        lower = self.trained.take(saved.get_tensor("remainders"))[begin:end]
-        upper = self.model.compute[begin:end].view(torch.int16)
-        self.model.masters.view(torch.int32).copy_(upper.int().bitwise_left_shift_(16).add_(lower))
+        lower, upper = self.trained.take(saved.get_tensor("remainders")), self.model.compute.view(torch.int16)
+        whole = upper.int().bitwise_left_shift_(16).add_(lower).view(torch.float32)
+        self.model.masters.copy_(whole[begin:end])
+        self.model.compute.copy_(whole)  # all of it, as masters_changed() rounds this rank's part only
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
         """Copy this rank's shard of the optimizer tensor `name` from `saved`, the tensor of the whole model, into

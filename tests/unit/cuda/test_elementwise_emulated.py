@@ -166,6 +166,23 @@ def test_emulated_cuda_adamw_step_matches_the_cpu_kernel(kernels, with_copy, mom
         assert torch.equal(got[4], got[0].to(BF16))
 
 
+def test_emulated_cuda_adamw_step_with_remainders_matches_the_cpu_kernel(kernels):
+    n = 1003
+    w, g, m, v = *(randn(n, seed=i) for i in range(3)), randn(n, seed=3).abs()
+    compute, remainders = torch.empty(n, dtype=BF16), torch.empty(n, dtype=torch.int16)
+    C.split_weights(w, compute, remainders)
+    state = [compute, remainders, m, v]
+    cpu, got = ([t.clone() for t in state] for _ in range(2))
+    for step in (1, 2, 3):
+        C.adamw_step(
+            cpu[0], g, cpu[2], cpu[3], None, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=step, remainders=cpu[1],
+        )  # fmt: skip
+        kernels.adamw(None, g, got[2], got[3], got[0], 1e-2, 0.9, 0.99, 1e-8, 0.1, step, n, 4, got[1])
+    whole = [((t[0].view(torch.int16).int() << 16) + t[1]).view(F32) for t in (cpu, got)]
+    close(whole[1], whole[0], 1e-6)
+    assert not torch.equal(whole[0], w)
+
+
 def combined_digest(blocks):
     """As ops/weight_digest.cpp puts the digests of the blocks together."""
     digest, mask = 14695981039346656037, 2**64 - 1

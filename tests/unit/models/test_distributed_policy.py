@@ -14,6 +14,7 @@ from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.models.distributed_models import DistributedPolicy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 B = 16
@@ -124,6 +125,27 @@ EXPERTS = (
     "++policy.hf_config_overrides.model_type=qwen3_moe", "++policy.hf_config_overrides.num_experts=6", "++policy.hf_config_overrides.num_experts_per_tok=2",
     "++policy.hf_config_overrides.moe_intermediate_size=32", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true",
 )  # fmt: skip
+
+
+SMALL_STATE = tuple(
+    f"++policy.optimizer.kwargs.{setting}"
+    for setting in ("exp_avg_dtype=uint8", "exp_avg_sq_dtype=uint8", "store_param_remainders=true")
+)
+
+
+@pytest.mark.parametrize("overrides", [("policy.precision=bfloat16", *SMALL_STATE)], ids=["small state"])
+def test_checkpoint_with_a_small_optimizer_state_is_the_same_from_one_and_from_two_processes(one, two, tmp_path):
+    policies = {"one": one, "two": two}
+    for name, policy in policies.items():
+        for _ in range(2):
+            policy.train(batch(policy.get_logprobs(batch())["logprobs"]), NamedLoss({"s9": 3.0}))
+        policy.save_checkpoint(tmp_path / name / "weights", tmp_path / name / "optimizer")
+    assert one.weight_digest() == two.weight_digest()
+    files = [load_file(tmp_path / name / "optimizer" / "optimizer.safetensors") for name in policies]
+    assert {name: tensor.dtype for name, tensor in files[0].items()} == {
+        "exp_avg": torch.uint8, "exp_avg_sq": torch.uint8, "remainders": torch.int16,
+    }  # fmt: skip
+    assert all(torch.equal(files[0][name], tensor) and tensor.any() for name, tensor in files[1].items())
 
 
 @pytest.mark.parametrize("overrides", [EXPERTS], ids=["frozen routers"])

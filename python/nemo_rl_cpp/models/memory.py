@@ -398,12 +398,12 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
 
 
 def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of writing a checkpoint, as pairs (description, bytes): a copy of the weights of the model that
-    needs the most, and with unmerged adapters a second copy, in which the adapters are merged."""
+    """Return the memory of writing a checkpoint, as pairs (description, bytes): the copy of the weights, of the model
+    that needs the most, in which unmerged adapters are merged or experts are put into the layout of the file."""
 
     def copies(model: TrainedModelConfig) -> float:
-        count = 0 if model.quantization else 1 if model.lora is None or model.lora.merge else 2
-        return float(count * sizes.parameters * _width(model))
+        in_place = model.backend != "hf" and sizes.experts == 1 and (model.lora is None or model.lora.merge)
+        return 0.0 if model.quantization or in_place else float(sizes.parameters * _width(model))
 
     return (("weight copies", max(map(copies, models))),)
 

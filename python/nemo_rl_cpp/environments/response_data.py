@@ -88,8 +88,8 @@ def inspect_rows(
 
 
 def _about_lengths(lengths: list[tuple[int, int]], limits: Limits, where: str, rows: int) -> Iterator[Finding]:
-    """Yield the problems of prompts that reach a limit. `lengths` has (number of tokens, row number) of each tokenized
-    prompt among the `rows` of the data set; `where` names the data set."""
+    """Yield a problem for each of the `limits` on tokens that a prompt reaches. `lengths` has (number of tokens, row
+    number) of each tokenized prompt. `rows` is the number of rows of the data set, and `where` names it in messages."""
     longest, row = max(lengths, key=lambda each: each[0])
     looked_at = "" if len(lengths) == rows else f" looked at (of {rows:,})"
     cut = None if limits.cut == limits.context else limits.cut

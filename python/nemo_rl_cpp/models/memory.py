@@ -60,8 +60,10 @@ def tape_bytes(sizes: ModelSizes, width: int) -> int:
 
 
 def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int, processes: int) -> float:
-    """Return the bytes of gradients that each of `processes` ranks holds while it sums the gradients of its gradient
-    blocks (parts of a global batch, see `Ranks.blocks`)."""
+    """Return the bytes of float32 gradients that each of `processes` ranks holds while it trains `parameters` weights.
+
+    A rank adds up the gradients of its gradient blocks (parts of a global batch, see `Ranks.blocks`) in several partial
+    sums. If gradients are sharded, it holds a shard of each sum, and the gradient of the current block."""
     blocks = model.gradient_blocks or processes
     sums = parameters * 4.0 * max(1, blocks // processes).bit_length()
     if processes == 1 or not model.shards_gradients:
@@ -175,8 +177,8 @@ _ONCE = ("master weights", "optimizer", "KV cache", "recurrent states", "logits"
 
 
 def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory that generation engines in separate workers hold in all phases, as pairs (description, bytes):
-    weights, and buffers for the next refit."""
+    """Return the memory that `count` generation engines in separate workers hold together in all phases, as pairs
+    (description, bytes): weights, and buffers for the next refit (transfer of new weights)."""
     if count == 0:
         return ()
     weights = float(sizes.parameters * _width(policy) * count)

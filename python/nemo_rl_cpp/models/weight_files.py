@@ -176,7 +176,8 @@ def _damaged(file: Path, error: Exception) -> ModelFolderError:
 
 
 def all_entries(files: Iterable[Path]) -> Iterator[tuple[Path, str, TensorEntry]]:
-    """Yield (file, name, entry) for every tensor of the files. Raise ModelFolderError for a damaged file."""
+    """Yield (file, tensor's name, its `TensorEntry`) for every tensor of the files, from their headers. Raise
+    ModelFolderError for a damaged file."""
     for file in files:
         for name, entry in tensor_entries(file).items():
             yield file, name, entry

@@ -227,9 +227,10 @@ class _InChunks(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, logits: Tensor, picks: list[tuple[Tensor, Tensor, Tensor]], scoring: Scoring, unfiltered: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tensors (scored, unfiltered, removed), [W] each, as in `Outputs`. The second is empty if the
-        argument `unfiltered` is False. Without top-k and top-p the second and third are empty. `picks` holds (row,
-        column, token id) of each chunk, int64 [w] each."""
+        """Return (scored, unfiltered, removed) for the W tokens to score, [W] each, with the meaning that they have in
+        `Outputs`. Without top-k and top-p the last two are empty; without the argument `unfiltered` the second is.
+        `picks` has for each chunk of w tokens (rows, columns, token ids), int64 [w] each: token i is scored by
+        `logits[row, column]`."""
         made = [_of_places(logits[row, column], targets, scoring, unfiltered) for row, column, targets in picks]
         ctx.save_for_backward(logits)
         ctx.picks, ctx.scoring, ctx.unfiltered = picks, scoring, unfiltered

@@ -398,9 +398,10 @@ class OPDAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor, prev_logprobs: Tensor,
         offsets: Tensor | None = None, **of_rewards: object,
     ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return advantages, or in a PPO run (advantages, returns), where returns are None without a critic. A token
-        that the student's top-k or top-p filter removes (log-probability -inf) gets 0. `of_rewards` holds the inputs of
-        the GRPO or GAE estimator that computes advantages from rewards."""
+        """Return advantages in the shape of `mask` ([B, S], or [T] with `offsets`), or in a PPO run (advantages, returns),
+        where returns are None without a critic. Masked tokens get 0, and so do tokens that the student's top-k or top-p
+        filter removes (log-probability -inf). `of_rewards` holds further inputs of the GRPO or GAE estimator that
+        computes advantages from `rewards`."""
         valid = (mask != 0) & torch.isfinite(prev_logprobs)
         gap = torch.where(valid, teacher_logprobs - prev_logprobs, 0.0).detach()
         advantages = self._of_divergence(gap)

@@ -138,8 +138,9 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
 
 
 def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
-    """Report force_on_policy_ratio (probability ratio 1) if a batch has several optimizer steps: after the first, the
-    ratio is not 1. Also report use_kl_in_reward if the old policy's log-probabilities, which it needs, are skipped."""
+    """Report force_on_policy_ratio, which sets all probability ratios to 1, if a batch has several optimizer steps: the
+    true ratio is 1 only in the first. Also report use_kl_in_reward if force_on_policy_ratio skips the old policy's
+    log-probabilities, which the KL penalty needs."""
     loss, loop, name = config.loss_fn, config.loop, config.algorithm
     if not loss.force_on_policy_ratio:
         return

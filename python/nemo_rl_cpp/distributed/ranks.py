@@ -84,7 +84,7 @@ class Ranks:
 
     @property
     def tensor_rank(self) -> int:
-        """The index of the model's slice that this process has."""
+        """This process's rank in its tensor-parallel group, and so the index of the slice of the model that it holds."""
         return 0 if self.tensor is None else self.tensor.rank
 
     @property
@@ -367,8 +367,9 @@ def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: flo
 
 
 def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, deadline: float) -> DeviceMesh:
-    """Return a 1-D mesh of all ranks, connected by Gloo at the IP address `address` rather than that of the host's
-    name. Collective call."""
+    """Return a 1-D mesh of all ranks, connected by Gloo. All ranks must call this, each with its `place` (rank, number
+    of ranks) and the IP address `address` at which the others reach it, which may differ from that of the host's name.
+    `deadline`: most seconds that an operation may take."""
     name = "nemo_rl_cpp_gloo"
     dist.Backend.register_backend(
         name, lambda part, rank, size, _: _gloo(part, (rank, size), address, deadline), devices="cpu"

@@ -233,7 +233,8 @@ def recurrent_between(layers: int, every: int) -> tuple[int, ...]:
 
 
 def _layers_in(pattern: str) -> dict[str, tuple[int, ...]]:
-    """Return the indices of the recurrent layers and of the MLPs in a Nemotron-H pattern, such as "M-M*-"."""
+    """Return {"recurrent_layers": indices, "mlp_layers": indices} of a Nemotron-H pattern with one letter per layer,
+    such as "M-M*-"."""
     named = {"recurrent_layers": RECURRENT, "mlp_layers": MLP}
     return {
         name: tuple(layer for layer, letter in enumerate(pattern) if PATTERN.get(letter) == kind)

@@ -77,7 +77,8 @@ class Speller:
         self._stream, self._waiting = stream, Sample()
 
     def take(self, part: Sample) -> Spelled:
-        """Add tokens; return those whose text later tokens cannot change (all if `part` ends the response)."""
+        """Add the next tokens `part` of the response. Return the tokens, with their texts, that have become final: later
+        tokens cannot change their texts. If `part` ends the response, these are all remaining tokens."""
         texts = self._stream.push(part.token_ids, last=bool(part.reason))
         w, n = self._waiting, len(texts)
         w.extend(part)

@@ -35,7 +35,7 @@ _PATIENCE_S = 30.0
 
 
 def _saved(tokenizer: TokenizerType) -> tempfile.TemporaryDirectory:
-    """Return a temporary folder to which the tokenizer's files have been saved."""
+    """Save the tokenizer's files to a new temporary folder, and return it as a `TemporaryDirectory`."""
     folder = tempfile.TemporaryDirectory(prefix="nemo_rl_cpp_tokenizer_", ignore_cleanup_errors=True)
     tokenizer.save_pretrained(folder.name)
     return folder

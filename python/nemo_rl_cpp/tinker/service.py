@@ -54,7 +54,8 @@ def data_of(request: pb.ForwardBackwardRequest) -> list[Datum]:
 
 
 def _tensor(tensor: pb.Tensor, what: str) -> Tensor:
-    """Return a tensor with one or two dimensions. Elements missing from a sparse tensor are 0."""
+    """Return the tensor in a request: dense, or a sparse matrix in the CSR format, whose missing elements are 0. Raise
+    UserError, in which `what` names the tensor, if it is invalid."""
     if tensor.dtype not in _DTYPES:
         raise UserError(f"{what} is no tensor of float32 or int64")
     dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)

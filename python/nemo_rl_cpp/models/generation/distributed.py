@@ -82,7 +82,8 @@ class EngineHost:
         return self._engines[number].generate_until(prompts, pause, greedy, on_finished)
 
     def resume(self, number: int, on_finished: OnFinished | None = None) -> Responses | None:
-        """Continue the paused engine `number` and return its responses; None if it is not paused."""
+        """Continue the generation that engine `number` has paused, and return all its responses; None if it is not
+        paused. `on_finished` receives the responses that end meanwhile."""
         return self._engines[number].resume(on_finished)
 
     def ask_engine(self, number: int, method: str, *args: object) -> object:

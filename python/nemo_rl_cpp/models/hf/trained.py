@@ -186,7 +186,8 @@ def _remarks(raw: Mapping[str, Plain], key: str, name: str) -> Iterator[str]:
 
 
 def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the config.json of a tiny model of any model_type, with the sizes of the native tiny model."""
+    """Return the config.json of a tiny model: the sizes of the native tiny model and model_type llama, except for keys
+    that `overrides` sets."""
     sizes = {name: TINY_CONFIG[name] for name in _TINY_SIZES} | {"model_type": "llama"} | _TINY_TOKENS | overrides
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:

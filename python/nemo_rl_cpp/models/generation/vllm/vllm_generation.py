@@ -91,8 +91,8 @@ class SharedMemoryTransport:
         self.weight_bytes = self._buffer.weight_bytes
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the weights into the shared memory, and let vLLM compare the digest of what it reads. On failure vLLM
-        keeps its old weights."""
+        """Copy `weights` (name -> tensor) into the memory shared with vLLM, and let vLLM compare the digest of what it
+        reads there with the digest of what was written. On failure vLLM keeps its old weights."""
         self._sent = self._buffer.fill(weights)
         info = {
             "path": f"/proc/{os.getpid()}/fd/{self._buffer.descriptor}", "size": self._buffer.size, "manifest": self._buffer.manifest,

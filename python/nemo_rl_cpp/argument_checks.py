@@ -20,8 +20,8 @@ def in_a_line(value: object, longest: int = 60) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
-    """Return "did you mean NAME?" for the known name that is most similar to `name`, or `otherwise` if none is similar
-    (see `nearest`)."""
+    """Return "did you mean NAME?" for the known name that is most similar to `name`, or `otherwise` if none is similar.
+    `cutoff`, from 0 to 1, is the lowest difflib ratio of similar names (see `nearest`)."""
     near = nearest(name, known, cutoff)
     return f"did you mean {near}?" if near else otherwise
 

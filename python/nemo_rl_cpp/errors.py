@@ -155,8 +155,8 @@ def user_place(error: BaseException) -> Place | None:
 
 
 def _called_place(error: BaseException) -> Place | None:
-    """Return the line of code that this package's innermost frame called; None if it called none. This line counts as
-    user code even if it is in a library."""
+    """Return the line that the function called by this package's innermost frame was executing when `error` was raised;
+    None if that frame called no function. The line counts as user code even if it is in a library."""
     places = _places(error)
     last = max((i for i, place in enumerate(places) if _is_ours(place.file)), default=len(places))
     return places[last + 1] if last + 1 < len(places) else None

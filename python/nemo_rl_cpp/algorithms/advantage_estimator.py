@@ -75,8 +75,8 @@ class _Estimator(AdvantageEstimator):
         return result.advantages
 
     def _for_kl(self, policy: Tensor | None, reference: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the log-probabilities (policy, reference) that a KL penalty in the reward compares, or (None, None) if
-        the reward has no such penalty or one of them is missing."""
+        """Return the arguments `policy` and `reference`, log-probabilities that a KL penalty in the reward compares.
+        Return (None, None) if the reward has no such penalty, or if one of the arguments is None."""
         both = self.use_kl_in_reward and policy is not None and reference is not None
         return (policy, reference) if both else (None, None)
 
@@ -398,10 +398,10 @@ class OPDAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, teacher_logprobs: Tensor, prev_logprobs: Tensor,
         offsets: Tensor | None = None, **of_rewards: object,
     ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return advantages in the shape of `mask` ([B, S], or [T] with `offsets`), or in a PPO run (advantages, returns),
-        where returns are None without a critic. Masked tokens get 0, and so do tokens that the student's top-k or top-p
-        filter removes (log-probability -inf). `of_rewards` holds further inputs of the GRPO or GAE estimator that
-        computes advantages from `rewards`."""
+        """Return advantages in the shape of `mask` ([B, S], or [T] with `offsets`), or in a PPO run (advantages,
+        returns), where returns are None without a critic. Masked tokens get 0, and so do tokens that the student's
+        top-k or top-p filter removes (log-probability -inf). `of_rewards` holds further inputs of the GRPO or GAE
+        estimator that computes advantages from `rewards`."""
         valid = (mask != 0) & torch.isfinite(prev_logprobs)
         gap = torch.where(valid, teacher_logprobs - prev_logprobs, 0.0).detach()
         advantages = self._of_divergence(gap)

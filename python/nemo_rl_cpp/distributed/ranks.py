@@ -84,7 +84,8 @@ class Ranks:
 
     @property
     def tensor_rank(self) -> int:
-        """This process's rank in its tensor-parallel group, and so the index of the slice of the model that it holds."""
+        """This process's rank in its tensor-parallel group, and so the index of the slice of the model that it
+        holds."""
         return 0 if self.tensor is None else self.tensor.rank
 
     @property

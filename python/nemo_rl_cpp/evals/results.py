@@ -75,7 +75,8 @@ def normal_interval(values: Sequence[float]) -> Interval:
 
 
 def wilson_interval(share: float, count: int) -> Interval:
-    """Return the 95 % interval of a proportion `share` observed in `count` trials (Wilson, 1927), with z = 1.96:
+    """Return the 95 % confidence interval of the proportion p = `share` observed in n = `count` trials (Wilson, 1927),
+    with z = 1.96:
 
     (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n)"""
     center = share + _Z * _Z / (2 * count)

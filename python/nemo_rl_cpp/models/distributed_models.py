@@ -170,8 +170,8 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None,
         mbs: int | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """Train like `Policy.train`, with global batches of `gbs` samples and micro-batches of `mbs` (None: as configured).
-        The loss function is pickled, so every process must be able to import it."""
+        """Train like `Policy.train`, with global batches of `gbs` samples and micro-batches of `mbs` (None: as
+        configured). The loss function is pickled, so every process must be able to import it."""
         batch = plain_batch(data)
         parts = self.group.call_all("train_part", batch, loss_fn, eval_mode, gbs, mbs)
         done = PolicyUpdates.of_ranks(self.group.first_of_groups(parts))

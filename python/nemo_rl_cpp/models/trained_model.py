@@ -285,8 +285,8 @@ class TrainedModel:
         return self.ranks.whole(ids) if given is None else ids, self.ranks.whole(logprobs)
 
     def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
-        """Return a context manager for a loop over the micro-batches of `trainer`. Here it does nothing; subclasses whose
-        forward passes involve all ranks override it."""
+        """Return a context manager for a loop over the micro-batches of `trainer`. Here it does nothing; subclasses
+        whose forward passes involve all ranks override it."""
         return nullcontext()
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:

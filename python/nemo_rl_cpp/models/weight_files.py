@@ -450,8 +450,8 @@ def _expert_rows(tensor: RawTensor, scales: RawTensor | None, expert: int, every
 
 @cache
 def _mxfp4_pairs() -> np.ndarray:
-    """Return a table for decoding MXFP4. Its entry at the index `scale * 256 + byte` is a 32-bit number: the two bfloat16
-    values that the byte has with this scale."""
+    """Return a table for decoding MXFP4. Its entry at the index `scale * 256 + byte` is a 32-bit number: the two
+    bfloat16 values that the byte has with this scale."""
     import numpy as np
 
     with np.errstate(invalid="ignore", over="ignore"):

@@ -187,8 +187,8 @@ class SampleBook:
         return shown | {"tokens": [texts[i] for i in kept]} | _columns(answer, kept)
 
     def _texts(self, tokens: Sequence[int]) -> list[str] | None:
-        """Return the text of each token, or None if one is unknown. If a character has several tokens, the last one
-        gets its text, and the others get ""."""
+        """Return a text for each of `tokens`; None in place of the list if it is empty or has an unknown token. If a
+        character has several tokens, the last one gets its text, and the others get ""."""
         for token in tokens:
             if token not in self._bytes and self._token_bytes is not None:
                 self._bytes[token] = self._token_bytes(token)

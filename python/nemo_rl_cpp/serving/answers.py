@@ -77,8 +77,8 @@ class Speller:
         self._stream, self._waiting = stream, Sample()
 
     def take(self, part: Sample) -> Spelled:
-        """Add the next tokens `part` of the response. Return the tokens, with their texts, that have become final: later
-        tokens cannot change their texts. If `part` ends the response, these are all remaining tokens."""
+        """Add the next tokens `part` of the response. Return the tokens, with their texts, that have become final:
+        later tokens cannot change their texts. If `part` ends the response, these are all remaining tokens."""
         texts = self._stream.push(part.token_ids, last=bool(part.reason))
         w, n = self._waiting, len(texts)
         w.extend(part)
@@ -135,8 +135,9 @@ def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
 
 
 def generate_logprobs(sample: Sample, count: int) -> Json:
-    """Return `logprobs` of vLLM's route. `top_logprobs` of a sampled token lists that token, then the most likely ones:
-    `count` entries in total, at least one.
+    """Return the entry `logprobs` of a response of vLLM's route /inference/v1/generate, for the tokens of `sample`.
+    `top_logprobs` of a sampled token lists that token, then the most likely ones: `count` entries in total, at least
+    one.
 
     `rank` is 1 for the most likely token. It is null for a sampled token that is not among the most likely tokens, or
     if these were not requested. Older clients read the token id from `token`."""

@@ -260,8 +260,8 @@ class PolicyUpdates:
         )
 
     def shares(self, last_reused: float) -> tuple[float, float]:
-        """Return (share of tokens without a backward pass, share without a forward pass in training because generation's
-        activations were reused). If this `train` call repeats a batch and reuses none, the second share is
+        """Return (share of tokens without a backward pass, share without a forward pass in training because
+        generation's activations were reused). If this `train` call repeats a batch and reuses none, the second share is
         `last_reused`, the one of the previous call."""
         packed = max(self.updates.packed_tokens, 1)
         reused = self.reused_tokens / packed if self.reused_tokens or self.on_policy else last_reused

@@ -80,8 +80,9 @@ class ServerClient:
             return _event(response.read(_LARGEST_ANSWER)) or {}
 
     def stream(self, what: str, path: str, body: object) -> Iterator[dict]:
-        """Yield the events of a response until the server ends it. If the generator is closed early, it closes the
-        connection, and vLLM aborts the request. Raises the errors of `call`, and VllmError for an error event."""
+        """Send `body` to the server's route `path`, and yield the events of the response until the server ends it. If
+        the generator is closed early, it closes the connection, and vLLM aborts the request. `what` describes the call
+        in error messages. Raises the errors of `call`, and VllmError for an error event."""
         with self._asked(what, "POST", path, body) as response:
             while True:
                 with self._told(what):

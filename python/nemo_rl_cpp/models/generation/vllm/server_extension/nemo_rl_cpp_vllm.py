@@ -97,8 +97,8 @@ def check_digest(found: str, sent: str) -> None:
 
 
 def pack_again(model) -> None:
-    """Repack, on a CPU, an LM head that is tied to the embedding. It has a separate packed copy, which a reload does
-    not update."""
+    """On a CPU, pack the weights of the LM head of `model` again if it is tied to the embedding. Its matrix product
+    reads a packed copy of the weights, which a reload of the embedding does not update."""
     for module in model.modules():
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)

@@ -267,14 +267,16 @@ def _kv_cache(config: TrainMasterConfig, sizes: ModelSizes, responses: int, sequ
     `kv_cache_gb`.
 
     The native engine keeps only the blocks of a sliding window that later tokens read, of each sequence and of each
-    prompt that waits for a sequence, and the tokens of one step of prefill (csrc/generation/engine.cpp)."""
+    prompt that sequences share, and the tokens of one step of prefill (csrc/generation/engine.cpp)."""
     policy, tokens = config.policy, _generated_tokens(config, responses, sequences)
     windowed = tokens
     if policy.backend == "native" and sizes.windowed_layers:
         prompts = -(-sequences // responses) if responses > 1 else 0
         longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
         step = min(policy.generation.prefill_chunk_tokens, max(0, longest - sizes.window))
-        held = (sequences + prompts) * (sizes.window + KEY_TILE) + step
+        alone = responses == 1 or getattr(config.loop, "max_rollout_turns", 1) > 1
+        own = longest if alone else min(policy.generation.max_new_tokens or longest, longest)
+        held = sequences * (min(own, sizes.window) + KEY_TILE) + prompts * (sizes.window + KEY_TILE) + step
         windowed = min(tokens, held)
     full, limit = cache_bytes(policy, sizes, tokens, windowed), policy.generation.kv_cache_gb
     return min(full, limit * 1e9) if limit else full

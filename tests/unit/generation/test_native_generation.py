@@ -160,10 +160,12 @@ def test_small_cache_behind_a_window_gives_the_tokens_and_logprobs_of_one_withou
     assert torch.equal(policy.get_logprobs(data)["logprobs"], outputs[0]["logprobs"] * data["token_mask"])
 
 
-def test_forecast_of_the_kv_cache_behind_a_window_is_what_generation_uses(tmp_path):
+@pytest.mark.parametrize("window", [20, 200])
+def test_forecast_of_the_kv_cache_behind_a_window_is_what_generation_uses(tmp_path, window):
     """Four prompts of 300 tokens with four responses of 100 each. The layer without a window holds 4 * 9 shared and
-    16 * 4 other blocks, the layer with a window of 20 at most 2 of each response."""
-    overrides = {"model_type": "gemma3_text", **LAYERS["gemma3_text"]}
+    16 * 4 other blocks, the layer with a window of 20 at most 2 of each response, and that with a window of 200 at
+    most 4 of each response and 7 of each prompt."""
+    overrides = {"model_type": "gemma3_text", **LAYERS["gemma3_text"], "sliding_window": window}
     (tmp_path / "c.yaml").write_text(
         "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}\nloss_fn: {reference_policy_kl_penalty: 0}\n"
         f"policy: {{model_name: m, hf_config_overrides: {TINY_CONFIG | overrides!r}, max_total_sequence_length: 400, train_global_batch_size: 16,"

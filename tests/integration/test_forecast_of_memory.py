@@ -39,6 +39,13 @@ SHAPES["adapted_experts"] = LORA | {
     "shape": SHAPES["experts"]["shape"] | {"num_hidden_layers": 6},
 }
 SHAPES["adapted_experts_apart"] = SHAPES["adapted_experts"] | {"policy__dtensor_cfg__lora_cfg__merge": False}
+SHAPES["quantised_recurrent"] = LORA | {
+    "policy__quantization": "q4_0",
+    "shape": {
+        "model_type": "qwen3_5_text", "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64, "num_hidden_layers": 24,
+    },
+}  # fmt: skip
 SHAPES["nf4"] = SHAPES["quantised"] | {"policy__quantization": "nf4"}
 
 

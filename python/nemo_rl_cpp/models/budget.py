@@ -21,7 +21,7 @@ from nemo_rl_cpp.models.memory import (
 from nemo_rl_cpp.models.model_sizes import model_sizes
 
 _KEEP_ALL = 1e9  # GB
-_UNCOUNTED = 0.2e9
+_UNCOUNTED = 0.06e9
 """Bytes of a budget that are left for what the forecast does not count: the modules of the user's code, and buffers of
 threads."""
 

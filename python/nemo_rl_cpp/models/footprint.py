@@ -97,7 +97,10 @@ class Buffers:
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         by_expert = s.experts_per_token * (s.latent_size or s.hidden_size) if s.experts > 1 else 0
         columns = s.mlp_matrices * self._inner + by_expert
-        streams = 3 * _SUM * s.hidden_size + self.width * (s.hidden_size + 2 * query + 2 * key_value)
+        mixer = 2 * query + 2 * key_value
+        if s.recurrent_layers:  # both results, and the gradients of the convolution and of the projection
+            mixer = max(mixer, 2 * s.convolved + 3 * s.recurrent_values)
+        streams = 3 * _SUM * s.hidden_size + self.width * (s.hidden_size + mixer)
         return streams + self.width * columns + self._scratch
 
     def scoring(self, scored: float) -> float:

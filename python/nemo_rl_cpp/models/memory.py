@@ -170,7 +170,7 @@ def forecast(config: TrainMasterConfig) -> list[Phase] | None:
     return [Phase(name, tuple(in_all(*part) for part in (*resting, *parts)) + apart) for name, parts in table.items()]
 
 
-LIBRARIES = 520e6
+LIBRARIES = 660e6
 """bytes of Python, torch and the data of a small run in one process, measured"""
 _ONCE = ("master weights", "optimizer", "KV cache", "recurrent states", "logits")
 """Parts that exist once for each tensor-parallel slice, sharded over processes; other parts exist in every process."""
@@ -317,6 +317,16 @@ def micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
     return min(tokens, (model.train_global_batch_size or math.inf) * model.max_total_sequence_length)
 
 
+def _shared_tokens(config: TrainMasterConfig, model: TrainedModelConfig, kind: str) -> float:
+    """Return the maximum number of tokens that the native core computes for a micro-batch: samples of a group share
+    their prompt."""
+    tokens = micro_batch_tokens(model, kind)
+    if config.algorithm == "sft" or not model.share_prompt_prefix:
+        return tokens
+    sequences = model.train_global_batch_size if kind == "train" else None
+    return min(tokens, _generated_tokens(config, config.loop.num_generations_per_prompt, sequences))
+
+
 class _Training(NamedTuple):
     """The memory of training a model: `now` is in use while it trains, and `held` in the other phases."""
 
@@ -338,7 +348,7 @@ def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parame
         inputs = float(tokens * layers * sizes.hidden_size * _width(model)) + layer
         activations = inputs if model.activation_checkpointing else layer * layers
         return _Training((gradients, ("activations", activations), *head))
-    buffers = Buffers(sizes, _width(model))
+    buffers, tokens = Buffers(sizes, _width(model)), _shared_tokens(config, model, "train")
     whole = tokens * buffers.training(model.activation_checkpointing, _scored_share(config))
     kept = kept_activations_bytes(config, sizes) if name == "policy" else 0.0
     if not kept:
@@ -420,7 +430,8 @@ def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> tuple[tuple[str
         layer = ("activations", float(tokens * tape_bytes(sizes, _width(policy))))
         return layer, _head(policy, sizes, "logprob", 1.0)
     buffers, scored = Buffers(sizes, _width(policy)), _scored_share(config)
-    held = micro_batch_tokens(policy, "train") * buffers.training(policy.activation_checkpointing, scored)
+    tokens = _shared_tokens(config, policy, "logprob")
+    held = _shared_tokens(config, policy, "train") * buffers.training(policy.activation_checkpointing, scored)
     stream = 4.0 * tokens * sizes.hidden_size  # the only buffer that training does not have
     return ("activations", max(stream, tokens * buffers.scoring(scored) - held)), _head(
         policy, sizes, "logprob", scored

@@ -79,7 +79,7 @@ def test_models_command_finds_the_known_base_model_of_a_variant_name(name, known
 def test_models_command_prints_parameter_count_and_memory_estimate(capsys):
     assert models.main(["qwen2.5-0.5b"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Qwen/Qwen2.5-0.5B "))
-    assert line.split()[1:5] == ["qwen2", "0.494", "B", "11.8"]  # as docs/supported-models.md says
+    assert line.split()[1:5] == ["qwen2", "0.494", "B", "11.9"]  # as docs/supported-models.md says
     assert models.main(["no-such-model"]) == 1
     with pytest.raises(SystemExit):
         models.main(["--tokens", "-3"])

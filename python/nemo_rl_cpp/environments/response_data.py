@@ -246,8 +246,9 @@ class _Tasks:
 
 
 def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
-    """Return the sections of the data sets, {"train": sections, "validation": sections}, with defaults filled in. Raise
-    ValueError if one is invalid."""
+    """Return the sections of the data sets in `config`, the section `data`, with defaults filled in: {"train":
+    sections, "validation": sections}. Raise ValueError if one is invalid, or names no environment in `env_configs`, the
+    section `env` (None: not checked)."""
     if config.get("train") is None:
         raise ValueError(
             "the data section lacks `train`: data.train.dataset_name names the training data, and "

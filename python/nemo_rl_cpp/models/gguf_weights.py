@@ -149,7 +149,8 @@ def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.
 
 
 def _differs(config: Mapping[str, Plain], name: str) -> bool:
-    """Return whether llama.cpp's layout of a parameter differs from Hugging Face's."""
+    """Return whether llama.cpp stores the parameter `name` (its name in the model folder) with other values or in
+    another order of rows than Hugging Face."""
     moved = _paired_heads(config, name) > 0 or _value_heads(config, name) is not None
     return moved or _is_offset(config, name) or name.endswith(".A_log")
 

@@ -43,7 +43,8 @@ class Value(TrainedModel, ValueInterface):
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> Updates:
-        """Train on this rank's samples of the batch; see `train`."""
+        """Train the critic on this rank's samples of the batch, in global batches of `gbs` samples and micro-batches of
+        `mbs` (None: the configured sizes); see `train`."""
         gbs = self._global_batch_size(data.size, gbs)
         way = MicroBatchRunner(
             self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss, ranks=self.ranks,

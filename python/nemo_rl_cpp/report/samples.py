@@ -83,8 +83,9 @@ class Picked(NamedTuple):
 
 
 def pick(groups: Sequence[Sequence[Answer]]) -> list[Picked]:
-    """Return the prompts, each with its responses, that have the highest, the lowest and the most different rewards,
-    and the one with the longest response."""
+    """Return the prompts with the highest mean reward, the most different rewards, the lowest mean reward, and the
+    longest response: each once, with its responses and the reasons why it is picked. `groups` holds the responses to
+    each prompt. If no reward or length is known, pick the first prompt."""
     tags: dict[int, list[str]] = {}
 
     def add(tag: str, scores: dict[int, float]) -> None:

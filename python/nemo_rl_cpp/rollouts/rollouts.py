@@ -363,11 +363,12 @@ def with_greedy_baseline(
     final_rewards: Callable[[Rollouts], torch.Tensor],
     prompts: DatumBatch,
 ) -> tuple[DatumBatch, dict[str, float]]:
-    """Call `roll_out` for one greedy response to each distinct prompt, and then for `prompts`.
+    """Call `roll_out` for one greedy response to each distinct prompt, and then for `prompts`. Return the batch and the
+    metrics of the second call with two additions.
 
-    The returned batch has `reward_baseline` float32 [B], which the advantage estimator ReMax needs: the greedy
-    response's reward after `final_rewards` (scaling and shaping). The metric `greedy_reward` is its mean over the
-    prompts."""
+    The batch gets `reward_baseline` float32 [B], which the advantage estimator ReMax needs: the reward of the greedy
+    response to the row's prompt after `final_rewards` (scaling and shaping). The metrics get `greedy_reward`, the mean
+    of these rewards over the prompts."""
     groups, group = torch.unique(prompts["group_id"], return_inverse=True)
     firsts = [int((group == g).nonzero()[0]) for g in range(len(groups))]
     greedy, _ = roll_out(copy.deepcopy(prompts.select_indices(firsts)), greedy=True)

@@ -217,7 +217,9 @@ class TextAnswer(Answer):
         return header.body(self.kind, choices) | {"usage": usage(self.prompts, samples)} | told
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Yield a chunk with the tokens whose text has become final, if there are any or the response has ended."""
+        """Take the new tokens in `progress`, and yield the next chunk of the streamed response, with the fields of
+        `header` and the tokens whose text has become final. Yield nothing if there are none and the response has not
+        ended."""
         part = self._take(progress.sample, progress.part)
         if part.text or part.sample.reason or (part.texts and (self._logprobs or self.body.return_token_ids)):
             yield header.body(self.chunk_kind, [self._part(progress.sample, part)])

@@ -163,7 +163,8 @@ class MicroBatch:
         into[self.places[:, first_column:][inside]] = padded[inside].to(into.dtype)
 
     def data(self, batch: RaggedBatch) -> dict[str, object]:
-        """Return the fields of `batch` for these samples as padded tensors with NeMo RL's names; masks are float."""
+        """Return the fields of `batch` for the samples of this micro-batch, name -> value, with NeMo RL's names.
+        Per-token tensors are padded; masks are float."""
         index = torch.tensor(self.rows)
         data: dict[str, object] = {name: self.padded(value) for name, value in batch.tokens.items()}
         data["input_lengths"] = batch.lengths[index].int()

@@ -327,7 +327,8 @@ class _GlobalBatch:
         return self.apart is not None and bool(self.apart[rows[0]])
 
     def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:
-        """Return the loss of a micro-batch, evaluated on its log-probabilities or values `curr` [b, width]."""
+        """Return the loss of a micro-batch, evaluated on `curr` [b, width]: the log-probabilities or values of its b
+        samples, padded to the `width` tokens of the longest."""
         data = micro.data(self.data)
         if self.exactness is not None:
             self.exactness.compare(curr, data["generation_logprobs"].to(curr.dtype), micro.padded(self.wanted))

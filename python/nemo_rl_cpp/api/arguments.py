@@ -117,8 +117,8 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
 
 
 def lora_keys(given: object, algorithm: str) -> Keys:
-    """Return the configuration keys under `lora_cfg`, of the policy and of PPO's critic, for `given`, the value of the
-    argument `lora`."""
+    """Return {dotted key: ("lora", value)} for the configuration keys of LoRA that `given`, the argument `lora`, sets.
+    If `algorithm` is "ppo", they are keys of the policy and of the critic, otherwise only of the policy."""
     if given is None or given is False:
         return {}
     if isinstance(given, int):

@@ -111,7 +111,8 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def configs(arguments: Sequence[str]) -> int:
-    """Print the shipped configurations, one per line."""
+    """Run the command `configs`: print the name and description of each shipped configuration, one per line, or only of
+    those that contain the word in `arguments`. Return the exit status."""
     parser = command_parser("configs", "List the shipped configurations.", _CONFIGS_EXAMPLES)
     parser.add_argument("word", nargs="?", default="", help="only those with this word in their name or description")
     word = parser.parse_args(arguments).word.lower()

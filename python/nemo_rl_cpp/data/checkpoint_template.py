@@ -78,9 +78,9 @@ def run_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _template_of_run(run: dict[str, Any] | None, folder: Path, own: Templates) -> Templates:
-    """Return the chat template of a run, or None if the run used none. `run` is its section `policy.tokenizer`. If
-    `run` is None, return `own`, the model's template. Raise ValueError if `own` is None and the run's template cannot
-    be read."""
+    """Return the chat template of the run that wrote the model folder `folder`, or None if the run used none. `run` is
+    the run's section `policy.tokenizer`. If `run` is None, return `own`, the template in the folder. If the run's
+    template cannot be read, return its configured value, or raise ValueError if `own` is None."""
     value = own if run is None else run.get("chat_template", "default")
     if run is None or value is None:
         return value

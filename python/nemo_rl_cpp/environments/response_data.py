@@ -146,9 +146,9 @@ def _about_truths(
 
 
 def _verdict(truth: object, name: str, section: Mapping[str, object]) -> str | None:
-    """Return None if the environment `name` can compare responses with the ground truth `truth`, "as text" if only a
-    response with the same text is correct, "never" if no response is, and "wrong" for a value that the environment
-    rejects or cannot use."""
+    """Return None if the environment `name`, with the settings `section`, can compare responses with the ground truth
+    `truth`, "as text" if only a response with the same text is correct, "never" if no response is, and "wrong" for a
+    value that the environment rejects or cannot use."""
     try:
         if name == "code":
             parse_tests(truth)

@@ -335,10 +335,11 @@ class _Training(NamedTuple):
 
 
 def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parameters: int, ranks: int) -> _Training:
-    """Return the memory of training the model `name` with `parameters` weights on `ranks` ranks.
+    """Return the memory of training the model `name` ("policy" or "value") with `parameters` weights on `ranks` ranks.
 
     If generation's activations are kept for the backward pass, training needs buffers of only one layer besides them.
-    But the first step of a run computes its own forward pass, so `now` is the larger of both needs."""
+    But in the first step of a run training computes its own forward pass. The result's `now` is therefore the larger of
+    the two needs."""
     model: TrainedModelConfig = getattr(config, name)
     gradients = (f"{name} gradients", gradient_bytes(model, sizes, _trained(model, parameters, sizes), ranks))
     head = (_head(model, sizes, "train", _scored_share(config)),) if name == "policy" else ()

@@ -114,8 +114,8 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def _header(file: Path) -> dict[str, TensorEntry]:
-    """Return {name: entry} from the header of a safetensors file. The file begins with the header's length in eight
-    bytes and the header in JSON; the tensors follow without gaps."""
+    """Return {name of a tensor: its `TensorEntry`} from the header of a safetensors file. The file begins with the
+    header's length in eight bytes and the header in JSON; the tensors follow without gaps."""
     # The library's safe_open imports numpy: 0.1 to 0.3 s per command; this function takes under a millisecond.
     try:
         with file.open("rb") as handle:

@@ -380,8 +380,8 @@ class PromptGroup:
 
 
 def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
-    """Return the groups of at least two consecutive rows with a common prompt, in order. `factor` is the name of the
-    input that is 0 for targets without gradient."""
+    """Return the groups of at least two consecutive rows with a common prompt, in order; none if `factor` is None.
+    `factor` is the name of the loss input that is 0 for targets without gradient, such as those of the prompt."""
     if factor is None:
         return []
     groups: list[PromptGroup] = []
@@ -423,8 +423,9 @@ def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int,
 
 
 def _packed(rows: Sequence[Row], width: int, groups: Sequence[PromptGroup]) -> tuple[RaggedBatch, Tensor]:
-    """Pack rows into a batch, each with a dummy last token. Return (batch, targets [T, width]), where `width` is the
-    largest number of targets per token; unused targets are 0."""
+    """Pack rows into a batch, each with a dummy last token; the rows of each of `groups` get the same `group_id`.
+    Return (batch, targets [T, width]), where `width` is the largest number of targets per token; unused targets are
+    0."""
     group_of_row = torch.full((len(rows),), -1)
     for number, group in enumerate(groups):
         group_of_row[group.begin : group.end] = number

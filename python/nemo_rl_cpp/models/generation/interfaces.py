@@ -101,7 +101,8 @@ class Responses:
         return list(of_tokens.split(self.lengths.tolist()))
 
     def padded(self, prompts: RaggedBatch, pad_token_id: int | None) -> BatchedDataDict[GenerationOutputSpec]:
-        """Return `prompts` and these responses as a padded `GenerationOutputSpec`."""
+        """Return the prompts, each followed by its response, as a padded `GenerationOutputSpec`. The padding has the
+        token id `pad_token_id`, or 0 if that is None."""
         total = prompts.lengths + self.lengths
         position = torch.arange(int(total.max()))
         is_prompt = position < prompts.lengths.unsqueeze(1)

@@ -173,8 +173,9 @@ class NcclTransport:
 
 
 def connect(store: dist.Store, size: int, device: torch.device, seconds: float) -> C.Communicator:
-    """Return the communicator of rank 0, once the other `size - 1` ranks have joined it and the greeting (an all-reduce
-    of one number) has succeeded."""
+    """Connect by NCCL, as rank 0 with the GPU `device`, to the `size` - 1 other ranks, which meet at `store`. Return
+    the communicator once the greeting, an all-reduce of one number, has succeeded. No operation may take longer than
+    `seconds`."""
     communicator = C.nccl_communicator(store, 0, size, device, seconds)
     C.nccl_greeting(communicator, "greeting vLLM's workers")
     return communicator

@@ -234,7 +234,7 @@ def _items(given: object, name: str) -> tuple[list[object], str]:
 
 def _is_path(text: str, name: str) -> bool:
     """Return whether a string is the path of an existing file or folder. Raise ValueError if it looks like the path of
-    a data file that does not exist."""
+    a data file that does not exist; `name` is the argument's name for the message."""
     try:
         path = Path(text).expanduser()
         exists = bool(text.strip()) and path.exists()

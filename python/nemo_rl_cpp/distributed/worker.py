@@ -50,9 +50,10 @@ class WorkerObjects:
     def call(
         self, target: int, method: str, payload: bytes, event: str | None = None, tell: Callable | None = None
     ) -> Answer:
-        """Call `method` of object number `target` and return the outcome. `payload` is the pickled (args, kwargs). If
-        `method` is an attribute that cannot be called, return its value. If it is `__create__`, make the object:
-        args[0] builds it from the ranks. `tell` is passed to the method as the argument that `event` names."""
+        """Call `method` of object number `target`, and return its value or its error. `payload` is the pickled (args,
+        kwargs). If `method` is an attribute that cannot be called, return the attribute. If `method` is `__create__`,
+        make the object instead: args[0] is a function that builds it from the ranks. If `event` is not None, the method
+        also gets the callback `tell`, as the keyword argument with the name `event`."""
 
         def make() -> object:
             args, kwargs = pickle.loads(payload)

@@ -91,7 +91,9 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
-        """Score the responses and end the conversations. Observations and `answers` are as in `MathEnvironment`."""
+        """Score the responses and end the conversations. Observations are "Environment: correct" or "Environment:
+        incorrect". `answers` holds the text in the last <answer> tag of each response; None unless
+        `return_extracted_answer`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [response.rpartition("<answer>")[2].partition("</answer>")[0].strip() for response in responses]
         scores = [

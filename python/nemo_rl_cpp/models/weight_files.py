@@ -261,8 +261,9 @@ _NOT_COMPUTED = (
 
 
 def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
-    """Return whether the tensor belongs to the layer for multi-token prediction, which checkpoints with sigmoid routers
-    (GLM-4.5) hold after the last layer. This layer is not read, because no loss and no sampling here uses it."""
+    """Return whether the tensor `name` of a checkpoint belongs to the layer for multi-token prediction, which
+    checkpoints with sigmoid routers (GLM-4.5) hold after the last layer. `shapes` holds the names of all tensors of the
+    checkpoint. This layer is not read, because no loss and no sampling here uses it."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if found is None:
         return False

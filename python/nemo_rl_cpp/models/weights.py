@@ -283,7 +283,8 @@ def initialize_weights(model: C.DecoderModel, seed: int, std: float = 0.02, norm
 
 
 def _in_order(model: C.DecoderModel) -> Iterator[C.ParameterSpec | C.BlockSpec]:
-    """Yield all parameters in the order that they would have in memory without quantisation."""
+    """Yield the specifications of all parameters, quantised (`BlockSpec`) or not (`ParameterSpec`), in the order that
+    they would have in memory without quantisation."""
     blocks = deque(model.blocks)
     for i, spec in enumerate(model.specs):
         while blocks and blocks[0].before == i:

@@ -170,7 +170,8 @@ class TrainingClient:
         return self._do(lambda core, model: core.save(model, "sampler_weights", name))
 
     def save_weights_external(self, name: str) -> APIFuture[Path]:
-        """Save the adapters in PEFT's format; the result is their folder."""
+        """Save the adapters in PEFT's format, as the checkpoint `name`. Return a future whose result is their
+        folder."""
 
         def save(core: Models, model: Model) -> Path:
             return core.store.folder(Place.of(core.save(model, "external_weights", name)))

@@ -207,7 +207,8 @@ class MicroBatchRunner:
         return batch.result
 
     def _micro_batch(self, batch: _GlobalBatch, rows: list[int]) -> None:
-        """Run the forward pass and the loss, and then the backward pass unless the loss has zero gradient."""
+        """Run the forward pass and the loss for the samples `rows` of the batch, and then the backward pass unless the
+        loss has zero gradient. Add loss, metrics and counts to `batch.result`; gradients accumulate in the trainer."""
         trainer, batching, scoring, result = self.trainer, self.batching, self.scoring, batch.result
         packed_tokens = C.packed_tokens(batch.packed, rows, batching.share_prefix)
         result.packed_tokens += packed_tokens

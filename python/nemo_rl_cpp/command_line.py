@@ -33,7 +33,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class Outcome:
-    """A record of a command's exit status, which `program` sets."""
+    """A holder of a command's exit status, which the context manager `program` sets."""
 
     status = 0
 

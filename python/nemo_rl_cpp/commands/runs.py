@@ -191,9 +191,9 @@ def _help(kind: str) -> str:
 
 
 def _loaded(file: str, overrides: Sequence[str], kind: str | None) -> WholeConfig | None:
-    """Load a configuration from `file` and the overrides of the command line. If it has errors, print them and return
-    None. In a process that a launcher started with a rank above 0, this call does not return: the process becomes a
-    worker."""
+    """Load a configuration of the given kind of run (None: the kind that fits the file) from `file` and the overrides
+    of the command line. If it has errors, print them and return None. In a process that a launcher started with a rank
+    above 0, this call does not return: the process becomes a worker."""
     try:
         search_for_modules(Path.cwd(), find_config(file).resolve().parent)
         found = kind or kind_of(file)

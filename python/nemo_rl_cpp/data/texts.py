@@ -67,7 +67,8 @@ class TokenBytes:
         self._tokenizer = tokenizer
 
     def __call__(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        """Return the bytes of a token, or b"" for an id that only the model has, not the tokenizer."""
+        """Return the UTF-8 bytes of a token's text. Return b"" for an id that only the model has, not the tokenizer,
+        and with `skip_special_tokens` for a special token."""
         if token_id in self._added:
             if skip_special_tokens and token_id in self._special:
                 return b""
@@ -228,7 +229,7 @@ def _context(
     decode: Callable[[Sequence[int]], str], spelling: Callable[[int], str | None], before: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Return (context, unfinished), two adjacent lists of ids from `before`. They suffice to decode the ids that
-    follow.
+    follow. `decode` returns the text of ids, and `spelling` the tokenizer's entry for an id.
 
     `unfinished` holds the ids at the end whose bytes do not yet form a whole character. `context` is the last id that
     alone decodes to whole characters; if there is none, it holds all ids before `unfinished`."""

@@ -155,8 +155,8 @@ def meet(launch: Launch) -> Store:
 
 
 def listen(launch: Launch, store: Store) -> tuple[socket.socket, bytes]:
-    """Open the socket at which rank 0 accepts connections, and write its port and the secret to the store. Return the
-    socket and the secret."""
+    """Open the socket at which rank 0 accepts connections, and write its port to the store. Also write the secret by
+    which workers prove that they belong to the run, unless it is in the environment. Return (socket, secret)."""
     listening = socket.create_server((socket.gethostbyname(launch.host), 0))
     if not os.environ.get(TOKEN):
         store.set("secret", secrets.token_hex(32))

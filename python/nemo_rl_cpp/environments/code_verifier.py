@@ -209,7 +209,8 @@ def parse_tests(ground_truth: object) -> CodeTests:
 
 
 def _assert(statement: str) -> tuple[Check, object]:
-    """Return (check, expected value) for one statement. Raise ValueError if it is not one Python statement."""
+    """Return (check, expected value) of one statement: ({"expression": EXPRESSION}, LITERAL) for `assert EXPRESSION ==
+    LITERAL`, ({"statement": statement}, None) for any other. Raise ValueError if it is not one Python statement."""
     try:
         [node] = ast.parse(statement).body
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):

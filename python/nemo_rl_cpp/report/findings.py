@@ -169,8 +169,8 @@ def _constant_reward(h: MetricHistory) -> str | None:
 
 @rule(ERROR)
 def exactness(h: MetricHistory) -> Found:
-    """Report how much the probabilities of trainer and generation engine differ, in steps whose samples are not
-    stale."""
+    """Return a finding (level, title, advice) on how much the probabilities of trainer and generation engine differ, in
+    steps whose samples are not stale; None if no such step was logged."""
     stale = dict(zip(*h.curve("train/stale_samples")))
     values = [value for step, value in h.by_step(ERROR).items() if not stale.get(step)]
     if not values:

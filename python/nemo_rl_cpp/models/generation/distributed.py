@@ -340,8 +340,8 @@ class DedicatedGeneration(DistributedGeneration):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start connecting all engines to trainer rank 0, for refits (transfers of new weights). Return the pending
-        calls."""
+        """Start connecting all engines to trainer rank 0, for refits (transfers of new weights). `meeting` says where
+        the processes connect. Return the pending calls."""
         return self.group.run_all_workers_single_data("init_collective", meeting)
 
     def update_weights_from_collective(self, version: int) -> list[WorkerCall]:

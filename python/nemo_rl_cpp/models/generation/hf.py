@@ -120,8 +120,8 @@ class HfGeneration(BaseEngine):
             logits = decoder.step(next_tokens)
 
     def _draw(self, work: _Work, rows: list[int], logits: Tensor) -> list[int]:
-        """Sample the next token of each row from `logits` [B, V], append its log-probability to `work`, and return the
-        tokens. Raise RuntimeError if logits are not finite."""
+        """Sample the next token of each of the B `rows` of `work` from `logits` [B, V], and append its log-probability
+        to `work.logprobs`. Return the B token ids. Raise RuntimeError if logits are not finite."""
         keys = [(work.stream, work.draws[row], work.samples[row], work.length(row)) for row in rows]
         uniform = torch.tensor([C.random_uniform(self.seed, *key) for key in keys], dtype=torch.float64)
         tokens, logprobs, _ = C.sample_rows(logits.float().cpu().contiguous(), uniform, work.rule)

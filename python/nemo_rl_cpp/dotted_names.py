@@ -40,9 +40,9 @@ def is_dotted(name: object) -> bool:
 
 
 class PythonObjectRef(str):
-    """A string in place of a component that was passed as a Python object, not by its dotted name: the value of its
-    configuration key. It is the component's name followed by "(given from Python)", never a valid dotted name. Other
-    processes receive only this string."""
+    """The value of a configuration key whose component was passed as a Python object, not by its dotted name. It is a
+    string: the component's name followed by "(given from Python)", never a valid dotted name. `component` is the
+    object. Other processes receive only the string."""
 
     component: object
 

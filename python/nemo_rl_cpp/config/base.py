@@ -424,10 +424,10 @@ def as_model(config: object, model: type[M], section: str = "") -> M:
 
 @dataclass(frozen=True)
 class Entry:
-    """The definition of a name in a table.
+    """The definition of one name of a `Table`.
 
     Attributes:
-        target: the object, or `package.module:Name`, from which `load` imports it."""
+        target: the object that the name stands for, or `package.module:Name`, from which `load` imports it."""
 
     target: object
 

@@ -518,8 +518,9 @@ class SavedAdapter:
     is_gpt_oss: bool
 
     def tensors(self) -> Iterator[tuple[str, RawTensor]]:
-        """Yield (name, tensor) for A [dim, in] and B [out, dim] of every target. For experts they are A [experts · dim,
-        in] and B [out, dim · experts], with all rows of gate before those of up."""
+        """Yield (name, tensor) for the matrices A [dim, in] and B [out, dim] of every adapted matrix [out, in], with
+        `dim` the LoRA rank. For experts they are A [experts · dim, in] and B [out, dim · experts], with all rows of
+        gate before those of up."""
         for name, tensor in raw_tensors([self.folder / WEIGHTS_FILE]):
             is_mixed = alternates_in_peft(name, self.is_gpt_oss)
             yield name.removeprefix(PREFIX), tensor._replace(data=_even_then_odd(tensor)) if is_mixed else tensor

@@ -216,8 +216,8 @@ _EXPERT = re.compile(r"(.*mlp\.experts\.)\d+\.(gate|up|down)_proj\.(weight|bias)
 
 
 def joined_experts(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors by their names in a checkpoint with fused experts (models/weight_files.py). Each tensor is
-    created only when it is requested."""
+    """Yield (name, tensor) as in a checkpoint with fused experts (models/weight_files.py): the matrices of single
+    experts in `tensors` are stacked, all others are unchanged. Each tensor is created only when it is requested."""
     experts: dict[str, list[str]] = {}
     for name in tensors:
         if (found := _EXPERT.fullmatch(name)) is None:

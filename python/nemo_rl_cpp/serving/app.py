@@ -112,7 +112,8 @@ class Conversation:
             self.answer.remember(self.rollout, self.samples)
 
     async def events(self, header: Header, progress: Progress) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events while it is generated. `progress` holds its first tokens."""
+        """Yield the response as server-sent events, in bytes, while it is generated. `header` has the fields of every
+        chunk, and `progress` the first tokens."""
         answer = self.answer
         for body in answer.opening(header):
             yield event(body)

@@ -67,7 +67,9 @@ class Base:
     def load(
         cls, name: str, served_name: str | None, *, precision: str, max_batch_size: int, cache_bytes: int, max_length: int | None
     ) -> Base:  # fmt: skip
-        """Load the base model from a Hugging Face folder, a model name, a run's checkpoint, or "tiny-random"."""
+        """Load the base model `name`: a Hugging Face folder, a model name, a run's checkpoint, or "tiny-random".
+        Clients may also call it `served_name`. `max_length` is the number of tokens of the longest sequence (None: as
+        many as the model has positions for)."""
         place = name if name == TINY_RANDOM else find_policy_weights(name)
         folder = open_model_folder(str(place), max_length=max_length, length_key="--max-model-len", key="--model")
         folder.check_weights()

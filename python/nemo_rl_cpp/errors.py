@@ -102,7 +102,7 @@ def short_path(path: str | os.PathLike[str]) -> str:
 
 
 def tracebacks_go_to(folder: str | os.PathLike[str] | None) -> None:
-    """Set the folder to which `save_traceback` writes: the log folder of a run."""
+    """Set the folder to which `save_traceback` writes: the log folder of a run, or None without one."""
     global _folder
     _folder = None if folder is None else Path(folder)
 

@@ -110,8 +110,8 @@ def _uses(config: WholeConfig) -> Iterator[_Use]:
 
 
 def _check_model(use: _Use) -> Iterator[Finding]:
-    """Yield problems with a model of the native backend. The generator's return value is the model's files, or None if
-    they are not on this machine or cannot be used."""
+    """Yield problems with a model of the native backend, which the run uses as `use` says. The generator's return value
+    describes the model's files; None if they are not on this machine or cannot be used."""
     fields = {"value_head": use.value_head, "max_length": use.length}
     try:
         if use.name == TINY_RANDOM:

@@ -88,8 +88,8 @@ class Report:
     def add(self, dotted: str, message: str, *related: str) -> None:
         """Report a mistake for the key `dotted`, unless a mistake is already reported for this key or a `related` one.
 
-        Its place is that of the first of these keys that an override sets, or if there is none, of the first that is
-        set."""
+        The reported place is where one of these keys is set: the first key that an override sets, or if there is none,
+        the first that the file sets."""
         keys = (dotted, *related)
         if any(self.has_problem(key) for key in keys):
             return

@@ -298,7 +298,8 @@ class ChatAnswer(TextAnswer):
         self._parsed: dict[int, tuple[Spelled, chat.ParsedToolCalls]] = {}
 
     def _parse(self, k: int, sample: Sample) -> tuple[Spelled, chat.ParsedToolCalls]:
-        """Decode the complete response of choice `k`, and extract its tool calls. The result is cached."""
+        """Return the texts of all tokens of choice `k`, whose last tokens are `sample`, and the tool calls in this
+        complete response. The result is cached."""
         if k not in self._parsed:
             self._spellers.pop(k, None)
             spelled = self._take(k, sample)

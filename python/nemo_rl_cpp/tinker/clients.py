@@ -225,7 +225,8 @@ class SamplingClient:
         )
 
     def compute_logprobs(self, prompt: Tokens) -> APIFuture[list[float | None]]:
-        """Return the log-probability of each token of a prompt, and None for the first."""
+        """Return a future of a list with the log-probability of each token of the prompt, given the preceding ones;
+        None for the first token."""
         tokens = tokens_of(prompt, "the prompt")
         return self._core.worker.do(lambda: self._core.prompt_logprobs(self._sampler, tokens))
 

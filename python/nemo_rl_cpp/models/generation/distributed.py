@@ -236,7 +236,8 @@ class EngineWorker(EngineHost):
         return f"{self.model.digest():016x}"
 
     def create_generation(self, config: GenerationConfig | None = None, **options: object) -> NativeGeneration:
-        """Return an engine that reads this worker's weights in place."""
+        """Return an engine that reads this worker's weights in place. `config`: its settings (None:
+        `policy.generation`). `options`: further arguments of `generation_on`."""
         options.setdefault("memory_share", 1 / self.ranks.size)
         return generation_on(
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, config, **options

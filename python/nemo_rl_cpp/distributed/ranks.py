@@ -359,7 +359,8 @@ def connect(
 
 def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
     """Return a Gloo backend that connects the processes that meet in `store` (with its key prefix). `place` is (rank,
-    number of ranks) of this process, and `address` the address where others reach it."""
+    number of ranks) of this process, and `address` the address where others reach it. `deadline`: most seconds that an
+    operation may take."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=deadline)

@@ -24,7 +24,8 @@ class WeightedParts(dict[str, "Tensor"]):
 
     @staticmethod
     def like(given: "dict[str, Tensor]", parts: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """Return the reward components `parts`, with the weights of the components `given` if these have weights."""
+        """Return the reward components `parts` (name -> tensor), with the weights of the components `given` if these
+        have weights."""
         return WeightedParts(parts, given.weights) if isinstance(given, WeightedParts) else parts
 
 

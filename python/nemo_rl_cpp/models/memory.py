@@ -250,7 +250,8 @@ def _resting(
 
 
 def cache_bytes(policy: PolicyConfig, sizes: ModelSizes, tokens: int, windowed: int) -> float:
-    """Return the bytes of the KV cache of `tokens` tokens, and of `windowed` tokens in layers with a sliding window."""
+    """Return the bytes of a KV cache that holds `tokens` tokens in each layer with full attention, and `windowed`
+    tokens in each layer with a sliding window."""
     values = tokens * (sizes.attention_layers - sizes.windowed_layers) + windowed * sizes.windowed_layers
     return 2.0 * values * sizes.num_key_value_heads * sizes.head_dim * _width(policy)
 

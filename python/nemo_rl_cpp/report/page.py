@@ -326,8 +326,9 @@ class ReportWriter:
         min_interval: float = 5.0,
         token_bytes: TokenBytes | None = None,
     ) -> None:
-        """Read the files that the folder already has. Without `config`, use hyperparams.json and the facts of an
-        earlier report. `token_bytes` is as in `SampleBook`."""
+        """Read the files that the folder `log_dir` already has. Without `config`, use hyperparams.json and the facts of
+        an earlier report. The page is rewritten at most every `min_interval` seconds. `token_bytes` is as in
+        `SampleBook`."""
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
         self.min_interval = min_interval

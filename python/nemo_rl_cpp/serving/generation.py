@@ -168,7 +168,8 @@ class ServedDedicatedGeneration(DedicatedGeneration):
         return self._of_server("address_with", self._folder.name)
 
     def begin_rollout(self, name: str, stream: str, greedy: bool = False) -> str:
-        """Return the key that a rollout's requests must send, as `ServedGeneration.begin_rollout` does."""
+        """Return the key that a rollout's requests must send. For `name`, `stream` and `greedy` see
+        `ServedGeneration.begin_rollout`."""
         return self._of_server("begin_rollout", name, stream, greedy)
 
     def end_rollout(self, key: str) -> Rollout:

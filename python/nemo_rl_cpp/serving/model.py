@@ -72,7 +72,8 @@ class ServedModel:
         return name or self.names[0]
 
     def check_prompt(self, prompt_ids: list[int], param: str) -> None:
-        """Raise RequestError if a prompt is empty, too long, or has a token outside the vocabulary."""
+        """Raise RequestError if a prompt is empty, too long, or has a token outside the vocabulary. `param` is the
+        field of the request that the error names."""
         if not prompt_ids:
             raise RequestError("the prompt has no token: give at least one character", param=param)
         if len(prompt_ids) >= self.max_model_len:

@@ -270,7 +270,8 @@ def _change_config(folder: Path, **changes: Plain) -> None:
 
 
 def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
-    """Add the critic's head and the layers' prefix to the saved files, one file at a time."""
+    """Turn the saved files of a critic's backbone into those of the critic, one file at a time: add the prefix of the
+    backbone to the tensors' names, and `score`, the weight of the critic's head."""
     prefix = module.backbone.base_model_prefix
     files = sorted(folder.glob("model*.safetensors"))
     weight_map = {}

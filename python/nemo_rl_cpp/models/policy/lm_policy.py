@@ -124,7 +124,8 @@ class Policy(TrainedModel, PolicyInterface):
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> TrainingResult:
-        """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
+        """Take one optimizer step per global batch of `gbs` rows, in micro-batches of `mbs` rows (None: the configured
+        sizes), then one step of the learning-rate schedule.
 
         If the data has no `prev_logprobs`, the current weights must be those that generated the responses. The first
         update then takes the old policy's log-probabilities from its own forward pass. Later updates take them from

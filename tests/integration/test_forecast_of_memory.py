@@ -69,6 +69,6 @@ def test_memory_estimate_is_within_ten_percent_of_the_measured_peak(tmp_path, na
 
 
 def test_run_with_memory_budget_gb_has_a_measured_peak_below_the_budget(tmp_path):
-    """Without a budget the forecast is 1.26 GB, without the activations that are kept."""
+    """Without a budget the forecast is 1.32 GB, without the activations that are kept."""
     found = measured(tmp_path, policy__memory_budget_gb=1.25)
     assert found["exact"] and found["peak"] < 1.25e9, found

@@ -90,7 +90,8 @@ class _SampleEstimator(_Estimator):
     ) -> Tensor:  # fmt: skip
         """Return the advantages of all tokens, even of masked ones: an expanded view [B, S], the shape of `mask`. If
         `offsets` [B + 1] is given, return [T], the tokens of all samples one after the other; sample b begins at
-        `offsets[b]`. The statistics of a group exclude samples with valid_mask 0."""
+        `offsets[b]`. Samples with the same `group_id` [B] (None: with the same `prompt_ids` [B, P]) are a group. The
+        statistics of a group exclude samples with valid_mask 0. `repeated_batch`: further columns of the samples."""
         advantages = self._of_samples(
             rewards,
             _groups(prompt_ids, group_id),

@@ -126,8 +126,9 @@ class GivenValues:
         return f"{self._mark}{index}_"
 
     def place_of(self, where: str) -> str:
-        """Return the place that messages name for the place `where`. If `where` is an override made from a given value,
-        this is the place that the caller gave for the value, such as "argument seed"; otherwise it is `where`."""
+        """Return how error messages name `where`, the origin of a configuration value. If `where` is an override that
+        was made from a Python value, return the name that the caller gave this value, such as "argument seed";
+        otherwise return `where`."""
         return self._places[self._by_override[where]] if where in self._by_override else where
 
     def restore(self, data: dict[str, object], positions: dict[str, str]) -> None:

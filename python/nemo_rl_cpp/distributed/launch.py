@@ -420,7 +420,8 @@ class ProcessWorkers(Workers):
 
 
 def rendezvous_store(host: str, deadline: float) -> TCPStore:
-    """Return a TCP store on a free port of `host`, for the rendezvous of the ranks (`ranks.connect`)."""
+    """Return a TCP store on a free port of `host`, for the rendezvous of the ranks (`ranks.connect`). `deadline` is the
+    timeout in seconds of each operation of the store."""
     import torch.distributed as dist
 
     return dist.TCPStore(host, 0, is_master=True, timeout=timedelta(seconds=deadline), wait_for_workers=False)

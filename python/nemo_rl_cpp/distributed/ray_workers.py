@@ -68,8 +68,9 @@ def ray_in_use() -> ModuleType | None:
 
 
 def start_ray(cpus: int) -> bool:
-    """Join or start a Ray cluster with at least `cpus` CPUs, unless Ray is already running. Return whether this call
-    started one."""
+    """Connect this process to Ray: to the cluster of RAY_ADDRESS if that is set, otherwise to a new cluster on this
+    machine with at least `cpus` CPUs. Do nothing if the process is already connected. Return whether this call started
+    a cluster."""
     ray = ray_module()
     if ray.is_initialized():
         return False

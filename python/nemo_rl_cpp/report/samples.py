@@ -209,8 +209,10 @@ class SampleBook:
 
 
 def _columns(answer: Answer, kept: Sequence[int]) -> dict[str, Plain]:
-    """Return the response's per-token numbers as integers: log-probabilities and advantages times 100, log-ratios times
-    10,000. Tokens that an environment wrote are not trained on, and have None."""
+    """Return {column: one value per token of `kept`}. `kept` holds the indices of the tokens that the page shows. The
+    columns are integers: "lp", log-probabilities times 100; "ratio", log-ratios of trainer to engine times 10,000 (0 if
+    all are 0); "adv", advantages times 100. They have None at tokens that an environment wrote, whose places in `kept`
+    the list "env" has. A column that shows nothing is omitted."""
     mask = answer.column("token_loss_mask")
 
     def numbers(name: str) -> list[float | None]:

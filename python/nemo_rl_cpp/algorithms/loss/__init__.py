@@ -37,10 +37,11 @@ class LossInputType(enum.Enum):
 
 
 class LossFunction(Protocol):
-    """The base class of losses. A loss is called with the model output by keyword, the data and the global counts, and
-    returns (scalar, metrics). Derive custom losses from it.
+    """The base class of losses; derive custom losses from it. A loss is called with four keyword arguments:
+    `next_token_logprobs` (the model's output), `data` (the micro-batch), `global_valid_seqs` and `global_valid_toks`
+    (the numbers of valid samples and tokens in the global batch of all ranks). It returns (scalar, metrics).
 
-    The results of micro-batches and ranks are added, never averaged, so a loss must divide by the global counts."""
+    The results of micro-batches and ranks are added, never averaged, so a loss must divide by these numbers."""
 
     loss_type: LossType = LossType.TOKEN_LEVEL
     input_type: LossInputType = LossInputType.LOGPROB

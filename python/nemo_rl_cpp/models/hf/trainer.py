@@ -184,7 +184,8 @@ class HfTrainer:
         return OptimizerStep(norm, True)
 
     def _squares(self, grads: Tensor) -> float:
-        """Return the sum of the squared gradients of the whole model."""
+        """Return the sum of the squared gradients of the whole model. `grads` is this rank's flat gradient; a sharded
+        trainer adds the sums of all ranks."""
         return math.fsum(float(part.double().square().sum()) for part in grads.split(_BLOCK))
 
 

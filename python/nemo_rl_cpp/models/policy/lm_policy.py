@@ -173,8 +173,9 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """Return the old policy's log-probabilities for the updates after the first one: generation's if they are
-        bit-identical to those of the first forward pass, otherwise newly computed ones."""
+        """Return the old policy's log-probabilities [T] for the updates after the first one: generation's if they are
+        bit-identical to those of the first forward pass, otherwise newly computed ones. `exactness` is the comparison
+        of the two (None: not compared, so compute them), `gbs` the number of samples per global batch."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]

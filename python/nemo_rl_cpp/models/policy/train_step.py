@@ -164,9 +164,9 @@ class MicroBatchRunner:
         return asked and not self.visits_all and self.blocks is None and self.ranks.size > 1
 
     def abandon_sum(self) -> None:
-        """After any rank has failed, join a sum of gradients that other ranks may have started, and discard its result.
-        Do nothing if no sum starts during a backward pass, or if `end_block` has already joined the sum of each
-        gradient block."""
+        """After any rank has failed, take part in a sum of gradients that other ranks may have started, so that they do
+        not wait forever, and discard its result. Do nothing if this run sums gradients only after the backward passes,
+        or if `end_block` has taken part in every sum already."""
         if self.sums.beside and not (self.sums.sharded and self.own_blocks > 1):
             self.trainer.abandon_sum()
 

@@ -70,7 +70,8 @@ class Updates:
 
 def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
     """Return, for each global batch, a list with one value per micro-batch of all ranks, in the order of the gradient
-    blocks. `of_ranks[r]` holds the values of rank r, and `parts[r]` its results."""
+    blocks. `of_ranks[r][g]` lists the values of rank r for global batch g, one per micro-batch. `parts[r]`, the results
+    of rank r, tells how many micro-batches each of its gradient blocks has."""
     joined: list[list[Value]] = []
     for number, lists in enumerate(zip(*of_ranks)):
         if not parts[0].in_turns:

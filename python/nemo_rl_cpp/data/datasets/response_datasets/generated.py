@@ -72,7 +72,8 @@ class GeneratedDataset(RawDataset):
     @staticmethod
     def pick(available: int, num_samples: int | None, seed: int, what: str) -> list[int]:
         """Return `num_samples` (None: `available`) random indices below `available`. No index repeats before each has
-        occurred once."""
+        occurred once. Raise ValueError if `available` is 0; `what` names the indexed things in its message ("numbers in
+        the range")."""
         if available == 0:
             raise ValueError(f"data: there are no {what}: allow more different questions")
         count = available if num_samples is None else num_samples

@@ -76,7 +76,8 @@ class WeightBuffer:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the file. The memory is freed when the last view of it is released. Idempotent."""
+        """Close the descriptor of the shared memory, which is freed when the last tensor that views it is released.
+        Further calls do nothing."""
         self._closing()
         self.descriptor = -1
 

@@ -244,7 +244,8 @@ _EXPECTED = {
 
 
 def explained(message: str) -> str:
-    """Return the message of the YAML reader, or if its line contains a tab a message about the tab."""
+    """Return `message`, an error of the YAML reader that begins with its file and line. If that line contains a tab,
+    return a message about the tab instead."""
     place = re.match(r"(?P<file>[^\n]*?):(?P<line>\d+): ", message)
     if place is None or not Path(place["file"]).is_file():
         return message

@@ -107,9 +107,9 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str | 
 
 
 def obey_settings(backend: Backend, settings: Mapping[str, Any]) -> None:
-    """Apply `split_special_tokens` to `backend`. Also apply `add_prefix_space` and `legacy`, in the way of the class
-    `tokenizer_class`. Classes unknown here ignore `add_prefix_space` and `legacy` and keep the pipeline of
-    tokenizer.json."""
+    """Apply the `settings` of tokenizer_config.json to the tokenizer `backend`: `split_special_tokens`, and as the
+    class `tokenizer_class` does, `add_prefix_space` and `legacy`. For classes unknown here, the last two are ignored
+    and the pipeline of tokenizer.json is kept."""
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     name = str(settings.get("tokenizer_class")).removesuffix("Fast")
     prefix = settings.get("add_prefix_space")

@@ -92,7 +92,8 @@ class Logger(LoggerInterface):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """Log `prefix/name` for every entry, at `step` (counted from 1)."""
+        """Log `prefix/name` for every entry of `metrics`, at `step` (counted from 1), with all backends. For
+        `step_metric` and `step_finished` see `LoggerInterface.log_metrics`."""
         self._each(lambda logger: logger.log_metrics(metrics, step, prefix, step_metric, step_finished))
 
     def log_hyperparams(self, params: Settings) -> None:

@@ -188,8 +188,9 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start connecting trainer rank 0 to the dedicated engines, for refits; their `init_collective` must be called,
-        too. Return the pending call."""
+        """Start connecting trainer rank 0 to the dedicated engines, for refits (transfers of new weights). `meeting`
+        says where the processes connect; `init_collective` of the engines must be called with it, too. Return the
+        pending call."""
         return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
 
     def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:

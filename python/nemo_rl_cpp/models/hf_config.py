@@ -296,7 +296,8 @@ def _check_router(form: Mapping[str, Plain], count: int, chosen: int) -> None:
 
 
 def _mlp_layer_types(form: Mapping[str, Plain]) -> list[str]:
-    """Return mlp_layer_types, or the list that follows from first_k_dense_replace."""
+    """Return the kind of each layer, DENSE or SPARSE: mlp_layer_types, or if it is null the list in which the first
+    first_k_dense_replace layers are DENSE. Raise ModelFolderError if mlp_layer_types is not such a list."""
     layers, kinds = form["num_hidden_layers"], form["mlp_layer_types"]
     if kinds is None:
         dense = min(form["first_k_dense_replace"], layers)

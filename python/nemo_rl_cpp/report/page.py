@@ -226,8 +226,9 @@ def render(history: MetricHistory, facts: RunFacts) -> str:
 def render_side_by_side(
     histories: Mapping[str, MetricHistory], tables: Mapping[str, Rows], verdict: Sequence[str]
 ) -> str:
-    """Return the HTML of the report page of several runs, given by name: tables with a column per run, and their
-    curves in the same charts."""
+    """Return the HTML of the report page of several runs. `histories` has the metrics of each run by its name, whose
+    curves share the charts. `tables` has rows with a column per run, by the title of the table. `verdict` holds
+    sentences on which run is better."""
     title, runs = f"comparison of {len(histories)} runs", list(histories.values())
     panels = panels_of(runs)
     sections = [

@@ -310,8 +310,9 @@ class DedicatedGeneration(DistributedGeneration):
         return deal(batch, 0, batch.size, self.group.dp_size, tokens)
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine. If a `change` is planned and responses reach its pause, wait for the new
-        weights, and then continue these responses."""
+        """Return the responses of each engine: those of engine i to `prompts[i]`. `told[i]`, if not None, receives them
+        as they end. If a `change` is planned and responses reach its pause, wait for the new weights, and then continue
+        these responses."""
         change, before = self.change, self.weight_version
         if change is None:
             return super()._parts(prompts, greedy, told)

@@ -151,7 +151,8 @@ class MicroBatch:
         return MicroBatch(rows, width, *data.places(index, width))
 
     def padded(self, of_tokens: Tensor) -> Tensor:
-        """Pick these samples from a tensor [T, ...] of the batch; return [b, width, ...], with 0 on padding."""
+        """Return the values of this micro-batch's samples in `of_tokens` [T, ...], a tensor of the whole batch, as a
+        tensor [b, width, ...] with 0 on padding."""
         picked = of_tokens[self.places]
         picked[~self.inside] = 0
         return picked

@@ -77,7 +77,7 @@ PROMPT_MAKERS: dict[Callable[..., DatumSpec], PromptMaker] = {}
 
 
 def _processor(make: PromptMaker) -> TaskDataProcessFnCallable:
-    """Make a processor that calls the function `make`, and register it under the name of this function."""
+    """Return a processor of rows whose prompts the function `make` makes. Register it under the name of `make`."""
 
     @wraps(make)
     def process(

@@ -49,7 +49,7 @@ class Buffers:
 
     @property
     def layer(self) -> float:
-        """Return the bytes that a layer stores for its backward pass (csrc/model/layer_activations.h)."""
+        """Return the bytes per token that a layer stores for its backward pass (csrc/model/layer_activations.h)."""
         s = self.sizes
         streams = (1 if s.mlp_layers else 2) + s.norms_of_results
         gates = s.mlp_matrices - 1

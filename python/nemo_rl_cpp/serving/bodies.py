@@ -158,7 +158,7 @@ class ChatBody(TextBody):
 
 
 class GenerateParams(SamplingFields):
-    """The field `sampling_params` of vLLM's route."""
+    """The field `sampling_params` in the body of vLLM's route /inference/v1/generate."""
 
     logprobs: Likeliest | None = None
 

@@ -235,8 +235,8 @@ def listener_of(config: PolicyConfig) -> socket.socket | None:
 
 
 def key_of(variable: str | None) -> str:
-    """Return the API key in the environment variable `variable` (None: a new one). Raise ValueError if it is not
-    set."""
+    """Return the server's API key: the value of the environment variable `variable`, or a new random key if `variable`
+    is None. Raise ValueError if the variable is not set."""
     key = secrets.token_urlsafe(24) if variable is None else os.environ.get(variable)
     if not key:
         raise ValueError(f"policy.generation.http_server.api_key_variable is {variable}, but that variable is not set")

@@ -98,7 +98,9 @@ class Store:
         return Facts.of(found)
 
     def save(self, place: Place, facts: Facts, write: Callable[[Path], None], overwrite: bool = False) -> None:
-        """Write a checkpoint atomically: readers see either the complete new folder or the previous one."""
+        """Write the checkpoint `place` atomically: readers see either the complete new folder or the previous one.
+        `write` is called with a folder, into which it writes the files; `facts` become the metadata. Raise UserError if
+        the checkpoint exists, unless `overwrite`."""
         Place.of(place.path)
         folder = self.folder(place)
         if folder.exists() and not overwrite:

@@ -110,7 +110,8 @@ class Sampler:
             self._engine = None
 
     def step(self) -> None:
-        """Sample a token for each request. The native model must have this sampler's adapter loaded."""
+        """Sample one token for each running request. If all samples of a request have ended, set the result of its
+        future. The native model must have this sampler's adapter loaded."""
         try:
             drawn = zip(*self._engine.step())
         except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up

@@ -184,8 +184,8 @@ class HfTrainer:
         return OptimizerStep(norm, True)
 
     def _squares(self, grads: Tensor) -> float:
-        """Return the sum of the squared gradients of the whole model. `grads` is this rank's flat gradient; a sharded
-        trainer adds the sums of all ranks."""
+        """Return the sum of the squares of the whole model's gradient. `grads` [n] is the part of it in this process:
+        here, all of it."""
         return math.fsum(float(part.double().square().sum()) for part in grads.split(_BLOCK))
 
 

@@ -53,8 +53,8 @@ def is_exact(history: list[dict]) -> bool:
     return bool(trained) and all(row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0 for row in trained)
 
 
-def test_run_on_two_tensor_parallel_ranks_trains_the_weights_of_a_run_without_them(tmp_path):
-    """Also in two groups of two, to the bit."""
+def test_run_on_two_tensor_parallel_ranks_trains_the_same_weights_as_on_one_rank_but_for_rounding(tmp_path):
+    """Two groups of two ranks train bit-identical weights to those of one group."""
     one, alone = trained(tmp_path / "1", 3, *BLOCKS)
     two, sliced = trained(tmp_path / "2", 3, *BLOCKS, *workers(2), *TP)
     four, groups = trained(tmp_path / "4", 3, *BLOCKS, *workers(4), *TP)
@@ -65,8 +65,8 @@ def test_run_on_two_tensor_parallel_ranks_trains_the_weights_of_a_run_without_th
     assert equal(tensors(sliced), tensors(groups)) and equal(moments(sliced), moments(groups))
 
 
-def test_run_on_four_tensor_parallel_ranks_trains_the_weights_of_a_run_without_them(tmp_path):
-    """The weights are the whole model's but for rounding. That workers may be Ray's actors is shown in test_several_processes."""
+def test_run_on_four_tensor_parallel_ranks_trains_the_same_weights_as_on_one_rank_but_for_rounding(tmp_path):
+    """That workers may be Ray's actors is shown in test_several_processes."""
     four = (*BLOCKS, "policy.dtensor_cfg.tensor_parallel_size=4")
     _, alone = trained(tmp_path / "1", 2, *BLOCKS)
     history, sliced = trained(tmp_path / "4", 2, *workers(4), *four)

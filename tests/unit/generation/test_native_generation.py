@@ -139,7 +139,7 @@ WINDOWED = {"mistral": {"sliding_window": 20}} | {name: LAYERS[name] for name in
 
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_small_cache_behind_a_window_gives_the_tokens_and_logprobs_of_one_without_reuse(family, chunk):
+def test_kv_cache_that_reuses_blocks_behind_a_window_gives_the_tokens_and_logprobs_of_a_full_cache(family, chunk):
     """The longest sequence has 290 tokens, which are 10 blocks of each layer. Behind the window a step needs at most
     1 + ceil((19 + 64 - 1) / 32) = 4, and one for a copy of a prompt's last block."""
     overrides = {"model_type": family, **WINDOWED[family]}

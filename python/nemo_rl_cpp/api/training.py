@@ -244,7 +244,8 @@ def _given(algorithm: str, arguments: Mapping[str, Any]) -> Keys:
 
 
 def _folders(arguments: Mapping[str, Any]) -> Keys:
-    """Return the configuration keys that the arguments log_dir, checkpoint_dir and resume set."""
+    """Return {configuration key: (name of the argument that sets it, value)} for the arguments log_dir, checkpoint_dir
+    and resume. Raise ValueError for an invalid argument."""
     logs = folder_path(arguments["log_dir"], "log_dir")
     given, resume = arguments["checkpoint_dir"], arguments["resume"]
     checkpoints = folder_path(given, "checkpoint_dir") if given is not None else None

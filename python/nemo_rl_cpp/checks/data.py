@@ -171,8 +171,9 @@ def check_environments(config: WholeConfig) -> Iterator[Finding]:
 
 
 def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterator[Finding]:
-    """Import the reward functions of an environment's `section`. With the gdpo estimator, check that rewards stay
-    separate components and are weighted only once."""
+    """Import the reward functions named in `section`, env.reward_functions. With the gdpo estimator, yield a problem if
+    rewards are not kept as separate components or are weighted twice. Raise LoadingError if `section` is invalid or a
+    function cannot be imported."""
     if not {"functions"} <= set(section) <= {"functions", "weights", "names", "as_parts"}:
         raise LoadingError(
             f"it takes functions, weights, names and as_parts, but has {', '.join(sorted(section)) or 'nothing'}"

@@ -46,7 +46,7 @@ class ActorSettings:
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> ActorSettings:
-        """Return the settings in the section `cluster`."""
+        """Return the settings of actors that follow from the section `cluster` of the configuration."""
         cpus = cluster.processes * (cluster.cpus_per_worker or 1)
         return cls(cluster.communication_timeout_s, cluster.environment_restarts, cpus)
 

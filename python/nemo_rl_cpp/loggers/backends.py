@@ -163,7 +163,9 @@ class WandbLogger(InitTracker):
     def log_metrics(
         self, metrics: Metrics, step: int, prefix: str = "", step_metric: str | None = None, step_finished: bool = False
     ) -> None:
-        """Add metrics to the step's row. W&B sends the row if `step_finished` is set, or when a later step begins."""
+        """Add `metrics` to the row of `step` in W&B, with names `prefix/name`; if they contain `step_metric`, their own
+        x axis, add them to the current row. W&B sends the row if `step_finished` is set, or when a later step
+        begins."""
         row = {self.accepted(name): to_plain(value) for name, value in prefixed(metrics, prefix, step_metric).items()}
         if step_metric and (step_metric in metrics or step_metric in row):
             self.run.log(row, commit=False)

@@ -192,10 +192,10 @@ class Lora:
         }
 
     def _peft_targets(self) -> dict[str, list[str]]:
-        """Return target_modules and, if MLPs of a model with experts are adapted, also target_parameters, with the
-        names of these MLPs' weights. In target_modules PEFT would read gate_proj, up_proj and down_proj of such a model
-        as the experts' matrices. Names are short, such as q_proj, if each is adapted in every layer that has it;
-        otherwise they are full."""
+        """Return the entries of adapter_config.json that list what is adapted: target_modules (names of modules) and,
+        if MLPs of a model with experts are adapted, target_parameters (names of these MLPs' weights). In target_modules
+        PEFT would read gate_proj, up_proj and down_proj of such a model as the experts' matrices. Names are short, such
+        as q_proj, if each is adapted in every layer that has it; otherwise they are full."""
 
         def is_parameter(module: str) -> bool:
             return bool(self.layers.experts) and ".mlp." in module

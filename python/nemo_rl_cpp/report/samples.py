@@ -245,7 +245,8 @@ def _round(value: float | None) -> float | None:
 
 
 def _within_budget(pages: Mapping[Step, _Page]) -> list[Step]:
-    """Return the steps that fit the size budget: the last, the first, then steps between them."""
+    """Return the steps whose pages together fit the size budget, in the order of choice: the last step, the first, then
+    steps between them. At least one step is returned if any page has a finite size."""
     shown, spent = [], 0.0
     for key in outside_in(sorted(pages)):
         if math.isfinite(pages[key].cost) and (not shown or spent + pages[key].cost <= BUDGET):

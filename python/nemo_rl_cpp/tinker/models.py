@@ -86,8 +86,9 @@ class Models:
     def forward(
         self, model: Model, data: Sequence[Datum], loss_fn: str, config: dict[str, float | str] | None, *, backward: bool
     ) -> ForwardBackwardOutput:  # fmt: skip
-        """Compute a built-in loss. If `backward`, accumulate its gradient for the next optimizer step. Return the loss
-        and the log-probabilities of the targets."""
+        """Compute the built-in loss `loss_fn`, with the settings `config`, on `data`. If `backward`, accumulate its
+        gradient for the next optimizer step. Return the loss, summed over all targets, and the log-probabilities of the
+        targets."""
         state = model.trained
         loss, needed, numbers = loss_of(loss_fn, config or {})
         rows, factor = rows_of(data, self.base, needed, tuple(numbers)), FACTORS.get(loss_fn)

@@ -182,7 +182,8 @@ class Worker:
         return request_id
 
     def do(self, run: Callable[..., object], *, is_short: bool = False) -> APIFuture:
-        """Run `run` as a job whose future is returned but not stored."""
+        """Queue a call of `run` in the worker's thread, and return the future of its result. Unlike with `submit`, the
+        future is not stored. For `is_short` see `Job`."""
         with self._changed:
             return self._enqueue(Job(run, APIFuture(), is_short))
 

@@ -196,8 +196,9 @@ def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def config_object(raw: dict[str, Plain], path: Path | None, settings: HfConfig, key: str) -> PreTrainedConfig:
-    """Return transformers' configuration object for the config.json `raw`. Raise ModelFolderError with the
-    configuration key `key` if transformers cannot read it."""
+    """Return transformers' configuration object for the config.json `raw` of the model in the folder `path` (None: a
+    model without files). If `settings.trust_remote_code`, use the class that the folder's own code defines. Raise
+    ModelFolderError with the configuration key `key` if transformers cannot read `raw`."""
     library, kind = transformers(), raw.get("model_type")
     runs_code = settings.trust_remote_code and path is not None and bool(raw.get("auto_map"))
     if not runs_code and kind not in library.CONFIG_MAPPING:

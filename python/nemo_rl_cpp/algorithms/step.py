@@ -31,8 +31,9 @@ class NothingToTrainOnError(RuntimeError):
 
 
 def require_valid_tokens(samples: Rollouts, batch: TrainBatch, section: str) -> None:
-    """Raise NothingToTrainOnError if every token is masked, because an optimizer step would then only decay the
-    weights."""
+    """Raise NothingToTrainOnError if every token of `batch` is masked, because an optimizer step would then only decay
+    the weights. The message counts the truncated responses in `samples`, and names keys of the configuration section
+    `section`."""
     if bool(batch.is_valid.any()):
         return
     cut = int(samples.truncated.sum())

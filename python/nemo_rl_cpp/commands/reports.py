@@ -20,7 +20,8 @@ _COMPARE_EXAMPLES = """examples:
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Rewrite report.html of a log folder, and print its path."""
+    """Run the command `report`, with its command-line arguments: rewrite report.html of a log folder, and print its
+    path. Return the exit status."""
     parser = command_parser("report", "Write report.html of a run again from its log folder.", _REPORT_EXAMPLES)
     parser.add_argument("log_dir", help="log folder of a run, or the folder that holds exp_001, exp_002, ...")
     known = parser.parse_args(arguments)

@@ -128,7 +128,8 @@ class RayEnvironment:
         return RemoteMethod(start, partial(get, timeout=self.deadline))
 
     def close(self, patience: float | None = None) -> None:
-        """End the environment's processes and its actor, and Ray if nothing else uses it. Further calls do nothing."""
+        """End the environment's processes and its actor, and Ray if nothing else uses it. Wait at most `patience`
+        seconds for the processes (None: 10 seconds). Further calls do nothing."""
         if not self._held:
             return
         self._held = False

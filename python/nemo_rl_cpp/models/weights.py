@@ -151,7 +151,8 @@ def load_weights(model: C.DecoderModel, folder: str | Path) -> None:
 
 
 def pack_blocks(model: C.DecoderModel, spec: C.BlockSpec, weights: Tensor) -> None:
-    """Quantise one matrix `weights` [rows, columns] of any floating dtype, and store it in the model."""
+    """Quantise one matrix `weights` [rows, columns] of any floating dtype, and store it as the model's quantised
+    parameter `spec`."""
     is_read = weights.dtype in (torch.float32, torch.bfloat16)
     C.pack_blocks(weights if is_read else weights.float(), model.blocks_of(spec))
 

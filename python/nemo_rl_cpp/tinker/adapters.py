@@ -449,8 +449,9 @@ def _of_rows(rows: Sequence[Row], scored: Tensor) -> list[Tensor]:
 
 
 def _inputs_of(rows: Sequence[Row], config: dict[str, float]) -> dict[str, Tensor]:
-    """Return {name of a loss input: its values for all targets of all rows, in order}. The input `row` holds the index
-    of each target's row. If a row lacks an input, its value in `config` is used."""
+    """Return {name of a loss input: tensor of its values for all targets of all rows, in order}. The input `row` holds
+    the index of each target's row. If a row lacks an input, the number that `config` has for its name is used for all
+    targets of the row."""
     sizes = [row.targets.numel() for row in rows]
     names = {name for row in rows for name in row.inputs} | set(config)
     found = {

@@ -156,9 +156,10 @@ def _dro(logprobs: Tensor, given: Inputs) -> Tensor:
 
 
 def _gspo(logprobs: Tensor, given: Inputs) -> Tensor:
-    """Return the loss of GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071). A token's ratio has the
-    value of the sequence's ratio, the geometric mean over the tokens marked by `sequence_ratio_mask`. Its gradient is
-    that of the token's own ratio."""
+    """Return the loss of GSPO-token (Zheng et al., 2025, https://arxiv.org/abs/2507.18071), summed over the targets.
+    `logprobs` and the inputs `given` have one value per target. A token's ratio has the value of the sequence's ratio,
+    the geometric mean over the tokens marked by `sequence_ratio_mask`. Its gradient is that of the token's own
+    ratio."""
     row, mask = given["row"], (given["sequence_ratio_mask"] != 0).to(logprobs.dtype)
     sums = torch.zeros(int(row.max()) + 1, dtype=logprobs.dtype).index_add(
         0, row, (logprobs.detach() - given["logprobs"]) * mask

@@ -52,10 +52,13 @@ def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: in
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """The settings by which rows are split into micro-batches: a number of samples, or a token budget.
+    """The settings by which rows are split into micro-batches: at most `max_samples` rows, or if `max_tokens` > 0 at
+    most that many tokens.
 
-    With a budget, rows are packed by `algorithm` (`sequence_packing`). If `length_round` > 0, rows of similar length
-    are grouped instead (`dynamic_batching`), and their lengths are rounded up to a multiple of `length_round`."""
+    With a token budget, rows are packed by `algorithm` (`sequence_packing`), and `largest_first` sorts the
+    micro-batches by their number of tokens, descending. If `length_round` > 0, rows of similar length are grouped
+    instead (`dynamic_batching`), and their lengths are rounded up to a multiple of `length_round`. With `share_prefix`,
+    adjacent rows of one prompt compute it once. `checkpoint` switches activation checkpointing on."""
 
     max_samples: int = 0
     max_tokens: int = 0

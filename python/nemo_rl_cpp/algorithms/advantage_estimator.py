@@ -338,8 +338,8 @@ class GeneralizedAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, values: Tensor, reference_logprobs: Tensor | None = None,
         logprobs: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return (advantages, returns), both in the shape of `mask`. `values` holds at token t the critic's value of
-        the state before this token."""
+        """Return (advantages, returns), both in the shape of `mask`: [B, S], or [T] with `offsets`. `rewards` is [B].
+        `values`, in the shape of `mask`, holds at token t the critic's value of the state before this token."""
         logprobs, reference = self._for_kl(logprobs, reference_logprobs) if self.kl_coef > 0 else (None, None)
         given = self.config
         config = ops.GAEConfig(

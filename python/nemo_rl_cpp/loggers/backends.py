@@ -206,8 +206,8 @@ class MLflowLogger(TrackerLogger):
     }
 
     def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
-        """Start or continue the MLflow run. `cfg` is the section `logger.mlflow`. Raise ValueError if MLflow is not
-        installed or its server does not answer."""
+        """Start the MLflow run, or continue the one whose id `cfg` or the log folder `log_dir` holds. `cfg` is the
+        section `logger.mlflow`. Raise ValueError if MLflow is not installed or its server does not answer."""
         super().__init__(log_dir)
         options = self.options(cfg)
         self._run_name = options.get("run_name")

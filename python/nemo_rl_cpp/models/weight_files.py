@@ -108,8 +108,8 @@ def _other_weights(folder: Path) -> str:
 
 
 def tensor_entries(file: Path) -> dict[str, TensorEntry]:
-    """Return {name: entry} of the tensors of a file. Raise ModelFolderError if the file is truncated or does not match
-    its header."""
+    """Return {name of a tensor: its `TensorEntry`} for all tensors of a file. Raise ModelFolderError if the file is
+    truncated or does not match its header."""
     return _contents(file)[0]
 
 

@@ -371,8 +371,10 @@ def _recover(root: Path) -> list[str]:
 
 
 def _recover_one(prefix: str, step: int, path: Path) -> str | None:
-    """Recover one folder <prefix>_step_N, and return a description of what was done, or None. `_folders` lists
-    tmp_step_N before old_step_N, so that an old_step_N is renamed back only if no newer folder could be published."""
+    """Recover `path`, a folder step_N with the given `prefix` ("tmp_", "old_" or "") that a crash may have left:
+    publish a complete tmp_step_N, rename old_step_N back if there is no step_N, otherwise delete a folder with a
+    prefix. Return a description of what was done, or None if nothing was. Call it for tmp_step_N first, so that a newer
+    step_N takes precedence over the old."""
     target = path.with_name(f"step_{step}")
     if prefix == "tmp_" and not path.is_symlink() and durable.folder_problem(path, contents=True) is None:
         _publish(path)

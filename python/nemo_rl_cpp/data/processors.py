@@ -191,8 +191,8 @@ def math_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) 
 
 
 def _asked(row: Row, spec: TaskDataSpec, processor: str) -> tuple[list[ChatMessage], dict[str, object]]:
-    """Return (messages, data for the environment) of a row. If there is a prompt file, its text, with the last question
-    in the placeholder, replaces this question. `processor` is the processor's name in errors."""
+    """Return (messages of the prompt, data for the environment) of a row. With a prompt file, the last question is
+    replaced by the file's text, whose placeholder holds the question. `processor` is the processor's name in errors."""
     messages, truth = split_conversation(_column(row, "messages", processor))
     if spec.prompt:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")

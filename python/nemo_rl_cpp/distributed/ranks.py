@@ -382,8 +382,9 @@ def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, dead
 
 
 def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:
-    """Return a Gloo communicator of the processes that use the same `label`; `place` is (rank, number of ranks) of this
-    process."""
+    """Return a Gloo communicator of the processes that call this with the same `store` and `label`. `place` is (rank,
+    number of ranks) of this process, `address` the address where others reach it, and `deadline` the timeout of each
+    message in seconds."""
     backend = _gloo(dist.PrefixStore(f"gloo{label}", store), place, address, deadline)
     group = dist.ProcessGroup(store, *place)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)

@@ -310,7 +310,8 @@ def _mlp_layer_types(form: Mapping[str, Plain]) -> list[str]:
 
 
 def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
-    """Raise ModelFolderError if a size of the recurrent layers or the list of layer types is invalid."""
+    """Raise ModelFolderError if `form`, a config.json, has an invalid size of the recurrent layers or an invalid list
+    of layer types. `made` is the architecture that it names."""
     names = made.recurrent
     _check_sizes(form, names)
     key_heads, value_heads, key_dim, value_dim, taps = (form[key] for key in names)

@@ -180,5 +180,5 @@ def _is_repository(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """Return a repository's name unchanged, or the last part of a path."""
+    """Return how the model card shows `name`: a repository on the Hub unchanged, of a local path only the last part."""
     return name if _is_repository(name) or "/" not in name else Path(name).name

@@ -201,9 +201,10 @@ def serve_policy(
     seed: int,
     listener: socket.socket,
 ) -> ServedGeneration:
-    """Start an HTTP server for the model, folder and tokenizer of `policy`. It answers requests once
-    `prepare_for_generation` has been called. `version` returns the step of the current weights. `listener` is closed
-    if the server cannot start. Raise ValueError if the KV cache cannot hold a sequence of full length."""
+    """Start an HTTP server for the model, folder and tokenizer of `policy` at the socket `listener`, and return `inner`
+    as an engine that also answers over HTTP. The server answers requests once `prepare_for_generation` has been called.
+    `version` returns the step of the current weights; `seed` is the seed of sampling. `listener` is closed if the
+    server cannot start. Raise ValueError if the KV cache cannot hold a sequence of full length."""
     from nemo_rl_cpp.serving.app import make_app  # needs the extra `serve`
     from nemo_rl_cpp.serving.http_server import HttpServer
 

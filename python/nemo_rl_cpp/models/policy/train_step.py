@@ -452,9 +452,10 @@ def evaluate_loss(
 def evaluate_value_loss(
     loss_fn: Loss, values: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Return the value, metrics and gradient of a loss on values [b, width]. Column t holds the value of the state
-    before token t; column 0 is 0. The loss is native, or any callable (values, data, global_valid_seqs,
-    global_valid_toks) -> (loss, metrics) with autograd."""
+    """Return the value, metrics and (if `need_grad`) gradient of a loss on the critic's values of a micro-batch
+    `micro`: b samples, padded to the width w. In `values` [b, w] column t is the value of the state before token t;
+    column 0 is 0. The loss is native, or any differentiable callable (values, data, global_valid_seqs,
+    global_valid_toks) -> (loss, metrics)."""
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(values.contiguous(), micro, counts.valid_seqs, counts.valid_toks)
         return LossResult(float(result.loss), dict(result.metrics), result.grad_values, first_column=0, what="value")

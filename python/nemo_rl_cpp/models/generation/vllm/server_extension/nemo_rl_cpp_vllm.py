@@ -28,7 +28,8 @@ PROTOCOL = 1
 
 
 def begin_digest(manifest: list) -> hashlib.blake2b:
-    """Return a hash object over the names, dtypes, shapes and offsets of all tensors. The caller adds their bytes."""
+    """Return a hash object that has digested `manifest`: [name, dtype, shape, offset, bytes] of each tensor. The caller
+    adds the bytes of the tensors."""
     return hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16)
 
 

@@ -208,7 +208,8 @@ class Meeting:
         self.given.result()
 
     def pass_by(self) -> None:
-        """Record that the batch has ended, so that nobody waits for it to reach this point."""
+        """Record that the batch has ended. If its generation has not paused at this meeting, the trainer learns that it
+        will not, and need not wait for it."""
         if not self.reached.done():
             self.reached.set_result(False)
 

@@ -79,8 +79,9 @@ class EnvironmentActor:
 
 
 def _told(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, which runs user code. If it raises, attach to the exception its traceback and a
-    sentence that locates the error in user code, because only this process knows both."""
+    """Return the result of `call`, which runs user code. If it raises, raise the exception (or one that can be pickled)
+    with two attributes: `trace`, the text of its traceback, and `told`, a sentence on where in user code the error is
+    (None: not there). Only this process knows these, not the caller's."""
     try:
         return call_user(call)
     except BaseException as error:

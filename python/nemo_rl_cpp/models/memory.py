@@ -220,11 +220,12 @@ def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> i
 def _resting(
     model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int = 1
 ) -> tuple[tuple[str, float], ...]:
-    """Return the memory of the model `name` that is in use in all phases, as pairs (description, bytes): weights
-    (bfloat16 with float32 master weights, or float32) and AdamW's two moments.
+    """Return the memory of the model `name` ("policy" or "value") that is in use in all phases, as pairs (description,
+    bytes): weights (bfloat16 with float32 master weights, or float32) and AdamW's two moments.
 
     With LoRA: weights, adapters (float32, and copies in the run's precision) and the moments of the adapters; with
-    `lora_cfg.merge` also a second copy of the adapted weights."""
+    `lora_cfg.merge` also a second copy of the adapted weights. `parameters` is the model's number of parameters,
+    `processes` the number of ranks that train it."""
     width, masters = _width(model), ()
     if model.backend == "hf" and processes > 1:
         width = 4  # FSDP2 keeps only the master weights

@@ -181,7 +181,8 @@ class Progress:
         progress = self
 
         class Line:
-            """The live line, recomputed at each refresh, so that its times advance during a long phase."""
+            """The progress line at the bottom of the terminal, recomputed at each refresh, so that its times advance
+            during a long phase."""
 
             def __rich__(self) -> Spinner:
                 spinner.update(text=Text(progress.line(), no_wrap=True, overflow="ellipsis"))

@@ -337,7 +337,7 @@ class ChatAnswer(TextAnswer):
         rollout.turns = [*rollout.turns[1 - _MOST_TURNS :], conversation]
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """Yield a chunk with the role for each response."""
+        """Yield for each response the chunk that begins its stream: the role "assistant" without text."""
         for k in range(self.samples):
             yield header.body(self.chunk_kind, [_delta(k, {"role": "assistant", "content": ""})])
 

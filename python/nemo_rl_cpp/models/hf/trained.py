@@ -157,11 +157,11 @@ def open_hf_folder(config: TrainedModelConfig, section: str, *, seed: int = 0, v
 
 
 def open_frozen(name: str, precision: str, *, device: str, longest: int | None = None) -> tuple[HfFolder, nn.Module]:
-    """Open the model `name` (`generation.model_name`), which is only used to generate. Return its folder, and its
-    module in `precision`.
+    """Open the model `name` (`generation.model_name`), which only generates, on `device`. Return its folder, and its
+    module in `precision` ("bfloat16" or "float32").
 
-    Raises ModelFolderError as `open_hf_folder` does; sequences have up to `longest` tokens
-    (`generation.vllm_cfg.max_model_len`)."""
+    Raise ModelFolderError if the folder is invalid, or if the model has positions for fewer than `longest` tokens
+    (`generation.vllm_cfg.max_model_len`; None: no check)."""
     key, settings = "generation.model_name", HfConfig()
     path = resolve_model(name, key=key)
     raw = read_config_file(path)

@@ -237,9 +237,10 @@ def _outside_teacher(
 def make_critic(
     config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int
 ) -> Critic | NoCritic:
-    """Return PPO's critic with the weights and optimizer of the checkpoint, or for a new run with the weights of
-    value.model_name or ppo.warm_start_value_checkpoint. Return `NoCritic` for algorithms and estimators that need no
-    values. Raise ValueError if ppo.warm_start_value_checkpoint has no critic."""
+    """Return PPO's critic with the weights and optimizer of the checkpoint `resume`, or for a new run with the weights
+    of value.model_name or ppo.warm_start_value_checkpoint. `steps` is the number of policy updates of the whole run,
+    for the critic's learning-rate schedule. Return `NoCritic` for algorithms and estimators that need no values. Raise
+    ValueError if ppo.warm_start_value_checkpoint has no critic."""
     if not config.has_critic:
         return NoCritic()
     loop = config.ppo

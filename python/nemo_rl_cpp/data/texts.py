@@ -176,8 +176,8 @@ class TextStream:
         return text not in self._kept and text != self._without_special([token])
 
     def _settle(self, text: str) -> None:
-        """Divide `text`, the decoded text of all tokens in the window, among the waiting tokens, whose text was not
-        known before, and append their parts to `_held`."""
+        """Divide `text`, the text of the tokens in `_window`, among the tokens in `_waiting`, whose texts were
+        undecided until now. Append one text per such token to `_held`, in order."""
         known = len(self._known)
         for end in self._waiting:
             until = text if end == len(self._window) else self._decode(self._window[:end])

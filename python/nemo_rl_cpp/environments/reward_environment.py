@@ -206,8 +206,8 @@ def _call(function: RewardFunction, name: str, columns: Columns, rows: int) -> l
 
 
 def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns:
-    """Return those of the columns `columns` that a reward function takes. Raise ValueError if it requires a column that
-    does not exist."""
+    """Return those entries of `columns`, {column name: values}, that are parameters of a reward function. Raise
+    ValueError, with the function's `name`, if a parameter without default is no column."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):

@@ -206,7 +206,8 @@ class Service:
         return JSONResponse(await asyncio.to_thread(answer.whole, header, conversation.samples), headers=headers)
 
     def draw(self, prompt: list[int], seed: int | None, rollout: Rollout | None) -> Draw:
-        """Return the seed (`Draw`) for sampling the responses to a prompt."""
+        """Return what seeds the sampling of the responses to `prompt` (`Draw`). In a rollout it is derived from the
+        run's seed and the rollout; outside it is `seed`, or random if `seed` is None."""
         if rollout is not None:
             return self.model.rollouts.draw(rollout, prompt, seed)
         seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed

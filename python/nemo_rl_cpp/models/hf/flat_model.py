@@ -134,7 +134,8 @@ class FlatModel:
         return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
-        """Make each backward pass from now on add each parameter's gradient to its place in `buffer()`, float32 [n]."""
+        """Make every later backward pass add the gradient of each trained parameter to its range of `buffer()`, a flat
+        float32 buffer with the layout of the parameters, and then free the gradient."""
 
         def add(offset: int, parameter: Tensor) -> None:
             buffer()[offset : offset + parameter.numel()].add_(parameter.grad.reshape(-1))

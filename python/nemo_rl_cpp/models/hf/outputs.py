@@ -260,7 +260,8 @@ class _InChunks(torch.autograd.Function):
 
 
 def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bool) -> Outputs:
-    """Return the `Outputs` of w tokens: the log-probabilities of the token ids `targets` [w] from logits [w, V]."""
+    """Return the `Outputs` [w] of w tokens with the ids `targets` [w] and the logits [w, V], under the sampling
+    settings `scoring`. If `unfiltered`, it includes the log-probabilities without top-k and top-p."""
     logits = logits.float()
     if scoring.temperature != 1:
         logits = logits / scoring.temperature

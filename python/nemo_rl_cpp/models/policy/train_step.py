@@ -253,8 +253,9 @@ class _RankGuard:
         self.failed: Exception | None = None
 
     def planned(self, options: tuple[object, ...]) -> _GlobalBatch:
-        """Create and return a `_GlobalBatch`; `options` are the arguments of its constructor after the first. If no
-        rank has failed, send the activations kept from generation along with the samples that move to another rank."""
+        """Return `_GlobalBatch(runner, *options)`. If no rank has failed, also send the activations kept from
+        generation along with the samples that move to another rank. If creating it fails, take part in the sums for
+        which other ranks wait, then raise the error."""
         runner, batch = self.runner, None
         try:
             batch = _GlobalBatch(runner, *options)

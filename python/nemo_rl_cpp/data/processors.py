@@ -239,8 +239,8 @@ def raw_completion_data_processor(row: Row, spec: TaskDataSpec, tokenizer: Token
 @_processor
 def agent_data_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Prompt:
     """Convert a row {"messages"} to a prompt for agents, which call the policy themselves. The environment gets
-    `messages`: the system prompt and the row's messages up to the last question. The text of the prompt, their contents
-    joined by newlines, is only for logs and lengths; agents do not get it."""
+    `messages`: the system prompt and the row's messages up to the last question. The text of the prompt is their
+    contents, joined by newlines; agents do not get this text."""
     messages, info = _asked(row, spec, "agent_data_processor")
     messages = [*system_message(spec), *messages]
     text = "\n".join(str(message["content"]) for message in messages)

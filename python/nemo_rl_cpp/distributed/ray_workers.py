@@ -285,7 +285,8 @@ class RayWorkers(Workers):
 
 
 class _Beats:
-    """The heartbeats of all ranks, counted in `store`, and how long each rank has been silent."""
+    """A record of how long each rank has been silent. Each rank counts its heartbeats in `store`, and this object notes
+    when a count has changed."""
 
     def __init__(self, store: TCPStore, ranks: list[int]) -> None:
         self._store, self._counts, self._looked = store, {}, time.monotonic()

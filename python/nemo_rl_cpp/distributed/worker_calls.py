@@ -209,11 +209,11 @@ def values_of(calls: Sequence[WorkerCall], workers: Workers) -> list:
 
 
 def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]:
-    """Wait for calls in which workers of different clusters need each other (an exchange of weights). Return a list of
-    results for each cluster.
+    """Wait for calls in which workers of different clusters need each other (an exchange of weights). `clusters` are
+    pairs (the workers of a cluster, their calls). Return a list of results for each cluster.
 
-    Raise the error closest to the root cause. After the calls of one cluster have failed, the others have twice the
-    grace period to end; then their workers are killed."""
+    Raise the error closest to the root cause. After the calls of one cluster have failed, the calls of the others have
+    twice the grace period to end; then their workers are killed."""
     waits = [Future() for _ in clusters]
     for wait, (workers, calls) in zip(waits, clusters):
         threading.Thread(target=wait.run, args=(partial(workers.wait, calls),), daemon=True).start()

@@ -198,7 +198,8 @@ def build_train_batch(
 
 
 def sample_mask(samples: BatchedDataDict, overlong_filtering: bool) -> torch.Tensor:
-    """Return float32 [B]: the weight of each sample in the loss, 0 for masked samples."""
+    """Return float32 [B]: the weight of each sample in the loss. It is the sample's `loss_multiplier`, but 0 if an
+    environment has masked the sample, and with `overlong_filtering` also 0 if the response was truncated."""
     mask = torch.as_tensor(samples["loss_multiplier"]).float().clone()
     if overlong_filtering:
         mask[torch.as_tensor(samples["truncated"], dtype=torch.bool)] = 0.0

@@ -171,7 +171,8 @@ class Answer:
         """Store the conversation for later requests of the same rollout. Only chat responses do this."""
 
     def opening(self, header: Header) -> Iterator[Json]:
-        """Yield the chunks to send before the first token."""
+        """Yield the chunks of a streamed response that come before its first token (by default none). `header` adds the
+        fields that every chunk has."""
         yield from ()
 
 
@@ -312,7 +313,8 @@ class ChatAnswer(TextAnswer):
         return self._parsed[k]
 
     def _complete(self, k: int, sample: Sample, name: str = "message") -> Json:
-        """Return the `choices` entry of a complete response, with its message under the key `name`."""
+        """Return the `choices` entry of a complete response: number `k` of the request, with the tokens of `sample`.
+        The entry's key `name` has the message."""
         spelled, parsed = self._parse(k, sample)
         message: Json = {"role": "assistant", "content": parsed.text or (None if parsed.calls else "")}
         reason = sample.finish_reason

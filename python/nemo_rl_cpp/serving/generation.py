@@ -83,7 +83,8 @@ class ServedGeneration(GenerationInterface):
         return responses
 
     def resume(self, *given: object) -> Responses | None:
-        """Continue the generation that `generate_until` has paused. Meanwhile the server's requests wait."""
+        """Continue the generation that `generate_until` has paused, and return as `NativeGeneration.resume` does, which
+        gets the arguments `given`. Meanwhile the server's requests wait."""
         with self.model.engine.set_aside():
             return self.inner.resume(*given)
 

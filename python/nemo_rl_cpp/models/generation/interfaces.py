@@ -97,7 +97,8 @@ class Responses:
         return self.offsets.diff()
 
     def rows(self, of_tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Split a per-token tensor [N] by response; return one view per response."""
+        """Split `of_tokens` [N], one value for each of the N response tokens of the batch, and return one view per
+        response."""
         return list(of_tokens.split(self.lengths.tolist()))
 
     def padded(self, prompts: RaggedBatch, pad_token_id: int | None) -> BatchedDataDict[GenerationOutputSpec]:

@@ -57,9 +57,9 @@ class Validator:
     num_samples_to_print: int = 0
 
     def gives(self, rollout_names: Collection[str], task_to_env: Mapping[str, Environment]) -> list[str] | None:
-        """Return the names of the metrics that a validation will have: those of this class and `rollout_names`, the
-        names of the metrics of training rollouts. Return None (not known yet) if the environments of validation differ
-        from those of training, `task_to_env`."""
+        """Return the sorted names of the metrics that a validation will have: `rollout_names`, the metrics of training
+        rollouts, and those that only a validation has. Return None (not known yet) if the environments of validation
+        are not of the same names and classes as those of training, `task_to_env`."""
         mine, theirs = ({name: type(env) for name, env in envs.items()} for envs in (self.task_to_env, task_to_env))
         return sorted({*rollout_names, *OWN_METRICS}) if mine == theirs else None
 

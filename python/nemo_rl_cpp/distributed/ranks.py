@@ -316,8 +316,9 @@ def generated_by(
 
 
 def _blocks_of(dealt: list[list[int]], rank: int, ranks: int, in_turns: bool) -> list[list[int]]:
-    """Return those of the gradient blocks `dealt` (lists of sample indices) that belong to rank `rank` of `ranks`; see
-    `Ranks.blocks` for `in_turns`. All ranks have the same number of blocks."""
+    """Return those of the gradient blocks `dealt` (lists of sample indices) that belong to rank `rank` of `ranks`
+    ranks, which all have the same number of blocks. With `in_turns` blocks are assigned to ranks round-robin; otherwise
+    each rank gets consecutive blocks."""
     each = len(dealt) // ranks
     return dealt[rank::ranks] if in_turns else dealt[rank * each : (rank + 1) * each]
 

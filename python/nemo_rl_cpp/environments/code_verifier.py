@@ -137,7 +137,8 @@ class CodeTests:
 
 
 def uncompiled(outcome: Outcome) -> bool:
-    """Return whether the program did not compile, which shows in an error of Python without a traceback."""
+    """Return whether the program did not compile: it exited with status 1, and Python printed an error such as
+    SyntaxError without a traceback."""
     errors = outcome.stderr.decode(errors="replace")
     last = errors.rstrip().rpartition("\n")[2]  # no regex, which may never end on a megabyte of output
     return outcome.exit_code == 1 and "Traceback (most recent" not in errors and last.startswith(_UNCOMPILED)

@@ -161,8 +161,9 @@ class HFVerifyWorker(VerifierBase):
 
     @staticmethod
     def shortcut(response: str, ground_truth: str, math_verify_impl: str = "hf_math_verify") -> Verdict | None:
-        r"""Return the verdict without a worker if the ground truth is an integer and the only LaTeX of the response is
-        one `\boxed{integer}`, because the verdict is then certain. Otherwise return None."""
+        r"""Return the verdict (score, answer) without asking a worker if the ground truth is an integer and the only
+        LaTeX of the response is one `\boxed{integer}`, because the verdict is then certain. Otherwise, and if
+        `math_verify_impl`, the name of the verifier, is not "hf_math_verify", return None."""
         if math_verify_impl != "hf_math_verify" or not _PLAIN_INTEGER.fullmatch(ground_truth):
             return None
         if len(response) > 100_000 or response.count("\\") != 1 or response.count("{") != 1 or response.count("}") != 1:

@@ -25,8 +25,8 @@ class Timer:
         self._observers: list[object] = []
 
     def record(self, label: str, elapsed: float) -> None:
-        """Add `elapsed` seconds, which the caller measured, to the label `label`. They do not count in
-        `accounted_share`."""
+        """Add `elapsed` seconds, which the caller measured, to the label `label`. Seconds added here do not count in
+        the metric `accounted_share`."""
         with self._lock:
             self._times[label] = self._times.get(label, 0.0) + elapsed
 

@@ -92,8 +92,8 @@ def _spelling(bytes_of: BytesOf, token: int) -> str:
 
 
 def completion_logprobs(bytes_of: BytesOf, spelled: Spelled, at: int = 0) -> tuple[Json, int]:
-    """Return (`logprobs` of /v1/completions, end) for tokens whose text starts at character `at` of the response and
-    ends at character `end`.
+    """Return (`logprobs` of /v1/completions, end) for the tokens `spelled`, whose text starts at character `at` of the
+    response and ends at character `end`. `bytes_of` gives the bytes of other tokens.
 
     The entries of `tokens`, joined, are the response's text. So a token that adds no text (a special token, a part of a
     character) has the entry "". As in OpenAI's API, `top_logprobs` always includes the sampled token; its key is its

@@ -247,13 +247,12 @@ class AdaptedModel:
     def forward(
         self, state: TrainingState, rows: Sequence[Row], loss: Loss, config: dict[str, float], *, backward: bool, factor: str | None = None
     ) -> tuple[float, list[Tensor]]:  # fmt: skip
-        """Compute the loss `loss` of a LoRA model on `rows`. If `backward`, accumulate its gradient for the next
-        optimizer step.
+        """Compute the loss `loss` of the LoRA model `state` on `rows`, and return (the loss, the log-probabilities of
+        each row's targets, float32 [N, K] per row). If `backward`, accumulate the gradient for the next optimizer step.
 
-        `factor` is the name of an input that multiplies the gradient of each target. If consecutive rows share a prompt
-        on which this input is 0, the prompt is computed once (see `prompt_groups`).
-
-        Return (the loss, the log-probabilities of each row's targets, float32 [N, K] per row).
+        `config` gives loss inputs that are the same for all targets, by name. `factor` is the name of an input that
+        multiplies the gradient of each target. If consecutive rows share a prompt on which this input is 0, the prompt
+        is computed once (see `prompt_groups`).
 
         Raise UserError if the loss is not finite; in that case no gradient is accumulated."""
         self._take_up(state)

@@ -48,8 +48,9 @@ class FlatLayout:
 
     @classmethod
     def of(cls, parameters: Iterable[tuple[str, list[int], int]]) -> FlatLayout:
-        """Return the layout that places parameters (name, shape, first row) one after the other. The first row is -1
-        for an unsharded parameter."""
+        """Return the layout that places parameters, given as (name, shape, first row), one after the other. The first
+        row is the index, in the whole parameter, of the first row that this rank holds; -1 if it holds the whole
+        parameter."""
         specs, offset = [], 0
         for name, shape, begin in parameters:
             specs.append(FlatSpec(name, shape, offset) if begin < 0 else FlatSpec(name, shape, offset, 0, begin))

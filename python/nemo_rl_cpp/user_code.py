@@ -263,8 +263,8 @@ def _outside_event_loop() -> Iterator[None]:
 
 
 def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
-    """Return the result of `call`, called with torch's gradient mode `enabled`, the mode of the thread that requests
-    the call. A loss needs autograd."""
+    """Return the result of `call`, called with torch's gradients enabled or disabled (`enabled`), as in the thread that
+    requests the call. A loss, for instance, needs them."""
     with sys.modules["torch"].set_grad_enabled(enabled):
         return call()
 

@@ -25,8 +25,9 @@ class UnsupportedGgufError(ValueError):
 
 
 class _Kind(NamedTuple):
-    """What config.json needs for a GGUF architecture: model_type and class name (`architecture`). `layers_27b`: for
-    Gemma, the number of layers that identifies the 27B model, which has a different attention scale."""
+    """The entries of config.json for one architecture of GGUF files: `model_type`, and the class name `architecture`.
+    `layers_27b` is, for Gemma, the number of layers that identifies the 27B model, which has a different attention
+    scale."""
 
     model_type: str
     architecture: str

@@ -62,8 +62,8 @@ def tensor_names(config: Mapping[str, Plain]) -> dict[str, str]:
 
 
 def stored_names(config: Mapping[str, Plain]) -> dict[str, list[str]]:
-    """Return {name of a tensor in llama.cpp: names of the parameters of the model folder that it contains, in
-    order}."""
+    """Return {name of a tensor in llama.cpp: list of parameters of the model folder}. One tensor may contain several
+    parameters, listed in its order."""
     stored: dict[str, list[str]] = {}
     for here, there in tensor_names(config).items():
         stored.setdefault(there, []).append(here)

@@ -102,8 +102,9 @@ def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list
 
 
 def _expert_shapes(experts: Mapping[str, Plain], hidden: int, up: Sequence[str]) -> dict[str, list[int]]:
-    """Return {name: shape} of every parameter of a mixture of experts. Names are without the layer's prefix; `hidden`
-    is the hidden size; `up` lists which of the matrices gate and up an expert has."""
+    """Return {name: shape} of every parameter of a mixture of experts. Names are without the layer's prefix. `experts`
+    has the sizes and the parameter names of the native core; `hidden` is the hidden size; `up` lists which of the
+    matrices gate and up an expert has."""
     block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
     width = experts["latent_size"] or hidden
     router = f"{block}.{experts['router']}"

@@ -246,8 +246,8 @@ class EngineWorker(EngineHost):
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: OnFinished | None = None
     ) -> Responses:
-        """Generate like `EngineHost.generate_with`, and record the weight version in the responses. Raise RuntimeError
-        before the first refit."""
+        """Return the responses of engine `number` to `prompts`, in which the version of the weights is recorded. Raise
+        RuntimeError before the first refit."""
         return self._with_version(super().generate_with(number, prompts, greedy, on_finished))
 
     def generate_until(

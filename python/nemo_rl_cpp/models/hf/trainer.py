@@ -151,7 +151,7 @@ class HfTrainer:
 
     @cached_property
     def exp_avg(self) -> Tensor:
-        """Return AdamW's first moment [n]."""
+        """Return AdamW's first moment [n], for the n elements of the flat buffers that this process updates."""
         return self._zeros(self._moment_dtypes[0])
 
     @cached_property

@@ -156,8 +156,8 @@ def _check_hf(use: _Use) -> Iterator[Finding]:
 
 
 def _whole_folder(use: _Use) -> Iterator[Finding]:
-    """Yield problems with the model's name. The generator's return value is the model's folder, or None if files must
-    be downloaded first."""
+    """Yield problems with the name of the model `use`. The generator's return value is the model's folder, or None if
+    files must be downloaded first."""
     path = local_folder(use.name)
     if path is None:
         yield from _check_name(use)

@@ -176,8 +176,9 @@ class SpecialTokens:
                 )
 
     def _declare_special_tokens(self, named: Iterable[object] = ()) -> None:
-        """Mark all special tokens, with and without a role, as special. Tokens in `added_tokens_decoder` keep their
-        flags there; other tokens that tokenizer.json lacks get their flags in `named`, the tokens with a role."""
+        """Declare as special all special tokens that the settings name: those with a role, such as "eos_token", and
+        additional ones. Tokens in `added_tokens_decoder` keep the flags (such as `lstrip`) that they have there; other
+        tokens that tokenizer.json lacks get the flags of their entry in `named`, the tokens with a role."""
         added = {token.content: token.special for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         wanted = [t for t in [*self._named.values(), *self._additional] if t is not None and not added.get(t)]
         flagged = {token_text(token): token for token in named if isinstance(token, Mapping)}

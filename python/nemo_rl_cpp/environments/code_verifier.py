@@ -68,9 +68,9 @@ class Check(TypedDict, total=False):
 
 
 class CheckResult(TypedDict, total=False):
-    """The result of one test that the program `HARNESS` ran: `value` of a call or expression as a string, `passed` for
-    a statement that passed (the run's random secret, which the tested code cannot guess), or the exception in
-    `error`."""
+    """The result of one test that the program `HARNESS` ran, with one of three keys. `value` is the value of a call or
+    expression as a string. `passed` tells that a statement passed; it holds the run's random secret, which the tested
+    code cannot guess. `error` is the exception."""
 
     value: str
     passed: str

@@ -56,7 +56,8 @@ def document(
     status: str = "finished",
     footer: str = "",
 ) -> str:
-    """Return the HTML of a page. `data` maps ids of elements to the data that the page's scripts read."""
+    """Return the HTML of a page. `header` is HTML, `data` maps ids of elements to the data that the page's scripts
+    read, `status` is the state of the run ("running", "finished", ...), and `footer` is a line of text at the end."""
     written = int(time.time())
     style = Markup(_asset("page.css"))
     code = Markup("".join(_asset(f"{name}.js") for name in _SCRIPTS))

@@ -344,7 +344,8 @@ class ChatAnswer(TextAnswer):
             yield header.body(self.chunk_kind, [_delta(k, {"role": "assistant", "content": ""})])
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
-        """Yield a chunk as `TextAnswer` does. If the request has tools, send all text at the end instead."""
+        """Take the new tokens in `progress`, and yield the next chunk, as in `TextAnswer.chunk`. If the request has
+        tools, yield nothing: all text is sent at the end."""
         if not self._tools:
             yield from super().chunk(header, progress)
 

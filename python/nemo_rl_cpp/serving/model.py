@@ -230,8 +230,8 @@ def load_model(
 
 
 def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list[int]], list[float]]:
-    """Return the function `ServedModel.prompt_logprobs` for a model. It runs the training forward pass between two
-    engine steps."""
+    """Return a function from the token ids of a prompt to the log-probability of each. It runs the training forward
+    pass of `model` while `engine` pauses between two steps."""
     trainer = cache(lambda: C.Trainer(model))
 
     def score(ids: list[int]) -> list[float]:

@@ -126,7 +126,7 @@ class Store:
         shutil.rmtree(doomed)
 
     def places(self, run: str | None = None) -> list[Place]:
-        """Return the checkpoints of a run, or of all runs, oldest first."""
+        """Return the checkpoints of the training run with the id `run` (None: of all runs), oldest first."""
         found = [
             Place(*folder.relative_to(self.root).parts)
             for folder in self.root.glob(f"{run or '*'}/*/*")

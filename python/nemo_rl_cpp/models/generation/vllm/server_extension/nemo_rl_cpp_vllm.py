@@ -130,8 +130,8 @@ def shared_memory_engine() -> type:
         weights = digest = None
 
         def init_transfer_engine(self, init_info: Init) -> None:
-            """Check before each update that the shared memory holds the trainer's weights. If not, raise RuntimeError;
-            vLLM keeps its current weights."""
+            """Open the shared memory that `init_info` describes, and check that it holds the trainer's weights. Called
+            before each update. If the digest differs, raise RuntimeError; vLLM keeps its current weights."""
             self.weights = self.digest = None
             weights = open_memory(init_info.path, init_info.size, init_info.manifest)
             self.found = weights.digest()

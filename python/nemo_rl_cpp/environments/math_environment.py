@@ -58,7 +58,8 @@ class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
         return_extracted_answer: bool = False,
     ) -> EnvironmentReturn[MathEnvironmentMetadata]:
         """Score the responses and end the conversations. Observations are "Environment: correct" or "Environment:
-        incorrect". `answers` is None unless `return_extracted_answer`."""
+        incorrect". The result's `answers` holds the answer that the verifier extracted from each response; it is None
+        unless `return_extracted_answer`."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         truths = [truth_text(info["ground_truth"]) for info in metadata]
         verdicts = self._verify(responses, truths, **self._verify_kwargs)

@@ -62,9 +62,9 @@ class Rollout:
 
 
 class Rollouts:
-    """All rollouts by their keys. A run registers the rollouts that it will train on, and takes each out when it ends.
-    Of rollouts that nobody registered, the latest few thousand are kept, only so that their conversations can be
-    continued. `seed` seeds all sampling."""
+    """All rollouts by their keys. A training run registers each rollout on which it will train, and removes the rollout
+    when it ends (`take`). Of rollouts that nobody registered, the latest few thousand are kept, only so that their
+    conversations can be continued. `seed` seeds all sampling."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -266,7 +266,9 @@ class Service:
     def _in_turn(
         self, model_id: str | None, seq: int | None, run: Callable[[TrainedModel], object], model: TrainedModel | None = None
     ) -> types.UntypedAPIFuture:  # fmt: skip
-        """Queue `run(model)` as request number `seq` of a model: `model`, or the one with the id `model_id`."""
+        """Queue `run(model)` as the request with number `seq`; the requests of a model run in the order of their
+        numbers. The model is `model`, or if that is None the one with the id `model_id`. Return a future for the client
+        to poll."""
         if seq is None or not 0 <= seq < 1 << 62:
             raise UserError(f"seq_id is {seq}, expected the number of this request of its model")
         model = model or self.model(model_id or "")

@@ -272,7 +272,8 @@ class ShardedTrainer(HfTrainer):
 
     @property
     def grads(self) -> Tensor:
-        """Return a copy of the accumulated gradients of this rank's rows, float32 [n]."""
+        """Return a copy of the accumulated gradients of the parameter rows that this rank holds, float32 [n], n
+        elements in the layout of its flat buffers."""
         return self.model.grads
 
     def _squares(self, grads: Tensor) -> float:

@@ -165,8 +165,8 @@ def _checked(result: AgentResult) -> AgentResult:
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:
-    """Call the function in a new daemon thread, and return a future of its result. If the function never returns, only
-    its rollout blocks."""
+    """Call `function(task)` in a new daemon thread, and return a future of its result. If the function never returns,
+    only the rollout of this task waits for it."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 

@@ -180,7 +180,8 @@ def visible(message_log: LLMMessageLogType) -> LLMMessageLogType:
 
 
 def last_ids(message_log: LLMMessageLogType) -> list[int]:
-    """Return the last token ids of a conversation, which are needed to decode the tokens that follow."""
+    """Return the last 64 token ids of a conversation (all if there are fewer): enough context to decode the tokens that
+    follow."""
     return torch.cat([message["token_ids"] for message in message_log])[-_ENOUGH_IDS:].tolist()
 
 

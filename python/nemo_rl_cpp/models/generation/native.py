@@ -177,6 +177,8 @@ def generation_on(
 
     Args:
         folder: the model's folder, whose files define the end tokens.
+        policy: the section `policy`, which sets the maximum sequence length.
+        digest: returns the digest of the current weights.
         config: the engine's configuration section; None: `policy.generation`.
         options: further arguments of `NativeGeneration`."""
     config = config or policy.generation

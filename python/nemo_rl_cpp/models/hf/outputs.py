@@ -72,8 +72,8 @@ SCORE = "score.weight"
 
 
 class ValueNet(nn.Module):
-    """A critic: the value of a position is score · h, where h [..., D] is the last hidden state (after the final norm).
-    The head `score` starts at zero, as in `Value`.
+    """A critic: the value of a position is score · h, where h [..., D] is the last hidden state (after the final norm),
+    and D the hidden size. The head `score` starts at zero, as in `Value`.
 
     Attributes:
         backbone: transformers' AutoModel.
@@ -120,8 +120,8 @@ class ModelRows:
     to score.
 
     Attributes:
-        input_ids, position_ids: int64 [1, T'] if packed, with positions that restart in each sample; or [b, S'], padded
-            on the right.
+        input_ids, position_ids: int64 [1, T'] if packed: the T' computed tokens of all samples, with positions that
+            restart in each sample. Otherwise int64 [b, S']: b samples, padded on the right to S' tokens.
         row, column: int64 [W] position in `input_ids` of the token before each token to score.
         targets: int64 [W] ids of the tokens to score.
         places: int64 [W] indices of the tokens to score among the tokens of the batch."""
@@ -193,8 +193,9 @@ class Outputs:
 def outputs_of(
     module: nn.Module, rows: ModelRows, scoring: Scoring, *, unfiltered: bool, chunk: int | None = None
 ) -> Outputs:
-    """Run one forward pass and return its outputs. Logits in float32 exist for only `chunk` tokens at a time, also in
-    the backward pass; by default for as many as fit in 64 MB."""
+    """Run one forward pass and return its outputs under the sampling settings `scoring`. If `unfiltered`, they include
+    the log-probabilities without top-k and top-p. Logits in float32 exist for only `chunk` tokens at a time, also in
+    the backward pass; None: for as many as fit in 64 MB."""
     if isinstance(module, ValueNet):
         values = module(rows.row, rows.column, **_inputs(module.backbone, rows))
         return Outputs(values.squeeze(-1).float())

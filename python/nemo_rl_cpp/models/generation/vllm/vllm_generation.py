@@ -234,8 +234,8 @@ class VllmGeneration(BaseEngine):
     """NeMo RL's generation interface for vLLM: it uses the user's server at `policy.generation.vllm_cfg.server_url`, or
     starts one with the interpreter `vllm_cfg.python`.
 
-    A user's server keeps running after the run, with the last weights. Other clients may use it, too; their requests
-    end before each refit. vLLM generates nothing before the first `update_weights`.
+    A user's server keeps running after the run, with the last weights. Other clients may use it, too; each refit waits
+    until their requests have ended. vLLM generates nothing before the first `update_weights`.
 
     Requests go to vLLM's token-id route as streams, so that every received token shows that the server is alive. The
     client aborts a response once a stop string ends it. vLLM's seed is computed from (seed, stream, draw id, sample,

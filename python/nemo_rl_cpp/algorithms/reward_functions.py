@@ -227,9 +227,10 @@ def reasoning_and_answer(text: str) -> tuple[str, str]:
 def _additions(
     right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, gate: bool
 ) -> list[float]:
-    """Return for each response the sum of its length bonuses minus its length penalties. `right` lists the indices of
-    the correct responses; if they are fewer than two, all sums are 0. `gate` enables `group_*_length_penalty_coeff`,
-    which rewards or penalises lengths relative to the group's mean."""
+    """Return for each response the sum of its length bonuses minus its length penalties, which `params` sets. `right`
+    lists the indices of the correct responses; if they are fewer than two, all sums are 0. `lengths` maps a kind of
+    length, such as "total", to the length of each response. `gate` enables `group_*_length_penalty_coeff`, which
+    rewards or penalises lengths relative to the group's mean."""
     additions = [0.0] * len(lengths["total"])
     if len(right) < 2:
         return additions

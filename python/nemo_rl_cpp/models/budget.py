@@ -95,9 +95,9 @@ def _micro_batches(config: TrainMasterConfig) -> Iterator[int | None]:
 
 
 def _kept_sizes(config: TrainMasterConfig, recomputes: bool) -> list[float | None]:
-    """Return the values of policy.kept_activations_gb to try: enough for all activations of a step, then 0; only the
-    user's value if it is fixed; only 0 with activation checkpointing (`recomputes`) or if training does not reuse
-    generation's activations."""
+    """Return the values of policy.kept_activations_gb to try. These are the user's value alone if it is fixed; 0 alone
+    with activation checkpointing (`recomputes`) or if training does not reuse generation's activations; otherwise
+    enough for all activations of a step, then 0."""
     policy = config.policy
     if "policy.kept_activations_gb" in config.fixed_by_user:
         return [policy.kept_activations_gb]

@@ -83,8 +83,8 @@ def _latent_products(native: Mapping[str, Plain]) -> dict[str, tuple[int, int]]:
 
 
 def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
-    """Return {name: shape} of every parameter of a gated delta net or of Mamba-2. Names are without the layer's prefix;
-    `hidden` is the hidden size."""
+    """Return {name: shape} of every parameter of a gated delta net or of Mamba-2. Names are without the layer's prefix.
+    `sizes` has the numbers and sizes of heads; `hidden` is the hidden size of the model."""
     heads, values = sizes["value_heads"], sizes["value_heads"] * sizes["value_dim"]
     mixed = 2 * sizes["key_heads"] * sizes["key_dim"] + values
     if "step_limits" in sizes:

@@ -133,8 +133,8 @@ class Conversation:
 
 
 class EventStream(StreamingResponse):
-    """A streamed HTTP response. It ends when it is complete, at the deadline, or if the client disconnects; then it
-    closes `stack`."""
+    """A streamed HTTP response of the `events`. It ends when it is complete, at the deadline (a time of the event
+    loop's clock), or if the client disconnects. Its end closes `stack`, which holds what the request uses."""
 
     def __init__(
         self, events: AsyncIterator[bytes], headers: dict[str, str], stack: contextlib.AsyncExitStack, deadline: float

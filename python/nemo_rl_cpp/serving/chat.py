@@ -111,9 +111,9 @@ def turns_of(messages: Sequence[ChatMessage]) -> tuple[Turn, ...]:
 def chat_prompt(
     tokenizer: TokenizerType, messages: Sequence[ChatMessage], tools: Tools | None, earlier: Sequence[AssistantTurn]
 ) -> list[int]:
-    """Return the token ids of a conversation. If it continues a conversation of `earlier` with the same tools, reuse
-    those ids and append the ids of the new text; otherwise tokenize the rendered chat template. Raise ChatTemplateError
-    if the template rejects it."""
+    """Return the token ids of a conversation. If it continues one of the conversations `earlier` with the same tools,
+    reuse the longest one's ids, and append the ids of the new text; otherwise tokenize the rendered chat template.
+    Raise ChatTemplateError if the template rejects the conversation."""
     plain = [_plain(message) for message in messages]
     turns = turns_of(messages)
     same_tools = [each for each in earlier if (each.tools or None) == (tools or None)]

@@ -188,9 +188,10 @@ def load_model(
     limits: Limits | None = None,
     seed: int = 42,
 ) -> ServedModel:
-    """Load a model and make its engine. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's
-    folder, for its newest checkpoint; clients may also use `served_name`. `seed` seeds requests that name a rollout but
-    no seed. Raise ValueError if the model cannot be found or does not fit."""
+    """Load a model in `precision`, and return it with an engine of the given `sizes` (None: the defaults) for a server
+    with the given `limits`. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's folder, for its
+    newest checkpoint; clients may also use `served_name`. `seed` seeds requests that name a rollout but no seed. Raise
+    ValueError if the model cannot be found or does not fit."""
     if name == TINY_RANDOM:
         raise ValueError(
             f"'{TINY_RANDOM}' has random weights: give the checkpoints of a run that has trained it, or a model"

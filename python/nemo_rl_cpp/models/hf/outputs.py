@@ -135,7 +135,8 @@ class ModelRows:
 
     @classmethod
     def of(cls, batch: RowBatch, rows: list[int], *, packed: bool) -> Self:
-        """Return the input for the samples `rows`, each of which has a token to score."""
+        """Return the input for the samples `rows` of the batch, each of which has a token to score: one row of all
+        samples if `packed`, otherwise one row per sample."""
         ids, starts = batch.data.tokens["input_ids"].to(torch.int64), batch.data.starts[torch.tensor(rows)]
         of_samples = batch.data.rows(batch.wanted)
         wanted = [of_samples[row].nonzero().flatten() for row in rows]

@@ -334,8 +334,9 @@ class AsyncCollector(RolloutCollector):
         return [batch.state_dict() for batch in ready if batch is not None]
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Queue the batches of a checkpoint for training, in order, even if `age` is now smaller. If their size differs
-        from this run's, drop them and print a note."""
+        """Queue the batches of a checkpoint for training, in order, even if there are more of them than `age` now
+        allows. If a batch has other numbers of prompts or of responses per prompt than this run, drop all batches and
+        print a note."""
         sizes = [
             torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
         ]

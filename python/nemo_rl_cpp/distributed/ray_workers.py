@@ -231,8 +231,8 @@ class RayWorkers(Workers):
         return self._ray.remote(ActorWorker).options(**options).remote()
 
     def call(self, rank: int, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start a call of a method in an actor and return it (see `Workers.call`). The listener is ignored: an actor
-        reports no events before its call ends."""
+        """Start and return a call of `method` of object number `target` in the actor of `rank`. `payload` is the
+        pickled (args, kwargs). The listener is ignored: an actor reports no events before its call ends."""
         what = method.strip("_")
         if not self._actors:
             call = WorkerCall(rank, self._count, what, role=self._role)

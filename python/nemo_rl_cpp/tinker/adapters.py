@@ -144,7 +144,8 @@ class TrainingState:
             self.moments.write(moment.numpy())
 
     def read_moments(self, *moments: Tensor) -> None:
-        """Read exp_avg and exp_avg_sq from the file into the given tensors."""
+        """Fill the given tensors with AdamW's moments exp_avg and exp_avg_sq, in this order, from the file `moments`;
+        with zeros before the first optimizer step."""
         self.moments.seek(0)
         for moment in moments:
             if self.optimizer_steps == 0:

@@ -300,7 +300,8 @@ class Service:
     # ---- checkpoints
 
     def save_weights(self, request: types.SaveWeightsRequest) -> types.UntypedAPIFuture:
-        """Queue saving a model with its optimizer state."""
+        """Queue the saving of a model with its optimizer state. Return a future for the client to poll, whose result
+        has the path of the checkpoint."""
 
         def run(model: TrainedModel) -> dict:
             path = self.core.save(

@@ -50,7 +50,8 @@ class EngineHost:
         return {}
 
     def create_engine(self, config: GenerationConfig | None, options: dict[str, object]) -> int:
-        """Create an engine and return its number, by which the other methods refer to it."""
+        """Create an engine, with `config` and `options` as arguments of `create_generation`. Return its number, by
+        which the other methods refer to it."""
         number = max(self._engines, default=-1) + 1
         self._engines[number] = self.create_generation(config, **options)
         return number

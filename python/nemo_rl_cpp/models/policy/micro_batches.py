@@ -106,8 +106,9 @@ def plan(
     apart: Tensor | None = None,
     targets: Tensor | None = None,
 ) -> tuple[RowBatch, list[list[int]]]:
-    """Return the native batch, which scores `targets` (see `RowBatch`), and the micro-batches of the samples `rows`
-    (ascending). Samples without a token to score are omitted. Samples marked in `apart` (bool [B]) come last, in
+    """Return (native batch, micro-batches): for each micro-batch of the samples `rows` (ascending), the indices of its
+    samples. `wanted` (bool [T]) marks the tokens to score, in whose place `targets` are scored, if given (see
+    `RowBatch`). Samples without a token to score are omitted. Samples marked in `apart` (bool [B]) come last, in
     separate micro-batches."""
     batch = RowBatch(data, wanted, targets)
     used = (data.by_sample(wanted.int()) > 0).tolist()

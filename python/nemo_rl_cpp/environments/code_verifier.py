@@ -274,8 +274,8 @@ class CodeVerifyWorker(VerifierBase):
 
 
 def reason_of(result: TestResult, limits: Limits) -> str:
-    """Return why tests failed (such as `memory_limit: 512 MB`), from how the run ended and what it wrote to standard
-    error."""
+    """Return why tests failed, from how the run ended and what it wrote to standard error, such as "memory_limit: 512
+    MB". `limits` are the limits that applied to the run."""
     outcome = result.outcome
     assert outcome is not None
     errors = outcome.stderr.decode(errors="replace")

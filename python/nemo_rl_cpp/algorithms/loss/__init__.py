@@ -302,7 +302,8 @@ class ClippedPGLossFn:
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Return (loss, metrics), differentiable in `next_token_logprobs` [B, S-1] and
-        `data["curr_logprobs_unfiltered"]`."""
+        `data["curr_logprobs_unfiltered"]`. The three counts, by which the loss is divided, are those of valid samples,
+        of valid tokens, and of valid tokens of samples with a positive reward, in the whole global batch."""
         x = _floating(next_token_logprobs)
         result = self.native(x, data, global_valid_seqs, global_valid_toks, global_valid_positive_toks)
         if not torch.is_grad_enabled():

@@ -45,8 +45,8 @@ class RawDataset:
     eval_split: str | None = None  # the split that an evaluation uses if the configuration names none
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
-        """Move `test_size` rows (a count, or a fraction; 0: none), chosen by `seed`, from `dataset` to
-        `val_dataset`."""
+        """Move `test_size` rows (a count, or a fraction; 0: none), drawn at random by `seed`, from the attribute
+        `dataset` to the attribute `val_dataset`, which is None if no rows are moved."""
         if not hasattr(self, "val_dataset"):
             self.val_dataset = None
         if test_size and test_size > 0:

@@ -279,7 +279,8 @@ def server_command(policy: PolicyConfig, device: str = "cpu") -> str:
 
 
 def started_options(policy: PolicyConfig, config: Mapping[str, Plain], model: str, port: int) -> dict[str, object]:
-    """Return the options of the server that the run starts, on the CPU, with random weights and without a tokenizer.
+    """Return the options, {name of vLLM's engine argument: value}, of the server that the run starts for the model
+    folder `model` on `port` of this machine, on the CPU, with random weights and without a tokenizer.
 
     `vllm_kwargs` override these options; `config/rules_model.py` rejects conflicting keys. `config` is the model's
     config.json."""

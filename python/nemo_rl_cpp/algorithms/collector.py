@@ -315,8 +315,9 @@ class AsyncCollector(RolloutCollector):
         return None
 
     def settle(self) -> None:
-        """Wait for all batches and end generation. If a batch is paused, copy the current weights to the engine and let
-        it continue. They are the new weights that it waits for, because the step has already trained."""
+        """Wait for all batches and end generation. If a batch is paused to wait for new weights, copy the current
+        weights to the engine and let the batch continue. These are the new weights, because the step has already
+        trained."""
         if (paused := self._until_weights_may_change()) is not None:
             self.refresh(Timer())
             paused.given.set_result(None)

@@ -35,7 +35,7 @@ _MOST_CHARACTERS = 2_000_000
 class Limits:
     """The limits on a prompt's number of tokens; None: no limit. A prompt of `cut` (data.max_input_seq_length) or more
     tokens is truncated. A prompt of `context` (the maximum sequence length) or more leaves no room for a response.
-    `context_key` is the key of `context`."""
+    `context_key` is the configuration key that sets `context`, for messages."""
 
     cut: int | None = None
     context: int | None = None
@@ -46,9 +46,10 @@ def inspect_rows(
     raw: RawDataset, rows: Indexed[Row], tokenizer: TokenizerType, limits: Limits, where: str,
     environment: tuple[str | None, Mapping[str, object] | None] = (None, None),
 ) -> Iterator[Finding]:  # fmt: skip
-    """Yield the problems of one data set, such as prompts that reach a limit, and ground truths that do not fit the
-    environment. `environment` is (its name, its section). At most 1,000 evenly spaced rows are inspected. Rows of
-    custom processors are skipped, because these may have side effects."""
+    """Yield the problems of one data set, such as prompts that reach one of the `limits`, and ground truths that do not
+    fit the environment. `rows` are the rows of `raw`; `where` names the data set in messages; `environment` is (its
+    name, its section). At most 1,000 evenly spaced rows are inspected. Rows of custom processors are skipped, because
+    these may have side effects."""
     make = PROMPT_MAKERS.get(raw.processor)
     if make is None or not len(rows):
         return

@@ -244,7 +244,7 @@ class ClippedPGResult(NamedTuple):
     grad_logprobs, grad_unfiltered: gradients with respect to the current log-probabilities, [B, S-1].
     metrics: name -> float.
     nonfinite: (sample, token) of the first term that is not finite; None if all are finite.
-    mult_prob_error_sum: sum over valid tokens, from which the metric `token_mult_prob_error` is computed.
+    mult_prob_error_sum: sum over valid tokens of the error whose mean is the metric `token_mult_prob_error`.
     grad_entropy: [B, S-1] gradient with respect to the entropies, if the loss has an entropy bonus.
     grad_candidates: [B, S-1, k] gradient with respect to the candidates' log-probabilities, with score centering."""
 

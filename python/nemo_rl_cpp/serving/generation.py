@@ -74,8 +74,9 @@ class ServedGeneration(GenerationInterface):
             return self.inner.generate(data, greedy, **beside)
 
     def generate_until(self, batch: RaggedBatch, pause: Pause, *given: object) -> Responses | None:
-        """Generate like `NativeGeneration.generate_until`. At the pause, close the server, because the weights are
-        about to change; `prepare_for_generation` opens it again."""
+        """Generate with the arguments and the result of `NativeGeneration.generate_until`. If responses have reached
+        the pause, close the server, because the weights are about to change; `prepare_for_generation` opens it
+        again."""
         with self.model.engine.set_aside():
             responses = self.inner.generate_until(batch, pause, *given)
         if responses is None:

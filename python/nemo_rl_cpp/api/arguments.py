@@ -171,9 +171,9 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
 
 
 def rewards_of_call(functions: Any, weights: object, keys: Keys) -> tuple[RewardFunctionEnvironment, Keys]:
-    """Return (environment of the reward functions, configuration keys that the weights set). There are such keys only
-    for the estimator gdpo, which weights the rewards itself. `keys` are the configuration keys that the other arguments
-    set. Raise ValueError if weights are given twice."""
+    """Return (environment of the reward functions, configuration keys that `weights` set). Only the estimator gdpo has
+    such keys, because it weights the rewards itself; otherwise the environment does, and the second value is {}. `keys`
+    are the configuration keys that the other arguments set. Raise ValueError if weights are given twice."""
     is_gdpo = keys.get("grpo.adv_estimator.name", ("", None))[1] == "gdpo"
     environment = reward_environment(functions, weights, is_gdpo)
     if not is_gdpo or weights is None:

@@ -160,8 +160,8 @@ def build_train_batch(
     overlong_filtering: bool = False,
     is_trained: Callable[[Message], bool] = sampled_by_policy,
 ) -> TrainBatch:
-    """Return finished rollouts with rewards as one ragged batch. The width S of its padded views is a multiple of
-    `divisible_by`.
+    """Return finished rollouts with rewards as one ragged batch. Its padded views are filled with `pad_token_id`, and
+    their width S is a multiple of `divisible_by`. `is_trained` tells whether the policy is trained on a message.
 
     `sample_mask` is the data's `loss_multiplier`. It is 0 for samples that the environment marks with `mask_sample`,
     and, if `overlong_filtering`, for truncated samples. `group_id`, `weight_version`, `reward_baseline` and reward

@@ -188,7 +188,8 @@ class Worker:
             return self._enqueue(Job(run, APIFuture(), is_short))
 
     def cancel(self, sampler: Sampler, future: Future) -> None:
-        """Cancel a request for samples."""
+        """Cancel the request to `sampler` whose result `future` would receive. The future then raises UserError, unless
+        it already has its result."""
 
         def run() -> None:
             sampler.cancel(future)

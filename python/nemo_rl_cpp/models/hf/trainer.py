@@ -66,6 +66,7 @@ class HfTrainer:
 
         Args:
             keep: a `backward` will follow.
+            checkpoint: whether that `backward` recomputes activations, so that only the inputs of layers are kept.
             more: `top_p`, `top_k`, and `unfiltered` [T], which receives the log-probabilities without top-k and top-p.
 
         `share_prefix` has no effect: transformers computes every sample with its prompt."""

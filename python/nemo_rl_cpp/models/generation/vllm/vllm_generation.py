@@ -124,7 +124,8 @@ class NcclTransport:
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """At the first refit, connect to the workers. On failure vLLM keeps its old weights."""
+        """At the first refit, connect to the workers of vLLM; `weights` are not used yet. On failure vLLM keeps its old
+        weights."""
         if self._communicator is not None:
             return
         workers = self._client.call(REFIT, "GET", "/get_world_size")["world_size"]

@@ -139,8 +139,8 @@ class Progress:
         return " | ".join(filter(None, [self._head(), phase, self._values()])) + self._tail(now)
 
     def eta_seconds(self, now: float | None = None) -> float | None:
-        """Return the estimated seconds left, or None if unknown. The estimate uses the mean time of all steps but the
-        first, which includes warm-up."""
+        """Return the estimated seconds left at `now`, a time of `time.monotonic()` (None: the present); None if
+        unknown. The estimate uses the mean time of all steps but the first, which includes warm-up."""
         if self.total_steps is None or self._first_step_end is None:
             return None
         now = time.monotonic() if now is None else now

@@ -69,7 +69,8 @@ class ServedGeneration(GenerationInterface):
         return done
 
     def generate(self, data: Prompts, greedy: bool = False, **beside: object) -> Answer:
-        """Generate with the training loop's engine while the server's requests wait."""
+        """Generate with the training loop's engine, as `NativeGeneration.generate` does with these arguments, while the
+        server's requests wait."""
         with self.model.engine.set_aside():
             return self.inner.generate(data, greedy, **beside)
 
@@ -124,7 +125,8 @@ class ServedGeneration(GenerationInterface):
         return self.address_with(self._folder.name)
 
     def address_with(self, tokenizer: str) -> ServerAddress:
-        """Return the server's address, with a folder of the tokenizer's files."""
+        """Return what a client needs to reach the server: its URL, key, model name and limits, and `tokenizer`, a
+        folder with the files of the tokenizer."""
         url, model = f"{self.server.url}/v1", self.model
         return ServerAddress(url, self.api_key, model.names[0], HEADER, tokenizer, model.max_model_len)
 

@@ -206,7 +206,8 @@ class ShardedModel:
             piece.copy_(masters[offset : offset + piece.numel()])
 
     def pieces(self) -> list[Piece]:
-        """Return the ranges of this rank's rows that the optimizer updates, as `FlatModel.pieces` does."""
+        """Return the ranges of this rank's parameter rows that the optimizer updates. They exclude parameters that the
+        architecture or the user's code has frozen."""
         self.reshard()
         return [
             Piece(offset, offset + local.numel(), local, None)

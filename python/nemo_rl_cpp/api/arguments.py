@@ -89,7 +89,8 @@ class Given:
     component: object = None
 
     def check(self, config: TrainMasterConfig) -> None:
-        """Raise ValueError, before a model is loaded, if the component cannot be used."""
+        """Raise ValueError, before a model is loaded, if the passed loss or estimator (`component`) cannot be used in a
+        run of `config`."""
         if self.component is None:
             return
         if self.what == "loss_fn":

@@ -284,8 +284,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def expert_sizes(known: Mapping[str, object]) -> dict[str, int]:
-    """Return {field of `ModelSizes`: value} for the expert sizes in a config.json; an empty mapping if it has no
-    experts."""
+    """Return {field of `ModelSizes`: value} for the sizes of experts in `known`, the keys of a config.json; {} if the
+    model has no experts."""
     count = next((value for name in _EXPERTS if is_size(value := known.get(name))), None)
     if count is None:
         return {}

@@ -145,8 +145,8 @@ def _header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _contents(file: Path) -> tuple[dict[str, TensorEntry], LinkedTensors | QuantisedTensors | None]:
-    """Return ({name: entry} of a file's tensors, an object that converts their bytes). The object is None unless the
-    file is a GGUF file or was written by bitsandbytes."""
+    """Return ({name: entry} of a file's tensors, an object that converts their stored bytes to a dtype that the native
+    core reads). The object is None unless the file is a GGUF file or was written by bitsandbytes."""
     if file.name == GGUF_FILE:
         from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 

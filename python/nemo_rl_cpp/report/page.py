@@ -243,7 +243,8 @@ def render_side_by_side(
 
 
 def verdict(history: MetricHistory, facts: RunFacts, found: list[Finding]) -> str:
-    """Return one or two sentences on how the run went."""
+    """Return one or two sentences on how the run went: whether the reward rose, the validation, and how many of the
+    findings `found` are problems. Before the first step it is the message in `facts`."""
     if history.last_step == 0:
         return facts.message or "No step has finished yet."
     rewards, trend = history.values("train/reward"), history.trend("train/reward")

@@ -86,7 +86,8 @@ class Progress:
             stage(_FIRST[name])
 
     def stage_started(self, label: str, depth: int) -> None:
-        """Show the stage `label`, which a timer has started, as the current phase if it is not within another (depth 0)."""
+        """Show the stage `label`, which a timer has started, as the current phase. Ignore a stage within another one
+        (`depth` above 0)."""
         if depth == 0 and label != TOTAL:
             self.phase(label.removesuffix("/total"))
 

@@ -87,7 +87,8 @@ class Speller:
 
 
 def _spelling(bytes_of: BytesOf, token: int) -> str:
-    """Return the text of a single token: the name of a special token, and U+FFFD for a partial character."""
+    """Return the text of a single token, decoded from the bytes that `bytes_of` returns for it: the name of a special
+    token, and U+FFFD for a partial character."""
     return bytes_of(token).decode(errors="replace")
 
 

@@ -202,8 +202,8 @@ class Models:
         return Sampler(model.adapted, model.trained.adapter, snapshot_of=model.id)
 
     def prompt_logprobs(self, sampler: Sampler, prompt: list[int], last_n: int | None = None) -> list[float | None]:
-        """Return the log-probability of each prompt token; None for the first, and for all but the last `last_n` if it
-        is given."""
+        """Return the log-probability of each prompt token under the weights of `sampler`; None for the first token, and
+        if `last_n` is given, for all but the last `last_n` tokens."""
         self.base.check_tokens(prompt, "the prompt")
         found = sampler.adapted.prompt_logprobs(sampler.adapter, prompt).tolist()
         first = max(1, len(found) - (len(found) if last_n is None else last_n))

@@ -102,7 +102,8 @@ class SharedMemoryTransport:
         self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
-        """Let vLLM load the weights from the shared memory. Return the digest of the policy's weights."""
+        """Let vLLM load the weights that `prepare` has copied into the shared memory. Return their digest. `weights`
+        are not read again."""
         self._client.call(REFIT, "POST", "/update_weights", {"update_info": {}})
         return self._sent
 

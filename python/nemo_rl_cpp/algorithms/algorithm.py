@@ -99,9 +99,9 @@ class AnswerValidator(Validator):
         return ["val_loss", "num_samples", "num_tokens"]
 
     def run(self, step: int) -> ValidationResult:
-        """Compute the loss and return the metrics `val_loss` (the mean over the tokens of all batches), `num_samples`
-        and `num_tokens`. A last batch of fewer than `val_global_batch_size` rows is ignored, unless it is the only one.
-        Raise ValueError if the answers have no tokens."""
+        """Compute the loss on the held-out answers, and return the metrics `val_loss` (the mean over the tokens of all
+        batches), `num_samples` and `num_tokens`. A last batch of fewer than `val_global_batch_size` rows is ignored,
+        unless it is the only one. Raise ValueError if the answers have no tokens."""
         start = time.perf_counter()
         losses, tokens, samples = [], 0, 0
         for number, rows in enumerate(self.loader):

@@ -149,8 +149,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _results(outcome: Outcome, count: int) -> list[CheckResult]:
-    """Return the results of `count` tests from the output of a run. All are {} if the run was stopped or its output is
-    invalid."""
+    """Return the results of `count` tests, which a run wrote as JSON to its standard output. All are {} if the run was
+    stopped or failed, or if its output is invalid."""
     found = None
     if outcome.exit_code == 0 and outcome.stopped is None:
         with suppress(ValueError, RecursionError):

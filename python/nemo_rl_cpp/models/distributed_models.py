@@ -106,8 +106,9 @@ class DistributedModel:
         return self.group.call_for_one_value("weight_digest")
 
     def _gather(self, method: str, data: Batch, **options: object) -> BatchedDataDict:
-        """Call `method` in all workers, each for its share of the batch. Return {name: tensor [T] or [B, S]} for the
-        whole batch."""
+        """Call `method` in all workers, each for its share of the batch, with `options` as further arguments. The
+        method computes one value per token. Return {name of the value: tensor [T] or [B, S]} for the whole batch, in
+        the layout of `data`."""
         batch = plain_batch(data)
         ((name, of_tokens),) = self.group.call_all(method, batch, **options)[0].items()
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})

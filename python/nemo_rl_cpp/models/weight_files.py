@@ -404,8 +404,9 @@ def split_experts(
 def _stacked_experts(
     prefix: str, names: Sequence[str], tensor: RawTensor | TensorEntry
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield views of each expert's matrices in `tensor`, which stacks all experts along its first dimension. An expert
-    has the rows of its first matrix in `names`, then those of the next."""
+    """Yield (name, view) of each matrix of each expert in `tensor` [experts, rows, columns]. The rows of an expert are
+    those of its first matrix in `names`, then those of the next. A name is `prefix`, the number of the expert, and the
+    name of the matrix."""
     count, rows, columns = tensor.shape
     part = tensor._replace(shape=[rows // len(names), columns])
     for index in range(count * len(names)):

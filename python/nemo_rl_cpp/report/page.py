@@ -355,8 +355,8 @@ class ReportWriter:
         self.update(status="running", force=True)
 
     def update(self, status: str | None = None, message: str | None = None, force: bool = False) -> bool:
-        """Write the page if it is due or `force` is set, and return whether it was written. If it cannot be written,
-        print the reason once and let the run continue."""
+        """Set the run's `status` and `message` (None: unchanged). Then write the page if it is due or `force` is set,
+        and return whether it was written. If it cannot be written, print the reason once and let the run continue."""
         changed = {name: text for name, text in (("status", status), ("message", message)) if text is not None}
         self._facts = replace(self._facts, **changed)
         now = time.monotonic()

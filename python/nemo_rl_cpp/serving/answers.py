@@ -212,7 +212,8 @@ class TextAnswer(Answer):
         return {"token_ids": list(sample.token_ids)} if self.body.return_token_ids else {}
 
     def whole(self, header: Header, samples: list[Sample]) -> Json:
-        """Return the complete response with the token usage, and the prompt's token ids if requested."""
+        """Return the body of the complete response with all `samples`, with the token usage, and with the prompt's
+        token ids if the request asks for them."""
         choices = [self._complete(k, sample) for k, sample in enumerate(samples)]
         tells_prompt = self.body.return_token_ids and len(self.prompts) == 1
         told = {"prompt_token_ids": self.prompts[0]} if tells_prompt else {}

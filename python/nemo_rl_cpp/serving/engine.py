@@ -56,8 +56,9 @@ class Draw:
 
 @dataclass
 class Sample:
-    """Tokens of one response with their log-probabilities: all so far, or only the new ones. `reason` is 0 while the
-    response is incomplete."""
+    """Tokens of one response with their log-probabilities: all so far, or only the new ones. `reason` is a key of
+    `FINISH_REASONS` (why the response ended), or 0 while the response is incomplete. `likeliest` has the most likely
+    tokens at each position, if requested."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

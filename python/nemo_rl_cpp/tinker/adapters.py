@@ -102,8 +102,8 @@ class Base:
         return self._newest
 
     def any_adapted(self) -> AdaptedModel:
-        """Return any existing `AdaptedModel`, or make one. With all adapters set to zero, it samples from the base
-        model."""
+        """Return the newest `AdaptedModel`, or make one if none exists. It serves to sample from the base model, with
+        all adapters set to zero."""
         return self._newest or self.adapted(Shape(1, train_mlp=not self.has_experts))
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
@@ -292,8 +292,8 @@ class AdaptedModel:
         return total, [row.float() for row in _of_rows(rows, scored[wanted])]
 
     def _score_prompts(self, rows: Sequence[Row], groups: Sequence[PromptGroup], width: int) -> list[Tensor]:
-        """Return the log-probabilities of the targets in each group's common prompt: per group a tensor [length,
-        width], for `length` input tokens with up to `width` targets each."""
+        """Return the log-probabilities of the targets in the common prompt of each group, computed once per group. The
+        tensor of a group is [length, width]: the group's `length` input tokens, each with up to `width` targets."""
         prompts = [
             Row(rows[group.begin].tokens[: group.length], rows[group.begin].targets[: group.length], torch.Size(), {})
             for group in groups

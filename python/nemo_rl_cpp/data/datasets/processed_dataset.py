@@ -46,7 +46,7 @@ class RawDataset:
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
         """Move `test_size` rows (a count, or a fraction; 0: none), drawn at random by `seed`, from the attribute
-        `dataset` to the attribute `val_dataset`, which is None if no rows are moved."""
+        `dataset` to the attribute `val_dataset`, which is created as None if missing."""
         if not hasattr(self, "val_dataset"):
             self.val_dataset = None
         if test_size and test_size > 0:

@@ -59,7 +59,8 @@ class FlatLayout:
 
     @property
     def places(self) -> list[tuple[str, list[int], int]]:
-        """Return (name, shape, offset) of each parameter."""
+        """Return (name, shape, offset) of each parameter; `offset` is the index of its first element in the flat
+        buffer."""
         return [(spec.name, spec.shape, spec.offset) for spec in self.specs]
 
 

@@ -212,7 +212,8 @@ def rows_of(given: object, name: str) -> list[Row]:
 
 
 def _items(given: object, name: str) -> tuple[list[object], str]:
-    """Return (the prompts or rows in `given`, the name of their source in error messages)."""
+    """Return (prompts or rows, the name of their source in error messages) of an argument: `given` is its value (a
+    path, a string, a table or a sequence), and `name` its name."""
     if given is None:
         raise ValueError(f"{name} is missing: {FORMS}")
     if isinstance(given, os.PathLike) or (isinstance(given, str) and _is_path(given, name)):

@@ -337,8 +337,9 @@ def check_engines(config: TrainMasterConfig, report: Report) -> None:
 
 
 def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each key that asks for a balancing of the experts' load that the run would not do.
-    `router` is "softmax" or "sigmoid", the kind of a native model's routers; None: another backend."""
+    """Yield (key, message) for each key that requests a method of balancing the experts' load which this model does not
+    support. `router` is the kind of the model's routers in the native core, "softmax" or "sigmoid"; None: the model
+    runs on another backend."""
     megatron = model.megatron_cfg
     if not megatron.enabled:
         return

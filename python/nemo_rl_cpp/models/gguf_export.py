@@ -149,7 +149,8 @@ def check_family(config: Mapping[str, Plain]) -> None:
 
 
 def _interval(config: Mapping[str, Plain]) -> int:
-    """Return the number (from 1) of the first layer with full attention; without one, the number of layers + 1."""
+    """Return the interval of layers with full attention, which is the number (from 1) of the first such layer; if there
+    is none, the number of layers + 1."""
     kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
     return [*kinds, FULL].index(FULL) + 1
 
@@ -195,7 +196,8 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
 
 
 def _add_recurrence(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
-    """Write the sizes of Qwen3.5's gated delta nets and experts."""
+    """Write the sizes of Qwen3.5's gated delta nets and experts, from its config.json `config`, into the metadata of
+    the file."""
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_ssm_state_size(config["linear_key_head_dim"])
     writer.add_ssm_group_count(config["linear_num_key_heads"])
@@ -239,7 +241,9 @@ _EXACT = ("ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_
 
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
-    """Return the format of one tensor in a file whose matrices have the format `kind`."""
+    """Return the format of the tensor `name` with the given `shape`, in a file whose matrices have the format `kind`.
+    Exceptions: vectors and some small matrices are float32, embeddings in a q4_0 file are q8_0, and rows that do not
+    fill blocks of 32 are float16."""
     if len(shape) < 2 or name.endswith(_EXACT):
         kind = "f32"
     elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):

@@ -234,8 +234,8 @@ class AdaptedModel:
         self._owner = state
 
     def put_down(self) -> None:
-        """Store the gradient and the moments that the trainer holds in the `TrainingState` of the LoRA model whose they
-        are. Afterwards the trainer holds those of no model."""
+        """Store the gradient and the moments that the trainer holds in the `TrainingState` of their LoRA model.
+        Afterwards the trainer holds those of no model."""
         state = self._owner
         if state is None:
             return

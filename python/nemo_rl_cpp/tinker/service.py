@@ -107,8 +107,8 @@ def encoded(result: object) -> bytes | dict:
 
 
 def _record(rows: list[Tensor], trailing: torch.Size) -> pb.ArrayRecord:
-    """Pack the log-probabilities of several data into one protobuf message; `rows` has a tensor [N, *trailing] for each
-    datum."""
+    """Pack the log-probabilities of several data into one protobuf message. `rows` has a tensor [N, *trailing] for each
+    datum: N may differ between data, `trailing` (empty or [K]) is the same."""
     offsets = np.cumsum([0] + [4 * row.numel() for row in rows]).astype(np.int64)
     data = torch.cat([row.flatten() for row in rows]).numpy().astype(np.float32).tobytes()
     field = pb.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32, trailing_shape=trailing)

@@ -142,10 +142,11 @@ class Pause(NamedTuple):
 
 @dataclass
 class WeightChange:
-    """One change of the weights in the middle of responses. `DedicatedGeneration` makes it in the first `generate` in
-    which a response reaches `pause`.
+    """One change of the weights while responses are being generated. `DedicatedGeneration` makes it in the first
+    `generate` in which a response reaches `pause`.
 
     Attributes:
+        pause: the point, in tokens of each response, at which responses stop and wait for the new weights.
         wait: blocks until the engines have the new weights. It is called once every response has ended or paused.
         done: whether the weights have changed."""
 

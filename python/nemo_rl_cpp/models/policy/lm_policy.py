@@ -64,8 +64,9 @@ class Policy(TrainedModel, PolicyInterface):
             )
 
     def _teacher(self, name: str, key: str) -> C.DecoderModel:
-        """Load the frozen teacher model `name`, which the configuration key `key` sets. Raise ModelFolderError if its
-        maximum length is below the policy's, or if it cannot be split over the policy's tensor-parallel ranks."""
+        """Load the frozen teacher model `name`, the value of the configuration key `key`. Raise ModelFolderError if its
+        maximum length is below the policy's, or if it cannot be divided into the slices of the policy's tensor-parallel
+        ranks."""
         longest, length_key = self.config.max_total_sequence_length, "policy.max_total_sequence_length"
         folder = open_model_folder(name, max_length=longest, length_key=length_key, key=key)
         folder.check_slices(self.ranks.tensor_size, self.config.tensor_parallel_key(self.section))

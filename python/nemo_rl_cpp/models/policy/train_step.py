@@ -324,8 +324,8 @@ class _GlobalBatch:
             self.token_loss = fused_token_loss(way.trainer, way.loss_fn, data, self.counts, way.scoring)
 
     def is_apart(self, rows: list[int]) -> bool:
-        """Return whether these samples are in a separate micro-batch, because the loss declared before the forward pass
-        (`zero_gradient_rows`) that their gradient is zero."""
+        """Return whether the samples `rows` of a micro-batch have a gradient of zero, as the loss has declared before
+        the forward pass (`zero_gradient_rows`). Such samples are in micro-batches of their own."""
         return self.apart is not None and bool(self.apart[rows[0]])
 
     def loss(self, micro: MicroBatch, curr: Tensor) -> LossResult:

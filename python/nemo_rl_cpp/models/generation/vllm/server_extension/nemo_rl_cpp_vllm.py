@@ -90,7 +90,8 @@ def check_all_loaded(expected: set, loaded: set | None) -> None:
 
 
 def check_digest(found: str, sent: str) -> None:
-    """Raise RuntimeError if the received bytes differ from the bytes that the trainer sent."""
+    """Raise RuntimeError if `found`, the digest of the received weights, differs from `sent`, the digest of the
+    trainer's weights."""
     if found != sent:
         raise RuntimeError(
             f"the weights that arrived are not the trainer's: digest {found} against {sent}; vLLM keeps the old ones"

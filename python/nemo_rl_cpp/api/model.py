@@ -90,8 +90,8 @@ class TextWriter:
         history: Sequence[Mapping[str, object]] = (),
         **options: object,
     ) -> str:
-        """Respond to a user's message through the chat template. `system` is the text of a system message, and
-        `history` holds the earlier messages ({"role", "content"}). `options` are those of `generate` except n."""
+        """Return the model's response, as text, to the user's message `message`. `system` is the text of a system
+        message, `history` the earlier messages ({"role", "content"}). `options` are those of `generate` except n."""
         if "n" in options:
             raise ValueError("chat gives one answer and takes no n: use generate, which takes conversations")
         first = [{"role": "system", "content": system}] if system is not None else []

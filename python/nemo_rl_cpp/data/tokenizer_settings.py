@@ -141,7 +141,8 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def _added_token(token: str | Mapping[str, object] | None, **flags: bool) -> AddedToken:
-    """Return a `tokenizers.AddedToken` for a string, or for a dictionary with flags."""
+    """Return a `tokenizers.AddedToken` for `token`, a string or a dictionary with the token's text and flags. `flags`
+    take precedence over the dictionary's."""
     if isinstance(token, Mapping):
         flags = {name: bool(token[name]) for name in _FLAGS if name in token} | flags
     return AddedToken(token_text(token), **flags)

@@ -250,8 +250,8 @@ def _mean(prompts: Sequence[Prompt]) -> float:
 
 
 def _changed(answers: Sequence[Sequence[Prompt]], sign: int) -> list[Sequence[Prompt]]:
-    """Return the prompts whose mean reward rose (`sign` 1) or fell (-1) from the first to the last evaluation, largest
-    change first. Each entry of `answers` is one prompt: its results in each evaluation."""
+    """Return the entries of `answers` whose mean reward rose (`sign` 1) or fell (-1) from the first to the last
+    evaluation, largest change first. An entry belongs to one prompt, and has a `Prompt` per evaluation."""
     found = [each for each in answers if sign * (each[-1].mean - each[0].mean) > 0]
     return sorted(found, key=lambda each: -abs(each[-1].mean - each[0].mean))
 

@@ -80,8 +80,8 @@ def respell_kinds(
 
 
 def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
-    """Return the canonical configuration for the layers of the kind `kind` (see KINDS), with `rope_theta` and
-    `rope_scaling`."""
+    """Return `form`, a config.json in canonical form, with the `rope_theta` and `rope_scaling` of the layers of the
+    kind `kind` (see KINDS)."""
     if "rope_parameters" not in form:
         return dict(form)
     scaling = dict(form["rope_parameters"][kind])

@@ -190,7 +190,8 @@ class ClippedPGLossFn:
         return self._with_entropy_bonus(result, data, counts) if self.takes_entropies else result
 
     def _token_weights(self, data: Mapping[str, Tensor], counts: ops.LossCounts) -> Tensor:
-        """Return [B, S-1]: the weight with which each token enters the loss's mean over tokens."""
+        """Return the weight of each token but a sample's first in the loss: [B, S-1], for B samples padded to S tokens.
+        `counts` are the counts of the global batch by which the loss is divided; None: those of `data`."""
         config, mask, samples = self.op_config, data["token_mask"][:, 1:].double(), data["sample_mask"].double()
         weights = mask * samples[:, None]
         if config.token_level_loss:
@@ -429,8 +430,10 @@ class TopKDistillationLossFn:
         global_valid_toks: Tensor | float,
         global_valid_positive_toks: Tensor | float | None = None,
     ) -> DistillationResult:
-        """Return loss, metrics and gradients of one micro-batch, without autograd. Positions with mask 0 have no
-        effect."""
+        """Return the loss of one micro-batch, metrics and gradients, computed without autograd. `data` holds masks, the
+        student's and the teacher's log-probabilities of candidate tokens, and entropies if the loss needs them. The
+        loss is divided by `global_valid_toks`; the other counts are not used. Tokens with mask 0 have no effect. The
+        gradient for `curr_logprobs` is 0."""
         mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).double()
         valid = mask != 0
         student = data["curr_candidates"][valid].double().requires_grad_()

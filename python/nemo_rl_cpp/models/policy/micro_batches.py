@@ -38,10 +38,11 @@ def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefi
 
 
 def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: int, multiple: int) -> Bins:
-    """Group rows of similar length, shortest first, while (number of rows) x (longest length) is at most `max_tokens`.
+    """Group `rows`, indices into `lengths`, into bins of rows of similar length, shortest first. In a bin (number of
+    rows) x (longest length) is at most `max_tokens`.
 
     Lengths are rounded up to a multiple of `multiple`, but to at most `width`, the length of padded rows. A row longer
-    than the budget gets a separate bin."""
+    than `max_tokens` gets a separate bin."""
     if not rows:
         return []
     own = [min(lengths[row], max_tokens) for row in rows]

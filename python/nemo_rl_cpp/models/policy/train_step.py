@@ -414,9 +414,10 @@ class LossResult:
 def evaluate_loss(
     loss_fn: Loss, curr_logprobs: Tensor, micro: Mapping[str, object], counts: GlobalCounts, *, need_grad: bool
 ) -> LossResult:
-    """Return the value, metrics and (if `need_grad`) gradients of a loss on the log-probabilities [b, width] of a
-    micro-batch. The loss is native or any callable, which gets a tensor that requires grad. It does not receive column
-    0, whose token has no log-probability."""
+    """Return the value, metrics and (if `need_grad`) gradients of a loss on a micro-batch `micro`: b samples, padded to
+    `width` tokens. `curr_logprobs` is [b, width]; its column 0, whose token has no log-probability, is not passed to
+    the loss. `counts` are the counts by which the loss is divided. The loss is native, or any callable, which gets a
+    tensor that requires grad."""
     curr_logprobs, seqs, toks = curr_logprobs[:, 1:], counts.valid_seqs, counts.valid_toks
     if hasattr(loss_fn, "native"):
         result = loss_fn.native(curr_logprobs.contiguous(), micro, seqs, toks, counts.valid_positive_toks)

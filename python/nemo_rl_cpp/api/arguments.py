@@ -100,8 +100,8 @@ class Given:
 
 
 def component_keys(given: object, what: str, algorithm: str) -> Given:
-    """Return the configuration keys and the component for `given`, the value of the argument `what` (`loss_fn` or
-    `adv_estimator`)."""
+    """Convert `given`, the value of the argument `what` ("loss_fn" or "adv_estimator") of `train_<algorithm>`. Return
+    the configuration keys that it sets and, if it is a function, an object or a class, `given` itself."""
     section = "loss_fn" if what == "loss_fn" else f"{algorithm}.adv_estimator"
     if given is None:
         return Given(what)

@@ -117,7 +117,7 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
 
 def devices_of(config: WholeConfig) -> int:
     """Return the number of devices for which a configuration was written: the cluster's size, or the number of shards
-    of a model if that is larger. Sizes that this run uses as configured count as 1 (see `sizes_of`)."""
+    of a model if that is larger. Sizes that `sizes_of` omits, because this run uses them, count as 1."""
     cut: dict[str, list[int]] = {}
     for key, size in sizes_of(config).items():
         section, _, name = key.rpartition(".")

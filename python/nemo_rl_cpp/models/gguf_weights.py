@@ -171,8 +171,9 @@ def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | No
 def _with_swapped_value_heads(
     config: Mapping[str, Plain], name: str, values: np.ndarray, *, to_gguf: bool
 ) -> np.ndarray:
-    """Return the parameter `name` with the value heads of a gated delta net reordered. `to_gguf`: from Hugging Face's
-    order (by key head) to llama.cpp's (by the index among the value heads of a key head); else the reverse."""
+    """Return `values`, the parameter `name`, with the value heads of a gated delta net reordered. Hugging Face has all
+    value heads of the first key head first; llama.cpp has the first value head of every key head first. `to_gguf`:
+    convert to llama.cpp's order; else to Hugging Face's."""
     if (found := _value_heads(config, name)) is None:
         return values
     axis, first = found

@@ -33,11 +33,13 @@ class Value(TrainedModel, ValueInterface):
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,
     ) -> TrainingResult:  # fmt: skip
-        """Take one optimizer step per global batch of `gbs` rows, then one step of the learning-rate schedule.
+        """Take one optimizer step per global batch of `gbs` rows, in micro-batches of `mbs` rows, then one step of the
+        learning-rate schedule. With `eval_mode` take no step.
 
         Args:
             data: a batch with the loss's inputs: `returns`, and if the loss clips also `values` from `get_values`.
-            loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`."""
+            loss_fn: `MseValueLossFn`, or a callable on values, see `evaluate_value_loss`.
+            gbs, mbs: sizes of global batches and micro-batches; None: the configured sizes."""
         return self.train_part(RaggedBatch.of(data), loss_fn, eval_mode, gbs, mbs).report()
 
     def train_part(

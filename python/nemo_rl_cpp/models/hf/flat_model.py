@@ -288,7 +288,8 @@ def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Module]:
-    """Apply FSDP2 to each layer and to the rest of the module. Return the modules that are gathered as units."""
+    """Apply FSDP2 over the ranks of `mesh` to each layer and to the rest of the module. The passes compute in `dtype`,
+    and gradients are summed in float32. Return the submodules whose weights are gathered together."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     base = module.backbone if isinstance(module, ValueNet) else module

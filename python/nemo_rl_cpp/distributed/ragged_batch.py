@@ -125,7 +125,7 @@ class RaggedBatch:
         return torch.arange(self.width)[None] < self.lengths[:, None]
 
     def padded(self, of_tokens: Tensor, fill: float = 0) -> Tensor:
-        """Pad a tensor [T, ...] to [B, S, ...] with `fill`."""
+        """Return `of_tokens` [T, ...], values of all tokens, as [B, S, ...]: one row per sample, padded with `fill`."""
         out = of_tokens.new_full((self.size, self.width, *of_tokens.shape[1:]), fill)
         out[self._inside] = of_tokens
         return out

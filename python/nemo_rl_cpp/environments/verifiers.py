@@ -156,7 +156,8 @@ class HFVerifyWorker(VerifierBase):
         )
 
     def warm_up(self, math_verify_impl: str = "hf_math_verify") -> None:
-        """Load the packages that scoring needs, so that they do not delay the first response."""
+        """Load the packages that scoring by `math_verify_impl` ("hf_math_verify" or "dapo_math_verify") needs, so that
+        they do not delay the first response."""
         self.judge("\\boxed{1}", "1", math_verify_impl)
 
     @staticmethod

@@ -213,7 +213,8 @@ def _width(model: TrainedModelConfig) -> int:
 
 
 def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> int:
-    """Return the number of trained parameters: with LoRA those of the adapters, otherwise all."""
+    """Return the number of trained parameters: with LoRA those of the adapters, otherwise `parameters`, all of the
+    model with the sizes `sizes`."""
     return parameters if model.lora is None else adapter_sizes(model.lora, sizes).trained
 
 

@@ -302,7 +302,8 @@ def lora_b_for_peft(b: torch.Tensor, dim: int, alternates: bool = False) -> torc
 
 
 def lora_b_from_peft(b: torch.Tensor, dim: int, alternates: bool = False) -> torch.Tensor:
-    """Return the B from which `lora_b_for_peft` makes `b`."""
+    """Return the native core's B, [dim, out] or [experts · dim, out], for PEFT's `b` [out, dim · experts]: the inverse
+    of `lora_b_for_peft` with the same `dim` (the rank) and `alternates`."""
     rows = b.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if alternates else b
     return rows.unflatten(1, (dim, -1)).permute(2, 1, 0).flatten(0, 1)
 

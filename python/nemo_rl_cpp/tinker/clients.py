@@ -162,7 +162,8 @@ class TrainingClient:
         return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[None]:
-        """Load the adapters and the optimizer state of a checkpoint into this model."""
+        """Load the adapters and the optimizer state of the checkpoint `path`, a tinker:// path, into this model. Return
+        a future, which completes when they are loaded."""
         return self._do(lambda core, model: core.load(model, Place.of(path), optimizer=True))
 
     def save_weights_for_sampler(self, name: str) -> APIFuture[str]:

@@ -37,7 +37,7 @@ class HfTrainer:
     A forward pass keeps torch's autograd graph for `backward`. Gradients of micro-batches accumulate in float32.
 
     Args:
-        model: the trained model, or a frozen one, for which `forward` only works with keep=False.
+        model: the trained model, or a frozen one, which has no backward pass (`forward` needs keep=False).
         packed: put the samples of a micro-batch in one row; the architecture must keep them separate.
         chunk: number of tokens whose float32 logits exist at a time (`policy.logprob_chunk_size`).
         moments: dtypes of AdamW's two moments; None: float32."""

@@ -194,9 +194,9 @@ class Policy(TrainedModel, PolicyInterface):
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
         """Let the next step train on the activations that generation computes, if this step's forward pass was
-        bit-identical to generation's. The next step runs a separate forward pass if the two differed, if
-        activation_checkpointing or tensor parallelism is used, if the device is not the CPU, or if memory cannot hold
-        the activations of `tokens`, the number of tokens in a step."""
+        bit-identical to generation's; `exactness` holds the comparison. The next step runs a separate forward pass if
+        the two differed, if activation_checkpointing or tensor parallelism is used, if the device is not the CPU, or if
+        memory cannot hold the activations of `tokens`, the number of tokens in a step."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share

@@ -69,7 +69,8 @@ _Z = 1.959963984540054  # 95 % of a normal distribution lie within this many sta
 
 
 def normal_interval(values: Sequence[float]) -> Interval:
-    """Return the 95 % interval of the mean of two or more values: mean +- 1.96 s / sqrt(n)."""
+    """Return the 95 % interval of the mean of n >= 2 values: mean +- 1.96 s / sqrt(n), with s the standard
+    deviation."""
     mean, half = math.fsum(values) / len(values), _Z * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean - half, mean + half)
 

@@ -62,8 +62,8 @@ def respell_kinds(
     """Return the configuration in canonical form for a model whose kinds of layers (KINDS) have separate RoPE.
 
     The result has transformers 5's `rope_parameters` with one section per kind. The format of transformers 4 has one
-    scaling section and `rope_theta`, both for full attention. In this format the key `local_key` (if not None) sets the
-    theta of sliding layers, by default `local_theta`."""
+    scaling section and `rope_theta`, by default `theta`, both for full attention. In this format the key `local_key`
+    (if not None) sets the theta of sliding layers, by default `local_theta`. For `default_positions` see `respell`."""
     section = config.get(section_name(config)) or {}
     if not isinstance(section, Mapping):
         raise ModelFolderError(f"{section_name(config)} is {section!r}, but a section was expected")
@@ -241,7 +241,7 @@ def _number(name: str, value: Plain) -> float:
 
 
 def rotary_size(form: Mapping[str, Plain]) -> int:
-    """Return the number of a head's dimensions that RoPE rotates."""
+    """Return the number of a head's dimensions that RoPE rotates; `form` is a config.json in canonical form."""
     return int(form["head_dim"] * form.get("partial_rotary_factor", 1.0))
 
 

@@ -281,7 +281,8 @@ def _error(status: int, text: str) -> JSONResponse:
 
 
 def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
-    """Return the elements of `found` that the request's limit and offset select, and the SDK's cursor."""
+    """Return the page of the list `found` that the query parameters `limit` and `offset` of the request select, and a
+    `types.Cursor` with both and the length of `found`. Raise UserError for an invalid parameter."""
     query = request.query_params
     try:
         limit, offset = int(query.get("limit", 1000)), int(query.get("offset", 0))

@@ -389,10 +389,11 @@ def without_removed_tokens(logprobs: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True)
 class LossResult:
-    """The loss of one micro-batch, its metrics and its gradients. `grad` [b, width - first_column] belongs to the
-    log-probabilities or values, `grad_unfiltered` to the log-probabilities without top-k and top-p, `grad_entropy` to
-    the entropies, and `grad_candidates` [b, width - 1, k] to the log-probabilities of the candidate tokens. `nonfinite`
-    is (row, column of grad) of the first non-finite term, if the loss reports it."""
+    """The loss of one micro-batch (b samples, padded to `width` tokens), its metrics and its gradients. `grad` [b,
+    width - first_column] belongs to the log-probabilities (`first_column` 1) or values (0), `grad_unfiltered` to the
+    log-probabilities without top-k and top-p, `grad_entropy` to the entropies, and `grad_candidates` [b, width - 1, k]
+    to the log-probabilities of k candidate tokens. `nonfinite` is (row, column of grad) of the first non-finite term,
+    if the loss reports it."""
 
     value: float
     metrics: dict[str, float]

@@ -305,11 +305,12 @@ def _cache_bytes(
     longest: int,
     element: int,
 ) -> int:
-    """Return the size in bytes of the KV cache: kv_cache_gb, or what `rows` sequences of `longest` tokens need with
-    `element` bytes per number, limited to half of the free memory.
+    """Return the size in bytes of the KV cache: `gigabytes` (kv_cache_gb) if set, else what `rows` sequences of
+    `longest` tokens need with `element` bytes per number, limited to half of the free memory. `config` is the model's
+    config.json.
 
-    `recurrent`: the sizes of a model with recurrent layers. Each of these layers needs one block per sequence, and vLLM
-    makes all blocks large enough for a state."""
+    `recurrent`: the sizes of a model with recurrent layers; None: it has none. Each of these layers needs one block per
+    sequence, and vLLM makes all blocks large enough for the state of such a layer."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     config = config.get("text_config") or config

@@ -19,7 +19,8 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def check(form: Mapping[str, Plain]) -> None:
-    """Raise ModelFolderError if the native core does not support a size of the latent attention."""
+    """Raise ModelFolderError if the native core does not support a size of the latent attention in `form`, a
+    config.json in canonical form."""
     heads, key_value = form["num_attention_heads"], form["num_key_value_heads"]
     if heads != key_value:
         raise ModelFolderError(

@@ -422,8 +422,9 @@ def _stacked_experts(
 def _single_experts(
     prefix: str, matrix: str, tensor: RawTensor | TensorEntry, scales: RawTensor | TensorEntry | None
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield the matrices of each expert in `tensor`, which holds the fused matrix `matrix` of all experts: down_proj,
-    or gate_proj (the even rows) and up_proj (the odd rows). `scales` are those of MXFP4, else None."""
+    """Yield (name, tensor) of each expert's matrices in `tensor`, the fused matrix `matrix` of all experts. It holds
+    down_proj, or gate_proj (the even rows) and up_proj (the odd rows). Names begin with `prefix` and the expert's
+    index. `scales` are those of an MXFP4 tensor, which is converted to bfloat16; None: another format."""
     parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     if matrix == "down_proj":
         parts = {"down_proj": slice(None)}
@@ -528,8 +529,8 @@ class SavedAdapter:
 
 
 def saved_adapter(weights: Path) -> SavedAdapter | None:
-    """Return the adapter in the folder `weights` if it has a quantised base model and the folder holds no other
-    weights; otherwise return None."""
+    """Return a description of the adapter saved in a subfolder of `weights`, if its base model is quantised and
+    `weights` holds no weights of the whole model; otherwise return None."""
     folder = weights / ADAPTER
     if not (folder / BASE_FILE).is_file() or (weights / SINGLE_FILE).is_file() or (weights / INDEX_FILE).is_file():
         return None

@@ -261,11 +261,12 @@ class Models:
 
 
 def rows_of(data: Sequence[Datum], base: Base, needed: Sequence[str], known: Sequence[str]) -> list[Row]:
-    """Check the training data of a request, and return it as rows.
+    """Check the training data of a request, and return one `Row` of tensors per datum.
 
     Args:
+        base: the base model, which limits token ids and lengths.
         needed: the inputs that each datum must have in addition to target_tokens.
-        known: the inputs that a datum may have.
+        known: the other inputs that a datum may have.
 
     Raise UserError with the index of the invalid datum and its fault."""
     if not data:

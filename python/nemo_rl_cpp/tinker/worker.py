@@ -155,7 +155,8 @@ class Worker:
     # ---- from any thread
 
     def submit(self, request_id: str, run: Callable[..., object], *, is_short: bool = False) -> Future:
-        """Run `run` once as a job. Its future is stored under `request_id`; a repeated request gets the same future."""
+        """Run `run` once as a job, and return its future, which is stored under `request_id`. A repeated request gets
+        the same future. For `is_short` see `Job`."""
         with self._changed:
             if request_id not in self.futures:
                 self.futures[request_id] = self._enqueue(Job(run, APIFuture(), is_short))

@@ -139,7 +139,8 @@ class BaseEngine(GenerationInterface):
 
     @abstractmethod
     def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
-        """Return the responses for all rows of a request."""
+        """Return the responses for all rows of the request `asked`. If `on_finished` is given, call it with responses
+        that have ended (see `OnFinished`)."""
 
     def _room(self, asked: GenerationRequest) -> list[int]:
         """Return the maximum number of tokens of each row's response, so that prompt and response together have at most

@@ -266,7 +266,8 @@ class MLflowLogger(TrackerLogger):
 
     @classmethod
     def options(cls, cfg: MLflowConfig | Mapping[str, object] | None) -> dict[str, str]:
-        """Return the MLflow settings in use: the given keys, and MLflow's environment variables for the other keys."""
+        """Return the MLflow settings in use: those set in the section `cfg`, and for others MLflow's environment
+        variables."""
         return {key: value for key, name in cls.variables.items() if (value := os.getenv(name))} | cls.given(cfg)
 
     def numbers(self, metrics: Metrics, prefix: str, step_metric: str | None) -> dict[str, float]:

@@ -338,7 +338,8 @@ def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
 
 
 def check_layers(form: Mapping[str, Plain]) -> None:
-    """Raise ModelFolderError for invalid keys that set which layers use sliding-window attention and which use RoPE."""
+    """Raise ModelFolderError for invalid keys in `form`, a config.json in canonical form, that set which layers use
+    sliding-window attention and which use RoPE."""
     defaults, layers = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults, form["num_hidden_layers"]
     if not defaults.keys() & {"sliding_window", "no_rope_layer_interval"}:
         return

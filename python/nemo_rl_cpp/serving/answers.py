@@ -123,8 +123,9 @@ def _by_text(bytes_of: BytesOf, token: int, text: str, logprob: float, likeliest
 
 
 def chat_logprobs(bytes_of: BytesOf, spelled: Spelled) -> Json:
-    """Return `logprobs` of /v1/chat/completions. The `token` entries, concatenated, give the response's text, as do the
-    `bytes` entries, which also hold partial characters. In `top_logprobs` special tokens have a text, too."""
+    """Return `logprobs` of /v1/chat/completions for the tokens `spelled`; `bytes_of` gives the bytes of a token id. The
+    `token` entries, concatenated, give the response's text, as do the `bytes` entries, which also hold partial
+    characters. In `top_logprobs` special tokens have a text, too."""
     content = []
     for token, text, logprob, likeliest in zip_longest(
         spelled.sample.token_ids, spelled.texts, spelled.sample.logprobs, spelled.sample.likeliest, fillvalue=()

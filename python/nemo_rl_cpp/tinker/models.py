@@ -98,8 +98,9 @@ class Models:
     def forward_backward_custom(
         self, model: Model, data: Sequence[Datum], loss_fn: CustomLoss
     ) -> ForwardBackwardOutput:
-        """Compute a client's loss and accumulate its gradient. This needs one more forward pass than a built-in
-        loss."""
+        """Compute the loss `loss_fn(data, log-probabilities of each datum's targets)`, and accumulate its gradient in
+        `model`. Return the log-probabilities, the loss (`loss:sum`) and the metrics of `loss_fn`. This needs one more
+        forward pass than a built-in loss."""
         state = model.trained
         targets = [
             Datum(each.model_input, {name: value for name, value in each.loss_fn_inputs.items() if name == TARGETS})

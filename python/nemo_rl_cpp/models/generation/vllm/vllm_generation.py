@@ -388,8 +388,8 @@ class VllmGeneration(BaseEngine):
 
         Requests of other clients end first. If a failure occurs before the update begins, the server continues with its
         old weights. After a later failure it stays paused, because some of its weights are new. Raises RuntimeError if
-        the received weights have a different digest, or if a parameter of vLLM's model received no values; vLLM then
-        generates nothing."""
+        the digest of the weights that vLLM received is not that of the weights sent, or if a parameter of vLLM's model
+        received no values; vLLM then generates nothing."""
         began = time.perf_counter()
         self.weight_version = self._arrived = None
         try:

@@ -249,7 +249,8 @@ class SocketPeer:
         return f"gave no sign of life for {time.monotonic() - self.last_beat:.0f} s (cluster.worker_timeout_s)"
 
     def call(self, target: int, method: str, payload: bytes, listener: Listener | None = None) -> WorkerCall:
-        """Start a call of a method in the worker and return it (see `Workers.call`)."""
+        """Start a call of `method` of object number `target` in the worker, and return the call. For `payload` and
+        `listener` see `Workers.call`."""
         self._last_call += 1
         event, on_event = listener or (None, None)
         call = self._expect(self._last_call, method.strip("_"), on_event)

@@ -124,8 +124,9 @@ class VerifierPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
 
     def verify(self, responses: list[str], ground_truths: Sequence[object], **kwargs: object) -> Verdicts:
-        """Score every response against its ground truth. `kwargs` are passed to the verifier. Raise RuntimeError after
-        `shutdown`, or if workers cannot start, and ValueError if the verifier reports a usage error."""
+        """Score every response against its ground truth, and return `Verdicts`: a score and an extracted answer per
+        response, and numbers of failures. `kwargs` are passed to the verifier. Raise RuntimeError after `shutdown`, or
+        if workers cannot start, and ValueError if the verifier reports a usage error."""
         verdicts = Verdicts([0.0] * len(responses), [None] * len(responses))
         waiting: deque[int] = deque()
         for i, (response, truth) in enumerate(zip(responses, ground_truths)):

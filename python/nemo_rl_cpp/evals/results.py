@@ -103,8 +103,8 @@ class EvalResult:
 
 
 def interval_of_mean(scores: list[float]) -> Interval:
-    """Return the 95 % interval of the mean of `scores`, one per prompt: Wilson's interval if all are 0 or 1, otherwise
-    mean +- 1.96 s / sqrt(P), clipped to [0, 1], with s the standard deviation."""
+    """Return the 95 % interval of the mean of `scores`, one for each of n prompts: Wilson's interval if all are 0 or 1,
+    otherwise mean +- 1.96 s / sqrt(n), clipped to [0, 1], with s the standard deviation."""
     if set(scores) <= {0.0, 1.0} or len(scores) < 2:
         return wilson_interval(math.fsum(scores) / len(scores), len(scores))
     low, high = normal_interval(scores)

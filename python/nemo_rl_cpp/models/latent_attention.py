@@ -42,7 +42,8 @@ def key_size(form: Mapping[str, Plain]) -> int:
 
 
 def native(form: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the keyword arguments of the native `DecoderModel` for latent attention (csrc/model/config.h)."""
+    """Return the keyword arguments of the native `DecoderModel` (csrc/model/config.h) for the latent attention of
+    `form`, a config.json in canonical form."""
     latent = {
         "query_rank": form["q_lora_rank"] or 0,
         "rank": form["kv_lora_rank"],

@@ -126,7 +126,8 @@ class FlatModel:
         return str(self.compute.device)
 
     def masters_changed(self) -> None:
-        """Round the master weights into `compute`. Called after each write to the master weights."""
+        """Copy the master weights into `compute`, the weights that matrix products read, rounded to its dtype. Called
+        after each write to the master weights."""
         if self.masters is not None and self.masters is not self.compute:
             self.compute.copy_(self.masters)
 

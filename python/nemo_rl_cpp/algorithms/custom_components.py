@@ -226,8 +226,8 @@ def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> Lo
 
 
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
-    """Return a `LossFunction` for `given`, an object that was passed from Python as a loss. Raise LoadingError (a
-    ValueError) if it cannot be used as one."""
+    """Return a `LossFunction` for `given`, an object that was passed from Python as a loss; `section` is the section
+    `loss_fn`. Raise LoadingError (a ValueError) if the object cannot be used as a loss."""
     if type(given) is ClippedPGLossFn:
         return given
     return OwnLoss(given, section)

@@ -139,7 +139,8 @@ class TrainingState:
     optimizer_steps: int = 0
 
     def write_moments(self, *moments: Tensor) -> None:
-        """Write the moments exp_avg and exp_avg_sq to the file."""
+        """Write AdamW's moments exp_avg and exp_avg_sq, in this order, to the file `moments`, over the previous
+        ones."""
         self.moments.seek(0)
         for moment in moments:
             self.moments.write(moment.numpy())

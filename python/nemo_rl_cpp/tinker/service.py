@@ -29,7 +29,8 @@ _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
 
 
 def sample_request_of(request: types.SampleRequest) -> SampleRequest:
-    """Convert the SDK's request for samples. Raise UserError for an option that is not supported."""
+    """Return the SDK's request for samples as a `SampleRequest`. Raise UserError for an option that is not
+    supported."""
     for unknown in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
         if getattr(request, unknown):
             raise UserError(f"{unknown} is not here: leave it out")
@@ -287,7 +288,8 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def optim_step(self, request: types.OptimStepRequest) -> types.UntypedAPIFuture:
-        """Queue an AdamW step of a model."""
+        """Queue an AdamW step of the request's model. Return a future, which the client polls for the step's
+        metrics."""
 
         def run(model: TrainedModel) -> dict:
             params = request.optim_params

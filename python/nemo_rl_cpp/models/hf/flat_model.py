@@ -222,7 +222,8 @@ class ShardedModel:
 
     @property
     def grads(self) -> Tensor:
-        """Return a copy of the accumulated gradients of this rank's rows, float32 [n], summed over all ranks."""
+        """Return a copy of the accumulated gradients, float32 [n], of the n weights that this rank holds (some rows of
+        every parameter), summed over all ranks."""
         with torch.no_grad():
             return torch.cat(
                 [

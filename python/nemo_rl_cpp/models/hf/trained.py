@@ -429,8 +429,8 @@ class HfPolicyWorker(HfPolicy, EngineHost):
     def generate_with(
         self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
     ) -> Responses:
-        """Generate like `EngineHost.generate_with`. All ranks gather the weights first, so all must call this, also
-        ranks without prompts."""
+        """Return the responses of engine `number` to `prompts`, as `EngineHost.generate_with` does. All ranks gather
+        the weights first, so all must call this, also ranks without prompts."""
         with self.model.gathered():
             return super().generate_with(number, prompts, greedy, on_finished)
 

@@ -254,7 +254,8 @@ def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
 
 
 def _rope_factors(config: Mapping[str, Plain]) -> dict[str, np.ndarray]:
-    """Return the tensors by which llama.cpp divides RoPE frequencies, if RoPE scaling is of type llama3 or longrope."""
+    """Return {GGUF's tensor name: float32 array} of the factors by which llama.cpp divides RoPE frequencies, if RoPE
+    scaling is of type llama3 or longrope; otherwise {}."""
     full = rope.of_kind(config, FULL)
     scaling = full["rope_scaling"] or {}
     if scaling.get("rope_type") == "longrope":
@@ -283,7 +284,8 @@ class Gap(NamedTuple):
 
 
 def compare_with_folder(file: Path, folder: Path) -> Gap:
-    """Return the difference between the logits of a file that `export_gguf` wrote and the folder's, in float32."""
+    """Return the `Gap` between the logits of the model in `file`, which `export_gguf` wrote, and of the model in
+    `folder`. Both are computed in float32."""
     import torch
 
     from nemo_rl_cpp._native import C

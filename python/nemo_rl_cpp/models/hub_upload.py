@@ -128,7 +128,8 @@ def write_card(folder: Path, config: TrainMasterConfig, step: int) -> None:
 
 
 def card_text(config: TrainMasterConfig, step: int) -> str:
-    """Return the text of README.md. It shows only the last part of a local folder's path."""
+    """Return the text of the model card, README.md, of a model that the run `config` has trained for `step` steps. It
+    shows only the last part of a local folder's path."""
     base = _PACKAGED.get(config.policy.model_name.lower(), config.policy.model_name)
     named = datasets_of(config.data.train, "data.train")
     sets = [(each.dataset_name, getattr(each, "data_path", None)) for _, each in named]

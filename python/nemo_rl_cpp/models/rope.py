@@ -207,11 +207,11 @@ def _said(config: Mapping[str, Plain], section: Plain) -> Plain:
 
 
 def position_factor(form: Mapping[str, Plain]) -> tuple[int | None, float]:
-    """Return (positions, factor). Their product is a model's maximum length in vLLM. None for positions means
-    max_position_embeddings.
+    """Return (positions, factor) for the RoPE scaling in `form`, a config.json in canonical form. Their product is the
+    model's maximum length in vLLM. None for positions means max_position_embeddings.
 
-    yarn scales the positions of pretraining, and linear scales max_position_embeddings. llama3 and longrope give factor
-    1, because their max_position_embeddings is already the scaled length."""
+    yarn scales original_max_position_embeddings, and linear scales max_position_embeddings. llama3 and longrope give
+    factor 1, because their max_position_embeddings is already the scaled length."""
     scaling = form["rope_scaling"]
     if scaling is None or scaling["rope_type"] in ("llama3", "longrope"):
         return None, 1.0

@@ -330,7 +330,8 @@ class AdaptedModel:
     # ---- files
 
     def save(self, folder: Path, adapter: Tensor) -> None:
-        """Write adapters to `folder`/adapter, in PEFT's format."""
+        """Write the adapters, whose weights are `adapter` in the layout of the model's trained parameters, to
+        `folder`/adapter in PEFT's format."""
         self.lora.save(folder, self.native.trained_layout, adapter)
 
     def load(self, folder: Path) -> Tensor:

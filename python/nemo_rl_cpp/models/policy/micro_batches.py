@@ -163,8 +163,8 @@ class MicroBatch:
         return picked
 
     def write(self, padded: Tensor, into: Tensor, first_column: int = 0) -> None:
-        """Write `padded` [b, width - first_column], whose column 0 belongs to position `first_column`, into `into` [T]
-        at the tokens of these samples."""
+        """Write `padded` [b, width - first_column], values of the b samples of this micro-batch, into `into` [T], at
+        the places of their tokens in the batch. Column 0 of `padded` belongs to token `first_column` of each sample."""
         inside = self.inside[:, first_column:]
         into[self.places[:, first_column:][inside]] = padded[inside].to(into.dtype)
 

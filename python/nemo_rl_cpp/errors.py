@@ -139,8 +139,8 @@ def _places(error: BaseException) -> list[Place]:
 
 
 def user_place(error: BaseException) -> Place | None:
-    """Return the line of user code that raised an exception inside a call of this package; None if this package raised
-    it.
+    """Return the line of user code (file, line number, function) that raised an exception inside a call of this
+    package; None if this package raised it.
 
     Libraries are skipped: if the user's function passes a wrong argument to a library, the line in the user's function
     is returned. Code that called this package is skipped, too."""

@@ -76,8 +76,8 @@ class Buffers:
         return self.width * (s.hidden_size + self._inner) + results + by_expert
 
     def head(self, scored: float) -> float:
-        """Return the bytes of the LM head's inputs and of their gradients. `scored`: share of the tokens that get
-        logits."""
+        """Return the bytes per token of the LM head's inputs and of their gradients. `scored`: share of the tokens that
+        get logits."""
         return scored * self.sizes.hidden_size * (3 * _SUM + self.width)
 
     def training(self, checkpointing: bool, scored: float) -> float:

@@ -83,8 +83,9 @@ class Lora:
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
-        """Return the LoRA adapters that the configuration section `config` requests; None if LoRA is disabled. Raise
-        ValueError if the section selects no matrix of the model, or one that cannot be adapted."""
+        """Return the LoRA adapters that `config`, the configuration section `section` ("policy" or "value"), requests
+        for the model `folder`; None if LoRA is disabled. Raise ValueError if it selects no matrix of the model, or one
+        that cannot be adapted."""
         wanted = config.lora
         if wanted is None:
             return None

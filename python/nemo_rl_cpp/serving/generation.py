@@ -251,7 +251,9 @@ def key_of(variable: str | None) -> str:
 def _model(
     policy: Policy | EngineWorker, inner: NativeGeneration, config: PolicyConfig, version: Callable[[], int], seed: int
 ) -> ServedModel:
-    """Return the policy as a served model whose engine starts closed."""
+    """Return the policy as a model to serve over HTTP, whose engine starts closed. Its KV cache has the size of that of
+    `inner`, the training loop's engine. `version` returns the version of the current weights; `seed` is the seed of
+    sampling."""
     generation, folder, tokenizer = config.generation, policy.folder, policy.tokenizer
     settings, stops = generation.http_server, generation.stop_strings or ()
     longest = generation.effective_max_model_len(config.max_total_sequence_length)

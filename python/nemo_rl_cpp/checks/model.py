@@ -83,8 +83,8 @@ def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
 
 
 def _uses(config: WholeConfig) -> Iterator[_Use]:
-    """Yield the models that the run reads. The reference model is not listed, because it has the policy's initial
-    weights."""
+    """Yield a `_Use` for each model that the run reads: its name, and the keys that set it. The reference model is not
+    listed, because it has the policy's initial weights."""
     if not isinstance(config, TrainMasterConfig):
         given, engine = config.generation.model_name, config.generation.vllm_cfg
         name = find_policy_weights(given)

@@ -439,7 +439,9 @@ def _single_experts(
 
 
 def _expert_rows(tensor: RawTensor, scales: RawTensor | None, expert: int, every: slice) -> memoryview:
-    """Return a copy of the rows `every` of an expert's matrix [out, in] or bias [out]. `scales`: of MXFP4, or None."""
+    """Return a copy of the bytes of the rows `every` of one expert's matrix [out, in] or bias [out]. `tensor` holds
+    those of all experts, and `expert` is the expert's index. `scales` are those of an MXFP4 tensor, which is converted
+    to bfloat16; None: another format."""
     import numpy as np
 
     if scales is None:

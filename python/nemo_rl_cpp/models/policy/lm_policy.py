@@ -144,7 +144,8 @@ class Policy(TrainedModel, PolicyInterface):
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> PolicyUpdates:
-        """Train on this rank's samples of the batch `data`; see `train`."""
+        """Train on this rank's samples of the batch `data`, in global batches of `gbs` samples and micro-batches of
+        `mbs` (None: the configured sizes); see `train`."""
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
         shared = dict(

@@ -86,7 +86,8 @@ class ServiceClient:
         return self._core.worker.do(create)
 
     def create_training_client_from_state(self, path: str) -> APIFuture[TrainingClient]:
-        """Make a LoRA model from a checkpoint, without its optimizer state."""
+        """Make a LoRA model from the checkpoint `path`, a tinker:// path, without its optimizer state. Return a future
+        of the model's `TrainingClient`."""
         return self._from_state(path, optimizer=False)
 
     def create_training_client_from_state_with_optimizer(self, path: str) -> APIFuture[TrainingClient]:

@@ -278,8 +278,8 @@ def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tenso
 
 
 def _the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:
-    """Return the stream that all rows share: "train", "val" or "eval". Raise ValueError for several streams or an
-    unknown stream."""
+    """Return the stream of random numbers that all `rows` rows share: "train", "val" or "eval". `value` is one stream,
+    or a list with one per row; None means "train". Raise ValueError for several streams or an unknown stream."""
     per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
     streams = sorted({row or "train" for row in per_row})
     if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:

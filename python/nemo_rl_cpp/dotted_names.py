@@ -81,7 +81,8 @@ def import_object(name: str, what: str) -> Any:
 
 
 def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, list[str]]:
-    """Import the longest prefix of the dotted name that is a module. Return the module and the remaining parts."""
+    """Import the longest prefix of the dotted name `name` that is a module; `parts` are its words. Return the module
+    and the remaining parts. If that fails, raise LoadingError, whose message starts with `what`, such as "loss"."""
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
         try:

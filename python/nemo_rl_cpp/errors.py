@@ -133,7 +133,7 @@ def _is_library(file: str) -> bool:
 
 
 def _places(error: BaseException) -> list[Place]:
-    """Return the lines of code in the exception's traceback, outermost first."""
+    """Return the lines of code (file, line number, function) in the exception's traceback, outermost first."""
     frames: Iterable[tuple[FrameType, int]] = traceback.walk_tb(error.__traceback__)
     return [Place(frame.f_code.co_filename, line, _INNER.sub("", frame.f_code.co_qualname)) for frame, line in frames]
 

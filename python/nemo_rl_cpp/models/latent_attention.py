@@ -10,8 +10,9 @@ SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the configuration with `head_dim` equal to qk_rope_head_dim, as in transformers: the number of a head's
-    dimensions that RoPE rotates. The values of the keys SIZES must be whole numbers above 0."""
+    """Return `form`, a config.json, with `head_dim` equal to qk_rope_head_dim, as in transformers: the number of a
+    head's dimensions that RoPE rotates. The values of the keys SIZES must be whole numbers above 0. Raise
+    ModelFolderError for another `head_dim`."""
     rotated = form["qk_rope_head_dim"]
     if form.get("head_dim") not in (None, rotated):
         raise ModelFolderError(f"head_dim is {form['head_dim']!r}, but qk_rope_head_dim {rotated} was expected")

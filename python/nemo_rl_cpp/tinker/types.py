@@ -138,7 +138,9 @@ Loss = Callable[[Tensor, Inputs], Tensor]
 
 
 def _ppo(logprobs: Tensor, given: Inputs, ratio: Tensor | None = None) -> Tensor:
-    """Return PPO's clipped loss. The ratio of each token is exp(logprobs - old logprobs), unless `ratio` is given."""
+    """Return PPO's clipped loss, summed over the target tokens. `given` holds the clip thresholds and, of each token,
+    the advantage and the old log-probability. The ratio of a token is exp(new - old log-probability), unless `ratio` is
+    given."""
     ratio = torch.exp(logprobs - given["logprobs"]) if ratio is None else ratio
     clipped = torch.clamp(ratio, given["clip_low_threshold"], given["clip_high_threshold"])
     return -torch.minimum(ratio * given["advantages"], clipped * given["advantages"]).sum()

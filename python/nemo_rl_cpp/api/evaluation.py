@@ -70,7 +70,7 @@ def evaluate(
     seed: int = 42,
     **options: object,
 ) -> Evaluation:
-    """Generate `n` responses to each prompt, and score them with reward functions.
+    """Generate `n` responses to each prompt, score them with reward functions, and return an `Evaluation`.
 
     `model` is any model that `load` accepts, a `LoadedModel`, or the result of a training. `prompts`, `reward_funcs`
     and `reward_weights` are as in `train_grpo`. pass@k is an unbiased estimate from n >= k responses. `options` are

@@ -520,7 +520,7 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
 
 def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
     """Return the sizes of the recurrent layers and their indices, as arguments of the native `DecoderModel`; an empty
-    mapping if there are none."""
+    mapping if there are none. `form` is a config.json in canonical form, of the architecture `made`."""
     layers = [layer for layer, kind in enumerate(made.layer_types(form)) if kind == RECURRENT]
     if not layers:
         return {}

@@ -123,7 +123,8 @@ class SampleResponse:
 
 
 def tokens_of(given: Tokens, what: str) -> list[int]:
-    """Return a prompt or an input as a list of tokens. Raise UserError if it holds images or audio."""
+    """Return a prompt or an input as a list of tokens. Raise UserError if it holds images or audio; `what` is its name
+    in the message."""
     if not hasattr(given, "to_ints"):
         return [int(token) for token in given]
     try:

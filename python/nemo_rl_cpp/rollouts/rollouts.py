@@ -254,7 +254,8 @@ class Conversations:
             if used > self.max_seq_len:
                 raise ValueError(
                     f"prompt and response have {used} tokens, more than max_seq_len {self.max_seq_len}: set "
-                    "policy.generation.vllm_cfg.max_model_len to at most policy.max_total_sequence_length"
+                    "data.max_input_seq_length and policy.generation.vllm_cfg.max_model_len to at most "
+                    "policy.max_total_sequence_length, or raise the latter"
                 )
             overflowed = used + len(ids[i]) >= self.max_seq_len
             seen = torch.tensor(ids[i][: self.max_seq_len - used], dtype=torch.int64)

@@ -88,7 +88,7 @@ def test_environment_message_that_fills_the_context_ends_the_conversation_as_tru
 
 
 def test_response_longer_than_the_maximum_sequence_length_is_an_error():
-    with pytest.raises(ValueError, match="have 5 tokens, more than max_seq_len 4: .*max_total_sequence_length"):
+    with pytest.raises(ValueError, match="more than max_seq_len 4: set data.max_input_seq_length and .*max_total"):
         run_multi_turn_rollout(
             FakeGeneration(lambda p, k: "ab"), echo_batch([2]), TOKENIZER, {"echo": EchoEnvironment()}, 4
         )

@@ -213,7 +213,7 @@ def overwrite_advantages(
 def select_tokens(batch: TrainBatch, loss: ClippedPGLossConfig, seed: int, step: int) -> dict[str, float]:
     """Select the tokens on which the loss acts, and set the advantages of the trained tokens that are not selected to
     0. The loss kl_cov keeps all advantages: add `kl_cov_penalty` [T], the KL weight `ppo_kl_coef` of selected tokens, 0
-    of others.
+    of others. `seed` and `step` determine the random selection of the loss clip_cov.
 
     Tokens are compared over the whole step, before it is split into global batches, micro-batches and ranks. Return the
     metric `selected_tokens_share`: the share of trained tokens that are selected. Return {} if the loss selects no

@@ -140,8 +140,9 @@ def lora_keys(given: object, algorithm: str) -> Keys:
 
 
 def reward_environment(functions: Any, weights: object, as_parts: bool) -> RewardFunctionEnvironment:
-    """Return an environment that computes rewards with `functions`. `as_parts` keeps the functions' rewards separate
-    for the estimator gdpo, which weights the rewards itself and needs at least two."""
+    """Return an environment that computes rewards with `functions`, weighted by `weights` (the arguments reward_funcs
+    and reward_weights). `as_parts` keeps the functions' rewards separate for the estimator gdpo, which weights the
+    rewards itself and needs at least two."""
     if functions is None:
         raise ValueError(
             "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"

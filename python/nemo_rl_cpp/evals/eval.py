@@ -237,8 +237,9 @@ def _score(active: BatchedDataDict, env: Environment, name: str) -> EnvironmentR
 
 
 def prompt_scores(rewards: list[float], answers: list[str | None], config: MasterConfig) -> list[float]:
-    """Return the configured metric (pass@k or cons@k) of each prompt, from the rewards and extracted answers of all
-    responses. Raise ValueError for cons@k if no response has an answer."""
+    """Return the configured metric (pass@k or cons@k) of each prompt. `rewards` and `answers` (extracted from the
+    responses) have one entry per response; the responses to a prompt are adjacent. Raise ValueError for cons@k if no
+    response has an answer."""
     wanted, n = config.eval, config.eval.num_tests_per_prompt
     votes = wanted.metric == "cons@k"
     if votes and all(answer is None for answer in answers):

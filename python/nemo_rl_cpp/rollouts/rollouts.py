@@ -39,6 +39,7 @@ def attach_responses(
     outputs: Answer, batch: DatumBatch, tokenizer: TokenizerType, input_lengths: torch.Tensor
 ) -> list[torch.Tensor]:
     """Append an engine's responses to `batch["message_log"]`, in place, and return the generated ids of each row.
+    `input_lengths` [B] holds the number of prompt tokens of each row.
 
     A message holds `content` (without special tokens), `token_ids`, `generation_logprobs` if the engine returns them,
     and `token_versions` (of the weights that sampled each token) if the weights may change while the engine generates.

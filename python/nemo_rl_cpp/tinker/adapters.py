@@ -312,8 +312,8 @@ class AdaptedModel:
     def step(
         self, state: TrainingState, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
     ) -> float:  # fmt: skip
-        """Update the adapters of a LoRA model with AdamW, and reset the gradient to zero. Return the gradient's norm
-        before clipping.
+        """Update the adapters of the LoRA model `state` with AdamW, and reset the gradient to zero. Return the
+        gradient's norm before clipping.
 
         Raise UserError if the norm is not finite; in that case the adapters are unchanged."""
         self._take_up(state)

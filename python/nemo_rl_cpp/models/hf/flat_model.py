@@ -265,7 +265,7 @@ class ShardedModel:
             self.forget()
 
     def reshard(self) -> None:
-        """Free the gathered weights, which become stale if a rank changes its rows."""
+        """Free the gathered weights, which become stale when a rank changes the rows of the weights that it holds."""
         for unit in self._units:
             unit.reshard()
 

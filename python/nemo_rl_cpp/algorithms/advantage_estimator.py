@@ -267,8 +267,10 @@ class OptimalTokenBaselineAdvantageEstimator(_Estimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, logprobs_policy: Tensor, sum_pi_squared: Tensor,
         valid_mask: Tensor | None = None, group_id: Tensor | None = None, offsets: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
-        """Return advantages in the shape of `mask`, 0 at masked positions. `sum_pi_squared` holds, for each token, the
-        sum of the policy's squared probabilities over the vocabulary. Baselines exclude samples with valid_mask 0."""
+        """Return advantages in the shape of `mask`, 0 at masked positions. Samples with equal `group_id`, or without it
+        with equal `prompt_ids`, form a group. `logprobs_policy` holds each token's log-probability, `sum_pi_squared`
+        the sum of the policy's squared probabilities over the vocabulary at each token. Baselines exclude samples with
+        valid_mask 0."""
         groups = _groups(prompt_ids, group_id)
         voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
         energy = 1 - 2 * logprobs_policy.double().exp() + sum_pi_squared.double()

@@ -28,8 +28,8 @@ class Buffers:
 
     @property
     def _mixer(self) -> float:
-        """Return the bytes that a layer's attention (or recurrent mixer) stores for the backward pass, averaged over
-        all layers: its projections (counted twice if queries and keys are normalised), and its result."""
+        """Return the bytes per token that a layer's attention (or recurrent mixer) stores for the backward pass,
+        averaged over all layers: its projections (counted twice if queries and keys are normalised), and its result."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         gate = query if s.recurrent_layers and not s.mlp_layers else 0

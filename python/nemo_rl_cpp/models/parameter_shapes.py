@@ -70,7 +70,8 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
 
 
 def _latent_products(native: Mapping[str, Plain]) -> dict[str, tuple[int, int]]:
-    """Return {name: (rows, columns)} of the matrices of latent attention."""
+    """Return {name: (rows, columns)} of the matrices of latent attention in one layer. `native` holds the keyword
+    arguments of the native `DecoderModel`."""
     hidden, heads, size, latent = native["hidden_size"], native["num_heads"], native["head_dim"], native["latent"]
     rank, rotated, values = latent["rank"], latent["rope_dim"], heads * latent["value_dim"]
     queries = {"self_attn.q": (heads * size, hidden)}

@@ -397,7 +397,8 @@ class PromptSource:
         self._finished_epochs = 0
 
     def next(self) -> BatchedDataDict:
-        """Return the next prompts, each G times, with the columns of `repeat_prompts`; `group_id` is the draw id."""
+        """Return the next prompts, each repeated `num_generations` times, with the columns of `repeat_prompts`;
+        `group_id` is the prompt's draw id."""
         batch = self._draw()
         repeated = repeat_prompts(batch, self.num_generations, self._state.draw(batch.size), stream="train")
         repeated["group_id"] = repeated["draw_ids"].clone()  # unique in the run: a group may be kept for a later step

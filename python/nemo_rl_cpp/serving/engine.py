@@ -150,7 +150,8 @@ class EngineThread:
             self._changed.notify_all()
 
     def cancel(self, request: PendingRequest) -> None:
-        """Drop a request and stop calling its `tell`. Its KV-cache blocks are freed after the current step."""
+        """Drop a request; its callback `tell` is no longer called. Its KV-cache blocks are freed after the current
+        step."""
         with self._changed:
             if request in self._new:
                 self._new.remove(request)

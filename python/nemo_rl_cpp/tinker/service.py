@@ -315,8 +315,8 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> types.UntypedAPIFuture:
-        """Save a model's adapters for sampling: on disk if the request has a name, otherwise in memory for a new
-        sampling session."""
+        """Queue a save of a model's adapters for sampling: on disk if the request has a name, otherwise in memory for a
+        new sampling session. Return a future, which the client polls for the checkpoint's path or the session's id."""
 
         def run(model: TrainedModel) -> dict:
             if request.kind != "snapshot":
@@ -346,7 +346,8 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def load_weights(self, request: types.LoadWeightsRequest) -> types.UntypedAPIFuture:
-        """Load a checkpoint into an existing or a new model."""
+        """Queue the loading of a checkpoint into the request's model or, if it names a session, into a new model.
+        Return a future, which the client polls for the model's id."""
         place, seq, model = Place.of(request.path), request.seq_id, None
         if request.session_id is not None:
             if request.base_model is not None:

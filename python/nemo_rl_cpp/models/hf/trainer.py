@@ -147,7 +147,7 @@ class HfTrainer:
 
     @cached_property
     def grads(self) -> Tensor:
-        """Return the accumulated gradients, float32 [n], in the layout of the model."""
+        """Return the accumulated gradients of all n weights, float32 [n], in the layout of the model."""
         return self._zeros(None)
 
     @cached_property

@@ -104,7 +104,8 @@ class GlobalCounts:
 
     @staticmethod
     def of(data: RaggedBatch, begin: int = 0, end: int | None = None) -> GlobalCounts:
-        """Return the counts over the samples [begin, end) of the batch."""
+        """Return the counts of valid sequences, of valid tokens, and of valid tokens of samples with a positive reward,
+        over the samples [begin, end) of the batch."""
         sample_mask, token_mask = data.samples["sample_mask"].float(), data.tokens["token_mask"].float()
         token_mask = token_mask.index_fill(0, data.starts, 0)  # a sample's first token has no log-probability
         per_row = (data.by_sample(token_mask) * sample_mask)[begin:end]

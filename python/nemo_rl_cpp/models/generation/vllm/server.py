@@ -239,7 +239,8 @@ def _recurrent_sizes(policy: PolicyConfig, model: str) -> ModelSizes | None:
 
 
 def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[str, object]:
-    """Return the options that any server for this run needs, as {name of vLLM's engine argument: value}."""
+    """Return the options that vLLM's server needs for this run, whether the run or the user starts it, as {name of
+    vLLM's engine argument: value}. `device` is "cpu" or "cuda"."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     options: dict[str, object] = {
         "model": model, "port": port, "dtype": policy.generation.vllm_cfg.dtype_for(policy.precision), "max_model_len": longest,

@@ -104,7 +104,8 @@ class TrackerLogger(LoggerInterface):
         self.send(self.summary(name, to_plain(histogram)), step)
 
     def summary(self, name: str, values: object) -> dict[str, float]:
-        """Return `summarize_list` of `values`, the values of the metric `name`, as {logged name: number}."""
+        """Return `summarize_list` of the list `values`, a value of the metric `name`, as {logged name: number}; {} if
+        it is no list."""
         numbers = summarize_list(values) if isinstance(values, list) else {}
         return {self.accepted(f"{name}/{key}"): number for key, number in numbers.items()}
 

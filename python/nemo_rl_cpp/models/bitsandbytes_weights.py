@@ -101,9 +101,9 @@ class QuantisedTensors:
         return memoryview(np.ascontiguousarray(made)).cast("B")
 
     def _blocks(self, name: str, data: memoryview) -> np.ndarray:
-        """Return a matrix in the native core's blocks of 32 weights: a float32 scale and 16 bytes, of which byte i
-        holds weight i in its low half and weight i + 16 in its high half. A byte of bitsandbytes holds two adjacent
-        weights, the first in the high half."""
+        """Return the 4-bit matrix `name`, whose bytes in the file are `data`, in the native core's blocks of 32
+        weights: a float32 scale and 16 bytes, of which byte i holds weight i in its low half and weight i + 16 in its
+        high half. A byte of bitsandbytes holds two adjacent weights, the first in the high half."""
         packed = np.frombuffer(data, np.uint8)
         codes = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1, _BLOCK)
         scales = np.repeat(self._scales(name), self._states[name]["blocksize"] // _BLOCK)[: len(codes)]

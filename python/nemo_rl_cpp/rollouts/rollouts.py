@@ -229,7 +229,8 @@ class Conversations:
         return Turn(active, inputs)
 
     def respond(self, turn: Turn, outputs: Answer) -> None:
-        """Append the engine's responses `outputs` to the conversations of the turn."""
+        """Append the engine's responses `outputs` to the conversations of the turn, and count their turns and
+        tokens."""
         generated = attach_responses(outputs, turn.active, self.tokenizer, turn.inputs.lengths)
         cut = turn.active["truncated"].tolist() if "truncated" in turn.active else [False] * len(generated)
         for row, ids, truncated in zip(self.active, generated, cut):

@@ -67,7 +67,8 @@ def _end_of_thinking(text: str, begin: int) -> int:
 
 
 def _call(text: str, begin: int, call_id: str) -> tuple[Call, int] | None:
-    """Parse the tool call whose JSON starts at `begin`. Return (call, index of its end), or None if it is invalid."""
+    """Parse the tool call whose JSON starts at `begin`. Return (the call, with the id `call_id`; index of its end), or
+    None if it is invalid."""
     try:
         content, at = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError):

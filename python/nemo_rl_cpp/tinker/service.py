@@ -334,7 +334,8 @@ class Service:
         return self._in_turn(request.model_id, request.seq_id, run)
 
     def save_external(self, request: types.SaveWeightsExternalRequest) -> types.UntypedAPIFuture:
-        """Save a model's adapters in PEFT's format for download."""
+        """Queue a save of a model's adapters in PEFT's format for download. Return a future, which the client polls for
+        the checkpoint's path."""
 
         def run(model: TrainedModel) -> dict:
             if request.age_encryption_recipients:

@@ -263,8 +263,8 @@ def _outside_event_loop() -> Iterator[None]:
 
 
 def _with_grad_mode(enabled: bool, call: Callable[[], object]) -> object:
-    """Return the result of `call`, called with torch's gradients enabled or disabled (`enabled`), as in the thread that
-    requests the call. A loss, for instance, needs them."""
+    """Call `call` with torch's grad mode `enabled`, and return its result. `enabled` is the grad mode of the thread that
+    requests the call: torch keeps the mode per thread, and a loss, for instance, needs gradients."""
     with sys.modules["torch"].set_grad_enabled(enabled):
         return call()
 

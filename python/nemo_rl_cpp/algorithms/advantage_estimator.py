@@ -125,7 +125,8 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
     advantages is whitened over the samples.
 
     `reward_weights` of the configuration has one weight per component, in the order of the sorted names. If it is None,
-    `part_weights` gives the weight for a component's name; a name that it lacks has weight 1."""
+    the attribute `part_weights`, {component name: weight}, which the run sets from the weights of the reward functions,
+    has the weights; a component that it lacks has weight 1."""
 
     part_weights: Mapping[str, float] = MappingProxyType({})
 

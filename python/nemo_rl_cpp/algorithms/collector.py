@@ -187,7 +187,8 @@ class SyncCollector(RolloutCollector):
         return collected
 
     def load_state_dict(self, state: list[CollectedState]) -> None:
-        """Drop the checkpoint's batches, which a run with asynchronous rollouts generated ahead, and print a note."""
+        """Ignore the checkpoint's batches, if it has any, and print a note: a run with asynchronous rollouts generated
+        them ahead, and this collector generates nothing ahead."""
         if state:
             self.leave_out(state, "rollouts are made in their own step now")
 

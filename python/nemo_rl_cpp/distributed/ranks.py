@@ -273,9 +273,9 @@ def even_moves(units: Sequence[Sequence[tuple[list[int], int]]]) -> list[Move]:
     Args:
         units: for each rank, pairs of (samples that must stay together, their cost).
 
-    Each move takes the samples of one pair from the busiest to the least busy rank: the pair after whose move the
-    higher cost of these two ranks is lowest. Moves end when the gain is below LEAST_GAIN, a share of the busiest rank's
-    cost. The result depends only on the arguments, so every rank computes the same moves."""
+    Each move takes the samples of one pair from the busiest to the least busy rank: the pair that makes the larger of
+    the two ranks' new costs as small as possible. No move is made whose gain is below LEAST_GAIN, a share of the
+    busiest rank's cost. The result depends only on the arguments, so every rank computes the same moves."""
     left = [list(own) for own in units]
     load = [sum(cost for _, cost in own) for own in left]
     found: list[Move] = []

@@ -82,7 +82,8 @@ class TrackerLogger(LoggerInterface):
         remove. The new run records the name of the current one if the tracker can store it."""
 
     def accepted(self, name: str) -> str:
-        """Return the metric name `name` as the tracker allows it: other characters become `_`; a long name is cut."""
+        """Return the metric name `name` in a form that the tracker allows: characters that it forbids become `_`, and a
+        name that is too long is cut."""
         return re.sub(self.refused, "_", name)[:_LONGEST_NAME]
 
     def send(self, row: dict[str, float], step: int) -> None:

@@ -134,8 +134,8 @@ class TimeoutChecker:
 
 
 class Devices(NamedTuple):
-    """The number of devices in total, for training and for generation, by which rates are divided. A device is a GPU,
-    or the CPU of one process."""
+    """Three numbers of devices, the divisors of rates per device: in total, for training and for generation. A device
+    is a GPU, or the CPU of one process."""
 
     total: int = 1
     training: int = 1

@@ -72,7 +72,7 @@ class ModelFolder:
 
     def check_quantization(self, key: str) -> None:
         """Raise ModelFolderError if the model cannot be quantised, because the rows of a matrix are not divisible into
-        blocks of 32 weights. `key` names the configuration key of the format."""
+        blocks of 32 weights. `key` is the configuration key that asks for it; the message names it."""
         if self.quantization is None:
             return
         native = self.native()

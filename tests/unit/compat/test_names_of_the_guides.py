@@ -100,7 +100,7 @@ class SimpleAverageLoss(LossFunction):
         return (next_token_losses * mask).sum() / (total_valid_tokens_or_seqs + 1e-8)
 
 
-def test_loss_function_printed_in_the_documents_of_nemo_rl_sums_over_micro_batches():
+def test_micro_batches_of_the_example_loss_in_nemo_rls_documents_sum_to_the_loss_of_the_batch():
     losses = torch.arange(32.0).reshape(2, 16)
     data = BatchedDataDict(token_mask=torch.tensor([[1] * 10 + [0] * 6, [1] * 6 + [0] * 10]), sample_mask=torch.ones(2))
     count = data["token_mask"].sum()

@@ -63,10 +63,10 @@ class BaseEngine(GenerationInterface):
     a response stays part of it, so that training sees exactly the sampled tokens.
 
     Args:
-        config: section `policy.generation`, as a model or a mapping.
+        config: section `policy.generation`, as a configuration object or a mapping.
         tokenizer: provides the pad token, and the bytes of each token, in which stop strings are matched.
-        end_token_ids: tokens that end a response if `stop_token_ids` is null (`data.boundaries`); None: the tokenizer's
-            end tokens.
+        end_token_ids: tokens that end a response if `stop_token_ids` is null (found by the module `data.boundaries`);
+            None: the tokenizer's end tokens.
         max_model_len: longest sequence, prompt plus response; None: `vllm_cfg.max_model_len`, or no limit.
         seed: seed of the sampling.
         digest: returns a digest of the engine's weights.

@@ -51,6 +51,23 @@ _SHORT = {
 MomentDtype = Annotated[Literal["float32", "bfloat16", "uint8"], BeforeValidator(_moment_dtype)]
 Float32 = Annotated[Literal["float32"], BeforeValidator(_float32)]
 
+# keys of both OptimizerKwargs and MegatronOptimizerConfig
+_EXP_AVG_DTYPE = key(
+    "float32",
+    "dtype of the first moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_sq_dtype must then have, too) "
+    "takes 1. Both are rounded stochastically.",
+)
+_EXP_AVG_SQ_DTYPE = key(
+    "float32",
+    "dtype of the second moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_dtype must then have, too) "
+    "takes 1. Both are rounded stochastically.",
+)
+_STORE_PARAM_REMAINDERS = key(
+    False,
+    "Store of a master weight only what its bfloat16 weight lacks, 16 bits, instead of all of float32: 2 bytes per "
+    "weight less. For full training by the native backend in bfloat16; others have no such copies.",
+)
+
 
 class OptimizerKwargs(Section):
     """Settings of AdamW, under the names of torch's arguments."""
@@ -61,21 +78,9 @@ class OptimizerKwargs(Section):
         [0.9, 0.999], "Decay rates of the first and the second moment, each in [0, 1).", min_length=2, max_length=2
     )
     eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
-    exp_avg_dtype: MomentDtype = key(
-        "float32",
-        "dtype of the first moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_sq_dtype must then have, too) takes 1. Both are "
-        "rounded stochastically.",
-    )
-    exp_avg_sq_dtype: MomentDtype = key(
-        "float32",
-        "dtype of the second moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_dtype must then have, too) takes 1. Both are "
-        "rounded stochastically.",
-    )
-    store_param_remainders: bool = key(
-        False,
-        "Store of a master weight only what its bfloat16 weight lacks, 16 bits, instead of all of float32: 2 bytes per weight "
-        "less. For full training by the native backend in bfloat16; others have no such copies.",
-    )
+    exp_avg_dtype: MomentDtype = _EXP_AVG_DTYPE
+    exp_avg_sq_dtype: MomentDtype = _EXP_AVG_SQ_DTYPE
+    store_param_remainders: bool = _STORE_PARAM_REMAINDERS
 
 
 class OptimizerConfig(Section):
@@ -140,21 +145,9 @@ class MegatronOptimizerConfig(Section):
     adam_eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
     clip_grad: NonNegative | None = key(1.0, "Maximum global norm of the gradient. 0 or null: no clipping.")
     params_dtype: Literal["float32"] = key("float32", "The dtype of the optimizer's state is float32.")
-    exp_avg_dtype: MomentDtype = key(
-        "float32",
-        "dtype of the first moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_sq_dtype must then have, too) takes 1. Both are "
-        "rounded stochastically.",
-    )
-    exp_avg_sq_dtype: MomentDtype = key(
-        "float32",
-        "dtype of the second moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_dtype must then have, too) takes 1. Both are "
-        "rounded stochastically.",
-    )
-    store_param_remainders: bool = key(
-        False,
-        "Store of a master weight only what its bfloat16 weight lacks, 16 bits, instead of all of float32: 2 bytes per weight "
-        "less. For full training by the native backend in bfloat16; others have no such copies.",
-    )
+    exp_avg_dtype: MomentDtype = _EXP_AVG_DTYPE
+    exp_avg_sq_dtype: MomentDtype = _EXP_AVG_SQ_DTYPE
+    store_param_remainders: bool = _STORE_PARAM_REMAINDERS
     main_grads_dtype: Float32 = key("float32", "dtype in which gradients are accumulated. Only float32 is supported.")
     main_params_dtype: Float32 = key("float32", "dtype of the master weights. Only float32 is supported.")
 

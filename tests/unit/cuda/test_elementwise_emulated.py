@@ -9,6 +9,7 @@ import torch
 from cuda_emulation.tensors import close, randn, table
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.models.hf_config import native_config
+from reference import optimizer_state
 
 F32, BF16 = torch.float32, torch.bfloat16
 # float32: sums of at most 2,049 terms in a tree. bfloat16: the result's rounding, at most 2^-9 of each number.
@@ -178,7 +179,7 @@ def test_emulated_cuda_adamw_step_with_remainders_matches_the_cpu_kernel(kernels
             cpu[0], g, cpu[2], cpu[3], None, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=step, remainders=cpu[1],
         )  # fmt: skip
         kernels.adamw(None, g, got[2], got[3], got[0], 1e-2, 0.9, 0.99, 1e-8, 0.1, step, n, 4, got[1])
-    whole = [((t[0].view(torch.int16).int() << 16) + t[1]).view(F32) for t in (cpu, got)]
+    whole = [optimizer_state.joined(*t[:2]) for t in (cpu, got)]
     close(whole[1], whole[0], 1e-6)
     assert not torch.equal(whole[0], w)
 

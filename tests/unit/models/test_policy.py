@@ -10,6 +10,7 @@ from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.models.policy import lm_policy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+from reference import optimizer_state
 from safetensors.torch import load_file
 
 
@@ -272,7 +273,7 @@ def masters_of(policy):
     """Return the float32 master weights."""
     if policy.model.masters is not None:
         return policy.model.masters
-    return ((policy.model.compute.view(torch.int16).int() << 16) + policy.model.remainders).view(torch.float32)
+    return optimizer_state.joined(policy.model.compute, policy.model.remainders)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["masters, then remainders", "remainders, then masters"])

@@ -1,11 +1,11 @@
-"""AdamW's state in fewer bytes: both moments in eight bits (tests/reference/small_moments.py), and master weights as
+"""AdamW's state in fewer bytes: both moments in eight bits (tests/reference/optimizer_state.py), and master weights as
 bfloat16 weights with remainders."""
 
 import numpy as np
 import pytest
 import torch
 from nemo_rl_cpp._native import C
-from reference import small_moments
+from reference import optimizer_state
 
 SETTINGS = dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
 U8, BF16, F32 = torch.uint8, torch.bfloat16, torch.float32
@@ -23,15 +23,15 @@ def test_eight_bit_moments_are_next_to_the_exact_ones_whatever_the_scale_of_the_
     C.adamw_step(w, g, m, v, None, **SETTINGS, step=1)
     assert not m[:100].any() and not v[:100].any()
     exact = 1e-3 * g.double().numpy() ** 2
-    got_m, got_v = small_moments.moments(m.numpy(), v.numpy())
-    below, above = small_moments.neighbours(small_moments.squares(), exact)
+    got_m, got_v = optimizer_state.moments(m.numpy(), v.numpy())
+    below, above = optimizer_state.neighbours(optimizer_state.squares(), exact)
     close = 1e-5 * exact
     assert (np.minimum(abs(got_v - below), abs(got_v - above)) <= close).all()
     root = np.sqrt(got_v)
     told = root > 0  # the others are of gradients below eps
     assert (abs(g[~told]) < 1e-7).all()
     ratio, exact = abs(got_m[told]) / root[told], np.minimum(0.1 * abs(g.double().numpy()[told]) / root[told], 7.74)
-    below, above = small_moments.neighbours(small_moments.ratios(), exact)
+    below, above = optimizer_state.neighbours(optimizer_state.ratios(), exact)
     assert (np.minimum(abs(ratio - below), abs(ratio - above)) <= 1e-4 * ratio + 1e-6).all()
     assert (np.sign(got_m[got_m != 0]) == np.sign(g.numpy()[got_m != 0])).all()
 
@@ -41,7 +41,7 @@ def test_eight_bit_moments_are_unbiased():
     w, g, m, v = torch.zeros(n), torch.full((n,), -0.37), torch.zeros(n, dtype=U8), torch.zeros(n, dtype=U8)
     for step in range(1, 2001):
         C.adamw_step(w, g, m, v, None, **(SETTINGS | {"lr": 0.0}), step=step)
-    first, second = small_moments.moments(m.numpy(), v.numpy())
+    first, second = optimizer_state.moments(m.numpy(), v.numpy())
     assert first.mean() == pytest.approx(-0.37, rel=5e-3)
     assert second.mean() == pytest.approx(0.37**2 * (1 - 0.999**2000), rel=1e-2)
 
@@ -57,7 +57,7 @@ def bowl(first, second):
 
 
 @pytest.mark.parametrize("dtype, bound", [(BF16, 0.02), (U8, 0.04)], ids=["bfloat16", "uint8"])
-def test_weights_after_300_steps_with_small_moments_are_close_to_those_with_float32_moments(dtype, bound):
+def test_weights_after_300_steps_with_optimizer_state_are_close_to_those_with_float32_moments(dtype, bound):
     exact, found = bowl(F32, F32), bowl(dtype, dtype)
     error = float((exact - found).norm() / exact.norm())
     print(f"{dtype}: {error:.4f} of what the weights have moved")
@@ -78,10 +78,6 @@ def test_eight_bit_moments_are_bit_identical_in_shards():
 def test_one_eight_bit_moment_alone_is_an_error():
     with pytest.raises(ValueError, match="both moments are uint8, or none"):
         C.adamw_step(torch.zeros(4), torch.zeros(4), torch.zeros(4), torch.zeros(4, dtype=U8), None, **SETTINGS, step=1)
-
-
-def joined(compute, remainders):
-    return ((compute.view(torch.int16).int() << 16) + remainders.int()).view(F32)
 
 
 def test_halves_of_hand_computed_weights():
@@ -107,7 +103,7 @@ def test_master_weights_with_remainders_equal_float32_master_weights_bit_for_bit
         g = gradient(n, 100 + step)
         C.adamw_step(w, g, *sides[0], rounded, **settings, step=step)
         C.adamw_step(compute, g, *sides[1], None, **settings, step=step, remainders=remainders)
-        assert torch.equal(joined(compute, remainders), w)
+        assert torch.equal(optimizer_state.joined(compute, remainders), w)
         other = compute != rounded  # only where two bfloat16 are equally near
         assert ((w[other].view(torch.int32) & 0xFFFF) == 0x8000).all() and other.sum() < 20
     assert all(torch.equal(a, b) for a, b in zip(*sides, strict=True))

@@ -1,6 +1,7 @@
-"""AdamW's moments in eight bits, as tables of the numbers that can be stored."""
+"""AdamW's moments in eight bits, as tables of the numbers that can be stored, and master weights in two halves."""
 
 import numpy as np
+import torch
 
 
 def squares() -> np.ndarray:
@@ -24,3 +25,8 @@ def neighbours(table: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """Return the numbers of the table next to x: the largest that is not above it, and the one after."""
     place = np.searchsorted(table, x, side="right") - 1
     return table[place], table[np.minimum(place + 1, len(table) - 1)]
+
+
+def joined(compute: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
+    """Return the float32 master weights: the bits of the bfloat16 weights, shifted, plus the remainders."""
+    return ((compute.view(torch.int16).int() << 16) + remainders.int()).view(torch.float32)

@@ -270,7 +270,7 @@ def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
     logger = None
     try:
         make_folder(Path(config.logger.log_dir), "logger.log_dir")
-        folder = get_experiment_dir(config.logger.log_dir, {"log_dir": state.log_dir}, home / f"step_{state.step}")
+        folder = get_experiment_dir(config.logger.log_dir, state.log_dir, home / f"step_{state.step}")
         logger = Logger(config.logger.model_copy(update={"log_dir": folder}))
         logger.claim(home if saves else None)
         if state.log_dir is not None:

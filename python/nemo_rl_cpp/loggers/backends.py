@@ -6,7 +6,7 @@ import re
 import secrets
 import socket
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -53,17 +53,12 @@ class TrackerLogger(LoggerInterface):
     # key -> environment variable that the Python package reads; it overrides the default, and the user's key overrides it
     variables: Mapping[str, str] = {}
 
-    def __init__(self, log_dir: str | None) -> None:
+    def __init__(self, log_dir: str) -> None:
         """Import the tracker's package. Read the id of the tracker's run from the log folder `log_dir`, so that a
         resumed run continues it."""
         self._tracker = self.package(self.name)
-        self._file = Path(log_dir) / "run_id.txt" if log_dir and Path(log_dir).is_dir() else None
-        self._known = self._file.read_text().strip() if self._file is not None and self._file.exists() else None
-
-    def _remember(self, run: str) -> None:
-        """Write `run`, the id of the tracker's run, into the log folder, so that a resumed run continues it."""
-        if self._file is not None:
-            self._file.write_text(str(run))
+        self._id_file = Path(log_dir) / "run_id.txt"
+        self._known = self._id_file.read_text().strip() if self._id_file.exists() else None
 
     @classmethod
     def given(cls, cfg: Section | Mapping[str, object] | None) -> dict[str, Plain]:
@@ -101,14 +96,18 @@ class TrackerLogger(LoggerInterface):
         return {name: value for name, value in scalars.items() if value is not None and not isinstance(value, str)}
 
     def log_histogram(self, histogram: Sequence[float], step: int, name: str) -> None:
-        """Log a summary of the values (mean, p50, p90, max), because the tracker has no histograms."""
+        """Log a summary of the values, because the tracker has no histograms."""
         self.send(self.summary(name, to_plain(histogram)), step)
 
-    def summary(self, name: str, values: object) -> dict[str, float]:
-        """Return `summarize_list` of the list `values`, a value of the metric `name`, as {logged name: number}; {} if
-        it is no list."""
-        numbers = summarize_list(values) if isinstance(values, list) else {}
-        return {self.accepted(f"{name}/{key}"): number for key, number in numbers.items()}
+    def summary(self, name: str, values: Sequence[object]) -> dict[str, float]:
+        """Return {name in the tracker: number} of the mean, p50, p90 and max of the numbers among `values`, a value of
+        the metric `name`; {} if there are none."""
+        numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        if not numbers:
+            return {}
+        p50, p90 = np.percentile(numbers, [50, 90])
+        found = {"mean": np.mean(numbers), "p50": p50, "p90": p90, "max": max(numbers)}
+        return {self.accepted(f"{name}/{key}"): float(number) for key, number in found.items()}
 
 
 class InitTracker(TrackerLogger):
@@ -118,7 +117,7 @@ class InitTracker(TrackerLogger):
     id_key = "id"  # the argument of `init`, and the attribute of its result, that identify a run
     folder_key = ""  # the argument of `init` for the folder of the tracker's files, if there is one
 
-    def __init__(self, cfg: Section | Mapping[str, object] | None, log_dir: str | None = None) -> None:
+    def __init__(self, cfg: Section | Mapping[str, object] | None, log_dir: str) -> None:
         """Start the tracker's run. The keys of `cfg`, the section `logger.NAME`, are arguments of the package's `init`
         (project, name, ...). Raise ValueError if the package is not installed or does not start."""
         super().__init__(log_dir)
@@ -128,7 +127,7 @@ class InitTracker(TrackerLogger):
 
     def _start(self, more: dict[str, Plain]) -> None:
         self.run = self._tracker.init(**self._options | more)
-        self._remember(getattr(self.run, self.id_key))
+        self._id_file.write_text(getattr(self.run, self.id_key))
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         self.run.config.update(to_plain(params))
@@ -207,14 +206,13 @@ class MLflowLogger(TrackerLogger):
         "run_id": "MLFLOW_RUN_ID",
     }
 
-    def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str | None = None) -> None:
+    def __init__(self, cfg: MLflowConfig | Mapping[str, object] | None, log_dir: str) -> None:
         """Start the MLflow run, or continue the one whose id `cfg` or the log folder `log_dir` holds. `cfg` is the
-        section `logger.mlflow`. Raise ValueError if MLflow is not installed or its server does not answer."""
+        section `logger.mlflow`. Raise ValueError if MLflow is not installed."""
         super().__init__(log_dir)
         options = self.options(cfg)
         self._run_name = options.get("run_name")
         if uri := options.get("tracking_uri"):
-            check_server(uri, _MLFLOW_ADDRESS)
             self._tracker.set_tracking_uri(uri)
         if self._tracker.active_run() is not None:
             self._tracker.end_run()
@@ -248,7 +246,7 @@ class MLflowLogger(TrackerLogger):
         """Log to the MLflow run `run` from now on. `step` is the step from which the training run resumes; None for a
         new MLflow run."""
         self.run_id, self._experiment, self._resumed_step = run.info.run_id, run.info.experiment_id, step
-        self._remember(self.run_id)
+        self._id_file.write_text(self.run_id)
 
     def truncate_after(self, step: int) -> None:
         """Record the step from which the run resumes, for `log_hyperparams`."""
@@ -279,7 +277,7 @@ class MLflowLogger(TrackerLogger):
         for name, value in flatten_dict(prefixed(metrics, prefix, None), sep="/", expand_lists=False).items():
             number = scalar_of(value)
             if isinstance(value, list) and len(value) != 1:
-                row |= self.summary(name, value)
+                row |= self.summary(name, to_plain(value))
             elif number is not None and not isinstance(number, str):
                 row[self.accepted(name)] = float(number)
         return row
@@ -330,13 +328,11 @@ def _latest_changes(params: Mapping[str, str]) -> dict[str, tuple[tuple[int, int
     return latest
 
 
-_MLFLOW_ADDRESS = "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI"
-
-
-def check_server(uri: str, what: str) -> None:
-    """Raise ValueError if no server answers at a tracker's address `uri` within three seconds. `what`: the settings
-    that contain the address, for the message. Folders, databases and servers behind a proxy are not checked."""
-    address = urlsplit(uri)
+def check_trackers(cfg: LoggerConfig) -> None:
+    """Raise ValueError if MLflow is enabled and no server answers at its address within three seconds. Folders,
+    databases and servers behind a proxy are not checked. Call this before a model is loaded."""
+    uri = MLflowLogger.options(cfg.mlflow).get("tracking_uri") if cfg.is_enabled("mlflow") else None
+    address = urlsplit(uri or "")
     if address.scheme not in ("http", "https") or address.hostname is None:
         return
     is_here = address.hostname in ("localhost", "::1") or address.hostname.startswith("127.")
@@ -347,8 +343,9 @@ def check_server(uri: str, what: str) -> None:
         socket.create_connection((address.hostname, port), timeout=3).close()
     except OSError as error:
         raise ValueError(
-            f"{what}: no server answers at {address.scheme}://{address.hostname}:{port} ({error}): start it, or give "
-            "another address or a folder, or switch the tracker off"
+            "logger.mlflow.tracking_uri or MLFLOW_TRACKING_URI: no server answers at "
+            f"{address.scheme}://{address.hostname}:{port} ({error}): start it, or give another address or a folder, or "
+            "switch the tracker off"
         ) from error
 
 
@@ -381,21 +378,3 @@ class TrackioLogger(InitTracker):
 
     def send(self, row: dict[str, float], step: int) -> None:
         self._tracker.log(row, step=step)
-
-
-def check_trackers(cfg: LoggerConfig) -> None:
-    """Raise ValueError if the server of an enabled tracker does not answer. Call this before a model is loaded."""
-    if cfg.is_enabled("mlflow") and (uri := MLflowLogger.options(cfg.mlflow).get("tracking_uri")):
-        check_server(uri, _MLFLOW_ADDRESS)
-
-
-def summarize_list(values: Iterable[object]) -> dict[str, float]:
-    """Return `mean`, `p50`, `p90` and `max` of the numbers among the values, or {} if there are none."""
-    kinds = (int, float, np.integer, np.floating)
-    numbers = np.asarray(
-        [value for value in values if isinstance(value, kinds) and not isinstance(value, bool)], dtype=float
-    )
-    if not numbers.size:
-        return {}
-    p50, p90 = np.percentile(numbers, [50, 90])
-    return {"mean": float(numbers.mean()), "p50": float(p50), "p90": float(p90), "max": float(numbers.max())}

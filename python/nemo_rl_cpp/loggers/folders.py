@@ -58,9 +58,6 @@ class LogLedger:
         self._unsynced.clear()
 
 
-_TRAINING_INFO = "training_info.json"
-
-
 def get_next_experiment_dir(base_log_dir: str) -> str:
     """Create the folder `<base_log_dir>/exp_NNN` with the next unused number, and return its path."""
     base = Path(base_log_dir)
@@ -74,17 +71,15 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
             number += 1
 
 
-def get_experiment_dir(
-    base_log_dir: str, training_info: Mapping[str, object] | None = None, checkpoint: str | Path | None = None
-) -> str:
-    """Return the log folder for a run in `base_log_dir`. It is the folder recorded in the run's checkpoint (`log_dir`
-    in training_info) if that exists and belongs to the run. Otherwise it is a new folder, and a line is printed if
+def get_experiment_dir(base_log_dir: str, recorded: object = None, checkpoint: Path | None = None) -> str:
+    """Return the log folder for a run in `base_log_dir`. It is the folder `recorded` in the run's checkpoint (`log_dir`
+    in training_info.json) if that exists and belongs to the run. Otherwise it is a new folder, and a line is printed if
     another folder was recorded.
 
     Only the name of the folder is taken from the checkpoint, because a checkpoint may have been copied or moved. The
     folder belongs to the run if its ledger file has the same run number as the manifest of `checkpoint` (a folder
     step_N), and if the checkpoint folder recorded in the ledger contains `checkpoint`, or no longer exists."""
-    candidate = _recorded(base_log_dir, training_info)
+    candidate = _recorded(base_log_dir, recorded)
     if candidate is not None and _is_own(candidate, checkpoint):
         return str(candidate)
     new = get_next_experiment_dir(base_log_dir)
@@ -92,7 +87,6 @@ def get_experiment_dir(
         owner = LogLedger(candidate).owner
         why = f"it holds the logs of {owner}" if owner else "nothing says that it is this run's"
         why = why if candidate.is_dir() else "it is not there"
-        recorded = training_info["log_dir"]
         print(
             f"The logs go on in {new}: the checkpoint names {recorded}, and {candidate} is left alone ({why}).",
             flush=True,
@@ -102,8 +96,8 @@ def get_experiment_dir(
 
 def foreseen_experiment_dir(base_log_dir: str | Path, checkpoint: Path | None) -> Path:
     """Return the folder that `get_experiment_dir` will return for `checkpoint` (None: a new run). Create nothing."""
-    info = {} if checkpoint is None else json_object(checkpoint / _TRAINING_INFO)
-    candidate = _recorded(base_log_dir, info)
+    info = {} if checkpoint is None else json_object(checkpoint / "training_info.json")
+    candidate = _recorded(base_log_dir, info.get("log_dir"))
     own = candidate is not None and _is_own(candidate, checkpoint)
     return candidate if own else Path(base_log_dir) / _name(_next_number(Path(base_log_dir)))
 
@@ -120,18 +114,17 @@ def _next_number(base: Path) -> int:
     return max((int(match[1]) for name in names if (match := re.fullmatch(r"exp_(\d+)", name))), default=0) + 1
 
 
-def _recorded(base: str | Path, training_info: Mapping[str, object] | None) -> Path | None:
-    recorded = (training_info or {}).get("log_dir")
+def _recorded(base: str | Path, recorded: object) -> Path | None:
     name = Path(str(recorded)).name if recorded else ""
     return Path(base) / name if re.fullmatch(r"exp_\d+", name, re.ASCII) else None
 
 
-def _is_own(candidate: Path, checkpoint: str | Path | None) -> bool:
+def _is_own(candidate: Path, checkpoint: Path | None) -> bool:
     ledger = LogLedger(candidate)
-    owner, run = ledger.owner, manifest_facts(Path(checkpoint)).get("run") if checkpoint is not None else None
-    home = str(Path(checkpoint or "").absolute().parent.resolve())  # step_N may be a link into another run's folder
-    at_home = owner is not None and (owner == home or not Path(owner).is_dir())
-    return at_home and run is not None and ledger.run == run
+    if checkpoint is None or ledger.owner is None or manifest_facts(checkpoint).get("run") != ledger.run:
+        return False
+    home = checkpoint.absolute().parent.resolve()  # step_N may be a link into another run's folder
+    return ledger.owner == str(home) or not Path(ledger.owner).is_dir()
 
 
 METRICS = "metrics.jsonl"

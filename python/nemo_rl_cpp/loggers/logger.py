@@ -3,9 +3,8 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 from nemo_rl_cpp.config.access import as_number, to_json, to_plain, written
 from nemo_rl_cpp.config.base import Settings, as_model
@@ -40,30 +39,19 @@ class Logger(LoggerInterface):
         self.wandb_logger: WandbLogger | None = None
         self._failed: set[str] = set()
         self._is_finished = False
-        self._files: list[LoggerBackend] = []
+        self._files: list[LoggerBackend] = [JsonlLogger(self.log_dir)]
         self._ledger = LogLedger(self.log_dir)
         self._lock: FolderLock | None = None
-        self._files.append(JsonlLogger(self.log_dir))
-        backends = self.backends()
-        for name in backends:
+        for name in LOGGER_BACKENDS:
             if section.is_enabled(name):
                 folder = self.log_dir / name
                 folder.mkdir(exist_ok=True)
-                self.loggers.append(backends[name](getattr(section, name), log_dir=str(folder)))
+                self.loggers.append(LOGGER_BACKENDS[name](getattr(section, name), log_dir=str(folder)))
                 if name == "wandb":
                     self.wandb_logger = self.loggers[-1]
                 if name == "tensorboard":
                     self._files.append(self.loggers[-1])
         self.gpu_monitor = self._start_monitor(section.gpu_monitoring) if section.monitor_gpus else None
-
-    @staticmethod
-    def backends() -> Mapping[str, Callable[..., LoggerBackend]]:
-        """Return {NAME: factory} of the backends in the order of creation; the key `NAME_enabled` enables a backend.
-        Looking up a factory imports its module."""
-        return LOGGER_BACKENDS
-
-    new_monitor: Callable[..., RayGpuMonitorLogger] = staticmethod(RayGpuMonitorLogger)
-    """The class of the monitor of GPU use and memory that the key `monitor_gpus` enables."""
 
     @property
     def run_id(self) -> str | None:
@@ -79,9 +67,7 @@ class Logger(LoggerInterface):
             self._ledger.own(checkpoint_dir.resolve())
 
     def _start_monitor(self, section: GPUMonitoringConfig) -> RayGpuMonitorLogger | None:
-        monitor = self.new_monitor(
-            collection_interval=section.collection_interval, flush_interval=section.flush_interval, parent_logger=self
-        )
+        monitor = RayGpuMonitorLogger(section.collection_interval, section.flush_interval, parent_logger=self)
         if not monitor.available:
             return None
         if self.wandb_logger is not None:
@@ -107,21 +93,16 @@ class Logger(LoggerInterface):
     def log_batched_dict_as_jsonl(self, to_log: Mapping[str, object], filename: str) -> None:
         """Write (or overwrite) a file in the log folder with one line per sample, which includes its index `idx`.
 
-        Every value is a tensor, array or list with one entry per sample. Raise ValueError if the lengths differ."""
-        columns = {
-            key: value if isinstance(value, list) else cast("list[Plain]", to_plain(value))
-            for key, value in to_log.items()
-        }
+        Every value is a tensor, array or list with one entry per sample. If the disk is full, warn and write nothing.
+        Raise ValueError if the lengths differ."""
+        columns = {key: value if isinstance(value, list) else to_plain(value) for key, value in to_log.items()}
         lengths = {key: len(value) for key, value in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"{filename}: every column needs one entry a sample, but their lengths are {lengths}")
         count = next(iter(lengths.values()), 0)
-        rows = ({key: value[i] for key, value in columns.items()} | {"idx": i} for i in range(count))
-        self._write_lines(self.log_dir / filename, (_json_line(row) for row in rows))
-
-    def _write_lines(self, path: Path, lines: Iterable[str]) -> None:
-        """Replace the content of the file `path` by `lines` atomically. If the disk is full, warn and write nothing."""
+        path = self.log_dir / filename
         temporary = path.with_name(f".{path.name}.tmp")
+        lines = (_json_line({key: value[i] for key, value in columns.items()} | {"idx": i}) for i in range(count))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._ledger.add(path)

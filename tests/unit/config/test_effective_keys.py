@@ -24,7 +24,6 @@ from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_cpp.environments.remote import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
-from nemo_rl_cpp.loggers import backends
 from nemo_rl_cpp.loggers.backends import TrackerLogger
 from nemo_rl_cpp.models.generation.vllm.server import client_of
 
@@ -177,7 +176,7 @@ def reads(tmp_path_factory):
         importlib.util, "find_spec", lambda name, *more: TRACKERS if name in TRACKERS else find_spec(name, *more)
     )
     patch.setattr(TrackerLogger, "package", staticmethod(lambda name: MagicMock()))
-    patch.setattr(backends, "check_server", lambda *address: None)
+    patch.setattr(build, "check_trackers", lambda cfg: None)
     patch.setattr(build, "checked", lambda config, model: watch.root(check(config, model)))
     patch.setattr(Section, "model_dump", model_dump)
     patch.setattr(Section, "__getattribute__", lambda section, name: watch.attribute(section, name), raising=False)

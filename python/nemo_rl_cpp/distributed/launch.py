@@ -208,9 +208,6 @@ def _wait_at_most(connection: Connection, seconds: float) -> None:
         known.setblocking(True)
 
 
-_SLICE = 0.5  # seconds per wait; Python handles signals between waits
-
-
 class SocketPeer:
     """A worker connected by a socket. One thread sends calls; another receives results and heartbeats.
 
@@ -396,11 +393,15 @@ class ProcessWorkers(Workers):
         patience, looked_at = Patience(calls), time.monotonic()
         while not all(call.done() for call in calls) and not patience.is_over():
             with self._changed:
-                self._changed.wait_for(lambda: all(c.done() for c in calls) or any(c.events for c in calls), _SLICE)
+                self._changed.wait_for(
+                    lambda: all(c.done() for c in calls) or any(c.events for c in calls), worker_calls.WAIT_SECONDS
+                )
             for call in calls:
                 call.tell_events()
             now = time.monotonic()
-            if now - looked_at > 4 * _SLICE:  # this process was stopped, so heartbeats of the workers are unread
+            if (
+                now - looked_at > 4 * worker_calls.WAIT_SECONDS
+            ):  # this process was stopped, so heartbeats of the workers are unread
                 for worker in self._workers:
                     worker.last_beat = now
             looked_at = now

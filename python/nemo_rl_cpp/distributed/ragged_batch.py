@@ -194,7 +194,7 @@ class RaggedBatch:
         return self[name] if name in self else default
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self.keys())
 
     def __contains__(self, name: object) -> bool:
         return name == LENGTHS or name in self.tokens or name in self.samples
@@ -235,53 +235,45 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             for i, batch in enumerate(filled):
                 if key in batch:
                     values.append(batch[key])
-                elif any(rows_of(value) for value in batch.values()):
+                elif any(len(value) for value in batch.values()):
                     raise KeyError(f"batch {i} of {len(filled)} has no key '{key}', which others have: {sorted(batch)}")
             joined[key] = cls._join(key, values, pad_values.get(key, 0))
         return joined
 
     def repeat_interleave(self, num_repeats: int) -> Self:
         """Repeat each row `num_repeats` times, with its copies adjacent. Items of lists are deep-copied."""
-        repeated = type(self)()
-        for key, value in self.data.items():
-            if torch.is_tensor(value):
-                repeated[key] = value.repeat_interleave(num_repeats, dim=0)
-            else:
-                repeated[key] = [
-                    item if item is None or isinstance(item, (str, int, float)) else deepcopy(item)
-                    for item in value
-                    for _ in range(num_repeats)
-                ]
-        return repeated
+        repeated = {
+            key: value.repeat_interleave(num_repeats, dim=0)
+            if torch.is_tensor(value)
+            else [deepcopy(item) for item in value for _ in range(num_repeats)]
+            for key, value in self.data.items()
+        }
+        return type(self)(repeated)
 
     def select_indices(self, indices: list[int] | torch.Tensor) -> Self:
         """Return the rows at `indices`, in that order. `indices` is a list, an integer tensor, or a bool tensor [B]
         that marks the rows to return."""
         index = torch.as_tensor(indices)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
-        selected = type(self)()
-        for key, value in self.data.items():
-            if torch.is_tensor(value):
-                selected[key] = value.index_select(0, index.to(value.device))
-            else:
-                selected[key] = [value[i] for i in index.tolist()]
-        return selected
+        selected = {
+            key: value[index] if torch.is_tensor(value) else [value[i] for i in index.tolist()]
+            for key, value in self.data.items()
+        }
+        return type(self)(selected)
 
     def slice(self, start: int, end: int) -> Self:
         """Return the rows [start, end). Tensors share storage with this batch.
 
         Raise ValueError if `end` exceeds a tensor's rows."""
-        sliced = type(self)()
         for key, value in self.data.items():
-            if torch.is_tensor(value) and end > value.shape[0]:
-                raise ValueError(f"rows [{start}, {end}) were asked of '{key}', which has {value.shape[0]} rows")
-            sliced[key] = value[start:end]
-        return sliced
+            if torch.is_tensor(value) and end > len(value):
+                raise ValueError(f"rows [{start}, {end}) were asked of '{key}', which has {len(value)} rows")
+        return type(self)({key: value[start:end] for key, value in self.data.items()})
 
     @property
     def size(self) -> int:
         """The number of rows, which is that of the first key's value, or 0 without keys."""
-        return rows_of(next(iter(self.data.values()))) if self.data else 0
+        return len(next(iter(self.data.values()))) if self.data else 0
 
     @classmethod
     def _join(cls, key: str, values: list[object], pad_value: int | float) -> torch.Tensor | list[object]:
@@ -297,8 +289,3 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         width = max(value.shape[1] for value in values)
         right = [(0, 0) * (value.dim() - 2) + (0, width - value.shape[1]) for value in values]
         return torch.cat([torch.nn.functional.pad(value, pad, value=pad_value) for value, pad in zip(values, right)])
-
-
-def rows_of(value: torch.Tensor | Sequence[object]) -> int:
-    """Return the number of rows in `value`, a column of a batch."""
-    return value.shape[0] if torch.is_tensor(value) else len(value)

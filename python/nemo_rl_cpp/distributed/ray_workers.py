@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from nemo_rl_cpp.distributed.launch import rendezvous_store
-from nemo_rl_cpp.distributed.worker import WorkerObjects, answer, worker_environment
+from nemo_rl_cpp.distributed.worker import BEAT_SECONDS, WorkerObjects, answer, worker_environment
 from nemo_rl_cpp.distributed.worker_calls import (
+    WAIT_SECONDS,
     Answer,
     Listener,
     Patience,
@@ -28,8 +29,6 @@ from nemo_rl_cpp.distributed.worker_calls import (
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-_SLICE = 0.5  # seconds per wait
-_BEAT_SECONDS = 1.0  # seconds between two heartbeats
 _PLACES_SECONDS = 60.0  # timeout for the cluster to provide CPUs for all workers
 _START_SECONDS = 300.0  # timeout for all workers to start
 
@@ -162,7 +161,7 @@ def _beat(store: TCPStore, rank: int) -> None:
     while True:
         with contextlib.suppress(RuntimeError):  # the run's process is stopped
             store.add(_beats_of(rank), 1)
-        time.sleep(_BEAT_SECONDS)
+        time.sleep(BEAT_SECONDS)
 
 
 def _beats_of(rank: int) -> str:
@@ -248,7 +247,7 @@ class RayWorkers(Workers):
     def wait(self, calls: Sequence[WorkerCall]) -> list:
         patience, beats = Patience(calls), _Beats(self._store, [call.rank for call in calls])
         while (waiting := [call for call in calls if not call.done()]) and not patience.is_over():
-            self._ray.wait([self._calls[call] for call in waiting], num_returns=len(waiting), timeout=_SLICE)
+            self._ray.wait([self._calls[call] for call in waiting], num_returns=len(waiting), timeout=WAIT_SECONDS)
             for call in waiting:
                 self._look_at(call)
             for call in waiting:
@@ -295,7 +294,7 @@ class _Beats:
     def silence(self, rank: int) -> float:
         """Return the seconds since a rank's last heartbeat."""
         now = time.monotonic()
-        if now - self._looked > 4 * _SLICE + _BEAT_SECONDS:  # this process was stopped, and the store with it
+        if now - self._looked > 4 * WAIT_SECONDS + BEAT_SECONDS:  # this process was stopped, and the store with it
             self._heard = dict.fromkeys(self._heard, now)
         self._looked = now
         count = self._store.add(_beats_of(rank), 0)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nemo_rl_cpp.errors import RAISED_ON, as_user_error
 
-_SLICE = 0.5  # seconds per wait: between waits Python handles signals, even those that another thread received
+WAIT_SECONDS = 0.5  # length of one wait: between waits Python handles signals, even those that another thread received
 GRACE_SECONDS = 5.0  # for the cause to arrive, if a rank reports only that another rank failed
 
 Listener = tuple[str, Callable[..., None]]
@@ -62,7 +62,7 @@ class Future:
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the value and return it. Raise the call's exception, or TimeoutError after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._done.wait(_SLICE if end is None else min(_SLICE, end - time.monotonic())):
+        while not self._done.wait(WAIT_SECONDS if end is None else min(WAIT_SECONDS, end - time.monotonic())):
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"no result after {timeout} s")
         if self.error is not None:
@@ -219,7 +219,7 @@ def wait_together(*clusters: tuple[Workers, Sequence[WorkerCall]]) -> list[list]
         threading.Thread(target=wait.run, args=(partial(workers.wait, calls),), daemon=True).start()
     patience = Patience(waits, periods=2)
     while (running := [wait for wait in waits if not wait.done()]) and not patience.is_over():
-        running[0].wait(_SLICE)
+        running[0].wait(WAIT_SECONDS)
     if errors := [wait.error for wait in waits if wait.error is not None]:
         for wait, (workers, _) in zip(waits, clusters):
             if not wait.done():

@@ -44,7 +44,7 @@ def test_waiting_for_two_clusters_raises_the_root_cause_whichever_reports_it(ord
 
 def test_if_one_cluster_fails_the_workers_of_another_that_waits_for_it_are_ended(monkeypatch):
     monkeypatch.setattr(worker_calls, "GRACE_SECONDS", 0.01)
-    monkeypatch.setattr(worker_calls, "_SLICE", 0.01)
+    monkeypatch.setattr(worker_calls, "WAIT_SECONDS", 0.01)
     waits = Cluster(hangs=True)
     with pytest.raises(ValueError, match="mine"):
         wait_together((waits, []), (Cluster(error=ValueError("mine")), []))

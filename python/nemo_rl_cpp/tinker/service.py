@@ -3,6 +3,7 @@ order. It converts between the messages of Tinker's SDK and this package's types
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -143,6 +145,7 @@ def _top(rows: Sequence[Sequence[tuple[int, float]]]) -> pb.TopkLogprobs:
     return pb.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
 
 
+R = TypeVar("R")  # a request of the SDK
 _SESSION_SECONDS = 3600.0  # a session without a heartbeat for this long is dropped from memory
 _MOST_SNAPSHOTS = 8  # unnamed snapshots per model; older ones are dropped
 
@@ -164,6 +167,18 @@ class TrainedModel(Turns, Model):
     """A model that the client of a session trains."""
 
     session: str = ""
+
+
+def _in_turn(call: Callable[[Service, TrainedModel, R], object]) -> Callable[[Service, R], types.UntypedAPIFuture]:
+    """Return a method that queues `call(self, model, request)` for the model of the request, and returns a future, by
+    which the client polls for the result."""
+
+    @functools.wraps(call)
+    def queue(self: Service, request: R) -> types.UntypedAPIFuture:
+        model = self.model(request.model_id or "")
+        return self.queue(model, request.seq_id, lambda: call(self, model, request))
+
+    return queue
 
 
 class Service:
@@ -216,14 +231,16 @@ class Service:
         lora = request.lora_config or types.LoraConfig(rank=32)
         shape = Shape(lora.rank, lora.train_mlp, lora.train_attn)
 
-        def run(model: TrainedModel) -> dict:
+        model = self._new_model(request.session_id, request.model_seq_id, shape)
+
+        def run() -> dict:
             self.check_base(request.base_model)
             if request.optimizer_config.type != "adamw":
                 raise UserError(f"the optimizer {request.optimizer_config.type!r} is not here: take adamw")
             self.core.create(model, lora.seed or 0)
             return types.CreateModelResponse(model_id=model.id).model_dump()
 
-        return self._in_turn(None, 0, run, self._new_model(request.session_id, request.model_seq_id, shape))
+        return self.queue(model, 0, run)
 
     def _new_model(self, session_id: str, number: int, shape: Shape) -> TrainedModel:
         model_id = f"{session_id}:train:{number}"
@@ -239,10 +256,8 @@ class Service:
             place = next((place for place in reversed(places) if place.kind == "weights"), None)
             if place is None:
                 raise NotFoundError(f"there is no model {model_id}, and no checkpoint of it from which it could go on")
-            facts = self.store.facts(place)
-            session = model_id.partition(":")[0]
-            model = TrainedModel(model_id, facts, session=session, next_seq=facts.next_seq)
-            self.models[model_id] = model
+            facts, session = self.store.facts(place), model_id.partition(":")[0]
+            self.models[model_id] = model = TrainedModel(model_id, facts, session=session, next_seq=facts.next_seq)
             self.worker.do(lambda: self.core.load(model, place, optimizer=True, gradient=True))
         return self.models[model_id]
 
@@ -251,9 +266,9 @@ class Service:
         model_id = request.model_id
         if self.models.pop(model_id, None) is None:
             raise NotFoundError(f"there is no model {model_id}")
-        answer = types.UnloadModelResponse(model_id=model_id, type="unload_model").model_dump()
-        self.worker.submit(f"{model_id}:unload", lambda: answer)
-        return types.UntypedAPIFuture(request_id=f"{model_id}:unload", model_id=model_id)
+        answer, request_id = types.UnloadModelResponse(model_id=model_id, type="unload_model"), f"{model_id}:unload"
+        self.worker.submit(request_id, answer.model_dump)
+        return types.UntypedAPIFuture(request_id=request_id, model_id=model_id)
 
     def info(self, request: types.GetInfoRequest) -> types.GetInfoResponse:
         """Return the description of a model: its base model and LoRA rank."""
@@ -264,103 +279,83 @@ class Service:
             model_id=request.model_id, is_lora=True, lora_rank=shape.rank, model_name=name,
         )  # fmt: skip
 
-    def _in_turn(
-        self, model_id: str | None, seq: int | None, run: Callable[[TrainedModel], object], model: TrainedModel | None = None
-    ) -> types.UntypedAPIFuture:  # fmt: skip
-        """Queue `run(model)` as the request with number `seq`; the requests of a model run in the order of their
-        numbers. The model is `model`, or if that is None the one with the id `model_id`. Return a future for the client
-        to poll."""
+    def queue(self, model: TrainedModel, seq: int | None, run: Callable[[], object]) -> types.UntypedAPIFuture:
+        """Queue `run` as the model's request number `seq`; the requests of a model run in the order of their numbers.
+        Return a future, by which the client polls for the result."""
         if seq is None or not 0 <= seq < 1 << 62:
             raise UserError(f"seq_id is {seq}, expected the number of this request of its model")
-        model = model or self.model(model_id or "")
-        request_id = self.worker.submit_in_turn(model, seq, lambda: run(model))
-        return types.UntypedAPIFuture(request_id=request_id, model_id=model_id)
+        request_id = self.worker.submit_in_turn(model, seq, run)
+        return types.UntypedAPIFuture(request_id=request_id, model_id=model.id)
 
     # ---- training
 
-    def forward(self, request: pb.ForwardBackwardRequest) -> types.UntypedAPIFuture:
-        """Queue the computation of a model's loss and, unless the request sets `forward_only`, of its gradient."""
+    @_in_turn
+    def forward(self, model: TrainedModel, request: pb.ForwardBackwardRequest) -> ForwardBackwardOutput:
+        """Compute a model's loss and, unless the request sets `forward_only`, its gradient."""
+        data, config = data_of(request), config_of(request)
+        return self.core.forward(model, data, request.loss_fn, config, backward=not request.forward_only)
 
-        def run(model: TrainedModel) -> object:
-            data, config = data_of(request), config_of(request)
-            return self.core.forward(model, data, request.loss_fn, config, backward=not request.forward_only)
-
-        return self._in_turn(request.model_id, request.seq_id, run)
-
-    def optim_step(self, request: types.OptimStepRequest) -> types.UntypedAPIFuture:
-        """Queue an AdamW step of the request's model. Return a future, which the client polls for the step's
-        metrics."""
-
-        def run(model: TrainedModel) -> dict:
-            params = request.optim_params
-            if not isinstance(params, types.AdamParams):
-                raise UserError(f"the optimizer {params.type!r} is not here: give AdamParams")
-            return types.OptimStepResponse(metrics=self.core.step(model, params)).model_dump()
-
-        return self._in_turn(request.model_id, request.seq_id, run)
+    @_in_turn
+    def optim_step(self, model: TrainedModel, request: types.OptimStepRequest) -> dict:
+        """Take an AdamW step, and return its metrics."""
+        params = request.optim_params
+        if not isinstance(params, types.AdamParams):
+            raise UserError(f"the optimizer {params.type!r} is not here: give AdamParams")
+        return types.OptimStepResponse(metrics=self.core.step(model, params)).model_dump()
 
     # ---- checkpoints
 
-    def save_weights(self, request: types.SaveWeightsRequest) -> types.UntypedAPIFuture:
-        """Queue the saving of a model with its optimizer state. Return a future for the client to poll, whose result
-        has the path of the checkpoint."""
+    @_in_turn
+    def save_weights(self, model: TrainedModel, request: types.SaveWeightsRequest) -> dict:
+        """Save a model with its optimizer state, and return the path of the checkpoint."""
+        path = self.core.save(
+            model, "weights", request.path or f"step-{request.seq_id}", overwrite=request.overwrite,
+            user_metadata=request.user_metadata, ttl_seconds=request.ttl_seconds, next_seq=request.seq_id + 1,
+        )  # fmt: skip
+        return types.SaveWeightsResponse(path=path, type="save_weights").model_dump()
 
-        def run(model: TrainedModel) -> dict:
-            path = self.core.save(
-                model, "weights", request.path or f"step-{request.seq_id}", overwrite=request.overwrite,
-                user_metadata=request.user_metadata, ttl_seconds=request.ttl_seconds, next_seq=request.seq_id + 1,
-            )  # fmt: skip
-            return types.SaveWeightsResponse(path=path, type="save_weights").model_dump()
+    @_in_turn
+    def save_for_sampler(self, model: TrainedModel, request: types.SaveWeightsForSamplerRequest) -> dict:
+        """Save a model's adapters for sampling, and return the checkpoint's path. Without a name, keep them in memory
+        for a new sampling session, and return the session's id."""
+        if request.kind != "snapshot":
+            raise UserError(f"samplers of kind {request.kind!r} are not here: take snapshots")
+        if request.path is not None:
+            path = self.core.save(model, "sampler_weights", request.path, ttl_seconds=request.ttl_seconds)
+            return {"type": "save_weights_for_sampler", "path": path}
+        name = f"{model.session}:sample:{request.sampling_session_seq_id or 0}"
+        mine = [n for n, sampler in self.samplers.items() if sampler.snapshot_of == model.id]
+        for old in mine[: max(len(mine) - _MOST_SNAPSHOTS + 1, 0)]:
+            del self.samplers[old]
+        self.samplers[name] = self.core.snapshot(model)
+        return {"type": "save_weights_for_sampler", "sampling_session_id": name}
 
-        return self._in_turn(request.model_id, request.seq_id, run)
-
-    def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest) -> types.UntypedAPIFuture:
-        """Queue a save of a model's adapters for sampling: on disk if the request has a name, otherwise in memory for a
-        new sampling session. Return a future, which the client polls for the checkpoint's path or the session's id."""
-
-        def run(model: TrainedModel) -> dict:
-            if request.kind != "snapshot":
-                raise UserError(f"samplers of kind {request.kind!r} are not here: take snapshots")
-            if request.path is not None:
-                path = self.core.save(model, "sampler_weights", request.path, ttl_seconds=request.ttl_seconds)
-                return {"type": "save_weights_for_sampler", "path": path}
-            name = f"{model.session}:sample:{request.sampling_session_seq_id or 0}"
-            mine = [n for n, sampler in self.samplers.items() if sampler.snapshot_of == model.id]
-            for old in mine[: max(len(mine) - _MOST_SNAPSHOTS + 1, 0)]:
-                del self.samplers[old]
-            self.samplers[name] = self.core.snapshot(model)
-            return {"type": "save_weights_for_sampler", "sampling_session_id": name}
-
-        return self._in_turn(request.model_id, request.seq_id, run)
-
-    def save_external(self, request: types.SaveWeightsExternalRequest) -> types.UntypedAPIFuture:
-        """Queue a save of a model's adapters in PEFT's format for download. Return a future, which the client polls for
-        the checkpoint's path."""
-
-        def run(model: TrainedModel) -> dict:
-            if request.age_encryption_recipients:
-                raise UserError("checkpoints are not encrypted here: leave age_encryption_recipients out")
-            name = request.path or f"step-{request.seq_id}"
-            path = self.core.save(model, "external_weights", name, ttl_seconds=request.ttl_seconds)
-            return {"type": "save_weights_external", "path": path}
-
-        return self._in_turn(request.model_id, request.seq_id, run)
+    @_in_turn
+    def save_external(self, model: TrainedModel, request: types.SaveWeightsExternalRequest) -> dict:
+        """Save a model's adapters in PEFT's format for download, and return the checkpoint's path."""
+        if request.age_encryption_recipients:
+            raise UserError("checkpoints are not encrypted here: leave age_encryption_recipients out")
+        name = request.path or f"step-{request.seq_id}"
+        path = self.core.save(model, "external_weights", name, ttl_seconds=request.ttl_seconds)
+        return {"type": "save_weights_external", "path": path}
 
     def load_weights(self, request: types.LoadWeightsRequest) -> types.UntypedAPIFuture:
         """Queue the loading of a checkpoint into the request's model or, if it names a session, into a new model.
         Return a future, which the client polls for the model's id."""
-        place, seq, model = Place.of(request.path), request.seq_id, None
-        if request.session_id is not None:
+        place = Place.of(request.path)
+        if request.session_id is None:
+            model, seq = self.model(request.model_id or ""), request.seq_id
+        else:
             if request.base_model is not None:
                 self.check_base(request.base_model)
             shape = self.store.facts(place).shape
             model, seq = self._new_model(request.session_id, request.model_seq_id or 0, shape), 0
 
-        def run(model: TrainedModel) -> dict:
+        def run() -> dict:
             self.core.load(model, place, optimizer=request.optimizer)
             return types.LoadWeightsResponse(path=place.path, model_id=model.id, type="load_weights").model_dump()
 
-        return self._in_turn(request.model_id, seq, run, model)
+        return self.queue(model, seq, run)
 
     # ---- sampling
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_rl_cpp.serving.http_server import HttpServer, listen
+from nemo_rl_cpp.serving.model import EngineSizes
 from nemo_rl_cpp.tinker.adapters import Base
 from nemo_rl_cpp.tinker.app import make_app
 from nemo_rl_cpp.tinker.service import Service
@@ -24,9 +25,7 @@ def make_model(folder: Path, **more: object) -> Path:
 
 
 def tiny_base(model: Path) -> Base:
-    return Base.load(
-        str(model), "tiny", precision="float32", max_batch_size=16, cache_bytes=50_000_000, max_length=None
-    )
+    return Base.load(str(model), "tiny", "float32", EngineSizes(kv_cache_gb=0.05, max_batch_size=16))
 
 
 @contextmanager

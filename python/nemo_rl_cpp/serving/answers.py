@@ -345,7 +345,9 @@ class ChatAnswer(TextAnswer):
     def opening(self, header: Header) -> Iterator[Json]:
         """Yield for each response the chunk that begins its stream: the role "assistant" without text."""
         for k in range(self.samples):
-            yield header.body(self.chunk_kind, [_delta(k, {"role": "assistant", "content": ""})])
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": k, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield header.body(self.chunk_kind, [choice])
 
     def chunk(self, header: Header, progress: Progress) -> Iterator[Json]:
         """Take the new tokens in `progress`, and yield the next chunk, as in `TextAnswer.chunk`. If the request has
@@ -354,8 +356,8 @@ class ChatAnswer(TextAnswer):
             yield from super().chunk(header, progress)
 
     def _part(self, k: int, spelled: Spelled) -> Json:
-        delta = {"content": spelled.text} if spelled.text else {}
-        choice = _delta(k, delta, spelled.sample.finish_reason, self._logprobs_of(spelled))
+        delta, reason = {"content": spelled.text} if spelled.text else {}, spelled.sample.finish_reason
+        choice = {"index": k, "delta": delta, "logprobs": self._logprobs_of(spelled), "finish_reason": reason}
         return choice | self._ids(spelled.sample)
 
     def closing(self, header: Header, samples: list[Sample]) -> Iterator[Json]:
@@ -367,10 +369,6 @@ class ChatAnswer(TextAnswer):
                 call["index"] = i
             yield header.body(self.chunk_kind, [choice])
         yield from super().closing(header, samples)
-
-
-def _delta(k: int, delta: Json, reason: str | None = None, logprobs: Json | None = None) -> Json:
-    return {"index": k, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 class GenerateAnswer(Answer):

@@ -198,13 +198,9 @@ def _sampling(inner: NativeGeneration, stream: str) -> Sampling:
 
 
 def serve_policy(
-    policy: Policy | EngineWorker,
-    inner: NativeGeneration,
-    config: PolicyConfig,
-    version: Callable[[], int],
-    seed: int,
+    policy: Policy | EngineWorker, inner: NativeGeneration, config: PolicyConfig, version: Callable[[], int], seed: int,
     listener: socket.socket,
-) -> ServedGeneration:
+) -> ServedGeneration:  # fmt: skip
     """Start an HTTP server for the model, folder and tokenizer of `policy` at the socket `listener`, and return `inner`
     as an engine that also answers over HTTP. The server answers requests once `prepare_for_generation` has been called.
     `version` returns the step of the current weights; `seed` is the seed of sampling. `listener` is closed if the
@@ -215,7 +211,12 @@ def serve_policy(
     generation = config.generation
     with ExitStack() as stack:
         stack.callback(listener.close)
-        key = key_of(generation.http_server.api_key_variable)
+        variable = generation.http_server.api_key_variable
+        key = secrets.token_urlsafe(24) if variable is None else os.environ.get(variable)
+        if not key:
+            raise ValueError(
+                f"policy.generation.http_server.api_key_variable is {variable}, but that variable is not set"
+            )
         model = _model(policy, inner, config, version, seed)
         stack.callback(model.engine.shut_down)
         server = HttpServer(make_app(model, key), listener)
@@ -237,15 +238,6 @@ def listener_of(config: PolicyConfig) -> socket.socket | None:
 
     settings = config.generation.http_server
     return listen(settings.host, settings.port, "policy.generation.http_server")
-
-
-def key_of(variable: str | None) -> str:
-    """Return the server's API key: the value of the environment variable `variable`, or a new random key if `variable`
-    is None. Raise ValueError if the variable is not set."""
-    key = secrets.token_urlsafe(24) if variable is None else os.environ.get(variable)
-    if not key:
-        raise ValueError(f"policy.generation.http_server.api_key_variable is {variable}, but that variable is not set")
-    return key
 
 
 def _model(

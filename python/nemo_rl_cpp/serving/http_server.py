@@ -18,7 +18,6 @@ from nemo_rl_cpp.serving.bodies import RequestError
 _START_SECONDS = 15.0
 _END_SECONDS = 5.0
 _IDLE_SECONDS = 75  # how long a connection may idle between two requests
-_MOST_CONNECTIONS = 2048
 _LONGEST_HEAD = 64 << 10
 
 
@@ -44,7 +43,7 @@ class HttpServer:
         listener: socket.socket,
         *,
         log_level: str = "critical",
-        most_connections: int | None = _MOST_CONNECTIONS,
+        most_connections: int | None = 2048,
     ) -> None:
         self._listener = listener
         self.host, self.port = listener.getsockname()[:2]

@@ -115,9 +115,7 @@ class ServedModel:
         if rule["temperature"] == 0:
             rule |= {"top_p": 1.0, "top_k": 0}
         return Sampling(
-            temperature=float(rule["temperature"]),
-            top_p=float(rule["top_p"]),
-            top_k=int(rule["top_k"]),
+            **rule,
             max_new_tokens=min(limit, self.max_model_len),
             stop_token_ids=(*(() if body.ignore_eos else self.end_token_ids), *(body.stop_token_ids or ())),
             stop_strings=tuple(dict.fromkeys((*self.default.stop_strings, *(body.stop or ())))),
@@ -152,6 +150,13 @@ class EngineSizes:
             return int(self.kv_cache_gb * 1e9)
         return max(min(available_bytes() // 2, _LONGEST_CACHE), 1)
 
+    def engine(self, runner: C.ModelRunner, cache_bytes: int, token_bytes: list[bytes]) -> C.ResidentEngine:
+        """Return an engine of these sizes that runs the model of `runner`, with a KV cache of at most `cache_bytes`."""
+        return C.ResidentEngine(
+            runner, max_batch_size=self.max_batch_size, prefill_chunk_tokens=self.prefill_chunk_tokens,
+            max_model_len=self.max_model_len, max_cache_bytes=cache_bytes, token_bytes=token_bytes,
+        )  # fmt: skip
+
 
 def engine_thread(
     runner: C.ModelRunner,
@@ -167,36 +172,22 @@ def engine_thread(
     only after `EngineThread.open`."""
 
     def make() -> C.ResidentEngine:
-        return C.ResidentEngine(
-            runner,
-            max_batch_size=sizes.max_batch_size,
-            prefill_chunk_tokens=sizes.prefill_chunk_tokens,
-            max_model_len=sizes.max_model_len,
-            max_cache_bytes=cache_bytes,
-            token_bytes=token_bytes_table(tokenizer, runner.vocab_size()),
-        )
+        return sizes.engine(runner, cache_bytes, token_bytes_table(tokenizer, runner.vocab_size()))
 
     return EngineThread(make, version, is_open)
 
 
 def load_model(
-    name: str,
-    *,
-    served_name: str | None = None,
-    precision: str = "bfloat16",
-    sizes: EngineSizes | None = None,
-    limits: Limits | None = None,
-    seed: int = 42,
+    name: str, *, served_name: str | None, precision: str, sizes: EngineSizes, limits: Limits, seed: int = 42
 ) -> ServedModel:
-    """Load a model in `precision`, and return it with an engine of the given `sizes` (None: the defaults) for a server
-    with the given `limits`. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's folder, for its
+    """Load a model in `precision`, and return it with an engine of the given `sizes` for a server with the given
+    `limits`. `name` is a model folder, a model name, a checkpoint (`step_N`), or a run's folder, for its
     newest checkpoint; clients may also use `served_name`. `seed` seeds requests that name a rollout but no seed. Raise
     ValueError if the model cannot be found or does not fit."""
     if name == TINY_RANDOM:
         raise ValueError(
             f"'{TINY_RANDOM}' has random weights: give the checkpoints of a run that has trained it, or a model"
         )
-    sizes = sizes or EngineSizes()
     folder = resolve_model(find_policy_weights(name), key="--model")
     opened = open_model_folder(str(folder), max_length=sizes.max_model_len, length_key="--max-model-len", key="--model")
     opened = replace(opened, max_length=min(sizes.max_model_len or 1 << 60, max_positions(opened.config)))
@@ -224,7 +215,7 @@ def load_model(
         longest,
         tuple(end_token_ids(folder, opened.config, tokenizer)),
         Rollouts(seed),
-        limits=limits or Limits(),
+        limits=limits,
         digest=f"{model.digest():016x}",
         prompt_logprobs=prompt_scorer(model, engine),
     )

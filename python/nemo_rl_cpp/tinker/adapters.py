@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +28,7 @@ from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import RowBatch, wanted_tokens
 from nemo_rl_cpp.models.trained_model import DTYPES
 from nemo_rl_cpp.serving.engine import score_sequence
+from nemo_rl_cpp.serving.model import EngineSizes
 from nemo_rl_cpp.tinker.types import Loss, UserError
 
 ALPHA = 32
@@ -57,26 +58,24 @@ class Base:
     folder: ModelFolder
     tokenizer: TokenizerType
     precision: str
-    max_batch_size: int
+    sizes: EngineSizes
     cache_bytes: int
     max_length: int
     _native: WeakValueDictionary[Shape, AdaptedModel] = field(default_factory=WeakValueDictionary)
     _newest: AdaptedModel | None = None  # kept even if no client uses it, because the next client often asks for it
 
     @classmethod
-    def load(
-        cls, name: str, served_name: str | None, *, precision: str, max_batch_size: int, cache_bytes: int, max_length: int | None
-    ) -> Base:  # fmt: skip
+    def load(cls, name: str, served_name: str | None, precision: str, sizes: EngineSizes) -> Base:
         """Load the base model `name`: a Hugging Face folder, a model name, a run's checkpoint, or "tiny-random".
-        Clients may also call it `served_name`. `max_length` is the number of tokens of the longest sequence (None: as
-        many as the model has positions for)."""
+        Clients may also call it `served_name`. `sizes` are those of each sampler's engine."""
+        max_length = sizes.max_model_len
         place = name if name == TINY_RANDOM else find_policy_weights(name)
         folder = open_model_folder(str(place), max_length=max_length, length_key="--max-model-len", key="--model")
         folder.check_weights()
         tokenizer = tiny_tokenizer() if folder.path is None else Tokenizer.from_pretrained(folder.path, section="")
         names = tuple(dict.fromkeys(n for n in (served_name, name) if n))
         longest = min(max_length or 1 << 60, max_positions(folder.config))
-        return cls(names, folder, tokenizer, precision, max_batch_size, cache_bytes, longest)
+        return cls(names, folder, tokenizer, precision, sizes, sizes.cache_bytes(), longest)
 
     @property
     def has_experts(self) -> bool:
@@ -362,11 +361,9 @@ class AdaptedModel:
         if self._idle_engines:
             return self._idle_engines.pop()
         base, runner = self.base, native_runner(self.native, {})
-        return C.ResidentEngine(
-            runner, max_batch_size=base.max_batch_size, prefill_chunk_tokens=512,
-            max_model_len=min(base.max_length, runner.longest_sequence(512, base.cache_bytes)),
-            max_cache_bytes=base.cache_bytes, token_bytes=base.token_bytes,
-        )  # fmt: skip
+        fits = runner.longest_sequence(base.sizes.prefill_chunk_tokens, base.cache_bytes)
+        sizes = replace(base.sizes, max_model_len=min(base.max_length, fits))
+        return sizes.engine(runner, base.cache_bytes, base.token_bytes)
 
     def return_engine(self, engine: C.ResidentEngine) -> None:
         """Take back an engine that has no request left, and free its KV cache."""
@@ -397,7 +394,9 @@ def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
         leading = int(has_gradient.int().argmax()) if has_gradient.any() else len(row.tokens) - 1
         is_alone = end - first == 1
         length = min(free, leading)
-        if end and (is_alone or leading >= free) and length > 0 and _has_prompt(row, rows[first], length):
+        can_join = end and (is_alone or leading >= free) and length > 0
+        has_prompt = row.tokens[: length + 1] == rows[first].tokens[: length + 1]
+        if can_join and has_prompt and torch.equal(row.targets[:length], rows[first].targets[:length]):
             free, end = length, number + 1
             continue
         if end - first > 1:
@@ -406,12 +405,6 @@ def prompt_groups(rows: Sequence[Row], factor: str | None) -> list[PromptGroup]:
     if end - first > 1:
         groups.append(PromptGroup(first, end, free))
     return groups
-
-
-def _has_prompt(row: Row, other: Row, length: int) -> bool:
-    return row.tokens[: length + 1] == other.tokens[: length + 1] and torch.equal(
-        row.targets[:length], other.targets[:length]
-    )
 
 
 def _micro_batches(lengths: list[int], shared: list[int]) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from nemo_rl_cpp.data.interfaces import TokenizerType
+from nemo_rl_cpp.serving.model import EngineSizes
 from nemo_rl_cpp.tinker.adapters import Base, Shape
 from nemo_rl_cpp.tinker.models import CustomLoss, Model, Models
 from nemo_rl_cpp.tinker.store import Place, Store
@@ -56,9 +57,7 @@ class ServiceClient:
         self, model: str, folder: str | Path = "results/tinker", *, precision: str = "bfloat16", max_batch_size: int = 64,
         cache_gb: float = 1.0, max_length: int | None = None,
     ) -> None:  # fmt: skip
-        base = Base.load(
-            str(model), None, precision=precision, max_batch_size=max_batch_size, cache_bytes=int(cache_gb * 1e9), max_length=max_length
-        )  # fmt: skip
+        base = Base.load(str(model), None, precision, EngineSizes(max_length, cache_gb, max_batch_size))
         self._core, self._session = Models(base, Store(Path(folder))), str(uuid.uuid4())
         self._numbers = itertools.count()
 

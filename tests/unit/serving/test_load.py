@@ -1,8 +1,10 @@
 """What a server can hold: the length of sequences that the cache allows is known before the first request."""
 
+from functools import partial
+
 import pytest
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.serving.model import EngineSizes, length_that_fits, load_model
+from nemo_rl_cpp.serving.model import EngineSizes, Limits, length_that_fits, load_model
 from served import make_folder
 
 
@@ -59,9 +61,10 @@ def test_maximum_length_beyond_the_kv_cache_is_lowered_or_an_error_if_set_explic
 
 def test_maximum_length_that_the_server_reports_is_lowered_to_the_kv_cache_capacity(tmp_path):
     folder = str(make_folder(tmp_path / "m"))
+    load = partial(load_model, folder, served_name=None, precision="float32", limits=Limits())
     with pytest.warns(UserWarning, match="512 positions"):
-        model = load_model(folder, precision="float32", sizes=EngineSizes(kv_cache_gb=50e-6, max_batch_size=2))
+        model = load(sizes=EngineSizes(kv_cache_gb=50e-6, max_batch_size=2))
     model.engine.shut_down()
     assert 2 <= model.max_model_len < 512
     with pytest.raises(ValueError, match="--max-model-len is 400"):
-        load_model(folder, precision="float32", sizes=EngineSizes(max_model_len=400, kv_cache_gb=50e-6))
+        load(sizes=EngineSizes(max_model_len=400, kv_cache_gb=50e-6))

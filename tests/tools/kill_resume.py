@@ -3,11 +3,6 @@
     python tests/tools/kill_resume.py --kills 20
     python tests/tools/kill_resume.py --config configs/ppo_tiny.yaml --kills 20
     python tests/tools/kill_resume.py --config configs/grpo_arithmetic_smollm2.yaml --kills 3 --steps 6 grpo.max_val_samples=16
-    python tests/tools/kill_resume.py --algorithms --kills 75
-
-With `--algorithms`, GRPO, DAPO (with groups kept for the next step), PPO and ProRLv2 run one after the other with their
-tiny configurations, with `--kills` kills each. With `--fork`, a run is a forked child of this process, which has
-imported everything. It is killed in the same way, and starts in a fraction of the time.
 
 Weights, optimizer state, data position, training state, and the metrics of every step except times and memory must have
 equal SHA-256 digests. The exit status is 1 if anything differs."""
@@ -19,7 +14,6 @@ import json
 import os
 import random
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -31,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from forked_workers import Forked  # noqa: E402
+
 TIMES = ("timing/", "performance/", "memory/", "train/refit/seconds", "train/refit/gb_per_s")
 
 
@@ -42,21 +39,6 @@ def command(config: str, folder: Path, steps: int, overrides: list[str]) -> list
         f"checkpointing.checkpoint_dir={folder / 'checkpoints'}", f"logger.log_dir={folder / 'logs'}",
         "checkpointing.save_period=2", *overrides,
     ]  # fmt: skip
-
-
-SMALL = {
-    section: (
-        f"{section}.num_prompts_per_step=8", f"{section}.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
-        f"{section}.val_period=4", f"{section}.max_val_samples=20",
-    )
-    for section in ("grpo", "ppo")
-}  # fmt: skip
-ALGORITHMS = {
-    "GRPO": ("configs/grpo_tiny.yaml", SMALL["grpo"]),
-    "DAPO": ("configs/dapo_tiny.yaml", (*SMALL["grpo"], "grpo.dynamic_sampling_keep_surplus=true")),
-    "PPO": ("configs/ppo_tiny.yaml", (*SMALL["ppo"], "ppo.policy_training_start_step=3")),
-    "ProRLv2": ("configs/prorlv2_tiny.yaml", SMALL["grpo"]),
-}
 
 
 @dataclass(frozen=True)
@@ -106,14 +88,14 @@ def run_and_kill(argv: list[str], environment: dict[str, str], after_step: int, 
         process.stdout.close()
 
 
-class Forked:
+class ForkedRun(Forked):
     """A run in a forked child, with the part of `subprocess.Popen` that is used here."""
 
     def __init__(self, argv: list[str]) -> None:
         reading, writing = os.pipe()
         self.stdout = os.fdopen(reading)
         sys.stdout.flush()
-        self.pid = os.fork()
+        super().__init__(os.fork())
         if self.pid == 0:
             status = 1
             try:
@@ -131,19 +113,6 @@ class Forked:
             finally:
                 os._exit(status or 0)
         os.close(writing)
-        self.returncode: int | None = None
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is not None:
-            return self.returncode
-        if timeout is not None:
-            descriptor = os.pidfd_open(self.pid)
-            ended, _, _ = select.select([descriptor], [], [], timeout)
-            os.close(descriptor)
-            if not ended:
-                raise subprocess.TimeoutExpired("run", timeout)
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
 
 
 FORK = False
@@ -158,9 +127,9 @@ def fork_runs() -> None:
         importlib.import_module(f"nemo_rl_cpp.{name}")
 
 
-def start(argv: list[str], environment: dict[str, str]) -> "subprocess.Popen | Forked":
+def start(argv: list[str], environment: dict[str, str]) -> "subprocess.Popen | ForkedRun":
     if FORK:
-        return Forked(argv)
+        return ForkedRun(argv)
     return subprocess.Popen(
         argv, cwd=ROOT, env=environment | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -251,26 +220,14 @@ def check(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/grpo_tiny.yaml")
-    parser.add_argument("--algorithms", action="store_true")
-    parser.add_argument("--fork", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     arguments, overrides = parser.parse_known_args()
-    if arguments.fork:
-        fork_runs()
-    tried = ALGORITHMS if arguments.algorithms else {"": (arguments.config, ())}
-    different = False
-    for name, (config, own) in tried.items():
-        problems = check(config, arguments.steps, arguments.kills, [*own, *overrides], arguments.seed)
-        equal = "equal by SHA-256: weights, optimizer, data position, state, metrics, rollouts"
-        print(
-            f"{name} {arguments.kills} kills: ".lstrip()
-            + (equal if not problems else f"DIFFERENT: {', '.join(problems)}"),
-            flush=True,
-        )
-        different |= bool(problems)
-    return 1 if different else 0
+    problems = check(arguments.config, arguments.steps, arguments.kills, overrides, arguments.seed)
+    equal = "equal by SHA-256: weights, optimizer, data position, state, metrics, rollouts"
+    print(f"{arguments.kills} kills: {'DIFFERENT: ' + ', '.join(problems) if problems else equal}", flush=True)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

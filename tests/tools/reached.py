@@ -1,8 +1,4 @@
-"""Prints the lines of Python that only tests reach, by file.
-
-    python tests/tools/reached.py               a table of files, and the sum
-    python tests/tools/reached.py --names       with the names
-    python tests/tools/reached.py --root FOLDER another checkout
+"""Finds the definitions of the package that only tests reach.
 
 Computes a fixed point over names. A function, class or method of the package is reached if reached code mentions its
 name; a method needs its class to be reached as well. The computation starts from what users call: the command lines,
@@ -15,14 +11,12 @@ lower bound. `nemo_rl_cpp.compat`, which is for ports, is not counted; what it i
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 STARTS = ("cli.py", "run_grpo_math.py", "run_ppo.py", "run_eval.py", "api.py", "generate.py")
 # decorators that only change how a function is called; all others register or call the function
 PLAIN_DECORATORS = {"abstractmethod", "cache", "cached_property", "classmethod", "contextmanager", "dataclass", "deprecated",
@@ -45,7 +39,6 @@ class Item:
 
     path: Path
     name: str
-    lines: int
     owner: Item | None = None
     registered: bool = False
     mentions: set[str] = field(default_factory=set)
@@ -93,7 +86,7 @@ def decorator_name(node: ast.expr) -> str:
 def items(path: Path) -> list[Item]:
     """Return all items of a file, the module itself first."""
     tree = ast.parse(path.read_text())
-    module = Item(path, "", 0)
+    module = Item(path, "")
     found = [module]
 
     def enter(node: ast.AST, owner: Item) -> None:
@@ -101,21 +94,18 @@ def items(path: Path) -> list[Item]:
             if isinstance(child, (ast.Import, ast.ImportFrom)) or is_all(child):
                 continue
             if owner is module and (target := assigned(child)):
-                found.append(Item(path, target, child.end_lineno - child.lineno + 1, mentions=set(mentions(child))))
+                found.append(Item(path, target, mentions=set(mentions(child))))
                 continue
             if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 owner.mentions |= set(mentions(child))
                 continue
-            begin = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-            item = Item(path, child.name, child.end_lineno - begin + 1, owner if owner is not module else None)
+            item = Item(path, child.name, owner if owner is not module else None)
             item.registered = bool({decorator_name(d) for d in child.decorator_list} - PLAIN_DECORATORS)
             found.append(item)
             if isinstance(child, ast.ClassDef):
                 for part in (*child.bases, *child.keywords, *child.decorator_list):
                     item.mentions |= set(mentions(part))
-                before = len(found)
                 enter(child, item)
-                item.lines -= sum(i.lines for i in found[before:])
             else:
                 item.mentions |= set(mentions(child))
 
@@ -174,27 +164,3 @@ def is_reached(item: Item, names: set[str], starts: set[Path]) -> bool:
     special = item.name.startswith("__") and item.name.endswith("__")
     called = item.owner is not None and (special or item.name in CALLED_FROM_OUTSIDE | CALLED_BY_USERS)
     return called or special or item.registered or item.name in names or (item.path in starts and item.name == "main")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--names", action="store_true", help="print the names too")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to look at")
-    arguments = parser.parse_args()
-    everything = reached(arguments.root.resolve())
-    package = arguments.root.resolve() / "python" / "nemo_rl_cpp"
-    unreached: dict[Path, list[Item]] = {}
-    for item in everything:
-        if not item.reached:
-            unreached.setdefault(item.path, []).append(item)
-    for path, those in sorted(unreached.items(), key=lambda entry: -sum(i.lines for i in entry[1])):
-        lines = len(path.read_text().splitlines())
-        print(f"{sum(i.lines for i in those):5d} of {lines:4d}  {path.relative_to(package)}")
-        if arguments.names:
-            print("               " + ", ".join(f"{i.owner.name}.{i.name}" if i.owner else i.name for i in those))
-    total = sum(len(path.read_text().splitlines()) for path in {item.path for item in everything})
-    print(f"{sum(i.lines for those in unreached.values() for i in those):5d} of {total} lines in all")
-
-
-if __name__ == "__main__":
-    main()

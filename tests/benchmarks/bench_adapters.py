@@ -9,19 +9,17 @@ model."""
 
 import argparse
 import json
-import multiprocessing
-from multiprocessing.connection import Connection
 
 import torch
 from harness import load_decoder, peak_mb
 from shapes import SHAPES, random_model
-from sides import choices, options
+from sides import choices, in_new_process, options
 
 PROMPT, QUANTISED = 64, ("q8_0", "q4_0", "nf4")
 
 
-def side(connection: Connection, folder: str, precision: str, count: int, arguments: argparse.Namespace) -> None:
-    """Run in a child process. Send [peak MB, peak MB without what was in memory before the model]."""
+def side(folder: str, precision: str, count: int, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Return (peak MB, peak MB without what was in memory before the model) of this process."""
     from nemo_rl_cpp._native import C
     from nemo_rl_cpp.config.lora import LayerKinds
 
@@ -50,7 +48,7 @@ def side(connection: Connection, folder: str, precision: str, count: int, argume
                       stream=0, draw_id=seed, first_sample=0, adapted=model)  # fmt: skip
     while engine.has_work:
         engine.step()
-    connection.send([peak_mb(), peak_mb() - before])
+    return peak_mb(), peak_mb() - before
 
 
 def main() -> None:
@@ -58,19 +56,11 @@ def main() -> None:
         __doc__, shapes=choices(("smollm2", *SHAPES), "smollm2", "gemma3"), precision=choices(("bfloat16", *QUANTISED), "bfloat16", "q4_0"),
         adapters=8, dim=8, new=16, threads=2,
     )  # fmt: skip
-    context = multiprocessing.get_context("spawn")
     for shape in arguments.shapes:
         with random_model(shape) as folder:
             for precision in arguments.precision:
-                found = []
-                for count in (1, arguments.adapters):
-                    end, theirs = context.Pipe()
-                    process = context.Process(target=side, args=(theirs, folder, precision, count, arguments))
-                    process.start()
-                    theirs.close()  # so that the wait ends if the process fails
-                    found.append(end.recv())
-                    process.join()
-                (one, model), (several, models) = found
+                one, model = in_new_process(side, folder, precision, 1, arguments)
+                several, models = in_new_process(side, folder, precision, arguments.adapters, arguments)
                 print(json.dumps({
                     "shape": shape, "precision": precision, "adapters": arguments.adapters, "dim": arguments.dim,
                     "peak_mb_of_one": round(one), "peak_mb": round(several), "memory": round(several / one, 3),

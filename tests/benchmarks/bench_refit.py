@@ -13,9 +13,11 @@ With `--changed` the weights are bfloat16, 269 MB. These shares of them change b
 only the changed weights (`policy.refit: delta`)."""
 
 import argparse
-import multiprocessing
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 
 import torch
 from nemo_rl_cpp._native import C
@@ -50,8 +52,8 @@ def weights(fill: float, dtype: torch.dtype) -> tuple[torch.Tensor, list[tuple[s
     return flat, [(name, part.view(shape)) for (name, shape), part in zip(shapes(), flat.split(sizes))]
 
 
-def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
-    """Run one of the two processes."""
+def work(rank: int, port: int, args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
+    """Run one of the two processes. Return the seconds of each side's turns, and the bytes of the weights."""
     torch.set_num_threads(args.threads)
     communicator = connect(rank, 2, "127.0.0.1", port, 600.0).communicator
     flat, named = weights(float(rank == 0), torch.bfloat16 if args.changed else torch.float32)
@@ -89,8 +91,7 @@ def work(rank: int, port: int, args: argparse.Namespace, results) -> None:
             communicator.barrier(phase="end")
             if turn > 0:  # the first turn touches the memory for the first time
                 seconds[name].append(time.perf_counter() - began)
-    if rank == 0:
-        results.put((seconds, flat.nbytes))
+    return seconds, flat.nbytes
 
 
 def main() -> None:
@@ -98,14 +99,9 @@ def main() -> None:
         __doc__, buckets=[DEFAULT_BUCKET_BYTES / 1e6], repeats=7, threads={"type": int, "default": 1, "help": "of each process"},
         changed={"type": float, "nargs": "*", "default": [], "help": "shares of the weights"},
     )  # fmt: skip
-    store, context = rendezvous_store("127.0.0.1", 600.0), multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=work, args=(rank, store.port, args, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    seconds, size = results.get()
-    for process in processes:
-        process.join()
+    store = rendezvous_store("127.0.0.1", 600.0)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        (seconds, size), _ = pool.map(partial(work, port=store.port, args=args), range(2))
     plain = statistics.median(seconds["broadcast"])
     print(f"{size / 1e6:.0f} MB of {len(shapes())} tensors, {args.threads} thread a process, median of {args.repeats}")
     for name, values in seconds.items():

@@ -13,7 +13,6 @@ quartiles of the rounds. Except for the first, no round starts that would end af
 
 import argparse
 import json
-import multiprocessing
 import random
 import re
 import statistics
@@ -24,11 +23,10 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from harness import peak_mb, spread
-from sides import options
+from sides import in_new_process, options
 
 GROUP, NEW_TOKENS, RANK = 8, 6, 8
 
@@ -125,8 +123,8 @@ def alternated(sides: dict[str, Callable[[int], None]], rounds: range, until: fl
     return seconds
 
 
-def tenants(connection: Connection, arguments: argparse.Namespace, count: int) -> None:
-    """Run in a child process. Send the seconds of each round and the peak memory.
+def tenants(arguments: argparse.Namespace, count: int) -> tuple[dict[str, list[float]], float]:
+    """Return the seconds of each round, and the peak memory of this process.
 
     The tenants step one after the other ("in turn") and all at once ("together")."""
     with tempfile.TemporaryDirectory() as folder, service(arguments, folder) as local:
@@ -153,7 +151,7 @@ def tenants(connection: Connection, arguments: argparse.Namespace, count: int) -
         else:
             rounds = range(1, arguments.tenant_rounds + 1)
             seconds = alternated({"in turn": in_turn, "together": together}, rounds, arguments.until)
-    connection.send((seconds, peak_mb()))
+    return seconds, peak_mb()
 
 
 def main() -> None:
@@ -167,15 +165,8 @@ def main() -> None:
         result |= overhead(arguments)
         print(json.dumps(result), flush=True)
     if arguments.only != "overhead":
-        context, found = multiprocessing.get_context("spawn"), []
-        for count in (1, arguments.tenants):
-            end, theirs = context.Pipe()
-            process = context.Process(target=tenants, args=(theirs, arguments, count))
-            process.start()
-            theirs.close()  # so that the wait ends if the process fails
-            found.append(end.recv())
-            process.join()
-        (_, one), (seconds, several) = found
+        _, one = in_new_process(tenants, arguments, 1)
+        seconds, several = in_new_process(tenants, arguments, arguments.tenants)
         result |= {
             "tenants": arguments.tenants, "tenant_rounds": len(seconds["together"]),
             "throughput_together": spread([a / b for a, b in zip(seconds["in turn"], seconds["together"])]),

@@ -5,7 +5,11 @@ import contextlib
 import json
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 HIDDEN = {"help": argparse.SUPPRESS}
 """An option that the benchmark passes to its own processes."""
@@ -44,6 +48,12 @@ def memory_of(key: str) -> int:
     parent's)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def in_new_process(work: Callable[..., Any], *arguments: object) -> Any:
+    """Return `work(*arguments)`, computed in a new process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 class Child:

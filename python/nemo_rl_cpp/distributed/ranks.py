@@ -134,7 +134,11 @@ class Ranks:
 
         A sample is trained where it was generated (`generated_by`), because its activations may be kept there, unless
         the lengths of the responses make that too uneven."""
-        dealt = _dealt(data, begin, end, self.size if count is None else count)
+        count = self.size if count is None else count
+        dealt = deal(data, begin, end, count, prompt_lengths(data))
+        tokens = [int(data.lengths[rows].sum()) for rows in dealt]
+        if max(tokens) * count > MOST_UNEVEN * sum(tokens):
+            dealt = deal(data, begin, end, count)
         return _blocks_of(dealt, self.rank, self.size, in_turns)
 
     def even_block(self, data: RaggedBatch, begin: int, end: int, idle: Tensor) -> tuple[list[int], list[Move]]:
@@ -237,16 +241,6 @@ def _groups_of(data: RaggedBatch, default: object = None) -> list[int]:
     return [-1] * data.size if groups is None else torch.as_tensor(groups).tolist()
 
 
-def _dealt(data: RaggedBatch, begin: int, end: int, count: int) -> list[list[int]]:
-    """Return the sample indices of each of the `count` gradient blocks of the global batch, the samples [begin,
-    end)."""
-    if count == 1:
-        return deal(data, begin, end, 1)
-    dealt = deal(data, begin, end, count, prompt_lengths(data))
-    tokens = [int(data.lengths[rows].sum()) for rows in dealt]
-    return deal(data, begin, end, count) if max(tokens) * count > MOST_UNEVEN * sum(tokens) else dealt
-
-
 def _units(data: RaggedBatch, rows: list[int], idle: list[bool]) -> list[tuple[list[int], int]]:
     """Group the samples `rows` by prompt (`group_id`), without those that have no backward pass (`idle` is true; it has
     one bool per sample of the batch). Return for each group (its samples, its number of tokens), with the prompt
@@ -338,13 +332,27 @@ def connect(
     if size == 1:
         return Ranks(address=address)
     gpu = _own_gpu(rank) if backend == "nccl" else None
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline))
+    limit = timedelta(seconds=deadline)
+    store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+
+    def gloo(store: dist.Store, rank: int, size: int, timeout: timedelta = limit) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address or host)]
+        options._timeout, options._threads = timeout, 2
+        return dist.ProcessGroupGloo(store, rank, size, options)
 
     @cache
     def meet(members: tuple[int, ...], label: str = "") -> Communicator:
         label += "_".join(map(str, members)) if len(members) < size else ""
         place = members.index(rank), len(members)
-        communicator = _by_gloo(store, label, place, address or host, deadline)
+        backend = gloo(dist.PrefixStore(f"gloo{label}", store), *place)
+        group = dist.ProcessGroup(store, *place)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        name = f"nemo_rl_cpp_{store.port}_{label}"
+        group._set_group_name(name)
+        _register_process_group(name, group)
+        communicator = C.gloo_communicator(name, deadline)
         if gpu is None:
             return communicator
         by_nccl = C.nccl_communicator(dist.PrefixStore(f"nccl{label}", store), *place, gpu, deadline)
@@ -352,48 +360,14 @@ def connect(
 
     @cache
     def mesh() -> DeviceMesh:
-        return _torch_mesh(store, (rank, size), address or host, deadline)
+        name = "nemo_rl_cpp_gloo"  # unlike with torch's "gloo", ranks meet at `address`, not at the host's name
+        dist.Backend.register_backend(name, gloo, devices="cpu")
+        options = dict(store=dist.PrefixStore("torch", store), rank=rank, world_size=size)
+        dist.init_process_group(f"cpu:{name}", timeout=limit, **options)
+        return init_device_mesh("cpu", (size,))
 
     everybody = tuple(range(size))
     return Ranks(rank, size, meet(everybody), address, meet=meet, mesh=mesh, members=everybody)
-
-
-def _gloo(store: dist.Store, place: tuple[int, int], address: str, deadline: float) -> dist.ProcessGroupGloo:
-    """Return a Gloo backend that connects the processes that meet in `store` (with its key prefix). `place` is (rank,
-    number of ranks) of this process, and `address` the address where others reach it. `deadline`: most seconds that an
-    operation may take."""
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=deadline)
-    options._threads = 2
-    return dist.ProcessGroupGloo(store, *place, options)
-
-
-def _torch_mesh(store: dist.TCPStore, place: tuple[int, int], address: str, deadline: float) -> DeviceMesh:
-    """Return a 1-D mesh of all ranks, connected by Gloo. All ranks must call this, each with its `place` (rank, number
-    of ranks) and the IP address `address` at which the others reach it, which may differ from that of the host's name.
-    `deadline`: most seconds that an operation may take."""
-    name = "nemo_rl_cpp_gloo"
-    dist.Backend.register_backend(
-        name, lambda part, rank, size, _: _gloo(part, (rank, size), address, deadline), devices="cpu"
-    )
-    options = dict(store=dist.PrefixStore("torch", store), rank=place[0], world_size=place[1])
-    dist.init_process_group(f"cpu:{name}", timeout=timedelta(seconds=deadline), **options)
-    return init_device_mesh("cpu", place[1:])
-
-
-def _by_gloo(store: dist.TCPStore, label: str, place: tuple[int, int], address: str, deadline: float) -> Communicator:
-    """Return a Gloo communicator of the processes that call this with the same `store` and `label`. `place` is (rank,
-    number of ranks) of this process, `address` the address where others reach it, and `deadline` the timeout of each
-    message in seconds."""
-    backend = _gloo(dist.PrefixStore(f"gloo{label}", store), place, address, deadline)
-    group = dist.ProcessGroup(store, *place)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    name = f"nemo_rl_cpp_{store.port}_{label}"
-    group._set_group_name(name)
-    _register_process_group(name, group)
-    return C.gloo_communicator(name, deadline)
 
 
 def _own_gpu(rank: int) -> torch.device:

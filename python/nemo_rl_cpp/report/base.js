@@ -64,8 +64,7 @@ function fileName(text) {
 
 // the points of a metric of a run: {x, y} and, for a thinned curve, means; null where the run has none
 function pointsOf(run, metric) {
-  let entry = run.metrics[metric];
-  if (typeof entry === "string") entry = run.metrics[entry];
+  const entry = run.metrics[metric];
   if (!entry) return null;
   const x = run.axes[entry[0]], y = Array.isArray(entry[1]) ? entry[1] : x.map(() => entry[1]);
   return { x, y, means: entry.length > 2 ? { x: run.axes[entry[2]], y: entry[3] } : null };

@@ -161,15 +161,13 @@ def metric_data(runs: Mapping[str, MetricHistory]) -> dict[str, Plain]:
 
     An entry is [axis, values], where `axis` is an index into `axes`. A single number instead of the values means a
     constant. A long curve is divided into buckets of steps: its entry is [axis, the lowest and highest value of each
-    bucket, axis of the means, mean of each bucket]. An entry that is a string is the name of a metric with the same
-    values. Non-finite values are null."""
+    bucket, axis of the means, mean of each bucket]. Non-finite values are null."""
     return {"runs": [_run(name, history) for name, history in runs.items()]}
 
 
 def _run(name: str, history: MetricHistory) -> dict[str, Plain]:
     axes: list[list[float]] = []
     numbers: dict[tuple[float, ...], int] = {}
-    seen: dict[tuple[tuple[int, ...], tuple[float, ...]], str] = {}
     metrics: dict[str, Plain] = {}
 
     def axis(steps: Sequence[float]) -> int:
@@ -180,11 +178,6 @@ def _run(name: str, history: MetricHistory) -> dict[str, Plain]:
 
     for metric in history.names():
         curve = history.curve(metric)
-        same = (tuple(curve.steps), tuple(curve.values))
-        if same in seen:
-            metrics[metric] = seen[same]
-            continue
-        seen[same] = metric
         steps, values = downsample(*curve)
         entry: list[Plain] = [axis(steps), [_short(value) for value in values]]
         if len(set(curve.values)) == 1 and math.isfinite(curve.values[0]):

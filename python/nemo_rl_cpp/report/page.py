@@ -116,12 +116,6 @@ _OTHER, _MORE = 9, (10, 11)
 _SMALL, _LARGE = 0.005, 0.03
 
 
-def timing_name(history: MetricHistory, label: str) -> str:
-    """Return the name of the logged metric with the seconds of the stage `label`."""
-    name = f"timing/train/{label}"
-    return name if history.curve(name).values else f"{name}/total"
-
-
 def stage_shares(h: MetricHistory) -> dict[str, float]:
     """Return {top-level stage: its share of the time in and between steps}, largest first. If only the total of a group
     of stages is logged, the group counts as one stage."""
@@ -149,7 +143,9 @@ def _time_spec(history: MetricHistory) -> dict[str, Plain] | None:
         return None
     layers: list[Plain] = []
     for label, color in sorted(colors.items(), key=lambda item: item[1]):
-        layer = {"label": label, "metric": timing_name(history, label), "color": color, "share": shares[label]}
+        name = f"timing/train/{label}"
+        metric = name if history.curve(name).values else f"{name}/total"
+        layer = {"label": label, "metric": metric, "color": color, "share": shares[label]}
         layers.append(layer | {"beside": label in _BETWEEN_STEPS})
     other = {"label": "other", "color": _OTHER, "share": max(1 - sum(shares[label] for label in colors), 0.0)}
     return {"title": "Seconds per step", "total": STEP_TIME, "stack": layers, "other": other}

@@ -29,7 +29,7 @@ class Browser:
 
     `errors` holds the errors and warnings of its console, `requests` the addresses that it requested."""
 
-    def __init__(self, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+    def __init__(self, width: int = 1280, height: int = 800) -> None:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._number, self._loaded, self._waiting = 0, 0, b""
@@ -55,16 +55,12 @@ class Browser:
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
-        self.resize(width, height, dark)
+        self.resize(width, height)
 
-    def resize(self, width: int, height: int, dark: bool = False) -> None:
-        """Set the size of the page and its colour scheme."""
+    def resize(self, width: int, height: int) -> None:
+        """Set the size of the page."""
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
-        self.send(
-            "Emulation.setEmulatedMedia",
-            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
         )
 
     def open(self, path: Path) -> None:
@@ -91,16 +87,9 @@ class Browser:
             self._read(0.05)
         raise AssertionError(f"not within {DEADLINE} s: {condition}")
 
-    def mouse(self, kind: str, x: float, y: float) -> None:
-        """Send a mouse event at (x, y). `kind` is mouseMoved, mousePressed or mouseReleased."""
-        self.send(
-            "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=int(kind != "mouseReleased"),
-            clickCount=1,
-        )  # fmt: skip
-
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write a screenshot of the visible part, or of the whole page, to `path`."""
-        picture = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    def screenshot(self, path: Path) -> None:
+        """Write a screenshot of the visible part of the page to `path`."""
+        picture = self.send("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def send(self, method: str, **parameters: object) -> dict:
@@ -165,12 +154,10 @@ def main() -> None:
     parser.add_argument("picture", type=Path, help="a .png file")
     parser.add_argument("--width", type=int, default=1200)
     parser.add_argument("--height", type=int, default=800)
-    parser.add_argument("--dark", action="store_true", help="the dark colours")
-    parser.add_argument("--whole", action="store_true", help="the whole page, however long it is")
     given = parser.parse_args()
-    with Browser(given.width, given.height, given.dark) as browser:
+    with Browser(given.width, given.height) as browser:
         browser.open(given.page)
-        browser.screenshot(given.picture, given.whole)
+        browser.screenshot(given.picture)
     print(f"{given.picture}: {given.picture.stat().st_size:,} bytes; errors in the console: {browser.errors or 'none'}")
 
 

@@ -127,7 +127,7 @@ class InitTracker(TrackerLogger):
 
     def _start(self, more: dict[str, Plain]) -> None:
         self.run = self._tracker.init(**self._options | more)
-        self._id_file.write_text(getattr(self.run, self.id_key))
+        self._id_file.write_text(str(getattr(self.run, self.id_key)))
 
     def log_hyperparams(self, params: Mapping[str, Plain]) -> None:
         self.run.config.update(to_plain(params))

@@ -1,10 +1,11 @@
-"""The trackers: wandb for real (offline), the others against stand-ins that record how they are called."""
+"""The trackers: wandb for real (offline), the others against mocks."""
 
 import posixpath
 import re
 import socket
 import sys
 import types
+from unittest.mock import MagicMock, call
 
 import pytest
 from nemo_rl_cpp.config.logger import LoggerConfig
@@ -17,37 +18,14 @@ def config(tmp_path, **extra):
     return {"log_dir": str(tmp_path), "tensorboard_enabled": False, **extra}
 
 
-class Recorder(types.ModuleType):
-    """A module that notes every call of its functions."""
-
-    def __init__(self, name):
-        super().__init__(name)
-        self.calls = []
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def call(*args, **kwargs):
-            self.calls.append((name, args, kwargs))
-            if name in ("init", "start_run"):
-                info = types.SimpleNamespace(run_id="run-1", experiment_id="0")
-                run = types.SimpleNamespace(info=info, config={}, id="run-1", name="n-1")
-                run.log = lambda row, step: self.calls.append(("run.log", (row,), {"step": step}))
-                run.finish = lambda: self.calls.append(("run.finish", (), {}))
-                return run
-            return None
-
-        return call
-
-    def of(self, name):
-        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
-
-
 @pytest.fixture
 def fake(monkeypatch):
+    """Replaces a tracker's package by a mock, whose `run` is the run that `init` starts."""
+
     def install(name):
-        module = Recorder(name)
+        module = MagicMock()
+        module.init.return_value = module.run
+        module.run.id, module.run.name = "run-1", "n-1"
         monkeypatch.setitem(sys.modules, name, module)
         return module
 
@@ -93,22 +71,20 @@ def test_wandb_run_id_is_kept_on_resume_unless_logged_steps_are_repeated(tmp_pat
 
 def test_mlflow_receives_metrics_and_hyperparameters(tmp_path, fake):
     mlflow = fake("mlflow")
+    mlflow.start_run.return_value.info.run_id = "run-1"
     section = {"experiment_name": "e", "run_name": "r", "tracking_uri": "sqlite:///x.db"}
     with Logger(config(tmp_path, mlflow_enabled=True, mlflow=section)) as logger:
         logger.log_metrics({"loss": 0.5, "lens": [1, 2, 3, 4], "nested": {"a": 1}, "text": "x"}, 3, prefix="train")
         logger.log_hyperparams({"a": {"b": [1, 2]}})
-    assert mlflow.of("set_tracking_uri") == [(("sqlite:///x.db",), {})]
-    assert mlflow.of("start_run") == [((), {"run_name": "r"})]
-    (row,), kwargs = mlflow.of("log_metrics")[0]
-    assert kwargs == {"step": 3, "run_id": "run-1"}
+    mlflow.set_tracking_uri.assert_called_once_with("sqlite:///x.db")
+    mlflow.start_run.assert_called_once_with(run_name="r")
     lens = {"mean": 2.5, "p50": 2.5, "p90": pytest.approx(3.7), "max": 4.0}
-    assert row == {"train/loss": 0.5, "train/nested/a": 1.0} | {
-        f"train/lens/{name}": value for name, value in lens.items()
-    }
-    assert mlflow.of("log_params")[0][0] == ({"a.b.0": 1, "a.b.1": 2},)
-    assert len(mlflow.of("end_run")) >= 1
+    row = {"train/loss": 0.5, "train/nested/a": 1.0} | {f"train/lens/{name}": value for name, value in lens.items()}
+    mlflow.log_metrics.assert_called_once_with(row, step=3, run_id="run-1")
+    mlflow.log_params.assert_called_once_with({"a.b.0": 1, "a.b.1": 2}, run_id="run-1")
+    assert mlflow.end_run.called
     Logger(config(tmp_path, mlflow_enabled=True, mlflow=section)).finish()
-    assert mlflow.of("start_run")[-1] == ((), {"run_id": "run-1"}), "a resumed run continues its own MLflow run"
+    assert mlflow.start_run.call_args == call(run_id="run-1"), "a resumed run continues its own MLflow run"
 
 
 def test_swanlab_and_trackio_receive_metrics_and_hyperparameters(tmp_path, fake):
@@ -119,15 +95,15 @@ def test_swanlab_and_trackio_receive_metrics_and_hyperparameters(tmp_path, fake)
         logger.log_metrics({"loss": 0.5, "text": "x"}, 2, prefix="train")
         logger.log_hyperparams({"a": 1})
     given = {"project": "p", "name": "n", "logdir": str(tmp_path / "swanlab")}
-    assert swanlab.of("init") == [((), given)]
-    assert swanlab.of("run.log") == [(({"train/loss": 0.5},), {"step": 2})]
-    assert trackio.of("init") == [((), {"project": "q", "name": "n"})]
-    assert trackio.of("log") == [(({"train/loss": 0.5},), {"step": 2})]
+    swanlab.init.assert_called_once_with(**given)
+    trackio.init.assert_called_once_with(project="q", name="n")
+    for log in (swanlab.run.log, trackio.log):
+        log.assert_called_once_with({"train/loss": 0.5}, step=2)
     logger.finish()
-    assert len(swanlab.of("finish")) == len(trackio.of("finish")) == 1
+    assert swanlab.finish.call_count == trackio.finish.call_count == 1
     Logger(cfg).finish()
-    assert swanlab.of("init")[-1] == ((), given | {"id": "run-1", "resume": "allow"})
-    assert trackio.of("init")[-1] == ((), {"project": "q", "name": "n-1", "resume": "allow"})
+    assert swanlab.init.call_args == call(**given, id="run-1", resume="allow")
+    assert trackio.init.call_args == call(project="q", name="n-1", resume="allow")
 
 
 class Mlflow(types.ModuleType):
@@ -246,10 +222,10 @@ def test_tracker_of_a_run_resumed_from_an_older_checkpoint_has_one_value_per_ste
     assert new.curves["train/gap"] == [(step, float("inf")) for step in (1, 2, 3)]
     assert new.curves["train/lens/mean"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert new.tags == {"resumed_from": "0, step 3"}
-    assert trackio.of("init")[-1][1]["name"] == "n-1-from-step-3"
-    assert ["id" in given for _, given in swanlab.of("init")] == [False, True, False]  # first, continued, new run
-    for calls in (trackio.of("log"), swanlab.of("run.log")):
-        assert [kwargs["step"] for _, kwargs in calls] == [1, 2, 3, 4, 5, 1, 2, 3, 4]
+    assert trackio.init.call_args.kwargs["name"] == "n-1-from-step-3"
+    assert ["id" in each.kwargs for each in swanlab.init.call_args_list] == [False, True, False]  # continued, then new
+    for log in (trackio.log, swanlab.run.log):
+        assert [each.kwargs["step"] for each in log.call_args_list] == [1, 2, 3, 4, 5, 1, 2, 3, 4]
     with Logger(cfg) as logger:
         logger.truncate_after(4)
     assert len(mlflow.runs) == 2, "nothing later was logged: the same run continues"
@@ -263,7 +239,7 @@ def test_configuration_key_takes_precedence_over_a_trackers_environment_variable
 
     def start(**sections):
         Logger(config(tmp_path, mlflow_enabled=True, wandb_enabled=True, **sections)).finish()
-        return mlflow.uri, wandb.of("init")[-1][1]
+        return mlflow.uri, wandb.init.call_args.kwargs
 
     assert start(mlflow={}, wandb={"project": "grpo-dev", "name": "n"}) == (
         "sqlite:///mine.db", {"name": "n", "dir": str(tmp_path / "wandb")},
@@ -305,12 +281,8 @@ def test_unreachable_mlflow_server_is_an_error_that_names_the_key(monkeypatch, p
 
 def test_experiment_tracker_that_fails_does_not_end_the_run(tmp_path, fake):
     trackio = fake("trackio")
+    trackio.log.side_effect = ConnectionError("no route to host")
     logger = Logger(config(tmp_path, trackio_enabled=True, trackio={"project": "q"}))
-
-    def fail(*args, **kwargs):
-        raise ConnectionError("no route to host")
-
-    trackio.log = fail
     with pytest.warns(UserWarning, match="TrackioLogger failed .no route to host.: the run continues") as warned:
         logger.log_metrics({"a": 1}, 1)
         logger.log_metrics({"a": 2}, 2)

@@ -55,10 +55,6 @@ def make(base, ranks):
     return Player(base, ranks)
 
 
-def fails(ranks):
-    return ranks.rank + "x"
-
-
 def lose(cluster, number, said):
     """Send a signal to rank 1 while rank 0 waits for it, and return the pids of both ranks.
 
@@ -68,12 +64,3 @@ def lose(cluster, number, said):
     with pytest.raises(WorkerLostError, match=rf"rank 1 of 2 \(process {pids[1]}\) {said}.*end_while_others_wait"):
         group.call_all("end_while_others_wait", 1, number)
     return pids
-
-
-def alive(pid):
-    """Return whether a process is running. A zombie is not."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it ended before or during the read
-        return False

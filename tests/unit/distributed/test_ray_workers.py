@@ -10,7 +10,8 @@ from nemo_rl_cpp.config.cluster import ClusterConfig
 from nemo_rl_cpp.distributed import ray_workers
 from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from players import alive, lose, make
+from players import lose, make
+from processes import wait_until_gone
 
 pytestmark = pytest.mark.slow
 ray = ray_workers.ray_module()
@@ -57,10 +58,7 @@ def is_named_and_none_is_left(cluster, number, said):
     began = time.monotonic()
     pids = lose(cluster, number, said)
     assert time.monotonic() - began < 30
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        ray.wait([ray.put(0)], timeout=0.1)
-    assert not any(alive(pid) for pid in pids)
+    assert not wait_until_gone(pids, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +77,8 @@ def test_error_names_a_ray_actor_lost_at_start_and_no_process_remains(monkeypatc
     cluster = Cluster([1], use_gpus=False, settings=ClusterConfig(executor="ray", cpus_per_worker=1))
     with pytest.raises(WorkerLostError, match=said):
         WorkerGroup(cluster, partial(make, 0))
-    deadline = time.monotonic() + 10
     pids = [int(file.name) for file in tmp_path.iterdir()]
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        ray.wait([ray.put(0)], timeout=0.1)
-    assert pids and not any(map(alive, pids))
+    assert pids and not wait_until_gone(pids, 10.0)
 
 
 def test_ray_cluster_with_too_few_cpus_is_rejected(monkeypatch):

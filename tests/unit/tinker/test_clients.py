@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def away_from_zero(client: TrainingClient) -> None:
     client.optim_step(AdamParams(learning_rate=1e-2)).result()
 
 
-def test_tinker_rl_loop_in_process_and_by_http_gives_identical_weights(service: ServiceClient, tmp_path: Path) -> None:
+def test_tinker_rl_loop_in_process_and_by_http_gives_identical_weights(service, tmp_path):
     here = new_client(service, seed=5)
     rl_loop(here, 3)
     with serving(tmp_path) as (url, server):
@@ -74,12 +74,12 @@ def test_tinker_rl_loop_in_process_and_by_http_gives_identical_weights(service: 
         assert torch.equal(adapter_of(here), server.models[remote.model_id].state.adapter)
 
 
-def test_tinker_rl_loop_in_process_raises_the_reward(service: ServiceClient) -> None:
+def test_tinker_rl_loop_in_process_raises_the_reward(service):
     rewards = rl_loop(new_client(service, seed=4), 25)
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
 
 
-def test_asynchronous_tinker_client_trains_saves_and_loads_a_state(each_service: ServiceClient) -> None:
+def test_asynchronous_tinker_client_trains_saves_and_loads_a_state(each_service):
     service = each_service
     data = [Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": WEIGHTS})]
 
@@ -126,9 +126,7 @@ def gspo(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, a: torch.Tens
 
 
 @pytest.mark.parametrize("formula", [importance_sampling, gspo])
-def test_custom_loss_of_a_tinker_client_has_the_same_gradient_as_the_built_in_loss(
-    service: ServiceClient, formula: Callable[..., torch.Tensor]
-) -> None:
+def test_custom_loss_of_a_tinker_client_has_the_same_gradient_as_the_built_in_loss(service, formula):
     data, config = [], {}
     for old, a, mask in zip(OLDS, ADVANTAGES, MASKS):
         inputs = {"target_tokens": TOKENS[1 : len(old) + 1], "logprobs": old, "advantages": a}
@@ -153,7 +151,7 @@ def test_custom_loss_of_a_tinker_client_has_the_same_gradient_as_the_built_in_lo
     torch.testing.assert_close(gradient_of(custom), gradient_of(builtin))
 
 
-def test_tinker_loss_with_several_targets_per_token_is_the_sum_over_the_targets(service: ServiceClient) -> None:
+def test_tinker_loss_with_several_targets_per_token_is_the_sum_over_the_targets(service):
     targets = torch.tensor([[4, 9, 200], [5, 5, 0], [6, 1, 2], [7, 8, 299]])
     weights = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.5], [0.1, 0.2, 0.3], [2.0, -1.0, 0.25]])
     together, apart = new_client(service), new_client(service)
@@ -177,7 +175,7 @@ def test_tinker_loss_with_several_targets_per_token_is_the_sum_over_the_targets(
     torch.testing.assert_close(base, scored)
 
 
-def test_tinker_sdk_can_send_several_targets_per_token_as_sparse_matrices(tmp_path: Path) -> None:
+def test_tinker_sdk_can_send_several_targets_per_token_as_sparse_matrices(tmp_path):
     targets, weights = torch.zeros((3, 6), dtype=torch.int64), torch.zeros((3, 6))
     targets[0, :2], weights[0, :2], targets[1, 0], weights[1, 0] = torch.tensor([4, 9]), 0.5, 5, 1.0
     inputs = {"target_tokens": targets, "weights": weights}
@@ -206,7 +204,7 @@ def tenant(client: TrainingClient, number: int) -> Iterator[Result]:
         yield [sequence.tokens for sequence in sampled.result().sequences]
 
 
-def test_eight_tinker_clients_at_the_same_time_get_the_same_results_as_each_alone(service: ServiceClient) -> None:
+def test_eight_tinker_clients_at_the_same_time_get_the_same_results_as_each_alone(service):
     def clients() -> list[TrainingClient]:
         return [service.create_lora_training_client(rank=2 + 2 * (n % 2), seed=n).result() for n in range(8)]
 
@@ -223,9 +221,7 @@ def test_eight_tinker_clients_at_the_same_time_get_the_same_results_as_each_alon
     assert not torch.equal(adapter_of(alone[0]), adapter_of(alone[2]))
 
 
-def test_two_tinker_samplers_that_alternate_at_every_token_give_the_same_samples_as_alone(
-    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_tinker_samplers_that_alternate_at_every_token_give_the_same_samples_as_alone(service, monkeypatch):
     monkeypatch.setattr(worker, "_TURN_STEPS", 1)
     monkeypatch.setattr(worker, "_TURN_OVER_SWITCH", 0)
     samplers, params = [], SamplingParams(max_tokens=12, seed=7, stop=[])
@@ -244,18 +240,18 @@ def test_two_tinker_samplers_that_alternate_at_every_token_give_the_same_samples
     [(Shape(2), {"linear_attn", "self_attn", "mlp"}), (Shape(2, train_mlp=False), {"linear_attn", "self_attn"}), (Shape(2, train_attn=False), {"mlp"})],
     ids=["all", "attention", "mlp"],
 )  # fmt: skip
-def test_tinker_option_train_attn_includes_recurrent_layers(tmp_path: Path, shape: Shape, blocks: set[str]) -> None:
+def test_tinker_option_train_attn_includes_recurrent_layers(tmp_path, shape, blocks):
     modules = tiny_base(make_model(tmp_path, **RECURRENT)).adapted(shape).lora.modules
     assert {module.split(".")[3] for module in modules} == blocks
 
 
-def test_lora_adapters_of_tinker_models_cover_fused_matrices(tmp_path: Path) -> None:
+def test_lora_adapters_of_tinker_models_cover_fused_matrices(tmp_path):
     modules = tiny_base(make_model(tmp_path, model_type="phi3")).adapted(Shape(2)).lora.modules
     names = {module.rpartition(".")[2] for module in modules}
     assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 
 
-def test_tinker_model_with_experts_can_be_sampled_and_trained_with_adapters_on_attention(tmp_path: Path) -> None:
+def test_tinker_model_with_experts_can_be_sampled_and_trained_with_adapters_on_attention(tmp_path):
     with service_in(tmp_path, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2) as service:
         with pytest.raises(ValueError, match="mixture of experts, .* set train_mlp=False"):
             service.create_lora_training_client(rank=2).result()
@@ -268,7 +264,7 @@ def test_tinker_model_with_experts_can_be_sampled_and_trained_with_adapters_on_a
         assert trained.compute_logprobs(TOKENS).result() != scored
 
 
-def test_tinker_sampling_client_keeps_its_weights_while_training_continues(service: ServiceClient) -> None:
+def test_tinker_sampling_client_keeps_its_weights_while_training_continues(service):
     client = new_client(service, seed=3)
     away_from_zero(client)
     before = client.save_weights_and_get_sampling_client().result()
@@ -278,7 +274,7 @@ def test_tinker_sampling_client_keeps_its_weights_while_training_continues(servi
     assert before.compute_logprobs(TOKENS).result() == scored != after.compute_logprobs(TOKENS).result()
 
 
-def test_native_model_for_a_lora_rank_is_freed_if_no_tinker_client_uses_it(service: ServiceClient) -> None:
+def test_native_model_for_a_lora_rank_is_freed_if_no_tinker_client_uses_it(service):
     base = service._core.base
     client = service.create_lora_training_client(rank=5).result()
     assert Shape(5) in base._native
@@ -303,8 +299,8 @@ GROUPS = [*answers_to(TOKENS, ANSWERS), *answers_to([9, 8, 7], ANSWERS[1:]), *an
 
 @pytest.mark.parametrize("tokens_at_once", [4096, 9])
 def test_training_tinker_samples_with_a_shared_prompt_gives_the_results_of_separate_ones(
-    each_service: ServiceClient, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
-) -> None:
+    each_service, monkeypatch, tokens_at_once
+):
     monkeypatch.setattr(adapters, "_TOKENS_AT_ONCE", tokens_at_once)
     together, apart = new_client(each_service), new_client(each_service)
     for client in (together, apart):
@@ -318,7 +314,7 @@ def test_training_tinker_samples_with_a_shared_prompt_gives_the_results_of_separ
     assert difference.norm() < 1e-5 * gradient_of(apart).norm()
 
 
-def test_consecutive_tinker_samples_share_a_prompt_unless_the_prompt_is_trained(service: ServiceClient) -> None:
+def test_consecutive_tinker_samples_share_a_prompt_unless_the_prompt_is_trained(service):
     rows = rows_of(GROUPS, service._core.base, ("logprobs", "advantages"), ())
     first, second = len(TOKENS) - 1, 2
     assert prompt_groups(rows, "advantages") == [PromptGroup(0, 4, first), PromptGroup(4, 7, second)]

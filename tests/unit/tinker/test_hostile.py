@@ -4,7 +4,6 @@ import json
 import random
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from test_robustness import PROTO, forward_backward, new_model, post, result
@@ -81,7 +80,7 @@ def train(url: str, model: str, seqs: Iterator[int]) -> None:
         assert result(url, post(url, "optim_step", step)[1]["request_id"])["metrics"]
 
 
-def test_two_hundred_invalid_tinker_requests_do_not_change_other_models(tmp_path: Path) -> None:
+def test_two_hundred_invalid_tinker_requests_do_not_change_other_models(tmp_path):
     rng = random.Random(0)
     with serving(tmp_path) as (url, service):
         service.worker.gap_seconds = 0.0

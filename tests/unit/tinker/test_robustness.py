@@ -69,7 +69,7 @@ def new_model(url: str, **lora: object) -> str:
     return post(url, "create_model", body)[1]["request_id"].removesuffix(":0")
 
 
-def test_tinker_request_sent_twice_runs_once_and_waits_for_its_predecessor(served: tuple[str, Service]) -> None:
+def test_tinker_request_sent_twice_runs_once_and_waits_for_its_predecessor(served):
     url, service = served
     model = new_model(url)
     step = {"model_id": model, "adam_params": {"learning_rate": 0.1}}
@@ -82,9 +82,7 @@ def test_tinker_request_sent_twice_runs_once_and_waits_for_its_predecessor(serve
     assert service.models[model].state.optimizer_steps == 2
 
 
-def test_tinker_request_whose_predecessor_never_arrives_is_an_error(
-    served: tuple[str, Service], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tinker_request_whose_predecessor_never_arrives_is_an_error(served, monkeypatch):
     url, service = served
     monkeypatch.setattr(service.worker, "gap_seconds", 0.1)
     model = new_model(url)
@@ -107,7 +105,7 @@ BAD_DATA = [
 ]  # fmt: skip
 
 
-def test_invalid_tinker_training_data_is_a_user_error_and_changes_no_gradient(served: tuple[str, Service]) -> None:
+def test_invalid_tinker_training_data_is_a_user_error_and_changes_no_gradient(served):
     url, service = served
     model = new_model(url)
     bodies = [(forward_backward(model, 1 + i, data), why) for i, (data, why) in enumerate(BAD_DATA)]
@@ -139,9 +137,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("route", "body", "status"), HOSTILE)
-def test_malformed_tinker_requests_are_rejected_with_a_reason(
-    served: tuple[str, Service], route: str, body: object, status: int
-) -> None:
+def test_malformed_tinker_requests_are_rejected_with_a_reason(served, route, body, status):
     url = served[0]
     if isinstance(body, dict) and body.get("model_id") == "MODEL":
         body = body | {"model_id": new_model(url)}
@@ -154,14 +150,14 @@ def test_malformed_tinker_requests_are_rejected_with_a_reason(
     {"lora_config": {"rank": 0}},
     {"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}},
 ])  # fmt: skip
-def test_invalid_tinker_request_to_create_a_model_is_a_user_error(served: tuple[str, Service], body: dict) -> None:
+def test_invalid_tinker_request_to_create_a_model_is_a_user_error(served, body):
     url = served[0]
     base = {"session_id": f"s{id(body)}", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
     failed = result(url, post(url, "create_model", base | body)[1]["request_id"])
     assert failed["category"] == "user" and failed["error"]
 
 
-def test_tinker_sampler_works_after_a_cancelled_request_and_rejects_invalid_ones(served: tuple[str, Service]) -> None:
+def test_tinker_sampler_works_after_a_cancelled_request_and_rejects_invalid_ones(served):
     url, service = served
     sdk = tinker.ServiceClient(base_url=url, api_key=KEY)
     sampler = sdk.create_sampling_client(base_model="tiny").result()
@@ -184,7 +180,7 @@ def start(folder: Path, port: int = 0) -> tuple[subprocess.Popen, str]:
     return server, line.split(" at ")[1].split(",")[0]
 
 
-def test_restarted_tinker_server_restores_its_models(tmp_path: Path) -> None:
+def test_restarted_tinker_server_restores_its_models(tmp_path):
     make_model(tmp_path / "model")
     data = [datum([3, 4, 5, 6], 1)]
 

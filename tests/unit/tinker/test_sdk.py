@@ -60,7 +60,7 @@ def adapter_of(served: tuple[str, Service], client: Client) -> torch.Tensor:
     return served[1].models[client.model_id].state.adapter
 
 
-def test_supervised_training_with_the_tinker_sdk_lowers_the_loss(sdk: tinker.ServiceClient) -> None:
+def test_supervised_training_with_the_tinker_sdk_lowers_the_loss(sdk):
     client = new_client(sdk)
     data = [datum([3, 4, 5, 3, 4, 5, 3], 2), datum([7, 8, 7, 8], 1)]
     losses = []
@@ -73,7 +73,7 @@ def test_supervised_training_with_the_tinker_sdk_lowers_the_loss(sdk: tinker.Ser
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"top_p": 0.8, "top_k": 5}, {"temperature": 0.0}])
-def test_training_and_sampling_logprobs_of_a_tinker_model_are_equal(sdk: tinker.ServiceClient, how: dict) -> None:
+def test_training_and_sampling_logprobs_of_a_tinker_model_are_equal(sdk, how):
     client = new_client(sdk, seed=2)
     client.forward_backward([datum([3, 4, 5, 3], 1)], "cross_entropy").result()
     client.optim_step(ADAM).result()
@@ -89,9 +89,7 @@ def test_training_and_sampling_logprobs_of_a_tinker_model_are_equal(sdk: tinker.
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_built_in_tinker_loss_and_its_formula_as_custom_loss_have_equal_gradients(
-    sdk: tinker.ServiceClient, served: tuple[str, Service], name: str
-) -> None:
+def test_built_in_tinker_loss_and_its_formula_as_custom_loss_have_equal_gradients(sdk, served, name):
     builtin, custom = new_client(sdk, seed=3), new_client(sdk, seed=3)
     logprobs, advantages = [-2.0, -3.1, -2.2, -4.0], [1.0, -0.5, 2.0, -1.0]
     data = [datum([3, 4, 5, 6, 7], 1, logprobs=logprobs, advantages=advantages)]
@@ -121,9 +119,7 @@ def rl_loop(client: Client, steps: int) -> list[float]:
     return rewards
 
 
-def test_rl_loop_with_the_tinker_sdk_and_in_process_gives_identical_weights(
-    sdk: tinker.ServiceClient, served: tuple[str, Service]
-) -> None:
+def test_rl_loop_with_the_tinker_sdk_and_in_process_gives_identical_weights(sdk, served):
     client = new_client(sdk, seed=5)
     rl_loop(client, 4)
     adapted = tiny_base(served[1].base.folder.path).adapted(Shape(4))
@@ -160,7 +156,7 @@ def test_rl_loop_with_the_tinker_sdk_and_in_process_gives_identical_weights(
     assert torch.equal(adapted.native.masters, adapter_of(served, client))
 
 
-def test_tinker_training_continues_from_a_saved_state(sdk: tinker.ServiceClient, served: tuple[str, Service]) -> None:
+def test_tinker_training_continues_from_a_saved_state(sdk, served):
     client = new_client(sdk, seed=6)
     data = [datum([3, 4, 5, 6, 3], 1)]
 
@@ -184,9 +180,7 @@ def test_tinker_training_continues_from_a_saved_state(sdk: tinker.ServiceClient,
     assert client.save_state("first", overwrite=True).result().path == path
 
 
-def test_tinker_checkpoints_are_listed_downloaded_as_peft_adapters_and_deleted(
-    sdk: tinker.ServiceClient, served: tuple[str, Service]
-) -> None:
+def test_tinker_checkpoints_are_listed_downloaded_as_peft_adapters_and_deleted(sdk, served):
     client, rest = new_client(sdk, seed=7), tinker.RestClient(base_url=served[0], api_key=KEY)
     for save, name in (
         (client.save_state, "a"),
@@ -212,7 +206,7 @@ def test_tinker_checkpoints_are_listed_downloaded_as_peft_adapters_and_deleted(
     assert [c.checkpoint_type for c in left] == ["sampler", "external"]
 
 
-def test_tinker_base_model_can_be_sampled_with_top_logprobs_and_stop_sequences(sdk: tinker.ServiceClient) -> None:
+def test_tinker_base_model_can_be_sampled_with_top_logprobs_and_stop_sequences(sdk):
     sampler = sdk.create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([3, 4, 5])
     answer = sampler.sample(

@@ -25,9 +25,7 @@ def save(store: Store, text: str) -> None:
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_killed_save_of_a_tinker_checkpoint_leaves_the_old_one_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
-) -> None:
+def test_killed_save_of_a_tinker_checkpoint_leaves_the_old_one_or_the_new_one(tmp_path, monkeypatch, renames):
     store = Store(tmp_path)
     save(store, "old")
     done = []
@@ -50,7 +48,7 @@ def test_killed_save_of_a_tinker_checkpoint_leaves_the_old_one_or_the_new_one(
     assert not list(tmp_path.glob("*/*/.*"))
 
 
-def test_killed_deletion_leaves_no_partial_tinker_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_deletion_leaves_no_partial_tinker_checkpoint(tmp_path, monkeypatch):
     store = Store(tmp_path)
     save(store, "old")
     with monkeypatch.context() as patch:
@@ -60,7 +58,7 @@ def test_killed_deletion_leaves_no_partial_tinker_checkpoint(tmp_path: Path, mon
     assert Store(tmp_path).places() == [] and not list(tmp_path.glob("*/*/.*"))
 
 
-def test_checkpoint_folder_of_a_tinker_server_in_use_by_another_process_is_an_error(tmp_path: Path) -> None:
+def test_checkpoint_folder_of_a_tinker_server_in_use_by_another_process_is_an_error(tmp_path):
     store = Store(tmp_path)
     with pytest.raises(FolderInUseError, match="--tinker"):
         Store(tmp_path, "--tinker")
@@ -69,9 +67,7 @@ def test_checkpoint_folder_of_a_tinker_server_in_use_by_another_process_is_an_er
 
 
 @pytest.mark.parametrize("option", ["--max-queue", "--request-timeout", "--seed"])
-def test_options_of_serve_for_openai_routes_together_with_tinker_are_errors(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_of_serve_for_openai_routes_together_with_tinker_are_errors(option, capsys):
     with pytest.raises(SystemExit):
         serve.main(["--model", "tiny-random", "--tinker", "folder", option, "5"])
     assert f"{option} does not apply to --tinker" in capsys.readouterr().err

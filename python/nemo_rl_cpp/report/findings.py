@@ -82,14 +82,6 @@ def _loop(h: MetricHistory) -> str:
     return "grpo"
 
 
-def _compares_groups(h: MetricHistory) -> bool:
-    """Return whether the run's advantages compare the responses to a prompt with each other. They do not with a critic,
-    a teacher, or an estimator for one response per prompt."""
-    if _loop(h) != "grpo" or h.setting("grpo.adv_estimator.name") == "opd":
-        return False
-    return h.setting("grpo.num_generations_per_prompt") != 1 or _groups_of_one(h) is not None
-
-
 def _groups_of_one(h: MetricHistory) -> str | None:
     if _loop(h) != "grpo" or h.setting("grpo.num_generations_per_prompt") != 1:
         return None
@@ -266,8 +258,11 @@ def reward_trend(h: MetricHistory) -> Found:
 
 @rule("train/groups/pct_equal")
 def equal_rewards(h: MetricHistory) -> Found:
-    """Report the share of prompt groups whose rewards are all equal, so that their advantages are 0."""
-    if not _compares_groups(h):
+    """Report the share of prompt groups whose rewards are all equal, so that their advantages are 0. Say nothing if the
+    advantages do not compare groups: with a critic, a teacher, or an estimator for one response per prompt."""
+    if _loop(h) != "grpo" or h.setting("grpo.adv_estimator.name") == "opd":
+        return None
+    if h.setting("grpo.num_generations_per_prompt") == 1 and _groups_of_one(h) is None:
         return None
     share = h.recent("train/groups/pct_equal")
     if share is None and (mixed := h.recent("train/baseline_reward/pct_mixed")) is not None:

@@ -107,10 +107,10 @@ class MetricHistory:
         """Return {step: value} of the finite values of a metric."""
         return dict(zip(*self.curve(name).finite()))
 
-    def recent(self, *names: str, count: int = 10) -> float | None:
-        """Return the mean of the last `count` finite values of the first of `names` that has values; None if there are
+    def recent(self, *names: str) -> float | None:
+        """Return the mean of the last ten finite values of the first of `names` that has values; None if there are
         none."""
-        values = self.values(*names)[-count:]
+        values = self.values(*names)[-10:]
         return math.fsum(values) / len(values) if values else None
 
     def trend(self, name: str) -> Trend | None:

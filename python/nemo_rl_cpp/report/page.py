@@ -307,13 +307,14 @@ def curves_section(panels: Sequence[Panel], histories: Sequence[MetricHistory]) 
 
 REPORT = "report.html"
 FACTS = "report_facts.json"
+_MIN_SECONDS = 5.0  # between two pages
 _STORED = ("title", "status", "message", "total_steps", "environment", "given")
 
 
 class ReportWriter:
     """A writer of `<log_dir>/report.html`, from metrics.jsonl and the rollout files in the folder.
 
-    `update()` after each step usually costs almost nothing: it writes the page at most every `min_interval` seconds,
+    `update()` after each step usually costs almost nothing: it writes the page at most every five seconds,
     and rarely enough that writing takes less than 2 % of the time. The page is replaced atomically, so the file is
     always complete, even after a crash. `write_report(log_dir)` writes it from the files alone."""
 
@@ -323,15 +324,12 @@ class ReportWriter:
         config: MasterConfig | None = None,
         total_steps: int | None = None,
         title: str | None = None,
-        min_interval: float = 5.0,
         token_bytes: TokenBytes | None = None,
     ) -> None:
         """Read the files that the folder `log_dir` already has. Without `config`, use hyperparams.json and the facts of
-        an earlier report. The page is rewritten at most every `min_interval` seconds. `token_bytes` is as in
-        `SampleBook`."""
+        an earlier report. `token_bytes` is as in `SampleBook`."""
         self.log_dir = Path(log_dir)
         self.path = self.log_dir / REPORT
-        self.min_interval = min_interval
         self._book = SampleBook(self.log_dir, token_bytes)
         self._last_written = -float("inf")
         self._cost = 0.0
@@ -357,7 +355,7 @@ class ReportWriter:
         changed = {name: text for name, text in (("status", status), ("message", message)) if text is not None}
         self._facts = replace(self._facts, **changed)
         now = time.monotonic()
-        if not force and now - self._last_written < max(self.min_interval, 50 * self._cost):
+        if not force and now - self._last_written < max(_MIN_SECONDS, 50 * self._cost):
             return False
         try:
             self._write()

@@ -21,7 +21,7 @@ MAX_CHARS = 2000
 MAX_ANSWERS = 16
 MAX_TOKENS = 256
 BUDGET = 60_000
-"""The most tokens on a page (a character counts as a quarter). Steps in the middle of the run are omitted to fit."""
+"""The most tokens on a page (a character counts as a quarter). Steps between the first and the last are omitted to fit."""
 
 TokenBytes = Callable[[int], bytes]
 Item = TypeVar("Item")
@@ -126,17 +126,17 @@ class SampleBook:
         self._kept = len(self._bytes)
 
     def samples(self) -> list[Plain]:
-        """Return {"kind", "step", "of", "groups"} for each step to show: at most `MAX_STEPS` training steps and as many
-        validation steps. "kind" is "train" or "val", "of" the number of the step's prompts, and "groups" some of them.
+        """Return {"kind", "step", "of", "groups"} for each step to show: about `MAX_STEPS` training steps and as many
+        validation steps at most. "kind" is "train" or "val", "of" the number of the step's prompts, and "groups" some of them.
 
-        The choice depends only on the number of steps, so it rarely changes during a run."""
+        The steps are chosen by `thinned`."""
         found: dict[str, list[tuple[int, Path]]] = {"train": [], "val": []}
         for path in self.log_dir.glob("*_data_step*.jsonl"):
             if match := _FILE.fullmatch(path.name):
                 found[match[1]].append((int(match[2]), path))
         pages: dict[Step, _Page] = {}
         for kind, files in found.items():
-            for step, path in spread(sorted(files)):
+            for step, path in thinned(sorted(files), lambda chosen: len(chosen) <= MAX_STEPS + 1):
                 key = (step, kind, path.stat().st_mtime_ns)
                 pages[key] = self._pages[key] if key in self._pages else self._read(kind, step, path)
         self._pages = pages
@@ -144,7 +144,9 @@ class SampleBook:
             self._kept = len(self._bytes)
             table = {str(number): value.decode("latin-1") for number, value in sorted(self._bytes.items())}
             write_atomic(self.log_dir / TOKENS, json.dumps(table), durable=False)
-        return [json.loads(pages[key].text) for key in sorted(_within_budget(pages))]
+        some = sorted(key for key, page in pages.items() if math.isfinite(page.cost))
+        shown = thinned(some, lambda chosen: sum(pages[key].cost for key in chosen) <= BUDGET)
+        return [json.loads(pages[key].text) for key in shown]
 
     def _read(self, kind: str, step: int, path: Path) -> _Page:
         groups = read_groups(path)
@@ -241,46 +243,21 @@ def _round(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
-# ---- the size budget of a page
-
-
-def _within_budget(pages: Mapping[Step, _Page]) -> list[Step]:
-    """Return the steps whose pages together fit the size budget, in the order of choice: the last step, the first, then
-    steps between them. At least one step is returned if any page has a finite size."""
-    shown, spent = [], 0.0
-    for key in outside_in(sorted(pages)):
-        if math.isfinite(pages[key].cost) and (not shown or spent + pages[key].cost <= BUDGET):
-            shown.append(key)
-            spent += pages[key].cost
-    return shown
+# ---- the size of a page
 
 
 def _cost(answer: Answer) -> float:
     return min(len(answer.column("token_ids")), MAX_TOKENS) or min(len(answer.response), MAX_CHARS) / 4
 
 
-def spread(items: list[Item]) -> list[Item]:
-    """Return the last item and every 2^k-th item, with the smallest k that gives at most `MAX_STEPS` + 1 in total. So
-    the choice rarely changes as the list grows."""
-    stride = 1
-    while len(items) / stride > MAX_STEPS:
+def thinned(items: Sequence[Item], fits: Callable[[list[Item]], bool]) -> list[Item]:
+    """Return the last item and every 2^k-th item, with the smallest k for which the chosen ones fit: `fits(chosen)`.
+    The first and the last item are always among them. The choice rarely changes as the list grows."""
+    chosen, stride = [*items], 1
+    while len(chosen) > 2 and not fits(chosen):
         stride *= 2
-    chosen = items[::stride]
-    return chosen if not items or chosen[-1] == items[-1] else [*chosen, items[-1]]
-
-
-def outside_in(items: Sequence[Item]) -> list[Item]:
-    """Return the items in the order last, first, middle, the middles of the halves, and so on."""
-    if len(items) < 3:
-        return [*items[::-1]]
-    order, gaps = [items[-1], items[0]], [(0, len(items) - 1)]
-    while gaps:
-        low, high = gaps.pop(0)
-        if high - low > 1:
-            middle = (low + high) // 2
-            order.append(items[middle])
-            gaps += [(low, middle), (middle, high)]
-    return order
+        chosen = [*items[:-1:stride], items[-1]]
+    return chosen
 
 
 def clip(text: str) -> str:

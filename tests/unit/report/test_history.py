@@ -18,7 +18,7 @@ def test_metric_history_is_in_step_order_and_keeps_the_last_value_of_a_step():
 
 def test_recent_mean_and_trend_of_a_metric_match_hand_computed_values():
     history = history_of(train__reward=[0.0, 0.2] * 10 + [1.0, 1.2] * 10, flat=[3.0] * 10, short=[1.0] * 5)
-    assert history.recent("train/reward", count=4) == pytest.approx(1.1)
+    assert history.recent("train/reward") == pytest.approx(1.1)
     assert history.recent("none") is None
     trend = history.trend("train/reward")
     assert trend.stretch == 7 and trend.first == pytest.approx(0.6 / 7) and trend.sigmas > 5

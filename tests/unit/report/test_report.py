@@ -147,10 +147,11 @@ def test_report_is_written_before_the_first_step(tmp_path):
     assert "No step has finished yet." in text and "running" in text
 
 
-def test_report_is_rewritten_at_limited_rate_and_reads_a_shortened_log_again(tmp_path):
+def test_report_is_rewritten_at_limited_rate_and_reads_a_shortened_log_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("nemo_rl_cpp.report.page._MIN_SECONDS", 3600)
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "train/reward": 0.25}\n')
-    writer = ReportWriter(tmp_path, min_interval=3600)
+    writer = ReportWriter(tmp_path)
     assert writer.update() and not writer.update() and writer.update(force=True)
     with open(metrics, "a") as file:
         file.write('{"step": 2, "train/reward": 0.75}\n')
@@ -192,7 +193,7 @@ def test_run_killed_at_any_time_leaves_a_complete_report(tmp_path):
     program = (
         "import sys\nfrom nemo_rl_cpp.loggers.logger import Logger\nfrom nemo_rl_cpp.report import ReportWriter\n"
         "logger = Logger({'log_dir': sys.argv[1], 'tensorboard_enabled': False})\n"
-        "writer = ReportWriter(sys.argv[1], min_interval=0)\nstep = 0\n"
+        "writer = ReportWriter(sys.argv[1])\nstep = 0\n"
         "while True:\n"
         "    step += 1\n"
         "    logger.log_metrics({'reward': step / 1000}, step, prefix='train')\n"

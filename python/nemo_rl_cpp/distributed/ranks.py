@@ -119,10 +119,10 @@ class Ranks:
         self.tensor.all_gather(every, torch.tensor([value]), phase="agreeing on a limit")
         return int(every.min())
 
-    def part(self, data: RaggedBatch, begin: int, end: int) -> list[int]:
-        """Return the indices of the samples in [begin, end) that this rank processes, for work whose result does not
-        depend on how samples are divided."""
-        return deal(data, begin, end, self.size)[self.rank]
+    def part(self, data: RaggedBatch) -> list[int]:
+        """Return the indices of the samples that this rank processes, for work whose result does not depend on how
+        samples are divided."""
+        return deal(data, 0, data.size, self.size)[self.rank]
 
     def blocks(
         self, data: RaggedBatch, begin: int, end: int, count: int | None, in_turns: bool = False

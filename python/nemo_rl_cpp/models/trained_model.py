@@ -241,7 +241,7 @@ class TrainedModel:
         """Return the log-probability (or critic's value) of each token to score, [T]; 0 at all other tokens. Each rank
         scores its share of the batch (or the samples `rows`, which differ between ranks), and every rank returns the
         results of all ranks."""
-        rows = self.ranks.part(batch, 0, batch.size) if rows is None else rows
+        rows = self.ranks.part(batch) if rows is None else rows
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching = self._batching("logprob")
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
@@ -255,7 +255,7 @@ class TrainedModel:
     def _entropies(self, batch: RaggedBatch, scoring: Scoring) -> Tensor:
         """Return the entropy in nats at each token to score, [T], without top-k and top-p; 0 at all other tokens."""
         batching = self._batching("logprob")
-        rows = self.ranks.part(batch, 0, batch.size)
+        rows = self.ranks.part(batch)
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
         out, entropies = (torch.zeros(batch.num_tokens, dtype=self.trainer.out_dtype) for _ in range(2))
         for micro in micro_batches:
@@ -270,7 +270,7 @@ class TrainedModel:
         """Return (ids int64 [T, k], log-probabilities [T, k]) of k candidate tokens at each token to score: the batch's
         `candidate_ids` if it has them, otherwise the k most likely tokens. Both are 0 at all other tokens."""
         trainer = self.trainer if model is self.model else self._trainer_of(model)
-        batching, rows = self._batching("logprob"), self.ranks.part(batch, 0, batch.size)
+        batching, rows = self._batching("logprob"), self.ranks.part(batch)
         given = batch.tokens.get("candidate_ids")
         given = None if given is None else given.contiguous()
         native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching, targets=given)

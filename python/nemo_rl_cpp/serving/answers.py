@@ -300,21 +300,17 @@ class ChatAnswer(TextAnswer):
         earlier = [] if rollout is None else list(rollout.turns)
         prompts = [chat.chat_prompt(model.tokenizer, body.messages, self._tools, earlier)]
         super().__init__(model, body, prompts, rollout, f"chatcmpl-{request_id}")
-        self._parsed: dict[int, tuple[Spelled, chat.ParsedToolCalls]] = {}
 
     def _parse(self, k: int, sample: Sample) -> tuple[Spelled, chat.ParsedToolCalls]:
         """Return the texts of all tokens of choice `k`, whose last tokens are `sample`, and the tool calls in this
-        complete response. The result is cached."""
-        if k not in self._parsed:
-            self._spellers.pop(k, None)
-            spelled = self._take(k, sample)
-            parsed = chat.ParsedToolCalls(spelled.text)
-            if self._tools:
-                end = self.served.tokenizer.decode(self.prompts[0][-chat.ENOUGH_IDS :], skip_special_tokens=False)
-                opens_thinking = end.rstrip().endswith(chat.THINK)  # as the templates of some reasoning models do
-                parsed = chat.find_calls(spelled.text, f"{self.id[-8:]}_{k}", opens_thinking)
-            self._parsed[k] = spelled, parsed
-        return self._parsed[k]
+        complete response."""
+        self._spellers.pop(k, None)
+        spelled = self._take(k, sample)
+        if not self._tools:
+            return spelled, chat.ParsedToolCalls(spelled.text)
+        end = self.served.tokenizer.decode(self.prompts[0][-chat.ENOUGH_IDS :], skip_special_tokens=False)
+        opens_thinking = end.rstrip().endswith(chat.THINK)  # as the templates of some reasoning models do
+        return spelled, chat.find_calls(spelled.text, f"{self.id[-8:]}_{k}", opens_thinking)
 
     def _complete(self, k: int, sample: Sample, name: str = "message") -> Json:
         """Return the `choices` entry of a complete response: number `k` of the request, with the tokens of `sample`.

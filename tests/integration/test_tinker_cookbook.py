@@ -4,7 +4,6 @@ import json
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ def make_ending_model(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def served(tmp_path_factory):
     root = tmp_path_factory.mktemp("cookbook")
     write_data(root)
     with serving(root, make_ending_model) as (url, service):

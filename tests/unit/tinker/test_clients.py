@@ -34,13 +34,13 @@ def service_in(folder: Path, **more: object) -> Iterator[ServiceClient]:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+def service(tmp_path_factory):
     with service_in(tmp_path_factory.mktemp("clients")) as client:
         yield client
 
 
 @pytest.fixture(scope="module", params=[{}, RECURRENT], ids=["attention", "recurrent"])
-def each_service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+def each_service(request, tmp_path_factory):
     with service_in(tmp_path_factory.mktemp("clients"), **request.param) as client:
         yield client
 

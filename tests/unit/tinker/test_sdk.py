@@ -1,6 +1,5 @@
 """Tinker's SDK from PyPI trains and samples against our server."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
@@ -23,13 +22,13 @@ ADAM = types.AdamParams(learning_rate=3e-3, grad_clip_norm=1.0)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Service]]:
+def served(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("tinker")) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def sdk(served: tuple[str, Service]) -> tinker.ServiceClient:
+def sdk(served):
     return tinker.ServiceClient(base_url=served[0], api_key=KEY)
 
 

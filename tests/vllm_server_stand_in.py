@@ -185,20 +185,16 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, {"detail": "Not Found"})
 
     def do_POST(self):
-        state = self.state
+        state, generates = self.state, self.path == "/inference/v1/generate"
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"null")
         state.calls.append(self.path)
-        if self.path == "/inference/v1/generate" and state.mode == "no_scale_out":
+        if generates and state.mode == "no_scale_out":
             self.answer(403, {"error": {"message": "Scale-out endpoints are disabled.", "code": 403}})
-        elif (
-            self.path == "/inference/v1/generate"
-            and state.mode == "locked"
-            and self.headers.get("authorization") != "Bearer secret"
-        ):
+        elif generates and state.mode == "locked" and self.headers.get("authorization") != "Bearer secret":
             self.answer(401, {"error": "Unauthorized"})
-        elif self.path == "/inference/v1/generate" and "token_ids" not in body:
+        elif generates and "token_ids" not in body:
             self.answer(400, {"error": {"message": "token_ids: Field required", "code": 400}})
-        elif self.path == "/inference/v1/generate":
+        elif generates:
             state.bodies.append(body)
             state.count(1)
             try:

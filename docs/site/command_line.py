@@ -11,11 +11,12 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[1] / "command-line.md"
 INTRODUCTION = """# Command line
 
-`nemo-rl-cpp COMMAND --help` prints the text of this page. The page is made from the commands' own help
-(`python docs/site/command_line.py --write`), and a test compares the two.
+`nemo-rl-cpp COMMAND --help` prints the text of this page, with examples. The page is made from the commands' own help
+(`python docs/site/command_line.py --write`).
 
 In a source tree write `uv run nemo-rl-cpp ...`. The scripts of the guides are the same commands: `examples/run_eval.py` (or `python -m nemo_rl_cpp.run_eval`) is
-`nemo-rl-cpp eval`; `run_grpo_math`, `run_ppo`, `run_distillation` and `run_sft` are `nemo-rl-cpp train`, whose file names the algorithm.
+`nemo-rl-cpp eval`; `run_grpo_math`, `run_ppo`, `run_distillation` and `run_sft` are `nemo-rl-cpp train`, whose file names the algorithm. `train`, `eval` and `check` also take
+[overrides](configuration.md#overrides) of keys.
 
 | exit status | meaning |
 |---|---|
@@ -71,11 +72,6 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "\\<")
 
 
-def _sentence(text: str) -> str:
-    plain = _cell(" ".join(text.split()))
-    return plain[:1].upper() + plain[1:] + ("" if plain.endswith(".") else ".")
-
-
 def _option(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     """An option with its value, as one writes it."""
     formatter = parser.formatter_class(prog="")
@@ -87,15 +83,11 @@ def _option(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     return ", ".join(f"`{name} {value}`" for name in action.option_strings)
 
 
-def section(name: str, said: str) -> str:
-    """The part of the page about a command that does what is `said`. A usage that no parser of argparse prints is shown as it
-    is; a command that prints no help takes no options."""
-    text, parser = help_of([name])
+def section(name: str) -> str:
+    """Return the part of the page about a command: its arguments, and what its help says besides examples and overrides."""
+    _, parser = help_of([name])
+    assert parser is not None, name
     lines = [f"## `nemo-rl-cpp {name}`", ""]
-    if parser is None:
-        usage = ["```text", text.rstrip(), "```", ""] if text.startswith("usage") else []
-        return "\n".join([*lines, _sentence(said), "", *usage])
-    lines += [_sentence(parser.description or said), ""]
     lines += ["| argument | default | meaning |", "|---|---|---|"]
     for action in parser._actions:
         if action.dest in ("help", "version", "debug") or action.help == argparse.SUPPRESS:
@@ -103,16 +95,16 @@ def section(name: str, said: str) -> str:
         shown = action.default not in (None, False, [], argparse.SUPPRESS) and "%(default)" not in (action.help or "")
         said = (action.help or "") % {**vars(action), "prog": f"nemo-rl-cpp {name}"}
         lines.append(f"| {_option(action, parser)} | {f'`{action.default}`' if shown else ''} | {_cell(said)} |")
-    if parser.epilog:
-        more = parser.epilog.partition("shipped configurations:")[0]
-        lines += ["", "```text", more.strip("\n") % {"prog": f"nemo-rl-cpp {name}"}, "```"]
+    for more in (parser.epilog or "").split("\n\n"):
+        if more.strip() and not more.strip().startswith(("examples:", "Everything else", "shipped configurations:")):
+            lines += ["", more.strip() % {"prog": f"nemo-rl-cpp {name}"}]
     return "\n".join([*lines, ""])
 
 
 def page() -> str:
     listed = commands()
     rows = [f"| [`{name}`](#nemo-rl-cpp-{name}) | {_cell(said)} |" for name, said in listed.items()]
-    return INTRODUCTION + "\n".join(rows) + "\n\n" + "\n".join(section(name, said) for name, said in listed.items())
+    return INTRODUCTION + "\n".join(rows) + "\n\n" + "\n".join(section(name) for name in listed)
 
 
 if __name__ == "__main__":

@@ -231,7 +231,8 @@ def _section(model: type[Section], name: str, lines: list[str], shown: dict[str,
     rows = [
         f"| {', '.join(key for key, _ in group)} | {rest}" for rest, group in alike
     ]  # of neighbours that differ in name
-    lines += [f"### `{name}`", "", said, "", *([*_HEADER, *rows, ""] if rows else [])]
+    if rows or shown[name]:
+        lines += [f"### `{name}`", "", said, "", *([*_HEADER, *rows, ""] if rows else [])]
 
 
 def _rows(model: type[Section], name: str, prefix: str, shown: dict[str, list[str]]) -> tuple[str, list[str]]:
@@ -353,7 +354,10 @@ def _datasets(lines: list[str]) -> None:
         "| dataset_name | keys |",
         "|---|---|",
     ]
-    lines += [f"| `{name}` | {', '.join(f'`{key}`' for key in keys)} |" for name, keys in dataset_keys().items()] + [""]
+    for keys, names in itertools.groupby(dataset_keys().items(), key=lambda item: item[1]):
+        cells = (", ".join(f"`{word}`" for word in words) for words in ((name for name, _ in names), keys))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
 
 
 if __name__ == "__main__":

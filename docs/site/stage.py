@@ -18,9 +18,9 @@ OUTSIDE = {
 
 NAVIGATION: dict[str, tuple[str, ...]] = {
     "Begin": ("start", "installation", "guides/your-data-your-reward", "guides/python", "documents"),
-    "Algorithms": ("guides/algorithms", "guides/grpo", "guides/dapo", "guides/prorlv2", "guides/ppo"),
+    "Algorithms": ("losses", "guides/grpo", "guides/dapo", "guides/prorlv2", "guides/ppo"),
     "Use": (
-        "metrics", "report", "troubleshooting", "supported-models", "transformers", "lora", "vllm", "guides/data", "guides/environments",
+        "metrics", "report", "troubleshooting", "supported-models", "transformers", "lora", "vllm", "guides/environments",
         "guides/evaluation", "cluster", "guides/async", "serving", "guides/agents",
     ),
     "Look up": ("configuration", "configurations", "command-line", "api"),

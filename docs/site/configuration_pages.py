@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 import sys
 import types
@@ -187,8 +189,21 @@ def _marked_type(info: FieldInfo) -> str:
     return " or ".join(table.choices) if table is not None else _type_name(info.annotation)
 
 
-def _row(name: str, info: FieldInfo) -> str:
-    cells = (f"`{name}`", _marked_type(info), _default(info), info.description or "")
+def _descriptions(model: type[Section]) -> dict[str, str]:
+    """Return {key: its description}: the second argument of `key`, the docstring below the key, or that of a base class."""
+    found: dict[str, str] = {}
+    for cls in reversed(model.__mro__):
+        if issubclass(cls, Section) and cls is not Section:
+            found |= {name: info.description for name, info in cls.model_fields.items() if info.description}
+            body = ast.parse(inspect.getsource(cls)).body[0].body
+            for key, below in itertools.pairwise(body):
+                if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    found[key.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def _row(name: str, info: FieldInfo, meaning: str) -> str:
+    cells = (f"`{name}`", _marked_type(info), _default(info), meaning)
     return "| " + " | ".join(map(_cell, cells)) + " |"
 
 
@@ -242,7 +257,8 @@ def _rows(model: type[Section], name: str, prefix: str, shown: dict[str, list[st
     inner = [(key, found) for key, info in fields_of(model) if (found := section_type(info.annotation)) is not None]
     plain = [(key, info) for key, info in fields_of(model) if section_type(info.annotation) is None]
     plain.sort(key=lambda field: field[0] != "enabled")  # the switch first, wherever the section has it from
-    keys = {_row(key, info): (key, info) for key, info in plain if not _is_idle(info)}
+    meanings = _descriptions(model)
+    keys = {_row(key, info, meanings[key]): (key, info) for key, info in plain if not _is_idle(info)}
     like = max(shown, key=lambda other: len(keys.keys() & shown[other]), default="")
     same = [key for row, (key, _) in keys.items() if row in shown.get(like, ())]
     said = " ".join((model.__doc__ or "").split())
@@ -260,7 +276,7 @@ def _rows(model: type[Section], name: str, prefix: str, shown: dict[str, list[st
     else:
         same = []
     shown.setdefault(name, list(keys))  # of two sections with one name, the first
-    rows = [_row(prefix + key, info) for key, info in keys.values() if key not in same]
+    rows = [_row(prefix + key, info, meanings[key]) for key, info in keys.values() if key not in same]
     for key, found in inner:
         meaning, inside = _rows(found, f"{name}.{key}", f"{prefix}{key}.", shown)
         if inside or shown[f"{name}.{key}"]:
@@ -328,7 +344,7 @@ def _parts() -> list[str]:
             elif name == "env":
                 _environments(lines, shown)
             elif not _is_idle(info):
-                lines += [f"### `{name}`", "", *_HEADER, _row(name, info), ""]
+                lines += [f"### `{name}`", "", *_HEADER, _row(name, info, _descriptions(master)[name]), ""]
         if master is GRPOMasterConfig:
             _datasets(lines)
     return lines

@@ -221,18 +221,15 @@ StopStrings = Annotated[list[str], BeforeValidator(_items), AfterValidator(_stop
 StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 
-def key(default: object, doc: str, **options: Any) -> Any:
-    """Declare a key of a section, with its default and its description in docs/configuration.md. The default is defined
-    only here. `options` are arguments of pydantic's `Field`."""
-    if isinstance(default, (list, dict)):
-        return Field(default_factory=lambda: type(default)(default), description=doc, **options)
+def key(default: object, doc: str | None = None, **options: Any) -> Any:
+    """Declare a key of a section, with its default and its description in docs/configuration.md. A description that
+    does not fit into the line is a docstring below the key instead. `options` are arguments of pydantic's `Field`."""
     return Field(default, description=doc, **options)
 
 
-def section(model: type[Section], doc: str) -> Any:
-    """Declare a nested section of the class `model`, with its description. If a file omits the section, all its keys
-    have their defaults."""
-    return Field(default_factory=model, description=doc)
+def section(model: type[Section]) -> Any:
+    """Declare a nested section of the class `model`. If a file omits the section, all its keys have their defaults."""
+    return Field(default_factory=model)
 
 
 def only(*allowed: object, why: str, **options: Any) -> Any:

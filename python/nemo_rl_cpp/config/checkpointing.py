@@ -28,48 +28,32 @@ class CheckpointingConfig(Section):
     format."""
 
     enabled: bool = key(True, "Write checkpoints.")
-    checkpoint_dir: str = key(
-        "results/grpo", "Folder of the run's checkpoints. A run with the same folder resumes from it."
-    )
-    resume: Literal["auto", "never", "must"] = key(
-        "auto",
-        "auto: resume from the newest complete checkpoint in checkpoint_dir, or start from scratch if there "
-        "is none. never: start from scratch, and end with an error if the folder has checkpoints. must: "
-        "resume, and end with an error if it has none.",
-    )
-    metric_name: str | None = key(
-        "val:accuracy",
-        "Metric that ranks checkpoints for keep_top_k: train:NAME or val:NAME. null: newer checkpoints rank higher.",
-    )
+    checkpoint_dir: str = "results/grpo"
+    """Folder of the run's checkpoints. A run with the same folder resumes from it."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: resume from the newest complete checkpoint in checkpoint_dir, or start from scratch if there is none.
+    never: start from scratch, and end with an error if the folder has checkpoints. must: resume, and end with an error
+    if it has none."""
+    metric_name: str | None = "val:accuracy"
+    """Metric that ranks checkpoints for keep_top_k: train:NAME or val:NAME. null: newer checkpoints rank higher."""
     higher_is_better: bool = key(True, "Whether a higher value of metric_name is better.")
-    keep_top_k: Positive | None = key(
-        3, "Number of checkpoints to keep, the best by metric_name. The latest is always kept as well. null: keep all."
-    )
+    keep_top_k: Positive | None = 3
+    """Number of checkpoints to keep, the best by metric_name. The latest is always kept as well. null: keep all."""
     save_period: Positive = key(10, "Number of steps between checkpoints.")
-    checkpoint_must_save_by: str | None = key(
-        None,
-        "Time limit of the run as DD:HH:MM:SS (days, hours, minutes, seconds). The run then writes a "
-        "checkpoint and ends, without an upload to the Hub. null: none.",
-    )
-    save_optimizer: bool = key(
-        True,
-        "Write the state of the optimizer. false: a checkpoint has a quarter of the size or less, but a "
-        "resumed run starts with new moments and a new learning-rate schedule.",
-    )
-    push_to_hub: RepositoryName | None = key(
-        None,
-        "Repository on the Hugging Face Hub, organisation/name. When the run has finished, the policy of the "
-        "last checkpoint is uploaded to it. null: no upload.",
-    )
+    checkpoint_must_save_by: str | None = None
+    """Time limit of the run as DD:HH:MM:SS (days, hours, minutes, seconds). The run then writes a checkpoint and ends,
+    without an upload to the Hub. null: none."""
+    save_optimizer: bool = True
+    """Write the state of the optimizer. false: a checkpoint has a quarter of the size or less, but a resumed run starts
+    with new moments and a new learning-rate schedule."""
+    push_to_hub: RepositoryName | None = None
+    """Repository on the Hugging Face Hub, organisation/name. When the run has finished, the policy of the last
+    checkpoint is uploaded to it. null: no upload."""
     hub_private: bool = key(True, "If push_to_hub creates the repository, make it private.")
-    ft_keep_latest_k: Positive | None = key(
-        None, "Number of newest checkpoints to keep in addition to those of keep_top_k. null: none."
-    )
-    ft_save_period: Positive | None = key(
-        None,
-        "Number of steps between additional checkpoints. keep_top_k does not count them; ft_keep_latest_k "
-        "does. null: none.",
-    )
-    model_save_format: Literal["safetensors"] | None = key(
-        "safetensors", "File format of the weights. safetensors is the only one; null means the same."
-    )
+    ft_keep_latest_k: Positive | None = None
+    """Number of newest checkpoints to keep in addition to those of keep_top_k. null: none."""
+    ft_save_period: Positive | None = None
+    """Number of steps between additional checkpoints. keep_top_k does not count them; ft_keep_latest_k does. null:
+    none."""
+    model_save_format: Literal["safetensors"] | None = "safetensors"
+    """File format of the weights. safetensors is the only one; null means the same."""

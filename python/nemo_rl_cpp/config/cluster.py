@@ -44,54 +44,37 @@ class ClusterConfig(Section):
     """Settings of the devices and processes of a run."""
 
     _beside_training: bool = PrivateAttr(False)
-    gpus_per_node: Positive = key(
-        1,
-        "Number of devices per machine. With executor processes or ray, it is the number of workers per "
-        "machine. Otherwise the run uses a single device, see strict_sizes.",
-    )
+    gpus_per_node: Positive = 1
+    """Number of devices per machine. With executor processes or ray, it is the number of workers per machine. Otherwise
+    the run uses a single device, see strict_sizes."""
     device: Literal["cpu", "cuda"] = key("cpu", "Device of the models, the optimizer and the generation engine.")
-    num_nodes: Positive = key(
-        1,
-        "Number of machines. The number of workers is num_nodes * gpus_per_node. With executor processes all "
-        "of them run on this machine; Ray places them where the cluster has room. Otherwise the run uses a "
-        "single device, see strict_sizes.",
-    )
-    strict_sizes: bool = key(
-        False,
-        "What happens if the configuration asks for more devices or larger parallel sizes than the run has. "
-        "true: an error. false: the run uses the devices that it has, and prints a notice.",
-    )
-    executor: Literal["auto", "in_process", "processes", "ray"] = key(
-        "auto",
-        "Processes that train and generate. in_process: this process. processes: gpus_per_node * num_nodes processes "
-        "on this machine, on the CPU. ray: as many Ray actors, on the cluster of RAY_ADDRESS or on a new local one. "
-        "auto: the ranks that torchrun or srun has started; without a launcher in_process, or two processes (one "
-        "trains, one generates) for rollouts that overlap with training (async_grpo, async_ppo).",
-    )
-    cpus_per_worker: Positive | None = key(
-        None,
-        "Number of CPU threads of the run; with executor processes or ray, of each worker. Ray also reserves this "
-        "number of CPUs per worker. null: OMP_NUM_THREADS or the number of cores, divided equally among the workers.",
-    )
-    worker_timeout_s: Annotated[float, Field(gt=0)] = key(
-        60.0, "Seconds without a heartbeat after which a worker counts as lost and the run ends."
-    )
-    max_restarts: Count = key(
-        0,
-        "How often `nemo-rl-cpp train` or a script of `examples/` may resume the run from its newest checkpoint, "
-        "with new workers, after a worker was lost. 0: the run ends instead.",
-    )
-    environment_restarts: Count = key(
-        3,
-        "With executor ray: how often each Ray actor of an environment may be restarted after it was lost. "
-        "The call is then repeated. Only environments whose class sets can_be_asked_again are restarted; the "
-        "loss of any other ends the run.",
-    )
-    communication_timeout_s: Annotated[float, Field(gt=0)] = key(
-        1800.0,
-        "Timeout in seconds of a message between workers, including the wait for a slower one. With executor "
-        "ray also the timeout of a call to an environment.",
-    )
+    num_nodes: Positive = 1
+    """Number of machines. The number of workers is num_nodes * gpus_per_node. With executor processes all of them run
+    on this machine; Ray places them where the cluster has room. Otherwise the run uses a single device, see
+    strict_sizes."""
+    strict_sizes: bool = False
+    """What happens if the configuration asks for more devices or larger parallel sizes than the run has. true: an
+    error. false: the run uses the devices that it has, and prints a notice."""
+    executor: Literal["auto", "in_process", "processes", "ray"] = "auto"
+    """Processes that train and generate. in_process: this process. processes: gpus_per_node * num_nodes processes on
+    this machine, on the CPU. ray: as many Ray actors, on the cluster of RAY_ADDRESS or on a new local one. auto: the
+    ranks that torchrun or srun has started; without a launcher in_process, or two processes (one trains, one generates)
+    for rollouts that overlap with training (async_grpo, async_ppo)."""
+    cpus_per_worker: Positive | None = None
+    """Number of CPU threads of the run; with executor processes or ray, of each worker. Ray also reserves this number
+    of CPUs per worker. null: OMP_NUM_THREADS or the number of cores, divided equally among the workers."""
+    worker_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds without a heartbeat after which a worker counts as lost and the run ends."""
+    max_restarts: Count = 0
+    """How often `nemo-rl-cpp train` or a script of `examples/` may resume the run from its newest checkpoint, with new
+    workers, after a worker was lost. 0: the run ends instead."""
+    environment_restarts: Count = 3
+    """With executor ray: how often each Ray actor of an environment may be restarted after it was lost. The call is
+    then repeated. Only environments whose class sets can_be_asked_again are restarted; the loss of any other ends the
+    run."""
+    communication_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Timeout in seconds of a message between workers, including the wait for a slower one. With executor ray also the
+    timeout of a call to an environment."""
 
     def note_beside_training(self) -> None:
         """Record that rollouts overlap with training. The executor `auto` then starts two processes: one trains, one

@@ -98,18 +98,14 @@ class DatasetDefaults(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    dataset_name: str | None = key(
-        None,
-        "Name of the dataset: a built-in one, ResponseDataset (which needs data_path), or your own class as "
-        "package.module.Name. null: data.default.dataset_name.",
-    )
-    prompt_file: str | None = key(
-        None, "Text file with the prompt template. `{}` is replaced by the question. null: the question alone."
-    )
+    dataset_name: str | None = None
+    """Name of the dataset: a built-in one, ResponseDataset (which needs data_path), or your own class as
+    package.module.Name. null: data.default.dataset_name."""
+    prompt_file: str | None = None
+    """Text file with the prompt template. `{}` is replaced by the question. null: the question alone."""
     system_prompt_file: str | None = key(None, "Text file with the system message. null: none.")
-    processor: str | None = key(
-        None, "Name of the registered function that turns a row into a sample. null: the default of the dataset."
-    )
+    processor: str | None = None
+    """Name of the registered function that turns a row into a sample. null: the default of the dataset."""
     env_name: str | None = key(None, "Name of the environment that scores the responses, a key of `env`.")
 
     @model_serializer(mode="wrap")
@@ -133,11 +129,9 @@ HeldOut = Annotated[object, AfterValidator(_held_out)]
 class DatasetConfig(DatasetDefaults):
     """Settings of one dataset. Further keys depend on dataset_name."""
 
-    split_validation_size: HeldOut = key(
-        None,
-        "Part of the dataset that is held out for validation: a fraction below 1, or a number of samples. "
-        "null or 0: none.",
-    )
+    split_validation_size: HeldOut = None
+    """Part of the dataset that is held out for validation: a fraction below 1, or a number of samples. null or 0:
+    none."""
     seed: Int | None = key(None, "Random seed for the validation split and for generated data.")
 
 
@@ -151,33 +145,24 @@ class DataConfig(Section):
     """Datasets for training and validation, and how they are loaded."""
 
     train: Datasets | None = key(None, "The training dataset, or a list of them.")
-    validation: Datasets | None = key(
-        None,
-        "The validation dataset, or a list of them. null: the part held out from the training data by "
-        "split_validation_size, if any.",
-    )
-    default: DatasetDefaults | None = section(DatasetDefaults, "settings of all data sets that do not have their own")
-    max_input_seq_length: Positive | None = key(
-        None, "Prompts of this many tokens or more are cut, and their responses are not trained on. null: no limit."
-    )
+    validation: Datasets | None = None
+    """The validation dataset, or a list of them. null: the part held out from the training data by
+    split_validation_size, if any."""
+    default: DatasetDefaults | None = section(DatasetDefaults)
+    max_input_seq_length: Positive | None = None
+    """Prompts of this many tokens or more are cut, and their responses are not trained on. null: no limit."""
     shuffle: bool = key(True, "Shuffle the training data.")
     num_workers: Int = key(1, "Number of threads that load and prepare samples. 0: the main thread does it.", ge=0)
-    use_multiple_dataloader: bool = key(
-        False,
-        "Use a separate data loader for each dataset. These loaders repeat their data without end, so "
-        "max_num_epochs has no effect: set max_num_steps.",
-    )
-    num_prompts_per_dataloader: Positive | None = key(
-        None,
-        "With use_multiple_dataloader: number of prompts that a step takes from one loader. null: all "
-        "prompts of the step.",
-    )
-    custom_dataloader: str | None = key(
-        None,
-        "With use_multiple_dataloader: your own function, module.name, that chooses the prompts of a step. "
-        "It takes (data_iterators, dataloaders) and returns (next prompts, data_iterators). It must not keep "
-        "state, because checkpoints do not contain it. null: take from the loaders in turn.",
-    )
+    use_multiple_dataloader: bool = False
+    """Use a separate data loader for each dataset. These loaders repeat their data without end, so max_num_epochs has
+    no effect: set max_num_steps."""
+    num_prompts_per_dataloader: Positive | None = None
+    """With use_multiple_dataloader: number of prompts that a step takes from one loader. null: all prompts of the
+    step."""
+    custom_dataloader: str | None = None
+    """With use_multiple_dataloader: your own function, module.name, that chooses the prompts of a step. It takes
+    (data_iterators, dataloaders) and returns (next prompts, data_iterators). It must not keep state, because
+    checkpoints do not contain it. null: take from the loaders in turn."""
 
 
 _FILES = (".csv", ".json", ".jsonl", ".parquet", ".arrow")

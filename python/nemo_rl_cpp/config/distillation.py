@@ -12,7 +12,7 @@ from nemo_rl_cpp.dotted_names import is_user_defined
 from .base import Count, Fraction, Int, NonNegative, Positive, Real, Section, Seed, key, section
 from .cluster import engines_of
 from .errors import Report
-from .loop import AdvEstimatorConfig, GRPOEstimator, LoopConfig, OnePassLoop, other_default
+from .loop import AdvEstimatorConfig, GRPOEstimator, LoopConfig, OnePassLoop
 from .loss import ClippedPGLossConfig, LossName
 
 if TYPE_CHECKING:
@@ -43,19 +43,14 @@ class OnPolicyDistillationConfig(Section):
 
     is_switched = True
     enabled: bool = key(False, "Load the teachers and score the responses with them.")
-    teacher_model_by_agent_name: dict[str, str] = key(
-        {}, "Model of each teacher, by task. A task is the name of a dataset (in NeMo RL, of an agent)."
-    )
-    default_teacher_alias: str | None = key(
-        None,
-        "Key of teacher_model_by_agent_name whose teacher is used for tasks without their own. null: the "
-        "only teacher, if there is just one.",
-    )
+    teacher_model_by_agent_name: dict[str, str] = {}
+    """Model of each teacher, by task. A task is the name of a dataset (in NeMo RL, of an agent)."""
+    default_teacher_alias: str | None = None
+    """Key of teacher_model_by_agent_name whose teacher is used for tasks without their own. null: the only teacher, if
+    there is just one."""
     strict_agent_name_match: bool = key(False, "End the run with an error if a task has no teacher of its name.")
-    non_colocated_teachers: NonColocatedTeachersConfig | None = section(
-        NonColocatedTeachersConfig, "devices of the teachers (ignored: they are on the policy's devices)"
-    )
-    full: FullDistillationConfig | None = section(FullDistillationConfig, "the whole vocabulary (not supported)")
+    non_colocated_teachers: NonColocatedTeachersConfig | None = section(NonColocatedTeachersConfig)
+    full: FullDistillationConfig | None = section(FullDistillationConfig)
 
     def models(self) -> dict[str, str]:
         """Return {task: model of its teacher}; empty if `enabled` is false. Local folders are absolute paths."""
@@ -78,21 +73,15 @@ class TeacherConfig(Section):
     length. NeMo RL's other keys of this section are accepted and ignored."""
 
     model_config = ConfigDict(extra="allow")
-    model_name: str = key(
-        ...,
-        "Teacher model: a local folder, a GGUF file, a packaged model, or a name on the Hugging Face Hub. It must have "
-        "the policy's tokenizer. With base_url: the model's name on the server.",
-    )
-    backend: Literal["native", "hf"] = key(
-        "native",
-        "Implementation of a teacher that the run loads. native: the C++ core. hf: transformers, which "
-        "supports further architectures.",
-    )
-    base_url: str | None = key(
-        None,
-        "URL of a server that scores token ids, for example http://host:8000/v1 (vLLM, or nemo-rl-cpp "
-        "serve). null: the run loads the teacher.",
-    )
+    model_name: str
+    """Teacher model: a local folder, a GGUF file, a packaged model, or a name on the Hugging Face Hub. It must have the
+    policy's tokenizer. With base_url: the model's name on the server."""
+    backend: Literal["native", "hf"] = "native"
+    """Implementation of a teacher that the run loads. native: the C++ core. hf: transformers, which supports further
+    architectures."""
+    base_url: str | None = None
+    """URL of a server that scores token ids, for example http://host:8000/v1 (vLLM, or nemo-rl-cpp serve). null: the
+    run loads the teacher."""
     api_key_env: str | None = key(None, "Environment variable with the API key of the server. null: no key is sent.")
 
     @property
@@ -106,64 +95,46 @@ class DistillationLossConfig(ClippedPGLossConfig):
     """Settings of the loss of a distillation run: a divergence between policy and teacher, applied as a policy-gradient
     loss."""
 
-    reference_policy_kl_penalty: NonNegative = key(
-        0.0,
-        "Weight of the KL term between the policy and the model that the run started from. 0: no reference "
-        "model is loaded.",
-    )
-    kl_type: Literal["reverse", "forward", "mixed", "jensen"] = key(
-        "reverse", "Divergence between student and teacher to minimise. It is estimated on the sampled tokens."
-    )
-    mixed_kl_weight: Fraction = key(
-        0.5, "kl_type mixed: weight of the forward KL. The reverse KL has the weight 1 - mixed_kl_weight."
-    )
-    zero_outside_topk: bool = key(
-        False,
-        "With distillation.topk_logits_k and kl_type reverse or mixed: treat the teacher's probability of "
-        "tokens outside its top k as 0. false: compare the distributions over the k tokens alone.",
-    )
-    max_teacher_ratio: Real = key(
-        10.0,
-        "kl_type forward or mixed: upper bound of the ratio of the teacher's and the student's probability of a token.",
-        gt=1,
-    )
+    reference_policy_kl_penalty: NonNegative = 0.0
+    """Weight of the KL term between the policy and the model that the run started from. 0: no reference model is
+    loaded."""
+    kl_type: Literal["reverse", "forward", "mixed", "jensen"] = "reverse"
+    """Divergence between student and teacher to minimise. It is estimated on the sampled tokens."""
+    mixed_kl_weight: Fraction = 0.5
+    """kl_type mixed: weight of the forward KL. The reverse KL has the weight 1 - mixed_kl_weight."""
+    zero_outside_topk: bool = False
+    """With distillation.topk_logits_k and kl_type reverse or mixed: treat the teacher's probability of tokens outside
+    its top k as 0. false: compare the distributions over the k tokens alone."""
+    max_teacher_ratio: Real = key(10.0, gt=1)
+    """kl_type forward or mixed: upper bound of the ratio of the teacher's and the student's probability of a token."""
 
 
 class DistillationEstimatorConfig(AdvEstimatorConfig):
     """Settings of the advantage estimator of a distillation run, which converts the teacher's scores to advantages."""
 
-    name: GRPOEstimator = key(
-        "opd",
-        "Advantage estimator: opd, or your own class or function by its dotted name, for example "
-        "my_module.MyEstimator.",
-    )
+    name: GRPOEstimator = "opd"
+    """Advantage estimator: opd, or your own class or function by its dotted name, for example my_module.MyEstimator."""
 
 
 class DistillationConfig(LoopConfig):
     """Settings of the training loop of a distillation run. Keys that are also in `grpo` have the same meaning."""
 
     section_name = "distillation"
-    num_prompts_per_step: Positive = other_default("num_prompts_per_step", 128)
-    num_generations_per_prompt: Positive = other_default("num_generations_per_prompt", 1)
-    max_num_epochs: Positive = other_default("max_num_epochs", 10)
-    max_num_steps: Count = other_default("max_num_steps", 1000)
-    val_period: Int = other_default("val_period", 20)
-    val_batch_size: Positive | None = other_default("val_batch_size", 64)
-    max_val_samples: Positive | None = other_default("max_val_samples", 512)
-    topk_logits_k: Positive | None = key(
-        None,
-        "Number of most likely tokens on which teacher and student are compared at each position. null: the "
-        "sampled token alone.",
-    )
-    topk_of: Literal["teacher", "student"] = key(
-        "teacher",
-        "With topk_logits_k: whether the tokens compared are the teacher's or the student's most likely ones.",
-    )
+    num_prompts_per_step: Positive = 128
+    num_generations_per_prompt: Positive = 1
+    max_num_epochs: Positive = 10
+    max_num_steps: Count = 1000
+    val_period: Int = 20
+    val_batch_size: Positive | None = 64
+    max_val_samples: Positive | None = 512
+    topk_logits_k: Positive | None = None
+    """Number of most likely tokens on which teacher and student are compared at each position. null: the sampled token
+    alone."""
+    topk_of: Literal["teacher", "student"] = "teacher"
+    """With topk_logits_k: whether the tokens compared are the teacher's or the student's most likely ones."""
     advantage_clip_low: Real | None = key(None, "Lower bound of the advantages. null: none.")
     advantage_clip_high: Real | None = key(None, "Upper bound of the advantages. null: none.")
-    adv_estimator: DistillationEstimatorConfig = section(
-        DistillationEstimatorConfig, "how the teacher's scores become advantages"
-    )
+    adv_estimator: DistillationEstimatorConfig = section(DistillationEstimatorConfig)
 
 
 def check_teachers(config: TaughtMasterConfig | DistillationMasterConfig, report: Report) -> None:
@@ -257,16 +228,12 @@ def _check_on_policy_distillation(config: TaughtMasterConfig, taught: bool, repo
 class SFTLossConfig(ClippedPGLossConfig):
     """Settings of the supervised loss on the answers in the dataset."""
 
-    name: LossName = key(
-        "nll",
-        "Loss. nll: the negative log-likelihood. Your own class or function is given by its dotted name, for "
-        "example my_module.MyLoss.",
-    )
-    reference_policy_kl_penalty: NonNegative = key(
-        0.0,
-        "Weight of the KL term between the policy and the model that the run started from. 0: no reference "
-        "model is loaded.",
-    )
+    name: LossName = "nll"
+    """Loss. nll: the negative log-likelihood. Your own class or function is given by its dotted name, for example
+    my_module.MyLoss."""
+    reference_policy_kl_penalty: NonNegative = 0.0
+    """Weight of the KL term between the policy and the model that the run started from. 0: no reference model is
+    loaded."""
 
 
 class SFTConfig(OnePassLoop):
@@ -274,12 +241,10 @@ class SFTConfig(OnePassLoop):
     of the dataset."""
 
     section_name: ClassVar[str] = "sft"
-    max_num_epochs: Positive = key(
-        1, "Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."
-    )
-    max_num_steps: Count = key(
-        60, "Number of training steps. Training ends after max_num_epochs or max_num_steps, whichever comes first."
-    )
+    max_num_epochs: Positive = 1
+    """Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
+    max_num_steps: Count = 60
+    """Number of training steps. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
     val_period: Int = key(10, "Number of steps between validations. 0 or less: no validation at intervals.")
     val_batches: Int = key(8, "Number of batches per validation. 0 or less: all.")
     val_global_batch_size: Positive = key(32, "Number of rows in a validation batch.")

@@ -25,13 +25,11 @@ class WandbConfig(Section):
     job_type: str | None = key(None, "Type of the run, for filters.")
     tags: list[str] | None = key(None, "Tags of the run.")
     notes: str | None = key(None, "Description of the run.")
-    mode: Literal["online", "offline", "disabled", "shared"] | None = key(
-        None, "Mode of Weights & Biases: online, offline, disabled or shared."
-    )
+    mode: Literal["online", "offline", "disabled", "shared"] | None = None
+    """Mode of Weights & Biases: online, offline, disabled or shared."""
     id: str | None = key(None, "Id of an earlier run to continue.")
-    resume: Literal["allow", "must", "never", "auto"] | None = key(
-        None, "Whether to continue the run with this id, as in wandb.init(resume=...)."
-    )
+    resume: Literal["allow", "must", "never", "auto"] | None = None
+    """Whether to continue the run with this id, as in wandb.init(resume=...)."""
 
 
 class SwanlabConfig(Section):
@@ -52,9 +50,8 @@ class MLflowConfig(Section):
 
     experiment_name: str = key("grpo-dev", "Experiment that the run belongs to.")
     run_name: str | None = key("grpo-dev-logger", "Name of the run.")
-    tracking_uri: str | None = key(
-        None, "URI of the tracking server, or a folder. null: MLflow's own setting (MLFLOW_TRACKING_URI)."
-    )
+    tracking_uri: str | None = None
+    """URI of the tracking server, or a folder. null: MLflow's own setting (MLFLOW_TRACKING_URI)."""
     run_id: str | None = key(None, "Id of an earlier run to continue.")
     artifact_location: str | None = key(None, "Location of the experiment's artifacts. null: the run's log folder.")
 
@@ -71,9 +68,8 @@ class TrackioConfig(Section):
 class TensorboardConfig(Section):
     """Settings of TensorBoard. Used if logger.tensorboard_enabled is true."""
 
-    log_dir: str | None = key(
-        None, "Folder of the event files. null: the subfolder tensorboard of the run's log folder."
-    )
+    log_dir: str | None = None
+    """Folder of the event files. null: the subfolder tensorboard of the run's log folder."""
 
 
 class GPUMonitoringConfig(Section):
@@ -95,7 +91,7 @@ class LoggerConfig(Section):
     num_val_samples_to_print: Count = key(0, "Number of validation samples to print per validation.")
     report: bool = key(True, "Write report.html, a self-contained page about the run.")
     monitor_gpus: bool = key(True, "Log the usage of the GPUs, if there are any.")
-    gpu_monitoring: GPUMonitoringConfig = section(GPUMonitoringConfig, "sampling of the GPUs' use")
+    gpu_monitoring: GPUMonitoringConfig = section(GPUMonitoringConfig)
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class LoggerEntry(Entry):
 
     def keys(self, name: str) -> dict[str, FieldInfo]:
         """Return the two keys of the backend called `name` in the section `logger`: its switch and its section."""
-        switch, own = key(self.enabled, self.doc), section(self.section, self.doc)
+        switch, own = key(self.enabled, self.doc), section(self.section)
         return {
             f"{name}_enabled": FieldInfo.from_annotated_attribute(bool, switch),
             name: FieldInfo.from_annotated_attribute(self.section, own),

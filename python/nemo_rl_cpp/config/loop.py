@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict
 
@@ -65,13 +64,6 @@ def checked_name(algorithm: str, name: str) -> str:
     return name
 
 
-def other_default(name: str, default: object) -> Any:
-    """Return the key `name` of `LoopConfig` with a different default. Its description and bounds stay the same."""
-    info = copy(LoopConfig.model_fields[name])
-    info.default = default
-    return info
-
-
 class RewardScalingConfig(Section):
     """Settings of a linear map of rewards from [source_min, source_max] to [target_min, target_max]. Rewards outside
     the source range are first clamped to it."""
@@ -91,29 +83,20 @@ class RewardShapingConfig(Section):
 
     is_switched = True
     enabled: bool = key(False, "Apply length penalties to the rewards.")
-    overlong_buffer_length: Count | None = key(
-        None,
-        "DAPO's overlong penalty: number of tokens before max_response_length over which the penalty grows "
-        "linearly from 0.",
-    )
-    overlong_buffer_penalty: Real | None = key(
-        None,
-        "DAPO's overlong penalty: amount subtracted from the reward at max_response_length. The penalty of "
-        "longer responses keeps growing at the same slope.",
-    )
-    max_response_length: Positive | None = key(
-        None, "DAPO's overlong penalty: response length in tokens at which the full penalty applies."
-    )
-    stop_properly_penalty_coef: Real | None = key(
-        None,
-        "ProRLv2's stop-properly penalty: the reward of a truncated response is multiplied by this factor "
-        "from 0 to 1. null: off.",
-    )
-    compose: bool = key(
-        False,
-        "true: apply the stop-properly penalty and then the overlong penalty. false: if "
-        "stop_properly_penalty_coef is set, the overlong penalty is not applied.",
-    )
+    overlong_buffer_length: Count | None = None
+    """DAPO's overlong penalty: number of tokens before max_response_length over which the penalty grows linearly from
+    0."""
+    overlong_buffer_penalty: Real | None = None
+    """DAPO's overlong penalty: amount subtracted from the reward at max_response_length. The penalty of longer
+    responses keeps growing at the same slope."""
+    max_response_length: Positive | None = None
+    """DAPO's overlong penalty: response length in tokens at which the full penalty applies."""
+    stop_properly_penalty_coef: Real | None = None
+    """ProRLv2's stop-properly penalty: the reward of a truncated response is multiplied by this factor from 0 to 1.
+    null: off."""
+    compose: bool = False
+    """true: apply the stop-properly penalty and then the overlong penalty. false: if stop_properly_penalty_coef is set,
+    the overlong penalty is not applied."""
 
 
 class AsyncConfig(Section):
@@ -121,29 +104,20 @@ class AsyncConfig(Section):
     separate weights (policy.generation.colocated.enabled=false), and importance sampling correction in the loss."""
 
     enabled: bool = key(False, "Generate the rollouts of later steps while the current step trains.")
-    max_trajectory_age_steps: Positive = key(
-        1,
-        "How many steps ahead rollouts are generated. With the value A, step k trains on a batch that the "
-        "weights of step k - A have generated.",
-    )
-    in_flight_weight_updates: bool = key(
-        False,
-        "Update the engines' weights once in the middle of the responses. The later tokens of a long "
-        "response then come from weights that are one step newer. Rollouts of agents (NeMo Gym, verifiers, env.agent) "
-        "have no common pause: one version of the weights generates a whole batch, and the run prints a note.",
-    )
-    in_flight_after_tokens: Positive | None = key(
-        None,
-        "With in_flight_weight_updates: each response pauses after this many tokens, until the step that "
-        "trains meanwhile has finished. null: half of policy.generation.max_new_tokens.",
-        ge=2,
-    )
-    recompute_kv_cache_after_weight_updates: bool = key(
-        False,
-        "With in_flight_weight_updates: recompute the KV cache of a paused response with the new weights, so "
-        "that the log-probabilities of its later tokens are exactly those of the new weights. false: keep "
-        "the KV cache of the old weights.",
-    )
+    max_trajectory_age_steps: Positive = 1
+    """How many steps ahead rollouts are generated. With the value A, step k trains on a batch that the weights of step
+    k - A have generated."""
+    in_flight_weight_updates: bool = False
+    """Update the engines' weights once in the middle of the responses. The later tokens of a long response then come
+    from weights that are one step newer. Rollouts of agents (NeMo Gym, verifiers, env.agent) have no common pause: one
+    version of the weights generates a whole batch, and the run prints a note."""
+    in_flight_after_tokens: Positive | None = key(None, ge=2)
+    """With in_flight_weight_updates: each response pauses after this many tokens, until the step that trains meanwhile
+    has finished. null: half of policy.generation.max_new_tokens."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """With in_flight_weight_updates: recompute the KV cache of a paused response with the new weights, so that the
+    log-probabilities of its later tokens are exactly those of the new weights. false: keep the KV cache of the old
+    weights."""
 
     failures_allowed: ClassVar[int] = 0
     """The number of rounds of generation and scoring that may fail during a run."""
@@ -187,69 +161,48 @@ class LoopConfig(OnePassLoop):
 
     num_prompts_per_step: Positive = key(32, "Number of prompts per step.")
     num_generations_per_prompt: Positive = key(16, "Number of responses to each prompt (G). They form a group.")
-    max_rollout_turns: Positive = key(
-        1,
-        "Maximum number of turns of a rollout. A turn is a response and the environment's reply. 1 for "
-        "single-turn tasks such as math.",
-    )
-    max_num_epochs: Positive = key(
-        1, "Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."
-    )
-    max_num_steps: Count = key(
-        1000000, "Number of training steps. Training ends after max_num_epochs or max_num_steps, whichever comes first."
-    )
+    max_rollout_turns: Positive = 1
+    """Maximum number of turns of a rollout. A turn is a response and the environment's reply. 1 for single-turn tasks
+    such as math."""
+    max_num_epochs: Positive = 1
+    """Number of passes over the data. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
+    max_num_steps: Count = 1000000
+    """Number of training steps. Training ends after max_num_epochs or max_num_steps, whichever comes first."""
     val_period: Int = key(10, "Number of steps between validations. 0 or less: no validation at intervals.")
     val_start_at: Int = key(-1, "First step at which val_period applies.")
     val_at_start: bool = key(False, "Run a validation before the first step.")
     val_at_end: bool = key(False, "Run a validation after the last step.")
-    max_val_samples: Positive | None = key(
-        256, "Number of prompts per validation. null: all prompts of the validation data."
-    )
+    max_val_samples: Positive | None = 256
+    """Number of prompts per validation. null: all prompts of the validation data."""
     val_batch_size: Positive | None = key(256, "Number of validation prompts generated in one batch.")
-    val_num_generations_per_prompt: Positive = key(
-        1, "Number of responses to each validation prompt. Above 1, the metric pass_k is logged as well."
-    )
-    stop_at_validation_metric: str | None = key(
-        None, "Name of a validation metric. Training ends when it reaches stop_at_validation_threshold. null: off."
-    )
-    stop_at_validation_threshold: Real | None = key(
-        None, "Value of stop_at_validation_metric at which training ends. Set both keys or neither."
-    )
-    overlong_filtering: bool = key(
-        False,
-        "Do not train on truncated responses. Their rewards still count in the statistics of their group, "
-        "see grpo.masked_reward_policy.",
-    )
-    use_dynamic_sampling: bool = key(
-        False,
-        "Train only on groups whose rewards are not all equal. More prompts are generated until a step has "
-        "enough such groups.",
-    )
-    dynamic_sampling_max_gen_batches: Positive = key(
-        10,
-        "With use_dynamic_sampling: number of batches that may be generated for one step before the run ends "
-        "with an error. Alias: max_num_gen_batches.",
-    )
-    batch_multiplier: Real = key(
-        1.0,
-        "With use_dynamic_sampling: num_prompts_per_step times this factor is the number of prompts "
-        "generated at a time. Alias: dapo_batch_multiplier.",
-        ge=1,
-    )
-    dynamic_sampling_keep_surplus: bool = key(
-        False, "With use_dynamic_sampling: keep groups that a step does not need for the next step. false: drop them."
-    )
-    skip_reference_policy_logprobs_calculation: bool = key(
-        False, "Do not load a reference model. loss_fn.reference_policy_kl_penalty must then be 0."
-    )
+    val_num_generations_per_prompt: Positive = 1
+    """Number of responses to each validation prompt. Above 1, the metric pass_k is logged as well."""
+    stop_at_validation_metric: str | None = None
+    """Name of a validation metric. Training ends when it reaches stop_at_validation_threshold. null: off."""
+    stop_at_validation_threshold: Real | None = None
+    """Value of stop_at_validation_metric at which training ends. Set both keys or neither."""
+    overlong_filtering: bool = False
+    """Do not train on truncated responses. Their rewards still count in the statistics of their group, see
+    grpo.masked_reward_policy."""
+    use_dynamic_sampling: bool = False
+    """Train only on groups whose rewards are not all equal. More prompts are generated until a step has enough such
+    groups."""
+    dynamic_sampling_max_gen_batches: Positive = 10
+    """With use_dynamic_sampling: number of batches that may be generated for one step before the run ends with an
+    error. Alias: max_num_gen_batches."""
+    batch_multiplier: Real = key(1.0, ge=1)
+    """With use_dynamic_sampling: num_prompts_per_step times this factor is the number of prompts generated at a time.
+    Alias: dapo_batch_multiplier."""
+    dynamic_sampling_keep_surplus: bool = False
+    """With use_dynamic_sampling: keep groups that a step does not need for the next step. false: drop them."""
+    skip_reference_policy_logprobs_calculation: bool = False
+    """Do not load a reference model. loss_fn.reference_policy_kl_penalty must then be 0."""
     seed: Seed = key(42, "Random seed for the order of the data and for sampling.")
-    seq_logprob_error_threshold: NonNegative | None = key(
-        None,
-        "Do not train on a response if its mean multiplicative error between the log-probabilities of "
-        "generation and training is above this value. null: no limit.",
-    )
-    reward_scaling: RewardScalingConfig = section(RewardScalingConfig, "map rewards to another range")
-    reward_shaping: RewardShapingConfig = section(RewardShapingConfig, "penalties on length")
+    seq_logprob_error_threshold: NonNegative | None = None
+    """Do not train on a response if its mean multiplicative error between the log-probabilities of generation and
+    training is above this value. null: no limit."""
+    reward_scaling: RewardScalingConfig = section(RewardScalingConfig)
+    reward_shaping: RewardShapingConfig = section(RewardShapingConfig)
 
     @property
     def prompts_per_round(self) -> int:
@@ -262,17 +215,13 @@ class LoopConfig(OnePassLoop):
 class RolloutSamplerConfig(Section):
     """Settings with which NeMo RL's SingleController chooses the rollouts that a step trains on."""
 
-    name: Literal["in_order", "windowed"] = key(
-        "in_order",
-        "Order in which batches are trained. It is the order of their prompts, so that a run repeats. in_order: "
-        "max_lookahead_versions limits their age. windowed: max_staleness_versions does; NeMo RL's order then depends "
-        "on timing.",
-    )
-    max_lookahead_versions: Count = key(
-        1,
-        "With in_order. Sets async_grpo.max_trajectory_age_steps (in a PPO run, async_ppo's). 0: each step generates "
-        "its own rollouts.",
-    )
+    name: Literal["in_order", "windowed"] = "in_order"
+    """Order in which batches are trained. It is the order of their prompts, so that a run repeats. in_order:
+    max_lookahead_versions limits their age. windowed: max_staleness_versions does; NeMo RL's order then depends on
+    timing."""
+    max_lookahead_versions: Count = 1
+    """With in_order. Sets async_grpo.max_trajectory_age_steps (in a PPO run, async_ppo's). 0: each step generates its
+    own rollouts."""
     max_staleness_versions: Count = key(1, "With windowed: the same as max_lookahead_versions with in_order.")
 
 
@@ -281,7 +230,7 @@ class AsyncRLConfig(Section):
     keys of async_grpo (in a PPO run, async_ppo). The other keys control queues and time limits, and are ignored."""
 
     model_config = ConfigDict(extra="allow")
-    sampler: RolloutSamplerConfig = section(RolloutSamplerConfig, "which rollouts a step trains on")
+    sampler: RolloutSamplerConfig = section(RolloutSamplerConfig)
 
     @property
     def beside_training(self) -> dict[str, bool | int]:
@@ -295,90 +244,72 @@ class AsyncRLConfig(Section):
 class AsyncGRPOConfig(AsyncConfig):
     """Settings of rollouts that overlap with GRPO's training."""
 
-    max_generation_failures: Count = key(
-        0, "Number of rounds of generation and scoring that may fail during a run. A failed round is repeated."
-    )
+    max_generation_failures: Count = 0
+    """Number of rounds of generation and scoring that may fail during a run. A failed round is repeated."""
 
     @property
     def failures_allowed(self) -> int:
         return self.max_generation_failures
 
 
-class AdvEstimatorConfig(Section):
+class EstimatorConfig(Section):
+    """The base class of the sections of advantage estimators, with the keys that they share."""
+
+    name: str
+    kwargs: dict[str, object] = key({}, "Keyword arguments of your own estimator.")
+    proximal_teacher_alpha: Real = key(1.0, gt=0, le=1)
+    """opd: weight of the teacher in the mixture of teacher and student that the student is compared with (TROPD). 1:
+    the teacher alone."""
+    subtract_global_baseline: bool = key(False, "opd: subtract the mean advantage over the step's trained tokens.")
+    outcome_advantage_weight: NonNegative = 0.0
+    """opd: weight of the advantage that the rewards give (in a GRPO run GRPO's, in a PPO run GAE's), which is added to
+    the teacher's. 0: the teacher's alone, without a critic."""
+
+
+class AdvEstimatorConfig(EstimatorConfig):
     """Settings of the advantage estimator, which converts rewards to advantages."""
 
-    name: GRPOEstimator = key(
-        "grpo",
-        "Advantage estimator. grpo: reward minus the mean of the group. gdpo: the same for each reward "
-        "component, then whitened. reinforce_plus_plus: rewards whitened over the batch. opd: per-token "
-        "advantages from the teachers of on_policy_distillation. The others are described in docs/losses.md. "
-        "Your own class or function is given by its dotted name, for example my_module.MyEstimator.",
-    )
-    kwargs: dict[str, object] = key({}, "Keyword arguments of your own estimator.")
-    normalize_rewards: bool = key(
-        True, "grpo, gdpo, grpo_passk: divide advantages by the standard deviation of the rewards of the group."
-    )
-    use_leave_one_out_baseline: bool = key(
-        True,
-        "grpo, gdpo: the baseline of a sample is the mean reward of the other samples of its group. false: "
-        "the mean reward of the whole group.",
-    )
-    reward_weights: list[Real] | None = key(
-        None, "gdpo: weight of each reward component, in the order of the components' names. null: 1 each."
-    )
+    name: GRPOEstimator = "grpo"
+    """Advantage estimator. grpo: reward minus the mean of the group. gdpo: the same for each reward component, then
+    whitened. reinforce_plus_plus: rewards whitened over the batch. opd: per-token advantages from the teachers of
+    on_policy_distillation. The others are described in docs/losses.md. Your own class or function is given by its
+    dotted name, for example my_module.MyEstimator."""
+    normalize_rewards: bool = True
+    """grpo, gdpo, grpo_passk: divide advantages by the standard deviation of the rewards of the group."""
+    use_leave_one_out_baseline: bool = True
+    """grpo, gdpo: the baseline of a sample is the mean reward of the other samples of its group. false: the mean reward
+    of the whole group."""
+    reward_weights: list[Real] | None = None
+    """gdpo: weight of each reward component, in the order of the components' names. null: 1 each."""
     minus_baseline: bool = key(True, "reinforce_plus_plus: subtract the mean reward of the group before whitening.")
     pass_k: Positive = key(4, "pass_at_k: k, the number of responses of which at least one must be correct.")
-    proximal_teacher_alpha: Real = key(
-        1.0,
-        "opd: weight of the teacher in the mixture of teacher and student that the student is compared with "
-        "(TROPD). 1: the teacher alone.",
-        gt=0,
-        le=1,
-    )
-    subtract_global_baseline: bool = key(False, "opd: subtract the mean advantage over the step's trained tokens.")
-    outcome_advantage_weight: NonNegative = key(
-        0.0,
-        "opd: weight of the advantage that the rewards give (in a GRPO run GRPO's, in a PPO run GAE's), which is "
-        "added to the teacher's. 0: the teacher's alone, without a critic.",
-    )
 
 
 class GRPOConfig(LoopConfig):
     """Settings of the training loop of GRPO, DAPO and ProRLv2."""
 
-    normalize_rewards: bool = key(
-        True, "Value for adv_estimator.normalize_rewards, which reads it as ${grpo.normalize_rewards}."
-    )
-    use_leave_one_out_baseline: bool = key(
-        True,
-        "Value for adv_estimator.use_leave_one_out_baseline, which reads it as ${grpo.use_leave_one_out_baseline}. It "
-        "also determines the baseline and standard deviation that are logged.",
-    )
+    normalize_rewards: bool = True
+    """Value for adv_estimator.normalize_rewards, which reads it as ${grpo.normalize_rewards}."""
+    use_leave_one_out_baseline: bool = True
+    """Value for adv_estimator.use_leave_one_out_baseline, which reads it as ${grpo.use_leave_one_out_baseline}. It also
+    determines the baseline and standard deviation that are logged."""
     advantage_clip_low: Real | None = key(None, "Lower bound of the advantages. null: none.")
     advantage_clip_high: Real | None = key(None, "Upper bound of the advantages. null: none.")
-    masked_reward_policy: Literal["include", "exclude"] = key(
-        "include",
-        "How samples count that are not trained on (because of overlong_filtering, the environment, or a "
-        "prompt that is too long). include: they count in the baseline and standard deviation of their "
-        "group, and when dynamic sampling decides whether to keep the group. exclude: they do not count.",
-    )
-    invalid_tool_call_advantage: Real | None = key(
-        None,
-        "Rollouts of agents: advantage of the tokens of a response that has a tag of a tool call, for example "
-        "`<tool_call>`, but no complete tool call. The bounds above do not apply to it. null: as the estimator computes.",
-    )
-    malformed_thinking_advantage: Real | None = key(
-        None,
-        "Rollouts of agents: advantage of the tokens of a response with `<think>` or `</think>` in its answer, or, "
-        "if it has no answer, with one of these tags several times in its reasoning. null: as the estimator computes.",
-    )
-    length_penalty: LengthPenaltyConfig | None = key(
-        None,
-        "Bonuses and penalties for length within each group, applied before reward_scaling and "
-        "reward_shaping. null: none.",
-    )
-    adv_estimator: AdvEstimatorConfig = section(AdvEstimatorConfig, "how rewards become advantages")
-    async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig, "rollouts that overlap training; null: none")
+    masked_reward_policy: Literal["include", "exclude"] = "include"
+    """How samples count that are not trained on (because of overlong_filtering, the environment, or a prompt that is
+    too long). include: they count in the baseline and standard deviation of their group, and when dynamic sampling
+    decides whether to keep the group. exclude: they do not count."""
+    invalid_tool_call_advantage: Real | None = None
+    """Rollouts of agents: advantage of the tokens of a response that has a tag of a tool call, for example
+    `<tool_call>`, but no complete tool call. The bounds above do not apply to it. null: as the estimator computes."""
+    malformed_thinking_advantage: Real | None = None
+    """Rollouts of agents: advantage of the tokens of a response with `<think>` or `</think>` in its answer, or, if it
+    has no answer, with one of these tags several times in its reasoning. null: as the estimator computes."""
+    length_penalty: LengthPenaltyConfig | None = None
+    """Bonuses and penalties for length within each group, applied before reward_scaling and reward_shaping. null:
+    none."""
+    adv_estimator: AdvEstimatorConfig = section(AdvEstimatorConfig)
+    async_grpo: AsyncGRPOConfig | None = section(AsyncGRPOConfig)
 
     @property
     def beside_training(self) -> AsyncConfig:
@@ -411,32 +342,24 @@ class AsyncPPOConfig(AsyncConfig):
     """Settings of rollouts that overlap with PPO's training."""
 
 
-class GAEConfig(Section):
+class GAEConfig(EstimatorConfig):
     """Settings of the advantage estimator of PPO: generalised advantage estimation, raw rewards, teachers, or your
     own."""
 
-    name: PPOEstimator = key(
-        "gae",
-        "Advantage estimator. gae: generalised advantage estimation, with a critic. raw_reward: the reward "
-        "is the advantage, without a critic. opd: per-token advantages from the teachers of "
-        "on_policy_distillation, plus outcome_advantage_weight times gae's. Your own class or function is given by "
-        "its dotted name, for example my_module.MyEstimator.",
-    )
-    kwargs: dict[str, object] = key({}, "Keyword arguments of your own estimator.")
+    name: PPOEstimator = "gae"
+    """Advantage estimator. gae: generalised advantage estimation, with a critic. raw_reward: the reward is the
+    advantage, without a critic. opd: per-token advantages from the teachers of on_policy_distillation, plus
+    outcome_advantage_weight times gae's. Your own class or function is given by its dotted name, for example
+    my_module.MyEstimator."""
     uses_critic: bool = key(True, "Train a critic and pass its values to your own estimator.")
     gae_lambda: Fraction = key(0.95, "GAE's lambda. 0 gives one-step TD, 1 gives Monte Carlo returns.")
     gae_gamma: Fraction = key(1.0, "Discount factor per token.")
     normalize_advantages: bool = key(True, "Whiten the advantages over the valid tokens of the batch.")
-    gae_lambda_value: Fraction | None = key(
-        None, "VAPO: lambda of the returns, which are the critic's targets. null: gae_lambda."
-    )
+    gae_lambda_value: Fraction | None = None
+    """VAPO: lambda of the returns, which are the critic's targets. null: gae_lambda."""
     gae_lambda_policy: Fraction | None = key(None, "VAPO: lambda of the advantages. null: gae_lambda.")
-    length_adaptive_alpha: NonNegative = key(
-        0.0, "VAPO: alpha in the length-adaptive lambda of the advantages, 1 - 1 / (alpha * response length). 0: off."
-    )
-    proximal_teacher_alpha: Real = copy(AdvEstimatorConfig.model_fields["proximal_teacher_alpha"])
-    subtract_global_baseline: bool = copy(AdvEstimatorConfig.model_fields["subtract_global_baseline"])
-    outcome_advantage_weight: NonNegative = copy(AdvEstimatorConfig.model_fields["outcome_advantage_weight"])
+    length_adaptive_alpha: NonNegative = 0.0
+    """VAPO: alpha in the length-adaptive lambda of the advantages, 1 - 1 / (alpha * response length). 0: off."""
 
     @property
     def computes_gae(self) -> bool:
@@ -452,30 +375,24 @@ class PPOConfig(LoopConfig):
     """Settings of the training loop of PPO. Keys that are also in `grpo` have the same meaning."""
 
     section_name = "ppo"
-    max_num_epochs: Epochs = key(
-        _ENDLESS,
-        "Number of passes over the data. -1: no limit. Training ends after max_num_epochs or max_num_steps, whichever comes first.",
-    )
-    max_num_steps: Count = other_default("max_num_steps", 100000)
-    val_period: Int = other_default("val_period", 20)
-    val_at_start: bool = other_default("val_at_start", True)
-    skip_reference_policy_logprobs_calculation: bool = other_default("skip_reference_policy_logprobs_calculation", True)
-    ppo_epochs: Positive = key(
-        4,
-        "Number of passes of the policy over each batch of rollouts. Also of the critic, unless "
-        "critic_ppo_epochs is set.",
-    )
-    critic_ppo_epochs: Positive | None = key(
-        None, "Number of passes of the critic over each batch of rollouts. null: ppo_epochs."
-    )
+    max_num_epochs: Epochs = _ENDLESS
+    """Number of passes over the data. -1: no limit. Training ends after max_num_epochs or max_num_steps, whichever
+    comes first."""
+    max_num_steps: Count = 100000
+    val_period: Int = 20
+    val_at_start: bool = True
+    skip_reference_policy_logprobs_calculation: bool = True
+    ppo_epochs: Positive = 4
+    """Number of passes of the policy over each batch of rollouts. Also of the critic, unless critic_ppo_epochs is
+    set."""
+    critic_ppo_epochs: Positive | None = None
+    """Number of passes of the critic over each batch of rollouts. null: ppo_epochs."""
     policy_training_start_step: Count = key(0, "Number of steps at the start of the run that train only the critic.")
-    warm_start_value_checkpoint: str | None = key(
-        None,
-        "Checkpoint folder step_N of another run. A run that starts from scratch takes the critic's weights "
-        "from it, with a new optimizer and schedule. null: none.",
-    )
-    adv_estimator: GAEConfig = section(GAEConfig, "how rewards become advantages")
-    async_ppo: AsyncPPOConfig | None = section(AsyncPPOConfig, "rollouts that overlap training; null: none")
+    warm_start_value_checkpoint: str | None = None
+    """Checkpoint folder step_N of another run. A run that starts from scratch takes the critic's weights from it, with
+    a new optimizer and schedule. null: none."""
+    adv_estimator: GAEConfig = section(GAEConfig)
+    async_ppo: AsyncPPOConfig | None = section(AsyncPPOConfig)
 
     @property
     def beside_training(self) -> AsyncConfig:

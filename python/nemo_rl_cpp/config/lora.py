@@ -60,43 +60,31 @@ class LoraConfig(Section):
     base model are frozen."""
 
     is_switched = True
-    enabled: bool = key(
-        False,
-        "Train low-rank adapters and freeze the weights. Memory: a few bytes per parameter instead of 18 to "
-        "22. Used if dtensor_cfg.enabled is true. See docs/lora.md.",
-    )
-    target_modules: list[str] = key(
-        [],
-        "With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, "
-        "gate_proj, up_proj, down_proj (qkv_proj and gate_up_proj in Phi 3; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in "
-        "latent attention; in_proj_qkv, in_proj_z, in_proj_b, "
-        "in_proj_a and out_proj in recurrent layers; shared_expert_gate in Qwen2-MoE), or names with wildcards such as "
-        "`*.layers.0.*.q_proj`. In a layer with experts gate_proj, up_proj and down_proj are those of the shared expert, and experts are all experts. "
-        "[]: all except exclude_modules and experts.",
-    )
-    exclude_modules: list[str] = key(
-        [],
-        "With match_all_linear false, instead of target_modules: matrices that get no adapter. Names as in "
-        "target_modules.",
-    )
-    match_all_linear: bool = key(
-        True,
-        "Give every matrix of every layer an adapter, except those of experts. The LM head and the embedding stay frozen in "
-        "any case.",
-    )
+    enabled: bool = False
+    """Train low-rank adapters and freeze the weights. Memory: a few bytes per parameter instead of 18 to 22. Used if
+    dtensor_cfg.enabled is true. See docs/lora.md."""
+    target_modules: list[str] = []
+    """With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
+    down_proj (qkv_proj and gate_up_proj in Phi 3; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in latent
+    attention; in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in recurrent layers; shared_expert_gate in
+    Qwen2-MoE), or names with wildcards such as `*.layers.0.*.q_proj`. In a layer with experts gate_proj, up_proj and
+    down_proj are those of the shared expert, and experts are all experts. []: all except exclude_modules and
+    experts."""
+    exclude_modules: list[str] = []
+    """With match_all_linear false, instead of target_modules: matrices that get no adapter. Names as in
+    target_modules."""
+    match_all_linear: bool = True
+    """Give every matrix of every layer an adapter, except those of experts. The LM head and the embedding stay frozen
+    in any case."""
     dim: Positive = key(8, "Rank of the adapters.")
     alpha: Positive = key(32, "Scale of the adapters: the product B A is multiplied by alpha / dim.")
-    lora_A_init: Literal["xavier", "kaiming", "uniform"] = key(
-        "xavier",
-        "Distribution of the initial A: xavier (normal) or kaiming (uniform). uniform is NeMo RL's name for "
-        "kaiming. B starts at 0.",
-    )
-    merge: bool = key(
-        True,
-        "true: compute the merged weights W + s B A after each step. false: compute s B (A x) + W x in each "
-        "forward pass, so only one copy of W is needed, and no update is too small to be represented in "
-        "policy.precision. With `quantization` the default is false.",
-    )
+    lora_A_init: Literal["xavier", "kaiming", "uniform"] = "xavier"
+    """Distribution of the initial A: xavier (normal) or kaiming (uniform). uniform is NeMo RL's name for kaiming. B
+    starts at 0."""
+    merge: bool = True
+    """true: compute the merged weights W + s B A after each step. false: compute s B (A x) + W x in each forward pass,
+    so only one copy of W is needed, and no update is too small to be represented in policy.precision. With
+    `quantization` the default is false."""
     use_rslora: bool = key(False, "rsLoRA: multiply B A by alpha / sqrt(dim) instead of alpha / dim.")
 
 

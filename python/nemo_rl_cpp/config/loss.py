@@ -52,148 +52,94 @@ LossName = Annotated[str, OneOf(lambda: [*LOSSES, *_ALIASES], dotted=True)]
 class ClippedPGLossConfig(Section):
     """Settings of the clipped policy-gradient loss of GRPO and PPO."""
 
-    name: LossName = key(
-        "clipped_pg",
-        "Policy loss. clipped_pg: the clipped policy-gradient loss that the other keys configure. The losses of "
-        "docs/losses.md (dr_grpo, gspo, sapo, gmpo, ...) set some of these keys themselves. Your own class or function "
-        "is given by its dotted name, for example my_module.MyLoss; it receives the keys as `loss_config`.",
-    )
+    name: LossName = "clipped_pg"
+    """Policy loss. clipped_pg: the clipped policy-gradient loss that the other keys configure. The losses of
+    docs/losses.md (dr_grpo, gspo, sapo, gmpo, ...) set some of these keys themselves. Your own class or function is
+    given by its dotted name, for example my_module.MyLoss; it receives the keys as `loss_config`."""
     kwargs: dict[str, object] = key({}, "Keyword arguments of your own loss.")
-    reference_policy_kl_penalty: NonNegative = key(
-        0.01,
-        "Weight of the KL term between the policy and the reference model (the model that the run started "
-        "from). 0: no reference model is loaded.",
-    )
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = key(
-        "k3", "Estimator of the KL divergence per token: k1, k2 or k3."
-    )
-    kl_input_clamp_value: Real | None = key(
-        20.0,
-        "Clamp the log-ratio of policy and reference model to plus or minus this value before the KL is "
-        "computed. null: no limit.",
-        gt=0,
-    )
-    kl_output_clamp_value: Real | None = key(
-        10.0, "Clamp the KL of a token to plus or minus this value. null: no limit.", gt=0
-    )
+    reference_policy_kl_penalty: NonNegative = 0.01
+    """Weight of the KL term between the policy and the reference model (the model that the run started from). 0: no
+    reference model is loaded."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence per token: k1, k2 or k3."""
+    kl_input_clamp_value: Real | None = key(20.0, gt=0)
+    """Clamp the log-ratio of policy and reference model to plus or minus this value before the KL is computed. null: no
+    limit."""
+    kl_output_clamp_value: Real | None = key(10.0, gt=0)
+    """Clamp the KL of a token to plus or minus this value. null: no limit."""
     use_kl_in_reward: bool = key(False, "Subtract the KL from the reward instead of adding it to the loss.")
     ratio_clip_min: NonNegative = key(0.2, "The probability ratio is clipped below at 1 - ratio_clip_min.")
-    ratio_clip_max: NonNegative = key(
-        0.2,
-        "The probability ratio is clipped above at 1 + ratio_clip_max. A value above ratio_clip_min is "
-        "DAPO's clip-higher.",
-    )
-    ratio_clip_c: Real | None = key(
-        None,
-        "Dual clipping: upper bound of the ratio for tokens with a negative advantage. It must be above 1, "
-        "and is usually 3. null: off.",
-    )
-    token_level_loss: bool = key(
-        True,
-        "true: mean over all tokens of the batch. false: mean over the tokens of each sequence, then mean "
-        "over the sequences.",
-    )
+    ratio_clip_max: NonNegative = 0.2
+    """The probability ratio is clipped above at 1 + ratio_clip_max. A value above ratio_clip_min is DAPO's
+    clip-higher."""
+    ratio_clip_c: Real | None = None
+    """Dual clipping: upper bound of the ratio for tokens with a negative advantage. It must be above 1, and is usually
+    3. null: off."""
+    token_level_loss: bool = True
+    """true: mean over all tokens of the batch. false: mean over the tokens of each sequence, then mean over the
+    sequences."""
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None
-    ) = key(
-        None,
-        "How the loss is aggregated. token-mean: mean over all tokens. The other modes take the mean over sequences "
-        "of: the mean of a sequence's tokens (seq-mean-token-mean), their sum (seq-mean-token-sum), or their sum "
-        "divided by loss_scale_factor (seq-mean-token-sum-norm). null: chosen by token_level_loss.",
-    )
-    loss_scale_factor: Real | None = key(
-        None,
-        "loss_agg_mode seq-mean-token-sum-norm: divisor of a sequence's sum. null: policy.generation.max_new_tokens.",
-        gt=0,
-    )
-    sequence_level_importance_ratios: bool = key(
-        False,
-        "Use one probability ratio per sequence instead of one per token (GSPO). This needs token_level_loss false.",
-    )
-    disable_ppo_ratio: bool = key(
-        False, "Use the plain policy gradient: log-probabilities instead of the probability ratio, without clipping."
-    )
-    force_on_policy_ratio: bool = key(
-        False, "Set the value of the ratio to 1 and keep its gradient. This needs one optimizer step per batch."
-    )
+    ) = None
+    """How the loss is aggregated. token-mean: mean over all tokens. The other modes take the mean over sequences of:
+    the mean of a sequence's tokens (seq-mean-token-mean), their sum (seq-mean-token-sum), or their sum divided by
+    loss_scale_factor (seq-mean-token-sum-norm). null: chosen by token_level_loss."""
+    loss_scale_factor: Real | None = key(None, gt=0)
+    """loss_agg_mode seq-mean-token-sum-norm: divisor of a sequence's sum. null: policy.generation.max_new_tokens."""
+    sequence_level_importance_ratios: bool = False
+    """Use one probability ratio per sequence instead of one per token (GSPO). This needs token_level_loss false."""
+    disable_ppo_ratio: bool = False
+    """Use the plain policy gradient: log-probabilities instead of the probability ratio, without clipping."""
+    force_on_policy_ratio: bool = False
+    """Set the value of the ratio to 1 and keep its gradient. This needs one optimizer step per batch."""
     use_cispo: bool = key(False, "CISPO: the clipped ratio is a constant weight (no gradient) of the log-probability.")
-    use_on_policy_kl_approximation: bool = key(
-        False, "Multiply the KL term by the importance weight of policy and generation."
-    )
-    use_importance_sampling_correction: bool | None = key(
-        None,
-        "Weight each token by its probability in training divided by its probability in generation. null: on "
-        "if the engine is not bit-identical to training, see docs/vllm.md.",
-    )
-    truncated_importance_sampling_type: TruncationType | None = key(
-        None,
-        "How importance weights beyond the bounds are truncated. tis: clamp the weight of the token. icepop: "
-        "set it to 0. seq-mask-tis: drop sequences whose weight is out of bounds. seq-tis, seq-icepop: the "
-        "same as tis and icepop with one weight per sequence, the product of its tokens' weights; geo-tis, "
-        "geo-icepop: with their geometric mean. null: no truncation.",
-    )
-    truncated_importance_sampling_ratio: Real | None = key(
-        None, "Upper bound of the importance weight. Required by every truncated_importance_sampling_type."
-    )
-    truncated_importance_sampling_ratio_min: Real | None = key(
-        None,
-        "Lower bound of the importance weight. Optional for tis, seq-tis and geo-tis, required by the other types.",
-    )
-    positive_example_nll_weight: NonNegative = key(
-        0.0, "VAPO: weight of an additional term, the negative log-likelihood of correct responses. 0: off."
-    )
-    sapo_temperature_pos: Real = key(
-        1.0, "sapo: temperature of the sigmoid gate for tokens with a positive advantage.", gt=0
-    )
+    use_on_policy_kl_approximation: bool = False
+    """Multiply the KL term by the importance weight of policy and generation."""
+    use_importance_sampling_correction: bool | None = None
+    """Weight each token by its probability in training divided by its probability in generation. null: on if the engine
+    is not bit-identical to training, see docs/vllm.md."""
+    truncated_importance_sampling_type: TruncationType | None = None
+    """How importance weights beyond the bounds are truncated. tis: clamp the weight of the token. icepop: set it to 0.
+    seq-mask-tis: drop sequences whose weight is out of bounds. seq-tis, seq-icepop: the same as tis and icepop with one
+    weight per sequence, the product of its tokens' weights; geo-tis, geo-icepop: with their geometric mean. null: no
+    truncation."""
+    truncated_importance_sampling_ratio: Real | None = None
+    """Upper bound of the importance weight. Required by every truncated_importance_sampling_type."""
+    truncated_importance_sampling_ratio_min: Real | None = None
+    """Lower bound of the importance weight. Optional for tis, seq-tis and geo-tis, required by the other types."""
+    positive_example_nll_weight: NonNegative = 0.0
+    """VAPO: weight of an additional term, the negative log-likelihood of correct responses. 0: off."""
+    sapo_temperature_pos: Real = key(1.0, gt=0)
+    """sapo: temperature of the sigmoid gate for tokens with a positive advantage."""
     sapo_temperature_neg: Real = key(1.05, "sapo: temperature of the sigmoid gate for the other tokens.", gt=0)
     dro_beta: NonNegative = key(0.1, "dro: weight of the squared log-ratio.")
-    vespo_k_pos: NonNegative = key(
-        2.0, "vespo: exponent k of the sequence's ratio W in exp(lambda (1 - W)) W^k, for advantages of 0 or more."
-    )
+    vespo_k_pos: NonNegative = 2.0
+    """vespo: exponent k of the sequence's ratio W in exp(lambda (1 - W)) W^k, for advantages of 0 or more."""
     vespo_lambda_pos: NonNegative = key(3.0, "vespo: lambda in exp(lambda (1 - W)) W^k, for advantages of 0 or more.")
-    vespo_k_neg: NonNegative = key(
-        3.0, "vespo: exponent k of the sequence's ratio W in exp(lambda (1 - W)) W^k, for negative advantages."
-    )
+    vespo_k_neg: NonNegative = 3.0
+    """vespo: exponent k of the sequence's ratio W in exp(lambda (1 - W)) W^k, for negative advantages."""
     vespo_lambda_neg: NonNegative = key(2.0, "vespo: lambda in exp(lambda (1 - W)) W^k, for negative advantages.")
-    bypass_mode: bool = key(
-        False,
-        "Use the log-probabilities reported by generation as those of the old policy in the ratio. false: "
-        "those that a forward pass before training computes.",
-    )
-    entropy_coef: NonNegative = key(
-        0.0,
-        "Weight of the entropy bonus: the mean entropy of the policy times this weight is subtracted from "
-        "the loss. 0: off.",
-    )
-    top_entropy_quantile: Fraction = key(
-        1.0,
-        "Fraction of the step's tokens, those with the highest entropy, that keep their advantage. 1: all tokens.",
-        gt=0,
-    )
-    score_centering_k: Positive | None = key(
-        None,
-        "gpg and cispo: subtract the expected score (gradient of the log-probability), computed from this "
-        "many most likely tokens at each position. null: off.",
-    )
+    bypass_mode: bool = False
+    """Use the log-probabilities reported by generation as those of the old policy in the ratio. false: those that a
+    forward pass before training computes."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus: the mean entropy of the policy times this weight is subtracted from the loss. 0:
+    off."""
+    top_entropy_quantile: Fraction = key(1.0, gt=0)
+    """Fraction of the step's tokens, those with the highest entropy, that keep their advantage. 1: all tokens."""
+    score_centering_k: Positive | None = None
+    """gpg and cispo: subtract the expected score (gradient of the log-probability), computed from this many most likely
+    tokens at each position. null: off."""
     clip_cov_ratio: Fraction = key(0.0002, "clip_cov: fraction of the step's tokens that are excluded.", gt=0)
-    clip_cov_lb: Real = key(
-        1.0,
-        "clip_cov: only tokens whose covariance of advantage and log-probability is above this value may be excluded.",
-    )
-    clip_cov_ub: Real = key(
-        5.0,
-        "clip_cov: only tokens whose covariance of advantage and log-probability is below this value may be excluded.",
-    )
-    kl_cov_ratio: Fraction = key(
-        0.0002,
-        "kl_cov: fraction of the step's tokens, those with the largest covariance of advantage and "
-        "log-probability, that are penalised.",
-        gt=0,
-    )
-    ppo_kl_coef: NonNegative = key(
-        1.0,
-        "kl_cov: weight of the penalty, which is the absolute difference between the new and the old log-probability.",
-    )
+    clip_cov_lb: Real = 1.0
+    """clip_cov: only tokens whose covariance of advantage and log-probability is above this value may be excluded."""
+    clip_cov_ub: Real = 5.0
+    """clip_cov: only tokens whose covariance of advantage and log-probability is below this value may be excluded."""
+    kl_cov_ratio: Fraction = key(0.0002, gt=0)
+    """kl_cov: fraction of the step's tokens, those with the largest covariance of advantage and log-probability, that
+    are penalised."""
+    ppo_kl_coef: NonNegative = 1.0
+    """kl_cov: weight of the penalty, which is the absolute difference between the new and the old log-probability."""
     # set by fill_correction
     _correction_left_open: bool = PrivateAttr(False)
 
@@ -258,9 +204,8 @@ class MseValueLossConfig(Section):
     """Settings of the loss of the critic: the clipped squared error of its values."""
 
     scale: NonNegative = key(1.0, "Factor of the critic's loss.")
-    cliprange: NonNegative | None = key(
-        None, "Maximum change of a value since the rollout, beyond which the loss is clipped. null or 0: no clipping."
-    )
+    cliprange: NonNegative | None = None
+    """Maximum change of a value since the rollout, beyond which the loss is clipped. null or 0: no clipping."""
 
 
 def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:

@@ -36,11 +36,9 @@ from .policy import PolicyConfig, TokenizerConfig, TrainedModelConfig, ValueConf
 class EvalConfig(Section):
     """Settings of an evaluation: the metric, and how many responses to each prompt it is computed from."""
 
-    metric: Literal["pass@k", "cons@k"] = key(
-        "pass@k",
-        "What is reported: pass@k, the probability that at least one of k responses is correct, or cons@k, "
-        "the probability that the majority answer of k responses is correct.",
-    )
+    metric: Literal["pass@k", "cons@k"] = "pass@k"
+    """What is reported: pass@k, the probability that at least one of k responses is correct, or cons@k, the probability
+    that the majority answer of k responses is correct."""
     num_tests_per_prompt: Positive = key(1, "Number of responses to each prompt.")
     k_value: Positive = key(1, "k of the metric. At most num_tests_per_prompt.")
     seed: Int = key(42, "Random seed for sampling.")
@@ -128,20 +126,18 @@ class TrainMasterConfig(MasterConfig):
     """The number of most likely tokens for which teacher and policy are compared at each position. None: they are
     compared for the sampled token alone."""
     _fixed: frozenset[str] = PrivateAttr(frozenset())
-    loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig, "loss of the policy")
+    loss_fn: ClippedPGLossConfig = section(ClippedPGLossConfig)
     policy: PolicyConfig = key(..., "Model, training and generation.")
-    data: DataConfig = section(DataConfig, "data sets")
+    data: DataConfig = section(DataConfig)
     env: EnvConfigs = key({}, "Environments by name.")
-    checkpointing: CheckpointingConfig = section(CheckpointingConfig, "checkpoints")
-    logger: LoggerConfig = section(LoggerConfig, "logs")
-    cluster: ClusterConfig = section(ClusterConfig, "devices")
-    reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig, "malformed responses get reward 0")
-    async_rl: AsyncRLConfig | None = key(
-        None,
-        "Rollouts that overlap with training, in the form of NeMo RL's SingleController. null: see "
-        "async_grpo and async_ppo.",
-    )
-    data_plane: DataPlaneConfig | None = section(DataPlaneConfig, "transfer queues between workers, not used here")
+    checkpointing: CheckpointingConfig = section(CheckpointingConfig)
+    logger: LoggerConfig = section(LoggerConfig)
+    cluster: ClusterConfig = section(ClusterConfig)
+    reward_penalties: RewardPenaltyConfig | None = section(RewardPenaltyConfig)
+    async_rl: AsyncRLConfig | None = None
+    """Rollouts that overlap with training, in the form of NeMo RL's SingleController. null: see async_grpo and
+    async_ppo."""
+    data_plane: DataPlaneConfig | None = section(DataPlaneConfig)
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
@@ -199,9 +195,7 @@ class TaughtMasterConfig(TrainMasterConfig):
     """The base class of the configurations of GRPO and PPO runs, which can also learn from teachers: models that score
     the policy's samples (`on_policy_distillation`)."""
 
-    on_policy_distillation: OnPolicyDistillationConfig | None = section(
-        OnPolicyDistillationConfig, "teachers, for adv_estimator.name opd; null: none"
-    )
+    on_policy_distillation: OnPolicyDistillationConfig | None = section(OnPolicyDistillationConfig)
 
     @property
     def teachers(self) -> dict[str, str]:
@@ -221,7 +215,7 @@ class GRPOMasterConfig(TaughtMasterConfig):
     """The configuration of a GRPO, DAPO or ProRLv2 run (`run_grpo_math`)."""
 
     algorithm = "grpo"
-    grpo: GRPOConfig = section(GRPOConfig, "training loop")
+    grpo: GRPOConfig = section(GRPOConfig)
 
 
 class DistillationMasterConfig(TrainMasterConfig):
@@ -229,9 +223,9 @@ class DistillationMasterConfig(TrainMasterConfig):
     policy learns from these scores."""
 
     algorithm = "distillation"
-    distillation: DistillationConfig = section(DistillationConfig, "training loop")
+    distillation: DistillationConfig = section(DistillationConfig)
     teacher: TeacherConfig = key(..., "The teacher.")
-    loss_fn: DistillationLossConfig = section(DistillationLossConfig, "loss of the policy")
+    loss_fn: DistillationLossConfig = section(DistillationLossConfig)
 
     @property
     def teachers(self) -> dict[str, str]:
@@ -246,9 +240,9 @@ class PPOMasterConfig(TaughtMasterConfig):
     """The configuration of a PPO run (`run_ppo`)."""
 
     algorithm = "ppo"
-    ppo: PPOConfig = section(PPOConfig, "training loop")
-    value_loss_fn: MseValueLossConfig = section(MseValueLossConfig, "loss of the critic")
-    value: ValueConfig = section(ValueConfig, "critic")
+    ppo: PPOConfig = section(PPOConfig)
+    value_loss_fn: MseValueLossConfig = section(MseValueLossConfig)
+    value: ValueConfig = section(ValueConfig)
 
     @property
     def has_critic(self) -> bool:
@@ -267,8 +261,8 @@ class SFTMasterConfig(TrainMasterConfig):
     """The configuration of supervised fine-tuning on the answers of a dataset (`run_sft`)."""
 
     algorithm = "sft"
-    sft: SFTConfig = section(SFTConfig, "training loop")
-    loss_fn: SFTLossConfig = section(SFTLossConfig, "loss of the policy")
+    sft: SFTConfig = section(SFTConfig)
+    loss_fn: SFTLossConfig = section(SFTLossConfig)
 
     def fill_defaults(self) -> None:
         super().fill_defaults()
@@ -283,12 +277,12 @@ class SFTMasterConfig(TrainMasterConfig):
 class EvalMasterConfig(MasterConfig):
     """The configuration of an evaluation (`run_eval`)."""
 
-    eval: EvalConfig = section(EvalConfig, "metric and number of responses")
+    eval: EvalConfig = section(EvalConfig)
     generation: EvalGenerationConfig = key(..., "Model, sampling and engine.")
-    tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
+    tokenizer: TokenizerConfig = section(TokenizerConfig)
     data: EvalDataConfig = key(..., "The dataset.")
     env: EnvConfigs = key({}, "Environments by name.")
-    cluster: ClusterConfig = section(ClusterConfig, "devices")
+    cluster: ClusterConfig = section(ClusterConfig)
 
     def _check_together(self, report: Report) -> None:
         rules.check_eval(self, report)

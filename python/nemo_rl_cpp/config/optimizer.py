@@ -74,9 +74,8 @@ class OptimizerKwargs(Section):
 
     lr: NonNegative = key(5e-6, "Learning rate.")
     weight_decay: NonNegative = key(0.01, "Decoupled weight decay.")
-    betas: list[Real] = key(
-        [0.9, 0.999], "Decay rates of the first and the second moment, each in [0, 1).", min_length=2, max_length=2
-    )
+    betas: list[Real] = key([0.9, 0.999], min_length=2, max_length=2)
+    """Decay rates of the first and the second moment, each in [0, 1)."""
     eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
     exp_avg_dtype: MomentDtype = _EXP_AVG_DTYPE
     exp_avg_sq_dtype: MomentDtype = _EXP_AVG_SQ_DTYPE
@@ -86,11 +85,9 @@ class OptimizerKwargs(Section):
 class OptimizerConfig(Section):
     """Settings of the optimizer: its name and its arguments."""
 
-    name: Annotated[Literal["torch.optim.AdamW"], BeforeValidator(_adamw)] = key(
-        "torch.optim.AdamW",
-        "Optimizer. AdamW is the only one. The name of Transformer Engine's FusedAdam is read as AdamW: it has the same "
-        "formula.",
-    )
+    name: Annotated[Literal["torch.optim.AdamW"], BeforeValidator(_adamw)] = "torch.optim.AdamW"
+    """Optimizer. AdamW is the only one. The name of Transformer Engine's FusedAdam is read as AdamW: it has the same
+    formula."""
     kwargs: OptimizerKwargs = key(None, "Arguments of the optimizer.", validate_default=True)
 
     @model_validator(mode="before")
@@ -155,21 +152,17 @@ class MegatronOptimizerConfig(Section):
 class MegatronSchedulerConfig(Section):
     """Megatron's schedule of learning rate and weight decay. Used if megatron_cfg.enabled is true."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = key(
-        "constant", "Shape of the learning rate's decay after the warm-up."
-    )
-    lr_decay_iters: Positive | None = key(
-        1000,
-        "Step at which the learning rate reaches min_lr. null: the last step of the run (max_num_steps or "
-        "max_num_epochs).",
-    )
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    """Shape of the learning rate's decay after the warm-up."""
+    lr_decay_iters: Positive | None = 1000
+    """Step at which the learning rate reaches min_lr. null: the last step of the run (max_num_steps or
+    max_num_epochs)."""
     lr_warmup_iters: Count = key(13, "Number of linear warm-up steps.")
     lr_warmup_init: NonNegative = key(5e-7, "Learning rate at the start of the warm-up.")
     start_weight_decay: NonNegative | None = key(None, "Weight decay at the start. null: optimizer.weight_decay.")
     end_weight_decay: NonNegative | None = key(None, "Weight decay at the end. null: optimizer.weight_decay.")
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = key(
-        "constant", "Shape of the change from start_weight_decay to end_weight_decay."
-    )
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the change from start_weight_decay to end_weight_decay."""
 
 
 @dataclass(frozen=True)
@@ -275,13 +268,12 @@ class DTensorConfig(Section):
 
     is_switched = True
     enabled: bool = key(True, "Use optimizer, scheduler and max_grad_norm of the section that contains dtensor_cfg.")
-    activation_checkpointing: bool = key(
-        False, "Recompute activations in the backward pass. This needs less memory and more time."
-    )
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass. This needs less memory and more time."""
     tensor_parallel_size: Positive = key(1, _TENSOR)
     context_parallel_size: Positive = key(1, _FOLDED)
     expert_parallel_size: Positive = key(1, _FOLDED)
-    lora_cfg: LoraConfig = section(LoraConfig, "LoRA: low-rank adapters instead of all weights")
+    lora_cfg: LoraConfig = section(LoraConfig)
 
 
 class MegatronCheckpointConfig(Section):
@@ -297,18 +289,15 @@ class DDPConfig(Section):
     `overlap_grad_reduce` and `data_parallel_sharding_strategy` of the section `policy` or `value` take precedence
     unless they are null."""
 
-    overlap_grad_reduce: bool = key(
-        True, "With several processes: reduce gradients during the backward pass. false: after it."
+    overlap_grad_reduce: bool = True
+    """With several processes: reduce gradients during the backward pass. false: after it."""
+    use_custom_fsdp: bool = False
+    """Use data_parallel_sharding_strategy of this section. false: the strategy is optim."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
+        "optim_grads_params"
     )
-    use_custom_fsdp: bool = key(
-        False, "Use data_parallel_sharding_strategy of this section. false: the strategy is optim."
-    )
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = key(
-        "optim_grads_params",
-        "With use_custom_fsdp: what is sharded over the processes. no_shard and optim: optimizer state and "
-        "master weights (ZeRO-1). optim_grads and optim_grads_params: gradients as well (ZeRO-2). Each "
-        "process always has all weights.",
-    )
+    """With use_custom_fsdp: what is sharded over the processes. no_shard and optim: optimizer state and master weights
+    (ZeRO-1). optim_grads and optim_grads_params: gradients as well (ZeRO-2). Each process always has all weights."""
 
 
 class Fp8Config(Section):
@@ -320,51 +309,36 @@ class MegatronConfig(Section):
 
     is_switched = True
     enabled: bool = key(False, "Use the optimizer, scheduler and clip_grad of this section.")
-    activation_checkpointing: bool = key(
-        False, "Recompute activations in the backward pass. This needs less memory and more time."
-    )
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass. This needs less memory and more time."""
     tensor_model_parallel_size: Positive = key(1, _TENSOR)
     pipeline_model_parallel_size: Positive = key(1, _FOLDED)
     context_parallel_size: Positive = key(1, _FOLDED)
     expert_tensor_parallel_size: Positive = key(1, _FOLDED)
     expert_model_parallel_size: Positive = key(1, _FOLDED)
-    optimizer: MegatronOptimizerConfig = section(MegatronOptimizerConfig, "optimizer")
-    scheduler: MegatronSchedulerConfig = section(
-        MegatronSchedulerConfig, "learning rate and weight decay over the steps"
-    )
-    checkpoint: MegatronCheckpointConfig = section(
-        MegatronCheckpointConfig, "Megatron's checkpoint format, not used here"
-    )
-    peft: PeftConfig = section(PeftConfig, "Megatron's LoRA (not supported; see dtensor_cfg.lora_cfg)")
-    distributed_data_parallel_config: DDPConfig = section(DDPConfig, "gradient exchange")
-    fp8_cfg: Fp8Config | None = section(Fp8Config, "FP8 (not supported)")
-    moe_router_bias_update_rate: NonNegative = key(
-        0.0,
-        "Balances the experts of sigmoid routers without a loss (Wang et al., 2024): each optimizer step adds the rate to "
-        "the bias of an expert that fewer tokens than the average chose, and subtracts it from the others. Shared "
-        "prompts are then computed for each response, so that every token counts. 0: biases keep their values.",
-    )
-    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = key(
-        "none",
-        "Loss that balances the experts of softmax routers (native backend). seq_aux_loss: Megatron's, over each "
-        "sequence. aux_loss: the same; Megatron computes it over each micro-batch, on which it must not depend here. "
-        "Shared prompts are then computed for each response. moe/load_balancing_loss reports it; 1 is balanced.",
-    )
-    moe_aux_loss_coeff: NonNegative | None = key(
-        None,
-        "Weight of the loss that moe_router_load_balancing_type selects: a mean over the sequences of a global batch, "
-        "summed over the layers. null: router_aux_loss_coef of the model's config.json.",
-    )
-    freeze_moe_router: bool = key(
-        True,
-        "Freeze the weights of a mixture of experts' routers: no gradient and no weight decay. Used if "
-        "megatron_cfg.enabled is true. The biases of sigmoid routers still follow moe_router_bias_update_rate.",
-    )
-    mtp_num_layers: Count = key(
-        0,
-        "Accepted without effect if mtp_detach_heads is true, because NeMo RL's files contain it; otherwise only 0. "
-        "Heads for multi-token prediction are not trained, and saved models do not have them; a notice reports this.",
-    )
+    optimizer: MegatronOptimizerConfig = section(MegatronOptimizerConfig)
+    scheduler: MegatronSchedulerConfig = section(MegatronSchedulerConfig)
+    checkpoint: MegatronCheckpointConfig = section(MegatronCheckpointConfig)
+    peft: PeftConfig = section(PeftConfig)
+    distributed_data_parallel_config: DDPConfig = section(DDPConfig)
+    fp8_cfg: Fp8Config | None = section(Fp8Config)
+    moe_router_bias_update_rate: NonNegative = 0.0
+    """Balances the experts of sigmoid routers without a loss (Wang et al., 2024): each optimizer step adds the rate to
+    the bias of an expert that fewer tokens than the average chose, and subtracts it from the others. Shared prompts are
+    then computed for each response, so that every token counts. 0: biases keep their values."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
+    """Loss that balances the experts of softmax routers (native backend). seq_aux_loss: Megatron's, over each sequence.
+    aux_loss: the same; Megatron computes it over each micro-batch, on which it must not depend here. Shared prompts are
+    then computed for each response. moe/load_balancing_loss reports it; 1 is balanced."""
+    moe_aux_loss_coeff: NonNegative | None = None
+    """Weight of the loss that moe_router_load_balancing_type selects: a mean over the sequences of a global batch,
+    summed over the layers. null: router_aux_loss_coef of the model's config.json."""
+    freeze_moe_router: bool = True
+    """Freeze the weights of a mixture of experts' routers: no gradient and no weight decay. Used if
+    megatron_cfg.enabled is true. The biases of sigmoid routers still follow moe_router_bias_update_rate."""
+    mtp_num_layers: Count = 0
+    """Accepted without effect if mtp_detach_heads is true, because NeMo RL's files contain it; otherwise only 0. Heads
+    for multi-token prediction are not trained, and saved models do not have them; a notice reports this."""
 
 
 PARALLEL_SIZES = {

@@ -22,78 +22,54 @@ class LengthPenaltyParams(Section):
     reasoning_bonus: NonNegative = key(0.0, "Added to the reward of the correct response with the shortest reasoning.")
     answer_bonus: NonNegative = key(0.0, "Added to the reward of the correct response with the shortest answer.")
     total_bonus: NonNegative = key(0.0, "Added to the reward of the shortest correct response.")
-    longest_reasoning_penalty: NonNegative = key(
-        0.0, "Subtracted from the reward of the correct response with the longest reasoning."
-    )
-    longest_answer_penalty: NonNegative = key(
-        0.0, "Subtracted from the reward of the correct response with the longest answer."
-    )
+    longest_reasoning_penalty: NonNegative = 0.0
+    """Subtracted from the reward of the correct response with the longest reasoning."""
+    longest_answer_penalty: NonNegative = 0.0
+    """Subtracted from the reward of the correct response with the longest answer."""
     longest_total_penalty: NonNegative = key(0.0, "Subtracted from the reward of the longest correct response.")
-    group_reasoning_length_penalty_coeff: NonNegative = key(
-        0.0,
-        "Coefficient c of a reward term for the length of the reasoning. With w = 1 - (length - min) / (max "
-        "- min) over the correct responses of the group, c * (w - mean(w)) is added. Shorter ones gain what "
-        "longer ones lose. 0: off.",
-    )
-    group_answer_length_penalty_coeff: NonNegative = key(
-        0.0, "Like group_reasoning_length_penalty_coeff, for the length of the answer."
-    )
-    group_total_length_penalty_coeff: NonNegative = key(
-        0.0, "Like group_reasoning_length_penalty_coeff, for the length of the whole response."
-    )
-    reasoning_zmad_threshold: NonNegative = key(
-        0.0,
-        "A correct response is an outlier if the modified z-score of the length of its reasoning, 0.6745 "
-        "(length - median) / MAD, is above this threshold. 0: off.",
-    )
-    reasoning_zmad_penalty: NonNegative = key(
-        0.0, "Subtracted from the reward of each outlier of reasoning_zmad_threshold."
-    )
-    answer_zmad_threshold: NonNegative = key(
-        0.0, "Like reasoning_zmad_threshold, for the length of the answer. 0: off."
-    )
+    group_reasoning_length_penalty_coeff: NonNegative = 0.0
+    """Coefficient c of a reward term for the length of the reasoning. With w = 1 - (length - min) / (max - min) over
+    the correct responses of the group, c * (w - mean(w)) is added. Shorter ones gain what longer ones lose. 0: off."""
+    group_answer_length_penalty_coeff: NonNegative = 0.0
+    """Like group_reasoning_length_penalty_coeff, for the length of the answer."""
+    group_total_length_penalty_coeff: NonNegative = 0.0
+    """Like group_reasoning_length_penalty_coeff, for the length of the whole response."""
+    reasoning_zmad_threshold: NonNegative = 0.0
+    """A correct response is an outlier if the modified z-score of the length of its reasoning, 0.6745 (length - median)
+    / MAD, is above this threshold. 0: off."""
+    reasoning_zmad_penalty: NonNegative = 0.0
+    """Subtracted from the reward of each outlier of reasoning_zmad_threshold."""
+    answer_zmad_threshold: NonNegative = 0.0
+    """Like reasoning_zmad_threshold, for the length of the answer. 0: off."""
     answer_zmad_penalty: NonNegative = key(0.0, "Subtracted from the reward of each outlier of answer_zmad_threshold.")
-    total_zmad_threshold: NonNegative = key(
-        0.0, "Like reasoning_zmad_threshold, for the length of the whole response. 0: off."
-    )
+    total_zmad_threshold: NonNegative = 0.0
+    """Like reasoning_zmad_threshold, for the length of the whole response. 0: off."""
     total_zmad_penalty: NonNegative = key(0.0, "Subtracted from the reward of each outlier of total_zmad_threshold.")
-    profiled_length_penalty: NonNegative = key(
-        0.0,
-        "Subtracted from the reward of each correct response that is too long for its prompt. The limit is "
-        "mean + profiled_length_n_std * standard deviation of earlier lengths: the prompt's "
-        "profiled_output_lengths in extra_env_info for which profiled_rewards is above 0.",
-    )
-    profiled_length_n_std: Real = key(
-        1.0, "Number of standard deviations above the mean at which profiled_length_penalty begins."
-    )
-    profiled_length_min_samples: Positive = key(
-        2, "Minimum number of profiled_rewards above 0. A prompt with fewer gets no profiled_length_penalty."
-    )
-    pass_rate_length_penalty_weight: NonNegative = key(
-        0.0,
-        "Weight w of a penalty for long responses to easy prompts. The amount w * (fraction of correct "
-        "responses in the group) * (length / length of the longest correct response) is subtracted from the "
-        "reward of each correct response.",
-    )
+    profiled_length_penalty: NonNegative = 0.0
+    """Subtracted from the reward of each correct response that is too long for its prompt. The limit is mean +
+    profiled_length_n_std * standard deviation of earlier lengths: the prompt's profiled_output_lengths in
+    extra_env_info for which profiled_rewards is above 0."""
+    profiled_length_n_std: Real = 1.0
+    """Number of standard deviations above the mean at which profiled_length_penalty begins."""
+    profiled_length_min_samples: Positive = 2
+    """Minimum number of profiled_rewards above 0. A prompt with fewer gets no profiled_length_penalty."""
+    pass_rate_length_penalty_weight: NonNegative = 0.0
+    """Weight w of a penalty for long responses to easy prompts. The amount w * (fraction of correct responses in the
+    group) * (length / length of the longest correct response) is subtracted from the reward of each correct
+    response."""
     profile_band_total: bool = key(False, "Multiply the reward by the factor of the band `total` of profile_band.")
-    profile_band_reasoning: bool = key(
-        False, "Multiply the reward by the factor of the band `reasoning` of profile_band."
-    )
+    profile_band_reasoning: bool = False
+    """Multiply the reward by the factor of the band `reasoning` of profile_band."""
     profile_band_answer: bool = key(False, "Multiply the reward by the factor of the band `answer` of profile_band.")
-    group_length_penalty_profile_gate: bool = key(
-        False,
-        "Apply the keys `group_*_length_penalty_coeff` only to groups whose mean length is above a value of "
-        "profile_band. The next three keys choose the length and the value.",
-    )
-    group_length_penalty_profile_gate_channel: Literal["total", "reasoning", "answer"] = key(
-        "total", "Gate: the length and the band that are compared."
-    )
-    group_length_penalty_profile_gate_field: Literal["a", "b", "f"] = key(
-        "a", "Gate: the value of the band that the mean length is compared with."
-    )
-    group_length_penalty_profile_gate_positive_only: bool = key(
-        True, "Gate: take the mean length over the correct responses of the group. false: over all of its responses."
-    )
+    group_length_penalty_profile_gate: bool = False
+    """Apply the keys `group_*_length_penalty_coeff` only to groups whose mean length is above a value of profile_band.
+    The next three keys choose the length and the value."""
+    group_length_penalty_profile_gate_channel: Literal["total", "reasoning", "answer"] = "total"
+    """Gate: the length and the band that are compared."""
+    group_length_penalty_profile_gate_field: Literal["a", "b", "f"] = "a"
+    """Gate: the value of the band that the mean length is compared with."""
+    group_length_penalty_profile_gate_positive_only: bool = True
+    """Gate: take the mean length over the correct responses of the group. false: over all of its responses."""
 
 
 class ProfileBandChannel(Section):
@@ -124,7 +100,7 @@ class ProfileBandConfig(Section):
     """Settings of factors that multiply the rewards of correct responses, according to the lengths of a response."""
 
     enabled: bool = key(False, "Multiply rewards by the factors of the bands.")
-    defaults: ProfileBandDefaults = section(ProfileBandDefaults, "the bands")
+    defaults: ProfileBandDefaults = section(ProfileBandDefaults)
 
 
 class LengthPenaltyConfig(Section):
@@ -132,12 +108,10 @@ class LengthPenaltyConfig(Section):
     only; this package applies it to every environment."""
 
     verbose: bool = key(False, "Print the rewards before and after, and the lengths, of each group.")
-    default: LengthPenaltyParams = section(LengthPenaltyParams, "settings of all environments")
-    agent_overrides: dict[str, LengthPenaltyParams | None] | None = key(
-        None,
-        "Settings that differ from `default`, by task. A task is the name of a dataset (in NeMo RL, of an "
-        "agent). null: none.",
-    )
+    default: LengthPenaltyParams = section(LengthPenaltyParams)
+    agent_overrides: dict[str, LengthPenaltyParams | None] | None = None
+    """Settings that differ from `default`, by task. A task is the name of a dataset (in NeMo RL, of an agent). null:
+    none."""
     profile_band: ProfileBandConfig | None = key(None, "Reward factors by length. null: none.")
 
     def bands(self) -> dict[str, ProfileBandChannel]:
@@ -165,16 +139,12 @@ class RewardPenaltyTokenIds(Section):
     """Token ids that the penalties of `reward_penalties` look for."""
 
     unwanted: list[Int] = key([], "penalize_unwanted_tokens: token ids that a response must not contain.")
-    think_open: Int | None = key(
-        None,
-        "penalize_malformed_think_tag: id of the token `<think>`. null: the tokenizer's id, if the tag is a "
-        "single token.",
-    )
-    think_close: Int | None = key(
-        None,
-        "penalize_malformed_think_tag: id of the token `</think>`. null: the tokenizer's id, if the tag is a "
-        "single token.",
-    )
+    think_open: Int | None = None
+    """penalize_malformed_think_tag: id of the token `<think>`. null: the tokenizer's id, if the tag is a single
+    token."""
+    think_close: Int | None = None
+    """penalize_malformed_think_tag: id of the token `</think>`. null: the tokenizer's id, if the tag is a single
+    token."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardPenaltyTokenIds:
@@ -193,18 +163,14 @@ class RewardPenaltyConfig(Section):
     reasoning, has no answer, contains unwanted tokens or has misplaced think tags. NeMo RL applies this section to NeMo
     Gym only; this package applies it to every environment."""
 
-    penalize_duplicated_reasoning: bool = key(
-        False, "Set the reward to 0 if the answer repeats the reasoning (the text before `</think>`)."
-    )
-    penalize_empty_final_answer: bool = key(
-        False, "Set the reward to 0 if the last response has no answer after its reasoning."
-    )
+    penalize_duplicated_reasoning: bool = False
+    """Set the reward to 0 if the answer repeats the reasoning (the text before `</think>`)."""
+    penalize_empty_final_answer: bool = False
+    """Set the reward to 0 if the last response has no answer after its reasoning."""
     penalize_unwanted_tokens: bool = key(False, "Set the reward to 0 if a response contains one of token_ids.unwanted.")
-    penalize_malformed_think_tag: bool = key(
-        False,
-        "Set the reward to 0 if a response contains `<think>`. Also if the prompt has opened thinking and the response "
-        "does not close it exactly once, or if the response closes thinking that the prompt has not opened.",
-    )
+    penalize_malformed_think_tag: bool = False
+    """Set the reward to 0 if a response contains `<think>`. Also if the prompt has opened thinking and the response
+    does not close it exactly once, or if the response closes thinking that the prompt has not opened."""
     token_ids: RewardPenaltyTokenIds | None = key(None, "Token ids that the penalties read.")
 
     @model_validator(mode="after")

@@ -58,29 +58,22 @@ Schedule = Annotated[list[SchedulerStage], BeforeValidator(lambda value: [value]
 class TokenizerConfig(Section):
     """Settings of the tokenizer and its chat template."""
 
-    name: str | None = key(
-        None, "Tokenizer: a local folder, or a name on the Hugging Face Hub. null: policy.model_name."
-    )
-    chat_template: str | None = key(
-        "default",
-        "Chat template of the prompts. default: the tokenizer's. null: none, prompts are plain text. "
-        "Otherwise a .jinja file, or the template itself.",
-    )
+    name: str | None = None
+    """Tokenizer: a local folder, or a name on the Hugging Face Hub. null: policy.model_name."""
+    chat_template: str | None = "default"
+    """Chat template of the prompts. default: the tokenizer's. null: none, prompts are plain text. Otherwise a .jinja
+    file, or the template itself."""
     chat_template_kwargs: dict[str, object] | None = key(None, "Arguments of the chat template. null: none.")
 
 
 class TokenBudget(Section):
     """Settings of the token budget of a micro-batch."""
 
-    train_mb_tokens: Positive | None = key(
-        None,
-        "Maximum number of tokens in a training micro-batch. null: max_total_sequence_length * train_micro_batch_size.",
-    )
-    logprob_mb_tokens: Positive | None = key(
-        None,
-        "Maximum number of tokens in a micro-batch of the log-probability pass. null: "
-        "max_total_sequence_length * logprob_batch_size.",
-    )
+    train_mb_tokens: Positive | None = None
+    """Maximum number of tokens in a training micro-batch. null: max_total_sequence_length * train_micro_batch_size."""
+    logprob_mb_tokens: Positive | None = None
+    """Maximum number of tokens in a micro-batch of the log-probability pass. null: max_total_sequence_length *
+    logprob_batch_size."""
 
 
 class DynamicBatchingConfig(TokenBudget):
@@ -88,9 +81,8 @@ class DynamicBatchingConfig(TokenBudget):
     combined with sequence_packing."""
 
     enabled: bool = key(False, "Sort sequences by length and fill each micro-batch up to the token budget.")
-    sequence_length_round: Positive = key(
-        64, "Lengths are rounded up to a multiple of this number before micro-batches are formed."
-    )
+    sequence_length_round: Positive = 64
+    """Lengths are rounded up to a multiple of this number before micro-batches are formed."""
 
 
 class SequencePackingConfig(TokenBudget):
@@ -98,16 +90,12 @@ class SequencePackingConfig(TokenBudget):
     budget."""
 
     enabled: bool = key(True, "Pack sequences.")
-    algorithm: PackingAlgorithm = key(
-        "modified_first_fit_decreasing",
-        "Bin-packing algorithm that assigns sequences to micro-batches. With share_prompt_prefix it assigns "
-        "whole groups.",
-    )
-    microbatch_order: Literal["packer", "largest_first"] | None = key(
-        "packer",
-        "Order of the micro-batches. packer or null: by their first sequence. largest_first: by their number "
-        "of tokens, largest first.",
-    )
+    algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
+    """Bin-packing algorithm that assigns sequences to micro-batches. With share_prompt_prefix it assigns whole
+    groups."""
+    microbatch_order: Literal["packer", "largest_first"] | None = "packer"
+    """Order of the micro-batches. packer or null: by their first sequence. largest_first: by their number of tokens,
+    largest first."""
 
 
 class DraftConfig(Section):
@@ -127,11 +115,9 @@ class RouterReplayConfig(Section):
 class HfConfig(Section):
     """Settings with which transformers loads a model. Used if the section's key `backend` is hf."""
 
-    attn_implementation: str | None = key(
-        None,
-        "transformers' name of the attention implementation: sdpa, eager, flash_attention_2, ... null: "
-        "transformers chooses.",
-    )
+    attn_implementation: str | None = None
+    """transformers' name of the attention implementation: sdpa, eager, flash_attention_2, ... null: transformers
+    chooses."""
     trust_remote_code: bool = key(False, "Run the Python code in the model's folder (auto_map). Read the code first.")
 
 
@@ -149,71 +135,52 @@ class TrainedModelConfig(Section):
         **{f"automodel_cfg.{key}": f"dtensor_cfg.{key}" for key, _ in fields_of(DTensorConfig)},
     }
     backend: Backend | None = key(None, "Implementation that trains: native or hf. null: the policy's.")
-    hf_cfg: HfConfig = section(HfConfig, "how transformers loads the model (backend hf)")
-    model_name: str | None = key(
-        None,
-        "Model: a local folder, a GGUF file, a packaged model, or a name on the Hugging Face Hub. null: the policy's.",
-    )
+    hf_cfg: HfConfig = section(HfConfig)
+    model_name: str | None = None
+    """Model: a local folder, a GGUF file, a packaged model, or a name on the Hugging Face Hub. null: the policy's."""
     hf_config_overrides: dict[str, object] | None = key({}, "Values that replace entries of the model's config.json.")
-    tokenizer: TokenizerConfig = section(TokenizerConfig, "tokenizer and chat template")
+    tokenizer: TokenizerConfig = section(TokenizerConfig)
     train_global_batch_size: Positive | None = key(None, "Number of samples per optimizer step. null: the policy's.")
-    train_micro_batch_size: Positive | None = key(
-        None,
-        "Number of samples in a training micro-batch. With sequence packing or dynamic batching the token "
-        "budget decides instead. null: the policy's.",
-    )
-    logprob_batch_size: Positive | None = key(
-        None, "Number of samples in a micro-batch of the log-probability pass. null: train_micro_batch_size."
-    )
-    max_total_sequence_length: Positive | None = key(
-        None, "Maximum length of a sequence (prompt and response) in tokens. null: the policy's."
-    )
-    precision: Precision = key(
-        "bfloat16",
-        "Precision of the model. bfloat16: compute in bfloat16, with float32 master weights and optimizer "
-        "state. float32: everything in float32.",
-    )
-    quantization: Quantization | None = key(
-        None,
-        "With LoRA: format of the frozen matrices of the layers. q8_0 and q4_0, in llama.cpp's blocks, take 8.5 and 4.5 "
-        "bits per weight, and embedding and LM head 8.5; nf4, bitsandbytes' format, takes 5. null: they are in "
-        "`precision`. See docs/lora.md.",
-    )
+    train_micro_batch_size: Positive | None = None
+    """Number of samples in a training micro-batch. With sequence packing or dynamic batching the token budget decides
+    instead. null: the policy's."""
+    logprob_batch_size: Positive | None = None
+    """Number of samples in a micro-batch of the log-probability pass. null: train_micro_batch_size."""
+    max_total_sequence_length: Positive | None = None
+    """Maximum length of a sequence (prompt and response) in tokens. null: the policy's."""
+    precision: Precision = "bfloat16"
+    """Precision of the model. bfloat16: compute in bfloat16, with float32 master weights and optimizer state. float32:
+    everything in float32."""
+    quantization: Quantization | None = None
+    """With LoRA: format of the frozen matrices of the layers. q8_0 and q4_0, in llama.cpp's blocks, take 8.5 and 4.5
+    bits per weight, and embedding and LM head 8.5; nf4, bitsandbytes' format, takes 5. null: they are in `precision`.
+    See docs/lora.md."""
     make_sequence_length_divisible_by: Positive = key(1, "The length of padded batches is a multiple of this number.")
-    max_grad_norm: NonNegative | None = key(
-        1.0, "Maximum global norm of the gradient. null or 0: no clipping. Used if dtensor_cfg.enabled is true."
-    )
-    optimizer: OptimizerConfig | None = section(OptimizerConfig, "the optimizer (read with dtensor_cfg.enabled)")
-    scheduler: Schedule | None = key(
-        None,
-        "List of learning-rate schedules, which follow each other. null: constant learning rate. Used if "
-        "dtensor_cfg.enabled is true.",
-    )
-    dtensor_cfg: DTensorConfig = section(DTensorConfig, "NeMo RL's PyTorch backend")
-    megatron_cfg: MegatronConfig = section(MegatronConfig, "NeMo RL's Megatron backend")
-    gradient_blocks: Positive | None = key(
-        None,
-        "Number of blocks of a global batch, a power of two. The gradients of the blocks are summed in a "
-        "fixed tree, so the trained weights are bit-identical for every number of processes that divides it. "
-        "Each doubling needs memory for one more gradient in a process that has all blocks. null: one block "
-        "per process; for the critic: policy.gradient_blocks.",
-    )
-    data_parallel_sharding_strategy: Literal["optim", "optim_grads"] | None = key(
-        None,
-        "What is sharded over the training processes. optim: optimizer state and master weights (ZeRO-1). optim_grads: "
-        "gradients as well (ZeRO-2), which saves memory if a block of gradient_blocks is one micro-batch. The weights "
-        "are bit-identical. null: the strategy of megatron_cfg.distributed_data_parallel_config if megatron_cfg is "
-        "enabled, otherwise optim; for the critic: the policy's key.",
-    )
-    overlap_grad_reduce: bool | None = key(
-        None,
-        "true: reduce gradients over the processes layer by layer during the last backward pass. false: after it. The "
-        "weights are bit-identical. null: the value of megatron_cfg.distributed_data_parallel_config if megatron_cfg "
-        "is enabled, otherwise false; for the critic: the policy's key.",
-    )
+    max_grad_norm: NonNegative | None = 1.0
+    """Maximum global norm of the gradient. null or 0: no clipping. Used if dtensor_cfg.enabled is true."""
+    optimizer: OptimizerConfig | None = section(OptimizerConfig)
+    scheduler: Schedule | None = None
+    """List of learning-rate schedules, which follow each other. null: constant learning rate. Used if
+    dtensor_cfg.enabled is true."""
+    dtensor_cfg: DTensorConfig = section(DTensorConfig)
+    megatron_cfg: MegatronConfig = section(MegatronConfig)
+    gradient_blocks: Positive | None = None
+    """Number of blocks of a global batch, a power of two. The gradients of the blocks are summed in a fixed tree, so
+    the trained weights are bit-identical for every number of processes that divides it. Each doubling needs memory for
+    one more gradient in a process that has all blocks. null: one block per process; for the critic:
+    policy.gradient_blocks."""
+    data_parallel_sharding_strategy: Literal["optim", "optim_grads"] | None = None
+    """What is sharded over the training processes. optim: optimizer state and master weights (ZeRO-1). optim_grads:
+    gradients as well (ZeRO-2), which saves memory if a block of gradient_blocks is one micro-batch. The weights are
+    bit-identical. null: the strategy of megatron_cfg.distributed_data_parallel_config if megatron_cfg is enabled,
+    otherwise optim; for the critic: the policy's key."""
+    overlap_grad_reduce: bool | None = None
+    """true: reduce gradients over the processes layer by layer during the last backward pass. false: after it. The
+    weights are bit-identical. null: the value of megatron_cfg.distributed_data_parallel_config if megatron_cfg is
+    enabled, otherwise false; for the critic: the policy's key."""
     share_prompt_prefix: bool = key(True, "Compute the prompt of a group only once in training. backend native only.")
-    dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "micro-batches of similar lengths")
-    sequence_packing: SequencePackingConfig = section(SequencePackingConfig, "micro-batches without padding")
+    dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig)
+    sequence_packing: SequencePackingConfig = section(SequencePackingConfig)
 
     @model_validator(mode="after")
     def _one_backend(self) -> TrainedModelConfig:
@@ -342,68 +309,44 @@ def fill(target: Section, **values: object) -> None:
 class PolicyConfig(TrainedModelConfig):
     """Settings of the policy: its model, training and generation."""
 
-    model_name: str = key(
-        ...,
-        "Model to train: a local folder, a GGUF file, a packaged model (smollm2-135m-instruct), tiny-random, or a name on "
-        "the Hugging Face Hub.",
-    )
-    train_global_batch_size: Positive = key(
-        512,
-        "Number of samples per optimizer step. The samples of a step (prompts * responses) must be a multiple of it.",
-    )
-    train_micro_batch_size: Positive = key(
-        4,
-        "Number of samples in a training micro-batch. With sequence packing or dynamic batching the token "
-        "budget decides instead.",
-    )
+    model_name: str
+    """Model to train: a local folder, a GGUF file, a packaged model (smollm2-135m-instruct), tiny-random, or a name on
+    the Hugging Face Hub."""
+    train_global_batch_size: Positive = 512
+    """Number of samples per optimizer step. The samples of a step (prompts * responses) must be a multiple of it."""
+    train_micro_batch_size: Positive = 4
+    """Number of samples in a training micro-batch. With sequence packing or dynamic batching the token budget decides
+    instead."""
     max_total_sequence_length: Positive = key(512, "Maximum length of a sequence (prompt and response) in tokens.")
-    backend: Backend = key(
-        "native",
-        "Implementation that trains. native: the C++ core, for the architectures in docs/supported-models.md. hf: "
-        "transformers, for any causal language model; slower, and needs the extra `hf`.",
-    )
-    reuse_generation_logprobs: Literal["auto", "always", "never"] = key(
-        "auto",
-        "Use the log-probabilities of generation as those of the old policy, instead of recomputing them. "
-        "auto: as long as generation and training are bit-identical.",
-    )
-    memory_budget_gb: Annotated[float, Field(gt=0)] | None = key(
-        None,
-        "CPU only, native backend, one process: memory in GB that the run may take at its peak. As far as it is needed, "
-        "micro-batches get smaller, generation's activations are not kept, activation_checkpointing is set, and the KV "
-        "cache gets smaller, in this order. Keys that are set in the same file as this key, in a file that inherits from it, or "
-        "on the command line, keep their values. null: all keys do. See docs/supported-models.md.",
-    )
-    kept_activations_gb: NonNegative | None = key(
-        None,
-        "CPU only: memory in GB for keeping the activations of generation, with which the first update needs no "
-        "forward pass. null: a quarter of the free memory, if the activations of a step fit in it. 0: keep none.",
-    )
-    kept_activations_check_period: Count = key(
-        20,
-        "Number of steps between checks of the kept activations. In a check, the first update makes its own "
-        "forward pass, which is compared with generation's. 0: check only in the first step of a run.",
-    )
-    logprob_chunk_size: Positive | None = key(
-        None,
-        "backend hf: number of tokens whose float32 logits are in memory at a time. null: as many as fit in "
-        "64 MB. The native backend does not use it: its logits never take more than 224 MB.",
-    )
-    refit_buffer_size_gb: Annotated[float, Field(gt=0)] | None = key(
-        None,
-        "With policy.generation.colocated.enabled false: GB of weights in one message to the engines. null: 0.008.",
-    )
-    refit: Literal["full", "delta"] = key(
-        "full",
-        "With policy.generation.colocated.enabled false: weights that are sent to the engines. full: all. delta: only "
-        "those that have changed since the last refit, which pays with bfloat16 and small learning rates; the trainer "
-        "then keeps a copy of the previous weights. The engines' weights are the same either way.",
-    )
-    generation: GenerationConfig = section(GenerationConfig, "sampling and engine")
-    draft: DraftConfig | None = section(DraftConfig, "speculative decoding (not supported)")
-    router_replay: RouterReplayConfig | None = section(
-        RouterReplayConfig, "replay of expert routing, which the native core does not need"
-    )
+    backend: Backend = "native"
+    """Implementation that trains. native: the C++ core, for the architectures in docs/supported-models.md. hf:
+    transformers, for any causal language model; slower, and needs the extra `hf`."""
+    reuse_generation_logprobs: Literal["auto", "always", "never"] = "auto"
+    """Use the log-probabilities of generation as those of the old policy, instead of recomputing them. auto: as long as
+    generation and training are bit-identical."""
+    memory_budget_gb: Annotated[float, Field(gt=0)] | None = None
+    """CPU only, native backend, one process: memory in GB that the run may take at its peak. As far as it is needed,
+    micro-batches get smaller, generation's activations are not kept, activation_checkpointing is set, and the KV cache
+    gets smaller, in this order. Keys that are set in the same file as this key, in a file that inherits from it, or on
+    the command line, keep their values. null: all keys do. See docs/supported-models.md."""
+    kept_activations_gb: NonNegative | None = None
+    """CPU only: memory in GB for keeping the activations of generation, with which the first update needs no forward
+    pass. null: a quarter of the free memory, if the activations of a step fit in it. 0: keep none."""
+    kept_activations_check_period: Count = 20
+    """Number of steps between checks of the kept activations. In a check, the first update makes its own forward pass,
+    which is compared with generation's. 0: check only in the first step of a run."""
+    logprob_chunk_size: Positive | None = None
+    """backend hf: number of tokens whose float32 logits are in memory at a time. null: as many as fit in 64 MB. The
+    native backend does not use it: its logits never take more than 224 MB."""
+    refit_buffer_size_gb: Annotated[float, Field(gt=0)] | None = None
+    """With policy.generation.colocated.enabled false: GB of weights in one message to the engines. null: 0.008."""
+    refit: Literal["full", "delta"] = "full"
+    """With policy.generation.colocated.enabled false: weights that are sent to the engines. full: all. delta: only
+    those that have changed since the last refit, which pays with bfloat16 and small learning rates; the trainer then
+    keeps a copy of the previous weights. The engines' weights are the same either way."""
+    generation: GenerationConfig = section(GenerationConfig)
+    draft: DraftConfig | None = section(DraftConfig)
+    router_replay: RouterReplayConfig | None = section(RouterReplayConfig)
 
     def fill_defaults(self) -> None:
         self.fill_batching()
@@ -442,10 +385,10 @@ class ValueConfig(TrainedModelConfig):
     values."""
 
     backend: Backend | None = key(None, "Implementation that trains the critic: native or hf. null: policy.backend.")
-    tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig, "tokenizer")
+    tokenizer: ValueTokenizerConfig = section(ValueTokenizerConfig)
     precision: Precision | None = key(None, "Precision of the critic, float32 or bfloat16. null: policy.precision.")
-    sequence_packing: ValuePackingConfig = section(ValuePackingConfig, "micro-batches without padding")
-    reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig, "scalar head (always there)")
+    sequence_packing: ValuePackingConfig = section(ValuePackingConfig)
+    reward_model_cfg: RewardModelConfig | None = section(RewardModelConfig)
 
     def fill_from(self, policy: TrainedModelConfig) -> None:
         """Set the keys that are null to the values of the same keys in `policy`."""

@@ -376,10 +376,8 @@ def _fold_aliases(cls: type[Section], data: dict[str, object], report: Report) -
             continue
         value = parent.pop(name)
         if short in target and in_a_line(target[short], 10**4) != in_a_line(value, 10**4):
-            report.add(
-                spelling,
-                f"and {canonical} are one key with two values: {in_a_line(value)} and {in_a_line(target[short])}; give one",
-            )
+            values = f"{in_a_line(value)} and {in_a_line(target[short])}"
+            report.add(spelling, f"and {canonical} are one key with two values: {values}; give one")
         target[short] = value
     return data
 

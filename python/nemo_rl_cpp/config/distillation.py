@@ -143,11 +143,8 @@ def check_teachers(config: TaughtMasterConfig | DistillationMasterConfig, report
     taught = estimator.name == "opd"
     for name in ("proximal_teacher_alpha", "subtract_global_baseline", "outcome_advantage_weight"):
         if not taught and getattr(estimator, name) != type(estimator).model_fields[name].default:
-            report.add(
-                f"{key}.{name}",
-                f"is read by adv_estimator.name opd only, not {estimator.name}: leave it out",
-                f"{key}.name",
-            )
+            text = f"is read by adv_estimator.name opd only, not {estimator.name}: leave it out"
+            report.add(f"{key}.{name}", text, f"{key}.name")
     if config.algorithm != "distillation":
         _check_on_policy_distillation(config, taught, report)
     else:
@@ -157,10 +154,8 @@ def check_teachers(config: TaughtMasterConfig | DistillationMasterConfig, report
             _check_topk(config, report)
         _check_outside(config, report)
     if config.teachers and config.policy.backend != "native":
-        report.add(
-            "policy.backend",
-            f"is {config.policy.backend}, but a teacher is scored by the native core: set it to native",
-        )
+        text = f"is {config.policy.backend}, but a teacher is scored by the native core: set it to native"
+        report.add("policy.backend", text)
 
 
 def _check_outside(config: DistillationMasterConfig, report: Report) -> None:
@@ -184,9 +179,8 @@ def _check_topk(config: DistillationMasterConfig, report: Report) -> None:
     if loss.kl_type == "jensen":
         report.add(name, f"{where}goes with the kl_type forward, reverse and mixed, not jensen", "loss_fn.kl_type")
     if loss.zero_outside_topk and config.distillation.topk_of == "student":
-        report.add(
-            "loss_fn.zero_outside_topk", "is for the teacher's tokens: set distillation.topk_of to teacher", name
-        )
+        text = "is for the teacher's tokens: set distillation.topk_of to teacher"
+        report.add("loss_fn.zero_outside_topk", text, name)
     for filtered in ("top_p", "top_k"):
         if getattr(generation, filtered) not in (None, -1, 0, 1.0):
             text = f"{where}compares whole distributions: set policy.generation.{filtered} to null"
@@ -201,21 +195,14 @@ def _check_on_policy_distillation(config: TaughtMasterConfig, taught: bool, repo
     chosen, estimator = f"{config.algorithm}.adv_estimator.name", config.loop.adv_estimator.name
     if not config.teachers:
         if taught:
-            report.add(
-                chosen,
-                "is opd, which needs a teacher: set on_policy_distillation.enabled=true and name its model in "
-                "on_policy_distillation.teacher_model_by_agent_name",
-                f"{own}.enabled",
-            )
+            text = f"is opd, which needs a teacher: set {own}.enabled=true and {own}.teacher_model_by_agent_name"
+            report.add(chosen, text, f"{own}.enabled")
         elif teaching is not None and teaching.enabled:
             report.add(f"{own}.teacher_model_by_agent_name", "names no teacher: give one, or set enabled to false")
         return
     if not taught and not is_user_defined(estimator):
-        report.add(
-            f"{own}.enabled",
-            f"loads teachers that adv_estimator.name {estimator} does not ask: set {chosen} to opd, or this to false",
-            chosen,
-        )
+        text = f"loads teachers that adv_estimator.name {estimator} does not ask: set {chosen} to opd, or this to false"
+        report.add(f"{own}.enabled", text, chosen)
     alias = teaching.default_teacher_alias
     if alias is not None and alias not in teaching.teacher_model_by_agent_name:
         names = ", ".join(teaching.teacher_model_by_agent_name)
@@ -285,9 +272,7 @@ def check_sft(config: SFTMasterConfig, report: Report) -> None:
     """Report settings that supervised fine-tuning does not support: losses other than nll or a user's loss, and
     separate generation engines."""
     if config.loss_fn.name != "nll" and not is_user_defined(config.loss_fn.name):
-        report.add(
-            "loss_fn.name",
-            f"must be nll, or a loss of yours, not {config.loss_fn.name}: answers of a file have no advantages",
-        )
+        text = f"must be nll, or a loss of yours, not {config.loss_fn.name}: answers of a file have no advantages"
+        report.add("loss_fn.name", text)
     if engines_of(config) or config.policy.generation.runs_vllm:
         report.add("policy.generation", "asks for engines, but nothing is generated: leave the section out")

@@ -416,10 +416,7 @@ def check_loop(loop: LoopConfig, name: str, report: Report) -> None:
     sampling, group = f"{name}.use_dynamic_sampling", f"{name}.num_generations_per_prompt"
     if not loop.use_dynamic_sampling:
         if loop.batch_multiplier != 1:
-            text = (
-                f"is {loop.batch_multiplier:g}, for dynamic sampling only; set {sampling} to true or batch_multiplier "
-                "to 1"
-            )
+            text = f"is {loop.batch_multiplier:g}, for dynamic sampling only; set {sampling} to true or this to 1"
             report.add(f"{name}.batch_multiplier", text, sampling)
         if loop.dynamic_sampling_keep_surplus:
             report.add(f"{name}.dynamic_sampling_keep_surplus", f"needs {sampling}: true")

@@ -19,28 +19,14 @@ if TYPE_CHECKING:
     from .policy import TrainedModelConfig
 
 
-MATRICES = {
-    "q_proj": "self_attn",
-    "k_proj": "self_attn",
-    "v_proj": "self_attn",
-    "qkv_proj": "self_attn",
-    "q_a_proj": "self_attn",
-    "kv_a_proj_with_mqa": "self_attn",
-    "q_b_proj": "self_attn",
-    "kv_b_proj": "self_attn",
-    "o_proj": "self_attn",
-    "in_proj_qkv": "linear_attn",
-    "in_proj_z": "linear_attn",
-    "in_proj_b": "linear_attn",
-    "in_proj_a": "linear_attn",
-    "out_proj": "linear_attn",
-    "experts": "mlp",
-    "shared_expert_gate": "mlp",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "gate_up_proj": "mlp",
-    "down_proj": "mlp",
-}
+_MATRICES_OF = {
+    "self_attn": (
+        "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj",
+    ),
+    "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "mlp": ("experts", "shared_expert_gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+}  # fmt: skip
+MATRICES = {name: module for module, names in _MATRICES_OF.items() for name in names}
 """The matrices of a layer -> the module that contains them. A layer has either `self_attn` or, if it is recurrent,
 `linear_attn`. All experts of a layer are one module, as in NeMo AutoModel."""
 _OF_AN_MLP = ("gate_proj", "up_proj", "down_proj")  # in a layer with experts those of the shared expert
@@ -246,13 +232,7 @@ _ANY_MODEL = (
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),
     *(LayerKinds(_MANY, experts=range(_MANY), shared=name) for name in ("shared_expert", "shared_experts")),
 )  # fmt: skip
-_ASKING = (
-    "dim",
-    "alpha",
-    "target_modules",
-    "exclude_modules",
-    "use_rslora",
-)  # keys whose values suggest that the user wants LoRA
+_ASKING = ("dim", "alpha", "target_modules", "exclude_modules", "use_rslora")  # the user then wants LoRA
 
 
 def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
@@ -261,10 +241,7 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
     if lora is None:
         if model.dtensor_cfg.lora_cfg.enabled:
             megatron = f"{name}.megatron_cfg.enabled"
-            text = (
-                f"is true, but needs {name}.dtensor_cfg.enabled=true and {megatron}=false: set them so, or this to "
-                "false"
-            )
+            text = f"needs {name}.dtensor_cfg.enabled=true and {megatron}=false: set them so, or this to false"
             report.add(f"{prefix}.enabled", text, megatron)
         else:
             _check_unused(model.dtensor_cfg.lora_cfg, prefix, report)

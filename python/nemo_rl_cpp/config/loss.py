@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import PrivateAttr, model_validator
 
 from .base import Fraction, NonNegative, OneOf, Positive, Real, Section, key
-from .errors import Report
+from .errors import Report, shown
 
 LOSSES: dict[str, dict[str, object]] = {
     "clipped_pg": {},
@@ -156,31 +156,18 @@ class ClippedPGLossConfig(Section):
             if given not in (value, type(self).model_fields[field].default):
                 raise ValueError(f"{field} is {given}, but the loss {name} needs {value}: leave it out")
             self.__dict__[field] = value
+        correction = self.use_importance_sampling_correction
         if name == "vespo" and self.truncated_importance_sampling_type is not None:
-            raise ValueError(
-                "truncated_importance_sampling_type does not go with the loss vespo, whose own weights hold large ratios back: leave it out"
-            )
-        if name == "nll" and self.use_importance_sampling_correction:
-            raise ValueError(
-                "use_importance_sampling_correction does not go with the loss nll, whose answers nobody sampled"
-            )
+            raise ValueError("truncated_importance_sampling_type does not go with the loss vespo: leave it out")
+        if name == "nll" and correction:
+            raise ValueError("use_importance_sampling_correction does not go with the loss nll: leave it out")
         if name in ("dro", "nll") and self.top_entropy_quantile < 1:
-            raise ValueError(
-                f"top_entropy_quantile is {self.top_entropy_quantile:g}, but the loss {name} does not vanish where the advantage does: "
-                "leave it out"
-            )
-        if self.score_centering_k is not None and (
-            name not in ("gpg", "cispo") or self.use_importance_sampling_correction
-        ):
-            raise ValueError(
-                "score_centering_k goes with the losses gpg and cispo, without use_importance_sampling_correction: set name to one of "
-                "them, or leave it out"
-            )
-        if self.bypass_mode and (self.use_importance_sampling_correction or self.force_on_policy_ratio):
-            raise ValueError(
-                "bypass_mode takes generation's log-probabilities for the old policy's, so that nothing is left to correct: leave "
-                "use_importance_sampling_correction and force_on_policy_ratio out"
-            )
+            raise ValueError(f"top_entropy_quantile does not go with the loss {name}: leave it out")
+        if self.score_centering_k is not None and (name not in ("gpg", "cispo") or correction):
+            raise ValueError("score_centering_k goes with gpg and cispo, without use_importance_sampling_correction")
+        if self.bypass_mode and (correction or self.force_on_policy_ratio):
+            excluded = "use_importance_sampling_correction and force_on_policy_ratio"
+            raise ValueError(f"bypass_mode does not go with {excluded}: leave them out")
         if name in OWN_TERMS and (self.use_cispo or self.disable_ppo_ratio or self.force_on_policy_ratio):
             raise ValueError(f"use_cispo, disable_ppo_ratio and force_on_policy_ratio do not go with the loss {name}")
         return self
@@ -212,76 +199,44 @@ def check_policy_loss(loss: ClippedPGLossConfig, report: Report) -> None:
     """Report keys of `loss_fn` that are out of range or do not fit together."""
     if loss.ratio_clip_c is not None and loss.ratio_clip_c <= 1:
         report.add("loss_fn.ratio_clip_c", f"must be greater than 1 (usually 3) or null, not {loss.ratio_clip_c:g}")
+    by_token = "loss_fn.token_level_loss"
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
-        report.add(
-            "loss_fn.sequence_level_importance_ratios",
-            "needs loss_fn.token_level_loss: false",
-            "loss_fn.token_level_loss",
-        )
+        report.add("loss_fn.sequence_level_importance_ratios", f"needs {by_token}: false", by_token)
     if loss.seq_logprob_error_in_loss and not loss.force_on_policy_ratio:
-        report.add(
-            "loss_fn.seq_logprob_error_in_loss",
-            "needs loss_fn.force_on_policy_ratio: true, because the error is measured before the first update of a batch",
-        )
-    _check_cispo(loss, report)
+        text = "needs loss_fn.force_on_policy_ratio: true, because the error is measured before a batch's first update"
+        report.add("loss_fn.seq_logprob_error_in_loss", text)
+    needed = {
+        "disable_ppo_ratio": False,
+        "force_on_policy_ratio": False,
+        "sequence_level_importance_ratios": False,
+        "ratio_clip_c": None,
+        "token_level_loss": True,
+    }
+    for name, value in needed.items() if loss.use_cispo else ():
+        if getattr(loss, name) != value:
+            report.add(f"loss_fn.{name}", f"must be {shown(value)} with loss_fn.use_cispo", "loss_fn.use_cispo")
     _check_truncation(loss, report)
 
 
-def _check_cispo(loss: ClippedPGLossConfig, report: Report) -> None:
-    if not loss.use_cispo:
-        return
-    for name in ("disable_ppo_ratio", "force_on_policy_ratio", "sequence_level_importance_ratios"):
-        if getattr(loss, name):
-            report.add(
-                f"loss_fn.{name}",
-                "cannot be true together with loss_fn.use_cispo; set one of them to false",
-                "loss_fn.use_cispo",
-            )
-    if loss.ratio_clip_c is not None:
-        report.add(
-            "loss_fn.ratio_clip_c", "must be null with loss_fn.use_cispo: CISPO has no dual clip", "loss_fn.use_cispo"
-        )
-    if not loss.token_level_loss:
-        report.add("loss_fn.token_level_loss", "must be true with loss_fn.use_cispo", "loss_fn.use_cispo")
-
-
 def _check_truncation(loss: ClippedPGLossConfig, report: Report) -> None:
-    kind, high, low = (
-        loss.truncated_importance_sampling_type,
-        loss.truncated_importance_sampling_ratio,
-        loss.truncated_importance_sampling_ratio_min,
-    )
-    prefix = "loss_fn.truncated_importance_sampling"
+    prefix = "truncated_importance_sampling"
+    kind, high, low = (getattr(loss, f"{prefix}_{name}") for name in ("type", "ratio", "ratio_min"))
+    chosen, upper, lower = (f"loss_fn.{prefix}_{name}" for name in ("type", "ratio", "ratio_min"))
     if kind is None:
-        *others, last = TRUNCATIONS
-        for name, value in (("ratio", high), ("ratio_min", low)):
+        for key, value in ((upper, high), (lower, low)):
             if value is not None:
-                report.add(
-                    f"{prefix}_{name}",
-                    f"is {value:g} but no truncation is chosen; set truncated_importance_sampling_type to {', '.join(others)} or {last}, or "
-                    "this to null",
-                    f"{prefix}_type",
-                )
+                report.add(key, f"is {value:g} but no truncation is chosen; set {prefix}_type, or this to null", chosen)
         return
     if not loss.use_importance_sampling_correction:
-        report.add(
-            "loss_fn.use_importance_sampling_correction",
-            f"must be true with truncated_importance_sampling_type {kind}",
-            f"{prefix}_type",
-        )
+        report.add("loss_fn.use_importance_sampling_correction", f"must be true with {prefix}_type {kind}", chosen)
     if high is None:
-        report.add(f"{prefix}_ratio", f"is missing: the type {kind} needs an upper bound", f"{prefix}_type")
+        report.add(upper, f"is missing: the type {kind} needs an upper bound", chosen)
     elif high <= 0:
-        report.add(f"{prefix}_ratio", f"must be greater than 0, not {high:g}")
+        report.add(upper, f"must be greater than 0, not {high:g}")
     if low is None and TRUNCATIONS[kind][0] != "tis":
-        report.add(f"{prefix}_ratio_min", f"is missing: the type {kind} needs a lower bound", f"{prefix}_type")
+        report.add(lower, f"is missing: the type {kind} needs a lower bound", chosen)
     elif low is not None and high is not None and low > high:
-        report.add(
-            f"{prefix}_ratio_min", f"{low:g} is above truncated_importance_sampling_ratio {high:g}", f"{prefix}_ratio"
-        )
+        report.add(lower, f"{low:g} is above {prefix}_ratio {high:g}", upper)
     if kind not in ("tis", "icepop") and loss.sequence_level_importance_ratios:
-        report.add(
-            f"{prefix}_type",
-            f"{kind} needs token-level ratios: set sequence_level_importance_ratios to false",
-            "loss_fn.sequence_level_importance_ratios",
-        )
+        text = f"{kind} needs token-level ratios: set sequence_level_importance_ratios to false"
+        report.add(chosen, text, "loss_fn.sequence_level_importance_ratios")

@@ -336,6 +336,5 @@ def checked(config: object, model: type[Master]) -> Master:
         return config
     if isinstance(config, Mapping):
         return model(**plain_values(config))
-    raise ConfigError(
-        [Problem("", "", f"the configuration must be a {model.__name__} or a mapping, not {type(config).__name__}")]
-    )
+    text = f"the configuration must be a {model.__name__} or a mapping, not {type(config).__name__}"
+    raise ConfigError([Problem("", "", text)])

@@ -10,8 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from nemo_rl_cpp.argument_checks import in_a_line
-
 from .base import Count, NonNegative, Positive, Real, Section, key, section
 from .lora import LoraConfig
 
@@ -22,64 +20,42 @@ SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # arguments and defaul
 }
 
 
-def _moment_dtype(value: object) -> str:
-    if name := _SHORT.get(str(value).removeprefix("torch.")):
-        return name
-    raise ValueError(
-        f"cannot be {in_a_line(value)}: AdamW keeps its moments in float32, bfloat16 or uint8; set it to one of them"
-    )
-
-
-def _float32(value: object) -> str:
-    if _SHORT.get(str(value).removeprefix("torch.")) == "float32":
-        return "float32"
-    raise ValueError(f"cannot be {in_a_line(value)}: it is float32 here; set it to float32 or leave it out")
+def _full_name(dtype: object) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return {"fp32": "float32", "float": "float32", "bf16": "bfloat16"}.get(name, name)
 
 
 def _adamw(value: object) -> object:
     return "torch.optim.AdamW" if value == "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam" else value
 
 
-_SHORT = {
-    "float32": "float32",
-    "fp32": "float32",
-    "float": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "uint8": "uint8",
-}
-MomentDtype = Annotated[Literal["float32", "bfloat16", "uint8"], BeforeValidator(_moment_dtype)]
-Float32 = Annotated[Literal["float32"], BeforeValidator(_float32)]
-
-# keys of both OptimizerKwargs and MegatronOptimizerConfig
-_EXP_AVG_DTYPE = key(
-    "float32",
-    "dtype of the first moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_sq_dtype must then have, too) "
-    "takes 1. Both are rounded stochastically.",
-)
-_EXP_AVG_SQ_DTYPE = key(
-    "float32",
-    "dtype of the second moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_dtype must then have, too) "
-    "takes 1. Both are rounded stochastically.",
-)
-_STORE_PARAM_REMAINDERS = key(
-    False,
-    "Store of a master weight only what its bfloat16 weight lacks, 16 bits, instead of all of float32: 2 bytes per "
-    "weight less. For full training by the native backend in bfloat16; others have no such copies.",
-)
+MomentDtype = Annotated[Literal["float32", "bfloat16", "uint8"], BeforeValidator(_full_name)]
+Float32 = Annotated[Literal["float32"], BeforeValidator(_full_name)]
 
 
-class OptimizerKwargs(Section):
-    """Settings of AdamW, under the names of torch's arguments."""
+class AdamWConfig(Section):
+    """The base class of the sections of AdamW, with the keys that torch's and Megatron's share."""
 
     lr: NonNegative = key(5e-6, "Learning rate.")
     weight_decay: NonNegative = key(0.01, "Decoupled weight decay.")
-    betas: list[Real] = key([0.9, 0.999], min_length=2, max_length=2)
-    """Decay rates of the first and the second moment, each in [0, 1)."""
+    exp_avg_dtype: MomentDtype = "float32"
+    """dtype of the first moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_sq_dtype must then have, too)
+    takes 1. Both are rounded stochastically."""
+    exp_avg_sq_dtype: MomentDtype = "float32"
+    """dtype of the second moment. bfloat16 takes 2 bytes per weight, uint8 (which exp_avg_dtype must then have, too)
+    takes 1. Both are rounded stochastically."""
+    store_param_remainders: bool = False
+    """Store of a master weight only what its bfloat16 weight lacks, 16 bits, instead of all of float32: 2 bytes per
+    weight less. For full training by the native backend in bfloat16; others have no such copies."""
+
+
+class OptimizerKwargs(AdamWConfig):
+    """Settings of AdamW, under the names of torch's arguments."""
+
+    betas: list[Real] = key(
+        [0.9, 0.999], "Decay rates of the first and the second moment, each in [0, 1).", min_length=2, max_length=2
+    )
     eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
-    exp_avg_dtype: MomentDtype = _EXP_AVG_DTYPE
-    exp_avg_sq_dtype: MomentDtype = _EXP_AVG_SQ_DTYPE
-    store_param_remainders: bool = _STORE_PARAM_REMAINDERS
 
 
 class OptimizerConfig(Section):
@@ -130,21 +106,17 @@ class SchedulerStage(Section):
         return self
 
 
-class MegatronOptimizerConfig(Section):
+class MegatronOptimizerConfig(AdamWConfig):
     """Megatron's settings of the optimizer. Used if megatron_cfg.enabled is true."""
 
     optimizer: Literal["adam"] = key("adam", "Optimizer. adam (with decoupled weight decay) is the only one.")
     lr: NonNegative = key(5e-6, "Maximum learning rate.")
     min_lr: NonNegative = key(5e-7, "Learning rate at the end of the decay.")
-    weight_decay: NonNegative = key(0.01, "Decoupled weight decay.")
     adam_beta1: Real = key(0.9, "Decay rate of the first moment.", ge=0, lt=1)
     adam_beta2: Real = key(0.999, "Decay rate of the second moment.", ge=0, lt=1)
     adam_eps: NonNegative = key(1e-8, "Constant added to the square root of the second moment.")
     clip_grad: NonNegative | None = key(1.0, "Maximum global norm of the gradient. 0 or null: no clipping.")
     params_dtype: Literal["float32"] = key("float32", "The dtype of the optimizer's state is float32.")
-    exp_avg_dtype: MomentDtype = _EXP_AVG_DTYPE
-    exp_avg_sq_dtype: MomentDtype = _EXP_AVG_SQ_DTYPE
-    store_param_remainders: bool = _STORE_PARAM_REMAINDERS
     main_grads_dtype: Float32 = key("float32", "dtype in which gradients are accumulated. Only float32 is supported.")
     main_params_dtype: Float32 = key("float32", "dtype of the master weights. Only float32 is supported.")
 

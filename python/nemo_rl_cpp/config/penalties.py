@@ -176,9 +176,7 @@ class RewardPenaltyConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RewardPenaltyConfig:
         if self.penalize_unwanted_tokens and not self.ids.unwanted:
-            raise ValueError(
-                "penalize_unwanted_tokens needs token_ids.unwanted: write the token ids, or set it to false"
-            )
+            raise ValueError("penalize_unwanted_tokens needs token_ids.unwanted: write them, or set it to false")
         return self
 
     @property

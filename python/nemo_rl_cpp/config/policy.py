@@ -27,9 +27,7 @@ from .optimizer import (
 
 def _precision(value: object) -> object:
     if isinstance(value, str) and value == "float16":
-        raise ValueError(
-            "float16 is not supported: its range is too small without loss scaling; use bfloat16 or float32"
-        )
+        raise ValueError("float16 is not supported, because its range is small; use bfloat16 or float32")
     return value
 
 
@@ -212,11 +210,8 @@ class TrainedModelConfig(Section):
     @property
     def activation_checkpointing(self) -> bool:
         """Whether the backward pass recomputes activations, as the section of the enabled backend sets."""
-        return (
-            self.megatron_cfg.activation_checkpointing
-            if self.megatron_cfg.enabled
-            else self.dtensor_cfg.activation_checkpointing
-        )
+        used = self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg
+        return used.activation_checkpointing
 
     @property
     def lora(self) -> LoraConfig | None:
@@ -244,15 +239,9 @@ class TrainedModelConfig(Section):
         else:
             given = (self.optimizer or OptimizerConfig()).kwargs
             betas, eps = (given.betas[0], given.betas[1]), given.eps
-        halves = (
-            given.store_param_remainders
-            and self.backend == "native"
-            and self.precision == "bfloat16"
-            and self.lora is None
-        )
-        return OptimizerSettings(
-            given.lr, given.weight_decay, betas, eps, given.exp_avg_dtype, given.exp_avg_sq_dtype, halves
-        )
+        has_copies = self.backend == "native" and self.precision == "bfloat16" and self.lora is None
+        moments, halves = (given.exp_avg_dtype, given.exp_avg_sq_dtype), given.store_param_remainders and has_copies
+        return OptimizerSettings(given.lr, given.weight_decay, betas, eps, *moments, halves)
 
     def effective_scheduler(self) -> TorchSchedule | MegatronSchedule | None:
         """Return the learning-rate schedule, from megatron_cfg if it is enabled, otherwise from `scheduler`. None: a
@@ -273,10 +262,9 @@ class TrainedModelConfig(Section):
 
     def tensor_parallel_key(self, section: str) -> str:
         """Return the dotted key of the tensor-parallel size; `section` is "policy" or "value"."""
-        megatron = self.megatron_cfg.enabled
-        return (
-            f"{section}.{'megatron_cfg.tensor_model_parallel_size' if megatron else 'dtensor_cfg.tensor_parallel_size'}"
-        )
+        if self.megatron_cfg.enabled:
+            return f"{section}.megatron_cfg.tensor_model_parallel_size"
+        return f"{section}.dtensor_cfg.tensor_parallel_size"
 
     def effective_max_grad_norm(self) -> float | None:
         """Return the maximum global norm of the gradient, from the section of the enabled backend; None: no
@@ -392,18 +380,10 @@ class ValueConfig(TrainedModelConfig):
 
     def fill_from(self, policy: TrainedModelConfig) -> None:
         """Set the keys that are null to the values of the same keys in `policy`."""
-        fill(
-            self,
-            backend=policy.backend,
-            model_name=policy.model_name,
-            precision=policy.precision,
-            gradient_blocks=policy.gradient_blocks,
-            data_parallel_sharding_strategy=policy.data_parallel_sharding_strategy,
-            overlap_grad_reduce=policy.overlap_grad_reduce,
-            train_global_batch_size=policy.train_global_batch_size,
-            train_micro_batch_size=policy.train_micro_batch_size,
-            max_total_sequence_length=policy.max_total_sequence_length,
-        )
+        names = ("backend", "model_name", "precision", "train_global_batch_size", "train_micro_batch_size")
+        names += ("max_total_sequence_length", "data_parallel_sharding_strategy")
+        names += ("gradient_blocks", "overlap_grad_reduce")
+        fill(self, **{name: getattr(policy, name) for name in names})
         self.fill_batching()
 
 
@@ -478,9 +458,7 @@ def _check_torch_optimizer(model: TrainedModelConfig, name: str, report: Report)
     elif stages and not named:
         fault = "has milestones but no schedule; add an entry with a name, or write null"
     elif named and given != named - 1:
-        fault = (
-            f"has {named} schedules, which need {named - 1} milestones (steps at which the next begins), not {given}"
-        )
+        fault = f"has {named} schedules, which need {named - 1} milestones (where the next begins), not {given}"
     if fault is not None:
         report.add(f"{name}.scheduler", fault)
 

@@ -84,10 +84,7 @@ def _check_async(config: TrainMasterConfig, report: Report) -> None:
     name, loss = f"{config.algorithm}.async_{config.algorithm}.enabled", config.loss_fn
     colocated = "policy.generation.colocated.enabled"
     if engines_of(config) == 0:  # overlapping rollouts need an engine, so this is an error
-        text = (
-            f"needs engines with weights of their own: set {colocated}=false, and cluster.executor to auto (two processes), or "
-            "to processes or ray, with resources"
-        )
+        text = f"needs engines with weights of their own: set {colocated}=false, and cluster.executor to auto"
         report.add(name, text, colocated)
     # NeMo RL requires it of async_grpo and async_ppo, and trains without it by async_rl; the run then prints a note
     if not loss.use_importance_sampling_correction and not loss.bypass_mode and config.async_rl is None:
@@ -125,11 +122,9 @@ def _check_kl(config: GRPOMasterConfig | PPOMasterConfig, report: Report) -> Non
     if penalty == 0:
         return
     if loop.skip_reference_policy_logprobs_calculation:
-        report.add(
-            f"{name}.skip_reference_policy_logprobs_calculation",
-            f"is true but loss_fn.reference_policy_kl_penalty is {penalty:g}; set the penalty to 0 or this to false",
-            "loss_fn.reference_policy_kl_penalty",
-        )
+        key = "loss_fn.reference_policy_kl_penalty"
+        text = f"is true but {key} is {penalty:g}; set the penalty to 0 or this to false"
+        report.add(f"{name}.skip_reference_policy_logprobs_calculation", text, key)
     takes_kl = "reinforce_plus_plus" if name == "grpo" else "gae"  # the estimator that adds the KL to the reward
     estimator = loop.adv_estimator.name
     if loss.use_kl_in_reward and estimator != takes_kl and not is_user_defined(estimator):
@@ -149,16 +144,11 @@ def _check_force_on_policy(config: TrainMasterConfig, report: Report) -> None:
         text = f"needs one optimizer step a batch: set policy.train_global_batch_size to {batch}, not {given}"
         report.add(key, text, "policy.train_global_batch_size")
     if loop.policy_epochs > 1:
-        text = (
-            f"needs one optimizer step a batch: set {name}.ppo_epochs to 1, not {loop.policy_epochs} "
-            f"({name}.critic_ppo_epochs may be more)"
-        )
+        text = f"needs one optimizer step a batch: set {name}.ppo_epochs to 1, not {loop.policy_epochs}"
         report.add(key, text, f"{name}.ppo_epochs")
     in_reward = loss.use_kl_in_reward and loss.reference_policy_kl_penalty
     if name == "grpo" and in_reward and loop.seq_logprob_error_threshold is None:
-        text = (
-            "needs the old policy's log-probabilities, which force_on_policy_ratio skips; set one of the two to false"
-        )
+        text = "needs the old policy's log-probabilities, which force_on_policy_ratio skips; set one of them to false"
         report.add("loss_fn.use_kl_in_reward", text, key)
 
 
@@ -172,12 +162,10 @@ def _check_advantages(config: GRPOMasterConfig, report: Report) -> None:
     whitens = estimator.name == "reinforce_plus_plus" and not estimator.minus_baseline
     learns = by_teacher or whitens or loop.use_dynamic_sampling or config.loss_fn.positive_example_nll_weight > 0
     if loop.num_generations_per_prompt == 1 and not learns and not is_user_defined(estimator.name):
-        report.add(
-            "grpo.num_generations_per_prompt",
-            "is 1: a response that is alone in its group is its own baseline, so every advantage is 0; set at least 2, or take "
-            "adv_estimator.name reinforce_plus_plus with minus_baseline false",
-            "grpo.adv_estimator.name",
+        text = (
+            "is 1: a response that is alone in its group is its own baseline, so every advantage is 0; set at least 2"
         )
+        report.add("grpo.num_generations_per_prompt", text, "grpo.adv_estimator.name")
     if estimator.name != "gdpo" and estimator.reward_weights is not None:
         text = f"is read by adv_estimator.name gdpo only, not {estimator.name}; set it to null"
         report.add("grpo.adv_estimator.reward_weights", text, "grpo.adv_estimator.name")
@@ -222,10 +210,7 @@ def _check_critic(config: PPOMasterConfig, report: Report) -> None:
         check_trained_model(config.value, "value", report)
         if config.value.lora is not None and loop.warm_start_value_checkpoint is not None:
             lora = "value.dtensor_cfg.lora_cfg.enabled"
-            text = (
-                f"begins with all weights of a critic, but {lora} trains adapters: name the folder by value.model_name, "
-                "and write null here"
-            )
+            text = f"has all weights of a critic, but {lora} trains adapters: name it in value.model_name, not here"
             report.add(warm_start, text, lora)
         _check_batches(config, "value", report)
         longest, key = config.policy.max_total_sequence_length, "max_total_sequence_length"
@@ -268,23 +253,14 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
     check_data(config.data, config.env, config.loop.max_rollout_turns, f"{name}.max_rollout_turns", report)
     limit, prompt = config.policy.max_total_sequence_length, config.data.max_input_seq_length
     if prompt is not None and prompt > limit:
-        text = (
-            f"is {prompt}, more than policy.max_total_sequence_length {limit}, which leaves no room for a response; "
-            "lower it"
-        )
+        text = f"is {prompt}, more than policy.max_total_sequence_length {limit}: lower it, to have room for a response"
         report.add("data.max_input_seq_length", text, "policy.max_total_sequence_length")
     rules_model.check_cluster(cluster, report)
     if cluster.max_restarts > 0 and not cluster.has_workers:
-        text = (
-            f"is {cluster.max_restarts}, but there are no workers that can be lost: set cluster.executor=processes or "
-            "ray, or 0 here"
-        )
+        text = f"is {cluster.max_restarts}, but there are no workers: set cluster.executor=processes or ray, or 0 here"
         report.add("cluster.max_restarts", text, "cluster.executor")
     elif cluster.max_restarts > 0 and not config.checkpointing.enabled:
-        text = (
-            f"is {cluster.max_restarts}, but a restart resumes from a checkpoint: set checkpointing.enabled=true, or 0 "
-            "here"
-        )
+        text = f"is {cluster.max_restarts}, and resumes from checkpoints: set checkpointing.enabled=true, or 0 here"
         report.add("cluster.max_restarts", text, "checkpointing.enabled")
     rules_model.check_resources(config, report)
     count = trainers_of(config)
@@ -308,8 +284,7 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
         package = entry.package if config.logger.is_enabled(backend) else None
         if package is not None and importlib.util.find_spec(package) is None:
             text = (
-                f"is true but {backend} is not installed; install the extra `{backend}` of this package, or set it to "
-                "false"
+                f"is true but {backend} is not installed; install this package's extra `{backend}`, or set it to false"
             )
             report.add(f"logger.{backend}_enabled", text)
 
@@ -332,16 +307,10 @@ def _check_checkpointing(config: TrainMasterConfig, report: Report) -> None:
 def check_eval(config: EvalMasterConfig, report: Report) -> None:
     wanted, generation, several = config.eval, config.generation, "eval.num_tests_per_prompt"
     if wanted.k_value > wanted.num_tests_per_prompt:
-        text = (
-            f"is {wanted.k_value}, but each prompt gets {wanted.num_tests_per_prompt} responses; raise {several} or "
-            "lower it"
-        )
+        text = f"is {wanted.k_value}, but each prompt gets {wanted.num_tests_per_prompt} responses; raise {several}"
         report.add("eval.k_value", text, several)
     if wanted.num_tests_per_prompt > 1 and (generation.temperature == 0 or generation.top_k == 1):
-        text = (
-            f"is greedy, so all responses to a prompt would be equal; with {several} above 1 set it above 0, and top_k "
-            "to null"
-        )
+        text = f"is greedy, so all {several} would be equal: set it above 0, and top_k to null"
         report.add("generation.temperature", text, "generation.top_k", several)
     if generation.num_prompts_per_step == 0:
         report.add("generation.num_prompts_per_step", "cannot be 0; set -1 for all prompts at once")
@@ -387,10 +356,7 @@ def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, re
     if "guess_number" in used & env.keys():
         guesses = GuessNumberEnvConfig(**(env["guess_number"] or {})).max_guesses
         if guesses > turns:
-            text = (
-                f"is {turns}, but a game of env.guess_number takes up to {guesses} turns; raise it, or lower "
-                "max_guesses"
-            )
+            text = f"is {turns}, but a game of env.guess_number takes up to {guesses} turns (max_guesses); raise it"
             report.add(turns_key, text, "env.guess_number.max_guesses")
 
 
@@ -428,11 +394,10 @@ def _is_known(name: str, dotted: str, report: Report) -> bool:
     names = [*DATASET_REGISTRY, *DATASET_ALIASES]
     meant = next((known for known in names if known.lower() == name.lower()), name)
     hint = did_you_mean(meant, names, f"known are {', '.join(DATASET_REGISTRY)}", 0.5)
-    text = (
-        f"{name} is unknown; {hint} (a data set of the hub is ResponseDataset with data_path: OWNER/NAME; a class of "
-        "yours is package.module.Name)"
+    more = (
+        "a data set of the hub is ResponseDataset with data_path: OWNER/NAME; a class of yours is package.module.Name"
     )
-    report.add(f"{dotted}.dataset_name", text)
+    report.add(f"{dotted}.dataset_name", f"{name} is unknown; {hint} ({more})")
     return False
 
 

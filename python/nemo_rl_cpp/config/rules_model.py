@@ -60,10 +60,7 @@ def check_cluster(cluster: ClusterConfig, report: Report) -> None:
     if cluster.has_workers and cluster.device != "cpu":
         one_gpu = "start one process" if cluster.executor == "auto" else "executor=auto"
         one_gpu = "async_grpo.enabled (async_ppo.enabled) to false" if cluster.is_split else one_gpu
-        text = (
-            f"{cluster.executor_text} runs on the CPU only, not on {cluster.device}: set cluster.device=cpu, "
-            f"or {one_gpu} for one GPU"
-        )
+        text = f"{cluster.executor_text} runs on the CPU only: set cluster.device=cpu, or {one_gpu} for one GPU"
         report.add("cluster.executor", text, "cluster.device")
 
 
@@ -85,9 +82,7 @@ def check_blocks(model: TrainedModelConfig, name: str, processes: int, report: R
     if blocks is not None and blocks & (blocks - 1):
         report.add(f"{name}.gradient_blocks", f"is {blocks}: it must be a power of two")
     elif blocks is not None and processes > 0 and blocks % processes:
-        text = (
-            f"is {blocks}, which {processes} processes that train cannot share equally: take a number that divides it"
-        )
+        text = f"is {blocks}, which {processes} processes cannot share equally: take a number that divides it"
         report.add(f"{name}.gradient_blocks", text, "cluster.gpus_per_node")
 
 
@@ -201,17 +196,13 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
         return
     _check_shares(config, report)
     if (slices := config.policy.tensor_parallel(max(trainers_of(config), 1))) > 1:
-        text = (
-            f"is {slices}, but engines with processes of their own have whole models: set it to 1, or {apart} to true"
-        )
+        text = f"is {slices}, but separate engines have whole models: set it to 1, or {apart} to true"
         report.add(config.policy.tensor_parallel_key("policy"), text, apart)
     if (lora := config.policy.lora) is not None and not lora.merge:
-        text = (
-            f"is false, but engines with processes of their own get merged weights: set it to true, or {apart} to true"
-        )
+        text = f"is false, but separate engines get merged weights: set it to true, or {apart} to true"
         report.add("policy.dtensor_cfg.lora_cfg.merge", text, apart)
     if given := config.policy.kept_activations_gb:
-        text = f"is {given:g}, but engines with processes of their own keep no activations: set it to 0 or null"
+        text = f"is {given:g}, but separate engines keep no activations: set it to 0 or null"
         report.add("policy.kept_activations_gb", text, apart)
 
 
@@ -228,15 +219,10 @@ def _check_shares(config: TrainMasterConfig, report: Report) -> None:
         text = f"is {resources.num_nodes}, and the cluster has one node: set it to 1 or null"
         report.add(f"{key}.num_nodes", text, "cluster.num_nodes")
     elif cluster.num_nodes > 1 and resources.gpus_per_node not in (None, cluster.gpus_per_node):
-        text = (
-            f"is {resources.gpus_per_node}, but generation takes whole ones, of {cluster.gpus_per_node} workers: write "
-            "null"
-        )
+        text = f"is {resources.gpus_per_node}, but generation takes whole nodes: write null"
         report.add(f"{key}.gpus_per_node", text, "cluster.gpus_per_node")
     elif wanted >= there:
-        text = (
-            f"takes {engines_of(config)} of the cluster's {cluster.processes} workers, which leaves none for training"
-        )
+        text = f"takes {engines_of(config)} of the {cluster.processes} workers, which leaves none for training"
         report.add(key, text, "cluster.gpus_per_node")
 
 
@@ -298,18 +284,12 @@ def _check_pair(policy: PolicyConfig, report: Report) -> None:
     """Report an engine that cannot use the weights of policy.backend. Also report router replay unless both trainer and
     engine are native."""
     if exactness_of(policy) is None:
-        text = (
-            f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to "
-            "null"
-        )
+        text = f"is {engine_name(policy)}, which cannot read the weights of policy.backend {policy.backend}: set it to null"
         report.add(f"{_GENERATION}.backend", text, "policy.backend")
     if policy.router_replay is not None and policy.router_replay.enabled:
         if policy.backend == "hf" or policy.generation.runs_vllm:
             by = "hf" if policy.backend == "hf" else engine_name(policy)
-            text = (
-                f"is true, which {by} does not do: set it to false, or both backends to native, where routers agree to "
-                "the bit"
-            )
+            text = f"is true, which {by} does not do: set it to false, or both backends to native"
             report.add("policy.router_replay.enabled", text, "policy.backend")
     if policy.backend == "hf":
         _check_bits(policy, "policy.backend hf", "policy.backend", report)
@@ -319,10 +299,7 @@ def _check_bits(policy: PolicyConfig, engine: str, key: str, report: Report) -> 
     """Report settings that need bit-identical generation and training. In the message, `engine` names the engine
     that lacks this; `key` is the dotted key that selects this engine."""
     if policy.reuse_generation_logprobs == "always":
-        text = (
-            f"cannot be always with {engine}: its log-probabilities are not those of training to the bit; set it to "
-            "auto"
-        )
+        text = f"cannot be always with {engine}, whose log-probabilities differ from training's bits; set it to auto"
         report.add("policy.reuse_generation_logprobs", text, key)
     if given := policy.kept_activations_gb:
         text = f"is {given:g}, but {engine} keeps no activations for training: set it to null or 0"
@@ -436,9 +413,7 @@ def _check_vllm(policy: PolicyConfig, report: Report) -> None:
     if url is not None:
         _check_server(generation, report)
     elif not (os.path.isfile(python) and os.access(python, os.X_OK)):
-        text = (
-            f"is {python}, which is no program that can be run: name a Python interpreter that has vLLM (docs/vllm.md)"
-        )
+        text = f"is {python}, which is no program: name a Python interpreter that has vLLM (docs/vllm.md)"
         report.add(_PYTHON, text)
     for name, greedy in (("temperature", ""), ("val_temperature", ", or to 0 for greedy responses")):
         value, least = getattr(generation, name), _LEAST_TEMPERATURE
@@ -483,23 +458,14 @@ def check_vllm_run(config: TrainMasterConfig, report: Report) -> None:
         return
     key = _PYTHON if generation.vllm_cfg.server_url is None else _SERVER
     if generation.expose_http_server:
-        text = (
-            f"is true, but the server is one of the native engine, and vLLM generates: set it to false, or {key} to "
-            "null"
-        )
+        text = f"is true, but vLLM generates, not the native engine: set it to false, or {key} to null"
         report.add(EXPOSED, text, key)
     if cluster.has_workers:
-        text = (
-            f"is {cluster.executor_text}, but vLLM gets its weights from one training process: "
-            f"{cluster.one_process_text}, or set {key} to null"
-        )
-        report.add("cluster.executor", text, key)
+        text = f"is {cluster.executor_text}, but vLLM gets its weights from one training process"
+        report.add("cluster.executor", f"{text}: {cluster.one_process_text}, or set {key} to null", key)
     if cluster.device != "cpu" and generation.vllm_cfg.server_url is None:
-        text = (
-            f"is {cluster.device}, but a vLLM that the run starts gets its weights through the CPU's memory: set it to cpu, "
-            f"or {_SERVER} to a server on another GPU"
-        )
-        report.add("cluster.device", text, _PYTHON)
+        text = f"is {cluster.device}, but a vLLM that the run starts gets its weights through the CPU's memory"
+        report.add("cluster.device", f"{text}: set it to cpu, or {_SERVER} to a server on another GPU", _PYTHON)
 
 
 # ---- the policy's server, and agents
@@ -553,17 +519,12 @@ def _check_agents(config: TrainMasterConfig, report: Report) -> None:
     if agent is None:
         for name in ("invalid_tool_call_advantage", "malformed_thinking_advantage"):
             if (value := getattr(config.loop, name, None)) is not None:
-                text = (
-                    f"is {value}, but only responses to an agent have such flags: set it to null, or env_name to one of"
-                )
-                report.add(f"{config.algorithm}.{name}", f"{text} {', '.join(_AGENTS)}")
+                text = f"is {value}, but only responses to an agent have such flags: set it to null"
+                report.add(f"{config.algorithm}.{name}", f"{text}, or env_name to one of {', '.join(_AGENTS)}")
         return
     if not config.policy.generation.expose_http_server:
         report.add(EXPOSED, f"is false, but the agent of env.{agent} asks the policy over HTTP: set it to true")
     if (turns := config.loop.max_rollout_turns) != 1:
         instead = "env.verifiers.max_turns" if agent == "verifiers" else "the agent itself"
-        text = (
-            f"is {turns}, but the agent of env.{agent} decides about its turns: leave it at 1, and limit them in "
-            f"{instead}"
-        )
+        text = f"is {turns}, but the agent of env.{agent} decides about its turns: set it to 1, and limit {instead}"
         report.add(f"{config.algorithm}.max_rollout_turns", text)

@@ -157,7 +157,7 @@ def test_settings_that_sft_cannot_use_are_errors():
         (["loss_fn.name=sapo"], "must be nll, or a loss of yours"),
         (["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1",
           "cluster.executor=processes", "cluster.gpus_per_node=2"], "nothing is generated"),
-        (["loss_fn.use_importance_sampling_correction=true"], "whose answers nobody sampled"),
+        (["loss_fn.use_importance_sampling_correction=true"], "does not go with the loss nll"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             load_sft_config("sft_arithmetic_smollm2.yaml", overrides)

@@ -124,7 +124,7 @@ BAD_FILES = {
         "policy.generation.vllm_kwargs.hf_overrides.rope_theta", 3, ["policy.hf_config_overrides"]),
     "moments of 8 bits": (
         "policy:\n  model_name: m\n  optimizer: {kwargs: {exp_avg_dtype: fp8}}", "policy.optimizer.kwargs.exp_avg_dtype", 3,
-        ["fp8", "float32, bfloat16 or uint8"]),
+        ["fp8", "float32, bfloat16, uint8"]),
     "dead key": (
         "grpo:\n  zero_variance_prompt_filtering: true", "grpo.zero_variance_prompt_filtering", 2, ["read by nothing", "grpo.use_dynamic_sampling"]),
     "advantage of tool calls without an agent": (

@@ -41,7 +41,7 @@ def test_workers_not_used_by_separate_engines_are_used_for_training(overrides, t
     ((*workers(1, 3), f"{RESOURCES}.gpus_per_node=1", f"{RESOURCES}.num_nodes=2"), "the cluster has one node"),
     ((*workers(2, 2), f"{RESOURCES}.num_nodes=1", f"{RESOURCES}.gpus_per_node=1"), "takes whole ones, of 2 workers"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "policy.kept_activations_gb=1"), "keep no activations"),
-    ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", *LORA), r"lora_cfg.merge.* is false, but engines .* merged weights"),
+    ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", *LORA), r"lora_cfg.merge.* is false, but separate engines .* merged weights"),
     ((*workers(1, 4), f"{RESOURCES}.gpus_per_node=1", "policy.gradient_blocks=4"), "which 3 processes .* cannot share"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=1", "cluster.device=cuda"), "processes runs on the CPU only"),
     ((*workers(1, 2), f"{RESOURCES}.gpus_per_node=0"), "gpus_per_node"),

@@ -58,7 +58,7 @@ OF_PYTHON = [
     (["++policy.generation.vllm_kwargs.worker_cls=x"], "vllm_kwargs.worker_cls is given by the run itself: leave it out"),
     (["++policy.generation.vllm_kwargs.quantization=fp8"], "quantised generation changes results"),
     (["policy.generation.vllm_cfg.precision=fp8"], "quantised generation changes results"),
-    (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
+    (["policy.generation.expose_http_server=true"], "vLLM generates, not the native engine"),
     (["policy.generation.vllm_cfg.timeout_s=0"], "timeout_s"),
 ]  # fmt: skip
 OF_SERVER = [
@@ -72,7 +72,7 @@ OF_SERVER = [
     (["policy.generation.vllm_cfg.enable_prefix_caching=false"], "enable_prefix_caching is said where the server is started"),
     (["cluster.executor=processes", "cluster.gpus_per_node=2"], "set it to auto, or set policy.generation.vllm_cfg.server_url to null"),
     (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),
-    (["policy.generation.expose_http_server=true"], "the server is one of the native engine, and vLLM generates"),
+    (["policy.generation.expose_http_server=true"], "vLLM generates, not the native engine"),
 ]  # fmt: skip
 
 

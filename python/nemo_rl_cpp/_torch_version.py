@@ -11,9 +11,9 @@ def check_torch_version(installed: str) -> None:
     as +cpu are ignored."""
     built_for = _built_for_torch()
     if built_for is not None and built_for.split("+")[0] != installed.split("+")[0]:
+        what_to_do = f"install torch=={built_for.split('+')[0]} or build nemo_rl_cpp again"
         raise ImportError(
-            f"nemo_rl_cpp was built for torch {built_for}, but torch {installed} is installed: "
-            f"install torch=={built_for.split('+')[0]} or build nemo_rl_cpp again in this environment"
+            f"nemo_rl_cpp was built for torch {built_for}, not for the installed {installed}: {what_to_do}"
         )
 
 

@@ -68,9 +68,8 @@ def number(name: str, value: object, low: float, high: float, zero_is: str = "")
         or not isinstance(found, (int, float))
         or not (low <= found <= high or zero_is and found == 0)
     ):
-        raise ValueError(
-            f"{name} = {in_a_line(value)}: expected a number from {low:g} to {high:g}{f', or 0 {zero_is}' if zero_is else ''}"
-        )
+        zero = f", or 0 {zero_is}" if zero_is else ""
+        raise ValueError(f"{name} = {in_a_line(value)}: expected a number from {low:g} to {high:g}{zero}")
     return float(found)
 
 

@@ -70,21 +70,10 @@ def program(debug: bool = False) -> Iterator[Outcome]:
             outcome.status = 1
 
 
-def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options --debug and --version."""
-    parser.add_argument(
-        "--debug", action="store_true", help="print the traceback of an error too, not only where it is"
-    )
-    parser.add_argument("--version", action="version", version=f"nemo_rl_cpp {__version__}")
-
-
 def add_model_option(parser: argparse.ArgumentParser) -> None:
     """Add the option --model, which names the model or checkpoint."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        help="Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)",
-    )
+    names = "Hugging Face folder, model name, or checkpoint of a run (step_N, or their folder)"
+    parser.add_argument("--model", required=True, help=names)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -114,13 +103,15 @@ def positive(text: str) -> float:
     return found
 
 
-def command_parser(name: str, description: str, examples: str) -> OneLineParser:
-    """Return the parser of `nemo-rl-cpp NAME`, with --debug and --version, and with `examples` below the options."""
+def command_parser(name: str | None, description: str, examples: str) -> OneLineParser:
+    """Return the parser of `nemo-rl-cpp NAME`, or of the running program if `name` is None. It has the options --debug
+    and --version, and its help shows `examples` below the options."""
     parser = OneLineParser(
-        prog=f"nemo-rl-cpp {name}", description=description, epilog=examples, allow_abbrev=False,
+        prog=name and f"nemo-rl-cpp {name}", description=description, epilog=examples, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    add_common_options(parser)
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error, too")
+    parser.add_argument("--version", action="version", version=f"nemo_rl_cpp {__version__}")
     return parser
 
 

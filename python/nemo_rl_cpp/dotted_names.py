@@ -95,16 +95,14 @@ def _import_module(parts: list[str], name: str, what: str) -> tuple[ModuleType, 
             raise
         except BaseException as error:  # also SystemExit: a module must not end the program
             told = in_user_code(error, f"importing {module}")
-            raise LoadingError(
-                f"{what} {in_a_line(name)} cannot be imported: {told or _syntax(error) or one_sentence(error)}"
-            ) from error
+            why = told or _syntax(error) or one_sentence(error)
+            raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: {why}") from error
     folders = ", ".join(dict.fromkeys(["the working directory", *_searched[1:]])) if _searched else "sys.path"
     beside = sorted({path.stem for folder in [*_searched, "."] for path in Path(folder).glob("*.py")})
     near = did_you_mean(parts[0], beside)
     hint = f"; {near}" if near else f": put {parts[0]}.py into the working directory, or set PYTHONPATH"
-    raise LoadingError(
-        f"{what} {in_a_line(name)} cannot be imported: there is no module {parts[0]} (looked in {folders} and the installed packages){hint}"
-    )
+    why = f"there is no module {parts[0]} (looked in {folders} and the installed packages){hint}"
+    raise LoadingError(f"{what} {in_a_line(name)} cannot be imported: {why}")
 
 
 def _syntax(error: BaseException) -> str | None:

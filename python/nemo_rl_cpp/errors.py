@@ -254,12 +254,10 @@ def _says_it_all(error: BaseException) -> bool:
     type."""
     if isinstance(error, UserCodeError) or type(error).__module__.partition(".")[0] == "nemo_rl_cpp":
         return True
+    if not isinstance(error, _SENTENCES) or isinstance(error, UnicodeError):
+        return False
     places = _places(error)
-    return (
-        isinstance(error, _SENTENCES)
-        and not isinstance(error, UnicodeError)
-        and (not places or _is_ours(places[-1].file))
-    )
+    return not places or _is_ours(places[-1].file)
 
 
 def one_sentence(error: BaseException) -> str:

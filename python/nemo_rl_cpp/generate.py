@@ -53,10 +53,7 @@ class TextGenerator:
             raise ValueError(f"precision {in_a_line(precision)}: expected bfloat16 or float32")
         name = model_name(model)
         if name == TINY_RANDOM:
-            raise ValueError(
-                f"'{TINY_RANDOM}' is a model of random weights that a run makes for itself: give the checkpoints of such a run, "
-                "or a model, for example smollm2-135m-instruct"
-            )
+            raise ValueError(f"model is {name!r}, random weights that a run makes: give such a run's checkpoint_dir")
         folder = resolve_model(find_policy_weights(name), key="the model")
         opened = read_model_folder(folder)
         self.max_length = max_positions(opened.config)
@@ -83,7 +80,7 @@ class TextGenerator:
 
         if opened.path is None:
             raise ValueError(
-                f"{self._folder} holds an adapter of random weights ({TINY_RANDOM}): evaluate or serve it, generate needs a base in a folder"
+                f"{self._folder} holds an adapter of random weights, which generate does not take: serve it"
             )
         fill_parameters(opened.path, dict(self._model.shapes), raw_tensors(weight_files(opened.path)), put)
         if opened.adapter is not None:
@@ -125,9 +122,7 @@ class TextGenerator:
         if not ids:
             raise ValueError("the prompt is empty: give at least one character")
         if self.max_length and len(ids) >= self.max_length:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, and the model positions for {self.max_length}: shorten it"
-            )
+            raise ValueError(f"the prompt has {len(ids)} tokens, but the model {self.max_length} positions: shorten it")
         if stop_strings and not self._knows_bytes:
             self._model.set_token_bytes(token_bytes_table(self.tokenizer, self._vocab_size))
             self._knows_bytes = True

@@ -7,6 +7,4 @@ class Rows:
     ValueError, because the prompts are arguments of `train_grpo` or `train_ppo`."""
 
     def __init__(self, **kwargs: object) -> None:
-        raise ValueError(
-            "the notebook's configurations have no data of their own: call nemo_rl_cpp.train_grpo(prompts=...), or set data.train"
-        )
+        raise ValueError("a notebook's configuration has no data: call nemo_rl_cpp.train_grpo, or set data.train")

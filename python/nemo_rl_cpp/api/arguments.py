@@ -70,10 +70,9 @@ def _hint(name: str, algorithm: str, arguments: Collection[str], keys: Collectio
         return f"a key of the configuration is written {name.replace('.', '__')}"
     if near := nearest(name, arguments, 0.7) or nearest(name, [*arguments, *keys], 0.6):
         return f"did you mean {near}?"
-    return (
-        f"train_{algorithm} takes {', '.join(arguments)}, keys of the section {algorithm}, and keys of others as section__key "
-        "(docs/coming-from-trl.md and docs/coming-from-verl.md have the names of TRL and verl)"
-    )
+    names = "docs/coming-from-trl.md and docs/coming-from-verl.md have the names of TRL and verl"
+    own = f"{', '.join(arguments)}, keys of the section {algorithm}, and keys of others as section__key"
+    return f"train_{algorithm} takes {own} ({names})"
 
 
 # ---- components and adapters
@@ -110,10 +109,8 @@ def component_keys(given: object, what: str, algorithm: str) -> Given:
     if isinstance(given, Mapping):
         return Given(what, {f"{section}.{key}": (what, value) for key, value in given.items()})
     if not callable(given) and not hasattr(given, "compute_advantage"):
-        raise ValueError(
-            f"{what} is {in_a_line(given)}: give a function, an object or a class of yours, its dotted name, or a mapping of "
-            f"keys of {section}"
-        )
+        forms = f"a function, an object or a class of yours, its dotted name, or a mapping of keys of {section}"
+        raise ValueError(f"{what} is {in_a_line(given)}: give {forms}")
     return Given(what, {f"{section}.name": (what, PythonObjectRef(component_name(given), given))}, given)
 
 
@@ -125,10 +122,7 @@ def lora_keys(given: object, algorithm: str) -> Keys:
     if isinstance(given, int):
         given = {} if given is True else {"dim": given}
     if not isinstance(given, Mapping):
-        raise ValueError(
-            f"lora is {in_a_line(given)}: give True, a rank such as 16, or a mapping of keys of policy.dtensor_cfg.lora_cfg such as "
-            "{'dim': 16, 'alpha': 32}"
-        )
+        raise ValueError(f"lora is {in_a_line(given)}: give True, a rank such as 16, or keys such as {{'dim': 16}}")
     keys = {"enabled": True, **given}
     if "target_modules" in keys or "exclude_modules" in keys:
         keys = {"match_all_linear": False, **keys}
@@ -144,15 +138,12 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
     and reward_weights). `as_parts` keeps the functions' rewards separate for the estimator gdpo, which weights the
     rewards itself and needs at least two."""
     if functions is None:
-        raise ValueError(
-            "reward_funcs is missing: give a function of (completions, **columns) that returns one number each"
-        )
+        raise ValueError("reward_funcs is missing: give a function of (completions, **columns), one number each")
     if inspect.isclass(functions):
         raise ValueError(f"reward_funcs is the class {functions.__name__}: give a function, or an object of it")
     if hasattr(functions, "parameters") and hasattr(functions, "forward"):
-        raise ValueError(
-            f"reward_funcs is a {type(functions).__name__}, a model: give a function of (prompts, completions, **columns) that asks it"
-        )
+        kind = type(functions).__name__
+        raise ValueError(f"reward_funcs is a {kind}, a model: give a function of (prompts, completions) that asks it")
     names: list[str] | None = None
     if isinstance(functions, Mapping):
         names, functions = list(functions), list(functions.values())
@@ -160,14 +151,13 @@ def reward_environment(functions: Any, weights: object, as_parts: bool) -> Rewar
         if names is None or set(weights) != set(names):
             there = names_of(names) if names is not None else "no names"
             raise ValueError(
-                f"reward_weights has {names_of(weights)}, but reward_funcs has {there}: give both as mappings with the same names"
+                f"reward_weights has {names_of(weights)}, but reward_funcs has {there}: give the same names"
             )
         weights = [weights[name] for name in names]
     environment = RewardFunctionEnvironment(functions, weights, as_parts, names)
     if as_parts and len(environment.weight_of_name) < 2:
         raise ValueError(
-            "adv_estimator is gdpo, which weighs the parts of a reward, but reward_funcs is one function: give at least two, or leave "
-            "adv_estimator out"
+            "adv_estimator is gdpo, but reward_funcs is one function: give two, or leave adv_estimator out"
         )
     return environment
 
@@ -253,9 +243,8 @@ def _read(path: str, name: str) -> tuple[list[object], str]:
         found = load_dataset_from_path(path)
     except (ValueError, OSError) as error:
         why = " ".join(str(error).split())
-        raise ValueError(
-            f"{name} is the path {in_a_line(path, 200)} (if it is a prompt, give it in a list), which cannot be read: {why}"
-        ) from None
+        hint = "(if it is a prompt, give it in a list)"
+        raise ValueError(f"{name} is the path {in_a_line(path, 200)} {hint}, which cannot be read: {why}") from None
     rows = [row_at(found, i) for i in range(len(found))]
     if path.lower().endswith(".txt"):  # each line is a prompt
         rows = [{"prompt": row["text"]} if set(row) == {"text"} else row for row in rows]
@@ -320,9 +309,7 @@ def dataset_of(
         except ValueError as error:
             raise ValueError(f"{name} {i}: {error}") from error
         if length >= limit:
-            raise ValueError(
-                f"{name} {i} has {length} tokens, which leaves no room to answer within {limit_name}={limit}"
-            )
+            raise ValueError(f"{name} {i} has {length} tokens: no room to answer within {limit_name}={limit}")
     return AllTaskProcessedDataset(ListDataset(rows), tokenizer, TaskDataSpec(TASK), _processor, max_seq_length=limit)
 
 

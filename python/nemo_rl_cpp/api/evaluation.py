@@ -128,13 +128,10 @@ def _config(model: object, given: dict[str, object]) -> EvalMasterConfig:
         raise ValueError(f"n={given['n']} greedy answers to a prompt would be equal: give temperature=1.0, or n=1")
     if isinstance(model, (LoadedModel, TrainResult)):
         if "precision" in given:
-            raise ValueError(
-                f"precision is {in_a_line(given['precision'])}, but the model is loaded already: leave it out"
-            )
+            raise ValueError(f"precision is {in_a_line(given['precision'])}, but the model is loaded: leave it out")
     elif not isinstance(model, (str, Path)):
-        raise ValueError(
-            f"model is {in_a_line(model)}: give a folder, a model's name, what nemo_rl_cpp.load gave, or the result of a training"
-        )
+        forms = "a folder, a model's name, what nemo_rl_cpp.load gave, or the result of a training"
+        raise ValueError(f"model is {in_a_line(model)}: give {forms}")
     name = str(model) if isinstance(model, (str, Path)) else "loaded"
     keys = {_KEYS[key]: (key, value) for key, value in given.items()}
     return eval_config({"generation.model_name": ("model", name)} | keys)

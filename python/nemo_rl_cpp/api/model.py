@@ -61,9 +61,7 @@ class TextWriter:
         greedy = _is_greedy(greedy, n, options)
         n = whole_number("n", n, 1, 4096)
         if n > 1 and greedy:
-            raise ValueError(
-                f"n={n} greedy answers would be equal: give a temperature above 0, or greedy=False to sample as in training"
-            )
+            raise ValueError(f"n={n} greedy answers would be equal: give a temperature above 0, or greedy=False")
         several = prompts_of(prompts)
         if not several:
             return []
@@ -106,10 +104,8 @@ class TextWriter:
             raise ValueError(f"prompt {int(lengths.argmin()) // n} is empty: give at least one character")
         limit, longest = self.generation.max_model_len, int(lengths.max())
         if limit and longest >= limit:
-            raise ValueError(
-                f"prompt {int(lengths.argmax()) // n} has {longest} tokens, which leaves no room to answer within {limit} "
-                f"({self.limit_name})"
-            )
+            index, of = int(lengths.argmax()) // n, f"{limit} ({self.limit_name})"
+            raise ValueError(f"prompt {index} has {longest} tokens: no room to answer within {of}")
         index = torch.arange(len(logs))
         inputs = BatchedDataDict(
             input_ids=torch.nn.utils.rnn.pad_sequence(rows, True, self.tokenizer.pad_token_id),
@@ -137,13 +133,9 @@ def _is_greedy(greedy: bool | None, n: int, options: Mapping[str, object]) -> bo
         raise ValueError(f"greedy must be True or False, not {in_a_line(greedy)}")
     temperature = options.get("temperature")
     if greedy and temperature:
-        raise ValueError(
-            f"greedy=True takes no temperature, but temperature is {in_a_line(temperature)}: leave one of them out"
-        )
+        raise ValueError(f"greedy=True takes no temperature, not {in_a_line(temperature)}: leave one of them out")
     if greedy is False and temperature == 0:
-        raise ValueError(
-            "greedy=False samples, but temperature is 0, which is greedy: give a temperature above 0, or leave greedy out"
-        )
+        raise ValueError("greedy=False samples, but temperature 0 is greedy: leave one of them out")
     if greedy is not None:
         return greedy
     sampled = any(options.get(name) is not None for name in ("temperature", "top_p", "top_k")) or n != 1
@@ -184,10 +176,7 @@ def load(model: str | Path, *, precision: str | None = None, max_length: int | N
     less. Raise ValueError if the model cannot be found or loaded."""
     name = model_name(model)
     if name == TINY_RANDOM:
-        raise ValueError(
-            f"model is {TINY_RANDOM!r}, random weights that a run makes for itself: give the checkpoints of such a run, or a model, for "
-            "example smollm2-135m-instruct"
-        )
+        raise ValueError(f"model is {TINY_RANDOM!r}, random weights that a run makes: give such a run's checkpoint_dir")
     folder = Path(resolve_model(find_policy_weights(name), key="the model"))
     if precision is None:
         saved = read_config_file(folder)

@@ -235,12 +235,9 @@ def _given(algorithm: str, arguments: Mapping[str, Any]) -> Keys:
     rate = values["learning_rate"]
     if algorithm == "ppo" and values["critic_learning_rate"] is None and isinstance(rate, float):
         values["critic_learning_rate"] = 3 * rate
-    missing = {"critic_learning_rate"} if values.get("critic_learning_rate") is None else set()
-    return {
-        key.format(algorithm): (name, values[name])
-        for name, key in _KEYS.items()
-        if name in values and name not in missing
-    }
+    if values.get("critic_learning_rate") is None:
+        values.pop("critic_learning_rate", None)
+    return {key.format(algorithm): (name, values[name]) for name, key in _KEYS.items() if name in values}
 
 
 def _folders(arguments: Mapping[str, Any]) -> Keys:
@@ -250,13 +247,10 @@ def _folders(arguments: Mapping[str, Any]) -> Keys:
     given, resume = arguments["checkpoint_dir"], arguments["resume"]
     checkpoints = folder_path(given, "checkpoint_dir") if given is not None else None
     if not isinstance(resume, (bool, str, type(None))) or resume not in _RESUME:
-        raise ValueError(
-            f"resume is {in_a_line(resume)}: give True (go on with the run in checkpoint_dir), False (begin a new one) or None (either)"
-        )
+        forms = "True (go on with the run in checkpoint_dir), False (begin a new one) or None (either)"
+        raise ValueError(f"resume is {in_a_line(resume)}: give {forms}")
     if _RESUME[resume] == "must" and checkpoints is None:
-        raise ValueError(
-            f"resume is {resume!r}, but there is no checkpoint_dir: give the folder of the run to go on with"
-        )
+        raise ValueError(f"resume is {resume!r}, but there is no checkpoint_dir: give the folder of the run")
     return {
         "logger.log_dir": ("log_dir", logs),
         "checkpointing.enabled": ("checkpoint_dir", checkpoints is not None),
@@ -291,10 +285,8 @@ def _preflight(config: TrainMasterConfig) -> None:
 
     Data and reward functions come from the caller, so problems in their sections of the configuration are ignored."""
     if config.cluster.has_workers:
-        raise ValueError(
-            f"cluster.executor is {config.cluster.executor_text}: train_{config.algorithm} trains in this process, whose result "
-            "goes on generating; use the run scripts for several processes"
-        )
+        why = f"train_{config.algorithm} trains in this process; use the run scripts for several processes"
+        raise ValueError(f"cluster.executor is {config.cluster.executor_text}: {why}")
     findings = [finding for finding in preflight(config) if finding.key.partition(".")[0] not in ("data", "env")]
     errors = [str(finding) for finding in findings if finding.level == "error"]
     if errors:

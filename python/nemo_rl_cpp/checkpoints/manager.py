@@ -131,9 +131,8 @@ class CheckpointManager:
                 if folder.is_dir() and not folder.is_symlink():
                     shutil.rmtree(folder, ignore_errors=True)
                 if isinstance(error, OSError):
-                    error.add_note(
-                        f"saving step {step} into {self.checkpoint_dir} failed; earlier checkpoints are untouched"
-                    )
+                    kept = "earlier checkpoints are untouched"
+                    error.add_note(f"saving step {step} into {self.checkpoint_dir} failed; {kept}")
                 raise
 
     @contextmanager
@@ -172,9 +171,8 @@ class CheckpointManager:
             self._made = make_folder(self.checkpoint_dir, _KEY)
             self._lock = self._lock or FolderLock(self.checkpoint_dir, _KEY)
         except OSError as error:
-            raise FolderError(
-                f"{_KEY}={self.checkpoint_dir}: the run cannot have this folder ({error.strerror or error})"
-            ) from error
+            why = error.strerror or error
+            raise FolderError(f"{_KEY}={self.checkpoint_dir}: the run cannot have this folder ({why})") from error
         self._claimed = True
 
     def shutdown(self) -> None:
@@ -228,20 +226,15 @@ class CheckpointManager:
         complete checkpoint, or to start from scratch if that is None. Also raise it if there are checkpoints and none
         of them is complete."""
         if latest is not None and self.config.resume == "never":
-            raise ResumeError(
-                f"checkpointing.resume=never, but {self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name}): give the run "
-                "another checkpointing.checkpoint_dir, move them away, or set checkpointing.resume=auto"
-            )
+            there = f"{self.checkpoint_dir} holds checkpoints (the newest is {Path(latest).name})"
+            what_to_do = f"give the run another {_KEY}, or set checkpointing.resume=auto"
+            raise ResumeError(f"checkpointing.resume=never, but {there}: {what_to_do}")
         if latest is None and (unusable := self._unusable()):
-            raise ResumeError(
-                f"no checkpoint of {self.checkpoint_dir} is whole ({', '.join(unusable)}): repair or move them away, or give the run another "
-                "checkpointing.checkpoint_dir"
-            )
+            what_to_do = f"repair or move them away, or give the run another {_KEY}"
+            raise ResumeError(f"no checkpoint of {self.checkpoint_dir} is whole ({', '.join(unusable)}): {what_to_do}")
         if latest is None and self.config.resume == "must":
-            raise ResumeError(
-                f"checkpointing.resume=must, but {self.checkpoint_dir} holds no checkpoint: give the folder of the run to go on with, or set "
-                "checkpointing.resume=auto to begin"
-            )
+            what_to_do = "give the folder of the run to go on with, or set checkpointing.resume=auto to begin"
+            raise ResumeError(f"checkpointing.resume=must, but {self.checkpoint_dir} holds no checkpoint: {what_to_do}")
 
     def load_training_info(self, checkpoint_path: Path | str) -> dict[str, Plain]:
         """Return the content of a checkpoint's training_info.json."""
@@ -258,12 +251,13 @@ class CheckpointManager:
         component = Path(last_checkpoint_path) / model_component
         optimizer = component / "optimizer"
         if not optimizer.exists():
-            warnings.warn(
-                f"{optimizer} does not exist (checkpointing.save_optimizer was false): the {model_component} optimizer starts fresh. Its "
-                "moments are 0, its learning-rate schedule starts from scratch, and float32 master weights are made of the saved weights, so the run "
-                "goes on otherwise than an unbroken one",
-                stacklevel=2,
+            fresh = (
+                "moments, learning-rate schedule and master weights, so the run differs from one without interruption"
             )
+            text = (
+                f"{optimizer} does not exist (checkpointing.save_optimizer was false): the {model_component} optimizer"
+            )
+            warnings.warn(f"{text} starts fresh, with new {fresh}", stacklevel=2)
             return component / "weights", None
         return component / "weights", optimizer
 

@@ -175,9 +175,8 @@ def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterat
     rewards are not kept as separate components or are weighted twice. Raise LoadingError if `section` is invalid or a
     function cannot be imported."""
     if not {"functions"} <= set(section) <= {"functions", "weights", "names", "as_parts"}:
-        raise LoadingError(
-            f"it takes functions, weights, names and as_parts, but has {', '.join(sorted(section)) or 'nothing'}"
-        )
+        given = ", ".join(sorted(section)) or "nothing"
+        raise LoadingError(f"it takes functions, weights, names and as_parts, but has {given}")
     functions, key = section["functions"], "env.reward_functions"
     functions = [functions] if isinstance(functions, str) else functions
     if not isinstance(functions, list) or not functions:
@@ -185,9 +184,7 @@ def _check_rewards(config: WholeConfig, section: Mapping[str, object]) -> Iterat
     for name in ("weights", "names"):
         given = section.get(name)
         if given is not None and (not isinstance(given, list) or len(given) != len(functions)):
-            raise LoadingError(
-                f"functions has {len(functions)} names and {name} is {given!r}: one a function is expected"
-            )
+            raise LoadingError(f"functions has {len(functions)} names and {name} is {given!r}: give one a function")
     for name in functions:
         reward_function(name)
     estimator = getattr(getattr(config, "grpo", None), "adv_estimator", None)

@@ -111,9 +111,8 @@ def headline(saved: Saved, changed: list[Change]) -> str:
     begin = f"Resuming {short(saved.path)}, saved {saved.time}."
     if saved.config is None:
         return f"{begin} Its config.yaml cannot be read, so what changed since is not known."
-    return f"{begin} " + (
-        f"Changed since: {', '.join(map(str, changed))}" if changed else "Nothing in the configuration has changed."
-    )
+    listed = f"Changed since: {', '.join(map(str, changed))}"
+    return f"{begin} {listed if changed else 'Nothing in the configuration has changed.'}"
 
 
 def environment_keys(config: WholeConfig) -> list[str]:
@@ -260,10 +259,9 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     if settings.push_to_hub is not None and not can_push():
         text = f"is {settings.push_to_hub}, but this machine has no token of the hub: {LOG_IN}"
         yield Finding("error", "checkpointing.push_to_hub", text)
-    problems = _asked(_DIR, settings.checkpoint_dir, lambda folder: (*_writable(folder, _DIR), *_lock(folder)))
-    yield from problems or _asked(
-        _DIR, settings.checkpoint_dir, lambda folder: (*_space(config, folder), *_resume(config, folder))
-    )
+    place = settings.checkpoint_dir
+    problems = _asked(_DIR, place, lambda folder: (*_writable(folder, _DIR), *_lock(folder)))
+    yield from problems or _asked(_DIR, place, lambda folder: (*_space(config, folder), *_resume(config, folder)))
 
 
 def _asked(key: str, folder: str, question: Callable[[Path], Iterable[Finding]]) -> list[Finding]:

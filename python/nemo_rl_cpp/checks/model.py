@@ -5,6 +5,7 @@ machine. A model that must be downloaded first is checked by the run itself."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,11 +58,11 @@ class _Use(NamedTuple):
 
 def check(config: WholeConfig) -> Iterator[Finding]:
     """Yield problems with the files of the run's models and tokenizers."""
-    said = set()  # each message once: the critic usually uses the policy's model
-    for use in _uses(config):
-        folder = yield from _new((_check_hf if use.backend == "hf" else _check_model)(use), said)
-        if not use.value_head:  # a critic's tokenizer is never used
-            yield from _new(_check_tokenizer(use, folder), said)
+    said: set[str] = set()  # each message once: the critic usually uses the policy's model
+    for finding in chain.from_iterable(map(_check_use, _uses(config))):
+        if finding.message not in said:
+            said.add(finding.message)
+            yield finding
     if isinstance(config, TrainMasterConfig):
         for section, model in config.trained_models().items():
             yield from _check_lora(section, model)
@@ -69,17 +70,10 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     yield from _check_new_tokens(config)
 
 
-def _new(findings: Iterator[Finding], said: set[str]) -> Iterator[Finding]:
-    """Yield the problems in `findings` whose messages are not yet in `said`, and add their messages to it. Return the
-    return value of the generator `findings`."""
-    while True:
-        try:
-            finding = next(findings)
-        except StopIteration as end:
-            return end.value
-        if finding.message not in said:
-            said.add(finding.message)
-            yield finding
+def _check_use(use: _Use) -> Iterator[Finding]:
+    folder = yield from (_check_hf if use.backend == "hf" else _check_model)(use)
+    if not use.value_head:  # a critic's tokenizer is never used
+        yield from _check_tokenizer(use, folder)
 
 
 def _uses(config: WholeConfig) -> Iterator[_Use]:
@@ -283,6 +277,5 @@ def check_memory(config: WholeConfig) -> Iterator[Finding]:
         )  # fmt: skip
     elif memory.fits(config := memory.with_known_sizes(config)) is False:
         peak = max(phase.total for phase in memory.forecast(config) or ())
-        yield Finding(
-            "warning", "", f"the forecast of memory, {size_text(peak)} at the peak, {memory.fit_text(config)}"
-        )
+        text = f"the forecast of memory, {size_text(peak)} at the peak, {memory.fit_text(config)}"
+        yield Finding("warning", "", text)

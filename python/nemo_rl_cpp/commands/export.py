@@ -18,11 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     add_model_option(parser)
     parser.add_argument("--gguf", choices=FORMATS, required=True, help="format of the matrices")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.gguf")
-    parser.add_argument(
-        "--no-compare",
-        action="store_true",
-        help="do not read the file back (it takes the memory of the model in float32)",
-    )
+    costs = "do not read the file back (it takes the memory of the model in float32)"
+    parser.add_argument("--no-compare", action="store_true", help=costs)
     known = parser.parse_args(arguments)
     if known.out.suffix != ".gguf":
         parser.error(f"--out {known.out}: the name of a GGUF file ends in .gguf")
@@ -32,8 +29,6 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{known.out}: {size / 1e6:,.1f} MB, {known.gguf}")
     if not known.no_compare:
         gap = compare_with_folder(known.out, folder)
-        print(
-            f"read back over {gap.tokens} tokens: KL {gap.mean_kl:.2g} nats a token from the model in float32, logits differ by "
-            f"{gap.max_logit:.2g} at most"
-        )
+        kl = f"KL {gap.mean_kl:.2g} nats a token from the model in float32"
+        print(f"read back over {gap.tokens} tokens: {kl}, logits differ by {gap.max_logit:.2g} at most")
     return 0

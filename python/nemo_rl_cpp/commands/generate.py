@@ -28,9 +28,7 @@ def generate(arguments: Sequence[str]) -> int:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end behind this text (may be repeated)"
-    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end behind this text (repeatable)")
     add_engine_options(parser)
     known, rest = parser.parse_known_args(arguments)
     if rest:

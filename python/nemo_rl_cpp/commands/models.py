@@ -39,14 +39,11 @@ TASKS = (Task("GRPO"), Task("with KL", kl=0.01), Task("PPO", critic=True), Task(
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table of models."""
-    parser = command_parser(
-        "models", "List the supported models with the memory that training and generation need on a CPU.", _EXAMPLES
-    )
+    what = "List the supported models with the memory that training and generation need on a CPU."
+    parser = command_parser("models", what, _EXAMPLES)
     parser.add_argument("word", nargs="?", default="", help="only models with this in their name or model_type")
     parser.add_argument("--responses", type=at_least(1), default=128, help="responses a step (default: 128)")
-    parser.add_argument(
-        "--tokens", type=at_least(1), default=512, help="tokens of prompt and response together (default: 512)"
-    )
+    parser.add_argument("--tokens", type=at_least(1), default=512, help="of prompt and response (default: 512)")
     known = parser.parse_args(arguments)
     word, types = known.word.lower(), ", ".join(SUPPORTED_ARCHITECTURES)
     models = [model for model in KNOWN_MODELS if word in f"{model.name} {model.model_type}".lower()]

@@ -36,14 +36,9 @@ def report(arguments: Sequence[str]) -> int:
 
 def compare(arguments: Sequence[str]) -> int:
     """Compare runs or evaluations: print tables in the terminal, and write a page."""
-    parser = command_parser(
-        "compare",
-        "Compare runs or evaluations: results, keys that differ, curves, prompts that changed.",
-        _COMPARE_EXAMPLES,
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="LOG_DIR", help="log folders, or folders of evaluations, two or more"
-    )
+    what = "Compare runs or evaluations: results, keys that differ, curves, prompts that changed."
+    parser = command_parser("compare", what, _COMPARE_EXAMPLES)
+    parser.add_argument("runs", nargs="+", metavar="LOG_DIR", help="two or more folders of logs or of evaluations")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the report page of the runs, too")
     known = parser.parse_args(arguments)
     if len(known.runs) < 2:

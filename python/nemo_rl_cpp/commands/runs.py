@@ -1,6 +1,5 @@
 """The commands that read a configuration: `train`, `eval`, `check` and `configs`."""
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from nemo_rl_cpp.checks import banner_lines, preflight
-from nemo_rl_cpp.command_line import OneLineParser, add_common_options, command_parser, unknown_option
+from nemo_rl_cpp.command_line import command_parser, unknown_option
 from nemo_rl_cpp.config.access import written
 from nemo_rl_cpp.config.errors import KINDS, ConfigError
 from nemo_rl_cpp.config.fold import exactness_text, keys_without_effect_text
@@ -59,12 +58,9 @@ def train_to_the_end(config: TrainMasterConfig) -> None:
                 raise
             resumed = config.checkpointing.model_copy(update={"resume": "auto"})
             config = config.model_copy(update={"checkpointing": resumed})
-            print(
-                f"warning: {error}; restart {restarts} of {config.cluster.max_restarts}, from the newest checkpoint if "
-                "there is one",
-                file=sys.stderr,
-                flush=True,
-            )
+            number = f"restart {restarts} of {config.cluster.max_restarts}"
+            text = f"warning: {error}; {number}, from the newest checkpoint if there is one"
+            print(text, file=sys.stderr, flush=True)
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -80,9 +76,8 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def check(arguments: Sequence[str]) -> int:
     """Print every error in a configuration, or that there is none. Return the exit status."""
-    parser = command_parser(
-        "check", "Check a configuration with its overrides, without loading anything else.", _CHECK_EXAMPLES
-    )
+    what = "Check a configuration with its overrides, without loading anything else."
+    parser = command_parser("check", what, _CHECK_EXAMPLES)
     parser.add_argument("--config", required=True, help="YAML file, or the name of a shipped one")
     parser.add_argument("--kind", choices=tuple(KINDS), help="kind of run (default: by the file's sections)")
     known, overrides = parser.parse_known_args(arguments)
@@ -146,21 +141,11 @@ def _run(words: Sequence[str], default: str, kind: str | None, work: Callable[[W
 
     `default` is the kind of run whose help text is shown, and whose default configuration is used without --config.
     `kind` is the kind of run; None: it is derived from the configuration."""
-    parser = OneLineParser(
-        description=KINDS[default].description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_help(default),
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config",
-        default=f"configs/{KINDS[default].default_config}",
-        help="YAML file, or the name of a shipped one (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show a memory forecast and the resolved configuration, then stop"
-    )
-    add_common_options(parser)
+    parser = command_parser(None, KINDS[default].description, _help(default))
+    names = "YAML file, or the name of a shipped one (default: %(default)s)"
+    parser.add_argument("--config", default=f"configs/{KINDS[default].default_config}", help=names)
+    shown = "show a memory forecast and the resolved configuration, then stop"
+    parser.add_argument("--dry-run", action="store_true", help=shown)
     known, overrides = parser.parse_known_args(words)  # all other words are overrides
     if message := unknown_option(overrides):
         parser.error(message)

@@ -24,31 +24,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--served-model-name", metavar="NAME", help="another name of the model for clients")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     parser.add_argument("--port", type=at_least(0, 65535), default=8000, help="0: a free one, which is printed")
-    parser.add_argument(
-        "--api-key", help=f"that requests must carry as a bearer token (default: the variable {KEY_VARIABLE}, or none)"
-    )
+    parser.add_argument("--api-key", help=f"bearer token of requests (default: the variable {KEY_VARIABLE}, or none)")
     add_engine_options(parser)
     parser.add_argument("--seed", type=at_least(0), help="of requests that name a rollout and no seed (default: 42)")
+    longest = "longest sequence (default: what the model and the cache allow)"
+    parser.add_argument("--max-model-len", type=at_least(2), help=longest)
     parser.add_argument(
-        "--max-model-len", type=at_least(2), help="longest sequence (default: what the model and the cache allow)"
+        "--kv-cache-gb", type=positive, help="GB of KV cache (default: half of what is free, at most 4)"
     )
-    parser.add_argument(
-        "--kv-cache-gb", type=positive, help="size of the KV cache in GB (default: half of what is free, 4 at most)"
-    )
-    parser.add_argument(
-        "--max-batch-size",
-        type=at_least(1),
-        default=64,
-        help="answers that are generated at the same time (default: 64)",
-    )
-    parser.add_argument(
-        "--max-queue", type=at_least(1), help="answers under way or waiting; more are refused, 503 (default: 1024)"
-    )
+    parser.add_argument("--max-batch-size", type=at_least(1), default=64, help="answers at the same time (default: 64)")
+    most = "answers under way or waiting; more are refused, 503 (default: 1024)"
+    parser.add_argument("--max-queue", type=at_least(1), help=most)
     parser.add_argument("--max-body-mb", type=positive, default=8.0, help="size of a request")
     parser.add_argument("--request-timeout", type=positive, metavar="S", help="seconds for an answer (default: 600)")
-    parser.add_argument(
-        "--tinker", metavar="FOLDER", help="serve Tinker's API, and keep its checkpoints in this folder"
-    )
+    parser.add_argument("--tinker", metavar="FOLDER", help="serve Tinker's API, and keep its checkpoints here")
     known = parser.parse_args(arguments)
     if known.api_key is not None and not known.api_key.strip():  # an unset shell variable, for instance
         parser.error("--api-key is empty: give a key, or leave it out")
@@ -88,11 +77,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     def greet() -> None:
         if key is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
             print(f"warning: whoever reaches {arguments.host} may use this server: give it --api-key", file=sys.stderr)
-        print(
-            f"serving {model.names[0]} at {server.url}/v1 (weights {model.engine.state.version}, digest {model.digest}, "
-            f"sequences of up to {model.max_model_len} tokens); Ctrl-C ends it",
-            flush=True,
-        )
+        weights = f"weights {model.engine.state.version}, digest {model.digest}"
+        limits = f"sequences of up to {model.max_model_len} tokens"
+        print(f"serving {model.names[0]} at {server.url}/v1 ({weights}, {limits}); Ctrl-C ends it", flush=True)
 
     server = HttpServer(make_app(model, key), listener)
     serve_until_ended(server, model.engine, greet)

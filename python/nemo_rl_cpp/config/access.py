@@ -60,9 +60,11 @@ def as_written(config: object) -> Any:
 def to_json(value: object) -> Plain:
     """Return `to_plain(value)` with non-finite floats as the strings "nan", "inf" and "-inf", because JSON has no such
     numbers."""
-    return mapped(
-        to_plain(value), lambda leaf: repr(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
-    )
+
+    def finite(leaf: Plain) -> Plain:
+        return repr(leaf) if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
+
+    return mapped(to_plain(value), finite)
 
 
 def mapped(node: Plain, leaf: Callable[[Plain], Plain]) -> Plain:

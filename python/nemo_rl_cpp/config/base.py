@@ -121,7 +121,7 @@ class Section(BaseModel, metaclass=_Made):
         check_marks(self, "", report)
 
     def __getitem__(self, key: str) -> Any:
-        name = _field_name(type(self), key)
+        name = field_name(type(self), key)
         return (self.model_extra or {})[key] if name is None else getattr(self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -137,10 +137,10 @@ class Section(BaseModel, metaclass=_Made):
             raise ConfigError([Problem(cls.__name__, p.key, p.message) for p in mistakes(failure, cls)]) from None
 
     def __setitem__(self, key: str, value: object) -> None:
-        setattr(self, _field_name(type(self), key) or key, value)
+        setattr(self, field_name(type(self), key) or key, value)
 
     def __contains__(self, key: object) -> bool:
-        known = isinstance(key, str) and _field_name(type(self), key) is not None
+        known = isinstance(key, str) and field_name(type(self), key) is not None
         return known or key in (self.model_extra or {})
 
     def get(self, key: str, default: object = None) -> Any:
@@ -161,7 +161,7 @@ Settings = Section | Mapping[str, object]
 """A section, or a mapping with the keys of a section."""
 
 
-def _field_name(model: type[Section], key: str) -> str | None:
+def field_name(model: type[Section], key: str) -> str | None:
     if key in model.model_fields:
         return key
     key = dict(model.aliases()).get(key, key)

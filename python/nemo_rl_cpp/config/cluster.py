@@ -28,9 +28,8 @@ def launcher_variables(environment: Mapping[str, str] = os.environ) -> LauncherV
         return LauncherVariables("RANK", "WORLD_SIZE")
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return None
-    return LauncherVariables(
-        "SLURM_PROCID", "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    )
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    return LauncherVariables("SLURM_PROCID", size)
 
 
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
@@ -113,11 +112,9 @@ class ClusterConfig(Section):
         """The executor's name for error messages; for `auto` with an explanation."""
         if self.is_split:
             return "auto, which is two processes for rollouts beside training,"
-        return (
-            f"auto under a launcher of {self.processes} ranks"
-            if self.executor == "auto" and self.has_workers
-            else self.executor
-        )
+        if self.executor == "auto" and self.has_workers:
+            return f"auto under a launcher of {self.processes} ranks"
+        return self.executor
 
     @property
     def one_process_text(self) -> str:

@@ -79,11 +79,8 @@ class Report:
     def has_problem(self, dotted: str) -> bool:
         """Return whether a mistake is already reported for the key `dotted`, for a section that contains it, or for a
         key inside it."""
-        return any(
-            p.key == dotted or dotted.startswith(p.key + ".") or p.key.startswith(dotted + ".")
-            for p in self.problems
-            if p.key
-        )
+        keys = (f"{p.key}." for p in self.problems if p.key)
+        return any(f"{dotted}.".startswith(key) or key.startswith(f"{dotted}.") for key in keys)
 
     def add(self, dotted: str, message: str, *related: str) -> None:
         """Report a mistake for the key `dotted`, unless a mistake is already reported for this key or a `related` one.
@@ -148,9 +145,8 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     known = model.known_keys()
     prefix = f"{parent}." if parent else ""
     every = known | {spelling for spelling, canonical in model.aliases() if canonical in known}
-    here = sorted(
-        key.removeprefix(prefix) for key in every if key.startswith(prefix) and "." not in key.removeprefix(prefix)
-    )
+    inside = (key.removeprefix(prefix) for key in every if key.startswith(prefix))
+    here = sorted(key for key in inside if "." not in key)
     if near := did_you_mean(name, here, cutoff=0.55):
         return f"is unknown; {near}"
     same = sorted((key for key in every if key.rpartition(".")[2] == name), key=lambda key: (key.count("."), key))

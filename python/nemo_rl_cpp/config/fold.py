@@ -98,9 +98,8 @@ def sizes_of(config: WholeConfig) -> dict[str, int]:
     ours = config.cluster.has_written_size  # the sizes are used as written
     models = config.trained_models()
     trainers = max(trainers_of(config), 1) if models else 1
-    sizes = (
-        {} if ours else {f"cluster.{name}": getattr(config.cluster, name) for name in ("num_nodes", "gpus_per_node")}
-    )
+    of_cluster = () if ours else ("num_nodes", "gpus_per_node")
+    sizes = {f"cluster.{name}": getattr(config.cluster, name) for name in of_cluster}
     for name, model in models.items():
         for backend, keys in PARALLEL_SIZES.items():
             section = getattr(model, backend)
@@ -151,13 +150,9 @@ def fold_text(config: WholeConfig, forecast: str | None = None) -> str | None:
     if not written:
         return None
     count = config.cluster.processes
-    own = _own_engine(config)
-    here = (
-        f"on {f'{count} processes' if count > 1 else '1 device'} ({config.cluster.device}) with {own}"
-        if devices > 1 or apart
-        else f"with {own}"
-    )
-    text = f"written for {' and '.join(written)}: runs {here}; same mathematics"
+    here = f"on {f'{count} processes' if count > 1 else '1 device'} ({config.cluster.device}) "
+    engine = f"{here if devices > 1 or apart else ''}with {_own_engine(config)}"
+    text = f"written for {' and '.join(written)}: runs {engine}; same mathematics"
     if devices > 1:
         if count == 1:
             text += f", about {devices} times the time of {devices} such devices"

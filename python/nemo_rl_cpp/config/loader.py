@@ -15,7 +15,7 @@ from nemo_rl_cpp import _config
 from nemo_rl_cpp.errors import keep_out_of_files, short_path
 
 from .access import mapped, plain
-from .base import Section, additions, check_marks, mistakes, section_at, walk
+from .base import Section, additions, check_marks, field_name, mistakes, section_at, walk
 from .env import environment_sections
 from .errors import KINDS, ConfigError, Problem, Report, dotted_key, explained, sentence, unknown_key
 from .master import (
@@ -72,9 +72,8 @@ class GivenValues:
                 self.problems += [Problem(place, key, problem.message) for problem in error.problems]
         texts = "".join(map(repr, self._values.values()))
         self._mark = next(mark for n in range(10**6) if (mark := f"given_value_{n}_") not in texts)
-        self.overrides = [
-            f"++{key}={self._as_override(i, value)}" for i, (key, value) in enumerate(self._values.items())
-        ]
+        numbered = enumerate(self._values.items())
+        self.overrides = [f"++{key}={self._as_override(i, value)}" for i, (key, value) in numbered]
         self._by_override = dict(zip((f"override '{text}'" for text in self.overrides), self._values))
 
     def _leaves(self, key: str, value: object) -> Iterator[tuple[str, object]]:
@@ -102,18 +101,13 @@ class GivenValues:
         if not self._is_known(key):
             self.problems.append(Problem(place, key, unknown_key(key, self._model)))
             return
-        field = (
-            next((field for field, info in section.model_fields.items() if name in (field, info.alias)), None)
-            if section is not None
-            else None
-        )
+        field = field_name(section, name) if section is not None else None
         if field is not None:
             try:  # checked strictly like an assignment, because the loader accepts strings as numbers
                 section.__pydantic_validator__.validate_assignment(section.model_construct(), field, value)
             except ValidationError as failure:
-                self.problems += [
-                    Problem(place, key.removesuffix(name) + p.key, p.message) for p in mistakes(failure, section)
-                ]
+                found = mistakes(failure, section)
+                self.problems += [Problem(place, key.removesuffix(name) + p.key, p.message) for p in found]
                 return
         self._values[key] = value
         self._places[key] = place
@@ -204,10 +198,8 @@ def of_another_kind(sections: Iterable[str], own: str) -> tuple[str, str] | None
     if other is None:
         return None
     words, script, *_ = KINDS[other]
-    return (
-        other,
-        f"makes the file a configuration of {words}, not of {KINDS[own].words}: it is run by examples/{script}.py (python -m nemo_rl_cpp.{script})",
-    )
+    text = f"makes the file a configuration of {words}, not of {KINDS[own].words}: it is run by"
+    return other, f"{text} examples/{script}.py (python -m nemo_rl_cpp.{script})"
 
 
 def _load(
@@ -243,9 +235,8 @@ def _load(
         if kind == "interpolation":
             _remove(data, tuple(key.split(".")))
     for key in _not_given(data, ""):
-        report.problems.append(
-            Problem(report.where(key), key, "is '???': it must be given, in the file or on the command line")
-        )
+        text = "is '???': it must be given, in the file or on the command line"
+        report.problems.append(Problem(report.where(key), key, text))
     given.restore(data, positions)
     config = _validate(data, model, report)
     if config is not None:
@@ -393,9 +384,7 @@ def find_config(path: str | os.PathLike[str]) -> Path:
 
 def shipped_configs() -> list[str]:
     """Return the names of the shipped configurations, in the form that --config accepts."""
-    return sorted(
-        {str(p.relative_to(folder)) for folder in config_folders() if folder.is_dir() for p in folder.rglob("*.yaml")}
-    )
+    return sorted({str(p.relative_to(folder)) for folder in config_folders() for p in folder.rglob("*.yaml")})
 
 
 def _not_found(given: str, relative: Path) -> str:

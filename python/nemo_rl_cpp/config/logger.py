@@ -114,9 +114,8 @@ class LoggerEntry(Entry):
 
 
 def _tracker(cls: str, section: type[Section], title: str, name: str) -> LoggerEntry:
-    return LoggerEntry(
-        f"nemo_rl_cpp.loggers.backends:{cls}", section, f"log to {title} (needs the extra `{name}`)", package=name
-    )
+    doc = f"log to {title} (needs the extra `{name}`)"
+    return LoggerEntry(f"nemo_rl_cpp.loggers.backends:{cls}", section, doc, package=name)
 
 
 LOGGER_BACKENDS: Table[LoggerEntry] = Table(

@@ -236,13 +236,10 @@ def _check_batches(config: TrainMasterConfig, model: str, report: Report) -> Non
         min((d for d in divisors if d > wanted), default=None),
     ]
     legal = " or ".join(str(d) for d in nearest if d is not None)
-    report.add(
-        f"{model}.train_global_batch_size",
-        f"is {wanted}, which does not divide the {batch} samples of a step ({prompts} {loop.num_prompts_per_step} x "
-        f"{generations} {loop.num_generations_per_prompt}); the nearest legal values are {legal}",
-        prompts,
-        generations,
-    )
+    samples = f"{prompts} {loop.num_prompts_per_step} x {generations} {loop.num_generations_per_prompt}"
+    text = f"is {wanted}, which does not divide the {batch} samples of a step ({samples})"
+    key = f"{model}.train_global_batch_size"
+    report.add(key, f"{text}; the nearest legal values are {legal}", prompts, generations)
 
 
 # ---- the run as a whole
@@ -283,9 +280,7 @@ def _check_run(config: TrainMasterConfig, report: Report) -> None:
     for backend, entry in LOGGER_BACKENDS.entries.items():
         package = entry.package if config.logger.is_enabled(backend) else None
         if package is not None and importlib.util.find_spec(package) is None:
-            text = (
-                f"is true but {backend} is not installed; install this package's extra `{backend}`, or set it to false"
-            )
+            text = f"is true but {backend} is not installed; install the extra `{backend}`, or set it to false"
             report.add(f"logger.{backend}_enabled", text)
 
 

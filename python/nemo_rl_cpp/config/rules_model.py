@@ -327,10 +327,8 @@ def balance_wanted(model: TrainedModelConfig, router: str | None = None) -> Iter
     for key, (value, off, kind) in given.items():
         if value != off and router != kind:
             text = f"is {value}, which balances the experts of {kind} routers in the native core; "
-            text += (
-                "this model is computed by another backend" if router is None else f"this model's are {router} routers"
-            )
-            yield f"megatron_cfg.{key}", f"{text}: set it to {off}"
+            has = "is computed by another backend" if router is None else f"has {router} routers"
+            yield f"megatron_cfg.{key}", f"{text}this model {has}: set it to {off}"
     if megatron.moe_aux_loss_coeff and megatron.moe_router_load_balancing_type == "none":
         text = f"is {megatron.moe_aux_loss_coeff:g}, but moe_router_load_balancing_type is none: set that to seq_aux_loss, or this to 0"
         yield "megatron_cfg.moe_aux_loss_coeff", text

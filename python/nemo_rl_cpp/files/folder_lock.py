@@ -48,10 +48,8 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise folder_error(folder, key, error) from error
-            warnings.warn(
-                f"{folder}: this file system has no locks, so nothing would tell of a second run in it ({key})",
-                stacklevel=3,
-            )
+            text = f"{folder}: this file system has no locks, so nothing would tell of a second run in it ({key})"
+            warnings.warn(text, stacklevel=3)
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with contextlib.suppress(OSError):  # the lock works without this text, for example on a full disk
             self._path.write_text(json.dumps(me) + "\n")

@@ -75,9 +75,9 @@ def _encode(value: object, name: str, tensors: dict[str, torch.Tensor]) -> Plain
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if isinstance(value, Path):
         return {_TAG: "path", "value": str(value)}
-    raise ValueError(
-        f"{name or 'the state'} is a {type(value).__name__}, which no checkpoint can hold: use numbers, texts, lists, dictionaries or tensors"
-    )
+    types = "numbers, texts, lists, dictionaries or tensors"
+    kind = type(value).__name__
+    raise ValueError(f"{name or 'the state'} is a {kind}, which no checkpoint can hold: use {types}")
 
 
 def _tensor(kind: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, str]:

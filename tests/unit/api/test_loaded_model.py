@@ -59,7 +59,7 @@ def test_generation_options_have_the_same_effect_on_a_training_result_and_a_load
     ({"n": 2}, "n=2"),
     ({"n": 2, "greedy": True}, "n=2 greedy answers would be equal: give a temperature above 0"),
     ({"n": 0}, "n = 0: expected a whole number from 1 to 4096"),
-    ({"n": 4, "greedy": False, "temperature": 0}, "greedy=False samples, but temperature is 0"),
+    ({"n": 4, "greedy": False, "temperature": 0}, "greedy=False samples, but temperature 0"),
     ({"temprature": 1.0}, "temprature is unknown; did you mean temperature"),
     ({"top_p": 2.0}, "top_p must be at most 1, not 2"),
     ({"seed": -1}, "seed = -1: expected a whole number"),
@@ -114,17 +114,17 @@ def test_evaluate_with_several_responses_per_prompt_returns_pass_at_k(model):
 
 
 @pytest.mark.parametrize(("call", "words"), [
-    (lambda m: nemo_rl_cpp.load("tiny-random"), "'tiny-random', random weights that a run makes for itself"),
+    (lambda m: nemo_rl_cpp.load("tiny-random"), "'tiny-random', random weights that a run makes:"),
     (lambda m: nemo_rl_cpp.load(3), "model is 3; it must be a folder"),
     (lambda m: nemo_rl_cpp.load(m.folder, precision="int4"), "precision is 'int4': expected float32 or bfloat16"),
     (lambda m: nemo_rl_cpp.load(m.folder, max_length=10**5), "has positions for 512 tokens"),
     (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, n=4), "n=4 greedy answers to a prompt would be equal: give temperature=1.0"),
     (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, k=2), "argument k: eval.k_value is 2, but each prompt gets 1 responses"),
     (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, num_test=2), "num_test is unknown; evaluate takes n, k, seed"),
-    (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, precision="float32"), "the model is loaded already"),
+    (lambda m: nemo_rl_cpp.evaluate(m, ROWS, share_right, precision="float32"), "the model is loaded"),
     (lambda m: nemo_rl_cpp.evaluate(m, ROWS), "reward_funcs is missing"),
     (lambda m: nemo_rl_cpp.evaluate(None, ROWS, share_right), "model is None: give a folder, a model's name, what nemo_rl_cpp.load"),
-    (lambda m: nemo_rl_cpp.evaluate(m, [{"prompt": "1" * 600, "answer": "1"}], share_right), "prompt 0 has 600 tokens, which leaves no room"),
+    (lambda m: nemo_rl_cpp.evaluate(m, [{"prompt": "1" * 600, "answer": "1"}], share_right), "prompt 0 has 600 tokens: no room"),
 ])  # fmt: skip
 def test_invalid_calls_of_load_generate_and_evaluate_raise_a_one_line_error(model, call, words):
     with pytest.raises(ValueError, match=words) as caught:

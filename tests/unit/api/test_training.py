@@ -74,7 +74,7 @@ CHAT = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ({"prompts": ["1=", "1" * 16]}, "^prompt 1 has 16 tokens, which leaves no room to answer within max_length=16$"),
+    ({"prompts": ["1=", "1" * 16]}, "^prompt 1 has 16 tokens: no room to answer within max_length=16$"),
     ({"validation": ["1=", "1" * 40]}, "^validation prompt 1 has 40 tokens"),
     ({"prompts": [[{"role": "user", "content": "1" * 16}]]}, "^prompt 0 has 16 tokens"),
     ({"prompts": [CHAT], "policy__tokenizer__chat_template": "{{ messages[1].content }}"}, r"^prompt 0: the chat template leaves out message 0"),

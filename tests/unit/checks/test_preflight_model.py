@@ -397,7 +397,7 @@ SETTINGS = {
         (f"{MEGATRON}.moe_aux_loss_coeff=0.01", "is 0.01, but moe_router_load_balancing_type is none"),
         (f"{MEGATRON}.moe_router_load_balancing_type=aux_loss", None),
         (f"{MEGATRON}.moe_router_bias_update_rate=0.1",
-         "is 0.1, which balances the experts of sigmoid routers in the native core; this model's are softmax routers: set it to 0.0"),
+         "is 0.1, which balances the experts of sigmoid routers in the native core; this model has softmax routers: set it to 0.0"),
     ]),
     "glm4_moe": (dict(tie_word_embeddings=False, n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=0), [
         (f"{MEGATRON}.moe_router_bias_update_rate=0.001", None),

@@ -265,9 +265,7 @@ def test_tensor_parallel_size_that_does_not_divide_the_processes_becomes_1_or_an
 
 def test_tensor_parallelism_with_engines_in_separate_processes_is_an_error():
     apart = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=2")
-    with pytest.raises(
-        ConfigError, match="tensor_parallel_size is 2, but engines with processes of their own have whole models"
-    ):
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but separate engines have whole models"):
         of_workers("cluster.gpus_per_node=4", TP, *apart)
     config = of_workers("cluster.gpus_per_node=3", TP, *apart)  # one trainer: folded
     assert list(sizes_of(config)) == [TP.partition("=")[0]]

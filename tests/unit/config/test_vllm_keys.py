@@ -47,7 +47,7 @@ def test_table_of_equal_logprobs_has_a_row_for_every_pair_of_trainer_and_engine(
 
 OF_PYTHON = [
     (["policy.generation.vllm_cfg.server_url=http://localhost:8000"], "is given beside policy.generation.vllm_cfg.python: set one of them to null"),
-    (["policy.generation.vllm_cfg.python=/nowhere/python"], "is /nowhere/python, which is no program that can be run"),
+    (["policy.generation.vllm_cfg.python=/nowhere/python"], "is /nowhere/python, which is no program"),
     (["policy.generation.backend=native"], "names an interpreter with vLLM, but policy.generation.backend is native"),
     (["cluster.executor=processes", "cluster.gpus_per_node=2"], "vLLM gets its weights from one training process: set it to auto"),
     (["policy.reuse_generation_logprobs=always"], "cannot be always with vLLM"),

@@ -14,7 +14,7 @@ _REPOSITORY = re.compile(rf"{_PART}(/{_PART})?")
 def repository_name(name: str) -> str:
     """Return `name` unchanged. Raise ValueError if it is not a valid repository name of the Hugging Face Hub."""
     if not _REPOSITORY.fullmatch(name) or "--" in name or ".." in name:
-        raise ValueError(f"is {name!r}: give organisation/name, of letters, digits, '-', '_' and '.'")
+        raise ValueError(f"is {name!r}: give the name of a repository, organisation/name, of letters, digits, '-._'")
     return name
 
 

@@ -20,9 +20,8 @@ class Heard(nemo_rl_cpp.Callback):
         self.said, self.stop_at = [], stop_at
 
     def hear(self, method, event):
-        self.said.append(
-            f"{method} {event.step}{f' {event.status}' if event.status else ''}{' saved' if event.checkpoint else ''}"
-        )
+        words = [method, str(event.step), event.status or "", "saved" if event.checkpoint else ""]
+        self.said.append(" ".join(filter(None, words)))
         if self.said[-1] == self.stop_at:
             event.stop("enough")
 
@@ -50,18 +49,12 @@ def train(folder, callbacks, **more):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("stop_at", "said"),
-    [
-        (
-            "",
-            "validation 0, step 1, step 2, checkpoint 2 saved, step 3, validation 3, checkpoint 3 saved, end 3 finished",
-        ),
-        ("validation 0", "validation 0, end 0 finished"),
-        ("step 1", "validation 0, step 1, validation 1, checkpoint 1 saved, end 1 finished"),
-        ("checkpoint 2 saved", "validation 0, step 1, step 2, checkpoint 2 saved, end 2 finished"),
-    ],
-)
+@pytest.mark.parametrize(("stop_at", "said"), [
+    ("", "validation 0, step 1, step 2, checkpoint 2 saved, step 3, validation 3, checkpoint 3 saved, end 3 finished"),
+    ("validation 0", "validation 0, end 0 finished"),
+    ("step 1", "validation 0, step 1, validation 1, checkpoint 1 saved, end 1 finished"),
+    ("checkpoint 2 saved", "validation 0, step 1, step 2, checkpoint 2 saved, end 2 finished"),
+])  # fmt: skip
 def test_callbacks_are_called_at_each_event_of_a_run_and_can_stop_it(tmp_path, stop_at, said, capsys):
     heard = Heard(stop_at)
     train(tmp_path, heard, checkpointing__save_period=2)
@@ -158,16 +151,14 @@ def test_push_to_hub_uploads_the_finished_run_or_reports_why_it_cannot(tmp_path,
 
 def test_push_to_hub_without_token_or_checkpoints_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("nemo_rl_cpp.checks.folders.can_push", lambda: False)
-    with pytest.raises(
-        ValueError, match="checkpointing.push_to_hub is org/x, but this machine has no token of the hub: log in"
-    ):
+    said = "checkpointing.push_to_hub is org/x, but this machine has no token of the hub: log in"
+    with pytest.raises(ValueError, match=said):
         train(tmp_path, None, checkpointing__push_to_hub="org/x")
-    with pytest.raises(ValueError, match="checkpointing.push_to_hub is 'a b': give organisation/name"):
+    with pytest.raises(ValueError, match="checkpointing.push_to_hub is 'a b': give the name of a repository"):
         train(tmp_path, None, checkpointing__push_to_hub="a b")
     with pytest.raises(ValueError, match="uploads the last checkpoint, but checkpointing.enabled is false"):
-        nemo_rl_cpp.train_grpo(
-            "tiny-random", ROWS, lambda completions: 0, checkpointing__push_to_hub="org/x", log_dir=tmp_path
-        )
+        options = {"checkpointing__push_to_hub": "org/x", "log_dir": tmp_path}
+        nemo_rl_cpp.train_grpo("tiny-random", ROWS, lambda completions: 0, **options)
 
 
 def test_resume_without_optimizer_state_warns_that_the_optimizer_starts_fresh(tmp_path):

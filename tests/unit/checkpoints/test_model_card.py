@@ -23,17 +23,8 @@ def test_model_card_lists_base_model_algorithm_steps_and_data_of_the_run():
 
 
 def test_metadata_of_the_model_card_lists_base_model_and_data_sets_of_the_hub():
-    card = ModelCard(
-        card_text(
-            load_ppo_config(
-                "ppo_math_1B.yaml",
-                [
-                    "data.train={dataset_name: ResponseDataset, data_path: openai/gsm8k, input_key: question, output_key: answer}"
-                ],
-            ),
-            20,
-        )
-    )
+    rows = "{dataset_name: ResponseDataset, data_path: openai/gsm8k, input_key: question, output_key: answer}"
+    card = ModelCard(card_text(load_ppo_config("ppo_math_1B.yaml", [f"data.train={rows}"]), 20))
     assert card.data.base_model == "Qwen/Qwen2.5-1.5B" and card.data.datasets == ["openai/gsm8k"]
     assert "# Qwen/Qwen2.5-1.5B, trained with PPO" in card.text
 
@@ -42,11 +33,8 @@ def test_model_card_names_local_folders_without_their_path(tmp_path):
     (tmp_path / "base").mkdir()
     given = [f"policy.model_name={tmp_path}/base", f"data.train.data_path={tmp_path}/rows.jsonl"]
     text = card_text(load_grpo_config("grpo_jsonl.yaml", [*given, "env.reward_functions.functions=[math.pi]"]), 20)
-    assert (
-        str(tmp_path) not in text
-        and "20 steps on ResponseDataset, rows.jsonl." in text
-        and "# base, trained with GRPO" in text
-    )
+    assert "20 steps on ResponseDataset, rows.jsonl." in text and "# base, trained with GRPO" in text
+    assert str(tmp_path) not in text
     assert "base_model" not in ModelCard(text).data.to_dict()
 
 

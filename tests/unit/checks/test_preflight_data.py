@@ -29,27 +29,15 @@ def found(tmp_path, tokenizer_folder):
 
     def of(rows, *overrides, name="data.jsonl", load=load_grpo_config, config="grpo_tiny.yaml", section="data.train"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        own = {
-            "dataset_name": "ResponseDataset",
-            "data_path": str(tmp_path / name),
-            "env_name": "math",
-            "processor": "math_hf_data_processor",
-        }
+        own = {"dataset_name": "ResponseDataset", "env_name": "math", "processor": "math_hf_data_processor"}
+        own["data_path"] = str(tmp_path / name)
         lines = [f"++{section}.{key}={json.dumps(value)}" for key, value in own.items()]
         prefix = "" if load is load_eval_config else "policy."
-        lines += [
-            f"{prefix}tokenizer.name={tokenizer_folder}",
-            f"++{prefix}tokenizer.chat_template=default",
-            "++env.math.num_workers=1",
-        ]
+        lines += [f"{prefix}tokenizer.name={tokenizer_folder}", f"++{prefix}tokenizer.chat_template=default"]
         if load is load_grpo_config:
-            lines += [
-                "~data.train.num_digits",
-                "data.validation=null",
-                "policy.max_total_sequence_length=64",
-                "++data.default.env_name=math",
-            ]
-        checked = load(config, [*lines, *overrides])
+            lines += ["~data.train.num_digits", "data.validation=null", "++data.default.env_name=math"]
+            lines += ["policy.max_total_sequence_length=64"]
+        checked = load(config, [*lines, "++env.math.num_workers=1", *overrides])
         return [(finding.level, finding.key, finding.message) for finding in data.check(checked)]
 
     return of
@@ -64,28 +52,20 @@ def test_preflight_check_of_valid_data_gives_no_warning_or_error(found):
 
 
 def test_error_for_prompts_that_would_be_cut_gives_their_number_and_the_longest_row(found):
-    [(level, key, message)] = found(
-        rows(*[("1" * n, "2") for n in (40, 41, 45)]),
-        "data.max_input_seq_length=40",
-        "policy.max_total_sequence_length=64",
-    )
+    long = rows(*[("1" * n, "2") for n in (40, 41, 45)])
+    [(level, key, message)] = found(long, "data.max_input_seq_length=40")
     assert (level, key) == ("error", "data.train")
-    assert message.startswith(
-        "3 of 3 prompts reach 40 tokens (data.max_input_seq_length): they are cut to a few tokens"
-    )
+    said = "3 of 3 prompts reach 40 tokens (data.max_input_seq_length): they are cut to a few tokens"
+    assert message.startswith(said)
     assert "the longest is row 3 with 45 tokens; raise data.max_input_seq_length" in message
 
 
 def test_prompts_that_leave_no_room_for_a_response_are_reported_before_the_run(found):
-    options = (
-        "data.max_input_seq_length=null",
-        "policy.max_total_sequence_length=32",
-        "policy.generation.max_new_tokens=8",
-    )
+    options = ("policy.max_total_sequence_length=32", "policy.generation.max_new_tokens=8")
+    options += ("data.max_input_seq_length=null",)
     [(level, _, message)] = found(rows(("1" * 32, "2")), *options)
-    assert level == "error" and message.startswith(
-        "1 of 1 prompts reach 32 tokens (policy.max_total_sequence_length): they leave no room for a response"
-    )
+    said = "1 of 1 prompts reach 32 tokens (policy.max_total_sequence_length): they leave no room for a response"
+    assert level == "error" and message.startswith(said)
     [(level, _, _)] = found(rows(("1" * 32, "2"), ("1" * 31, "2")), *options)
     assert level == "warning"
 
@@ -100,19 +80,14 @@ def test_warning_counts_ground_truths_that_cannot_be_parsed_and_quotes_the_first
     assert level == "error" and message.startswith("2 of 2 truths cannot be parsed")
 
 
+ERRORS, WARNINGS = (
+    ("", None, "#### 10", "  ", "\\boxed{}"),
+    ("5元", "{", "The answer is 5", "He has 3 + 4 = 7 apples."),
+)
+
+
 @pytest.mark.parametrize(
-    "truth, level",
-    [
-        ("", "error"),
-        (None, "error"),
-        ("#### 10", "error"),
-        ("5元", "warning"),
-        ("{", "warning"),
-        ("  ", "error"),
-        ("\\boxed{}", "error"),
-        ("The answer is 5", "warning"),
-        ("He has 3 + 4 = 7 apples.", "warning"),
-    ],
+    "truth, level", [(t, level) for level, ts in (("error", ERRORS), ("warning", WARNINGS)) for t in ts]
 )
 def test_each_kind_of_ground_truth_that_cannot_be_parsed_gives_a_warning(found, truth, level):
     [(given, _, message)] = found(rows(("1=", truth)))
@@ -139,19 +114,15 @@ def test_data_columns_that_look_like_prompt_parts_but_are_not_read_give_a_warnin
 
 def test_ground_truths_of_multiple_choice_data_that_are_not_letters_give_a_warning(found):
     [(level, _, message)] = found(rows(("1=", "A"), ("2=", "(B) two")), "++env.math.verifier_type=english_multichoice")
-    assert (
-        level == "warning"
-        and "1 of 2 truths cannot be parsed (env.math): the first is row 2, '(B) two'" in message
-        and "letter" in message
-    )
+    assert level == "warning" and "letter" in message
+    assert "1 of 2 truths cannot be parsed (env.math): the first is row 2, '(B) two'" in message
 
 
 @pytest.mark.parametrize("name", ["math", "math_multi_reward", "arithmetic", "reverse_digits"])
 @pytest.mark.parametrize("truth", [["1", "2"], ["1"], [], {"value": "1"}, True])
 def test_ground_truth_that_is_not_a_string_is_an_error_even_in_a_single_row(found, name, truth):
-    [(level, key, message)] = found(
-        rows(("1=", "1"), ("2=", truth)), f"++data.train.env_name={name}", f"++env.{name}={{}}"
-    )
+    environment = f"++data.train.env_name={name}", f"++env.{name}={{}}"
+    [(level, key, message)] = found(rows(("1=", "1"), ("2=", truth)), *environment)
     assert (level, key) == ("error", "data.train")
     assert message.startswith(f"1 of 2 truths cannot be parsed (env.{name}): the first is row 2, {truth!r}; ")
 
@@ -168,11 +139,10 @@ def test_ground_truth_that_is_not_a_string_is_an_error_even_in_a_single_row(foun
     ],
 )
 def test_ground_truths_that_the_environment_rejects_are_an_error(found, name, wrong, right):
-    [(level, _, message)] = found(
-        rows(("1=", right), ("2=", wrong)), f"++data.train.env_name={name}", f"++env.{name}={{}}"
-    )
+    environment = f"++data.train.env_name={name}", f"++env.{name}={{}}"
+    [(level, _, message)] = found(rows(("1=", right), ("2=", wrong)), *environment)
     assert level == "error" and message.startswith(f"1 of 2 truths cannot be parsed (env.{name}): the first is row 2")
-    assert found(rows(("1=", right)), f"++data.train.env_name={name}", f"++env.{name}={{}}") == []
+    assert found(rows(("1=", right)), *environment) == []
 
 
 def test_data_for_custom_reward_functions_may_have_any_ground_truth(found):
@@ -196,19 +166,11 @@ def test_chat_template_configured_for_a_randomly_initialised_model_is_checked_an
 
 
 def test_preflight_check_tests_the_chat_template_even_if_the_model_is_not_available(found):
-    for template, number in (
-        ("gone.j2", 1),
-        ("Question: {question}", 1),
-        ("tool_use", 0),
-        ("default", 0),
-        ("{{ messages[0].content }}", 0),
-    ):
-        findings = found(
-            rows(("1=", "1")),
-            "policy.tokenizer.name=someone/some-model",
-            f"policy.tokenizer.chat_template={json.dumps(template)}",
-        )
-        assert len(findings) == number
+    wrong, right = ("gone.j2", "Question: {question}"), ("tool_use", "default", "{{ messages[0].content }}")
+    for template in wrong + right:
+        given = f"policy.tokenizer.chat_template={json.dumps(template)}"
+        findings = found(rows(("1=", "1")), "policy.tokenizer.name=someone/some-model", given)
+        assert len(findings) == (template in wrong)
 
 
 def test_preflight_check_reports_a_chat_template_that_drops_the_question(found, tokenizer_folder):
@@ -216,10 +178,8 @@ def test_preflight_check_reports_a_chat_template_that_drops_the_question(found, 
     tokenizer.chat_template = "{{ bos_token }}"
     tokenizer.save_pretrained(tokenizer_folder)
     [(level, key, message)] = found(rows(("1=", "1")))
-    assert (level, key) == (
-        "error",
-        "data.train",
-    ) and "row 1: the chat template leaves out message 0 (user, '1=')" in message
+    assert (level, key) == ("error", "data.train")
+    assert "row 1: the chat template leaves out message 0 (user, '1=')" in message
 
 
 def test_preflight_check_reports_missing_data_columns_data_files_and_prompt_placeholders(found, tmp_path):
@@ -260,11 +220,8 @@ def nothing_said(monkeypatch):
 
 def section_of(tmp_path, pairs):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(*pairs)))
-    return {
-        "dataset_name": "ResponseDataset",
-        "data_path": str(tmp_path / "d.jsonl"),
-        "processor": "raw_completion_data_processor",
-    }
+    own = {"dataset_name": "ResponseDataset", "processor": "raw_completion_data_processor"}
+    return own | {"data_path": str(tmp_path / "d.jsonl")}
 
 
 def test_run_warns_once_about_cut_prompts_and_ends_with_an_error_if_all_are_cut(tmp_path, tiny, capsys):

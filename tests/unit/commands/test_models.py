@@ -2,6 +2,7 @@ from math import prod
 
 import pytest
 from nemo_rl_cpp.commands import models
+from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.memory import forecast, forecast_text, with_known_sizes
@@ -33,13 +34,9 @@ def test_computed_parameter_counts_of_known_models_match_the_published_ones(mode
 
 TINY = {"vocab_size": 96, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
 GLM = TINY | {
-    "model_type": "glm4_moe",
-    "num_hidden_layers": 5,
-    "first_k_dense_replace": 2,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 64,
+    "model_type": "glm4_moe", "num_hidden_layers": 5, "first_k_dense_replace": 2, "intermediate_size": 512, "moe_intermediate_size": 64,
     "n_routed_experts": 32,
-}
+}  # fmt: skip
 QWEN3_5 = TINY | {
     "model_type": "qwen3_5_moe_text", "num_hidden_layers": 6, "full_attention_interval": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_experts": 32, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
@@ -59,18 +56,11 @@ def test_computed_parameter_count_of_expert_and_dense_layers_equals_that_of_the_
     assert model_sizes("none", config).parameters == pytest.approx(sum(map(prod, tensors)) - routers, rel=0.003)
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B"),
-        ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
-        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B"),
-        ("somebody/Qwen3-8B", None),
-        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B"),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "known"), [
+    ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-0.5B"), ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M"),
+    ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"), ("somebody/Qwen3-8B", None), ("", None),
+    ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B"), ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-30B-A3B"),
+])  # fmt: skip
 def test_models_command_finds_the_known_base_model_of_a_variant_name(name, known):
     found = known_model(name)
     assert (found.name if found else None) == known
@@ -86,8 +76,6 @@ def test_models_command_prints_parameter_count_and_memory_estimate(capsys):
 
 
 def test_dry_run_estimates_memory_of_known_models_without_a_download():
-    from nemo_rl_cpp.config import load_grpo_config
-
     config = load_grpo_config("grpo_math_1B.yaml")
     assert "Peak memory by phase" in forecast_text(config) and not config.policy.hf_config_overrides
     other = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=somebody/else"])
@@ -97,8 +85,6 @@ def test_dry_run_estimates_memory_of_known_models_without_a_download():
 def test_memory_estimate_counts_what_a_sliding_window_keeps():
     """Gemma 3 1B has 4 full layers and 22 with a window of 512, one key head of 256, which is 1,024 bytes per token and
     layer. 16 sequences of 8,192 tokens, all from one prompt, hold the window and a block each, and the prompt too."""
-    from nemo_rl_cpp.config import load_grpo_config
-
     overrides = [
         "policy.model_name=google/gemma-3-1b-it", "policy.precision=bfloat16", "policy.max_total_sequence_length=8192",
         "grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=16", "policy.train_global_batch_size=16",
@@ -113,8 +99,6 @@ def test_memory_estimate_counts_what_a_sliding_window_keeps():
 
 
 def test_memory_estimate_includes_the_states_of_recurrent_layers():
-    from nemo_rl_cpp.config import load_grpo_config
-
     config = load_grpo_config("grpo_math_1B.yaml", ["policy.model_name=Qwen/Qwen3.5-0.8B", "policy.precision=bfloat16"])
     (generation,) = (phase for phase in forecast(with_known_sizes(config)) if phase.name == "generation")
     rollouts = config.loop.prompts_per_round * config.loop.num_generations_per_prompt

@@ -62,9 +62,8 @@ def test_memory_estimate_of_a_run_matches_hand_computed_values(tmp_path):
     assert generation["policy weights"] == 2 * n
     assert generation["policy master weights"] == 4 * n
     assert generation["policy optimizer"] == 8 * n
-    assert (
-        generation["KV cache"] == 8 * 16 * 2 * 2 * 2 * 2 * 2
-    )  # 8 sequences of 16 tokens, k and v, 2 layers, 2 heads of 2, 2 bytes
+    # 8 sequences of 16 tokens, k and v, 2 layers, 2 heads of 2, 2 bytes
+    assert generation["KV cache"] == 8 * 16 * 2 * 2 * 2 * 2 * 2
     assert "reference weights" not in generation
     full = _parts(phases, "policy training")["activations"]
     checkpointed = forecast(load_grpo_config(tmp_path / "c.yaml", ["policy.dtensor_cfg.activation_checkpointing=true"]))
@@ -75,32 +74,20 @@ def test_memory_estimate_of_a_run_matches_hand_computed_values(tmp_path):
 
 def test_memory_estimate_of_a_run_is_the_sum_over_all_its_processes():
     def parts(*overrides):
-        phases = {
-            phase.name: dict(phase.parts)
-            for phase in forecast(load_grpo_config("grpo_arithmetic_smollm2.yaml", list(overrides)))
-        }
-        return phases["policy training"]
+        return _parts(forecast(load_grpo_config("grpo_arithmetic_smollm2.yaml", list(overrides))), "policy training")
 
     one = parts("policy.gradient_blocks=4")
     two = parts("policy.gradient_blocks=4", "cluster.executor=processes", "cluster.gpus_per_node=2")
     assert two["policy weights"] == 2 * one["policy weights"] and two["activations"] == 2 * one["activations"]
-    assert (
-        two["policy optimizer"] == one["policy optimizer"]
-        and two["policy master weights"] == one["policy master weights"]
-    )
+    for part in ("policy optimizer", "policy master weights"):
+        assert two[part] == one[part]
     # four blocks in one process: three gradients at once, of 4, 2 and 1 blocks; two blocks in each of two: two
-    assert (
-        one["policy gradients"] * 2 * 2 == two["policy gradients"] * 3
-        and one["policy gradients"] == 3 * parts()["policy gradients"]
-    )
+    assert one["policy gradients"] * 2 * 2 == two["policy gradients"] * 3
+    assert one["policy gradients"] == 3 * parts()["policy gradients"]
 
 
 def test_memory_estimate_of_ppo_includes_the_critic():
-    overrides = [
-        f"policy.hf_config_overrides={{{', '.join(f'{k}: {str(v).lower()}' for k, v in SMOL.items())}}}".replace(
-            "policy.hf", "++policy.hf"
-        )
-    ]
+    overrides = [f"++policy.hf_config_overrides.{key}={str(value).lower()}" for key, value in SMOL.items()]
     phases = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", overrides))
     assert "value training" in [phase.name for phase in phases]
     without = forecast(load_ppo_config("ppo_math_1B_megatron.yaml", [*overrides, "ppo.adv_estimator.name=raw_reward"]))
@@ -123,9 +110,8 @@ def test_installed_package_finds_its_configurations_and_prompts_without_the_sour
         f"assert str(find_prompt('examples/prompts/cot.txt')).startswith({str(tmp_path)!r})\n"
         "load_grpo_config('examples/configs/grpo_math_1B.yaml')\n"
     )
-    libraries = (
-        Path(_config.__file__).parents[1] / "cmeel.prefix" / "lib"
-    )  # the copy lies elsewhere than its neighbours
+    # the copy lies elsewhere than its neighbours
+    libraries = Path(_config.__file__).parents[1] / "cmeel.prefix" / "lib"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert run.returncode == 0, run.stderr

@@ -1,7 +1,6 @@
 """Sizes and engines that a file was written for: accepted as they stand, said in one line, refused with cluster.strict_sizes."""
 
 import json
-import re
 
 import pytest
 from nemo_rl_cpp import cli, run_grpo_math
@@ -11,7 +10,6 @@ from nemo_rl_cpp.config.fold import devices_of, fold_text, keys_without_effect, 
 from nemo_rl_cpp.models.memory import certain_bytes, checkpoint_bytes, forecast, forecast_summary
 
 EIGHT = ["cluster.gpus_per_node=8", "policy.dtensor_cfg.tensor_parallel_size=4", "policy.generation.backend=vllm"]
-TINY = ["policy.model_name=tiny-random"]
 
 
 def test_message_for_a_configuration_of_eight_devices_names_devices_engine_time_and_memory():
@@ -46,14 +44,8 @@ def test_device_count_in_the_message_is_the_larger_of_cluster_size_and_parallel_
     assert of("policy.dtensor_cfg.tensor_parallel_size=4", "policy.dtensor_cfg.context_parallel_size=2") == 8
     assert of("policy.generation.vllm_cfg.tensor_parallel_size=4") == 4
     assert of("policy.megatron_cfg.tensor_model_parallel_size=4") == 1  # of a backend that is not enabled
-    assert (
-        of(
-            "policy.megatron_cfg.enabled=true",
-            "policy.dtensor_cfg.enabled=false",
-            "policy.megatron_cfg.pipeline_model_parallel_size=3",
-        )
-        == 3
-    )
+    megatron = "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false"
+    assert of(*megatron, "policy.megatron_cfg.pipeline_model_parallel_size=3") == 3
 
 
 def test_critic_parallel_sizes_are_checked_only_if_the_run_has_a_critic():
@@ -74,33 +66,17 @@ def test_with_strict_sizes_true_unavailable_parallel_sizes_and_separate_devices_
 
 
 def test_evaluation_written_for_eight_devices_runs_on_one_and_prints_a_message():
-    config = load_eval_config(
-        "evals/eval.yaml",
-        ["generation.backend=vllm", "cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=8"],
-    )
-    assert fold_text(config).startswith(
-        "written for 8 devices (cluster.gpus_per_node 8, generation.vllm_cfg.tensor_parallel_size 8)"
-    )
-
-
-@pytest.mark.parametrize("override", [
-    "grpo.async_grpo.enabled=true", "policy.generation.vllm_cfg.precision=fp8",
-    "policy.generation.vllm_cfg.kv_cache_dtype=fp8", "policy.generation.quant_cfg=NVFP4_DEFAULT_CFG", "+async_rl.sampler.name=by_time",
-])  # fmt: skip
-def test_unsupported_settings_that_would_change_results_are_errors_and_not_ignored(override):
-    with pytest.raises(ConfigError) as caught:
-        load_grpo_config("grpo_math_1B.yaml", [*EIGHT, override])
-    assert caught.value.problems[0].key.startswith(override.lstrip("+").partition("=")[0].partition(".sampler")[0])
+    sizes = ["cluster.gpus_per_node=8", "generation.vllm_cfg.tensor_parallel_size=8"]
+    text = fold_text(load_eval_config("evals/eval.yaml", ["generation.backend=vllm", *sizes]))
+    assert text.startswith(f"written for 8 devices ({', '.join(sizes).replace('=', ' ')})")
 
 
 def test_check_and_dry_run_print_the_message_about_fewer_devices_only_once(capsys, tmp_path):
     overrides = [*EIGHT, f"checkpointing.checkpoint_dir={tmp_path}", f"logger.log_dir={tmp_path}/logs"]
-    assert run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", *overrides]) == 0
-    shown = capsys.readouterr()
-    assert (shown.out + shown.err).count("written for 8 devices") == 1
-    cli.main(["check", "--config", "grpo_tiny.yaml", *overrides])
-    shown = capsys.readouterr()
-    assert (shown.out + shown.err).count("written for 8 devices") == 1
+    for main, words in ((run_grpo_math.main, ["--dry-run"]), (cli.main, ["check"])):
+        assert main([*words, "--config", "grpo_tiny.yaml", *overrides]) == 0
+        shown = capsys.readouterr()
+        assert (shown.out + shown.err).count("written for 8 devices") == 1
 
 
 def test_python_configuration_gives_the_same_message_about_fewer_devices(capsys, monkeypatch):
@@ -120,25 +96,13 @@ def test_python_configuration_gives_the_same_message_about_fewer_devices(capsys,
 
 
 def test_dry_run_lists_each_configured_key_that_has_no_effect_once(capsys):
-    arguments = [
-        "--dry-run",
-        "policy.generation.vllm_cfg.gpu_memory_utilization=0.9",
-        "policy.dtensor_cfg._v2=false",
-        *TINY,
-    ]
-    run_grpo_math.main(["--config", "grpo_tiny.yaml", *arguments])
-    out = capsys.readouterr().out
-    listed = out[out.index("Keys without effect here") :]
-    assert (
-        "  policy.dtensor_cfg: _v2\n" in listed and "  policy.generation.vllm_cfg: gpu_memory_utilization\n" in listed
-    )
-    assert listed.count("gpu_memory_utilization") == 1
-
-
-def test_dry_run_lists_no_keys_with_default_values_or_with_an_effect():
-    config = load_grpo_config("grpo_tiny.yaml", ["policy.dtensor_cfg._v2=true", "grpo.seed=3"])
-    listed = keys_without_effect(config)
-    assert "policy.dtensor_cfg" not in listed and "grpo" not in listed
+    ignored = ["policy.generation.vllm_cfg.gpu_memory_utilization=0.9", "policy.dtensor_cfg._v2=false"]
+    run_grpo_math.main(["--config", "grpo_tiny.yaml", "--dry-run", *ignored, "policy.model_name=tiny-random"])
+    listed = capsys.readouterr().out.partition("Keys without effect here")[2]
+    assert "  policy.dtensor_cfg: _v2\n" in listed and listed.count("gpu_memory_utilization") == 1
+    assert "  policy.generation.vllm_cfg: gpu_memory_utilization\n" in listed
+    defaults = load_grpo_config("grpo_tiny.yaml", ["policy.dtensor_cfg._v2=true", "grpo.seed=3"])
+    assert not {"policy.dtensor_cfg", "grpo"} & set(keys_without_effect(defaults))
 
 
 def large_model(tmp_path, layers, optimizer=()):
@@ -146,14 +110,6 @@ def large_model(tmp_path, layers, optimizer=()):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 150000, **sizes}))
     kwargs = [f"++policy.optimizer.kwargs.{setting}" for setting in optimizer]
     return load_grpo_config("grpo_math_1B.yaml", [f"policy.model_name={tmp_path}", *kwargs])
-
-
-def test_model_too_large_for_this_machine_is_an_error_that_gives_its_size(tmp_path):
-    config = large_model(tmp_path, 4000)
-    [finding] = list(model.check_memory(config))
-    assert (finding.level, finding.key) == ("error", "policy.model_name")
-    assert re.search(r"take [\d.]+ [GT]B, but this machine has [\d.]+ GB", finding.message)
-    assert finding in preflight(config)
 
 
 def test_minimum_memory_of_a_run_is_weights_master_weights_gradients_and_adamw_moments(tmp_path, monkeypatch):
@@ -179,7 +135,7 @@ def test_newest_configuration_keys_of_nemo_rl_are_accepted():
     config = load_ppo_config("ppo_math_1B.yaml", [
         "+ppo.critic_ppo_epochs='${ppo.ppo_epochs}'", "+ppo.warm_start_value_checkpoint=null", "+policy.dtensor_cfg.save_consolidated='false'",
         "+policy.dtensor_cfg.lora_cfg.restore_from=null", "+policy.generation.mcore_generation_config.logprobs_mode=processed_logprobs",
-        "+policy.generation.vllm_cfg.refit_with_reload_api=false",
+        "+policy.generation.vllm_cfg.refit_with_reload_api=false", "+policy.router_replay={enabled: true, dtype: bfloat16}",
     ])  # fmt: skip
     assert config.ppo.critic_ppo_epochs == config.ppo.ppo_epochs == 4
 
@@ -201,15 +157,9 @@ def test_overrides_need_no_plus_to_add_keys_to_free_form_mappings(override, expe
     assert evaluation.tokenizer.chat_template_kwargs == expected
 
 
-@pytest.mark.parametrize("section", ["++policy.automodel_cfg", "policy.dtensor_cfg"])
-def test_automodel_cfg_is_accepted_as_a_name_of_dtensor_cfg(section):
-    config = load_grpo_config("grpo_math_1B.yaml", [f"{section}.activation_checkpointing=true"])
+def test_automodel_cfg_is_accepted_as_a_name_of_dtensor_cfg():
+    config = load_grpo_config("grpo_math_1B.yaml", ["++policy.automodel_cfg.activation_checkpointing=true"])
     assert config.policy.activation_checkpointing
-
-
-@pytest.mark.parametrize("enabled", ["false", "true"])
-def test_section_router_replay_of_nemo_rl_is_accepted(enabled):
-    load_grpo_config("grpo_math_1B.yaml", [f"+policy.router_replay={{enabled: {enabled}, dtype: bfloat16}}"])
 
 
 def test_section_data_default_accepts_the_keys_of_the_data_set_that_it_names(tmp_path):
@@ -231,12 +181,8 @@ def test_evaluation_with_one_environment_needs_no_env_name():
 
 def test_evaluation_accepts_nemo_rl_names_of_data_keys():
     data = load_eval_config("evals/local_eval.yaml", ["data.dataset_name=mine.jsonl", "data.problem_key=p"]).data
-    assert (data.dataset_name, data["data_path"], data["input_key"], data["output_key"]) == (
-        "ResponseDataset",
-        "mine.jsonl",
-        "p",
-        "Answer",
-    )
+    assert (data.dataset_name, data["data_path"]) == ("ResponseDataset", "mine.jsonl")
+    assert (data["input_key"], data["output_key"]) == ("p", "Answer")
 
 
 def of_workers(*overrides):
@@ -273,10 +219,8 @@ def test_tensor_parallelism_with_engines_in_separate_processes_is_an_error():
 
 def test_memory_estimate_divides_the_weights_over_tensor_parallel_ranks():
     def weights(*overrides):
-        phases = forecast(
-            of_workers("policy.precision=bfloat16", "policy.hf_config_overrides.vocab_size=4096", *overrides)
-        )
-        return {name: size for phase in phases for name, size in phase.parts}
+        small = "policy.precision=bfloat16", "policy.hf_config_overrides.vocab_size=4096"
+        return {name: size for phase in forecast(of_workers(*small, *overrides)) for name, size in phase.parts}
 
     one, two, sliced = weights(), weights("cluster.gpus_per_node=2"), weights("cluster.gpus_per_node=2", TP)
     assert two["policy weights"] == 2 * one["policy weights"] and two["policy gradients"] == 2 * one["policy gradients"]
@@ -286,10 +230,6 @@ def test_memory_estimate_divides_the_weights_over_tensor_parallel_ranks():
 
 
 def test_preflight_check_reports_a_model_that_cannot_be_split_over_the_tensor_parallel_ranks():
-    config = of_workers(
-        "cluster.gpus_per_node=4",
-        "policy.dtensor_cfg.tensor_parallel_size=4",
-        "policy.hf_config_overrides.num_key_value_heads=2",
-    )
-    findings = [finding.message for finding in preflight(config) if finding.level == "error"]
+    sizes = "policy.dtensor_cfg.tensor_parallel_size=4", "policy.hf_config_overrides.num_key_value_heads=2"
+    findings = [finding.message for finding in preflight(of_workers("cluster.gpus_per_node=4", *sizes))]
     assert any("tensor_parallel_size is 4, but the model has 2 key/value heads" in message for message in findings)

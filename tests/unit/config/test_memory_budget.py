@@ -53,41 +53,33 @@ def test_memory_budget_changes_no_key_that_is_set_in_the_same_file(tmp_path):
     )
     policy = within_budget(load_grpo_config(file)).policy
     assert (policy.train_micro_batch_size, policy.kept_activations_gb) == (8, 0.01)
-    given = {
-        **load_grpo_config(NAME).model_dump(),
-        "policy": {**load_grpo_config(NAME).policy.model_dump(exclude_unset=True), "memory_budget_gb": 8.0},
-    }
+    given = load_grpo_config(NAME).model_dump()
+    given["policy"] = {**load_grpo_config(NAME).policy.model_dump(exclude_unset=True), "memory_budget_gb": 8.0}
     assert within_budget(GRPOMasterConfig(**given)).policy.train_micro_batch_size == 16
 
 
 def test_memory_budget_below_the_least_possible_memory_is_an_error_that_names_it():
-    with pytest.raises(
-        ConfigError, match=r"policy.memory_budget_gb is 2, but this run needs 3\.\d+ GB with micro-batches of 1 sample"
-    ) as error:
+    said = r"policy.memory_budget_gb is 2, but this run needs 3\.\d+ GB with micro-batches of 1 sample"
+    with pytest.raises(ConfigError, match=said) as error:
         chosen(2)
     least = float(str(error.value).rpartition("set it to ")[2].split()[0])
     assert peak(chosen(least)) <= least
-    with pytest.raises(
-        ConfigError, match=r"with micro-batches of 16 samples.*\(policy.train_micro_batch_size is set and stays\)"
-    ):
+    said = r"with micro-batches of 16 samples.*\(policy.train_micro_batch_size is set and stays\)"
+    with pytest.raises(ConfigError, match=said):
         chosen(2, "policy.train_micro_batch_size=16")
 
 
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("cluster.device=cuda", "runs on cuda"),
-        ("cluster.executor=processes", "has several processes"),
-        ("policy.backend=hf", "trains with hf"),
-    ],
-)
-def test_memory_budget_gb_is_an_error_on_a_gpu_with_several_processes_or_transformers(override, reason):
+@pytest.mark.parametrize(("load", "override", "reason"), [
+    (load_grpo_config, "cluster.device=cuda", "runs on cuda"), (load_grpo_config, "policy.backend=hf", "trains with hf"),
+    (load_grpo_config, "cluster.executor=processes", "has several processes"),
+    (load_ppo_config, "policy.precision=float32", "has a critic"),
+])  # fmt: skip
+def test_memory_budget_is_an_error_for_a_run_whose_memory_is_not_planned(load, override, reason):
+    name = "ppo_tiny.yaml" if load is load_ppo_config else NAME
     with pytest.raises(ConfigError, match=f"this run {reason}, whose memory is not planned: set it to null"):
-        load_grpo_config(NAME, ["policy.memory_budget_gb=4", override])
+        load(name, ["++policy.memory_budget_gb=4", override])
 
 
-def test_memory_budget_is_an_error_with_a_critic_or_an_unknown_model():
-    with pytest.raises(ConfigError, match="this run has a critic"):
-        load_ppo_config("ppo_tiny.yaml", ["++policy.memory_budget_gb=4"])
+def test_memory_budget_is_an_error_with_an_unknown_model():
     with pytest.raises(ConfigError, match="needs the sizes of owner/nameless"):
         chosen(4, "policy.model_name=owner/nameless", name="grpo_math_1B.yaml")

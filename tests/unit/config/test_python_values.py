@@ -184,9 +184,8 @@ def test_configuration_names_used_in_nemo_rl_guides_are_accepted_in_python():
         "batch_multiplier": 3.0, "dynamic_sampling_max_gen_batches": 2, "reward_scaling": {"target_min": -1.0}}  # fmt: skip
     assert PPOConfig(dapo_batch_multiplier=3)["dapo_batch_multiplier"] == 3
     assert GenerationConfig(max_model_len=9).vllm_cfg.max_model_len == 9
-    assert (
-        checked_policy({"model_name": "m", "generation": {"max_model_len": 9}}).generation.vllm_cfg.max_model_len == 9
-    )
+    policy = checked_policy({"model_name": "m", "generation": {"max_model_len": 9}})
+    assert policy.generation.vllm_cfg.max_model_len == 9
     scaling = RewardScalingConfig(enabled=True, correct=1.0, incorrect=-1.0)
     assert (scaling.target_min, scaling.target_max, scaling["correct"]) == (-1.0, 1.0, 1.0)
     with pytest.raises(ConfigError, match="correct and target_max are one key with two values"):
@@ -204,14 +203,11 @@ def test_losses_and_estimators_check_settings_given_as_mappings_like_configurati
     with pytest.raises(ConfigError, match="expected a ClippedPGLossConfig or a mapping, not int"):
         ClippedPGLossFn(3)
     assert ClippedPGLossFn({"ratio_clip_max": 0.28}).ratio_clip_max == 0.28
-    for config in (
-        RewardScalingConfig(enabled=True, correct=1.0, incorrect=-1.0),
-        {"enabled": True, "correct": 1.0, "incorrect": -1.0},
-    ):
+    given = {"enabled": True, "correct": 1.0, "incorrect": -1.0}
+    for config in (RewardScalingConfig(**given), given):
         assert scale_rewards({"total_reward": torch.tensor([0.0, 1.0])}, config)["total_reward"].tolist() == [-1.0, 1.0]
-    with pytest.raises(
-        ConfigError, match="use_leave_one_out_baselin is unknown; did you mean use_leave_one_out_baseline?"
-    ):
+    said = "use_leave_one_out_baselin is unknown; did you mean use_leave_one_out_baseline?"
+    with pytest.raises(ConfigError, match=said):
         ADVANTAGE_ESTIMATORS["grpo"]({"use_leave_one_out_baselin": False}, {})
 
 
@@ -230,11 +226,8 @@ def test_configuration_section_accepts_only_keyword_arguments():
     ({"loss_fn.positive_example_nll_weight": 0.5}, False),
 ])  # fmt: skip
 def test_one_generation_per_prompt_is_rejected_if_every_advantage_is_zero(changes, refused):
-    values = {
-        "grpo.num_generations_per_prompt": 1,
-        "grpo.num_prompts_per_step": 32,
-        "policy.train_global_batch_size": 32,
-    } | changes
+    values = {"grpo.num_generations_per_prompt": 1, "grpo.num_prompts_per_step": 32} | changes
+    values["policy.train_global_batch_size"] = 32
     if not refused:
         assert load_grpo_config("grpo_tiny.yaml", values=values).grpo.num_generations_per_prompt == 1
         return
@@ -260,20 +253,14 @@ def test_ppo_accepts_one_generation_per_prompt():
 def test_policy_configuration_created_without_a_whole_configuration_is_checked():
     good = {"model_name": "tiny-random", "dtensor_cfg": {"tensor_parallel_size": 1}}
     assert checked_policy(good).generation.max_new_tokens == 512
-    for change, message in (
-        (
-            {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dropout": 0.1}}},
-            "dtensor_cfg.lora_cfg.dropout cannot be 0.1: dropout is not supported",
-        ),
-        ({"generation": {"temperature": 0}}, "policy.generation.temperature cannot be 0 in training"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            checked_policy(good | change)
+    with pytest.raises(ConfigError, match="dtensor_cfg.lora_cfg.dropout cannot be 0.1: dropout is not supported"):
+        checked_policy(good | {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dropout": 0.1}}})
+    with pytest.raises(ConfigError, match="policy.generation.temperature cannot be 0 in training"):
+        checked_policy(good | {"generation": {"temperature": 0}})
 
 
 def test_override_that_is_not_a_string_is_rejected():
     assert load_grpo_config("grpo_tiny.yaml", "grpo.seed=5").grpo.seed == 5
-    with pytest.raises(
-        ConfigError, match="an override is a text such as 'grpo.seed=1', not dict; Python values go into `values`"
-    ):
+    said = "an override is a text such as 'grpo.seed=1', not dict; Python values go into `values`"
+    with pytest.raises(ConfigError, match=said):
         load_grpo_config("grpo_tiny.yaml", [{"grpo.seed": 1}])

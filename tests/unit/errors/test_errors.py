@@ -34,9 +34,8 @@ def test_exception_in_user_code_keeps_its_type_and_its_message_says_where_it_was
     error = caught(scored, missing)
     assert isinstance(error, KeyError) and isinstance(error, UserCodeError)
     line = missing.__code__.co_firstlineno + 1
-    assert str(error).startswith(
-        "reward function missing failed with KeyError 'answer', in missing ("
-    ) and f"{HERE}:{line})" in str(error)
+    assert str(error).startswith("reward function missing failed with KeyError 'answer', in missing (")
+    assert f"{HERE}:{line})" in str(error)
     assert str(error).endswith("; the samples have no column 'answer', they have completions, prompts, truth")
     assert type(error.__cause__) is KeyError and one_sentence(error) == str(error)
 
@@ -66,17 +65,10 @@ class KeyboardInterruptLike(BaseException):
     """No Exception, as some libraries derive theirs."""
 
 
-@pytest.mark.parametrize(
-    "raised",
-    [
-        StopIteration(),
-        StopAsyncIteration("x"),
-        GeneratorExit(),
-        asyncio.CancelledError(),
-        KeyboardInterruptLike(),
-        BaseExceptionGroup("x", [SystemExit(0)]),
-    ],
-)
+@pytest.mark.parametrize("raised", [
+    StopIteration(), StopAsyncIteration("x"), GeneratorExit(), asyncio.CancelledError(), KeyboardInterruptLike(),
+    BaseExceptionGroup("x", [SystemExit(0)]),
+])  # fmt: skip
 def test_generator_exit_and_similar_exceptions_in_a_reward_function_become_errors(raised):
     """None of them may end a loop or a generator of ours without a word."""
 

@@ -29,19 +29,12 @@ def run(capsys, tmp_path, *overrides):
 def test_run_whose_rewards_are_always_equal_reports_that_nothing_was_learned(tmp_path, capsys, monkeypatch):
     (tmp_path / "constant_reward.py").write_text("def half(completions, **_):\n    return [0.5 for _ in completions]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    functions = [
-        "data.default.env_name=reward_functions",
-        "+env={reward_functions: {functions: [constant_reward.half]}}",
-    ]
-    said, table = run(capsys, tmp_path, "grpo.max_num_steps=4", *functions)
-    assert (
-        len(said) == 1
-        and "had the same reward, 0.5" in said[0]
-        and "reward function gives one number to everything" in said[0]
-    )
-    assert (
-        table.startswith("GRPO tiny-random: finished, but nothing was learned") and "had the same reward, 0.5" in table
-    )
+    functions = "+env={reward_functions: {functions: [constant_reward.half]}}"
+    options = ("grpo.max_num_steps=4", "data.default.env_name=reward_functions", functions)
+    (said,), table = run(capsys, tmp_path, *options)
+    assert "had the same reward, 0.5" in said and "reward function gives one number to everything" in said
+    assert table.startswith("GRPO tiny-random: finished, but nothing was learned")
+    assert "had the same reward, 0.5" in table
 
 
 def test_shipped_tiny_run_reports_no_serious_problem(tmp_path, capsys):
@@ -56,8 +49,6 @@ def test_error_in_a_custom_loss_names_its_function_file_and_line(tmp_path):
 
     made = tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", "logger.tensorboard_enabled=false")
     made.loss_fn = my_loss
-    with pytest.raises(
-        ZeroDivisionError,
-        match=r"^your code failed with ZeroDivisionError: no tokens, in .*my_loss \(.*test_serious_findings.py:\d+\)$",
-    ):
+    place = r"in .*my_loss \(.*test_serious_findings.py:\d+\)$"
+    with pytest.raises(ZeroDivisionError, match=f"^your code failed with ZeroDivisionError: no tokens, {place}"):
         made.train()

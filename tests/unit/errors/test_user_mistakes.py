@@ -1,10 +1,13 @@
 """Mistakes of a user outside the YAML: each ends in one sentence on stderr, which names what to mend, and no traceback."""
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,63 +86,47 @@ def environment(name):
 def rows(text, name="data.jsonl", **keys):
     Path(name).write_text(text)
     section = {"dataset_name": "ResponseDataset", "data_path": name, "input_key": "q", "output_key": "a"} | keys
-    return [
-        f"data.train={{{', '.join(f'{key}: {value}' for key, value in section.items())}}}",
-        "~data.train.num_digits",
-        "data.validation=null",
-    ]
+    return data_of(", ".join(f"{key}: {value}" for key, value in section.items()))
 
 
-def model(**changes):
+def data_of(keys):
+    return [f"data.train={{{keys}}}", "~data.train.num_digits", "data.validation=null"]
+
+
+def model():
     folder = Path("model")
     folder.mkdir()
-    sizes = dict(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    config = {"model_type": "llama", "max_position_embeddings": 32} | sizes | changes
+    config = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "model_type": "llama", "max_position_embeddings": 32}
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: torch.zeros(shape) for name, shape in parameter_shapes(native_config(config)).items()},
-        folder / "model.safetensors",
-    )
+    shapes = parameter_shapes(native_config(config))
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
     return ["policy.model_name=model", "policy.hf_config_overrides=null"]
 
 
-def no_gpu(monkeypatch):
-    import torch
+def find_spec(monkeypatch, name, found):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: found if asked.endswith(name) else find(asked))
 
+
+def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def no_kernels(monkeypatch):
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "nemo_rl_cpp._cuda", None)
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, find=__import__("importlib.util").util.find_spec: None if name.endswith("._cuda") else find(name),
-    )
+    find_spec(monkeypatch, "._cuda", None)
 
 
 def no_key(monkeypatch):
-    from types import SimpleNamespace
-
     def init(**options):
         raise RuntimeError("api_key not configured (no-tty). call wandb.login(key=[your_api_key])")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, find=__import__("importlib.util").util.find_spec: object() if name == "wandb" else find(name),
-    )
+    find_spec(monkeypatch, "wandb", object())
 
 
 CASES = {
@@ -177,9 +164,9 @@ CASES = {
     "broken line": (lambda: rows('{"q": "1", "a": "2"}\n{"q": "1", "a"\n'), None, ["data.jsonl", "2"]),
     "row without the key": (lambda: rows('{"q": "1", "answer": "2"}\n'), None, ["data.jsonl", "a"]),
     "no rows": (lambda: rows("\n"), None, ["data.jsonl", "no rows"]),
-    "misspelt data set class": (lambda: ["data.train={dataset_name: my_data.NoBas}", "~data.train.num_digits", "data.validation=null"], None, ["my_data.NoBas"]),
-    "data set without the base": (lambda: ["data.train={dataset_name: my_data.NoBase}", "~data.train.num_digits", "data.validation=null"], None, ["my_data.NoBase", "RawDataset"]),
-    "data set that fails": (lambda: ["data.train={dataset_name: my_data.Fails}", "~data.train.num_digits", "data.validation=null"], None, ["my_data.py:5", "KeyError 'rows'"]),
+    "misspelt data set class": (lambda: data_of("dataset_name: my_data.NoBas"), None, ["my_data.NoBas"]),
+    "data set without the base": (lambda: data_of("dataset_name: my_data.NoBase"), None, ["my_data.NoBase", "RawDataset"]),
+    "data set that fails": (lambda: data_of("dataset_name: my_data.Fails"), None, ["my_data.py:5", "KeyError 'rows'"]),
     # model and devices
     "no tokenizer": (lambda: model(), None, ["tokenizer.json"]),
     "no such folder": (lambda: ["policy.model_name=./nowhere"], None, ["./nowhere", "policy.model_name"]),
@@ -198,8 +185,6 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_the_user(tmp_path, monkeypatch):
-    from textwrap import dedent
-
     for name, text in MODULES.items():
         (tmp_path / f"{name}.py").write_text(dedent(text).lstrip())
     monkeypatch.chdir(tmp_path)

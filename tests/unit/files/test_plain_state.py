@@ -78,9 +78,8 @@ class Foreign:
 
 def test_error_for_an_unsupported_state_value_names_it_before_a_file_is_written(tmp_path):
     state = {"extra_env_info": [{"board": Foreign()}]}
-    with pytest.raises(
-        ValueError, match=r"rollouts.extra_env_info\[0\].board is a Foreign, which no checkpoint can hold"
-    ):
+    said = r"rollouts.extra_env_info\[0\].board is a Foreign, which no checkpoint can hold"
+    with pytest.raises(ValueError, match=said):
         check_state(state, "rollouts")
     with pytest.raises(ValueError, match="is a Foreign"):
         write_state(tmp_path / "s", state)

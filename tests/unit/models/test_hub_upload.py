@@ -64,7 +64,7 @@ def test_upload_that_the_hub_rejects_is_a_one_line_error(run_folder):
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "", "-a/b", "a/b.", "a--b", "a/..b", 3, None, "x" * 97])
 def test_invalid_hub_repository_name_is_an_error_before_any_request(run_folder, name):
     client = Client()
-    with pytest.raises(ValueError, match="repo_id is .*: give organisation/name"):
+    with pytest.raises(ValueError, match="repo_id is .*: give the name of a repository, organisation/name"):
         push_to_hub(run_folder, name, client=client)
     assert client.calls == []
 

@@ -194,7 +194,7 @@ class RaggedBatch:
         return self[name] if name in self else default
 
     def __len__(self) -> int:
-        return len(self.keys())
+        return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
         return name == LENGTHS or name in self.tokens or name in self.samples

@@ -46,6 +46,13 @@ SHAPES["quantised_recurrent"] = LORA | {
         "linear_value_head_dim": 64, "num_hidden_layers": 24,
     },
 }  # fmt: skip
+SHAPES["adapted_mamba"] = LORA | {
+    "shape": {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-M-M-M*-M-M-M*-M-M-", "tie_word_embeddings": False, "n_groups": 4,
+        "mamba_num_heads": 16, "ssm_state_size": 64, "mamba_head_dim": 64,
+    },
+}  # fmt: skip
+SHAPES["quantised_mamba"] = SHAPES["adapted_mamba"] | {"policy__quantization": "q4_0"}
 SHAPES["nf4"] = SHAPES["quantised"] | {"policy__quantization": "nf4"}
 
 

@@ -23,6 +23,13 @@ RECURRENT = tuple(
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     }.items()
 )  # fmt: skip
+MAMBA = tuple(
+    f"++policy.hf_config_overrides.{key}={value}"
+    for key, value in {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "M-*E", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+        "mamba_head_dim": 16, "n_routed_experts": 3, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
+    }.items()
+)  # fmt: skip
 EXPERTS = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=['*_proj','*.experts']")
 MIXTURE = tuple(
     f"++policy.hf_config_overrides.{key}={value}"
@@ -36,9 +43,11 @@ MIXTURE = tuple(
 @pytest.mark.parametrize(
     "more",
     [(), (*BF16, *KL, *SOME), APART, (*APART, *BF16, *KL, *SOME), RECURRENT, (*RECURRENT, *BF16, *KL), (*RECURRENT, *APART), (*RECURRENT, *APART, *BF16, *KL),
-     (*MIXTURE, *EXPERTS), (*MIXTURE, *EXPERTS, *BF16, *KL), (*MIXTURE, *EXPERTS, *APART), (*MIXTURE, *EXPERTS, *APART, *BF16, *KL)],
+     (*MIXTURE, *EXPERTS), (*MIXTURE, *EXPERTS, *BF16, *KL), (*MIXTURE, *EXPERTS, *APART), (*MIXTURE, *EXPERTS, *APART, *BF16, *KL),
+     (*MAMBA, *EXPERTS), (*MAMBA, *EXPERTS, *BF16, *KL), (*MAMBA, *EXPERTS, *APART), (*MAMBA, *EXPERTS, *APART, *BF16, *KL)],
     ids=["float32", "bfloat16_kl_some", "apart", "apart_bfloat16_kl_some", "recurrent", "recurrent_bfloat16_kl", "recurrent_apart", "recurrent_apart_bfloat16_kl",
-         "mixture", "mixture_bfloat16_kl", "mixture_apart", "mixture_apart_bfloat16_kl"],
+         "mixture", "mixture_bfloat16_kl", "mixture_apart", "mixture_apart_bfloat16_kl",
+         "mamba", "mamba_bfloat16_kl", "mamba_apart", "mamba_apart_bfloat16_kl"],
 )  # fmt: skip
 def test_lora_run_has_equal_generation_and_training_logprobs_and_keeps_frozen_weights(tmp_path, more):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, "grpo.max_num_steps=4") as run:
@@ -59,8 +68,9 @@ def test_lora_run_has_equal_generation_and_training_logprobs_and_keeps_frozen_we
     "config, merge, family",
     [("grpo_tiny.yaml", "true", ()), ("grpo_tiny.yaml", "false", ()), ("ppo_tiny.yaml", "true", ()), ("ppo_tiny.yaml", "false", ()),
      ("grpo_tiny.yaml", "true", RECURRENT), ("grpo_tiny.yaml", "false", RECURRENT), 
-     ("grpo_tiny.yaml", "true", (*MIXTURE, *EXPERTS)), ("grpo_tiny.yaml", "false", (*MIXTURE, *EXPERTS))],
-    ids=["grpo", "grpo_apart", "ppo", "ppo_apart", "grpo_recurrent", "grpo_recurrent_apart", "grpo_mixture", "grpo_mixture_apart"],
+     ("grpo_tiny.yaml", "true", (*MIXTURE, *EXPERTS)), ("grpo_tiny.yaml", "false", (*MIXTURE, *EXPERTS)),
+     ("grpo_tiny.yaml", "true", (*MAMBA, *EXPERTS)), ("grpo_tiny.yaml", "false", (*MAMBA, *EXPERTS))],
+    ids=["grpo", "grpo_apart", "ppo", "ppo_apart", "grpo_recurrent", "grpo_recurrent_apart", "grpo_mixture", "grpo_mixture_apart", "grpo_mamba", "grpo_mamba_apart"],
 )  # fmt: skip
 def test_resumed_lora_run_ends_with_bit_identical_weights_and_metrics(tmp_path, config, merge, family):
     more = (*ON, *BF16, *KL, *SOME) if config.startswith("grpo") else (

@@ -6,7 +6,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.generate import TextGenerator
 from nemo_rl_cpp.models.model_folder import read_model_folder
-from test_lora_tiny import BF16, EXPERTS, KL, LORA, MIXTURE, ON, RECURRENT, SOME
+from test_lora_tiny import BF16, EXPERTS, KL, LORA, MAMBA, MIXTURE, ON, RECURRENT, SOME
 from test_several_processes import BLOCKS, trained, workers
 from test_tensor_parallel import is_exact
 
@@ -14,8 +14,14 @@ from test_tensor_parallel import is_exact
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 @pytest.mark.parametrize(
     "more",
-    [(), (*BF16, *KL, *SOME), (*RECURRENT, *BF16, *KL), (*MIXTURE, *BF16, *KL, *EXPERTS)],
-    ids=["float32", "bfloat16_kl_some", "recurrent", "mixture"],
+    [
+        (),
+        (*BF16, *KL, *SOME),
+        (*RECURRENT, *BF16, *KL),
+        (*MIXTURE, *BF16, *KL, *EXPERTS),
+        (*MAMBA, *BF16, *KL, *EXPERTS),
+    ],
+    ids=["float32", "bfloat16_kl_some", "recurrent", "mixture", "mamba"],
 )
 def test_lora_run_over_a_quantised_base_has_equal_logprobs_and_keeps_the_base(tmp_path, more, kind):
     with tiny.make(tmp_path, *tiny.SMALL, *ON, *more, f"policy.quantization={kind}", "grpo.max_num_steps=4") as run:
@@ -29,7 +35,11 @@ def test_lora_run_over_a_quantised_base_has_equal_logprobs_and_keeps_the_base(tm
         assert kl and kl[0] == 0 and kl[-1] > 0
 
 
-@pytest.mark.parametrize("family", [SOME, RECURRENT, (*MIXTURE, *EXPERTS)], ids=["attention", "recurrent", "mixture"])
+@pytest.mark.parametrize(
+    "family",
+    [SOME, RECURRENT, (*MIXTURE, *EXPERTS), (*MAMBA, *EXPERTS)],
+    ids=["attention", "recurrent", "mixture", "mamba"],
+)
 def test_checkpoint_with_only_the_adapter_of_a_quantised_base_resumes_bit_identically(tmp_path, family):
     more = (*ON, *BF16, *KL, *family, "policy.quantization=q4_0")
     straight, folder = trained(tmp_path / "straight", 4, *more)
@@ -89,7 +99,9 @@ GPT_OSS = tuple(
 
 
 @pytest.mark.parametrize(
-    "family, adapted", [((), ()), (MIXTURE, EXPERTS), (GPT_OSS, EXPERTS)], ids=["dense", "mixture", "gpt_oss"]
+    "family, adapted",
+    [((), ()), (MIXTURE, EXPERTS), (GPT_OSS, EXPERTS), (MAMBA, EXPERTS)],
+    ids=["dense", "mixture", "gpt_oss", "mamba"],
 )
 def test_generate_command_loads_an_adapter_checkpoint_and_quantises_its_base(tmp_path, family, adapted):
     """The text engine without torch, and the trainer's: the same tokens, which differ from those of the base."""

@@ -247,6 +247,8 @@ def compute_in_float64(model, monkeypatch) -> None:
     transformers computes them in float32 whatever the model's dtype, and their last bits differ between processors.
     From here on, norms, softmax and recurrence are in float64, and RoPE's frequencies, angles and cosines are each
     rounded to float32 once, as in our core. RoPE must be of the default type."""
+    if model.config.model_type == "nemotron_h":  # it has no RoPE
+        return recur_in_float64(monkeypatch)
     if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
         recur_in_float64(monkeypatch)
     for module in {type(part).__module__ for part in model.modules()}:

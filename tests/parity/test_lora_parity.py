@@ -12,6 +12,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
+from nemo_rl_cpp.models.nemotron_h import our_name
 from nemo_rl_cpp.models.weights import buffers, load_weights, named_views, save_weights
 from reference.lora import adapted_call
 from test_hf_model import hf_logprobs, ragged_batch
@@ -23,6 +24,10 @@ TARGETS = {
         "target_modules": ["q_proj", "v_proj", "in_proj_z", "in_proj_a", "*.layers.1.*.up_proj", "down_proj"],
     },
     "experts": {"match_all_linear": False, "target_modules": ["*proj*", "*.experts"]},
+    "for PEFT": {
+        "match_all_linear": False,
+        "target_modules": ["in_proj", "q_proj", "up_proj", "*.layers.1.*.down_proj", "*.experts"],
+    },
     "late": {
         "match_all_linear": False,
         "target_modules": ["*.layers.2.*k*_proj", "*.layers.2.*.in_proj_b", "*.layers.1.mlp.gate*_proj"],
@@ -59,6 +64,7 @@ def factors(model, flat) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 DENSE = ["all", "some", "late"]
 DEFAULT_ROPE = ["mixtral", "qwen3_moe_dense_layer", "qwen2_moe", "glm4_moe", "qwen3_5_moe"]
+MAMBA = ["nemotron_h", "nemotron_h_experts", "nemotron_h_latent_experts"]
 MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
 
 
@@ -70,7 +76,7 @@ MIXTURES = [*DEFAULT_ROPE, "deepseek_v3", "gpt_oss"]
         for name in ("llama_tied", "llama_biases", "qwen2", "qwen3", "olmo2_gelu", "phi3", "granite", "qwen3_5")
         for targets in DENSE
     ]
-    + [(name, targets) for name in DEFAULT_ROPE for targets in ("all", "experts")],
+    + [(name, targets) for name in (*DEFAULT_ROPE, *MAMBA) for targets in ("all", "experts")],
 )
 def test_lora_gradients_match_autograd(name, targets, merge, tmp_path, monkeypatch):
     hf = build(name, tmp_path, torch.float64)
@@ -115,7 +121,10 @@ def assert_gradients_match(model, hf, lora, bound):
 
 
 # rounding errors accumulate in a recurrent state
-@pytest.mark.parametrize("name, matrices, bound", [("qwen2", 7 * 3, 1e-5), ("qwen3_5", 3 * 6 + 7, 1e-4)])
+@pytest.mark.parametrize(
+    "name, matrices, bound",
+    [("qwen2", 7 * 3, 1e-5), ("qwen3_5", 3 * 6 + 7, 1e-4), ("nemotron_h", 2 * 2 + 4 + 2 * 2, 1e-4)],
+)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_the_dequantised_base(
     kind, name, matrices, bound, tmp_path, monkeypatch
@@ -123,7 +132,7 @@ def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_the_de
     hf = build(name, tmp_path, hidden_size=64, intermediate_size=96)
     lora = lora_of(tmp_path, merge=False)
     model = adapted(tmp_path, lora, torch.float32, quantization=kind)
-    parameters = dict(hf.named_parameters())
+    parameters = {our_name(name): parameter for name, parameter in hf.named_parameters()}
     for spec in model.blocks:
         dequantised = torch.empty(spec.shape)
         C.unpack_blocks(model.blocks_of(spec), dequantised)
@@ -177,7 +186,8 @@ def saved(tmp_path, name, **keys):
 @pytest.mark.parametrize(
     "name, targets",
     [(name, targets) for name in ("qwen2", "qwen3_5") for targets in DENSE]
-    + [(name, targets) for name in MIXTURES for targets in ("all", "experts")],
+    + [(name, targets) for name in MIXTURES for targets in ("all", "experts")]
+    + [(name, targets) for name in MAMBA for targets in ("all", "for PEFT")],
 )
 def test_saved_lora_adapter_gives_the_logits_of_the_merged_model_in_peft(targets, name, tmp_path):
     peft = pytest.importorskip("peft")
@@ -192,7 +202,9 @@ def test_saved_lora_adapter_gives_the_logits_of_the_merged_model_in_peft(targets
 
 
 @pytest.mark.parametrize(
-    "name, rslora", [("qwen3", False), ("qwen3", True), ("qwen3_5", False)], ids=["lora", "rslora", "recurrent"]
+    "name, rslora",
+    [("qwen3", False), ("qwen3", True), ("qwen3_5", False), ("nemotron_h", False)],
+    ids=["lora", "rslora", "recurrent", "mamba"],
 )
 def test_unmerged_lora_adapter_gives_the_same_logits_as_peft(name, rslora, tmp_path):
     """PEFT computes the same formula, W x + s B (A x)."""

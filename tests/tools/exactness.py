@@ -42,13 +42,6 @@ LATENT = {
 SIZES = RECURRENT | {"deepseek_v3": LATENT, "glm4_moe_lite": LATENT}
 
 
-def ways_of(family: str, device: str) -> tuple[str, ...]:
-    """Return the ways to train this family: models on a GPU are not quantised, and Nemotron-H gets no adapters."""
-    if family == "nemotron_h":
-        return UNQUANTISED[:1]
-    return tuple(WAYS) if device == "cpu" else UNQUANTISED
-
-
 def gap(family: str, precision: str, way: str, device: str) -> tuple[float, float]:
     """Return the largest token_mult_prob_error and the largest difference of log-probabilities in a run.
 
@@ -80,7 +73,7 @@ def main() -> int:
     rows = []
     for family in arguments.only:
         for precision in ("float32", "bfloat16"):
-            for way in ways_of(family, arguments.device):
+            for way in WAYS if arguments.device == "cpu" else UNQUANTISED:
                 try:
                     error, largest = gap(family, precision, way, arguments.device)
                     said = f"token_mult_prob_error {error:g}, gap {largest:g}"

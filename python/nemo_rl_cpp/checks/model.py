@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from nemo_rl_cpp.config.cluster import trainers_of
 from nemo_rl_cpp.config.fold import fold_text
-from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, nothing_adapted
+from nemo_rl_cpp.config.lora import MAMBA_OUTPUT, LayerKinds, adapted_modules, nothing_adapted
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.config.rules_model import balance_wanted
@@ -192,7 +192,13 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     if sizes is None:
         return
     layers = LayerKinds.of(sizes)
-    if not adapted_modules(model.lora, layers):
+    adapted = adapted_modules(model.lora, layers)
+    if any(module.endswith(MAMBA_OUTPUT) for module in adapted):
+        yield Finding(
+            "warning", f"{key}.target_modules", "names out_proj of Mamba-2: PEFT raises an error for a saved adapter that has it, "
+            "so use the run's own folders, or leave it out"
+        )  # fmt: skip
+    if not adapted:
         name, _, why = nothing_adapted(model.lora, model.model_name, layers).partition(" ")
         yield Finding("error", f"{key}.{name}", why)
 

@@ -23,20 +23,24 @@ _MATRICES_OF = {
     "self_attn": (
         "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj",
     ),
-    "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "linear_attn": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj", "out_proj"),
     "mlp": ("experts", "shared_expert_gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 }  # fmt: skip
 MATRICES = {name: module for module, names in _MATRICES_OF.items() for name in names}
 """The matrices of a layer -> the module that contains them. A layer has either `self_attn` or, if it is recurrent,
-`linear_attn`. All experts of a layer are one module, as in NeMo AutoModel."""
+`linear_attn`. In Nemotron-H these modules and `mlp` are called `mixer`. All experts of a layer are one module, as in
+NeMo AutoModel."""
 _OF_AN_MLP = ("gate_proj", "up_proj", "down_proj")  # in a layer with experts those of the shared expert
+_OF_A_DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """The fused matrices of Phi 3 -> the matrices that they replace."""
 _SIDE_BY_SIDE = (
-    ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("qkv_proj",), ("o_proj",), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("out_proj",), ("experts",),
+    ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("qkv_proj",), ("o_proj",), _OF_A_DELTA_NET, ("in_proj",), ("out_proj",), ("experts",),
     ("shared_expert_gate",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
 )  # fmt: skip
 """Groups of matrices that a layer stores as one matrix (csrc/model/parameters.cpp)."""
+MAMBA_OUTPUT = ".mixer.out_proj"
+"""The end of the name of Mamba-2's output projection."""
 FROZEN = ("lm_head", "model.embed_tokens", "score")
 """Matrices outside the layers. They never get adapters."""
 
@@ -52,16 +56,16 @@ class LoraConfig(Section):
     target_modules: list[str] = []
     """With match_all_linear false: matrices that get an adapter. q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
     down_proj (qkv_proj and gate_up_proj in Phi 3; q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj in latent
-    attention; in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in recurrent layers; shared_expert_gate in
-    Qwen2-MoE), or names with wildcards such as `*.layers.0.*.q_proj`. In a layer with experts gate_proj, up_proj and
-    down_proj are those of the shared expert, and experts are all experts. []: all except exclude_modules and
-    experts."""
+    attention; in_proj_qkv, in_proj_z, in_proj_b, in_proj_a and out_proj in recurrent layers, in_proj and out_proj in
+    Mamba-2; shared_expert_gate in Qwen2-MoE), or names with wildcards such as `*.layers.0.*.q_proj`. In a layer with
+    experts gate_proj, up_proj and down_proj are those of the shared expert, and experts are all experts. []: all except
+    exclude_modules, experts, and out_proj of Mamba-2."""
     exclude_modules: list[str] = []
     """With match_all_linear false, instead of target_modules: matrices that get no adapter. Names as in
     target_modules."""
     match_all_linear: bool = True
-    """Give every matrix of every layer an adapter, except those of experts. The LM head and the embedding stay frozen
-    in any case."""
+    """Give every matrix of every layer an adapter, except those of experts and out_proj of Mamba-2. The LM head and the
+    embedding stay frozen in any case."""
     dim: Positive = key(8, "Rank of the adapters.")
     alpha: Positive = key(32, "Scale of the adapters: the product B A is multiplied by alpha / dim.")
     lora_A_init: Literal["xavier", "kaiming", "uniform"] = "xavier"
@@ -88,6 +92,12 @@ def is_experts(module: str) -> bool:
     return module.endswith(".experts")
 
 
+def is_default(module: str) -> bool:
+    """Return whether the module gets an adapter if target_modules does not name it. Experts do not, as in NeMo RL, and
+    neither does `out_proj` of Mamba-2: PEFT raises an error for it, and NeMo RL's files exclude it."""
+    return not is_experts(module) and not module.endswith(MAMBA_OUTPUT)
+
+
 @dataclass(frozen=True)
 class LayerKinds:
     """The properties of a model's layers that determine which matrices they have.
@@ -99,7 +109,9 @@ class LayerKinds:
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
         latent_queries: whether queries are also computed from a low-dimensional vector.
         experts: the indices of the layers with experts. They have no MLP, but may have a shared expert.
-        shared: the module name of the shared expert in these layers; empty: they have none."""
+        shared: the module name of the shared expert in these layers; empty: they have none.
+        mlps: in Nemotron-H, whose layers have a mixer or an MLP (without a gate), the indices of the layers with an
+            MLP or experts; None: every layer has both."""
 
     count: int
     fused: bool = False
@@ -108,13 +120,14 @@ class LayerKinds:
     latent_queries: bool = False
     experts: Collection[int] = ()
     shared: str = ""
+    mlps: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, sizes: ModelSizes) -> Self:
         latent = sizes.kv_lora_rank > 0, sizes.q_lora_rank > 0
         shared = "shared_experts" if sizes.has_router_biases else "shared_expert"
-        experts = sizes.expert_layers, shared if sizes.shared_expert_size else ""
-        return cls(sizes.num_hidden_layers, sizes.fused_tensors, sizes.recurrent_layers, *latent, *experts)
+        mlps = sizes.expert_layers, shared if sizes.shared_expert_size else "", sizes.mlp_layers or None
+        return cls(sizes.num_hidden_layers, sizes.fused_tensors, sizes.recurrent_layers, *latent, *mlps)
 
     @classmethod
     def of_native(cls, native: Mapping[str, Any]) -> Self:
@@ -124,7 +137,9 @@ class LayerKinds:
         is_latent = "latent" in native, latent["query_rank"] > 0
         experts = native.get("experts", {"layers": (), "shared": "", "shared_size": 0})
         with_experts = tuple(experts["layers"]), experts["shared"] if experts["shared_size"] else ""
-        return cls(len(native["layers"]), native["fused_tensors"], recurrent, *is_latent, *with_experts)
+        mixers = native.get("one_block")
+        mlps = None if mixers is None else tuple(layer for layer, has_mixer in enumerate(mixers) if not has_mixer)
+        return cls(len(native["layers"]), native["fused_tensors"], recurrent, *is_latent, *with_experts, mlps)
 
     def matrices(self, layer: int) -> Iterator[str]:
         """Yield the names of a layer's matrices (keys of MATRICES) that may have an adapter, in the order of the
@@ -136,13 +151,16 @@ class LayerKinds:
         missing |= set() if has_experts else {"experts"}
         missing |= set() if has_experts and self.shared == "shared_expert" else {"shared_expert_gate"}
         missing |= set(_OF_AN_MLP) if has_experts and not self.shared else set()
+        missing |= {"in_proj"} if self.mlps is None else {"gate_proj", *_OF_A_DELTA_NET}
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
-        yield from (name for name, block in MATRICES.items() if block in (mixer, "mlp") and name not in missing)
+        blocks = (mixer, "mlp") if self.mlps is None else ("mlp" if layer in self.mlps else mixer,)
+        yield from (name for name, block in MATRICES.items() if block in blocks and name not in missing)
 
     def module(self, layer: int, name: str) -> str:
         """Return the full module name of the matrix `name` (a key of MATRICES) in a layer."""
         shared = f"{self.shared}." if layer in self.experts and name in _OF_AN_MLP else ""
-        return f"model.layers.{layer}.{MATRICES[name]}.{shared}{name}"
+        block = MATRICES[name] if self.mlps is None else "mixer"
+        return f"model.layers.{layer}.{block}.{shared}{name}"
 
     def modules(self) -> Iterator[str]:
         """Yield the full names of all modules that may have an adapter, in the order of the parameters."""
@@ -155,13 +173,12 @@ class LayerKinds:
 
 
 def adapted_modules(lora: LoraConfig, layers: LayerKinds) -> list[str]:
-    """Return the names of the modules that get adapters in a model with these layers. Experts get them only if
-    target_modules names them."""
+    """Return the names of the modules that get adapters in a model with these layers, see `is_default`."""
     modules = list(layers.modules())
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if wanted and not everything:
         return [module for module in modules if any(matches(pattern, module) for pattern in wanted)]
-    linear = [module for module in modules if not is_experts(module)]
+    linear = [module for module in modules if is_default(module)]
     return linear if everything else [m for m in linear if not any(matches(pattern, m) for pattern in unwanted)]
 
 
@@ -193,7 +210,8 @@ def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
     for layer in range(layers.count):
         weights = {name: (sum(shape), prod(shape)) for name, shape in _shapes(sizes, layer).items()}
         inner, width = sizes.intermediate_size, sizes.latent_size or sizes.hidden_size
-        weights["experts"] = sizes.experts * (3 * inner + 2 * width), sizes.experts * 3 * inner * width
+        count = sizes.mlp_matrices
+        weights["experts"] = sizes.experts * (count * inner + 2 * width), sizes.experts * count * inner * width
         adapted = {name for name in layers.matrices(layer) if layers.module(layer, name) in modules}
         trained += lora.dim * sum(weights[name][0] for name in adapted)
         kept += sum(weights[name][1] for group in _SIDE_BY_SIDE if adapted.intersection(group) for name in group)
@@ -206,12 +224,12 @@ def _shapes(sizes: ModelSizes, layer: int) -> dict[str, tuple[int, int]]:
     if layer in sizes.expert_layers:
         inner = sizes.shared_expert_size
     query, key_value = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    gates = query if sizes.recurrent_layers else 0
+    gates = query if sizes.recurrent_layers and not sizes.mlp_layers else 0
     values, heads = sizes.recurrent_values, sizes.linear_num_value_heads
     shapes = {
         "q_proj": (query + gates, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden), "o_proj": (hidden, query),
         "in_proj_qkv": (sizes.convolved, hidden), "in_proj_z": (values, hidden), "in_proj_b": (heads, hidden), "in_proj_a": (heads, hidden),
-        "out_proj": (hidden, values), "shared_expert_gate": (1, hidden), "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
+        "in_proj": (sizes.convolved + values + heads, hidden), "out_proj": (hidden, values), "shared_expert_gate": (1, hidden), "gate_proj": (0 if sizes.mlp_layers else inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
     }  # fmt: skip
     latent = dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"), (0, 0))
     if rank := sizes.kv_lora_rank:
@@ -231,6 +249,7 @@ _ANY_MODEL = (
     LayerKinds(_MANY), LayerKinds(_MANY, fused=True), LayerKinds(_MANY, recurrent=range(_MANY)),
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),
     *(LayerKinds(_MANY, experts=range(_MANY), shared=name) for name in ("shared_expert", "shared_experts")),
+    *(LayerKinds(_MANY, recurrent=range(_MANY), mlps=()), LayerKinds(_MANY, experts=range(_MANY), shared="shared_experts", mlps=tuple(range(_MANY)))),
 )  # fmt: skip
 _ASKING = ("dim", "alpha", "target_modules", "exclude_modules", "use_rslora")  # the user then wants LoRA
 

@@ -22,6 +22,7 @@ from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name
 from nemo_rl_cpp.models.model_folder import ModelFolder
+from nemo_rl_cpp.models.nemotron_h import module_name, our_name
 from nemo_rl_cpp.models.weight_files import (
     ADAPTER,
     BASE_FILE,
@@ -111,8 +112,8 @@ class Lora:
 
     @property
     def targets(self) -> list[str]:
-        """Return the names of the weight matrices that have an adapter."""
-        return [f"{module}.weight" for module in self.modules]
+        """Return the native core's names of the weight matrices that have an adapter."""
+        return [our_name(f"{module}.weight") for module in self.modules]
 
     def slices(self, native: dict[str, Plain], ranks: Ranks) -> Slices:
         """Return the layouts of the adapters' flat buffers: one for each tensor-parallel rank, and one for the whole
@@ -160,7 +161,7 @@ class Lora:
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            f"{PREFIX}{name}": self._for_peft(name, view).contiguous().cpu()
+            self._peft_name(name): self._for_peft(name, view).contiguous().cpu()
             for name, view in named_views(layout.specs, masters).items()
         }
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -169,6 +170,9 @@ class Lora:
         if self.quantization is not None:  # the base weights are not saved, so a reader needs their source
             base |= {"model_name": self.base, "seed": self.base_seed, "quantization": self.quantization}
         (folder / BASE_FILE).write_text(json.dumps(base) + "\n")
+
+    def _peft_name(self, name: str) -> str:
+        return PREFIX + (name if self.layers.mlps is None else module_name(name))
 
     def _for_peft(self, name: str, view: Tensor) -> Tensor:
         if not name.endswith(LORA_B):
@@ -195,11 +199,12 @@ class Lora:
     def _peft_targets(self) -> dict[str, list[str]]:
         """Return the entries of adapter_config.json that list what is adapted: target_modules (names of modules) and,
         if MLPs of a model with experts are adapted, target_parameters (names of these MLPs' weights). In target_modules
-        PEFT would read gate_proj, up_proj and down_proj of such a model as the experts' matrices. Names are short, such
-        as q_proj, if each is adapted in every layer that has it; otherwise they are full."""
+        PEFT would read gate_proj, up_proj and down_proj of such a model as the experts' matrices, except in Nemotron-H.
+        Names are short, such as q_proj, if each is adapted in every layer that has it; otherwise they are full."""
+        first = "gate_up_proj" if self.layers.mlps is None else "up_proj"
 
         def is_parameter(module: str) -> bool:
-            return bool(self.layers.experts) and ".mlp." in module
+            return is_experts(module) or (bool(self.layers.experts) and ".mlp." in module)
 
         def short(module: str) -> str:
             return module.split(".", 3)[3] if is_parameter(module) else module.rpartition(".")[2]
@@ -210,7 +215,7 @@ class Lora:
         for module in self.modules:
             name = short(module) if are_short else module
             if is_parameter(module):
-                weights = ("gate_up_proj", "down_proj") if is_experts(module) else ("weight",)
+                weights = (first, "down_proj") if is_experts(module) else ("weight",)
                 found.setdefault("target_parameters", []).extend(f"{name}.{weight}" for weight in weights)
             else:
                 found["target_modules"].append(name)
@@ -230,7 +235,7 @@ class Lora:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as saved:
             self._check_saved(folder, saved.keys())
             for spec in specs:
-                tensor = saved.get_tensor(f"{PREFIX}{spec.name}")
+                tensor = saved.get_tensor(self._peft_name(spec.name))
                 if spec.name.endswith(LORA_B):
                     tensor = lora_b_from_peft(tensor, self.dim, alternates_in_peft(spec.name, self.is_gpt_oss))
                 views[spec.name].copy_(own_part(spec, tensor))

@@ -79,13 +79,15 @@ class ModelFolder:
         widths = {"hidden_size": native["hidden_size"], "intermediate_size": native["intermediate_size"],
                   "num_attention_heads * head_dim": native["num_heads"] * native["head_dim"]}  # fmt: skip
         if recurrent := native.get("recurrent"):
-            size = recurrent["value_heads"] * recurrent["value_dim"]
-            widths["linear_num_value_heads * linear_value_head_dim"] = size
+            kind = "mamba_num_heads * mamba" if "step_limits" in recurrent else "linear_num_value_heads * linear_value"
+            widths[f"{kind}_head_dim"] = recurrent["value_heads"] * recurrent["value_dim"]
         if latent := native.get("latent"):
             widths |= {"q_lora_rank": latent["query_rank"], "kv_lora_rank": latent["rank"],
                        "num_attention_heads * v_head_dim": native["num_heads"] * latent["value_dim"]}  # fmt: skip
-        experts = native.get("experts", {"intermediate_size": 0, "shared_size": 0})
-        widths |= {f"experts' {name}": experts[name] for name in ("intermediate_size", "shared_size")}
+        experts = native.get("experts", {})
+        widths |= {
+            f"experts' {name}": experts.get(name, 0) for name in ("intermediate_size", "shared_size", "latent_size")
+        }
         for name, width in widths.items():
             if width % BLOCK_WEIGHTS:
                 raise ModelFolderError(
@@ -125,13 +127,9 @@ class ModelFolder:
                 )
 
     def check_mixers(self, model: TrainedModelConfig, section: str) -> None:
-        """Raise ModelFolderError if `model`, the configuration of the section `section`, requests vLLM or LoRA for a
-        kind of layer (attention, gated delta net or Mamba-2) that does not support it."""
+        """Raise ModelFolderError if `model`, the configuration of the section `section`, requests vLLM for a kind of
+        layer (attention, gated delta net or Mamba-2) that does not support it."""
         native, kind = self.native(), self.config["model_type"]
-        if "one_block" in native and model.lora is not None:
-            raise ModelFolderError(
-                f"{section}.dtensor_cfg.lora_cfg.enabled is true, but the matrices of {kind} get no adapters: set it to false"
-            )
         mixers = {"one_block": "Mamba-2", "latent": "latent attention", "recurrent": "recurrent layers"}
         what = next((name for part, name in mixers.items() if part in native), None)
         generation = None if what is None else getattr(model, "generation", None)

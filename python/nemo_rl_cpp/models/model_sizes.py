@@ -194,10 +194,11 @@ class ModelSizes:
     @property
     def quantised_parameters(self) -> int:
         """Return the number of weights in the matrices that `policy.quantization` stores in blocks: those of the
-        layers, without the gates of gated delta nets."""
-        gates = len(self.recurrent_layers) * 2 * self.linear_num_value_heads * self.hidden_size
-        norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
-        return self.parameters - self.embedding_parameters - norms - gates
+        layers, without the gates of gated delta nets and the projections of latent experts."""
+        gates = 0 if self.mlp_layers else len(self.recurrent_layers) * 2 * self.linear_num_value_heads
+        norms = (1 if self.mlp_layers else 2) * self.num_hidden_layers + 1
+        latents = 2 * self.latent_size * len(self.expert_layers)
+        return self.parameters - self.embedding_parameters - (norms + gates + latents) * self.hidden_size
 
     @property
     def value_parameters(self) -> int:

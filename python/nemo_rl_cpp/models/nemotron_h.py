@@ -72,7 +72,6 @@ _THEIRS = (
     (r"^model\.embed_tokens\.", "backbone.embeddings."),
     (r"^model\.norm\.", "backbone.norm_f."),
     (r"^model\.", "backbone."),
-    (r"\.(self_attn|mlp|mamba)\.", ".mixer."),
 )
 
 
@@ -89,4 +88,9 @@ def our_name(name: str) -> str:
 
 def checkpoint_name(name: str) -> str:
     """Return the name in a checkpoint of the parameter that the native core names `name`."""
-    return _replaced(name, _THEIRS)
+    return _replaced(module_name(name), _THEIRS)
+
+
+def module_name(name: str) -> str:
+    """Return transformers' name, which PEFT uses, of a layer's parameter that the native core names `name`."""
+    return re.sub(r"\.(self_attn|mlp|mamba)\.", ".mixer.", name)

@@ -527,7 +527,10 @@ class SavedAdapter:
         gate before those of up."""
         for name, tensor in raw_tensors([self.folder / WEIGHTS_FILE]):
             is_mixed = alternates_in_peft(name, self.is_gpt_oss)
-            yield name.removeprefix(PREFIX), tensor._replace(data=_even_then_odd(tensor)) if is_mixed else tensor
+            yield (
+                our_name(name.removeprefix(PREFIX)),
+                tensor._replace(data=_even_then_odd(tensor)) if is_mixed else tensor,
+            )
 
 
 def saved_adapter(weights: Path) -> SavedAdapter | None:
@@ -539,7 +542,9 @@ def saved_adapter(weights: Path) -> SavedAdapter | None:
     peft, base = (json.loads((folder / name).read_text()) for name in (CONFIG_FILE, BASE_FILE))
     if "quantization" not in base:
         return None
-    targets = tuple(f"{module}.weight" for module in adapted_modules_of(tensor_entries(folder / WEIGHTS_FILE)))
+    targets = tuple(
+        our_name(f"{module}.weight") for module in adapted_modules_of(tensor_entries(folder / WEIGHTS_FILE))
+    )
     is_gpt_oss = json.loads((weights / "config.json").read_text())["model_type"] == "gpt_oss"
     return SavedAdapter(
         folder, peft["r"], float(peft["lora_alpha"]), peft.get("use_rslora", False), targets,

@@ -178,18 +178,17 @@ class AdaptedModel:
     def __init__(self, base: Base, shape: Shape) -> None:
         self.base, self.shape = base, shape
         native = base.folder.native()
-        if "one_block" in native:
-            raise UserError(f"the matrices of {base.folder.config['model_type']} get no adapters")
         layers = LayerKinds.of_native(native)
-        targets = [name for name, of in MATRICES.items() if (shape.train_mlp if of == "mlp" else shape.train_attn)]
-        wanted = LoraConfig(match_all_linear=False, target_modules=targets)
-        modules = adapted_modules(wanted, layers) if targets else []
-        if not modules:
-            raise UserError("no matrix of this model would be trained: set train_attn or train_mlp")
         if base.has_experts and shape.train_mlp:
             raise UserError(
                 f"{base.names[0]} is a mixture of experts, whose experts get no adapters: set train_mlp=False"
             )
+        wanted = {"mlp"} if shape.train_mlp else set()
+        wanted |= {"self_attn", "linear_attn"} if shape.train_attn else set()
+        default = adapted_modules(LoraConfig(), layers)
+        modules = [module for module in default if MATRICES[module.rpartition(".")[2]] in wanted]
+        if not modules:
+            raise UserError("no matrix of this model would be trained: set train_attn or train_mlp")
         name = findable_name(base.names[-1])
         self.lora = Lora("base", tuple(modules), layers, shape.rank, ALPHA, "xavier", name, value_head=False)
         self.native = C.DecoderModel(native, DTYPES[base.precision], False)

@@ -351,8 +351,9 @@ SETTINGS = {
     "nemotron_h": (dict(
         tie_word_embeddings=False, hybrid_override_pattern="M*-", n_groups=1, mamba_num_heads=2, ssm_state_size=16, mamba_head_dim=16,
     ), [
-        ("cluster.device=cuda", None),
-        (f"{LORA}.enabled=true", "the matrices of nemotron_h get no adapters: set it to false"),
+        *ACCEPTED,
+        (f"{SOME}=[gate_proj]", "which no matrix of"),
+        (f"{LORA}.enabled=true policy.quantization=q4_0", "policy.quantization is q4_0, whose blocks hold 32 weights"),
         (SERVER, "policy.generation.backend is vllm, but nemotron_h has Mamba-2, whose weights are not sent to vLLM"),
     ]),
     "deepseek_v3": (dict(
@@ -376,6 +377,16 @@ SETTINGS = {
          "enable_prefix_caching is true, but vLLM on CPUs caches no prefixes of the recurrent layers of qwen3_5_text: set it to null"),
     ]),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("targets, is_told", [("[in_proj]", False), ("['*_proj']", True)])
+def test_adapters_of_mambas_output_projection_are_a_warning_because_peft_does_not_load_them(
+    model, tmp_path, targets, is_told
+):
+    folder = model_folder(tmp_path / "other", model_type="nemotron_h", **SETTINGS["nemotron_h"][0])
+    settings = grpo(folder, *(f"++{part}" for part in f"{SOME}={targets}".split(" ")))
+    told = [finding.message for finding in check(settings) if "out_proj of Mamba-2" in finding.message]
+    assert len(told) == is_told
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.lora import Lora, remove_adapter
 from nemo_rl_cpp.models.model_folder import tiny_random
 from nemo_rl_cpp.models.model_sizes import model_sizes
+from nemo_rl_cpp.models.nemotron_h import our_name
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from row_batch import padded_rows
@@ -30,6 +31,16 @@ SHARED = dict(
     shared_expert_intermediate_size=40,
     mlp_only_layers=[1],
 )
+MAMBA = dict(
+    model_type="nemotron_h",
+    hybrid_override_pattern="M*-",
+    n_groups=2,
+    mamba_num_heads=4,
+    ssm_state_size=16,
+    mamba_head_dim=32,
+)
+MAMBA_EXPERTS = MAMBA | dict(hybrid_override_pattern="ME*E-", n_routed_experts=4, moe_intermediate_size=24,
+                             moe_shared_expert_intermediate_size=40, moe_latent_size=48)  # fmt: skip
 SPARSE = dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 Q = "model.layers.1.self_attn.q_proj"
 
@@ -54,7 +65,10 @@ def test_patterns_for_lora_target_modules_match_the_expected_matrices(pattern, m
      ({"match_all_linear": False, "exclude_modules": ["*.mlp.*"]}, 15, LATENT),
      ({"match_all_linear": False, "exclude_modules": ["*.mlp.*", "q_proj"]}, 9, LATENT | {"q_lora_rank": None}), ({}, 24, LATENT),
      ({}, 23, SHARED), ({"match_all_linear": False, "target_modules": ["up_proj"]}, 3, SHARED), ({"match_all_linear": False, "target_modules": ["*.experts", "q_proj"]}, 5, SHARED), ({}, 12, SPARSE),
-     ({}, 24, LATENT | {"first_k_dense_replace": 1, "n_shared_experts": 2})],
+     ({}, 24, LATENT | {"first_k_dense_replace": 1, "n_shared_experts": 2}),
+     ({}, 7, MAMBA), ({"match_all_linear": False, "exclude_modules": ["*out_proj*", "k_proj"]}, 6, MAMBA),
+     ({"match_all_linear": False, "target_modules": ["*.mixer.*_proj"]}, 8, MAMBA), ({}, 11, MAMBA_EXPERTS),
+     ({"match_all_linear": False, "target_modules": ["*proj*", "*.experts"]}, 14, MAMBA_EXPERTS)],
 )  # fmt: skip
 def test_computed_number_of_lora_parameters_equals_that_of_the_native_model(keys, count, more):
     """Elements of A and B, and of the matrices that are kept twice: as in the layouts of the core."""
@@ -62,10 +76,10 @@ def test_computed_number_of_lora_parameters_equals_that_of_the_native_model(keys
     modules = adapted_modules(config, LayerKinds.of_native(folder.native()))
     assert len(modules) == count
     native = folder.native()
-    layout = C.ParameterLayout(native, 4, [f"{module}.weight" for module in modules])
+    layout = C.ParameterLayout(native, 4, [our_name(f"{module}.weight") for module in modules])
     trained = sum(math.prod(spec.shape) for spec in layout.specs)
-    assert [spec.name for spec in layout.specs if spec.name.endswith("lora_A.weight")] == [f"{name}.lora_A.weight" for m in modules for name in ([f"{m}.base_layer", m] if m.endswith(".experts") else [m])]  # fmt: skip
-    recurrent = ({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}, {"out_proj"})
+    assert [spec.name for spec in layout.specs if spec.name.endswith("lora_A.weight")] == [our_name(f"{name}.lora_A.weight") for m in modules for name in ([f"{m}.base_layer", m] if m.endswith(".experts") else [m])]  # fmt: skip
+    recurrent = ({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}, {"in_proj"}, {"out_proj"})
     first = {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"}
     side_by_side = (
         first,

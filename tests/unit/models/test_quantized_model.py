@@ -20,8 +20,16 @@ RECURRENT = {
     **SIZES, "model_type": "qwen3_5_text", "full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
+MAMBA = {
+    **SIZES, "model_type": "nemotron_h", "hybrid_override_pattern": "M*-", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+    "mamba_head_dim": 16,
+}  # fmt: skip
+MAMBA_EXPERTS = {
+    **MAMBA, "hybrid_override_pattern": "ME*E-", "n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
+    "moe_latent_size": 32,
+}  # fmt: skip
 BOTH = {**RECURRENT, **EXPERTS, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 64}
-MODELS = {"llama": SIZES, "tied": {**SIZES, "tie_word_embeddings": True}, "qwen2": QWEN, "gemma2": GEMMA, "experts": EXPERTS, "recurrent": RECURRENT, "recurrent and experts": BOTH}  # fmt: skip
+MODELS = {"llama": SIZES, "tied": {**SIZES, "tie_word_embeddings": True}, "qwen2": QWEN, "gemma2": GEMMA, "experts": EXPERTS, "recurrent": RECURRENT, "recurrent and experts": BOTH, "mamba": MAMBA, "mamba and latent experts": MAMBA_EXPERTS}  # fmt: skip
 
 
 def model_of(sizes, kind, dtype, seed=0):
@@ -77,7 +85,13 @@ def test_small_gate_matrices_of_a_gated_delta_net_are_not_quantised():
     assert mixer == ["in_proj_qkv", "in_proj_z", "out_proj"] and len(names) == 2 * 6 + 7 + 2
 
 
-@pytest.mark.parametrize("sizes", [{}, {**RECURRENT, "hidden_size": 256}, {**BOTH, "hidden_size": 256, "moe_intermediate_size": 256}])  # fmt: skip
+def test_mamba_layers_have_quantised_projections_and_all_else_in_the_runs_precision():
+    names = [spec.name for spec in model_of(MAMBA, "q4_0", torch.bfloat16).blocks]
+    assert names[1:3] == [f"model.layers.0.mamba.{name}.weight" for name in ("in_proj", "out_proj")]
+    assert len(names) == 2 + 4 + 2 + 2  # Mamba, attention, MLP; embedding and LM head
+
+
+@pytest.mark.parametrize("sizes", [{}, {**RECURRENT, "hidden_size": 256}, {**BOTH, "hidden_size": 256, "moe_intermediate_size": 256}, {**MAMBA, "hidden_size": 256}, {**MAMBA_EXPERTS, "hidden_size": 256}])  # fmt: skip
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 def test_memory_estimate_of_a_quantised_base_counts_its_blocks_once_and_no_merged_weights(kind, sizes):
     config = load_grpo_config(
@@ -122,6 +136,10 @@ def test_quantising_matrices_or_dtypes_that_do_not_fit_the_format_is_an_error():
         replace(
             tiny_random({**RECURRENT, "linear_num_key_heads": 1, "linear_num_value_heads": 1}), quantization="q4_0"
         ).check_quantization("policy.quantization")
+    with pytest.raises(ModelFolderError, match="has mamba_num_heads . mamba_head_dim 16, which is no multiple"):
+        replace(tiny_random({**MAMBA, "mamba_num_heads": 1, "n_groups": 1}), quantization="q4_0").check_quantization(
+            "policy.quantization"
+        )
     native = replace(tiny_random(SIZES), quantization="q4_0").native()
     with pytest.raises(ValueError, match="frozen"):
         C.DecoderModel(native, torch.bfloat16, True)

@@ -245,10 +245,25 @@ def test_tinker_option_train_attn_includes_recurrent_layers(tmp_path, shape, blo
     assert {module.split(".")[3] for module in modules} == blocks
 
 
-def test_lora_adapters_of_tinker_models_cover_fused_matrices(tmp_path):
-    modules = tiny_base(make_model(tmp_path, model_type="phi3")).adapted(Shape(2)).lora.modules
-    names = {module.rpartition(".")[2] for module in modules}
-    assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+MAMBA = dict(
+    model_type="nemotron_h",
+    hybrid_override_pattern="M*-",
+    n_groups=1,
+    mamba_num_heads=2,
+    ssm_state_size=16,
+    mamba_head_dim=16,
+)
+
+
+@pytest.mark.parametrize(
+    "family, expected",
+    [({"model_type": "phi3"}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
+     (MAMBA, {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"})],
+    ids=["fused", "mamba"],
+)  # fmt: skip
+def test_lora_adapters_of_tinker_models_cover_the_matrices_of_every_family(tmp_path, family, expected):
+    modules = tiny_base(make_model(tmp_path, **family)).adapted(Shape(2)).lora.modules
+    assert {module.rpartition(".")[2] for module in modules} == expected
 
 
 def test_tinker_model_with_experts_can_be_sampled_and_trained_with_adapters_on_attention(tmp_path):

@@ -5,6 +5,7 @@ import torch
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.lora import LayerKinds
 from nemo_rl_cpp.models.hf_config import native_config
+from nemo_rl_cpp.models.nemotron_h import our_name
 from nemo_rl_cpp.models.weights import initialize_weights, named_views
 from reference.lora import effective
 from test_gradient_invariance import CONFIG, groups_batch, model_of
@@ -18,6 +19,11 @@ RECURRENT = {
 }  # fmt: skip
 ALL_OF_RECURRENT = [f"{module}.weight" for module in LayerKinds(2, recurrent=(0,)).modules()]
 SOME_OF_RECURRENT = [f"model.layers.{m}.weight" for m in ("0.linear_attn.in_proj_z", "0.linear_attn.in_proj_a", "1.self_attn.q_proj", "1.mlp.down_proj")]  # fmt: skip
+MAMBA = {
+    "model_type": "nemotron_h", "tie_word_embeddings": False, "hybrid_override_pattern": "M*-", "n_groups": 2, "mamba_num_heads": 4,
+    "ssm_state_size": 16, "mamba_head_dim": 16, "mlp_hidden_act": "relu2",
+}  # fmt: skip
+ALL_OF_MAMBA = [our_name(f"{module}.weight") for module in LayerKinds(3, recurrent=(0,), mlps=(2,)).modules()]
 MIXTURE = {
     "model_type": "qwen2_moe",
     "num_experts": 4,
@@ -27,7 +33,9 @@ MIXTURE = {
 }
 ALL_OF_MIXTURE = [f"{module}.weight" for module in LayerKinds(2, experts=range(2), shared="shared_expert").modules()]
 KINDS = pytest.mark.parametrize(
-    "targets, changes", [(ALL, {}), (ALL_OF_RECURRENT, RECURRENT)], ids=["attention", "recurrent"]
+    "targets, changes",
+    [(ALL, {}), (ALL_OF_RECURRENT, RECURRENT), (ALL_OF_MAMBA, MAMBA)],
+    ids=["attention", "recurrent", "mamba"],
 )
 
 

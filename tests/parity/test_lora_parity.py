@@ -132,7 +132,9 @@ def test_float32_lora_gradients_over_a_quantised_base_match_autograd_over_the_de
     hf = build(name, tmp_path, hidden_size=64, intermediate_size=96)
     lora = lora_of(tmp_path, merge=False)
     model = adapted(tmp_path, lora, torch.float32, quantization=kind)
-    parameters = {our_name(name): parameter for name, parameter in hf.named_parameters()}
+    parameters = {
+        our_name(name.replace("model.", "backbone.", 1)): parameter for name, parameter in hf.named_parameters()
+    }
     for spec in model.blocks:
         dequantised = torch.empty(spec.shape)
         C.unpack_blocks(model.blocks_of(spec), dequantised)

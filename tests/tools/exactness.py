@@ -31,7 +31,7 @@ RECURRENT = {
     },
     "nemotron_h": {
         "hybrid_override_pattern": "M-*E", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16, "mamba_head_dim": 16,
-        "n_routed_experts": 6, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
+        "n_routed_experts": 6, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
     },
 }  # fmt: skip
 """Sizes of the recurrent layers of small models, and of the experts beside them, by family."""

@@ -93,7 +93,7 @@ def test_mamba_layers_have_quantised_projections_and_all_else_in_the_runs_precis
     assert len(names) == 2 + 4 + 2 + 2  # Mamba, attention, MLP; embedding and LM head
 
 
-@pytest.mark.parametrize("sizes", [{}, {**RECURRENT, "hidden_size": 256}, {**BOTH, "hidden_size": 256, "moe_intermediate_size": 256}, {**MAMBA, "hidden_size": 256, "intermediate_size": 1024}, {**MAMBA_EXPERTS, "hidden_size": 256}])  # fmt: skip
+@pytest.mark.parametrize("sizes", [{}, {**RECURRENT, "hidden_size": 256}, {**BOTH, "hidden_size": 256, "moe_intermediate_size": 256}, {**MAMBA, "hidden_size": 256, "intermediate_size": 1024}, {**MAMBA_EXPERTS, "hidden_size": 256, "intermediate_size": 1024}])  # fmt: skip
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
 def test_memory_estimate_of_a_quantised_base_counts_its_blocks_once_and_no_merged_weights(kind, sizes):
     config = load_grpo_config(

@@ -12,7 +12,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.models.hf_config import read_config
 from nemo_rl_cpp.models.lora import Lora
 from nemo_rl_cpp.models.model_folder import read_model_folder
-from nemo_rl_cpp.models.nemotron_h import our_name
+from nemo_rl_cpp.models.nemotron_h import module_name, our_name
 from nemo_rl_cpp.models.weights import buffers, load_weights, named_views, save_weights
 from reference.lora import adapted_call
 from test_hf_model import hf_logprobs, ragged_batch
@@ -105,7 +105,8 @@ def assert_gradients_match(model, hf, lora, bound):
     weight = torch.randn(ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     pairs = factors(model, model.masters.double())
     leaves = {m: (a.requires_grad_(), b.requires_grad_()) for m, (a, b) in pairs.items()}
-    expected_logprobs = hf_logprobs(adapted_call(hf, leaves, 7 / 3), ids, mask)
+    theirs = {m if lora.layers.mlps is None else module_name(m): pair for m, pair in leaves.items()}
+    expected_logprobs = hf_logprobs(adapted_call(hf, theirs, 7 / 3), ids, mask)
     (expected_logprobs * weight[:, 1:]).sum().backward()
 
     out = torch.zeros(ids.shape, dtype=trainer.out_dtype)

@@ -1,7 +1,6 @@
 """LoRA with autograd: any module of transformers, with W + (alpha / dim) · B · A in place of some weights."""
 
 import torch
-from nemo_rl_cpp.models.nemotron_h import our_name
 from torch import nn
 
 
@@ -10,9 +9,8 @@ def adapted_call(model: nn.Module, adapters: dict[str, tuple[torch.Tensor, torch
 
     Everything else is constant. `adapters` maps a module to (A [dim, in], B [out, dim]), which may be leaf tensors. The
     experts of a layer are two modules, experts.base_layer (gate_up_proj) and experts (down_proj), with A [experts · dim,
-    in] and B [out, experts · dim], one expert after the other. Modules have the names of the native core."""
-    theirs = {our_name(name): name for name, _ in model.named_parameters()}
-    weights = {our_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    in] and B [out, experts · dim], one expert after the other."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for module, (a, b) in adapters.items():
         if module.endswith((".experts", ".experts.base_layer")):
             first = "up_proj" if model.config.model_type == "nemotron_h" else "gate_up_proj"
@@ -23,7 +21,7 @@ def adapted_call(model: nn.Module, adapters: dict[str, tuple[torch.Tensor, torch
             weights[f"{module}.weight"] = weights[f"{module}.weight"] + scale * (b @ a)
 
     def call(**inputs):
-        return torch.func.functional_call(model, {theirs[name]: w for name, w in weights.items()}, (), inputs)
+        return torch.func.functional_call(model, weights, (), inputs)
 
     return call
 

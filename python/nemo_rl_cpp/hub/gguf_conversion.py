@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -24,29 +23,22 @@ class UnsupportedGgufError(ValueError):
     """Raised if a GGUF file holds a model or a tokenizer that this module cannot convert."""
 
 
-class _Kind(NamedTuple):
-    """The entries of config.json for one architecture of GGUF files: `model_type`, and the class name `architecture`.
-    `layers_27b` is, for Gemma, the number of layers that identifies the 27B model, which has a different attention
-    scale."""
-
-    model_type: str
-    architecture: str
-    layers_27b: int | None = None
-
-
 _KINDS = {
-    "llama": _Kind("llama", "LlamaForCausalLM"),
-    "qwen2": _Kind("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": _Kind("qwen3", "Qwen3ForCausalLM"),
-    "smollm3": _Kind("smollm3", "SmolLM3ForCausalLM"),
-    "granite": _Kind("granite", "GraniteForCausalLM"),
-    "olmo2": _Kind("olmo2", "Olmo2ForCausalLM"),
-    "phi3": _Kind("phi3", "Phi3ForCausalLM"),
-    "gemma2": _Kind("gemma2", "Gemma2ForCausalLM", layers_27b=46),
-    "gemma3": _Kind("gemma3_text", "Gemma3ForCausalLM", layers_27b=62),
-    "qwen35": _Kind("qwen3_5_text", "Qwen3_5ForCausalLM"),
-    "qwen35moe": _Kind("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "llama": ("llama", "Llama"),
+    "qwen2": ("qwen2", "Qwen2"),
+    "qwen3": ("qwen3", "Qwen3"),
+    "smollm3": ("smollm3", "SmolLM3"),
+    "granite": ("granite", "Granite"),
+    "olmo2": ("olmo2", "Olmo2"),
+    "phi3": ("phi3", "Phi3"),
+    "gemma2": ("gemma2", "Gemma2"),
+    "gemma3": ("gemma3_text", "Gemma3"),
+    "qwen35": ("qwen3_5_text", "Qwen3_5"),
+    "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5Moe"),
 }
+"""Architecture in GGUF -> model_type and prefix of the class name in config.json."""
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""Number of layers that identifies a Gemma of 27B parameters, whose attention scale differs."""
 CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -55,7 +47,7 @@ CONFIG_KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
-_RECURRENT_AND_EXPERTS = {
+RECURRENT_AND_EXPERTS = {
     "feed_forward_length": "intermediate_size",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -68,7 +60,7 @@ _RECURRENT_AND_EXPERTS = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """Optional keys of Qwen3.5's files -> keys of config.json."""
-_NUMBERS = {
+NUMBERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -81,8 +73,7 @@ _NUMBERS = {
 
 
 def _value(reader: GGUFReader, key: str, default: Plain = None) -> Plain:
-    """Return the value of `key` in the file's metadata, or `default`. `{arch}` in `key` is replaced by the file's
-    architecture."""
+    """Return the value of `key` in the file's metadata, or `default`. `{arch}` in it is the architecture."""
     if "{arch}" in key:
         key = key.replace("{arch}", str(_value(reader, "general.architecture")))
     field = reader.fields.get(key)
@@ -101,8 +92,8 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         raise UnsupportedGgufError(
             f"the GGUF file holds a model of the architecture {architecture!r}, which is not read; {', '.join(_KINDS)} are"
         )
-    kind, tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
-    config: dict[str, Plain] = {"architectures": [kind.architecture], "model_type": kind.model_type}
+    (model_type, title), tensors = _KINDS[architecture], {tensor.name for tensor in reader.tensors}
+    config: dict[str, Plain] = {"architectures": [f"{title}ForCausalLM"], "model_type": model_type}
     for source, name in CONFIG_KEYS.items():
         if architecture != "qwen35moe" or source != "feed_forward_length":  # experts alone have no such length
             config[name] = int(_value(reader, f"{{arch}}.{source}"))
@@ -130,13 +121,13 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
         "torch_dtype": "float32",
         "use_cache": True,
     }
-    for source, name in _NUMBERS.items():
+    for source, name in NUMBERS.items():
         if (number := _value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = _short(number)
     if not architecture.startswith("gemma"):
         config["hidden_act"] = "silu"
     else:
-        is_27b = config["num_hidden_layers"] == kind.layers_27b
+        is_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[architecture]
         config["query_pre_attn_scalar"] = width // heads if is_27b else config["head_dim"]
     window = _value(reader, "{arch}.attention.sliding_window")
     if window is not None or config["model_type"] == "phi3":
@@ -149,9 +140,9 @@ def model_config(reader: GGUFReader) -> dict[str, Plain]:
 
 
 def _add_recurrence(reader: GGUFReader, config: dict[str, Plain]) -> None:
-    """Set the sizes of Qwen3.5's gated delta nets and experts in `config`. Set the number of layers, which excludes the
-    layers for multi-token prediction."""
-    for source, name in _RECURRENT_AND_EXPERTS.items():
+    """Set the sizes of Qwen3.5's gated delta nets and experts in `config`, and the number of layers, without those for
+    multi-token prediction."""
+    for source, name in RECURRENT_AND_EXPERTS.items():
         if (number := _value(reader, f"{{arch}}.{source}")) is not None:
             config[name] = int(number)
     config["linear_value_head_dim"] = int(_value(reader, "{arch}.ssm.inner_size")) // config["linear_num_value_heads"]
@@ -283,8 +274,7 @@ def _sentencepiece(reader: GGUFReader, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _tokenizer(reader: GGUFReader) -> tuple[Tokenizer, list[str]]:
-    """Return the tokenizer and the texts of its control tokens. Raise UnsupportedGgufError for an unsupported kind of
-    tokenizer."""
+    """Return the tokenizer and the texts of its control tokens."""
     kind = _value(reader, "tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedGgufError(
@@ -361,12 +351,10 @@ def link_folder(gguf_file: Path, link: Path, table_file: Path) -> None:
     link.symlink_to(gguf_file.resolve())
 
 
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER = {
+_HF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -377,16 +365,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-def hf_name(name: str) -> str:
-    """Return the Hugging Face name of a GGUF tensor. Raise ValueError for a tensor that a Llama model does not have."""
-    if name in _TOP:
-        return _TOP[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER and parts[3] == "weight":
-        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.weight"
-    raise ValueError(f"the GGUF file holds a tensor {name!r} that a Llama model does not have")
+"""Name of a Llama matrix in GGUF -> its name in a Hugging Face folder."""
 
 
 def write_folder(gguf_file: Path, folder: Path) -> None:
@@ -394,15 +373,16 @@ def write_folder(gguf_file: Path, folder: Path) -> None:
     empty. The weights are float32, because bfloat16 cannot represent all values of four-bit blocks."""
     reader = GGUFReader(gguf_file)
     config = _write_description(reader, folder)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights: dict[str, np.ndarray] = {}
     with work("converting", sum(int(tensor.n_elements) for tensor in reader.tensors), always=True) as advance:
         for tensor in reader.tensors:
+            *layer, part, _ = tensor.name.split(".")  # output.weight, blk.3.attn_q.weight
             array = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
             array = array.reshape([int(n) for n in reversed(tensor.shape)])
-            if tensor.name.endswith("attn_q.weight"):
-                array = unpermute(array, config["num_attention_heads"])
-            elif tensor.name.endswith("attn_k.weight"):
-                array = unpermute(array, config["num_key_value_heads"])
-            weights[hf_name(tensor.name)] = np.ascontiguousarray(array)
+            if part in heads:
+                array = unpermute(array, heads[part])
+            prefix = f"model.layers.{layer[1]}." if layer else ""
+            weights[f"{prefix}{_HF_NAMES[part]}.weight"] = np.ascontiguousarray(array)
             advance(array.size)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -104,6 +104,10 @@ def _resolve(name_or_path: str | Path, files: list[str], ask_hub: bool, key: str
         raise UnknownOnHubError(f"{error}{did_you_mean(name)}") from None
 
 
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and os.path.isfile(path)
+
+
 def _expanded(name: str | Path) -> Path:
     """Expand `~`, but unlike Path.expanduser raise no error for an unknown user."""
     return Path(os.path.expanduser(name))
@@ -170,9 +174,8 @@ def did_you_mean(name: str) -> str:
 def nearest_model(name: str) -> str | None:
     """Return the name most similar to `name` among the packaged models and the model folders next to the path `name`;
     None if none is similar."""
-    beside = _expanded(name).parent
     try:
-        folders = [str(file.parent) for file in beside.glob("*/config.json")]
+        folders = [str(file.parent) for file in _expanded(name).parent.glob("*/config.json")]
     except (OSError, ValueError):
         folders = []
 
@@ -284,8 +287,7 @@ def hub_folder(repo: str, files: list[str], ask_hub: bool = True, key: str = "po
 
 
 def _cached_folder(repo: str, files: list[str]) -> Path | None:
-    """Return the model's folder in the Hub's local cache. Return None if there is none, or if `files`, the patterns of
-    the requested files, include weights and the folder has none."""
+    """Return the model's folder in the Hub's local cache; None if it lacks the requested files."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -304,10 +306,6 @@ GGUF_FILE, GGUF_TABLE = "model.gguf", "model.gguf.json"
 """Two file names in the model folder that is made for a GGUF file: the link to it, and the table of its tensors'
 positions."""
 _GGUF_VERSION = 1  # version of the conversion; folders of other versions are not used
-
-
-def is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" and os.path.isfile(path)
 
 
 def gguf_folder(file: Path) -> Path:
@@ -348,10 +346,7 @@ def gguf_folder(file: Path) -> Path:
 
 def smollm2_folder() -> Path:
     """Return the Hugging Face folder of SmolLM2-135M-Instruct in the cache (538 MB, float32). The first call converts
-    it.
-
-    The SHA-256 of the package's file is checked. The folder gets its name only when it is complete. If several
-    processes start at once, one converts while the others wait."""
+    it. If several processes start at once, one converts while the others wait."""
     folder = cache_root() / "models" / SMOLLM2
     if _complete(folder):
         return folder
@@ -384,11 +379,9 @@ def smollm2_gguf() -> Path:
 
 
 def _complete(folder: Path) -> bool:
-    """Return whether `_convert` has finished this folder: it has a manifest, and its files have the sizes in the
-    manifest."""
-    manifest = folder / "conversion.json"
+    """Return whether the files of a folder that `_convert` made have the sizes in its manifest."""
     try:
-        sizes = json.loads(manifest.read_text(encoding="utf-8"))["bytes"]
+        sizes = json.loads((folder / "conversion.json").read_text(encoding="utf-8"))["bytes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError):
         return False
@@ -408,28 +401,17 @@ def _convert(source: Path, folder: Path) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write_folder(source, work)
-        files = sorted(work.iterdir())
-        manifest = {"source": source.name, "source_sha256": digest}
-        manifest |= {
-            "bytes": {f.name: f.stat().st_size for f in files},
-            "sha256": {f.name: sha256_of(f) for f in files},
-        }
-        (work / "conversion.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        sizes = {file.name: file.stat().st_size for file in work.iterdir()}
+        (work / "conversion.json").write_text(json.dumps({"bytes": sizes}, indent=2) + "\n", encoding="utf-8")
         work.chmod(0o755)
         for file in [*work.iterdir(), work]:
             fsync_path(file)
         if folder.exists():  # an incomplete folder of an older version
             shutil.rmtree(folder)
         rename(work, folder)
-    except BaseException:
+    finally:
         shutil.rmtree(work, ignore_errors=True)
-        raise
-    print(
-        f"Preparing {SMOLLM2}: done in {time.monotonic() - start:.0f} s, model.safetensors SHA-256 "
-        f"{manifest['sha256']['model.safetensors'][:16]}...",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"Preparing {SMOLLM2}: done in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def find_policy_weights(name: str) -> str:
@@ -457,8 +439,8 @@ def find_policy_weights(name: str) -> str:
 
 
 def _problem_of_weights(step: Path) -> str | None:
-    """Return what is wrong with the policy's weights in the checkpoint `step`; None if they are complete. If there is
-    no manifest, because another program wrote the checkpoint, only check that files of weights exist."""
+    """Return what is wrong with the policy's weights in the checkpoint `step`; None if they are complete. Without a
+    manifest another program wrote it, and only the existence of files is checked."""
     if (step / MANIFEST).exists():
         return folder_problem(step, contents=False, within=f"{_WEIGHTS}/")
     return None if any((step / _WEIGHTS).glob("*")) else f"it has no files in {_WEIGHTS}"

@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.tokenizer import Tokenizer
 from nemo_rl_cpp.files.yaml_text import Plain
-from nemo_rl_cpp.hub.gguf_conversion import SPLITS
+from nemo_rl_cpp.hub.gguf_conversion import CONFIG_KEYS, NUMBERS, RECURRENT_AND_EXPERTS, SPLITS
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import hf_config, rope
 from nemo_rl_cpp.models.architectures import FULL, RECURRENT, SLIDING, SUPPORTED_ARCHITECTURES
@@ -53,7 +53,10 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     names, stored, derived = tensor_names(config), stored_names(config), _rope_factors(config)
     last = {names[name]: place for place, name in enumerate(read)}
     order = sorted(last, key=last.__getitem__)  # a tensor is written once the last parameter of it is read
-    whole = {there: _whole_shape([stored_shape(name, shapes[name]) for name in stored[there]]) for there in order}
+    whole = {}  # the shapes of the tensors; several parameters are stacked along a new first dimension
+    for there in order:
+        shape = stored_shape(stored[there][0], shapes[stored[there][0]])
+        whole[there] = shape if len(stored[there]) == 1 else [len(stored[there]), *shape]
     formats = {there: _format(there, whole[there], kind) for there in order}
     part = file.with_name(f".{file.name}.part")
     writer = gguf.GGUFWriter(part, FAMILIES[config["model_type"]].architecture)
@@ -94,15 +97,8 @@ def export_gguf(folder: Path, file: Path, kind: str) -> int:
     return file.stat().st_size
 
 
-def _whole_shape(parts: Sequence[list[int]]) -> list[int]:
-    """Return the shape of the tensor that stacks one or several parameters along a new first dimension. `parts` holds
-    the parameters' shapes, which are equal. One parameter alone keeps its shape."""
-    return parts[0] if len(parts) == 1 else [len(parts), *parts[0]]
-
-
 def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Return the tensor `values` in the format `kind`. In q8_0 and q4_0 its blocks equal those of
-    `policy.quantization`."""
+    """Return the tensor `values` in the format `kind`; q8_0 and q4_0 are those of `policy.quantization`."""
     name = kind.name.lower()
     if name not in ("q8_0", "q4_0"):
         return gguf.quants.quantize(values, kind)
@@ -142,26 +138,23 @@ def check_family(config: Mapping[str, Plain]) -> None:
         wrong = f"query_pre_attn_scalar {config['query_pre_attn_scalar']} with heads of {config['head_dim']}"
     elif kind.startswith("qwen3_5") and config["linear_value_head_dim"] != config["linear_key_head_dim"]:
         wrong = f"linear_value_head_dim {config['linear_value_head_dim']} and linear_key_head_dim {config['linear_key_head_dim']}"
-    elif kind.startswith("qwen3_5") and made.layer_types(config) != _every_nth_full(config, _interval(config)):
+    elif kind.startswith("qwen3_5") and any(
+        (each == FULL) != ((layer + 1) % _interval(config) == 0) for layer, each in enumerate(made.layer_types(config))
+    ):
         wrong = "full attention in other layers than every n-th"
     if wrong is not None:
         raise ModelFolderError(f"a {kind} model with {wrong} is not computed by llama.cpp, so no GGUF file is written")
 
 
 def _interval(config: Mapping[str, Plain]) -> int:
-    """Return the interval of layers with full attention, which is the number (from 1) of the first such layer; if there
-    is none, the number of layers + 1."""
+    """Return the number (from 1) of the first layer with full attention; the number of layers + 1 without one."""
     kinds = SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
     return [*kinds, FULL].index(FULL) + 1
 
 
-def _every_nth_full(config: Mapping[str, Plain], n: int) -> list[str]:
-    return [RECURRENT if (layer + 1) % n else FULL for layer in range(config["num_hidden_layers"])]
-
-
 def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, kind: str) -> None:
-    family = FAMILIES[config["model_type"]]
-    window, kinds = config.get("sliding_window"), SUPPORTED_ARCHITECTURES[config["model_type"]].layer_types(config)
+    family, made = FAMILIES[config["model_type"]], SUPPORTED_ARCHITECTURES[config["model_type"]]
+    window, kinds = config.get("sliding_window"), made.layer_types(config)
     longest = hf_config.max_positions(config)
     if window is not None and SLIDING in kinds and not family.has_windows:
         longest = min(longest, window)
@@ -169,48 +162,24 @@ def _add_metadata(writer: GGUFWriter, config: Mapping[str, Plain], name: str, ki
     writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(kind, f"MOSTLY_{kind.upper()}")])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(longest)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
+    written = {**config, "max_position_embeddings": longest, "full_attention_interval": _interval(config)}
+    optional = {key: known for key, known in RECURRENT_AND_EXPERTS.items() if known in made.defaults}
+    for key, known in (CONFIG_KEYS | optional).items():
+        writer.add_uint32(f"{family.architecture}.{key}", written[known])
+    for key, known in NUMBERS.items():
+        if known in made.defaults and config[known]:
+            writer.add_float32(f"{family.architecture}.{key}", config[known])
     if family.has_windows and window is not None:
         writer.add_sliding_window(window)
         writer.add_sliding_window_pattern([each == SLIDING for each in kinds])
-    if config.get("attn_logit_softcapping"):
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-    if config.get("final_logit_softcapping"):
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if config["model_type"] == "granite":
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
-    if config["model_type"].startswith("qwen3_5"):
-        _add_recurrence(writer, config)
+    if RECURRENT in kinds:
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+        pairs = rope.rotary_size(config) // 2  # time, height and width of an image take turns; of text all are equal
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
     _add_rope(writer, config)
-
-
-def _add_recurrence(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
-    """Write the sizes of Qwen3.5's gated delta nets and experts, from its config.json `config`, into the metadata of
-    the file."""
-    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-    writer.add_ssm_state_size(config["linear_key_head_dim"])
-    writer.add_ssm_group_count(config["linear_num_key_heads"])
-    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-    writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
-    writer.add_full_attention_interval(_interval(config))
-    pairs = rope.rotary_size(config) // 2  # time, height and width of an image take turns; of text all are equal
-    writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
 def _add_rope(writer: GGUFWriter, config: Mapping[str, Plain]) -> None:
@@ -241,9 +210,8 @@ _EXACT = ("ssm_conv1d.weight", "ssm_alpha.weight", "ssm_beta.weight", "ffn_gate_
 
 
 def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
-    """Return the format of the tensor `name` with the given `shape`, in a file whose matrices have the format `kind`.
-    Exceptions: vectors and some small matrices are float32, embeddings in a q4_0 file are q8_0, and rows that do not
-    fill blocks of 32 are float16."""
+    """Return the format of the tensor `name` in a file of `kind`: vectors and some small matrices are float32,
+    embeddings in q4_0 are q8_0, and rows that do not fill blocks of 32 are float16."""
     if len(shape) < 2 or name.endswith(_EXACT):
         kind = "f32"
     elif kind == "q4_0" and name in ("token_embd.weight", "output.weight"):
@@ -254,8 +222,7 @@ def _format(name: str, shape: Sequence[int], kind: str) -> GGMLQuantizationType:
 
 
 def _rope_factors(config: Mapping[str, Plain]) -> dict[str, np.ndarray]:
-    """Return {GGUF's tensor name: float32 array} of the factors by which llama.cpp divides RoPE frequencies, if RoPE
-    scaling is of type llama3 or longrope; otherwise {}."""
+    """Return {GGUF's tensor name: factors by which llama.cpp divides RoPE frequencies} for llama3 and longrope."""
     full = rope.of_kind(config, FULL)
     scaling = full["rope_scaling"] or {}
     if scaling.get("rope_type") == "longrope":
@@ -374,8 +341,7 @@ def _split_name(pre_tokenizer: Mapping[str, Plain]) -> str:
 
 
 def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) -> list[float]:
-    """Return one score per token of `tokens`, from the order of `merges`. Of all possible merges, llama.cpp applies the
-    one whose resulting token has the highest score."""
+    """Return a score for each token: llama.cpp applies the merge whose resulting token has the highest one."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", "", 1), rank)

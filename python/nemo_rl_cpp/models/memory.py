@@ -76,12 +76,16 @@ def gradient_bytes(model: TrainedModelConfig, sizes: ModelSizes, parameters: int
     return sums / processes + 4.0 * (min(parameters, few) if alone else parameters)
 
 
+Parts = tuple[tuple[str, float], ...]
+"""Uses of memory: pairs (description, bytes)."""
+
+
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a training step, and its memory. `parts` are pairs (description, bytes)."""
+    """A phase of a training step, and its memory."""
 
     name: str
-    parts: tuple[tuple[str, float], ...]
+    parts: Parts
 
     @property
     def total(self) -> float:
@@ -176,9 +180,8 @@ _ONCE = ("master weights", "optimizer", "KV cache", "recurrent states", "logits"
 """Parts that exist once for each tensor-parallel slice, sharded over processes; other parts exist in every process."""
 
 
-def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory that `count` generation engines in separate workers hold together in all phases, as pairs
-    (description, bytes): weights, and buffers for the next refit (transfer of new weights)."""
+def _engines(policy: PolicyConfig, sizes: ModelSizes, count: int) -> Parts:
+    """Return what `count` engines in separate workers hold in all phases: weights, and buffers for the next refit."""
     if count == 0:
         return ()
     weights = float(sizes.parameters * _width(policy) * count)
@@ -213,20 +216,13 @@ def _width(model: TrainedModelConfig) -> int:
 
 
 def _trained(model: TrainedModelConfig, parameters: int, sizes: ModelSizes) -> int:
-    """Return the number of trained parameters: with LoRA those of the adapters, otherwise `parameters`, all of the
-    model with the sizes `sizes`."""
     return parameters if model.lora is None else adapter_sizes(model.lora, sizes).trained
 
 
-def _resting(
-    model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int = 1
-) -> tuple[tuple[str, float], ...]:
-    """Return the memory of the model `name` ("policy" or "value") that is in use in all phases, as pairs (description,
-    bytes): weights (bfloat16 with float32 master weights, or float32) and AdamW's two moments.
-
-    With LoRA: weights, adapters (float32, and copies in the run's precision) and the moments of the adapters; with
-    `lora_cfg.merge` also a second copy of the adapted weights. `parameters` is the model's number of parameters,
-    `processes` the number of ranks that train it."""
+def _resting(model: TrainedModelConfig, parameters: int, name: str, sizes: ModelSizes, processes: int) -> Parts:
+    """Return what the model `name` ("policy" or "value") holds in all phases: weights, master weights and AdamW's two
+    moments. With LoRA: weights, adapters (float32, and copies in the run's precision) and the moments of the adapters;
+    with `lora_cfg.merge` also a second copy of the adapted weights."""
     width, masters = _width(model), ()
     if model.backend == "hf" and processes > 1:
         width = 4  # FSDP2 keeps only the master weights
@@ -266,11 +262,9 @@ def least_cache_bytes(policy: PolicyConfig, sizes: ModelSizes) -> float:
 
 
 def _kv_cache(config: TrainMasterConfig, sizes: ModelSizes, responses: int, sequences: int) -> float:
-    """Return the bytes of a KV cache for `sequences` concurrent sequences in groups of `responses`; at most
-    `kv_cache_gb`.
-
-    The native engine keeps only the blocks of a sliding window that later tokens read, of each sequence and of each
-    prompt that sequences share, and the tokens of one step of prefill (csrc/generation/engine.cpp)."""
+    """Return the bytes of the KV cache for `sequences` sequences in groups of `responses`. The native engine keeps only
+    the blocks of a sliding window that later tokens read, of each sequence and of each prompt that sequences share, and
+    the tokens of one step of prefill (csrc/generation/engine.cpp)."""
     policy, tokens = config.policy, _generated_tokens(config, responses, sequences)
     windowed = tokens
     if policy.backend == "native" and sizes.windowed_layers:
@@ -285,9 +279,8 @@ def _kv_cache(config: TrainMasterConfig, sizes: ModelSizes, responses: int, sequ
     return min(full, limit * 1e9) if limit else full
 
 
-def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> tuple[tuple[str, float], ...]:
-    """Return the bytes of the recurrent states of `sequences` concurrent sequences and of their `prompts` prompts
-    (csrc/generation/engine.cpp)."""
+def _states(policy: PolicyConfig, sizes: ModelSizes, sequences: int, prompts: int) -> Parts:
+    """Return the recurrent states of `sequences` sequences and of their prompts (csrc/generation/engine.cpp)."""
     if not sizes.recurrent_layers:
         return ()
     states = len(sizes.recurrent_layers) * float(sequences + min(prompts, sequences))
@@ -298,15 +291,13 @@ _PACK_AFTER = 16
 """decode steps with few sequences after which weights are packed (csrc/kernels/product_figures.h)"""
 
 
-def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of the packed copy of the weights for small-batch decoding, as pairs (description, bytes): 12
-    bits per weight, plus patches (csrc/kernels/packed_weights.h)."""
+def _packed_weights(policy: PolicyConfig, sizes: ModelSizes) -> Parts:
+    """Return the copy of the weights for small-batch decoding, 12 bits per weight (csrc/kernels/packed_weights.h)."""
     generation = policy.generation
-    if policy.backend == "hf" or policy.precision != "bfloat16" or generation.packed_weights == "off":
-        return ()
-    if policy.quantization in ("q8_0", "q4_0"):  # every large matrix is in blocks, which are not packed
-        return ()
-    if generation.packed_weights == "auto" and (generation.max_new_tokens or math.inf) <= _PACK_AFTER:
+    ends_before = generation.packed_weights == "auto" and (generation.max_new_tokens or math.inf) <= _PACK_AFTER
+    in_blocks = policy.quantization in ("q8_0", "q4_0")  # of every large matrix; blocks are not packed
+    is_native = policy.backend != "hf" and policy.precision == "bfloat16"
+    if not is_native or in_blocks or ends_before or generation.packed_weights == "off":
         return ()
     packed = sizes.vocab_size * sizes.hidden_size if policy.quantization else sizes.parameters  # nf4: the LM head
     return (("packed weights", packed * (1.5 + 1 / 16)),)
@@ -321,8 +312,7 @@ def micro_batch_tokens(model: TrainedModelConfig, kind: str) -> int:
 
 
 def _shared_tokens(config: TrainMasterConfig, model: TrainedModelConfig, kind: str) -> float:
-    """Return the maximum number of tokens that the native core computes for a micro-batch: samples of a group share
-    their prompt."""
+    """Return the maximum number of tokens that the native core computes for a micro-batch: groups share prompts."""
     tokens = micro_batch_tokens(model, kind)
     if config.algorithm == "sft" or not model.share_prompt_prefix:
         return tokens
@@ -333,16 +323,15 @@ def _shared_tokens(config: TrainMasterConfig, model: TrainedModelConfig, kind: s
 class _Training(NamedTuple):
     """The memory of training a model: `now` is in use while it trains, and `held` in the other phases."""
 
-    now: tuple[tuple[str, float], ...]
-    held: tuple[tuple[str, float], ...] = ()
+    now: Parts
+    held: Parts = ()
 
 
 def _of_training(config: TrainMasterConfig, name: str, sizes: ModelSizes, parameters: int, ranks: int) -> _Training:
     """Return the memory of training the model `name` ("policy" or "value") with `parameters` weights on `ranks` ranks.
 
-    If generation's activations are kept for the backward pass, training needs buffers of only one layer besides them.
-    But in the first step of a run training computes its own forward pass. The result's `now` is therefore the larger of
-    the two needs."""
+    If generation's activations are kept, training needs buffers of only one layer besides them. But the first step of a
+    run computes its own forward pass, so `now` is the larger of the two needs."""
     model: TrainedModelConfig = getattr(config, name)
     gradients = (f"{name} gradients", gradient_bytes(model, sizes, _trained(model, parameters, sizes), ranks))
     head = (_head(model, sizes, "train", _scored_share(config)),) if name == "policy" else ()
@@ -371,8 +360,7 @@ def kept_activations_bytes(config: TrainMasterConfig, sizes: ModelSizes) -> floa
 
 
 def _generated_tokens(config: TrainMasterConfig, responses: int, sequences: int | None = None) -> int:
-    """Return the maximum number of tokens in `sequences` sequences (by default those of a step). In each group of
-    `responses` sequences the tokens of the common prompt count once."""
+    """Return the maximum number of tokens in `sequences` sequences (by default a step's), grouped by shared prompts."""
     policy, generation = config.policy, config.policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
     prompt = min(config.data.max_input_seq_length or length, length)
@@ -391,9 +379,8 @@ def _scored_share(config: TrainMasterConfig) -> float:
     return min(1.0, (policy.generation.max_new_tokens or math.inf) / policy.max_total_sequence_length)
 
 
-def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory of generation, as pairs (description, bytes): KV cache, recurrent states, logits and buffers of
-    prefill, for the rollouts of a step, or for a validation if it has more sequences."""
+def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int) -> Parts:
+    """Return the memory of generating the rollouts of a step, or of a validation if it has more sequences."""
     policy, loop = config.policy, config.loop
     batches = [(loop.prompts_per_round * loop.num_generations_per_prompt, loop.num_generations_per_prompt)]
     if config.data.validation is not None and config.algorithm != "sft":
@@ -415,9 +402,9 @@ def _of_generation(config: TrainMasterConfig, sizes: ModelSizes, vocabulary: int
     return (*parts, ("prefill", rows * Buffers(sizes, _width(policy)).prefill))
 
 
-def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of writing a checkpoint, as pairs (description, bytes): the copy of the weights, of the model
-    that needs the most, in which unmerged adapters are merged or experts are put into the layout of the file."""
+def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> Parts:
+    """Return the copy of the weights in which a checkpoint merges adapters, or puts experts into the layout of the
+    file, of the model that needs the most."""
 
     def copies(model: TrainedModelConfig) -> float:
         in_place = model.backend != "hf" and sizes.experts == 1 and (model.lora is None or model.lora.merge)
@@ -426,25 +413,21 @@ def _of_checkpoint(models: Iterable[TrainedModelConfig], sizes: ModelSizes) -> t
     return (("weight copies", max(map(copies, models))),)
 
 
-def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of computing log-probabilities with the policy, as pairs (description, bytes). Buffers that
-    training keeps for the next step are not included."""
-    policy, tokens = config.policy, micro_batch_tokens(config.policy, "logprob")
+def _of_scoring(config: TrainMasterConfig, sizes: ModelSizes) -> Parts:
+    """Return what computing log-probabilities needs besides the buffers that training keeps."""
+    policy, scored = config.policy, _scored_share(config)
     if policy.backend == "hf":
-        layer = ("activations", float(tokens * tape_bytes(sizes, _width(policy))))
-        return layer, _head(policy, sizes, "logprob", 1.0)
-    buffers, scored = Buffers(sizes, _width(policy)), _scored_share(config)
-    tokens = _shared_tokens(config, policy, "logprob")
-    held = _shared_tokens(config, policy, "train") * buffers.training(policy.activation_checkpointing, scored)
-    stream = 4.0 * tokens * sizes.hidden_size  # the only buffer that training does not have
-    return ("activations", max(stream, tokens * buffers.scoring(scored) - held)), _head(
-        policy, sizes, "logprob", scored
-    )
+        size = float(micro_batch_tokens(policy, "logprob") * tape_bytes(sizes, _width(policy)))
+    else:
+        buffers, tokens = Buffers(sizes, _width(policy)), _shared_tokens(config, policy, "logprob")
+        held = _shared_tokens(config, policy, "train") * buffers.training(policy.activation_checkpointing, scored)
+        stream = 4.0 * tokens * sizes.hidden_size  # the only buffer that training does not have
+        size = max(stream, tokens * buffers.scoring(scored) - held)
+    return ("activations", size), _head(policy, sizes, "logprob", scored)
 
 
-def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) -> tuple[tuple[str, float], ...]:
-    """Return the memory of the buffers that the native core keeps after computing log-probabilities with the frozen
-    model `name`, as pairs (description, bytes)."""
+def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) -> Parts:
+    """Return the buffers that the native core keeps after computing log-probabilities with the frozen model `name`."""
     if config.policy.backend == "hf":
         return ()
     tokens = micro_batch_tokens(config.policy, "logprob")
@@ -452,8 +435,7 @@ def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) ->
 
 
 def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: float) -> tuple[str, float]:
-    """Return the memory of the LM head's logits for one micro-batch, as (description, bytes). `kind` is "train" or
-    "logprob"; `scored` is the share of the tokens that get logits."""
+    """Return the logits of a micro-batch ("train" or "logprob") in which the share `scored` of the tokens has some."""
     tokens = micro_batch_tokens(policy, kind)
     if policy.backend == "hf":
         logits = tokens * sizes.vocab_size
@@ -469,9 +451,8 @@ def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: floa
     return "logits chunk", 2 * filtered or Buffers(sizes, _width(policy)).logits(scored * tokens)
 
 
-def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> tuple[tuple[str, float], ...]:
-    """Return the memory of the `parameters` weights that each process of the transformers backend gathers from all
-    ranks, as pairs (description, bytes)."""
+def _gathered(policy: PolicyConfig, parameters: int, processes: int) -> Parts:
+    """Return the `parameters` weights that each process of the transformers backend gathers from all ranks."""
     return (("gathered", float(parameters * _width(policy))),) if policy.backend == "hf" and processes > 1 else ()
 
 
@@ -486,16 +467,19 @@ def forecast_summary(config: WholeConfig) -> str | None:
     if phases is not None:
         peak = max(phases, key=lambda phase: phase.total)
         return f"{size_text(peak.total)} at the peak, in {peak.name}{has}"
-    billions = _parameters_by_name(config.policy.model_name)
-    if billions is None:
-        return f"not known, the sizes of {config.policy.model_name} are not on this machine"
-    if config.policy.lora is not None:
-        copies = 2 if config.policy.lora.merge else 1
-        block = _BLOCK_BYTES.get(config.policy.quantization)
-        least = size_text(billions * 1e9 * (copies * _width(config.policy) if block is None else block / 32))
-        return f"about {least} for {billions:g} billion parameters (by the model's name) alone, of which adapters are trained{has}"
-    least = size_text(billions * 1e9 * _BYTES_OF_TRAINING)
-    return f"about {least} for weights, gradients and AdamW of {billions:g} billion parameters (by the model's name) alone{has}"
+    policy = config.policy
+    # 30B-A3B states 30 and 3: all experts are trained
+    found = re.findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", policy.model_name.rpartition("/")[2])
+    if not found:
+        return f"not known, the sizes of {policy.model_name} are not on this machine"
+    billions, each = max(map(float, found)), float(_BYTES_OF_TRAINING)
+    if policy.lora is not None:
+        block = _BLOCK_BYTES.get(policy.quantization)
+        each = _width(policy) * (2 if policy.lora.merge else 1) if block is None else block / 32
+    what = "" if policy.lora is not None else "weights, gradients and AdamW of "
+    adapters = ", of which adapters are trained" if policy.lora is not None else ""
+    least = size_text(billions * 1e9 * each)
+    return f"about {least} for {what}{billions:g} billion parameters (by the model's name) alone{adapters}{has}"
 
 
 def certain_bytes(config: TrainMasterConfig) -> float | None:
@@ -548,13 +532,6 @@ def fits(config: TrainMasterConfig) -> bool | None:
 _BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "nf4": 20}
 """format -> bytes of a block of 32 weights (csrc/kernels/weight_blocks.h)"""
 _BYTES_OF_TRAINING = 18  # per weight: bfloat16, float32 master, gradient and two moments
-
-
-def _parameters_by_name(model_name: str) -> float | None:
-    """Return the billions of parameters that a model's name states, such as Llama-3.1-8B-Instruct; None if it states
-    none. For 30B-A3B return 30, because all experts are trained."""
-    found = re.findall(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)[bB](?![A-Za-z0-9])", model_name.rpartition("/")[2])
-    return max(map(float, found), default=None)
 
 
 def forecast_text(config: TrainMasterConfig) -> str:

@@ -21,44 +21,30 @@ def _all_sliding(form: Form) -> list[str]:
 
 
 def _listed(form: Form, every: int, others: str = SLIDING) -> list[str]:
-    """Return the kind of attention of each layer of the config.json `form`: its layer_types if set. Otherwise every
-    `every`-th layer is FULL, and the others are of the kind `others`."""
+    """Return the kind of each layer: layer_types if set, otherwise every `every`-th layer is FULL, the rest
+    `others`."""
     return form.get("layer_types") or [
         FULL if (i + 1) % every == 0 else others for i in range(form["num_hidden_layers"])
     ]
 
 
-def _where_switched_on(form: Form) -> list[str]:
-    """Return the kind of attention of each layer of the config.json `form`: FULL for all layers if use_sliding_window
-    is false, otherwise layer_types. If that key is missing, the first max_window_layers layers are FULL, and the others
-    SLIDING."""
-    if not form["use_sliding_window"]:
-        return _all_full(form)
-    first = form["max_window_layers"]
-    return form.get("layer_types") or [SLIDING if i >= first else FULL for i in range(form["num_hidden_layers"])]
+def _where_switched_on(slides: Callable[[Form, int], bool]) -> Callable[[Form], list[str]]:
+    """Return a function for the kind of each layer: FULL for all if use_sliding_window is false, otherwise layer_types,
+    or if that key is missing SLIDING for the layers i with slides(form, i)."""
 
+    def layer_types(form: Form) -> list[str]:
+        if not form["use_sliding_window"]:
+            return _all_full(form)
+        return form.get("layer_types") or [
+            SLIDING if slides(form, i) else FULL for i in range(form["num_hidden_layers"])
+        ]
 
-def _alternating_where_switched_on(form: Form) -> list[str]:
-    """Return the kind of attention of each layer of the config.json `form`: FULL for all layers if use_sliding_window
-    is false, otherwise layer_types. If that key is missing, layers 0, 2, 4, ... below max_window_layers are SLIDING,
-    and the others FULL."""
-    if not form["use_sliding_window"]:
-        return _all_full(form)
-    first = form["max_window_layers"]
-    return form.get("layer_types") or [
-        SLIDING if i % 2 == 0 and i < first else FULL for i in range(form["num_hidden_layers"])
-    ]
+    return layer_types
 
 
 def _smollm3_rotary(form: Form) -> list[bool]:
     every = form["no_rope_layer_interval"]
     return form.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(form["num_hidden_layers"])]
-
-
-def _smollm3_layer_types(form: Form) -> list[str]:
-    if not form["use_sliding_window"]:
-        return _all_full(form)
-    return form.get("layer_types") or [FULL if rotary else SLIDING for rotary in _smollm3_rotary(form)]
 
 
 def _granite_factors(form: Form) -> dict[str, float]:
@@ -326,6 +312,9 @@ _QWEN3_5_LAYERS = Architecture(
     only={"attention_bias": False}, recurrent=RECURRENT_SIZES,
 )  # fmt: skip
 _BEHIND = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
+_AROUND = {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND}
+_BEHIND_THE_FIRST = _where_switched_on(lambda form, i: i >= form["max_window_layers"])
+_SIGMOID_EXPERTS = Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True)
 SUPPORTED_ARCHITECTURES = {
     "llama": Architecture("Llama", _LLAMA, biases=("attention", "mlp")),
     "mistral": Architecture("Mistral", _MISTRAL, biases=(), layer_types=_all_sliding),
@@ -334,13 +323,13 @@ SUPPORTED_ARCHITECTURES = {
         "Olmo3", {**_OLMO2, "sliding_window": 4096}, qk_norm="whole", norms=_BEHIND, layer_types=lambda form: _listed(form, 4),
         lists_layers=True, rope_theta=500000.0, local_rope=(None, 500000.0),
     ),
-    "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",), layer_types=_where_switched_on),
+    "qwen2": Architecture("Qwen2", _QWEN, biases=("qkv",), layer_types=_BEHIND_THE_FIRST),
     "qwen3": Architecture(
-        "Qwen3", {**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head", layer_types=_where_switched_on
+        "Qwen3", {**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head", layer_types=_BEHIND_THE_FIRST
     ),
     "smollm3": Architecture(
-        "SmolLM3", _SMOLLM3, biases=("attention", "mlp"), layer_types=_smollm3_layer_types, rotary=_smollm3_rotary,
-        rope_theta=2000000.0,
+        "SmolLM3", _SMOLLM3, biases=("attention", "mlp"), rotary=_smollm3_rotary, rope_theta=2000000.0,
+        layer_types=_where_switched_on(lambda form, i: not _smollm3_rotary(form)[i]),
     ),
     "granite": Architecture("Granite", _GRANITE, biases=("attention", "mlp"), factors=_granite_factors),
     "phi3": Architecture(
@@ -348,14 +337,12 @@ SUPPORTED_ARCHITECTURES = {
     ),
     "gemma2": Architecture(
         "Gemma2", _GEMMA2, norm_offset=1.0, activation="hidden_activation", layer_types=lambda form: _listed(form, 2), lists_layers=True,
-        norms={"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND},
-        factors=_gemma_factors, only={"use_bidirectional_attention": False},
+        norms=_AROUND, factors=_gemma_factors, only={"use_bidirectional_attention": False},
     ),
     "gemma3_text": Architecture(
         "Gemma3Text", _GEMMA3, qk_norm="head", norm_offset=1.0, activation="hidden_activation",
         layer_types=lambda form: _listed(form, form["sliding_window_pattern"]), lists_layers=True,
-        norms={"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm", **_BEHIND},
-        rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
+        norms=_AROUND, rope_theta=1000000.0, local_rope=("rope_local_base_freq", 10000.0), factors=_gemma_factors,
         only={"use_bidirectional_attention": False},
     ),
     "qwen3_moe": Architecture(
@@ -370,20 +357,18 @@ SUPPORTED_ARCHITECTURES = {
         experts=Experts("num_local_experts", "intermediate_size", None, block="block_sparse_moe", gate="w1", up="w3", down="w2"),
     ),
     "qwen2_moe": Architecture(
-        "Qwen2Moe", _QWEN2_MOE, biases=("qkv",), layer_types=_alternating_where_switched_on, only={"qkv_bias": True},
+        "Qwen2Moe", _QWEN2_MOE, biases=("qkv",), only={"qkv_bias": True},
+        layer_types=_where_switched_on(lambda form, i: i % 2 == 0 and i < form["max_window_layers"]),
         experts=Experts(shared="shared_expert_intermediate_size"),
     ),
     "glm4_moe": Architecture(
-        "Glm4Moe", _GLM4_MOE, biases=("qkv if set",), qk_norm="head", partial_rotary=True,
-        experts=Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True),
+        "Glm4Moe", _GLM4_MOE, biases=("qkv if set",), qk_norm="head", partial_rotary=True, experts=_SIGMOID_EXPERTS
     ),
     "deepseek_v3": Architecture(
-        "DeepseekV3", _DEEPSEEK_V3, biases=(), latent=True, only={"attention_bias": False},
-        experts=Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True),
+        "DeepseekV3", _DEEPSEEK_V3, biases=(), latent=True, only={"attention_bias": False}, experts=_SIGMOID_EXPERTS
     ),
     "glm4_moe_lite": Architecture(
-        "Glm4MoeLite", _GLM4_MOE_LITE, biases=(), latent=True, only={"attention_bias": False},
-        experts=Experts("n_routed_experts", shared="n_shared_experts", sigmoid=True),
+        "Glm4MoeLite", _GLM4_MOE_LITE, biases=(), latent=True, only={"attention_bias": False}, experts=_SIGMOID_EXPERTS
     ),
     "qwen3_5_text": _QWEN3_5_LAYERS,
     "qwen3_5_moe_text": _QWEN3_5_LAYERS._replace(

@@ -58,8 +58,7 @@ class QuantisedTensors:
                 self.places[name] = (dtype, shape, begin, end)
 
     def _state(self, weight: str, kind: str, name: str) -> dict[str, object]:
-        """Return bitsandbytes' description of the 4-bit matrix `weight`, read from the tensor `name` of the file. Raise
-        ModelFolderError unless the matrix's format `kind` is nf4 with supported options."""
+        """Return bitsandbytes' description of the 4-bit matrix `weight`, read from the tensor `name` of the file."""
         if kind != "nf4":
             raise ModelFolderError(f"{self._file}: {weight} is in bitsandbytes' {kind}, but only nf4 is read in 4 bits")
         try:
@@ -114,8 +113,7 @@ class QuantisedTensors:
         return blocks
 
     def _scales(self, name: str) -> np.ndarray:
-        """Return the float32 scale of each block of a matrix in nf4. With double quantisation the file stores the
-        scales in 8 bits."""
+        """Return the float32 scale of each block in nf4. With double quantisation the file stores them in 8 bits."""
         state, absmax = self._states[name], self._read(f"{name}.absmax").reshape(-1)
         if f"{name}.nested_absmax" not in self._entries:
             return absmax

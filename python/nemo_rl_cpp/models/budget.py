@@ -67,9 +67,8 @@ def _settings_text(config: TrainMasterConfig) -> str:
 
 
 def _choices(config: TrainMasterConfig) -> Iterator[TrainMasterConfig]:
-    """Yield the configuration, and then variants that need less and less memory: first with smaller micro-batches,
-    which costs the least time; then without keeping generation's activations; then with activation checkpointing; then
-    with half of the KV cache, and so on."""
+    """Yield the configuration, and then variants that need less and less memory: smaller micro-batches, which cost the
+    least time; no kept activations; activation checkpointing; half of the KV cache, and so on."""
     policy, fixed = config.policy, config.fixed_by_user
     section = f"policy.{'megatron_cfg' if policy.megatron_cfg.enabled else 'dtensor_cfg'}.activation_checkpointing"
     checkpointing = [policy.activation_checkpointing]
@@ -83,8 +82,7 @@ def _choices(config: TrainMasterConfig) -> Iterator[TrainMasterConfig]:
 
 
 def _micro_batches(config: TrainMasterConfig) -> Iterator[int | None]:
-    """Yield numbers of samples per micro-batch to try: None for the configured number, then half as many each time,
-    down to 1."""
+    """Yield numbers of samples per micro-batch to try: None for the configured one, then half as many each time."""
     yield None
     batch = "sequence_packing" if config.policy.sequence_packing.enabled else "dynamic_batching"
     if not config.fixed_by_user & {"policy.train_micro_batch_size", f"policy.{batch}.train_mb_tokens"}:
@@ -95,9 +93,8 @@ def _micro_batches(config: TrainMasterConfig) -> Iterator[int | None]:
 
 
 def _kept_sizes(config: TrainMasterConfig, recomputes: bool) -> list[float | None]:
-    """Return the values of policy.kept_activations_gb to try. These are the user's value alone if it is fixed; 0 alone
-    with activation checkpointing (`recomputes`) or if training does not reuse generation's activations; otherwise
-    enough for all activations of a step, then 0."""
+    """Return the values of policy.kept_activations_gb to try: the user's if it is fixed, 0 if training cannot reuse
+    generation's activations, otherwise enough for all activations of a step, then 0."""
     policy = config.policy
     if "policy.kept_activations_gb" in config.fixed_by_user:
         return [policy.kept_activations_gb]
@@ -125,8 +122,7 @@ def _cache_sizes(config: TrainMasterConfig) -> Iterator[float | None]:
 def _with(
     config: TrainMasterConfig, samples: int | None, recomputes: bool, kept: float | None, cache: float | None
 ) -> TrainMasterConfig:
-    """Return a copy of the configuration with `samples` per micro-batch (None: unchanged), activation checkpointing if
-    `recomputes`, kept_activations_gb `kept` and kv_cache_gb `cache`."""
+    """Return a copy of the configuration with these settings; `samples` None: the configured micro-batches."""
     policy = config.policy
     backend = "megatron_cfg" if policy.megatron_cfg.enabled else "dtensor_cfg"
     changed: dict[str, object] = {
@@ -154,8 +150,7 @@ def _with(
 
 
 def _too_small(least: TrainMasterConfig, peak: Phase) -> str:
-    """Return the error message for a budget that no choice fits. `least` is the choice with the least memory; `peak` is
-    its phase with the most."""
+    """Return the error message for a budget that no choice fits; `peak` is the largest phase of the `least` one."""
     largest, size = max(peak.parts, key=lambda part: part[1])
     need = peak.total + _UNCOUNTED
     fixed = sorted(least.fixed_by_user)

@@ -1,7 +1,7 @@
 """Policy and critic trained by several processes, with the interface of a single model."""
 
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import NoneType
 
@@ -50,15 +50,6 @@ def _built(
     return model(None, **options, ranks=ranks.split(tensor_size))
 
 
-def _policy_worker(config: PolicyConfig) -> type[Policy]:
-    """Return the policy class for a worker process. The transformers backend is imported only if it is configured."""
-    if config.backend != "hf":
-        return PolicyWorker
-    from nemo_rl_cpp.models.hf.trained import HfPolicyWorker
-
-    return HfPolicyWorker
-
-
 def value_class(config: ValueConfig) -> type[Value]:
     """Return the class of a critic in a single process. The transformers backend is imported only if it is
     configured."""
@@ -105,12 +96,11 @@ class DistributedModel:
         """Return the digest of the weights. Raise RuntimeError if it is not the same on all ranks."""
         return self.group.call_for_one_value("weight_digest")
 
-    def _gather(self, method: str, data: Batch, **options: object) -> BatchedDataDict:
-        """Call `method` in all workers, each for its share of the batch, with `options` as further arguments. The
-        method computes one value per token. Return {name of the value: tensor [T] or [B, S]} for the whole batch, in
-        the layout of `data`."""
+    def _gather(self, method: str, data: Batch, *options: object) -> BatchedDataDict:
+        """Call `method`, which computes one value per token, in all workers, each for its share of the batch. Return
+        {name of the value: tensor [T] or [B, S]} for the whole batch, in the layout of `data`."""
         batch = plain_batch(data)
-        ((name, of_tokens),) = self.group.call_all(method, batch, **options)[0].items()
+        ((name, of_tokens),) = self.group.call_all(method, batch, *options)[0].items()
         return BatchedDataDict({name: in_layout_of(data, batch, of_tokens)})
 
     def save_checkpoint(self, weights_path: str | Path, optimizer_path: str | Path | None = None) -> None:
@@ -139,8 +129,10 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
     def __init__(
         self, cluster: Cluster, config: PolicyConfig | Mapping[str, object], tokenizer: TokenizerType | None, **options: object
     ) -> None:  # fmt: skip
-        config = checked_policy(config)
-        super().__init__(_policy_worker(config), cluster, config, tokenizer, **options)
+        config, worker = checked_policy(config), PolicyWorker
+        if config.backend == "hf":
+            from nemo_rl_cpp.models.hf.trained import HfPolicyWorker as worker
+        super().__init__(worker, cluster, config, tokenizer, **options)
         self.zero_gradient_share = self.reused_forward_share = 0.0
 
     @property
@@ -149,20 +141,11 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         transformers backend it does not, because generation is not bit-identical to training."""
         return self.config.backend != "hf" and self.config.reuse_generation_logprobs != "never"
 
-    def get_logprobs(self, data: Batch) -> BatchedDataDict:
-        return self._gather("get_logprobs", data)
-
-    def get_reference_policy_logprobs(self, data: Batch) -> BatchedDataDict:
-        return self._gather("get_reference_policy_logprobs", data)
-
-    def get_entropies(self, data: Batch) -> BatchedDataDict:
-        return self._gather("get_entropies", data)
-
-    def get_sum_pi_squared(self, data: Batch) -> BatchedDataDict:
-        return self._gather("get_sum_pi_squared", data)
-
-    def get_teacher_logprobs(self, data: Batch, teacher: str) -> BatchedDataDict:
-        return self._gather("get_teacher_logprobs", data, teacher=teacher)
+    get_logprobs = partialmethod(DistributedModel._gather, "get_logprobs")
+    get_reference_policy_logprobs = partialmethod(DistributedModel._gather, "get_reference_policy_logprobs")
+    get_entropies = partialmethod(DistributedModel._gather, "get_entropies")
+    get_sum_pi_squared = partialmethod(DistributedModel._gather, "get_sum_pi_squared")
+    get_teacher_logprobs = partialmethod(DistributedModel._gather, "get_teacher_logprobs")
 
     def get_topk_logprobs(self, data: RaggedBatch, k: int, teacher: str | None = None) -> BatchedDataDict:
         return self.group.call_all("get_topk_logprobs", plain_batch(data), k, teacher)[0]
@@ -189,14 +172,13 @@ class DistributedPolicy(DistributedModel, PolicyInterface):
         return DistributedGeneration(self.group, config, options, self.tokenizer, blocks)
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start connecting trainer rank 0 to the dedicated engines, for refits (transfers of new weights). `meeting`
-        says where the processes connect; `init_collective` of the engines must be called with it, too. Return the
-        pending call."""
+        """Start connecting trainer rank 0 to the dedicated engines, whose `init_collective` must be called with the
+        same `meeting`. Return the pending call."""
         return [self.group.run_single_worker_single_data("init_collective", 0, meeting)]
 
     def broadcast_weights_for_collective(self, version: int) -> list[WorkerCall]:
-        """Start sending rank 0's weights to the dedicated engines, which receive them in
-        `update_weights_from_collective`. Return the pending call, whose result is a `RefitResult`."""
+        """Start sending rank 0's weights to the dedicated engines. Return the pending call, whose result is a
+        `RefitResult`."""
         return [self.group.run_single_worker_single_data("broadcast_weights_for_collective", 0, version)]
 
     def performance(self) -> dict[str, float]:
@@ -213,8 +195,7 @@ class DistributedValue(DistributedModel, ValueInterface):
     ) -> None:
         super().__init__(value_class(config), cluster, config, tokenizer, **options)
 
-    def get_values(self, data: Batch) -> BatchedDataDict:
-        return self._gather("get_values", data)
+    get_values = partialmethod(DistributedModel._gather, "get_values")
 
     def train(
         self, data: Batch, loss_fn: Loss, eval_mode: bool = False, *, gbs: int | None = None, mbs: int | None = None,

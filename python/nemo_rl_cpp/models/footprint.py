@@ -28,8 +28,8 @@ class Buffers:
 
     @property
     def _mixer(self) -> float:
-        """Return the bytes per token that a layer's attention (or recurrent mixer) stores for the backward pass,
-        averaged over all layers: its projections (counted twice if queries and keys are normalised), and its result."""
+        """Return the bytes that a layer's attention or recurrent mixer stores for the backward pass, averaged over all
+        layers: its projections (counted twice if queries and keys are normalised), and its result."""
         s, layers = self.sizes, self.sizes.num_hidden_layers
         query, key_value = s.num_attention_heads * s.head_dim, s.num_key_value_heads * s.head_dim
         gate = query if s.recurrent_layers and not s.mlp_layers else 0
@@ -42,8 +42,7 @@ class Buffers:
 
     @property
     def _columns(self) -> float:
-        """Return the intermediate size of the MLP, or of a token's experts, averaged over all layers, of which some may
-        have no MLP."""
+        """Return the intermediate size of the MLP, or of a token's experts, averaged over all layers."""
         s = self.sizes
         return self._inner * (len(s.mlp_layers) / s.num_hidden_layers if s.mlp_layers else 1)
 
@@ -67,8 +66,7 @@ class Buffers:
 
     @property
     def _scratch(self) -> float:
-        """Return the bytes of the buffers that all layers of a forward pass share. Experts have inputs and outputs that
-        are sorted by expert (csrc/model/experts.cpp)."""
+        """Return the bytes of the buffers that all layers of a forward pass share (csrc/model/experts.cpp)."""
         s = self.sizes
         results = (self.width + _SUM) * s.hidden_size if s.norms_of_results else 0
         rows = s.experts_per_token * (self.width + _SUM) * (s.latent_size or s.hidden_size)

@@ -149,16 +149,14 @@ def from_gguf(config: Mapping[str, Plain], name: str, values: np.ndarray) -> np.
 
 
 def _differs(config: Mapping[str, Plain], name: str) -> bool:
-    """Return whether llama.cpp stores the parameter `name` (its name in the model folder) with other values or in
-    another order of rows than Hugging Face."""
+    """Return whether llama.cpp stores the parameter with other values, or in another order of rows."""
     moved = _paired_heads(config, name) > 0 or _value_heads(config, name) is not None
     return moved or _is_offset(config, name) or name.endswith(".A_log")
 
 
 def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | None:
-    """Return where the value heads of a gated delta net are in its parameter `name`: (the axis along which they lie,
-    the number of rows before them). Return None if their order is the same in llama.cpp: the parameter has no value
-    heads, or each key head has exactly one value head."""
+    """Return (the axis along which the value heads of a gated delta net lie in a parameter, the number of rows before
+    them); None if they have the same order in llama.cpp."""
     if ".linear_attn." not in name or name.endswith(".norm.weight"):
         return None
     keys = config["linear_num_key_heads"]
@@ -171,9 +169,8 @@ def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | No
 def _with_swapped_value_heads(
     config: Mapping[str, Plain], name: str, values: np.ndarray, *, to_gguf: bool
 ) -> np.ndarray:
-    """Return `values`, the parameter `name`, with the value heads of a gated delta net reordered. Hugging Face has all
-    value heads of the first key head first; llama.cpp has the first value head of every key head first. `to_gguf`:
-    convert to llama.cpp's order; else to Hugging Face's."""
+    """Return the parameter with the value heads of a gated delta net in llama.cpp's order, the first one of every key
+    head first, or in Hugging Face's, all of the first key head first."""
     if (found := _value_heads(config, name)) is None:
         return values
     axis, first = found
@@ -185,8 +182,7 @@ def _with_swapped_value_heads(
 
 
 def _splits_blocks(config: Mapping[str, Plain], name: str, dtype: str) -> bool:
-    """Return whether a parameter's value heads can be reordered only after dequantising it, because a block of the
-    format `dtype` may hold weights of several heads."""
+    """Return whether value heads can be reordered only after dequantising, as a block holds weights of several."""
     found = _value_heads(config, name)
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
     return found is not None and found[0] == 1 and config["linear_value_head_dim"] % block != 0

@@ -7,7 +7,6 @@ config.json to one canonical form, which the decoder, the comparison of two mode
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeGuard
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError, find_policy_weights
@@ -29,6 +28,7 @@ from nemo_rl_cpp.models.architectures import (
     has_experts,
     layers_with_experts,
 )
+from nemo_rl_cpp.models.config_checks import expect, is_number, is_size, is_whole
 
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,
@@ -162,8 +162,7 @@ def text_section(config: Mapping[str, Plain]) -> Mapping[str, Plain]:
     known, section = WITH_A_TEXT_SECTION.get(str(config.get("model_type"))), config.get("text_config")
     if known is None:
         return config
-    if not isinstance(section, Mapping):
-        raise ModelFolderError(f"text_config is {section!r}, but the section of the text model was expected")
+    expect(isinstance(section, Mapping), "text_config", section, "the section of the text model")
     above = ("tie_word_embeddings", "quantization_config", "eos_token_id")
     named = {"model_type": known[0], "architectures": [known[1]]}
     return {**section, **{key: config[key] for key in above if key in config}, **named}
@@ -185,8 +184,8 @@ def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
 
 
 def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
-    """Rename the key of the number of experts in `form` to `experts.count`, which released models of the architecture
-    have. transformers 5 writes a different key."""
+    """Rename the number of experts in `form` to `experts.count`, the key of released models; transformers 5 writes
+    another."""
     for name in EXPERT_COUNTS:
         if name != experts.count and name in form:
             form.setdefault(experts.count, form[name])
@@ -212,25 +211,18 @@ def _derive(form: dict[str, Plain]) -> None:
         form["layer_types"] = [FULL if kind == SLIDING else kind for kind in form["layer_types"]]
 
 
-def is_size(value: object) -> TypeGuard[int]:
-    """Return whether a value of config.json is an integer above 0 that the native core can hold."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
-
-
 def _check_sizes(form: Mapping[str, Plain], keys: Iterable[str]) -> None:
     for key in keys:
-        if not is_size(form.get(key)):
-            raise ModelFolderError(f"{key} is {form.get(key)!r}, but a whole number above 0 was expected")
+        expect(is_size(form.get(key)), key, form.get(key), "a whole number above 0")
 
 
 def _check(form: Mapping[str, Plain]) -> None:
     _check_sizes(form, _SIZES)
     for key in _FLAGS:
-        if form.get(key) not in (None, False, True):
-            raise ModelFolderError(f"{key} is {form[key]!r}, but true or false was expected")
+        expect(form.get(key) in (None, False, True), key, form.get(key), "true or false")
     eps = form["rms_norm_eps"]
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
-        raise ModelFolderError(f"rms_norm_eps is {eps!r}, but a number from 0 to below 1 was expected")
+    is_zero = eps == 0 and not isinstance(eps, bool)
+    expect(is_zero or (is_number(eps) and eps < 1), "rms_norm_eps", eps, "a number from 0 to below 1")
     if form["num_attention_heads"] % form["num_key_value_heads"]:
         raise ModelFolderError(
             f"num_attention_heads {form['num_attention_heads']} is not a multiple of num_key_value_heads {form['num_key_value_heads']}"
@@ -254,8 +246,7 @@ def _check(form: Mapping[str, Plain]) -> None:
         if (form.get(key) or None) != (value or None):
             raise ModelFolderError(f"{key} is {form[key]!r}, which is not supported: {json.dumps(value)} was expected")
     for key in (*_FACTORS, *(key for key in _SOFTCAPS if form.get(key) is not None)):
-        if key in form and not rope.is_number(form[key]):
-            raise ModelFolderError(f"{key} is {form[key]!r}, but a number above 0 was expected")
+        expect(key not in form or is_number(form[key]), key, form.get(key), "a number above 0")
     check_layers(form)
     if made.experts is not None and has_experts(form):
         _check_experts(form, made.experts)
@@ -280,8 +271,8 @@ def _check_experts(form: Mapping[str, Plain], experts: Experts) -> None:
         )
     dense = form.get("mlp_only_layers") or []
     _check_sizes({"decoder_sparse_step": 1, **form}, ["decoder_sparse_step"])
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise ModelFolderError(f"mlp_only_layers is {dense!r}, but a list of numbers of layers was expected")
+    is_list = isinstance(dense, list) and all(isinstance(layer, int) for layer in dense)
+    expect(is_list, "mlp_only_layers", dense, "a list of numbers of layers")
 
 
 def _check_router(form: Mapping[str, Plain], count: int, chosen: int) -> None:
@@ -291,27 +282,23 @@ def _check_router(form: Mapping[str, Plain], count: int, chosen: int) -> None:
             f"num_experts_per_tok {chosen} of topk_group {of} of n_group {groups} groups of the {count} experts is no possible choice"
         )
     dense = form.get("first_k_dense_replace", 0)
-    if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
-        raise ModelFolderError(f"first_k_dense_replace is {dense!r}, but a whole number from 0 was expected")
+    expect(is_whole(dense, 0), "first_k_dense_replace", dense, "a whole number from 0")
 
 
 def _mlp_layer_types(form: Mapping[str, Plain]) -> list[str]:
-    """Return the kind of each layer, DENSE or SPARSE: mlp_layer_types, or if it is null the list in which the first
-    first_k_dense_replace layers are DENSE. Raise ModelFolderError if mlp_layer_types is not such a list."""
+    """Return mlp_layer_types, or if it is null the list in which the first first_k_dense_replace layers are DENSE."""
     layers, kinds = form["num_hidden_layers"], form["mlp_layer_types"]
     if kinds is None:
         dense = min(form["first_k_dense_replace"], layers)
         return [DENSE] * dense + [SPARSE] * (layers - dense)
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (DENSE, SPARSE) for kind in kinds):
-        raise ModelFolderError(
-            f"mlp_layer_types is {kinds!r}, but a list of num_hidden_layers {layers} entries, {DENSE} or {SPARSE}, was expected"
-        )
+    fits = isinstance(kinds, list) and len(kinds) == layers and all(kind in (DENSE, SPARSE) for kind in kinds)
+    expected = f"a list of num_hidden_layers {layers} entries, {DENSE} or {SPARSE},"
+    expect(fits, "mlp_layer_types", kinds, expected)
     return kinds
 
 
 def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
-    """Raise ModelFolderError if `form`, a config.json, has an invalid size of the recurrent layers or an invalid list
-    of layer types. `made` is the architecture that it names."""
+    """Raise ModelFolderError for an invalid size of the recurrent layers or an invalid list of layer types."""
     names = made.recurrent
     _check_sizes(form, names)
     key_heads, value_heads, key_dim, value_dim, taps = (form[key] for key in names)
@@ -327,20 +314,27 @@ def _check_recurrent(form: Mapping[str, Plain], made: Architecture) -> None:
         return
     _check_sizes(form, ["full_attention_interval"])
     kinds = made.layer_types(form)
-    if not isinstance(kinds, list) or len(kinds) != form["num_hidden_layers"]:
+    _check_layer_list("layer_types", kinds, form)
+    _check_kinds(kinds, FULL, RECURRENT)
+
+
+def _check_layer_list(key: str, entries: Plain, form: Mapping[str, Plain]) -> None:
+    layers = form["num_hidden_layers"]
+    fits = isinstance(entries, list) and len(entries) == layers
+    expect(fits, key, entries, f"a list of num_hidden_layers {layers} entries")
+
+
+def _check_kinds(kinds: Iterable[Plain], *supported: str) -> None:
+    if other := {kind for kind in kinds if kind not in supported}:
         raise ModelFolderError(
-            f"layer_types is {kinds!r}, but a list of num_hidden_layers {form['num_hidden_layers']} entries was expected"
-        )
-    if other := {kind for kind in kinds if kind not in (FULL, RECURRENT)}:
-        raise ModelFolderError(
-            f"layer_types has {sorted(map(str, other))}, which is not supported: {FULL} and {RECURRENT} are"
+            f"layer_types has {sorted(map(str, other))}, which is not supported: {' and '.join(supported)} are"
         )
 
 
 def check_layers(form: Mapping[str, Plain]) -> None:
     """Raise ModelFolderError for invalid keys in `form`, a config.json in canonical form, that set which layers use
     sliding-window attention and which use RoPE."""
-    defaults, layers = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults, form["num_hidden_layers"]
+    defaults = SUPPORTED_ARCHITECTURES[form["model_type"]].defaults
     if not defaults.keys() & {"sliding_window", "no_rope_layer_interval"}:
         return
     switched = form.get("use_sliding_window", True)
@@ -348,17 +342,12 @@ def check_layers(form: Mapping[str, Plain]) -> None:
     for key, least in numbers.items():
         value = form.get(key)
         absent = key not in defaults or (value is None and key == "sliding_window")
-        counts = switched or key == "no_rope_layer_interval"
-        if counts and not absent and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ModelFolderError(f"{key} is {value!r}, but a whole number from {least} was expected")
+        if not absent and (switched or key == "no_rope_layer_interval"):
+            expect(is_whole(value, least), key, value, f"a whole number from {least}")
     for key in ("layer_types", "no_rope_layers"):
-        each = form.get(key)
-        if each is not None and (not isinstance(each, list) or len(each) != layers):
-            raise ModelFolderError(f"{key} is {each!r}, but a list of num_hidden_layers {layers} entries was expected")
-    if other := {kind for kind in form.get("layer_types") or () if kind not in (FULL, "attention", SLIDING)}:
-        raise ModelFolderError(
-            f"layer_types has {sorted(map(str, other))}, which is not supported: {FULL} and {SLIDING} are"
-        )
+        if form.get(key) is not None:
+            _check_layer_list(key, form[key], form)
+    _check_kinds((kind for kind in form.get("layer_types") or () if kind != "attention"), FULL, SLIDING)
 
 
 def max_positions(config: Mapping[str, Plain]) -> int:
@@ -519,8 +508,7 @@ def _experts(form: Mapping[str, Plain], experts: Experts) -> dict[str, Plain]:
 
 
 def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain]:
-    """Return the sizes of the recurrent layers and their indices, as arguments of the native `DecoderModel`; an empty
-    mapping if there are none. `form` is a config.json in canonical form, of the architecture `made`."""
+    """Return the sizes and indices of the recurrent layers as arguments of the native `DecoderModel`."""
     layers = [layer for layer, kind in enumerate(made.layer_types(form)) if kind == RECURRENT]
     if not layers:
         return {}
@@ -532,9 +520,8 @@ def _recurrent(form: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
 def _layers(
     form: Mapping[str, Plain], made: Architecture, longest: int
 ) -> tuple[list[tuple[int, int | None]], list[tuple[list[float], float]]]:
-    """From the configuration `form`, return two lists: for each layer (sliding window or 0, index of its RoPE table or
-    None), and for each RoPE table (inverse frequencies, factor of cos and sin), for sequences of up to `longest`
-    tokens."""
+    """Return for each layer (sliding window or 0, index of its RoPE table or None), and for each RoPE table (inverse
+    frequencies, factor of cos and sin), for sequences of up to `longest` tokens."""
     kinds = form.get("rope_parameters", (FULL,)) if any(made.rotary(form)) else ()
     ropes = [rope.rope_frequencies(rope.of_kind(form, kind), longest) for kind in kinds]
     layers = []

@@ -101,8 +101,7 @@ def _model_folder(folder: str | Path) -> Path:
 
 
 def _names(weights: Path) -> list[str]:
-    """Return one glob pattern for each file to upload from the folder `weights` and its adapter's subfolder. A pattern
-    is a path relative to `weights`, escaped so that it matches only this file."""
+    """Return a glob pattern that matches only it for each file to upload from `weights` and its adapter's subfolder."""
     files = (path for at in (weights, weights / ADAPTER) if at.is_dir() for path in at.iterdir() if path.is_file())
     named = (path for path in files if path.name[0] != "." and any(fnmatchcase(path.name, fit) for fit in _FILES))
     return sorted(escape(path.relative_to(weights).as_posix()) for path in named)

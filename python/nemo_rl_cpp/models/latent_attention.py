@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models import rope
+from nemo_rl_cpp.models.config_checks import expect, is_whole
 
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -14,22 +15,16 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
     head's dimensions that RoPE rotates. The values of the keys SIZES must be whole numbers above 0. Raise
     ModelFolderError for another `head_dim`."""
     rotated = form["qk_rope_head_dim"]
-    if form.get("head_dim") not in (None, rotated):
-        raise ModelFolderError(f"head_dim is {form['head_dim']!r}, but qk_rope_head_dim {rotated} was expected")
+    expect(form.get("head_dim") in (None, rotated), "head_dim", form.get("head_dim"), f"qk_rope_head_dim {rotated}")
     return {**form, "head_dim": rotated}
 
 
 def check(form: Mapping[str, Plain]) -> None:
     """Raise ModelFolderError if the native core does not support a size of the latent attention in `form`, a
     config.json in canonical form."""
-    heads, key_value = form["num_attention_heads"], form["num_key_value_heads"]
-    if heads != key_value:
-        raise ModelFolderError(
-            f"num_key_value_heads is {key_value}, but num_attention_heads {heads} was expected: each head has a key and a value"
-        )
-    rank = form["q_lora_rank"]
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-        raise ModelFolderError(f"q_lora_rank is {rank!r}, but a whole number above 0 or null was expected")
+    heads, key_value, rank = form["num_attention_heads"], form["num_key_value_heads"], form["q_lora_rank"]
+    expect(heads == key_value, "num_key_value_heads", key_value, f"num_attention_heads {heads}")
+    expect(rank is None or is_whole(rank, 1), "q_lora_rank", rank, "a whole number above 0 or null")
     if form["qk_rope_head_dim"] % 2 or form["v_head_dim"] > key_size(form):
         raise ModelFolderError(
             f"qk_rope_head_dim {form['qk_rope_head_dim']} and v_head_dim {form['v_head_dim']} are not supported: an even number of rotated "

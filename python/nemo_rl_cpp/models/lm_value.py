@@ -4,7 +4,7 @@ from nemo_rl_cpp.distributed.ragged_batch import Batch, BatchedDataDict, RaggedB
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.models.architectures import SUPPORTED_ARCHITECTURES
 from nemo_rl_cpp.models.interfaces import TrainingResult, ValueInterface
-from nemo_rl_cpp.models.policy.train_step import Loss, MicroBatchRunner, evaluate_value_loss
+from nemo_rl_cpp.models.policy.train_step import Loss
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 
@@ -45,14 +45,9 @@ class Value(TrainedModel, ValueInterface):
     def train_part(
         self, data: RaggedBatch, loss_fn: Loss, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
     ) -> Updates:
-        """Train the critic on this rank's samples of the batch, in global batches of `gbs` samples and micro-batches of
-        `mbs` (None: the configured sizes); see `train`."""
+        """Train the critic on this rank's samples of the batch; see `train`."""
         gbs = self._global_batch_size(data.size, gbs)
-        way = MicroBatchRunner(
-            self.trainer, loss_fn, self._batching("train", mbs), evaluate=evaluate_value_loss, ranks=self.ranks,
-            blocks=self.config.gradient_blocks, sums=self._sums(), counts_loads=self._bias_update_rate > 0, balance_weight=self._balance_weight,
-        )  # fmt: skip
-        return self._pass_over(data, gbs, way, eval_mode)
+        return self._pass_over(data, gbs, self._runner(loss_fn, mbs), eval_mode)
 
     def saved_config(self) -> dict[str, Plain]:
         """Return a config.json for transformers' sequence classifier with one label, which can load the checkpoint

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.architectures import FULL, MLP, PATTERN, RECURRENT
+from nemo_rl_cpp.models.config_checks import expect
 
 _LETTERS = {"mamba": "M", RECURRENT: "M", "attention": "*", FULL: "*", MLP: "-", "moe": "E"}
 """Names of the kinds in `layers_block_type` -> their letters in `hybrid_override_pattern`."""
@@ -48,16 +49,14 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
 
 def step_limits(form: Mapping[str, Plain]) -> tuple[float, float]:
     """Return Mamba's minimum and maximum time step. transformers 5 writes infinity as {"__float__": "Infinity"}."""
-    limits = form["time_step_limit"]
-    if isinstance(limits, (list, tuple)) and len(limits) == 2:
-        numbers = [limit.get("__float__") if isinstance(limit, dict) else limit for limit in limits]
-        try:
-            least, greatest = map(float, numbers)
-            if 0 <= least <= greatest:
-                return least, greatest
-        except (TypeError, ValueError):
-            pass
-    raise ModelFolderError(f"time_step_limit is {limits!r}, but two numbers from 0 in ascending order were expected")
+    limits, numbers = form["time_step_limit"], (1.0, 0.0)
+    try:
+        least, greatest = (limit["__float__"] if isinstance(limit, dict) else limit for limit in limits)
+        numbers = float(least), float(greatest)
+    except (TypeError, ValueError, KeyError):
+        pass
+    expect(0 <= numbers[0] <= numbers[1], "time_step_limit", limits, "a pair of numbers from 0 in ascending order")
+    return numbers
 
 
 _OURS = (

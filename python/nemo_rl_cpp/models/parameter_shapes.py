@@ -70,8 +70,7 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
 
 
 def _latent_products(native: Mapping[str, Plain]) -> dict[str, tuple[int, int]]:
-    """Return {name: (rows, columns)} of the matrices of latent attention in one layer. `native` holds the keyword
-    arguments of the native `DecoderModel`."""
+    """Return {name: (rows, columns)} of the matrices of latent attention in one layer."""
     hidden, heads, size, latent = native["hidden_size"], native["num_heads"], native["head_dim"], native["latent"]
     rank, rotated, values = latent["rank"], latent["rope_dim"], heads * latent["value_dim"]
     queries = {"self_attn.q": (heads * size, hidden)}
@@ -84,8 +83,7 @@ def _latent_products(native: Mapping[str, Plain]) -> dict[str, tuple[int, int]]:
 
 
 def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
-    """Return {name: shape} of every parameter of a gated delta net or of Mamba-2. Names are without the layer's prefix.
-    `sizes` has the numbers and sizes of heads; `hidden` is the hidden size of the model."""
+    """Return {name without the layer's prefix: shape} of the parameters of a gated delta net or of Mamba-2."""
     heads, values = sizes["value_heads"], sizes["value_heads"] * sizes["value_dim"]
     mixed = 2 * sizes["key_heads"] * sizes["key_dim"] + values
     if "step_limits" in sizes:
@@ -103,9 +101,8 @@ def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list
 
 
 def _expert_shapes(experts: Mapping[str, Plain], hidden: int, up: Sequence[str]) -> dict[str, list[int]]:
-    """Return {name: shape} of every parameter of a mixture of experts. Names are without the layer's prefix. `experts`
-    has the sizes and the parameter names of the native core; `hidden` is the hidden size; `up` lists which of the
-    matrices gate and up an expert has."""
+    """Return {name without the layer's prefix: shape} of the parameters of a mixture of experts; `up` lists which of
+    the matrices gate and up an expert has."""
     block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
     width = experts["latent_size"] or hidden
     router = f"{block}.{experts['router']}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
 from nemo_rl_cpp.models.architectures import FULL, SLIDING
+from nemo_rl_cpp.models.config_checks import expect, is_number
 
 DEFAULT_THETA = 10000.0
 KINDS = (FULL, SLIDING)
@@ -65,8 +66,7 @@ def respell_kinds(
     scaling section and `rope_theta`, by default `theta`, both for full attention. In this format the key `local_key`
     (if not None) sets the theta of sliding layers, by default `local_theta`. For `default_positions` see `respell`."""
     section = config.get(section_name(config)) or {}
-    if not isinstance(section, Mapping):
-        raise ModelFolderError(f"{section_name(config)} is {section!r}, but a section was expected")
+    expect(isinstance(section, Mapping), section_name(config), section, "a section")
     sections = section if set(KINDS) & section.keys() else {KINDS[0]: section}
     thetas = _first(config.get("rope_theta"), theta), _first(local_key and config.get(local_key), local_theta)
     form = {name: value for name, value in config.items() if name not in (*_SPELLINGS, local_key)}
@@ -90,8 +90,8 @@ def of_kind(form: Mapping[str, Plain], kind: str) -> dict[str, Plain]:
 
 
 def _settle_positions(form: dict[str, Plain], scaling: dict[str, Plain], positions: Plain) -> None:
-    """Set `original_max_position_embeddings` of the RoPE section `scaling`: move it from the top level of `form`, else
-    keep the section's, else take `positions`. Derive a yarn factor that is null from it, as transformers does."""
+    """Move `original_max_position_embeddings` from `form` into the RoPE section `scaling`, where `positions` is its
+    default. Derive a yarn factor that is null from it, as transformers does."""
     original = _first(form.pop(_ORIGINAL, None), scaling.get(_ORIGINAL), positions)
     scaling[_ORIGINAL] = original
     lacks_factor = scaling["rope_type"] == "yarn" and scaling.get("factor", 0) is None
@@ -141,17 +141,16 @@ def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False)
     Args:
         key: name of the section, for messages.
         is_partial: RoPE may cover only part of a head (partial_rotary_factor)."""
-    _number("rope_theta", form["rope_theta"])
-    part = _number("partial_rotary_factor", form.get("partial_rotary_factor", 1.0))
+    part = form.get("partial_rotary_factor", 1.0)
+    _check_number("rope_theta", form["rope_theta"])
+    _check_number("partial_rotary_factor", part)
     if part != 1.0 and not is_partial:
         raise ModelFolderError(f"partial_rotary_factor {part} is not supported: only 1 is")
-    if part > 1:
-        raise ModelFolderError(f"partial_rotary_factor is {part}, but a number up to 1 was expected")
+    expect(part <= 1, "partial_rotary_factor", part, "a number up to 1")
     scaling = form["rope_scaling"]
     if scaling is None:
         return
-    if not isinstance(scaling, Mapping):
-        raise ModelFolderError(f"{key} is {scaling!r}, but a section with rope_type and its numbers was expected")
+    expect(isinstance(scaling, Mapping), key, scaling, "a section with rope_type and its numbers")
     if nested := _nested(scaling):
         raise ModelFolderError(
             f"{key} has a section for each kind of layer ({', '.join(nested)}): one for all layers was expected"
@@ -165,24 +164,22 @@ def check_rope(form: Mapping[str, Plain], key: str, *, is_partial: bool = False)
                 f"{key} is of type {kind} but has no {name}: add it (hf_config_overrides.{key}.{name})"
             )
     for name in _NEEDED[kind] + ((_ORIGINAL,) if kind in _REMEMBERS_ORIGINAL else ()):
-        _number(f"{key}.{name}", scaling[name])
+        _check_number(f"{key}.{name}", scaling[name])
     if kind == "longrope":
         pairs = rotary_size(form) // 2
         for name in ("short_factor", "long_factor"):
             factors = scaling.get(name)
-            if not isinstance(factors, list) or len(factors) != pairs or not all(map(is_number, factors)):
-                raise ModelFolderError(
-                    f"{key}.{name} is {factors!r}, but a list of {pairs} numbers above 0 was expected"
-                )
+            fits = isinstance(factors, list) and len(factors) == pairs and all(map(is_number, factors))
+            expect(fits, f"{key}.{name}", factors, f"a list of {pairs} numbers above 0")
     for name in ("factor", "attention_factor") if kind == "longrope" else _CHOICES if kind == "yarn" else ():
         if scaling.get(name):  # transformers treats 0 as missing
-            _number(f"{key}.{name}", scaling[name])
+            _check_number(f"{key}.{name}", scaling[name])
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise ModelFolderError(
             f"{key}.low_freq_factor {scaling['low_freq_factor']} is not below high_freq_factor {scaling['high_freq_factor']}"
         )
-    if kind == "yarn" and form["rope_theta"] == 1:
-        raise ModelFolderError("rope_theta is 1, with which yarn has no frequencies: a number above 1 was expected")
+    if kind == "yarn":  # theta 1 has no frequencies
+        expect(form["rope_theta"] != 1, "rope_theta", form["rope_theta"], "for yarn a number above 1")
 
 
 def rope_remarks(config: Mapping[str, Plain]) -> Iterator[str]:
@@ -230,14 +227,8 @@ def _kind(section: Mapping[str, Plain]) -> Plain:
     return section.get("rope_type") or section.get("type") or "default"
 
 
-def is_number(value: Plain) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < 1e300
-
-
-def _number(name: str, value: Plain) -> float:
-    if not is_number(value):
-        raise ModelFolderError(f"{name} is {value!r}, but a number above 0 was expected")
-    return value
+def _check_number(name: str, value: Plain) -> None:
+    expect(is_number(value), name, value, "a number above 0")
 
 
 def rotary_size(form: Mapping[str, Plain]) -> int:

@@ -31,9 +31,11 @@ from nemo_rl_cpp.models.model_folder import ModelFolder, open_model_folder, say_
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, plan, wanted_tokens
 from nemo_rl_cpp.models.policy.train_step import (
     GlobalBatchResult,
+    Loss,
     MicroBatchRunner,
     NonFiniteError,
     Scoring,
+    evaluate_value_loss,
     without_removed_tokens,
 )
 from nemo_rl_cpp.models.policy.updates import Updates, create_schedule
@@ -136,8 +138,7 @@ class TrainedModel:
         return Slices.of(self.folder.native(), self.ranks)
 
     def _trainer_of(self, model: C.DecoderModel) -> C.Trainer:
-        """Return a trainer for the model. A frozen model (reference or teacher) only scores tokens, so its trainer does
-        not communicate with other ranks."""
+        """Return a trainer for the model. That of a frozen model does not communicate with other ranks."""
         if model is not self.model:
             return C.Trainer(model)
         sums = self._sums()
@@ -214,9 +215,8 @@ class TrainedModel:
         return float(self.folder.config["router_aux_loss_coef"] if given is None else given)
 
     def _update_router_biases(self) -> None:
-        """Change the bias of each expert by a fixed rate: up if its load is below the average of its router, down if it
-        is above; then reset the loads. A load is the number of tokens that the expert got in the global batch, on all
-        ranks."""
+        """Raise the bias of each expert whose load, the tokens that it got in the global batch on all ranks, is below
+        its router's average; lower it if the load is above. Then reset the loads."""
         for bias, load in self.model.routers if self._bias_update_rate else ():
             tokens = self.ranks.whole(load).double()
             bias.add_(torch.sign(tokens.mean() - tokens).to(bias.device), alpha=self._bias_update_rate)
@@ -236,11 +236,12 @@ class TrainedModel:
         )  # fmt: skip
 
     def _score(
-        self, model: C.DecoderModel, batch: RaggedBatch, scoring: Scoring = Scoring(), rows: list[int] | None = None
-    ) -> Tensor:
+        self, model: C.DecoderModel, batch: RaggedBatch, scoring: Scoring = Scoring(), rows: list[int] | None = None,
+        entropies: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the log-probability (or critic's value) of each token to score, [T]; 0 at all other tokens. Each rank
         scores its share of the batch (or the samples `rows`, which differ between ranks), and every rank returns the
-        results of all ranks."""
+        results of all ranks. `entropies` [T] receives the entropies, in nats, of the tokens that this rank scores."""
         rows = self.ranks.part(batch) if rows is None else rows
         trainer = self.trainer if model is self.model else self._trainer_of(model)
         batching = self._batching("logprob")
@@ -249,20 +250,8 @@ class TrainedModel:
         with self._together(trainer):
             for micro in micro_batches:
                 trainer.forward(native, micro, scoring.temperature, batching.share_prefix, False, False, out,
-                                top_p=scoring.top_p, top_k=scoring.top_k)  # fmt: skip
+                                top_p=scoring.top_p, top_k=scoring.top_k, entropy=entropies)  # fmt: skip
         return self.ranks.whole(without_removed_tokens(out)[0] if scoring.filters else out)
-
-    def _entropies(self, batch: RaggedBatch, scoring: Scoring) -> Tensor:
-        """Return the entropy in nats at each token to score, [T], without top-k and top-p; 0 at all other tokens."""
-        batching = self._batching("logprob")
-        rows = self.ranks.part(batch)
-        native, micro_batches = plan(batch, wanted_tokens(batch), rows, batching)
-        out, entropies = (torch.zeros(batch.num_tokens, dtype=self.trainer.out_dtype) for _ in range(2))
-        for micro in micro_batches:
-            self.trainer.forward(
-                native, micro, scoring.temperature, batching.share_prefix, False, False, out, entropy=entropies
-            )
-        return self.ranks.whole(entropies)
 
     def _score_candidates(
         self, model: C.DecoderModel, batch: RaggedBatch, temperature: float, k: int
@@ -285,9 +274,16 @@ class TrainedModel:
         return self.ranks.whole(ids) if given is None else ids, self.ranks.whole(logprobs)
 
     def _together(self, trainer: C.Trainer) -> AbstractContextManager[None]:
-        """Return a context manager for a loop over the micro-batches of `trainer`. Here it does nothing; subclasses
-        whose forward passes involve all ranks override it."""
+        """Return a context for a loop over micro-batches. Subclasses whose passes involve all ranks override it."""
         return nullcontext()
+
+    def _runner(self, loss_fn: Loss, mbs: int | None, scoring: Scoring = Scoring()) -> MicroBatchRunner:
+        """Return the runner of a training pass in micro-batches of `mbs` samples (None: the configured size)."""
+        evaluate = evaluate_value_loss if self.value_head else None
+        return MicroBatchRunner(
+            self.trainer, loss_fn, self._batching("train", mbs), scoring, evaluate, self.ranks, self.config.gradient_blocks, self._sums(),
+            counts_loads=self._bias_update_rate > 0, balance_weight=self._balance_weight,
+        )  # fmt: skip
 
     def _global_batch_size(self, size: int, gbs: int | None) -> int:
         gbs = gbs or self.config.train_global_batch_size
@@ -339,8 +335,8 @@ class TrainedModel:
         return updates
 
     def _step(self, data: RaggedBatch, lr: float, weight_decay: float) -> float:
-        """Take the optimizer step; return the gradient norm before clipping. If the norm is not finite, save `data` and
-        raise NonFiniteError."""
+        """Take the optimizer step; return the gradient norm before clipping. If it is not finite, raise
+        NonFiniteError."""
         settings = self.config.effective_optimizer()
         result = self.trainer.step(
             lr=lr, beta1=settings.betas[0], beta2=settings.betas[1], eps=settings.eps, weight_decay=weight_decay,
@@ -361,8 +357,8 @@ class TrainedModel:
         return result.grad_norm
 
     def _with_replay(self, error: NonFiniteError, data: RaggedBatch) -> NonFiniteError:
-        """Save the batch `data` to `replay_dir`, so that `train(torch.load(path), loss_fn)` reproduces the error.
-        Return `error` with the path in its message; without `replay_dir`, return it unchanged."""
+        """Save the batch to `replay_dir`, so that `train(torch.load(path), loss_fn)` reproduces the error. Return
+        `error` with the path in its message, or unchanged without `replay_dir`."""
         if self.replay_dir is None or self.ranks.tensor_rank > 0:  # other tensor ranks would write the same batch
             return error
         self.replay_dir.mkdir(parents=True, exist_ok=True)
@@ -455,8 +451,7 @@ class TrainedModel:
         return tensors
 
     def _save_optimizer(self, folder: Path) -> None:
-        """Gather the optimizer state on the first rank, which saves it. The files do not depend on the number of
-        ranks."""
+        """Gather the optimizer state on the first rank, which saves it. The files do not depend on the ranks."""
         whole = {name: self._whole(tensor, name) for name, tensor in self._optimizer_tensors().items()}
         if not self.ranks.is_first:
             return
@@ -466,8 +461,8 @@ class TrainedModel:
         (folder / "optimizer.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
 
     def _whole(self, own: Tensor, what: str) -> Tensor | None:
-        """Gather the ranks' shards `own` of a flat buffer on the first rank, and return the whole buffer there, None on
-        other ranks. `what` names the buffer in error messages."""
+        """Return the whole of a flat buffer, of which each rank has the shard `own`, on the first rank; None on
+        others."""
         gathered = self.ranks.gather_shards(own, self.trainer.shard, self.trained.own.total, what)
         return self.trained.gather(gathered, what)
 
@@ -496,8 +491,8 @@ class TrainedModel:
             ) from error
 
     def _read_other_masters(self, saved: safe_open) -> None:
-        """Read the master weights of a run that stored them in the other form (`store_param_remainders`). A master
-        weight is its bfloat16 weight, which is loaded, and a remainder: see csrc/kernels/adamw.h."""
+        """Read the master weights in the other form (`store_param_remainders`). A master weight is its bfloat16 weight,
+        which is loaded, and a remainder: see csrc/kernels/adamw.h."""
         begin, end = self.trainer.shard
         if "masters" in saved.keys():
             whole = self.trained.take(saved.get_tensor("masters"))
@@ -511,8 +506,7 @@ class TrainedModel:
         self.model.compute.copy_(whole)  # all of it, as masters_changed() rounds this rank's part only
 
     def _fill(self, name: str, tensor: Tensor, saved: PySafeSlice) -> None:
-        """Copy this rank's shard of the optimizer tensor `name` from `saved`, the tensor of the whole model, into
-        `tensor`."""
+        """Copy this rank's shard of the optimizer tensor `name` from `saved`, that of the whole model."""
         begin, end = self.trainer.shard
         tensor.copy_(saved[begin:end] if self.ranks.tensor_size == 1 else self.trained.take(saved[:])[begin:end])
 

@@ -92,8 +92,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _other_weights(folder: Path) -> str:
-    """Return the end of an error message for a folder without usable safetensors: the other files of weights that it
-    holds, and the remedy."""
+    """Return the end of an error message: the other files of weights that the folder holds, and the remedy."""
     if found := sorted(file.name for file in folder.glob("*.safetensors")):
         return f"; it holds {found[0]}, which counts only where {INDEX_FILE} names it: copy or download the index, too"
     others = (file.name for pattern in ("*.bin", "*.gguf", "consolidated*", "*.pt*") for file in folder.glob(pattern))
@@ -114,8 +113,8 @@ def tensor_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def _header(file: Path) -> dict[str, TensorEntry]:
-    """Return {name of a tensor: its `TensorEntry`} from the header of a safetensors file. The file begins with the
-    header's length in eight bytes and the header in JSON; the tensors follow without gaps."""
+    """Return the entries in the header of a safetensors file: its length in eight bytes, the header in JSON, and then
+    the tensors without gaps."""
     # The library's safe_open imports numpy: 0.1 to 0.3 s per command; this function takes under a millisecond.
     try:
         with file.open("rb") as handle:
@@ -145,8 +144,8 @@ def _header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _contents(file: Path) -> tuple[dict[str, TensorEntry], LinkedTensors | QuantisedTensors | None]:
-    """Return ({name: entry} of a file's tensors, an object that converts their stored bytes to a dtype that the native
-    core reads). The object is None unless the file is a GGUF file or was written by bitsandbytes."""
+    """Return (the entries of a file, an object that converts their stored bytes to a dtype that the native core reads;
+    None unless it is a GGUF file or bitsandbytes wrote it)."""
     if file.name == GGUF_FILE:
         from nemo_rl_cpp.models.gguf_weights import LinkedTensors
 
@@ -261,9 +260,8 @@ _NOT_COMPUTED = (
 
 
 def _predicts_more_tokens(name: str, shapes: Container[str]) -> bool:
-    """Return whether the tensor `name` of a checkpoint belongs to the layer for multi-token prediction, which
-    checkpoints with sigmoid routers (GLM-4.5) hold after the last layer. `shapes` holds the names of all tensors of the
-    checkpoint. This layer is not read, because no loss and no sampling here uses it."""
+    """Return whether the tensor `name` belongs to the layer for multi-token prediction, which checkpoints with sigmoid
+    routers (GLM-4.5) hold after the last layer, and which no loss and no sampling here uses."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if found is None:
         return False
@@ -404,9 +402,8 @@ def split_experts(
 def _stacked_experts(
     prefix: str, names: Sequence[str], tensor: RawTensor | TensorEntry
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield (name, view) of each matrix of each expert in `tensor` [experts, rows, columns]. The rows of an expert are
-    those of its first matrix in `names`, then those of the next. A name is `prefix`, the number of the expert, and the
-    name of the matrix."""
+    """Yield (name, view) of each matrix of each expert in `tensor` [experts, rows, columns], whose rows are those of
+    the first matrix in `names`, then those of the next."""
     count, rows, columns = tensor.shape
     part = tensor._replace(shape=[rows // len(names), columns])
     for index in range(count * len(names)):
@@ -422,9 +419,8 @@ def _stacked_experts(
 def _single_experts(
     prefix: str, matrix: str, tensor: RawTensor | TensorEntry, scales: RawTensor | TensorEntry | None
 ) -> Iterator[tuple[str, RawTensor | TensorEntry]]:
-    """Yield (name, tensor) of each expert's matrices in `tensor`, the fused matrix `matrix` of all experts. It holds
-    down_proj, or gate_proj (the even rows) and up_proj (the odd rows). Names begin with `prefix` and the expert's
-    index. `scales` are those of an MXFP4 tensor, which is converted to bfloat16; None: another format."""
+    """Yield (name, tensor) of each expert's matrices in the fused `matrix` of all experts: down_proj, or gate_proj (the
+    even rows) and up_proj (the odd rows). With the `scales` of MXFP4 they become bfloat16."""
     parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     if matrix == "down_proj":
         parts = {"down_proj": slice(None)}
@@ -439,9 +435,7 @@ def _single_experts(
 
 
 def _expert_rows(tensor: RawTensor, scales: RawTensor | None, expert: int, every: slice) -> memoryview:
-    """Return a copy of the bytes of the rows `every` of one expert's matrix [out, in] or bias [out]. `tensor` holds
-    those of all experts, and `expert` is the expert's index. `scales` are those of an MXFP4 tensor, which is converted
-    to bfloat16; None: another format."""
+    """Return a copy of the bytes of the rows `every` of one expert's matrix [out, in] or bias [out]."""
     import numpy as np
 
     if scales is None:
@@ -455,8 +449,7 @@ def _expert_rows(tensor: RawTensor, scales: RawTensor | None, expert: int, every
 
 @cache
 def _mxfp4_pairs() -> np.ndarray:
-    """Return a table for decoding MXFP4. Its entry at the index `scale * 256 + byte` is a 32-bit number: the two
-    bfloat16 values that the byte has with this scale."""
+    """Return the table whose entry `scale * 256 + byte` is the pair of bfloat16 values, 32 bits, of an MXFP4 byte."""
     import numpy as np
 
     with np.errstate(invalid="ignore", over="ignore"):

@@ -305,8 +305,7 @@ def token_loss(
 
 
 def _named(names: list[str], values: Tensor) -> tuple[dict[str, float], tuple[int, int] | None]:
-    """Return a loss's metrics {name: value}, from their `names` and `values`, and (sample, token), the indices of the
-    first term of the loss that is not finite (None: all are finite)."""
+    """Return a loss's metrics {name: value}, and (sample, token) of its first term that is not finite, or None."""
     metrics = dict(zip(names, values.tolist(), strict=True))
     sample, token = int(metrics.pop("nonfinite_sample")), int(metrics.pop("nonfinite_token"))
     return metrics, None if sample < 0 else (sample, token)

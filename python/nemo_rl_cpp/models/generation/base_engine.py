@@ -121,8 +121,7 @@ class BaseEngine(GenerationInterface):
         return responses if batch is data else responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _asked(self, batch: RaggedBatch, greedy: bool) -> GenerationRequest:
-        """Return the `GenerationRequest` for prompts with the keys of `GenerationDatumSpec`. If `draw_ids` is missing,
-        the prompts get the next unused ids."""
+        """Return the request for these prompts. Without `draw_ids` they get the next unused ids."""
         size, draws = batch.size, batch.get("draw_ids")
         if draws is None:
             draws = torch.arange(self._next_draw_id, self._next_draw_id + size)
@@ -139,12 +138,10 @@ class BaseEngine(GenerationInterface):
 
     @abstractmethod
     def _respond(self, asked: GenerationRequest, on_finished: OnFinished | None) -> Responses:
-        """Return the responses for all rows of the request `asked`. If `on_finished` is given, call it with responses
-        that have ended (see `OnFinished`)."""
+        """Return the responses for all rows. Call `on_finished` with responses that have ended (see `OnFinished`)."""
 
     def _room(self, asked: GenerationRequest) -> list[int]:
-        """Return the maximum number of tokens of each row's response, so that prompt and response together have at most
-        `max_model_len` tokens."""
+        """Return the maximum number of tokens of each response, at most `max_model_len` together with its prompt."""
         if not self.max_model_len:
             return asked.max_new_tokens.tolist()
         left = self.max_model_len - asked.batch.lengths
@@ -198,8 +195,7 @@ class BaseEngine(GenerationInterface):
         return C.SamplingRule(**self.sampling(greedy, stream)._asdict())
 
     def _max_new_tokens(self, lengths: Tensor) -> Tensor:
-        """Return the maximum response length int64 [B] for prompts of the lengths `lengths` [B]. Raise ValueError if
-        neither max_new_tokens nor a maximum sequence length is known."""
+        """Return the maximum response length, int64 [B], for prompts of the lengths `lengths` [B]."""
         limit = self.config.max_new_tokens
         if limit is None and not self.max_model_len:
             raise ValueError(
@@ -269,8 +265,7 @@ def _strings_of(value: str | Sequence[str] | None) -> list[str]:
 
 
 def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tensor:
-    """Return `values` as int64 [rows]. Raise ValueError with the argument's name `name` if there are not `rows`
-    values."""
+    """Return `values` as int64 [rows]. Raise ValueError if there are not `rows` values."""
     result = torch.as_tensor(values).to("cpu", torch.int64)
     if result.shape != (rows,):
         raise ValueError(f"{name}: expected one integer for each of {rows} rows, got shape {tuple(result.shape)}")
@@ -278,8 +273,7 @@ def _row_integers(name: str, values: Tensor | Sequence[int], rows: int) -> Tenso
 
 
 def _the_stream(value: str | Sequence[str | None] | None, rows: int) -> str:
-    """Return the stream of random numbers that all `rows` rows share: "train", "val" or "eval". `value` is one stream,
-    or a list with one per row; None means "train". Raise ValueError for several streams or an unknown stream."""
+    """Return the stream ("train", "val" or "eval") that all rows share. `value`: one stream, or one per row."""
     per_row = [value] * rows if value is None or isinstance(value, str) else list(value)
     streams = sorted({row or "train" for row in per_row})
     if len(per_row) != rows or len(streams) != 1 or streams[0] not in STREAMS:

@@ -66,20 +66,14 @@ class EngineHost:
             self._engines.pop(number).shutdown()
 
     def generate_with(
-        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: OnFinished | None = None
-    ) -> Responses:
-        """Return the responses of engine `number` to `prompts`; no responses if there are no prompts."""
+        self, number: int, prompts: RaggedBatch, greedy: bool, pause: Pause | None = None, on_finished: OnFinished | None = None
+    ) -> Responses | None:  # fmt: skip
+        """Return the responses of engine `number` to `prompts`; no responses if there are no prompts. If responses
+        reach the point `pause`, stop there and return None; `resume` continues (`NativeGeneration.generate_until`)."""
         if prompts.size == 0:
             return ResponseBuffer(0, None).responses()
-        return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
-
-    def generate_until(
-        self, number: int, prompts: RaggedBatch, greedy: bool, pause: Pause, on_finished: OnFinished | None = None
-    ) -> Responses | None:
-        """Return the responses of engine `number` to `prompts`. If responses reach the point `pause`, stop there and
-        return None; `resume` continues (see `NativeGeneration.generate_until`)."""
-        if prompts.size == 0:
-            return self.generate_with(number, prompts, greedy, on_finished)
+        if pause is None:
+            return self._engines[number].generate(prompts, greedy=greedy, on_finished=on_finished)
         return self._engines[number].generate_until(prompts, pause, greedy, on_finished)
 
     def resume(self, number: int, on_finished: OnFinished | None = None) -> Responses | None:
@@ -134,13 +128,13 @@ class DistributedGeneration(GenerationInterface):
         return responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine: those of engine i to `prompts[i]`. `told[i]`, if not None, is called
-        with responses of engine i as they end."""
+        """Return the responses of each engine: those of engine i to `prompts[i]`, which `told[i]` receives as they
+        end."""
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:
-        """Call `method` of every engine, with the arguments `each[r]` and the `on_finished` `told[r]` for engine r.
-        Return one result per engine. All tensor-parallel ranks of an engine make the same call."""
+        """Call `method` of every engine r with the arguments `each[r]` and `told[r]`, on all of its tensor-parallel
+        ranks. Return one result per engine."""
         size = self.group.tensor_size
         calls = [call for call in each for _ in range(size)]
         by_worker = [listener for first in told for listener in (first, *[None] * (size - 1))]
@@ -150,24 +144,17 @@ class DistributedGeneration(GenerationInterface):
         return generated_by(batch, self.group.dp_size, *(self.blocks or (None, batch.size)))
 
     def _joined(self, shares: list[list[int]], parts: list[Responses]) -> Responses:
-        """Return the responses `parts` of all ranks as one object, in the order of the batch. `parts[r]` are the
-        responses to the rows `shares[r]` of the batch."""
+        """Return the responses `parts[r]` to the rows `shares[r]` of the batch as one object, in the batch's order."""
         place = torch.tensor([row for rows in shares for row in rows], dtype=torch.int64).argsort()
-        order = place.tolist()
-        ids = [row for part in parts for row in part.rows(part.token_ids)]
-        logprobs = [row for part in parts for row in part.rows(part.logprobs)]
-        truncated = torch.cat([part.truncated for part in parts])
-        lengths = torch.cat([part.lengths for part in parts])
-        responses = Responses(
-            token_ids=torch.cat([ids[i] for i in order]),
-            offsets=offsets_of(lengths[place]),
-            logprobs=torch.cat([logprobs[i] for i in order]),
-            truncated=truncated[place],
-        )
-        if all(part.token_versions is not None for part in parts):
-            versions = [row for part in parts for row in part.rows(part.token_versions)]
-            responses.token_versions = torch.cat([versions[i] for i in order])
-        return responses
+
+        def of_tokens(name: str) -> torch.Tensor:
+            rows = [row for part in parts for row in part.rows(getattr(part, name))]
+            return torch.cat([rows[i] for i in place.tolist()])
+
+        versions = of_tokens("token_versions") if all(part.token_versions is not None for part in parts) else None
+        offsets = offsets_of(torch.cat([part.lengths for part in parts])[place])
+        truncated = torch.cat([part.truncated for part in parts])[place]
+        return Responses(of_tokens("token_ids"), offsets, of_tokens("logprobs"), truncated, token_versions=versions)
 
     def _ask(self, method: str, *args: object) -> list:
         return self.group.call_all("ask_engine", self._number, method, *args)
@@ -211,8 +198,8 @@ def select(batch: RaggedBatch, rows: list[int]) -> RaggedBatch:
 
 
 def for_workers(config: ModelConfig) -> ModelConfig:
-    """Return the configuration section with an absolute model folder, because workers may have a different working
-    directory. A model name that is no path stays unchanged."""
+    """Return the configuration section with an absolute model folder, because workers may have another working
+    directory."""
     path = Path(config.model_name).expanduser()
     return config.model_copy(update={"model_name": str(path.absolute())}) if path.exists() else config
 
@@ -244,17 +231,10 @@ class EngineWorker(EngineHost):
             self.model, self.folder, self.config, self.tokenizer, self.weight_digest, config, **options
         )
 
-    def generate_with(
-        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: OnFinished | None = None
-    ) -> Responses:
-        """Return the responses of engine `number` to `prompts`, in which the version of the weights is recorded. Raise
-        RuntimeError before the first refit."""
-        return self._with_version(super().generate_with(number, prompts, greedy, on_finished))
-
-    def generate_until(
-        self, number: int, prompts: RaggedBatch, greedy: bool, pause: Pause, on_finished: OnFinished | None = None
-    ) -> Responses | None:
-        return self._with_version(super().generate_until(number, prompts, greedy, pause, on_finished))
+    def generate_with(self, *request: object, on_finished: OnFinished | None = None) -> Responses | None:
+        """Return the responses as `EngineHost.generate_with` does, with the version of the weights. Raise RuntimeError
+        before the first refit."""
+        return self._with_version(super().generate_with(*request, on_finished=on_finished))
 
     def resume(self, number: int, on_finished: OnFinished | None = None) -> Responses | None:
         return self._with_version(super().resume(number, on_finished))
@@ -311,23 +291,17 @@ class DedicatedGeneration(DistributedGeneration):
         return deal(batch, 0, batch.size, self.group.dp_size, tokens)
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine: those of engine i to `prompts[i]`. `told[i]`, if not None, receives them
-        as they end. If a `change` is planned and responses reach its pause, wait for the new weights, and then continue
-        these responses."""
+        """Return the responses of each engine. If a `change` is planned and responses reach its pause, wait for the new
+        weights before they continue."""
         change, before = self.change, self.weight_version
-        if change is None:
-            return super()._parts(prompts, greedy, told)
-        if change.done:
-            parts = super()._parts(prompts, greedy, told)
-        else:
-            calls = [(self._number, share, greedy, change.pause) for share in prompts]
-            parts = self._of_engines("generate_until", calls, told)
-            if any(part is None for part in parts):
-                change.wait()
-                change.done = True
-                later = self._of_engines("resume", [(self._number,)] * len(parts), told)
-                parts = [part or rest for part, rest in zip(parts, later, strict=True)]
-        for part in parts:
+        pause = None if change is None or change.done else change.pause
+        parts = self._of_engines("generate_with", [(self._number, share, greedy, pause) for share in prompts], told)
+        if any(part is None for part in parts):
+            change.wait()
+            change.done = True
+            later = self._of_engines("resume", [(self._number,)] * len(parts), told)
+            parts = [part or rest for part, rest in zip(parts, later, strict=True)]
+        for part in parts if change is not None else ():
             positions = torch.arange(len(part.token_ids)) - part.offsets[:-1].repeat_interleave(part.lengths)
             earlier = positions < change.pause.after_tokens  # sampled before the change
             part.token_versions = torch.where(earlier, before, part.weight_version)
@@ -343,8 +317,8 @@ class DedicatedGeneration(DistributedGeneration):
         return responses
 
     def init_collective(self, meeting: RefitRendezvous) -> list[WorkerCall]:
-        """Start connecting all engines to trainer rank 0, for refits (transfers of new weights). `meeting` says where
-        the processes connect. Return the pending calls."""
+        """Start connecting all engines to trainer rank 0, for refits (transfers of new weights). Return the pending
+        calls."""
         return self.group.run_all_workers_single_data("init_collective", meeting)
 
     def update_weights_from_collective(self, version: int) -> list[WorkerCall]:

@@ -55,9 +55,8 @@ class HfGeneration(BaseEngine):
         return work.responses()
 
     def _batches(self, work: _Work) -> list[list[int]]:
-        """Return groups of rows to generate concurrently. A group consists of adjacent rows, so that rows of one prompt
-        stay together. It has at most max_batch_size rows, and the KV cache holds all of them. If it has several
-        distinct prompts, these have at most prefill_chunk_tokens tokens with padding."""
+        """Return groups of adjacent rows to generate together: at most max_batch_size rows, as many as the KV cache
+        holds. Several distinct prompts in a group have at most prefill_chunk_tokens tokens with padding."""
         at_once = self.config.max_batch_size or len(work.prompts)
         chunk = self.config.prefill_chunk_tokens
         device, of_token = next(self.module.parameters()).device, self._bytes_per_token
@@ -120,8 +119,7 @@ class HfGeneration(BaseEngine):
             logits = decoder.step(next_tokens)
 
     def _draw(self, work: _Work, rows: list[int], logits: Tensor) -> list[int]:
-        """Sample the next token of each of the B `rows` of `work` from `logits` [B, V], and append its log-probability
-        to `work.logprobs`. Return the B token ids. Raise RuntimeError if logits are not finite."""
+        """Sample the next token of each of the B `rows` from `logits` [B, V], and store its log-probability."""
         keys = [(work.stream, work.draws[row], work.samples[row], work.length(row)) for row in rows]
         uniform = torch.tensor([C.random_uniform(self.seed, *key) for key in keys], dtype=torch.float64)
         tokens, logprobs, _ = C.sample_rows(logits.float().cpu().contiguous(), uniform, work.rule)
@@ -172,8 +170,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _cache(module: nn.Module) -> object | None:
-    """Return an empty KV cache for the transformers module. Return None if it has no cache, or if its cache holds
-    states other than keys and values."""
+    """Return an empty KV cache for the module; None if it has none, or if its cache holds other states."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 

@@ -149,9 +149,8 @@ def _responses(generated: C.GenerationArrays | None) -> Responses | None:
 
 
 def _distinct_prompts(batch: RaggedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct prompts of a batch, so that responses to equal prompts share one prefill: the prompts'
-    concatenated token ids, their offsets [number of prompts + 1], and for each row of the batch the index of its prompt
-    [B]."""
+    """Return the distinct prompts of a batch, which are prefilled once: their concatenated token ids, their offsets,
+    and for each row the index of its prompt [B]."""
     index: dict[tuple[int, ...], int] = {}
     ids, offsets = batch.tokens["input_ids"].tolist(), batch.offsets.tolist()
     rows = [tuple(ids[start:end]) for start, end in pairwise(offsets)]

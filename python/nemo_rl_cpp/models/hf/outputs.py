@@ -210,9 +210,8 @@ def outputs_of(
 
 
 def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
-    """Return (logits [b, C, V], columns [W]): the logits of b sequences at C positions over the vocabulary V, in the
-    module's precision; and for each of the W tokens to score, the index along C of its logits. If the architecture
-    supports it, C has only positions at which some row has a token to score."""
+    """Return (logits [b, C, V], columns [W]): the logits of b sequences at C positions, and for each token to score the
+    index along C of its logits. If the architecture supports it, C has only positions of tokens to score."""
     inputs = _inputs(module, rows)
     if accepts(module, "logits_to_keep") is None:
         return module(**inputs).logits, rows.column
@@ -221,9 +220,8 @@ def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
 
 
 class _InChunks(torch.autograd.Function):
-    """An autograd function that computes log-probabilities at some positions of the logits in chunks. Only the logits
-    are stored for the backward pass, which recomputes each chunk. So only the logits and their gradient exist in full
-    size."""
+    """Log-probabilities at some positions of the logits, computed in chunks that the backward pass recomputes, so that
+    only the logits and their gradient exist in full size."""
 
     @staticmethod
     def forward(
@@ -262,8 +260,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bool) -> Outputs:
-    """Return the `Outputs` [w] of w tokens with the ids `targets` [w] and the logits [w, V], under the sampling
-    settings `scoring`. If `unfiltered`, it includes the log-probabilities without top-k and top-p."""
+    """Return the `Outputs` [w] of w tokens with the ids `targets` [w] and the logits [w, V]."""
     logits = logits.float()
     if scoring.temperature != 1:
         logits = logits / scoring.temperature
@@ -278,8 +275,8 @@ def _of_places(logits: Tensor, targets: Tensor, scoring: Scoring, unfiltered: bo
 
 
 def _inputs(module: nn.Module, rows: ModelRows) -> dict[str, object]:
-    """Return the arguments for the module's forward method. A mask is not needed: transformers separates packed samples
-    by their positions, and padding is on the right."""
+    """Return the arguments for the module's forward method. No mask is needed: transformers separates packed samples by
+    their positions, and padding is on the right."""
     inputs: dict[str, object] = {"input_ids": rows.input_ids, "use_cache": False}
     if accepts(module, "position_ids") is not None:
         inputs["position_ids"] = rows.position_ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from nemo_rl_cpp.config.generation import EvalGenerationConfig
 from nemo_rl_cpp.config.policy import HfConfig, PolicyConfig, TrainedModelConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
-from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.files.yaml_text import Plain
@@ -118,16 +117,15 @@ class HfFolder:
             raise ModelFolderError(f"{folder}: transformers cannot load this model ({_first_line(error)})") from error
         head = ("score.weight", "lm_head.weight", "lm_head.bias", "embed_out.weight")
         left = [name for name in told["unexpected_keys"] if not (self.value_head and str(name).endswith(head))]
+        model_type, misshapen = self.config.model_type, told["mismatched_keys"]
+        ask = f"is it the folder of a {model_type} {'model' if self.value_head else 'language model'} ({self.section}.model_name)?"
         for what, names in (("are missing", told["missing_keys"]), ("belong to no parameter", left)):
             if names:
                 listed = ", ".join(sorted(map(str, names))[:4])
-                raise ModelFolderError(
-                    f"{folder}: {len(names)} tensors {what}, first {listed}: is it the folder of a {self.config.model_type} "
-                    f"{'model' if self.value_head else 'language model'} ({self.section}.model_name)?"
-                )
-        if told["mismatched_keys"]:
+                raise ModelFolderError(f"{folder}: {len(names)} tensors {what}, first {listed}: {ask}")
+        if misshapen:
             raise ModelFolderError(
-                f"{folder}: tensors of another shape than config.json says: {sorted(map(str, told['mismatched_keys']))[:4]}"
+                f"{folder}: tensors of another shape than config.json says: {sorted(map(str, misshapen))[:4]}"
             )
         return ValueNet.of(model, folder) if self.value_head else model
 
@@ -186,8 +184,7 @@ def _remarks(raw: Mapping[str, Plain], key: str, name: str) -> Iterator[str]:
 
 
 def _tiny(overrides: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Return the config.json of a tiny model: the sizes of the native tiny model and model_type llama, except for keys
-    that `overrides` sets."""
+    """Return the config.json of a Llama with the sizes of the native tiny model, changed by `overrides`."""
     sizes = {name: TINY_CONFIG[name] for name in _TINY_SIZES} | {"model_type": "llama"} | _TINY_TOKENS | overrides
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
@@ -225,12 +222,6 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-_SHARD = "5GB"
-
-
-# ---- policy and critic
-
-
 def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
     """Write config.json and the weights, in the module's precision, under the names of the architecture's checkpoints.
 
@@ -246,7 +237,7 @@ def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None
     with quietly():
         backbone = module.backbone if isinstance(module, ValueNet) else module
         tensors = None if whole is None else _named_as(backbone, whole, "backbone." if backbone is not module else "")
-        backbone.save_pretrained(folder, max_shard_size=_SHARD, state_dict=tensors)
+        backbone.save_pretrained(folder, max_shard_size="5GB", state_dict=tensors)
     if tensors is not None:
         # transformers has written float32, the dtype in which ranks hold the parameters
         _change_config(folder, dtype=str(next(iter(whole.values())).dtype).removeprefix("torch."))
@@ -257,8 +248,8 @@ def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None
 
 
 def _named_as(module: nn.Module, whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return a state dict for `module`, whose parameters are sharded: the tensors of `whole`, with `prefix` removed
-    from their names, and the module's buffers."""
+    """Return a state dict for the sharded `module`: the tensors of `whole` without `prefix`, and the module's
+    buffers."""
     named = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return named | {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}
@@ -271,8 +262,8 @@ def _change_config(folder: Path, **changes: Plain) -> None:
 
 
 def _add_score(module: ValueNet, folder: Path, score: Tensor) -> None:
-    """Turn the saved files of a critic's backbone into those of the critic, one file at a time: add the prefix of the
-    backbone to the tensors' names, and `score`, the weight of the critic's head."""
+    """Turn the saved files of a critic's backbone into the critic's, one by one: add the prefix of the backbone to the
+    names, and the head `score`."""
     prefix = module.backbone.base_model_prefix
     files = sorted(folder.glob("model*.safetensors"))
     weight_map = {}
@@ -391,22 +382,18 @@ class HfTrainedModel(TrainedModel):
 
 
 class HfPolicy(HfTrainedModel, Policy):
-    """The policy on transformers, for architectures that the native core does not support. It has the same arguments as
-    `Policy`.
+    """The policy on transformers, with the arguments of `Policy`.
 
     Generation and training agree only up to rounding. So each batch is scored before training on it, and the mismatch
     metrics report the difference."""
 
-    @property
-    def skips_prev_logprobs(self) -> bool:
-        """Return False: generation's log-probabilities are not bit-identical to those of the training forward pass."""
-        return False
+    skips_prev_logprobs = False  # generation's log-probabilities are not bit-identical to those of training
 
     def _compare_whole_pass_now_and_then(self) -> None:
         """Do nothing: generation keeps no activations."""
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Do nothing: generation keeps no activations."""
+        pass
 
     def create_generation(
         self, generation_config: EvalGenerationConfig | None = None, **options: object
@@ -419,22 +406,19 @@ class HfPolicy(HfTrainedModel, Policy):
         return HfGeneration(self.model.module, config, self.tokenizer, digest=self.weight_digest, **options)
 
     def performance(self) -> dict[str, float]:
-        """Return the metric `zero_gradient_share`: the share of tokens without a backward pass in the last `train`."""
+        """Return the metric `zero_gradient_share`, the share of tokens without a backward pass in the last `train`."""
         return {"zero_gradient_share": self.zero_gradient_share}
 
 
 class HfPolicyWorker(HfPolicy, EngineHost):
     """The policy in a worker process of the transformers backend, with the engines that read its weights."""
 
-    def generate_with(
-        self, number: int, prompts: RaggedBatch, greedy: bool, on_finished: Callable[..., None] | None = None
-    ) -> Responses:
-        """Return the responses of engine `number` to `prompts`, as `EngineHost.generate_with` does. All ranks gather
-        the weights first, so all must call this, also ranks without prompts."""
+    def generate_with(self, *request: object, **options: object) -> Responses:
+        """Return the responses as `EngineHost.generate_with` does. All ranks gather the weights first, so all must call
+        this, also ranks without prompts."""
         with self.model.gathered():
-            return super().generate_with(number, prompts, greedy, on_finished)
+            return super().generate_with(*request, **options)
 
 
 class HfValue(HfTrainedModel, Value):
-    """The critic on transformers, for architectures that the native core does not support. It has the same arguments as
-    `Value`."""
+    """The critic on transformers, with the arguments of `Value`."""

@@ -82,8 +82,8 @@ class HfTrainer:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        """Run a forward pass and return its outputs. `keep`: store the autograd graph for `backward`, and with
-        `checkpoint` only the inputs of layers. `unfiltered`: also return log-probabilities without top-k and top-p."""
+        """Run a forward pass. `keep`: store the autograd graph for `backward`, with `checkpoint` only the inputs of
+        layers."""
         self._kept = None  # drop the graph of a micro-batch that got no backward pass
         self._checkpoint(checkpoint and keep)
         with quietly(), torch.set_grad_enabled(keep):
@@ -185,8 +185,7 @@ class HfTrainer:
         return OptimizerStep(norm, True)
 
     def _squares(self, grads: Tensor) -> float:
-        """Return the sum of the squares of the whole model's gradient. `grads` [n] is the part of it in this process:
-        here, all of it."""
+        """Return the sum of the squares of the whole model's gradient; `grads` [n] is this process's part of it."""
         return math.fsum(float(part.double().square().sum()) for part in grads.split(_BLOCK))
 
 
@@ -243,8 +242,7 @@ class ShardedTrainer(HfTrainer):
         return every.flatten().tolist()
 
     def _agree(self, wish: NextCollective) -> None:
-        """Join the passes that other ranks need before the pass `wish`, until all ranks are ready for `wish`. Raise
-        OtherRankFailedError if a rank has failed."""
+        """Join the passes that other ranks need first, until all are ready for `wish`."""
         while True:
             first = NextCollective(max(self._say(wish)))
             if first == NextCollective.FAIL:

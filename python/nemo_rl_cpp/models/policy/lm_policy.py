@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,7 +23,7 @@ from nemo_rl_cpp.models.generation.native import NativeGeneration, generation_on
 from nemo_rl_cpp.models.interfaces import PolicyInterface, TrainingResult
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.policy.micro_batches import wanted_tokens
-from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, MicroBatchRunner, Scoring
+from nemo_rl_cpp.models.policy.train_step import Exactness, GlobalBatchResult, Loss, Scoring
 from nemo_rl_cpp.models.policy.updates import Updates
 from nemo_rl_cpp.models.trained_model import TrainedModel, in_layout_of
 
@@ -64,9 +64,8 @@ class Policy(TrainedModel, PolicyInterface):
             )
 
     def _teacher(self, name: str, key: str) -> C.DecoderModel:
-        """Load the frozen teacher model `name`, the value of the configuration key `key`. Raise ModelFolderError if its
-        maximum length is below the policy's, or if it cannot be divided into the slices of the policy's tensor-parallel
-        ranks."""
+        """Load the frozen teacher `name`, the value of the key `key`, with positions for the policy's longest
+        sequence."""
         longest, length_key = self.config.max_total_sequence_length, "policy.max_total_sequence_length"
         folder = open_model_folder(name, max_length=longest, length_key=length_key, key=key)
         folder.check_slices(self.ranks.tensor_size, self.config.tensor_parallel_key(self.section))
@@ -84,21 +83,23 @@ class Policy(TrainedModel, PolicyInterface):
         """Return the log-probabilities [T], or [B, S] for padded `data`, under generation's sampling settings. They are
         0 if `token_mask` or `sample_mask` is 0, at the first token of each sample, on padding, and for a token that
         top-k or top-p removes."""
+        return BatchedDataDict(logprobs=self._logprobs(self.model, data, self.scoring))
+
+    def _logprobs(self, model: C.DecoderModel, data: Batch, scoring: Scoring) -> Tensor:
         batch = RaggedBatch.of(data)
-        logprobs = self._score(self.model, batch, self.scoring)
-        return BatchedDataDict(logprobs=in_layout_of(data, batch, logprobs))
+        return in_layout_of(data, batch, self._score(model, batch, scoring))
 
     def get_reference_policy_logprobs(self, data: Batch) -> BatchedDataDict:
         if self.reference is None:
             raise ValueError("the policy was built without a reference model (init_reference_model=False)")
-        batch = RaggedBatch.of(data)
-        logprobs = self._score(self.reference, batch, self.scoring.unfiltered())
-        return BatchedDataDict(reference_logprobs=in_layout_of(data, batch, logprobs))
+        logprobs = self._logprobs(self.reference, data, self.scoring.unfiltered())
+        return BatchedDataDict(reference_logprobs=logprobs)
 
     def get_entropies(self, data: Batch) -> BatchedDataDict:
         batch = RaggedBatch.of(data)
-        entropies = self._entropies(batch, self.scoring)
-        return BatchedDataDict(entropies=in_layout_of(data, batch, entropies))
+        entropies = torch.zeros(batch.num_tokens, dtype=self.trainer.out_dtype)
+        self._score(self.model, batch, self.scoring.unfiltered(), entropies=entropies)
+        return BatchedDataDict(entropies=in_layout_of(data, batch, self.ranks.whole(entropies)))
 
     def get_sum_pi_squared(self, data: Batch) -> BatchedDataDict:
         """Return the sum of p^2 over the vocabulary at each token. With logits z, temperature T and log p_T(y) =
@@ -111,9 +112,8 @@ class Policy(TrainedModel, PolicyInterface):
         return BatchedDataDict(sum_pi_squared=in_layout_of(data, batch, squares))
 
     def get_teacher_logprobs(self, data: Batch, teacher: str) -> BatchedDataDict:
-        batch = RaggedBatch.of(data)
-        logprobs = self._score(self.teachers[teacher], batch, self.scoring.unfiltered())
-        return BatchedDataDict(teacher_logprobs=in_layout_of(data, batch, logprobs))
+        logprobs = self._logprobs(self.teachers[teacher], data, self.scoring.unfiltered())
+        return BatchedDataDict(teacher_logprobs=logprobs)
 
     def get_topk_logprobs(self, data: RaggedBatch, k: int, teacher: str | None = None) -> BatchedDataDict:
         model = self.model if teacher is None else self.teachers[teacher]
@@ -148,14 +148,7 @@ class Policy(TrainedModel, PolicyInterface):
         `mbs` (None: the configured sizes); see `train`."""
         batch = data.copy()
         gbs = self._global_batch_size(batch.size, gbs)
-        shared = dict(
-            ranks=self.ranks,
-            blocks=self.config.gradient_blocks,
-            sums=self._sums(),
-            counts_loads=self._bias_update_rate > 0,
-            balance_weight=self._balance_weight,
-        )
-        way = MicroBatchRunner(self.trainer, loss_fn, self._batching("train", mbs), self.scoring, **shared)
+        way = self._runner(loss_fn, mbs, self.scoring)
         on_policy = "prev_logprobs" not in batch.tokens
         exactness = Exactness() if on_policy and "generation_logprobs" in batch.tokens else None
         if exactness is not None:
@@ -175,9 +168,8 @@ class Policy(TrainedModel, PolicyInterface):
         return PolicyUpdates(updates, exactness, batch.tokens["prev_logprobs"], reused, on_policy)
 
     def _old_logprobs(self, batch: RaggedBatch, exactness: Exactness | None, gbs: int) -> Tensor:
-        """Return the old policy's log-probabilities [T] for the updates after the first one: generation's if they are
-        bit-identical to those of the first forward pass, otherwise newly computed ones. `exactness` is the comparison
-        of the two (None: not compared, so compute them), `gbs` the number of samples per global batch."""
+        """Return the old policy's log-probabilities [T] for the updates after the first one: generation's if the first
+        forward pass had the same bits, otherwise newly computed ones."""
         if exactness is not None and self.ranks.sum(exactness.mismatched_tokens) == 0:
             return batch.tokens["generation_logprobs"].to(self.trainer.out_dtype)
         own = [self.ranks.blocks(batch, b, b + gbs, self.config.gradient_blocks) for b in range(0, batch.size, gbs)]
@@ -185,19 +177,16 @@ class Policy(TrainedModel, PolicyInterface):
         return self._score(self.model, batch, self.scoring, rows)
 
     def _compare_whole_pass_now_and_then(self) -> None:
-        """Keep no activations in one of every `kept_activations_check_period` steps: this step then runs a full forward
-        pass, whose log-probabilities are compared with generation's. A step that reuses activations does not detect an
-        error in the layers, such as a read of stale weights."""
+        """Keep no activations in one of every `kept_activations_check_period` steps, which then compares a full forward
+        pass with generation. Only this detects an error in the layers, such as a read of stale weights."""
         self._steps_since_comparison += 1
         if self.model.max_kept_bytes == 0 or self._steps_since_comparison == self.config.kept_activations_check_period:
             self.model.keep_activations(0)
             self._steps_since_comparison = 0
 
     def _keep_activations(self, exactness: Exactness, tokens: int) -> None:
-        """Let the next step train on the activations that generation computes, if this step's forward pass was
-        bit-identical to generation's; `exactness` holds the comparison. The next step runs a separate forward pass if
-        the two differed, if activation_checkpointing or tensor parallelism is used, if the device is not the CPU, or if
-        memory cannot hold the activations of `tokens`, the number of tokens in a step."""
+        """Let the next step train on the activations that generation computes, if this step's forward pass had the bits
+        of generation's, and memory can hold the activations of `tokens`, the number of tokens in a step."""
         gigabytes, agree = self.config.kept_activations_gb, exactness.tokens > 0 and exactness.mismatched_tokens == 0
         share = available_bytes() // (4 * self.ranks.size) if gigabytes is None else int(gigabytes * 1e9)
         limit = self.model.max_kept_bytes or share
@@ -249,19 +238,13 @@ class PolicyUpdates:
     @classmethod
     def of_ranks(cls, parts: Sequence[PolicyUpdates]) -> PolicyUpdates:
         """Combine the results of all ranks into one."""
-        first, compared = parts[0], [part.exactness for part in parts if part.exactness is not None]
-        exactness = Exactness(
-            sum(each.tokens for each in compared),
-            sum(each.mismatched_tokens for each in compared),
-            max((each.max_gap for each in compared), default=0.0),
-        )
-        return cls(
-            Updates.of_ranks([part.updates for part in parts]),
-            exactness if compared else None,
-            first.prev_logprobs,
-            sum(part.reused_tokens for part in parts),
-            first.on_policy,
-        )
+        exactness, compared = None, [part.exactness for part in parts if part.exactness is not None]
+        if compared:
+            tokens, mismatched, gaps = zip(*map(astuple, compared))
+            exactness = Exactness(sum(tokens), sum(mismatched), max(gaps))
+        updates = Updates.of_ranks([part.updates for part in parts])
+        reused = sum(part.reused_tokens for part in parts)
+        return replace(parts[0], updates=updates, exactness=exactness, reused_tokens=reused)
 
     def shares(self, last_reused: float) -> tuple[float, float]:
         """Return (share of tokens without a backward pass, share without a forward pass in training because

@@ -208,8 +208,8 @@ class MicroBatchRunner:
         return batch.result
 
     def _micro_batch(self, batch: _GlobalBatch, rows: list[int]) -> None:
-        """Run the forward pass and the loss for the samples `rows` of the batch, and then the backward pass unless the
-        loss has zero gradient. Add loss, metrics and counts to `batch.result`; gradients accumulate in the trainer."""
+        """Run the forward pass and the loss for the samples `rows`, and the backward pass unless the loss has zero
+        gradient. Add the results to `batch.result`."""
         trainer, batching, scoring, result = self.trainer, self.batching, self.scoring, batch.result
         packed_tokens = C.packed_tokens(batch.packed, rows, batching.share_prefix)
         result.packed_tokens += packed_tokens
@@ -245,9 +245,8 @@ class MicroBatchRunner:
 
 
 class _RankGuard:
-    """A context that stores an error of this rank until the other ranks have finished the global batch, because they
-    wait for this rank's part of each gradient sum. Afterwards `raise_failure` raises the error. In a single process the
-    error is raised at once."""
+    """A context that keeps an error of this rank until the others, which wait for this rank's part of each gradient
+    sum, have finished the global batch. `raise_failure` then raises it. A single process raises it at once."""
 
     def __init__(self, runner: MicroBatchRunner, sums: GradientSums) -> None:
         self.runner, self.sums = runner, sums
@@ -286,8 +285,7 @@ class _RankGuard:
 
 
 class _GlobalBatch:
-    """One global batch of a `MicroBatchRunner`: its micro-batches, the counts that its loss is divided by, and its
-    results."""
+    """One global batch: its micro-batches, the counts that its loss is divided by, and its results."""
 
     def __init__(
         self, way: MicroBatchRunner, data: RaggedBatch, begin: int, end: int, backward: bool, on_policy: bool, exactness: Exactness | None

@@ -69,9 +69,8 @@ class Updates:
 
 
 def _in_block_order(parts: Sequence[Updates], of_ranks: Sequence[list[list[Value]]]) -> list[list[Value]]:
-    """Return, for each global batch, a list with one value per micro-batch of all ranks, in the order of the gradient
-    blocks. `of_ranks[r][g]` lists the values of rank r for global batch g, one per micro-batch. `parts[r]`, the results
-    of rank r, tells how many micro-batches each of its gradient blocks has."""
+    """Return, for each global batch, the values of all ranks' micro-batches in the order of the gradient blocks.
+    `of_ranks[r][g]` lists the values of rank r for global batch g, one per micro-batch."""
     joined: list[list[Value]] = []
     for number, lists in enumerate(zip(*of_ranks)):
         if not parts[0].in_turns:
@@ -111,8 +110,8 @@ def collect_metrics(global_batches: list[list[dict[str, float]]]) -> dict[str, l
 
 
 class _StandInOptimizer(torch.optim.Optimizer):
-    """An optimizer that only holds the learning rate that a torch scheduler sets. It does not call the constructor of
-    torch's Optimizer, because that imports torch's compiler, which takes seconds."""
+    """An optimizer that only holds the learning rate of a torch scheduler. It does not call Optimizer's constructor,
+    which imports torch's compiler for seconds."""
 
     def __init__(self, lr: float):
         self.defaults = {"lr": lr}
@@ -256,8 +255,7 @@ def create_schedule(config: TrainedModelConfig, total_steps: int | None = None) 
 
 
 def _plain(value: object) -> object:
-    """Return a scheduler's state as values that JSON can hold (numbers, strings, lists, dictionaries); other values are
-    dropped."""
+    """Return a scheduler's state as values that JSON can hold; others are dropped."""
     if isinstance(value, dict):
         kinds = int, float, str, bool, list, tuple, dict, type(None)
         return {k: _plain(v) for k, v in value.items() if isinstance(v, kinds)}

@@ -172,8 +172,7 @@ def _event(text: bytes) -> dict | None:
 
 
 def _message_of(body: dict) -> str:
-    """Return the message in the body of an error response, which has the format of OpenAI's servers, of FastAPI or of
-    vLLM's own routes."""
+    """Return the message of an error response in the format of OpenAI's servers, of FastAPI or of vLLM's routes."""
     error = body.get("error", body.get("detail", body))
     text = error.get("message", error) if isinstance(error, dict) else error
     return str(text)[:_MOST_OF_A_TEXT]
@@ -232,15 +231,13 @@ def _model(policy: PolicyConfig) -> str:
 
 
 def _recurrent_sizes(policy: PolicyConfig, model: str) -> ModelSizes | None:
-    """Return the sizes of the model in the folder `model`, with the policy's hf_config_overrides, if it has recurrent
-    layers, otherwise None."""
+    """Return the sizes of the model in the folder `model` if it has recurrent layers, otherwise None."""
     sizes = model_sizes(model, policy.hf_config_overrides)
     return sizes if sizes is not None and sizes.recurrent_layers else None
 
 
 def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[str, object]:
-    """Return the options that vLLM's server needs for this run, whether the run or the user starts it, as {name of
-    vLLM's engine argument: value}. `device` is "cpu" or "cuda"."""
+    """Return {vLLM's engine argument: value} that this run needs, whether the run or the user starts the server."""
     longest = policy.generation.effective_max_model_len(policy.max_total_sequence_length)
     options: dict[str, object] = {
         "model": model, "port": port, "dtype": policy.generation.vllm_cfg.dtype_for(policy.precision), "max_model_len": longest,
@@ -258,8 +255,8 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """Yield `options` as arguments of vLLM's command line. False becomes `--no-x`, a list becomes several words, a
-    mapping becomes JSON, and null is omitted."""
+    """Yield `options` as vLLM's command line: False as `--no-x`, a list as several words, a mapping as JSON, null
+    not."""
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -306,12 +303,9 @@ def _cache_bytes(
     longest: int,
     element: int,
 ) -> int:
-    """Return the size in bytes of the KV cache: `gigabytes` (kv_cache_gb) if set, else what `rows` sequences of
-    `longest` tokens need with `element` bytes per number, limited to half of the free memory. `config` is the model's
-    config.json.
-
-    `recurrent`: the sizes of a model with recurrent layers; None: it has none. Each of these layers needs one block per
-    sequence, and vLLM makes all blocks large enough for the state of such a layer."""
+    """Return the size of the KV cache: `gigabytes` (kv_cache_gb) if set, else what `rows` sequences of `longest` tokens
+    need with `element` bytes per number, at most half of the free memory. Each layer of a model with the `recurrent`
+    sizes needs one block per sequence, and vLLM makes all blocks large enough for the state of such a layer."""
     if gigabytes is not None:
         return int(gigabytes * 1e9)
     config = config.get("text_config") or config
@@ -410,8 +404,7 @@ def _free_port() -> int:
 
 
 def _end(process: subprocess.Popen, folder: TemporaryDirectory) -> None:
-    """Kill the server `process` and all its child processes, even if the server itself has already ended. Then delete
-    its temporary folder `folder`."""
+    """Kill the server and all its child processes, even if the server has already ended, and delete its folder."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process in uninterruptible sleep ends later
@@ -513,8 +506,7 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """Check that the server's route for token ids is open. Raise the error `refuse(text)` if the route rejects a
-    request without a prompt with status 403 or 404 (it is closed) or 401 (it needs an API key)."""
+    """Raise the error `refuse(text)` unless the server's route for token ids answers a request without a prompt."""
     try:
         client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:

@@ -185,8 +185,7 @@ def connect(store: dist.Store, size: int, device: torch.device, seconds: float) 
 
 
 def _id_of(store: dist.Store, meeting: Future[C.Communicator]) -> bytes:
-    """Return NCCL's id, the bytes that the call of `meeting` writes to `store` in another thread; wait until it is
-    there. If the call fails, raise its error."""
+    """Return NCCL's id once the call of `meeting`, in another thread, has written it to `store`."""
     failed = threading.Event()
     meeting.add_done_callback(lambda _: failed.set())
     while not store.check([_ID]):

@@ -14,6 +14,7 @@ from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import initialize_weights
 from row_batch import padded_rows
 from threads import on_threads
+from tiny_layers import LAYERS
 
 
 def make_policy(precision="float32", overrides=None, **generation):
@@ -46,54 +47,6 @@ def as_training_data(inputs, outputs, generations):
 
 def are_equal(a, b):
     return all(torch.equal(a[name], b[name]) for name in ("output_ids", "logprobs"))
-
-
-LAYERS = {
-    "llama": {},
-    "olmo3": {"sliding_window": 20},
-    "smollm3": {"no_rope_layer_interval": 2},
-    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
-    "phi3": {"sliding_window": 70, "partial_rotary_factor": 0.5},
-    "gemma2": {"sliding_window": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2},
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 20},
-    "mixtral": {"num_local_experts": 4, "intermediate_size": 64},
-    "qwen2_moe": {
-        "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1],
-    },
-    "deepseek_v3": {
-        "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-        "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-    "glm4_moe_lite": {
-        "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-        "v_head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-    },
-    "qwen3_5_text": {
-        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 32,
-    },
-    "qwen3_5_moe_text": {
-        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
-    },
-    "nemotron_h": {
-        "hybrid_override_pattern": "M-M*-", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
-        "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5,
-    },
-    "nemotron_h with experts": {
-        "model_type": "nemotron_h", "hybrid_override_pattern": "ME*E", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
-        "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
-        "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5,
-    },
-    "nemotron_h with latent experts": {
-        "model_type": "nemotron_h", "hybrid_override_pattern": "EM*E", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
-        "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
-        "moe_shared_expert_intermediate_size": 64, "moe_latent_size": 24,
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", LAYERS)
@@ -252,29 +205,26 @@ def test_experts_are_packed_if_each_has_few_of_many_sequences():
     assert are_equal(*results)
 
 
-@PACKS
-def test_packed_weights_are_packed_again_after_the_weights_change():
-    inputs, model, other = prompts([5, 9]), wide_model(seed=3), wide_model(seed=4)
-    generation = generation_of(model, "on")
-    first = generation.generate(inputs)
-    model.masters.copy_(other.masters)
+def copy_other_weights(model):
+    model.masters.copy_(wide_model(seed=4).masters)
     model.masters_changed()
-    generation._next_draw_id = 0
-    changed = generation.generate(inputs)
-    assert are_equal(changed, generation_of(other, "off").generate(inputs))
-    assert not torch.equal(changed["logprobs"], first["logprobs"])
+
+
+def take_a_step(model):
+    trainer = C.Trainer(model)
+    trainer.grads.copy_(model.masters)  # some gradient
+    trainer.step(lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
 
 
 @PACKS
-def test_generation_with_packed_weights_uses_the_new_weights_after_an_optimizer_step():
+@pytest.mark.parametrize("change", [copy_other_weights, take_a_step])
+def test_generation_with_packed_weights_uses_the_new_weights_after_they_change(change):
     inputs, outputs, digests = prompts([5, 9]), [], set()
     for packed in ("on", "off"):
         model = wide_model()
-        trainer, generation = C.Trainer(model), generation_of(model, packed)
+        generation = generation_of(model, packed)
         before = generation.generate(inputs)
-        trainer.zero_grad()
-        trainer.grads.copy_(model.masters)  # some gradient
-        trainer.step(lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
+        change(model)
         generation._next_draw_id = 0
         outputs.append(generation.generate(inputs))
         digests.add(model.digest())

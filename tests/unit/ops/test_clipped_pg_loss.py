@@ -150,14 +150,6 @@ def test_policy_gradient_losses_and_gradients_match_hand_computed_values(case):
     assert result.grad_logprobs[0].tolist() == pytest.approx(slopes, rel=1e-6)
 
 
-def test_probability_ratio_metrics_match_hand_computed_values():
-    """Ratios 0.5, 1.0, 1.5, clip 0.2."""
-    metrics = one_row([0.5, 1.0, 1.5], 1.0).metrics
-    assert metrics["probs_ratio"] == pytest.approx(1.0, rel=1e-7)
-    assert metrics["probs_ratio_clamped"] == pytest.approx((0.8 + 1 + 1.2) / 3, rel=1e-7)
-    assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == pytest.approx((0.5, 1.5))
-
-
 def test_dppo_kl_loss_has_zero_gradient_for_tokens_beyond_its_kl_bound():
     kl = math.exp(-1) * -math.log(2.0) + (1 - math.exp(-1)) * math.log((1 - math.exp(-1)) / (1 - 2 * math.exp(-1)))
     for bound, slope in ((kl * 1.01, -2.0), (kl * 0.99, 0.0)):

@@ -1,15 +1,12 @@
 """Weights in blocks: made and read as ggml and bitsandbytes do, and multiplied with the bits of the dequantised matrix."""
 
-import os
-import subprocess
-import sys
-
 import gguf
 import numpy as np
 import pytest
 import torch
 from nemo_rl_cpp._native import CPU_CAPABILITIES, C
 from reference import weight_blocks
+from test_capabilities import USED, under
 
 GGML = ("q8_0", "q4_0")
 FORMATS = (*GGML, "nf4")
@@ -176,28 +173,12 @@ SHAPES = "check({0}, ({0}, 1, 2, 7, 9, 16, 65), (1, 2), ((146, 96), (96, 2048), 
 ROWS = (
     "check(300, (300, *range(1, 67), 95, 97, 127, 129, 145, 191, 193, 255, 257, 287, 289, 299), (2,), ((146, 224),))\n"
 )
-EVERYWHERE = f"""
-import os, sys
-from nemo_rl_cpp._native import C
-print(C.cpu_capability())
-if C.cpu_capability() != os.environ["NEMO_RL_CPU_CAPABILITY"]:
-    sys.exit()
-{PRODUCTS}
-{SHAPES.format(140)}{ROWS}"""
-
-
-def under(capability, program):
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"NEMO_RL_CPU_CAPABILITY": capability}, capture_output=True, text=True, timeout=600
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CPU_CAPABILITIES)
 def test_products_with_a_quantised_matrix_are_bit_identical_to_those_with_its_dequantised_copy(capability):
-    used = under(capability, EVERYWHERE)
+    used = under(capability, "-c", USED + PRODUCTS + SHAPES.format(140) + ROWS).strip()
     if used != capability:
         pytest.skip(f"this machine has no {capability}, {used} would be used")
 

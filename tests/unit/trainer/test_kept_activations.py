@@ -9,50 +9,23 @@ from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, cut_rows
 from nemo_rl_cpp.models.weights import initialize_weights
 from row_batch import padded_rows
+from tiny_layers import LAYERS
 
 LLAMA = dict(model_type="llama", vocab_size=61, hidden_size=40, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10000.0, tie_word_embeddings=True)  # fmt: skip
 FAMILIES = {
-    "llama": LLAMA,
-    "qwen2": LLAMA | {"model_type": "qwen2", "tie_word_embeddings": False},
-    "qwen3": LLAMA | {"model_type": "qwen3"},
-    "gemma3": LLAMA | {"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2},
-    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": 1},  # no layer keeps the blocks of all tokens
-    "gemma2": LLAMA | {"model_type": "gemma2", "sliding_window": 7, "final_logit_softcapping": 3.0},
-    "qwen2_moe": LLAMA | {
-        "model_type": "qwen2_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1],
-        "shared_expert_intermediate_size": 32,
-    },
-    "qwen3_5": LLAMA | {
-        "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    },
-    "qwen3_5_moe": LLAMA | {
-        "model_type": "qwen3_5_moe_text", "full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 32,
-    },
-    "nemotron_h": LLAMA | {
-        "model_type": "nemotron_h", "hybrid_override_pattern": "M-*M-", "mlp_hidden_act": "relu2", "n_groups": 1, "mamba_num_heads": 2,
-        "ssm_state_size": 16, "mamba_head_dim": 16, "tie_word_embeddings": False,
-    },
-    "deepseek_v3": LLAMA | {
-        "model_type": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1,
-    },
-    "nemotron_h with latent experts": LLAMA | {
-        "model_type": "nemotron_h", "hybrid_override_pattern": "ME*M-", "mlp_hidden_act": "relu2", "n_groups": 1, "mamba_num_heads": 2,
-        "ssm_state_size": 16, "mamba_head_dim": 16, "tie_word_embeddings": False, "n_routed_experts": 5, "moe_intermediate_size": 24,
-        "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
-    },
-    "granite": LLAMA | {"model_type": "granite", "residual_multiplier": 0.4, "embedding_multiplier": 3.0},
+    "llama": {}, "qwen2": {"tie_word_embeddings": False}, "qwen3": {},
+    "mistral": {"sliding_window": 1},  # no layer keeps the blocks of all tokens
+    **{name: LAYERS[name] for name in ("granite", "qwen2_moe", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3")},
+    **{name: LAYERS[name] | {"sliding_window": 7} for name in ("gemma2", "gemma3_text")},
+    **{name: LAYERS[name] | {"tie_word_embeddings": False} for name in ("nemotron_h", "nemotron_h with latent experts")},
 }  # fmt: skip
 PLENTY = 1 << 28
 
 
 def make_model(family="qwen3", dtype=torch.bfloat16, max_bytes=PLENTY):
-    model = C.DecoderModel(native_config(FAMILIES[family]), dtype, True)
+    config = LLAMA | {"model_type": family.partition(" ")[0]} | FAMILIES[family]
+    model = C.DecoderModel(native_config(config), dtype, True)
     initialize_weights(model, 3, std=0.2)
     model.masters_changed()
     model.keep_activations(max_bytes)
@@ -83,6 +56,13 @@ def batch_of(data, output, generations=4):
     return padded_rows(ids.contiguous(), lengths, mask, torch.arange(len(ids)) // generations), mask
 
 
+def generated(model, **engine):
+    """(what `prompts` returns, its responses, the batch to train on, its mask)"""
+    data = prompts()
+    output = generation_on(model, **engine).generate(data)
+    return data, output, *batch_of(data, output)
+
+
 def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, checkpoint=False):
     """(gradients, log-probabilities, tokens whose forward was generation's)"""
     trainer = C.Trainer(model)
@@ -101,10 +81,8 @@ def gradients(model, batch, mask, max_samples=0, max_tokens=0, share=True, check
 )
 def test_activations_kept_from_generation_give_the_same_gradients_as_a_new_forward_pass(family, dtype, split):
     keeping, plain = make_model(family, dtype), make_model(family, dtype, max_bytes=0)
-    data = prompts()
-    output = generation_on(keeping).generate(data)
+    data, output, batch, mask = generated(keeping)
     assert torch.equal(output["logprobs"], generation_on(plain).generate(data)["logprobs"])
-    batch, mask = batch_of(data, output)
     kept, logprobs, reused = gradients(keeping, batch, mask, **split)
     computed, expected, none = gradients(plain, batch, mask, **split)
     assert reused > 0 and none == 0
@@ -133,9 +111,7 @@ def test_activations_kept_from_generation_are_usable_after_chunked_prefill_and_p
 def test_activations_beyond_the_memory_budget_for_kept_ones_are_recomputed():
     """A small budget keeps the first sequences whole; a micro-batch that misses a row makes its own forward."""
     whole = make_model()
-    data = prompts()
-    output = generation_on(whole).generate(data)
-    batch, mask = batch_of(data, output)
+    data, output, batch, mask = generated(whole)
     expected, _, all_tokens = gradients(whole, batch, mask, max_samples=1, share=False)
     token_bytes = whole.kept_bytes // (-(-whole.kept_tokens // 64) * 64)
     reused = []
@@ -172,8 +148,7 @@ def test_second_turn_reuses_the_activations_kept_from_the_first():
 
 def test_activations_kept_from_generation_are_not_used_for_different_tokens():
     model = make_model()
-    data = prompts()
-    output = generation_on(model).generate(data)
+    data, output, *_ = generated(model)
     output["output_ids"][0, 0] += 1
     batch, mask = batch_of(data, output)
     assert gradients(model, batch, mask, max_samples=1, share=False)[2] > 0
@@ -182,9 +157,7 @@ def test_activations_kept_from_generation_are_not_used_for_different_tokens():
 
 def test_activations_kept_from_generation_are_dropped_after_an_optimizer_step():
     model = make_model()
-    data = prompts()
-    output = generation_on(model).generate(data)
-    batch, mask = batch_of(data, output)
+    data, _, batch, mask = generated(model)
     trainer = C.Trainer(model)
     out = torch.zeros(mask.shape)
     for step in range(2):
@@ -201,14 +174,11 @@ def test_activations_kept_from_generation_are_dropped_after_an_optimizer_step():
     assert model.kept_tokens == 0
 
 
-def test_generation_for_validation_keeps_no_activations():
+def test_generation_for_validation_keeps_no_activations_and_the_memory_of_kept_ones_is_freed():
     model = make_model()
     generation_on(model).generate(prompts() | {"stream": "val"})
     assert model.kept_tokens == 0
-
-
-def test_memory_of_activations_kept_from_generation_is_freed():
-    model = make_model()
     generation_on(model).generate(prompts())
+    assert model.kept_tokens > 0
     model.keep_activations(0)
     assert model.kept_tokens == model.kept_bytes == model.max_kept_bytes == 0

@@ -63,9 +63,11 @@ def test_lm_head_and_sampler_give_bit_identical_logprobs_whatever_the_other_rows
         assert torch.equal(one, expected[r : r + 1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lm_head_results_are_bit_identical_with_one_and_two_threads(dtype):
-    results = on_threads(lambda: run(*inputs(300, 4500, 24, dtype), 1.0), (1, 2))
+@pytest.mark.parametrize(
+    "op, rows, dtype", [(run, 300, torch.float32), (run, 300, torch.bfloat16), (run_fused, 1100, torch.float32)]
+)
+def test_lm_head_results_are_bit_identical_with_one_and_two_threads(op, rows, dtype):
+    results = on_threads(lambda: op(*inputs(rows, 4500, 24, dtype), 1.0), (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -83,11 +85,6 @@ def test_fused_lm_head_pass_gives_bit_identical_logprobs_and_gradients_matching_
     _, _, expected_x, expected_w = reference(*data, 0.7)
     for ours, theirs in ((d_x, expected_x), (d_w, expected_w)):
         assert (ours - theirs).norm() <= bound * theirs.norm() + 1e-6
-
-
-def test_fused_lm_head_pass_is_bit_identical_with_one_and_two_threads():
-    results = on_threads(lambda: run_fused(*inputs(1100, 4500, 24, torch.float32), 1.0), (1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_fused_lm_head_pass_in_float64_is_an_error():

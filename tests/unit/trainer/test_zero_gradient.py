@@ -11,8 +11,9 @@ from nemo_rl_cpp.models.policy.train_step import MicroBatchRunner
 from test_gradient_invariance import groups_batch, trainer_of
 from test_token_loss import ROW_LOSSES, TOKEN_LOSSES, train, training_data
 
+NO_KL = {"reference_policy_kl_penalty": 0.0}
 NO_OTHER_TERM = {
-    name: settings | {"reference_policy_kl_penalty": 0.0}
+    name: settings | NO_KL
     for name, settings in (TOKEN_LOSSES | ROW_LOSSES).items() if "positive_example_nll_weight" not in settings and name not in ("dro", "kl-cov", "nll")
 }  # fmt: skip
 
@@ -22,6 +23,13 @@ class EveryRow(ClippedPGLossFn):
 
     def zero_gradient_rows(self, data):
         return None
+
+
+class Wrong(ClippedPGLossFn):
+    """Declares rows that have a gradient to have none."""
+
+    def zero_gradient_rows(self, data):
+        return torch.arange(data.size) < 4
 
 
 def data_with_zeros(rows):
@@ -35,7 +43,7 @@ def data_with_zeros(rows):
 )
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 5, 6], [0, 1, 2, 3, 4, 5, 6]], ids=str)
 def test_skipping_rows_with_zero_loss_gradient_does_not_change_the_gradients(rows, dtype, bound):
-    data, settings = data_with_zeros(rows), {"reference_policy_kl_penalty": 0.0}
+    data, settings = data_with_zeros(rows), NO_KL
     some, grads = train(ClippedPGLossFn(settings), data, dtype)
     every, expected = train(EveryRow(settings), data, dtype)
     assert some.zero_gradient_tokens > 0 == every.zero_gradient_tokens and len(some.metrics) == 2 > len(every.metrics)
@@ -53,9 +61,6 @@ def test_losses_with_only_an_advantage_term_skip_rows_whose_advantages_are_zero(
     assert some.zero_gradient_tokens > 0 and (grads - expected).norm() <= 1e-5 * expected.norm()
 
 
-NO_KL = {"reference_policy_kl_penalty": 0.0}
-
-
 @pytest.mark.parametrize(
     "settings", [{}, NO_KL | {"positive_example_nll_weight": 0.1}, NO_KL | {"name": "dro"}], ids=["KL", "NLL", "DRO"]
 )
@@ -69,7 +74,7 @@ def test_losses_with_a_kl_or_another_additional_term_skip_no_rows(settings):
 def test_advantages_at_untrained_tokens_do_not_prevent_skipping_a_row_with_zero_gradient():
     data = data_with_zeros([])
     data["advantages"][2] = data["token_mask"][2] - 1  # -1 outside of the response
-    loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0})
+    loss_fn = ClippedPGLossFn(NO_KL)
     assert loss_fn.zero_gradient_rows(RaggedBatch.of(data)).nonzero().tolist() == [[2]]
     data["advantages"][2, int(data["token_mask"][2].nonzero()[-1])] = float("nan")
     assert not loss_fn.zero_gradient_rows(RaggedBatch.of(data)).any()
@@ -77,18 +82,14 @@ def test_advantages_at_untrained_tokens_do_not_prevent_skipping_a_row_with_zero_
 
 def test_step_whose_rows_all_have_zero_gradient_returns_logprobs_and_zero_gradients():
     data = data_with_zeros(slice(None))
-    result, grads = train(ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}), data)
+    result, grads = train(ClippedPGLossFn(NO_KL), data)
     assert result.zero_gradient_tokens == result.packed_tokens > 0 and not grads.any() and result.outputs.any()
 
 
 def test_row_that_the_loss_declared_zero_gradient_is_trained_if_its_gradient_is_not_zero():
-    class Wrong(ClippedPGLossFn):
-        def zero_gradient_rows(self, data):
-            return torch.arange(data.size) < 4
-
-    data, settings = training_data(), {"reference_policy_kl_penalty": 0.0}
-    wrong, grads = train(Wrong(settings), data)
-    _, expected = train(EveryRow(settings), data)
+    data = training_data()
+    wrong, grads = train(Wrong(NO_KL), data)
+    _, expected = train(EveryRow(NO_KL), data)
     assert wrong.zero_gradient_tokens == 0 and (grads - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -143,7 +144,7 @@ class Recorded:
 def test_gradient_reduction_over_ranks_begins_during_the_last_backward_pass(rows, begins):
     """Micro-batches without a gradient come behind it."""
     trainer = Recorded(trainer_of())
-    loss_fn, data = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}), RaggedBatch.of(data_with_zeros(rows))
+    loss_fn, data = ClippedPGLossFn(NO_KL), RaggedBatch.of(data_with_zeros(rows))
     way = MicroBatchRunner(trainer, loss_fn, MicroBatching(max_samples=2), sums=GradientSums(beside=True))
     assert way.forward_backward(data, 0, data.size).zero_gradient_tokens > 0
     asked = [name for name in trainer.asked if name in ("begin_sum", "forward", "forward_with_loss", "finish_backward")]
@@ -155,12 +156,8 @@ def test_gradient_reduction_over_ranks_begins_during_the_last_backward_pass(rows
 
 
 def test_gradient_reduction_raises_if_a_gradient_declared_zero_is_not_zero():
-    class Wrong(ClippedPGLossFn):
-        def zero_gradient_rows(self, data):
-            return torch.arange(data.size) < 4
-
     data = RaggedBatch.of(training_data())
-    loss_fn, sums = Wrong({"reference_policy_kl_penalty": 0.0}), GradientSums(beside=True)
+    loss_fn, sums = Wrong(NO_KL), GradientSums(beside=True)
     way = MicroBatchRunner(trainer_of(), loss_fn, MicroBatching(max_samples=2), sums=sums)
     with pytest.raises(ValueError, match="of the loss names sample 0, whose micro-batch has a gradient"):
         way.forward_backward(data, 0, data.size)

@@ -57,12 +57,6 @@ class FlatLayout:
             offset += math.prod(shape)
         return cls(specs, offset)
 
-    @property
-    def places(self) -> list[tuple[str, list[int], int]]:
-        """Return (name, shape, offset) of each parameter; `offset` is the index of its first element in the flat
-        buffer."""
-        return [(spec.name, spec.shape, spec.offset) for spec in self.specs]
-
 
 class Piece(NamedTuple):
     """A range [begin, end) of the flat buffers that the optimizer updates.
@@ -82,7 +76,7 @@ class FlatModel:
 
     Attributes:
         module: the module, in `dtype`; its parameters are views of `compute`.
-        layout: (name, shape, offset) of each parameter, in the module's order; tied parameters once.
+        flat_layout: the positions of the parameters, in the module's order; tied parameters once.
         compute: [n] the weights that matrix products read.
         masters: [n] float32 master weights; `compute` itself if that is float32; None for a frozen model."""
 
@@ -93,24 +87,24 @@ class FlatModel:
         self.module = module.to(device)
         parameters = list(module.named_parameters())
         self.flat_layout = FlatLayout.of((name, list(p.shape), -1) for name, p in parameters)
-        self.layout, total, self.trainable = self.flat_layout.places, self.flat_layout.total, trainable
+        total, self.trainable = self.flat_layout.total, trainable
         self._trained: list[list[int]] = []  # [begin, end) of consecutive trained parameters
         self.compute = torch.empty(total, dtype=dtype, device=device)
         self.masters_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
         self.masters = self.compute if trainable else None
         if trainable and self.masters_dtype != dtype:
             self.masters = torch.empty(total, dtype=self.masters_dtype, device=device)
-        for (_, _, offset), (_, parameter) in zip(self.layout, parameters):
-            size = parameter.numel()
+        for spec, (_, parameter) in zip(self.flat_layout.specs, parameters):
+            begin, end = spec.offset, spec.offset + parameter.numel()
             if self.masters is not None:
-                self.masters[offset : offset + size] = parameter.data.reshape(-1)
-            view = self.compute[offset : offset + size].view(parameter.shape)
+                self.masters[begin:end] = parameter.data.reshape(-1)
+            view = self.compute[begin:end].view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
             parameter.requires_grad_(trainable and parameter.requires_grad)
             if parameter.requires_grad:
-                self._trained += [[offset, offset]] if not self._trained or self._trained[-1][1] < offset else []
-                self._trained[-1][1] = offset + size
+                self._trained += [[begin, begin]] if not self._trained or self._trained[-1][1] < begin else []
+                self._trained[-1][1] = end
 
     def pieces(self) -> list[Piece]:
         """Return all ranges that the optimizer updates. They exclude parameters that the architecture or the user's
@@ -144,9 +138,9 @@ class FlatModel:
             buffer()[offset : offset + parameter.numel()].add_(parameter.grad.reshape(-1))
             parameter.grad = None
 
-        for (_, _, offset), parameter in zip(self.layout, self.module.parameters()):
+        for spec, parameter in zip(self.flat_layout.specs, self.module.parameters()):
             if parameter.requires_grad:  # the architecture may have frozen it
-                parameter.register_post_accumulate_grad_hook(partial(add, offset))
+                parameter.register_post_accumulate_grad_hook(partial(add, spec.offset))
 
     def gathered(self) -> AbstractContextManager[None]:
         """Return a context that does nothing, because this process always holds all weights."""
@@ -175,7 +169,6 @@ class ShardedModel:
         self.whole = FlatLayout.of((name, list(p.shape), -1) for name, p in module.named_parameters())
         self.layouts = [_rows_of(self.whole, rank, ranks.size) for rank in range(ranks.size)]
         self.flat_layout = self.layouts[ranks.rank]
-        self.layout = self.flat_layout.places
         for parameter in module.parameters():
             parameter.requires_grad_(trainable and parameter.requires_grad)
         self._units = _shard(module, ranks.mesh(), dtype)
@@ -204,16 +197,16 @@ class ShardedModel:
     def write(self, masters: Tensor) -> None:
         """Overwrite this rank's weights with `masters` [n], its float32 master weights."""
         self.reshard()
-        for piece, (_, _, offset) in zip(self._local(), self.layout):
-            piece.copy_(masters[offset : offset + piece.numel()])
+        for piece, spec in zip(self._local(), self.flat_layout.specs):
+            piece.copy_(masters[spec.offset : spec.offset + piece.numel()])
 
     def pieces(self) -> list[Piece]:
         """Return the ranges of this rank's parameter rows that the optimizer updates. They exclude parameters that the
         architecture or the user's code has frozen."""
         self.reshard()
         return [
-            Piece(offset, offset + local.numel(), local, None)
-            for local, parameter, (_, _, offset) in zip(self._local(), self._parameters, self.layout)
+            Piece(spec.offset, spec.offset + local.numel(), local, None)
+            for local, parameter, spec in zip(self._local(), self._parameters, self.flat_layout.specs)
             if parameter.requires_grad and local.numel()
         ]
 
@@ -225,14 +218,8 @@ class ShardedModel:
         """Return a copy of the accumulated gradients, float32 [n], of the n weights that this rank holds (some rows of
         every parameter), summed over all ranks."""
         with torch.no_grad():
-            return torch.cat(
-                [
-                    torch.zeros(p.to_local().numel(), dtype=torch.float32)
-                    if p.grad is None
-                    else p.grad.to_local().reshape(-1)
-                    for p in self._parameters
-                ]
-            )
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+            return torch.cat([grad.to_local().reshape(-1) for grad in grads])
 
     def gradients_into(self, buffer: Callable[[], Tensor]) -> None:
         """Do nothing: FSDP2 accumulates gradients itself."""
@@ -275,8 +262,7 @@ class ShardedModel:
 
 
 def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
-    """Return the layout of a rank under FSDP2: ceil(d / size) of a parameter's d rows; the last ranks may have fewer
-    rows or none. Raise ValueError for a scalar parameter."""
+    """Return the layout of a rank under FSDP2: ceil(d / size) of a parameter's d rows, or the fewer that are left."""
     parts = []
     for spec in whole.specs:
         if not spec.shape:
@@ -290,8 +276,8 @@ def _rows_of(whole: FlatLayout, rank: int, size: int) -> FlatLayout:
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> list[nn.Module]:
-    """Apply FSDP2 over the ranks of `mesh` to each layer and to the rest of the module. The passes compute in `dtype`,
-    and gradients are summed in float32. Return the submodules whose weights are gathered together."""
+    """Apply FSDP2 over `mesh` to each layer and to the rest of the module, which compute in `dtype` and sum gradients
+    in float32. Return the submodules whose weights are gathered together."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     base = module.backbone if isinstance(module, ValueNet) else module

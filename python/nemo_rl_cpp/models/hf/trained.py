@@ -359,7 +359,7 @@ class HfTrainedModel(TrainedModel):
         those in its module; None if there are none."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        here = {name: torch.empty(shape, device="meta") for name, shape, _ in self.model.layout}
+        here = {spec.name: torch.empty(spec.shape, device="meta") for spec in self.model.flat_layout.specs}
         there = revert_weight_conversion(self.model.module, dict(here))
         if not (moved := sorted(there.keys() - here.keys())):
             return None

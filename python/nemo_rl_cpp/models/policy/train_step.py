@@ -45,6 +45,7 @@ class Scoring:
 
     @property
     def filters(self) -> bool:
+        """Return whether top-k or top-p removes tokens."""
         return self.top_p < 1 or self.top_k > 0
 
     def unfiltered(self) -> Scoring:
@@ -353,15 +354,14 @@ class _GlobalBatch:
                 "ranks has begun: leave such samples out of it"
             )
         d_scored = torch.zeros_like(self.scored)
+        d_unfiltered = None if self.unfiltered is None else torch.zeros_like(self.unfiltered)
+        d_entropies = None if loss.grad_entropy is None else torch.zeros_like(self.entropies)
         micro.write(loss.grad, d_scored if self.candidates is None else d_scored[:, 0], loss.first_column)
         if loss.grad_candidates is not None:
             micro.write(loss.grad_candidates, d_scored[:, 1:], 1)
-        d_unfiltered = None if self.unfiltered is None else torch.zeros_like(self.unfiltered)
-        if loss.grad_unfiltered is not None:
-            micro.write(loss.grad_unfiltered, d_unfiltered, 1)
-        d_entropies = None if loss.grad_entropy is None else torch.zeros_like(self.entropies)
-        if loss.grad_entropy is not None:
-            micro.write(loss.grad_entropy, d_entropies, 1)
+        for grad, into in ((loss.grad_unfiltered, d_unfiltered), (loss.grad_entropy, d_entropies)):
+            if grad is not None:
+                micro.write(grad, into, 1)
         return d_scored, d_unfiltered, d_entropies
 
 
@@ -424,11 +424,9 @@ def evaluate_loss(
         metrics = dict(result.metrics)
         if (error_sum := getattr(result, "mult_prob_error_sum", None)) is not None:
             metrics["token_mult_prob_error_sum"] = error_sum
-        return LossResult(
-            float(result.loss), metrics, result.grad_logprobs, getattr(result, "grad_unfiltered", None),
-            nonfinite=getattr(result, "nonfinite", None), grad_entropy=getattr(result, "grad_entropy", None),
-            grad_candidates=getattr(result, "grad_candidates", None),
-        )  # fmt: skip
+        optional = ("grad_unfiltered", "nonfinite", "grad_entropy", "grad_candidates")
+        found = {name: getattr(result, name, None) for name in optional}
+        return LossResult(float(result.loss), metrics, result.grad_logprobs, **found)
     leaf = curr_logprobs.detach().clone().requires_grad_(need_grad)
     leaves = [leaf]
     if "curr_logprobs_unfiltered" in micro:
@@ -472,23 +470,18 @@ def evaluate_value_loss(
 def check_finite(loss: LossResult, rows: list[int], curr: Tensor) -> None:
     """Raise NonFiniteError, which names the first sample and token concerned, if the loss or its gradient is not
     finite. `rows` are the samples of the micro-batch, and `curr` their log-probabilities or values."""
+    what = None if math.isfinite(loss.value) else f"the loss is {loss.value}"
+    where, place = f"in the micro-batch of samples {rows}", loss.nonfinite
+    if place is not None:
+        what = what or "a term of the loss is not finite"
     for grad in loss.grads:
         bad = ~torch.isfinite(grad)
         if bad.any():
             place = tuple(bad.nonzero()[0].tolist())
-            row, column = place[:2]
-            raise NonFiniteError(
-                f"the gradient of the loss is {float(grad[place])} at sample {rows[row]}, token {column + loss.first_column} "
-                f"(its {loss.what} is {float(curr[row, column + loss.first_column]):.6g}); the weights were not updated"
-            )
-    if loss.nonfinite is not None:
-        row, token = loss.nonfinite[0], loss.nonfinite[1] + loss.first_column
-        what = "a term of the loss is not finite" if math.isfinite(loss.value) else f"the loss is {loss.value}"
-        raise NonFiniteError(
-            f"{what} at sample {rows[row]}, token {token} (its {loss.what} is {float(curr[row, token]):.6g}); "
-            "the weights were not updated"
-        )
-    if not math.isfinite(loss.value):
-        raise NonFiniteError(
-            f"the loss is {loss.value} in the micro-batch of samples {rows}; the weights were not updated"
-        )
+            what = f"the gradient of the loss is {float(grad[place])}"
+            break
+    if place is not None:
+        row, token = place[0], place[1] + loss.first_column
+        where = f"at sample {rows[row]}, token {token} (its {loss.what} is {float(curr[row, token]):.6g})"
+    if what is not None:
+        raise NonFiniteError(f"{what} {where}; the weights were not updated")

@@ -1,0 +1,48 @@
+"""What tiny models of several architectures have in their config.json besides the sizes that all of them have."""
+
+LAYERS = {
+    "llama": {},
+    "olmo3": {"sliding_window": 20},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "phi3": {"sliding_window": 70, "partial_rotary_factor": 0.5},
+    "gemma2": {"sliding_window": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"sliding_window": 20, "sliding_window_pattern": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 20},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 64},
+    "qwen2_moe": {
+        "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1],
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    },
+    "qwen3_5_text": {
+        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+    },
+    "qwen3_5_moe_text": {
+        "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*-", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+        "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5,
+    },
+    "nemotron_h with experts": {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "ME*E", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+        "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 2.5,
+    },
+    "nemotron_h with latent experts": {
+        "model_type": "nemotron_h", "hybrid_override_pattern": "EM*E", "mlp_hidden_act": "relu2", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+        "mamba_head_dim": 32, "layer_norm_epsilon": 1e-5, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 64, "moe_latent_size": 24,
+    },
+}  # fmt: skip

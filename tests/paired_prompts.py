@@ -1,4 +1,4 @@
-"""Prompts that are answered twice each, for tests of non-native generators, and a function that reads the responses."""
+"""Prompts that are answered twice each, for tests of non-native generators, and functions that read the responses."""
 
 import torch
 
@@ -18,3 +18,13 @@ def texts(out, data):
     """Return the token ids of each response."""
     ends = out["unpadded_sequence_lengths"].tolist()
     return [row[begin:end].tolist() for row, begin, end in zip(out["output_ids"], data["input_lengths"].tolist(), ends)]
+
+
+def to_train(data, out, generations):
+    """Return the prompts `data`, in groups of `generations`, with their responses `out` as a batch to train on."""
+    total, position = out["unpadded_sequence_lengths"], torch.arange(out["output_ids"].shape[1])[None]
+    return {
+        "input_ids": out["output_ids"], "input_lengths": total, "sample_mask": torch.ones(len(total)), "generation_logprobs": out["logprobs"],
+        "token_mask": ((position >= data["input_lengths"][:, None]) & (position < total[:, None])).float(),
+        "group_id": torch.arange(len(total)) // generations,
+    }  # fmt: skip

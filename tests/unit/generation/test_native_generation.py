@@ -12,6 +12,7 @@ from nemo_rl_cpp.models.memory import forecast
 from nemo_rl_cpp.models.model_sizes import model_sizes
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.weights import initialize_weights
+from paired_prompts import to_train
 from row_batch import padded_rows
 from threads import on_threads
 from tiny_layers import LAYERS
@@ -35,16 +36,6 @@ def prompts(sizes, generations=1, seed=0):
     }
 
 
-def as_training_data(inputs, outputs, generations):
-    position = torch.arange(outputs["output_ids"].shape[1])[None]
-    prompt, total = inputs["input_lengths"][:, None], outputs["unpadded_sequence_lengths"][:, None]
-    return {
-        "input_ids": outputs["output_ids"], "input_lengths": outputs["unpadded_sequence_lengths"],
-        "token_mask": ((position >= prompt) & (position < total)).float(), "sample_mask": torch.ones(len(total)),
-        "group_id": torch.arange(len(total)) // generations,
-    }  # fmt: skip
-
-
 def are_equal(a, b):
     return all(torch.equal(a[name], b[name]) for name in ("output_ids", "logprobs"))
 
@@ -60,7 +51,7 @@ def test_generation_and_trainer_logprobs_are_bit_identical(family, precision, th
         policy.config.__dict__["share_prompt_prefix"] = share
         inputs = prompts([1 + (37 * i) % 300 for i in range(6)], generations, seed=batch)
         outputs = policy.create_generation().generate(inputs)
-        data = as_training_data(inputs, outputs, generations)
+        data = to_train(inputs, outputs, generations)
         scored = policy.get_logprobs(data)["logprobs"]
         assert torch.equal(scored, outputs["logprobs"] * data["token_mask"])
         assert outputs["generation_lengths"].min() >= 1
@@ -83,7 +74,7 @@ def test_chunked_prefill_preemption_and_small_batches_do_not_change_recurrent_la
         outputs.append(generation.generate(inputs))
     assert generation.get_logger_metrics()["preemptions"] > 0
     assert all(are_equal(output, outputs[0]) for output in outputs[1:])
-    data = as_training_data(inputs, outputs[0], 4)
+    data = to_train(inputs, outputs[0], 4)
     assert torch.equal(policy.get_logprobs(data)["logprobs"], outputs[0]["logprobs"] * data["token_mask"])
 
 
@@ -109,7 +100,7 @@ def test_kv_cache_that_reuses_blocks_behind_a_window_gives_the_tokens_and_logpro
         outputs += on_threads(lambda: generation.generate(inputs), (threads,))
     assert family == "mistral" or generation.get_logger_metrics()["preemptions"] > 0
     assert all(are_equal(output, outputs[0]) for output in outputs[1:])
-    data = as_training_data(inputs, outputs[0], 4)  # training reads the keys of all tokens from its packed rows
+    data = to_train(inputs, outputs[0], 4)  # training reads the keys of all tokens from its packed rows
     assert torch.equal(policy.get_logprobs(data)["logprobs"], outputs[0]["logprobs"] * data["token_mask"])
 
 
@@ -157,7 +148,7 @@ def test_decode_steps_are_bit_identical_on_any_number_of_threads(texts, dtype, p
     outputs = on_threads(
         lambda: NativeGeneration(native_runner(model, settings), settings, None, seed=7).generate(inputs)
     )
-    data, logprobs = as_training_data(inputs, outputs[0], 1), torch.zeros(outputs[0]["logprobs"].shape)
+    data, logprobs = to_train(inputs, outputs[0], 1), torch.zeros(outputs[0]["logprobs"].shape)
     mask = data["token_mask"].bool()
     batch = padded_rows(data["input_ids"].contiguous(), data["input_lengths"], mask, data["group_id"])
     C.Trainer(model).forward(batch, list(range(texts)), 1.0, True, False, False, logprobs)

@@ -26,7 +26,7 @@ from nemo_rl_cpp.models.generation.vllm.server import (
 )
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import VllmGeneration
-from paired_prompts import prompts, texts
+from paired_prompts import prompts, texts, to_train
 from vllm_policies import MODEL, RECURRENT, change, engine_of, policy_of
 
 UPDATE = [
@@ -80,12 +80,7 @@ def test_generation_logprobs_of_vllm_match_those_of_the_trainer(joined):
     engine.update_weights(policy.state_dict(), 3)
     data = prompts()
     out = engine.generate(data)
-    lengths, ends = data["input_lengths"], out["unpadded_sequence_lengths"]
-    place = torch.arange(out["output_ids"].shape[1])
-    mask = ((place >= lengths[:, None]) & (place < ends[:, None])).float()
-    scored = policy.get_logprobs(
-        {"input_ids": out["output_ids"], "input_lengths": ends, "token_mask": mask, "sample_mask": torch.ones(len(ends))}
-    )["logprobs"]  # fmt: skip
+    scored = policy.get_logprobs(to_train(data, out, 2))["logprobs"]
     torch.testing.assert_close(out["logprobs"], scored.float(), atol=1e-5, rtol=0)
 
 

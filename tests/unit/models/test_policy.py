@@ -10,6 +10,7 @@ from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.models.policy import lm_policy
 from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
+from paired_prompts import to_train
 from reference import optimizer_state
 from safetensors.torch import load_file
 
@@ -136,13 +137,9 @@ def rollouts(policy, seed):
     prompts = torch.randint(4, 14, (3, 4), generator=torch.Generator().manual_seed(seed)).repeat_interleave(4, 0)
     if not hasattr(policy, "engine"):  # one engine a policy: it counts the prompts
         policy.engine = policy.create_generation()
-    out = policy.engine.generate(BatchedDataDict(input_ids=prompts, input_lengths=torch.full((12,), 4)), greedy=False)
-    lengths, position = out["unpadded_sequence_lengths"], torch.arange(out["output_ids"].shape[1])[None]
-    return {
-        "input_ids": out["output_ids"], "input_lengths": lengths, "sample_mask": torch.ones(12), "group_id": torch.arange(12) // 4,
-        "token_mask": ((position >= 4) & (position < lengths[:, None])).float(), "generation_logprobs": out["logprobs"],
-        "advantages": torch.linspace(-1, 1, 12)[:, None].expand(12, position.shape[1]).contiguous(),
-    }  # fmt: skip
+    data = BatchedDataDict(input_ids=prompts, input_lengths=torch.full((12,), 4))
+    made = to_train(data, policy.engine.generate(data), 4)
+    return made | {"advantages": torch.linspace(-1, 1, 12)[:, None].expand_as(made["input_ids"]).contiguous()}
 
 
 @pytest.mark.parametrize("period", [0, 1, 3])

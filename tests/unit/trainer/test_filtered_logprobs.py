@@ -10,6 +10,7 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
 from nemo_rl_cpp.distributed.ragged_batch import BatchedDataDict
 from nemo_rl_cpp.models.policy.lm_policy import Policy
+from paired_prompts import to_train
 from reference import sampling as reference
 from row_batch import padded_rows
 from test_gradient_invariance import model_of
@@ -134,14 +135,9 @@ def rollout(policy, greedy=False):
     data = BatchedDataDict(
         input_ids=prompts, input_lengths=lengths, sample_index=torch.arange(16), draw_ids=torch.arange(16) // 4
     )
-    out = policy.create_generation().generate(data, greedy=greedy)
-    total = out["unpadded_sequence_lengths"]
-    position = torch.arange(out["output_ids"].shape[1])[None]
-    return {
-        "input_ids": out["output_ids"], "input_lengths": total, "sample_mask": torch.ones(16), "group_id": torch.arange(16) // 4,
-        "token_mask": ((position >= 5) & (position < total[:, None])).float(), "generation_logprobs": out["logprobs"],
-        "advantages": torch.randn(16, 1, generator=torch.Generator().manual_seed(3)).expand_as(out["output_ids"]).contiguous(),
-    }  # fmt: skip
+    made = to_train(data, policy.create_generation().generate(data, greedy=greedy), 4)
+    advantages = torch.randn(16, 1, generator=torch.Generator().manual_seed(3))
+    return made | {"advantages": advantages.expand_as(made["input_ids"]).contiguous()}
 
 
 NO_KL = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))

@@ -8,6 +8,7 @@ from nemo_rl_cpp.models.generation.native import NativeGeneration, native_runner
 from nemo_rl_cpp.models.hf_config import native_config
 from nemo_rl_cpp.models.policy.micro_batches import MicroBatching, cut_rows
 from nemo_rl_cpp.models.weights import initialize_weights
+from paired_prompts import to_train
 from row_batch import padded_rows
 from tiny_layers import LAYERS
 
@@ -50,10 +51,9 @@ def prompts(groups=4, generations=4, first=3):
 
 
 def batch_of(data, output, generations=4):
-    ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"]
-    place = torch.arange(ids.shape[1])[None]
-    mask = (place >= data["input_lengths"][:, None]) & (place < lengths[:, None])
-    return padded_rows(ids.contiguous(), lengths, mask, torch.arange(len(ids)) // generations), mask
+    made = to_train(data, output, generations)
+    mask = made["token_mask"].bool()
+    return padded_rows(made["input_ids"].contiguous(), made["input_lengths"], mask, made["group_id"]), mask
 
 
 def generated(model, **engine):

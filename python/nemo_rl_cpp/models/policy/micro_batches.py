@@ -25,32 +25,6 @@ def pack_shuffled(costs: Sequence[int], capacity: int) -> Bins:
     return C.pack_first_fit(costs, order, capacity)
 
 
-def packed_bins(batch: C.RowBatch, rows: list[int], max_tokens: int, share_prefix: bool, algorithm: str) -> Bins:
-    """Pack `rows` into bins of at most `max_tokens` tokens by `algorithm` (`sequence_packing.algorithm`). Return the
-    bins, lists of rows, ordered by their first rows.
-
-    `rows` is ascending, and each row has a token to score (see `wanted_tokens`). With `share_prefix`, adjacent rows
-    with the same prompt stay in one bin if the budget allows, because their prompt is then computed once. A row longer
-    than the budget gets a separate bin."""
-    units, costs = C.prompt_units(batch, rows, max_tokens, share_prefix)
-    chosen = PACKERS[algorithm]([min(cost, max_tokens) for cost in costs], max_tokens) if units else []
-    return sorted(sorted(row for unit in places for row in units[unit]) for places in chosen if places)
-
-
-def dynamic_bins(lengths: list[int], width: int, rows: list[int], max_tokens: int, multiple: int) -> Bins:
-    """Group `rows`, indices into `lengths`, into bins of rows of similar length, shortest first. In a bin (number of
-    rows) x (longest length) is at most `max_tokens`.
-
-    Lengths are rounded up to a multiple of `multiple`, but to at most `width`, the length of padded rows. A row longer
-    than `max_tokens` gets a separate bin."""
-    if not rows:
-        return []
-    own = [min(lengths[row], max_tokens) for row in rows]
-    plan = C.plan_dynamic_batching(own, len(rows), 1, max_tokens, multiple, min(width, max_tokens))
-    spans = plan.micro_batch_indices[0]
-    return [sorted(rows[place] for place in plan.order[begin:end]) for begin, end in spans if end > begin]
-
-
 @dataclass(frozen=True)
 class MicroBatching:
     """The settings by which rows are split into micro-batches: at most `max_samples` rows, or if `max_tokens` > 0 at
@@ -121,14 +95,24 @@ def plan(
 
 def cut_rows(batch: C.RowBatch, rows: list[int], batching: MicroBatching) -> Bins:
     """Split `rows` into micro-batches, and return them as lists of rows. `rows` is ascending, and each row has a token
-    to score."""
-    if not batching.max_tokens:
+    to score.
+
+    With a token budget, a row longer than it gets a separate micro-batch. Dynamic batching groups rows of similar
+    length, shortest first, so that (number of rows) x (longest length) is within the budget. Packed micro-batches are
+    ordered by their first rows."""
+    budget = batching.max_tokens
+    if not budget or not rows:
         count = batching.max_samples or max(len(rows), 1)
         return [rows[begin : begin + count] for begin in range(0, len(rows), count)]
-    budget = batching.max_tokens
     if batching.length_round:
-        return dynamic_bins(batch.data.lengths.tolist(), batch.data.width, rows, budget, batching.length_round)
-    bins = packed_bins(batch, rows, budget, batching.share_prefix, batching.algorithm)
+        lengths, width = batch.data.lengths.tolist(), min(batch.data.width, budget)
+        own = [min(lengths[row], budget) for row in rows]
+        found = C.plan_dynamic_batching(own, len(rows), 1, budget, batching.length_round, width)
+        spans = [found.order[begin:end] for begin, end in found.micro_batch_indices[0] if end > begin]
+        return [sorted(rows[place] for place in places) for places in spans]
+    units, costs = C.prompt_units(batch, rows, budget, batching.share_prefix)
+    chosen = PACKERS[batching.algorithm]([min(cost, budget) for cost in costs], budget)
+    bins = sorted(sorted(row for unit in places for row in units[unit]) for places in chosen if places)
     if batching.largest_first:
         bins.sort(key=lambda rows: -C.packed_tokens(batch, rows, batching.share_prefix))  # a stable sort
     return bins

@@ -4,8 +4,10 @@ import tiny
 import torch
 from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.tiny_tokenizer import tiny_tokenizer
+from nemo_rl_cpp.models.generation.native import NativeGeneration
 from nemo_rl_cpp.models.generation.vllm.vllm_generation import vllm_of
 from nemo_rl_cpp.models.policy.lm_policy import Policy
+from paired_prompts import texts
 
 MODEL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.2}
 RECURRENT = MODEL | {
@@ -40,3 +42,13 @@ def change(policy, seed):
         torch.randn(policy.model.masters.shape, generator=torch.Generator().manual_seed(seed)) * 0.1
     )
     policy.model.masters_changed()
+
+
+def greedy_texts(engine, policy, data, gap=1e-5):
+    """Return vLLM's greedy responses, after comparing them with those of the native engine on the policy's weights."""
+    out = engine.generate(data, greedy=True)
+    native = policy.create_generation(policy.config.generation, seed=5)
+    wanted = NativeGeneration.generate(native, data, greedy=True)
+    assert texts(out, data) == texts(wanted, data) and torch.equal(out["truncated"], wanted["truncated"])
+    torch.testing.assert_close(out["logprobs"], wanted["logprobs"], atol=gap, rtol=0)
+    return texts(out, data)

@@ -21,8 +21,7 @@ def _all_sliding(form: Form) -> list[str]:
 
 
 def _listed(form: Form, every: int, others: str = SLIDING) -> list[str]:
-    """Return the kind of each layer: layer_types if set, otherwise every `every`-th layer is FULL, the rest
-    `others`."""
+    """Return the kinds of the layers: layer_types if set, otherwise every `every`-th is FULL, and the rest `others`."""
     return form.get("layer_types") or [
         FULL if (i + 1) % every == 0 else others for i in range(form["num_hidden_layers"])
     ]

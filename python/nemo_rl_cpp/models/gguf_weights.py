@@ -169,8 +169,8 @@ def _value_heads(config: Mapping[str, Plain], name: str) -> tuple[int, int] | No
 def _with_swapped_value_heads(
     config: Mapping[str, Plain], name: str, values: np.ndarray, *, to_gguf: bool
 ) -> np.ndarray:
-    """Return the parameter with the value heads of a gated delta net in llama.cpp's order, the first one of every key
-    head first, or in Hugging Face's, all of the first key head first."""
+    """Return the parameter with the value heads of a gated delta net reordered: in llama.cpp the first one of every key
+    head comes first, in Hugging Face all of the first key head."""
     if (found := _value_heads(config, name)) is None:
         return values
     axis, first = found

@@ -131,7 +131,9 @@ def canonical_config(config: Mapping[str, Plain], overrides: Mapping[str, Plain]
     else:
         form = _respelt({**config, **overrides}, made)
     if made.experts is not None:
-        _rename_expert_count(form, made.experts)
+        for name in EXPERT_COUNTS:  # transformers 5 writes another key than released models have
+            if name != made.experts.count and name in form:
+                form.setdefault(made.experts.count, form.pop(name))
     form = {**made.defaults, **form}
     if made.one_block:
         form = nemotron_h.canonical(form)
@@ -181,15 +183,6 @@ def _respelt(config: Mapping[str, Plain], made: Architecture) -> dict[str, Plain
     # Phi 3: the top-level key takes precedence over the key in the section, even with its default value
     beside = {original: config.get(original) or made.defaults[original]}
     return rope.respell({**config, **beside}, positions, made.rope_theta) | beside
-
-
-def _rename_expert_count(form: dict[str, Plain], experts: Experts) -> None:
-    """Rename the number of experts in `form` to `experts.count`, the key of released models; transformers 5 writes
-    another."""
-    for name in EXPERT_COUNTS:
-        if name != experts.count and name in form:
-            form.setdefault(experts.count, form[name])
-            del form[name]
 
 
 def _derive(form: dict[str, Plain]) -> None:

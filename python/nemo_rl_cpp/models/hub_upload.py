@@ -101,7 +101,7 @@ def _model_folder(folder: str | Path) -> Path:
 
 
 def _names(weights: Path) -> list[str]:
-    """Return a glob pattern that matches only it for each file to upload from `weights` and its adapter's subfolder."""
+    """Return a glob pattern relative to `weights` for each file to upload; it matches only this file."""
     files = (path for at in (weights, weights / ADAPTER) if at.is_dir() for path in at.iterdir() if path.is_file())
     named = (path for path in files if path.name[0] != "." and any(fnmatchcase(path.name, fit) for fit in _FILES))
     return sorted(escape(path.relative_to(weights).as_posix()) for path in named)

@@ -360,7 +360,8 @@ def kept_activations_bytes(config: TrainMasterConfig, sizes: ModelSizes) -> floa
 
 
 def _generated_tokens(config: TrainMasterConfig, responses: int, sequences: int | None = None) -> int:
-    """Return the maximum number of tokens in `sequences` sequences (by default a step's), grouped by shared prompts."""
+    """Return the maximum number of tokens in `sequences` sequences (by default a step's), of which `responses` each
+    share a prompt."""
     policy, generation = config.policy, config.policy.generation
     length = generation.effective_max_model_len(policy.max_total_sequence_length)
     prompt = min(config.data.max_input_seq_length or length, length)
@@ -435,7 +436,7 @@ def _scoring_buffers(config: TrainMasterConfig, name: str, sizes: ModelSizes) ->
 
 
 def _head(policy: TrainedModelConfig, sizes: ModelSizes, kind: str, scored: float) -> tuple[str, float]:
-    """Return the logits of a micro-batch ("train" or "logprob") in which the share `scored` of the tokens has some."""
+    """Return the logits of a micro-batch ("train" or "logprob"), of whose tokens the share `scored` gets logits."""
     tokens = micro_batch_tokens(policy, kind)
     if policy.backend == "hf":
         logits = tokens * sizes.vocab_size

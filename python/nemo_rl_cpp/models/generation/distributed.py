@@ -128,8 +128,7 @@ class DistributedGeneration(GenerationInterface):
         return responses.padded(batch, getattr(self.tokenizer, "pad_token_id", None))
 
     def _parts(self, prompts: list[RaggedBatch], greedy: bool, told: list[OnFinished | None]) -> list[Responses]:
-        """Return the responses of each engine: those of engine i to `prompts[i]`, which `told[i]` receives as they
-        end."""
+        """Return the responses of each engine i to `prompts[i]`, which `told[i]` receives as they end."""
         return self._of_engines("generate_with", [(self._number, share, greedy) for share in prompts], told)
 
     def _of_engines(self, method: str, each: list[tuple], told: list[OnFinished | None]) -> list:

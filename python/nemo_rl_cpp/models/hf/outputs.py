@@ -200,23 +200,16 @@ def outputs_of(
     if isinstance(module, ValueNet):
         values = module(rows.row, rows.column, **_inputs(module.backbone, rows))
         return Outputs(values.squeeze(-1).float())
-    logits, column = _logits(module, rows)
+    inputs, column = _inputs(module, rows), rows.column
+    if accepts(module, "logits_to_keep") is not None:  # only at positions where some row has a token to score
+        inputs["logits_to_keep"], column = rows.column.unique(return_inverse=True)
+    logits = module(**inputs).logits
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * logits.shape[-1]))
     picks = list(zip(*(part.split(chunk) for part in (rows.row, column, rows.targets))))
     scored, raw, removed = _InChunks.apply(logits, picks, scoring, unfiltered)
     if not scoring.filters:
         return Outputs(scored, None, scored if unfiltered else None)
     return Outputs(scored, removed, raw if unfiltered else None)
-
-
-def _logits(module: nn.Module, rows: ModelRows) -> tuple[Tensor, Tensor]:
-    """Return (logits [b, C, V], columns [W]): the logits of b sequences at C positions, and for each token to score the
-    index along C of its logits. If the architecture supports it, C has only positions of tokens to score."""
-    inputs = _inputs(module, rows)
-    if accepts(module, "logits_to_keep") is None:
-        return module(**inputs).logits, rows.column
-    columns, column = rows.column.unique(return_inverse=True)
-    return module(**inputs, logits_to_keep=columns).logits, column
 
 
 class _InChunks(torch.autograd.Function):

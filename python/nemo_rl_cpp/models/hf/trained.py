@@ -248,8 +248,7 @@ def save_module(module: nn.Module, folder: Path, whole: dict[str, Tensor] | None
 
 
 def _named_as(module: nn.Module, whole: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return a state dict for the sharded `module`: the tensors of `whole` without `prefix`, and the module's
-    buffers."""
+    """Return a state dict for the sharded `module`: the tensors of `whole` without `prefix`, and its buffers."""
     named = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return named | {name: tensor for name, tensor in module.state_dict().items() if name not in parameters}

@@ -82,8 +82,8 @@ class HfTrainer:
             unfiltered[picked.places] = outputs.unfiltered.detach().cpu()
 
     def _pass(self, rows: ModelRows, scoring: Scoring, keep: bool, checkpoint: bool, unfiltered: bool) -> Outputs:
-        """Run a forward pass. `keep`: store the autograd graph for `backward`, with `checkpoint` only the inputs of
-        layers."""
+        """Run a forward pass. `keep` stores the autograd graph for `backward`, with `checkpoint` only layers'
+        inputs."""
         self._kept = None  # drop the graph of a micro-batch that got no backward pass
         self._checkpoint(checkpoint and keep)
         with quietly(), torch.set_grad_enabled(keep):

@@ -255,8 +255,7 @@ def _options(policy: PolicyConfig, model: str, port: int, device: str) -> dict[s
 
 
 def _words(options: Mapping[str, object]) -> Iterator[str]:
-    """Yield `options` as vLLM's command line: False as `--no-x`, a list as several words, a mapping as JSON, null
-    not."""
+    """Yield `options` as words of a command line: False as `--no-x`, a mapping as JSON, a list word by word."""
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -506,7 +505,7 @@ def _check_facts(facts: dict, policy: PolicyConfig, device: str, refuse: Refuse)
 
 
 def _check_generate(client: ServerClient, refuse: Refuse) -> None:
-    """Raise the error `refuse(text)` unless the server's route for token ids answers a request without a prompt."""
+    """Raise the error `refuse(text)` if the server's route for token ids is closed, or needs an API key."""
     try:
         client.call(_JOINING, "POST", GENERATE, {})
     except ServerStatusError as error:

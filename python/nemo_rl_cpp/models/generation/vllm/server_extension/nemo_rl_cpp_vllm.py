@@ -89,15 +89,6 @@ def check_all_loaded(expected: set, loaded: set | None) -> None:
         )
 
 
-def check_digest(found: str, sent: str) -> None:
-    """Raise RuntimeError if `found`, the digest of the received weights, differs from `sent`, the digest of the
-    trainer's weights."""
-    if found != sent:
-        raise RuntimeError(
-            f"the weights that arrived are not the trainer's: digest {found} against {sent}; vLLM keeps the old ones"
-        )
-
-
 def pack_again(model) -> None:
     """On a CPU, pack the weights of the LM head of `model` again if it is tied to the embedding. Its matrix product
     reads a packed copy of the weights, which a reload of the embedding does not update."""
@@ -136,7 +127,10 @@ def shared_memory_engine() -> type:
             self.weights = self.digest = None
             weights = open_memory(init_info.path, init_info.size, init_info.manifest)
             self.found = weights.digest()
-            check_digest(self.found, init_info.digest)
+            if self.found != init_info.digest:
+                raise RuntimeError(
+                    f"the weights that arrived are not the trainer's: digest {self.found} against {init_info.digest}; vLLM keeps the old ones"
+                )
             self.weights, self.expected = weights, {name for name, _ in self.model.named_parameters()}
 
         def start_weight_update(self) -> None:

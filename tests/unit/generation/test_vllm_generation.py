@@ -26,7 +26,7 @@ from nemo_rl_cpp.models.generation.vllm.server import (
     started_options,
 )
 from nemo_rl_cpp.models.generation.vllm.server_extension.nemo_rl_cpp_vllm import begin_digest
-from nemo_rl_cpp.models.generation.vllm.vllm_generation import WeightBuffer
+from nemo_rl_cpp.models.generation.vllm.vllm_generation import SharedMemoryTransport
 from nemo_rl_cpp.models.model_folder import tiny_random
 from paired_prompts import prompts
 from processes import wait_until_gone
@@ -201,7 +201,7 @@ def test_vllm_is_an_error_for_models_whose_checkpoint_tensors_have_different_nam
 
 def test_digest_of_the_weights_sent_to_vllm_covers_names_dtypes_shapes_and_values():
     weights = {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
-    buffer = WeightBuffer(weights)
+    buffer = SharedMemoryTransport(weights, None)
     first = buffer.fill(weights)
     by_hand = begin_digest([["a", "float32", [5], 0, 20], ["b", "bfloat16", [2, 3], 64, 12]])
     for tensor in weights.values():
@@ -214,7 +214,7 @@ def test_digest_of_the_weights_sent_to_vllm_covers_names_dtypes_shapes_and_value
 
 
 def test_shared_memory_for_weights_sent_to_vllm_is_freed_with_its_object():
-    buffer = WeightBuffer({"a": torch.ones(3)})
+    buffer = SharedMemoryTransport({"a": torch.ones(3)}, None)
     descriptor, memory = buffer.descriptor, os.fstat(buffer.descriptor)
     del buffer
     gc.collect()

@@ -71,11 +71,11 @@ def test_installed_vllm_receives_weights_generates_the_expected_texts_and_may_be
             assert moved.digest == engine.weight_digest()
             seen.append(greedy_texts(engine, policy, data, gap))
         assert seen[0] != seen[1]
-        fill = engine._transport._buffer.fill
-        engine._transport._buffer.fill = lambda weights: fill(weights)[::-1]  # another digest than the memory's
+        fill = engine._transport.fill
+        engine._transport.fill = lambda weights: fill(weights)[::-1]  # another digest than the memory's
         with pytest.raises(VllmError, match="the weights that arrived are not the trainer's"):
             engine.update_weights(policy.state_dict(), 3)
-        engine._transport._buffer.fill = fill
+        engine._transport.fill = fill
         engine.update_weights(policy.state_dict(), 3)  # vLLM has gone on
         assert texts(engine.generate(data, greedy=True), data) == seen[1]
         began = time.monotonic()

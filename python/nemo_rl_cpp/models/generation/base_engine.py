@@ -225,6 +225,24 @@ class BaseEngine(GenerationInterface):
         return max(int(free * self._memory_share) // 2, 1)
 
 
+class StopStrings:
+    """A search for stop strings in the bytes of a response's tokens, one token after the other, as in the native
+    engine. `token_bytes` holds the bytes of each token of the vocabulary."""
+
+    def __init__(self, stops: Sequence[str], token_bytes: Sequence[bytes]) -> None:
+        self._stops, self._token_bytes = [text.encode() for text in stops], token_bytes
+        self._kept = max(map(len, self._stops), default=1) - 1  # last bytes that may begin a stop string
+        self._tail = b""
+
+    def end_at(self, token: int) -> bool:
+        """Return whether the bytes so far, with those of the next token `token`, hold a stop string."""
+        if not self._stops:
+            return False
+        text = self._tail + (self._token_bytes[token] if token < len(self._token_bytes) else b"")
+        self._tail = text[-self._kept :] if self._kept else b""
+        return any(stop in text for stop in self._stops)
+
+
 class ResponseBuffer:
     """The responses of a batch, each stored when it ends. For a row that is never stored, because its prompt leaves no
     room for a response, the response is empty and marked as truncated.

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.config.generation import GenerationConfig
 from nemo_rl_cpp.data.interfaces import TokenizerType
-from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, GenerationRequest, ResponseBuffer
+from nemo_rl_cpp.models.generation.base_engine import (
+    STREAMS,
+    BaseEngine,
+    GenerationRequest,
+    ResponseBuffer,
+    StopStrings,
+)
 from nemo_rl_cpp.models.generation.interfaces import OnFinished, Responses
 from nemo_rl_cpp.models.hf.outputs import accepts, quietly
 
@@ -143,9 +149,8 @@ class _Work(ResponseBuffer):
         super().__init__(asked.batch.size, on_finished)
         self.prompts = [row.to(torch.int64) for row in asked.batch.rows(asked.batch.tokens["input_ids"])]
         self.room, self.draws, self.samples = room, asked.draws.tolist(), asked.samples.tolist()
-        self.stop_texts = [tuple(text.encode() for text in row) for row in asked.stops]
-        self.stream, self.rule, self.ends, self.token_bytes = STREAMS[asked.stream], rule, ends, token_bytes
-        self._tails = [b""] * len(self.prompts)
+        self.stream, self.rule, self.ends = STREAMS[asked.stream], rule, ends
+        self._stops = [StopStrings(stops, token_bytes) for stops in asked.stops]
 
     def length(self, row: int) -> int:
         """Return the number of tokens of a row's prompt and response so far, which is the position of its next
@@ -155,14 +160,9 @@ class _Work(ResponseBuffer):
     def append(self, row: int, token: int) -> bool:
         """Append a token to the response of a row; return whether the response has ended."""
         self.tokens[row].append(token)
-        stops = token in self.ends or (self.stop_texts[row] and self._stops(row, self.token_bytes[token]))
+        stops = token in self.ends or self._stops[row].end_at(token)
         self.truncated[row] = not stops and len(self.tokens[row]) >= self.room[row]
-        return bool(stops) or self.truncated[row]
-
-    def _stops(self, row: int, added: bytes) -> bool:
-        text, longest = self._tails[row] + added, max(map(len, self.stop_texts[row]))
-        self._tails[row] = text[-(longest - 1) :] if longest > 1 else b""
-        return any(stop in text for stop in self.stop_texts[row])
+        return stops or self.truncated[row]
 
 
 def _device(module: nn.Module) -> torch.device:

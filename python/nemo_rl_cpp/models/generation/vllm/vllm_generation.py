@@ -24,7 +24,13 @@ from nemo_rl_cpp.config.policy import PolicyConfig
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.distributed.worker_calls import WorkerLostError
-from nemo_rl_cpp.models.generation.base_engine import STREAMS, BaseEngine, GenerationRequest, ResponseBuffer
+from nemo_rl_cpp.models.generation.base_engine import (
+    STREAMS,
+    BaseEngine,
+    GenerationRequest,
+    ResponseBuffer,
+    StopStrings,
+)
 from nemo_rl_cpp.models.generation.interfaces import OnFinished, RefitResult, Responses
 from nemo_rl_cpp.models.generation.vllm.server import (
     GENERATE,
@@ -44,61 +50,43 @@ REFIT = "a refit"
 _ID = "nccl_unique_id"  # key of the store under which csrc/distributed/nccl_communicator.cpp writes the id
 
 
-class WeightBuffer:
-    """Anonymous shared memory with a copy of the weights. It is freed when the last process closes it.
+class SharedMemoryTransport:
+    """The transfer of weights to vLLM through anonymous memory that this process and the server's workers map. The
+    memory is reachable only by this process's open file, so it is freed once both processes have ended, even if they
+    are killed.
 
     Attributes:
         manifest: [name, dtype, shape, offset, bytes] of each tensor, as `nemo_rl_cpp_vllm.SharedWeights` reads it.
-        size: total size in bytes.
         weight_bytes: size of all tensors in bytes.
         descriptor: file descriptor, which the server's process opens by its path in /proc."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
+        self._client, self._sent, end = client, "", 0
         self.manifest: list[list] = []
-        end = 0
-        for name, tensor in tensors.items():
+        for name, tensor in weights.items():
             offset, size = -(-end // _ALIGNED) * _ALIGNED, tensor.numel() * tensor.element_size()
             self.manifest.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset, size])
             end = offset + size
-        self.size, self.weight_bytes = max(end, 1), sum(size for *_, size in self.manifest)
+        self._size, self.weight_bytes = max(end, 1), sum(size for *_, size in self.manifest)
         self.descriptor = os.memfd_create("nemo_rl_cpp_weights")
         self._closing = weakref.finalize(self, os.close, self.descriptor)  # also closes it if creating the engine fails
-        os.ftruncate(self.descriptor, self.size)
-        self._memory = torch.frombuffer(mmap.mmap(self.descriptor, self.size), dtype=torch.uint8)
+        os.ftruncate(self.descriptor, self._size)
+        self._memory = torch.frombuffer(mmap.mmap(self.descriptor, self._size), dtype=torch.uint8)
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> str:
-        """Copy the current weights into this shared memory. Return a digest of `tensors`, not of the copy."""
+    def fill(self, weights: Mapping[str, Tensor]) -> str:
+        """Copy the current weights into the shared memory. Return a digest of `weights`, not of the copy."""
         digest = begin_digest(self.manifest)
         for name, _, _, offset, size in self.manifest:
-            flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            flat = weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._memory[offset : offset + size].copy_(flat)
             digest.update(flat.numpy())
         return digest.hexdigest()
 
-    def close(self) -> None:
-        """Close the descriptor of the shared memory, which is freed when the last tensor that views it is released.
-        Further calls do nothing."""
-        self._closing()
-        self.descriptor = -1
-
-
-class SharedMemoryTransport:
-    """The transfer of weights to vLLM through anonymous memory that this process and the server's workers map. The
-    memory is reachable only by this process's open file, so it is freed once both processes have ended, even if they
-    are killed."""
-
-    def __init__(self, weights: Mapping[str, Tensor], client: ServerClient) -> None:
-        self._client, self._buffer, self._sent = client, WeightBuffer(weights), ""
-        self.weight_bytes = self._buffer.weight_bytes
-
     def prepare(self, weights: Mapping[str, Tensor]) -> None:
         """Copy `weights` (name -> tensor) into the memory shared with vLLM, and let vLLM compare the digest of what it
         reads there with the digest of what was written. On failure vLLM keeps its old weights."""
-        self._sent = self._buffer.fill(weights)
-        info = {
-            "path": f"/proc/{os.getpid()}/fd/{self._buffer.descriptor}", "size": self._buffer.size, "manifest": self._buffer.manifest,
-            "digest": self._sent,
-        }  # fmt: skip
+        self._sent, path = self.fill(weights), f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        info = {"path": path, "size": self._size, "manifest": self.manifest, "digest": self._sent}
         self._client.call(REFIT, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def send(self, weights: Mapping[str, Tensor]) -> str:
@@ -108,8 +96,10 @@ class SharedMemoryTransport:
         return self._sent
 
     def close(self) -> None:
-        """Release the shared memory. Further calls do nothing."""
-        self._buffer.close()
+        """Close the descriptor of the shared memory, which is freed when the last tensor that views it is released.
+        Further calls do nothing."""
+        self._closing()
+        self.descriptor = -1
 
 
 class NcclTransport:
@@ -202,8 +192,7 @@ _PLAIN = {  # set explicitly, so that they do not depend on a server's defaults
 
 
 class Response:
-    """One response that vLLM is generating. Stop strings are matched in the bytes of its tokens, as in the native
-    engine.
+    """One response that vLLM is generating.
 
     Args:
         row: index of the row of the batch.
@@ -213,11 +202,9 @@ class Response:
         self, row: int, prompt: list[int], room: int, seed: int, stops: tuple[str, ...], token_bytes: list[bytes]
     ) -> None:
         self.row, self.prompt, self.room, self.seed = row, prompt, room, seed
-        self.stops, self._token_bytes = [text.encode() for text in stops], token_bytes
-        self._kept = max(map(len, self.stops), default=1) - 1  # last bytes that may begin a stop string
+        self._stops, self.stopped, self.truncated = StopStrings(stops, token_bytes), False, False
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self._tail, self.stopped, self.truncated = b"", False, False
 
     def add(self, token: int, logprob: float) -> None:
         """Append a token. Ignore tokens that vLLM has sampled after a stop string."""
@@ -225,10 +212,7 @@ class Response:
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if self.stops:
-            text = self._tail + (self._token_bytes[token] if token < len(self._token_bytes) else b"")
-            self._tail = text[-self._kept :] if self._kept else b""
-            self.stopped = any(stop in text for stop in self.stops)
+        self.stopped = self._stops.end_at(token)
 
 
 class VllmGeneration(BaseEngine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import ModelFolderError
@@ -49,14 +50,12 @@ def canonical(form: Mapping[str, Plain]) -> dict[str, Plain]:
 
 def step_limits(form: Mapping[str, Plain]) -> tuple[float, float]:
     """Return Mamba's minimum and maximum time step. transformers 5 writes infinity as {"__float__": "Infinity"}."""
-    limits, numbers = form["time_step_limit"], (1.0, 0.0)
-    try:
-        least, greatest = (limit["__float__"] if isinstance(limit, dict) else limit for limit in limits)
-        numbers = float(least), float(greatest)
-    except (TypeError, ValueError, KeyError):
-        pass
-    expect(0 <= numbers[0] <= numbers[1], "time_step_limit", limits, "a pair of numbers from 0 in ascending order")
-    return numbers
+    limits, least, greatest = form["time_step_limit"], 1.0, 0.0
+    if isinstance(limits, (list, tuple)) and len(limits) == 2:
+        with suppress(TypeError, ValueError):
+            least, greatest = (float(each.get("__float__") if isinstance(each, dict) else each) for each in limits)
+    expect(0 <= least <= greatest, "time_step_limit", limits, "a pair of numbers from 0 in ascending order")
+    return least, greatest
 
 
 _OURS = (

@@ -2,65 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from nemo_rl_cpp.files.yaml_text import Plain
 
+Shapes = dict[str, list[int]]
+"""Name of a parameter -> its shape. The functions for a part of a layer return names without the layer's prefix."""
 
-def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
+
+def parameter_shapes(native: Mapping[str, Plain]) -> Shapes:
     """Return {name: shape} of every parameter of the native `DecoderModel` with the arguments `native` (see
     `native_config`)."""
-    hidden, inner, heads = native["hidden_size"], native["intermediate_size"], native["head_dim"]
-    query, key_value = native["num_heads"] * heads, native["num_kv_heads"] * heads
-    products = {
-        "self_attn.q": (2 * query if native["output_gate"] else query, hidden), "self_attn.k": (key_value, hidden), "self_attn.v": (key_value, hidden), "self_attn.o": (hidden, query),
-        "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden), "mlp.down": (hidden, inner),
-    }  # fmt: skip
-    if native["fused_tensors"]:
-        products = {
-            "self_attn.qkv": (query + 2 * key_value, hidden), "self_attn.o": (hidden, query),
-            "mlp.gate_up": (2 * inner, hidden), "mlp.down": (hidden, inner),
-        }  # fmt: skip
-    if "latent" in native:
-        products = _latent_products(native) | {name: products[name] for name in ("mlp.gate", "mlp.up", "mlp.down")}
-    if native["activation"] == "relu_squared":
-        del products["mlp.gate"]
-    normed_heads = {"none": {}, "head": {"q": heads, "k": heads}, "whole": {"q": query, "k": key_value}}
-    biased = dict.fromkeys(("self_attn.q", "self_attn.k", "self_attn.v"), "qkv_bias") | {"self_attn.o": "output_bias"}
-    ranks = native.get("latent", {})
-    latents = {"q": ranks.get("query_rank"), "kv": ranks.get("rank")}
-    with_experts = native.get("experts", {}).get("layers", ())
-    recurrent, one_block = native.get("recurrent", {}).get("layers", ()), native.get("one_block")
+    hidden, one_block = native["hidden_size"], native.get("one_block")
+    attention, mlp, recurrent, experts = _attention_shapes(native), _mlp_shapes(native), {}, {}
+    if "recurrent" in native:
+        recurrent = dict.fromkeys(native["recurrent"]["layers"], _recurrent_shapes(native["recurrent"], hidden))
+    if "experts" in native:
+        experts = dict.fromkeys(native["experts"]["layers"], _expert_shapes(native))
     shapes = {"model.embed_tokens.weight": [native["vocab_size"], hidden]}
     for layer in range(len(native["layers"])):
-        prefix = f"model.layers.{layer}."
         has_mixer, has_mlp = (True, True) if one_block is None else (one_block[layer], not one_block[layer])
-        shapes |= {
-            f"{prefix}{norm}.weight": [hidden]
+        norms = {
+            f"{norm}.weight": [hidden]
             for place, norm in native["norms"].items()
             if (has_mlp if place.endswith("mlp") else has_mixer)
         }
-        if layer in recurrent:
-            shapes |= {prefix + name: shape for name, shape in _recurrent_shapes(native["recurrent"], hidden).items()}
-        elif has_mixer:
-            shapes |= {
-                f"{prefix}self_attn.{norm}_norm.weight": [size]
-                for norm, size in normed_heads[native["qk_norm"]].items()
-            }
-            shapes |= {f"{prefix}self_attn.{norm}_a_layernorm.weight": [size] for norm, size in latents.items() if size}
-            if native["attention_sinks"]:
-                shapes[f"{prefix}self_attn.sinks"] = [native["num_heads"]]
-        if layer in with_experts:
-            up = ["up"] if native["activation"] == "relu_squared" else ["gate", "up"]
-            shapes |= {prefix + name: shape for name, shape in _expert_shapes(native["experts"], hidden, up).items()}
-        for name, (rows, columns) in products.items():
-            is_mlp = name.startswith("mlp.")
-            if layer in (with_experts if is_mlp else recurrent) or not (has_mlp if is_mlp else has_mixer):
-                continue
-            suffix = "_proj_with_mqa" if name == "self_attn.kv_a" else "_proj"
-            shapes[f"{prefix}{name}{suffix}.weight"] = [rows, columns]
-            if native[biased.get(name, "mlp_bias")]:
-                shapes[f"{prefix}{name}_proj.bias"] = [rows]
+        parts = norms, recurrent.get(layer, attention if has_mixer else {}), experts.get(layer, mlp if has_mlp else {})
+        for part in parts:
+            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in part.items()}
     shapes["model.norm.weight"] = [hidden]
     if native["value_head"]:
         shapes["score.weight"] = [1, hidden]
@@ -69,21 +38,53 @@ def parameter_shapes(native: Mapping[str, Plain]) -> dict[str, list[int]]:
     return shapes
 
 
-def _latent_products(native: Mapping[str, Plain]) -> dict[str, tuple[int, int]]:
-    """Return {name: (rows, columns)} of the matrices of latent attention in one layer."""
-    hidden, heads, size, latent = native["hidden_size"], native["num_heads"], native["head_dim"], native["latent"]
-    rank, rotated, values = latent["rank"], latent["rope_dim"], heads * latent["value_dim"]
-    queries = {"self_attn.q": (heads * size, hidden)}
-    if query_rank := latent["query_rank"]:
-        queries = {"self_attn.q_a": (query_rank, hidden), "self_attn.q_b": (heads * size, query_rank)}
-    return queries | {
-        "self_attn.kv_a": (rank + rotated, hidden), "self_attn.kv_b": (heads * (size - rotated) + values, rank),
-        "self_attn.o": (hidden, values),
+def _attention_shapes(native: Mapping[str, Plain]) -> Shapes:
+    hidden, heads, size = native["hidden_size"], native["num_heads"], native["head_dim"]
+    query, key_value = heads * size, native["num_kv_heads"] * size
+    norms = {"none": {}, "head": {"q_norm": size, "k_norm": size}, "whole": {"q_norm": query, "k_norm": key_value}}
+    vectors = norms[native["qk_norm"]]
+    matrices = {
+        "q_proj": (2 * query if native["output_gate"] else query, hidden), "k_proj": (key_value, hidden), "v_proj": (key_value, hidden),
+        "o_proj": (hidden, query),
     }  # fmt: skip
+    if native["fused_tensors"]:
+        matrices = {"qkv_proj": (query + 2 * key_value, hidden), "o_proj": (hidden, query)}
+    if latent := native.get("latent"):
+        rank, query_rank, rotated, values = (latent[key] for key in ("rank", "query_rank", "rope_dim", "value_dim"))
+        vectors = {"kv_a_layernorm": rank}
+        matrices = {
+            "q_proj": (query, hidden), "kv_a_proj_with_mqa": (rank + rotated, hidden),
+            "kv_b_proj": (heads * (size - rotated + values), rank), "o_proj": (hidden, heads * values),
+        }  # fmt: skip
+        if query_rank:
+            vectors["q_a_layernorm"] = query_rank
+            matrices |= {"q_a_proj": (query_rank, hidden), "q_b_proj": (query, query_rank)}
+            del matrices["q_proj"]
+    shapes = {f"{name}.weight": [length] for name, length in vectors.items()}
+    shapes |= {f"{name}.weight": list(shape) for name, shape in matrices.items()}
+    for key, names in (("qkv_bias", ("q_proj", "k_proj", "v_proj")), ("output_bias", ("o_proj",))):
+        shapes |= {f"{name}.bias": [matrices[name][0]] for name in names if native[key]}
+    if native["attention_sinks"]:
+        shapes["sinks"] = [heads]
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
 
-def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list[int]]:
-    """Return {name without the layer's prefix: shape} of the parameters of a gated delta net or of Mamba-2."""
+def _up_matrices(native: Mapping[str, Plain]) -> list[str]:
+    """Return the names of the matrices by which an MLP's activation is computed."""
+    return ["up"] if native["activation"] == "relu_squared" else ["gate", "up"]
+
+
+def _mlp_shapes(native: Mapping[str, Plain]) -> Shapes:
+    hidden, inner = native["hidden_size"], native["intermediate_size"]
+    matrices = {name: [inner, hidden] for name in _up_matrices(native)}
+    if native["fused_tensors"]:
+        matrices = {"gate_up": [2 * inner, hidden]}
+    matrices["down"] = [hidden, inner]
+    shapes = {f"mlp.{name}_proj.weight": shape for name, shape in matrices.items()}
+    return shapes | {f"mlp.{name}_proj.bias": shape[:1] for name, shape in matrices.items() if native["mlp_bias"]}
+
+
+def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> Shapes:
     heads, values = sizes["value_heads"], sizes["value_heads"] * sizes["value_dim"]
     mixed = 2 * sizes["key_heads"] * sizes["key_dim"] + values
     if "step_limits" in sizes:
@@ -100,9 +101,8 @@ def _recurrent_shapes(sizes: Mapping[str, Plain], hidden: int) -> dict[str, list
     return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
-def _expert_shapes(experts: Mapping[str, Plain], hidden: int, up: Sequence[str]) -> dict[str, list[int]]:
-    """Return {name without the layer's prefix: shape} of the parameters of a mixture of experts; `up` lists which of
-    the matrices gate and up an expert has."""
+def _expert_shapes(native: Mapping[str, Plain]) -> Shapes:
+    experts, hidden, up = native["experts"], native["hidden_size"], _up_matrices(native)
     block, inner, shared = experts["block"], experts["intermediate_size"], experts["shared_size"]
     width = experts["latent_size"] or hidden
     router = f"{block}.{experts['router']}"

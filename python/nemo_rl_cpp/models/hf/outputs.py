@@ -149,15 +149,8 @@ class ModelRows:
         used = position < lengths[:, None]
         if packed:
             at = (starts[:, None] + position)[used]
-            offset = lengths.cumsum(0) - lengths
-            return cls(
-                ids[at][None],
-                position[used][None],
-                torch.zeros_like(places),
-                offset[sample] + inside - 1,
-                ids[places],
-                places,
-            )
+            column = (lengths.cumsum(0) - lengths)[sample] + inside - 1
+            return cls(ids[at][None], position[used][None], torch.zeros_like(places), column, ids[places], places)
         at = torch.where(used, starts[:, None] + position, starts[:, None])
         return cls(ids[at].masked_fill(~used, 0), position.contiguous(), sample, inside - 1, ids[places], places)
 

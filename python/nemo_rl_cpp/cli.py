@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
     if argv is None:
         signal(SIGINT, _leave)
     from nemo_rl_cpp.command_line import program
-    from nemo_rl_cpp.interrupts import GRACE_SECONDS, end_within
+    from nemo_rl_cpp.interrupts import end_soon
 
     words = list(sys.argv[1:] if argv is None else argv)
     with program("--debug" in words) as outcome:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, command: str | None = None, **option
             run = getattr(import_module(f"nemo_rl_cpp.commands.{place}"), function)
             outcome.status = run(words if command else words[1:], **options)
     if argv is None and outcome.status >= 128:  # so that no thread of a library or of user code keeps the process alive
-        end_within(GRACE_SECONDS, outcome.status)
+        end_soon(outcome.status)
     return outcome.status
 
 

@@ -33,18 +33,18 @@ def say(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
-def end_within(seconds: float, status: int, done: threading.Event | None = None, text: str | None = None) -> None:
-    """After `seconds`, print `text` and end the process with the exit status `status`, unless `done` is set before.
+def end_soon(status: int, done: threading.Event | None = None, text: str | None = None) -> None:
+    """After GRACE_SECONDS, print `text` and end the process with the exit status `status`, unless `done` is set before.
     This works even if another thread does not end, or if the main thread hangs in a call."""
     done = done or threading.Event()
 
     def watch() -> None:
-        if not done.wait(seconds):
+        if not done.wait(GRACE_SECONDS):
             if text is not None:
                 say(text)
             os._exit(status)
 
-    threading.Thread(target=watch, daemon=True, name="end_within").start()
+    threading.Thread(target=watch, daemon=True, name="end_soon").start()
 
 
 def _in_an_import(frame: FrameType | None) -> bool:
@@ -172,7 +172,7 @@ class GracefulStop:
         for other in self._previous:
             signal.signal(other, signal.SIG_DFL)
         text = "interrupted" if number == signal.SIGINT else f"ended by {name}"
-        end_within(GRACE_SECONDS, 128 + number, self._ended, f"{text}: stopped at once")
+        end_soon(128 + number, self._ended, f"{text}: stopped at once")
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise Ended(number)

@@ -221,6 +221,10 @@ StopStrings = Annotated[list[str], BeforeValidator(_items), AfterValidator(_stop
 StopTokenIds = Annotated[list[Count], BeforeValidator(_items)]
 
 
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
+"""Other names of dtypes, which vLLM and Megatron accept -> full name."""
+
+
 def key(default: object, doc: str | None = None, **options: Any) -> Any:
     """Declare a key of a section, with its default and its description in docs/configuration.md. A description that
     does not fit into the line is a docstring below the key instead. `options` are arguments of pydantic's `Field`."""

@@ -96,8 +96,6 @@ class DistillationLossConfig(ClippedPGLossConfig):
     loss."""
 
     reference_policy_kl_penalty: NonNegative = 0.0
-    """Weight of the KL term between the policy and the model that the run started from. 0: no reference model is
-    loaded."""
     kl_type: Literal["reverse", "forward", "mixed", "jensen"] = "reverse"
     """Divergence between student and teacher to minimise. It is estimated on the sampled tokens."""
     mixed_kl_weight: Fraction = 0.5
@@ -219,8 +217,6 @@ class SFTLossConfig(ClippedPGLossConfig):
     """Loss. nll: the negative log-likelihood. Your own class or function is given by its dotted name, for example
     my_module.MyLoss."""
     reference_policy_kl_penalty: NonNegative = 0.0
-    """Weight of the KL term between the policy and the model that the run started from. 0: no reference model is
-    loaded."""
 
 
 class SFTConfig(OnePassLoop):

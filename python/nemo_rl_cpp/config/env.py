@@ -83,17 +83,22 @@ class GuessNumberEnvConfig(Section):
     """Stop strings of the next guess. null: those of the generation section."""
 
 
-class AgentEnvConfig(Section):
-    """Settings of rollouts by your own function, which calls the policy over HTTP. They need
-    policy.generation.expose_http_server."""
+class RolloutsConfig(Section):
+    """The base class of the sections of environments whose agents make the rollouts."""
 
-    function: str = key(..., "Dotted name of your function, which takes an AgentTask and returns the reward.")
     max_concurrency: Positive = key(64, "Maximum number of rollouts that run at the same time.")
     timeout_s: Real = key(600.0, gt=0)
     """Time limit in seconds for one rollout. A rollout that takes longer gets reward 0 and is not trained on."""
 
 
-class VerifiersEnvConfig(Section):
+class AgentEnvConfig(RolloutsConfig):
+    """Settings of rollouts by your own function, which calls the policy over HTTP. They need
+    policy.generation.expose_http_server."""
+
+    function: str = key(..., "Dotted name of your function, which takes an AgentTask and returns the reward.")
+
+
+class VerifiersEnvConfig(RolloutsConfig):
     """Settings of rollouts by agents of the package verifiers. They need policy.generation.expose_http_server."""
 
     env: dict[str, Any] = key({}, "The section env of verifiers without its task set: id, roles, timeouts.")
@@ -106,15 +111,12 @@ class VerifiersEnvConfig(Section):
     """Maximum number of responses of the policy in a rollout. null: no limit other than the program's."""
     max_tokens: Positive | None = None
     """Maximum number of tokens in a response. null: policy.generation.max_new_tokens."""
-    max_concurrency: Positive = key(64, "Maximum number of rollouts that run at the same time.")
-    timeout_s: Real = key(600.0, gt=0)
-    """Time limit in seconds for one rollout. A rollout that takes longer gets reward 0 and is not trained on."""
 
 
 TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>", "<function_call>", "</function_call>")
 
 
-class NemoGymEnvConfig(Section):
+class NemoGymEnvConfig(RolloutsConfig):
     """Settings of rollouts by the agents and resource servers of the package NeMo Gym, which the run starts. They need
     policy.generation.expose_http_server. Keys that are not listed are passed to NeMo Gym."""
 
@@ -131,9 +133,7 @@ class NemoGymEnvConfig(Section):
     )
     port_range_low: Positive = key(5000, "Lowest port of NeMo Gym's servers.")
     port_range_high: Positive = key(5999, "Highest port of NeMo Gym's servers.")
-    max_concurrency: Positive = key(64, "Maximum number of rollouts that run at the same time.")
     timeout_s: Real = key(3600.0, gt=0)
-    """Time limit in seconds for one rollout. A rollout that takes longer gets reward 0 and is not trained on."""
     invalid_tool_call_patterns: list[str] | None = only(
         None, list(TOOL_CALL_TAGS), why="grpo.invalid_tool_call_advantage looks for these four tags"
     )

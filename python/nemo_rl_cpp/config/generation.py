@@ -6,17 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from .base import Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, TopP, key, section
+from .base import DTYPES, Int, Positive, Real, Section, StopStrings, StopTokenIds, Temperature, TopP, key, section
 
 FOREIGN_ENGINES = ("vllm", "sglang", "megatron", "trtllm", "dynamo")
 """Engines of NeMo RL in policy.generation.backend. The trainer's own engine replaces them, because results do not
 depend on the engine."""
 
 _FOLDED = "Parallelism of the engine. A run uses one device instead, with the same results (cluster.strict_sizes)."
-
-
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
-"""Other names of dtypes that vLLM accepts -> full name."""
 
 
 class VllmConfig(Section):
@@ -64,7 +60,7 @@ class VllmConfig(Section):
         """Return the full name of the dtype that vLLM computes in: that of the section's key `precision`, or of the
         argument if the key is not set."""
         wanted = precision if self.precision in (None, "auto") else self.precision
-        return _DTYPES.get(wanted, wanted)
+        return DTYPES.get(wanted, wanted)
 
 
 class ResourcesConfig(Section):
@@ -189,7 +185,7 @@ class GenerationConfig(Section):
 class EvalVllmConfig(VllmConfig):
     """Settings of vLLM in an evaluation. The native engine uses only max_model_len, enforce_eager and precision."""
 
-    precision: Literal["bfloat16", "float32"] | None = None
+    precision: Literal["float32", "bfloat16"] | None = None
     """dtype of the weights and of the matrix products. null: bfloat16."""
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from .base import Count, NonNegative, Positive, Real, Section, key, section
+from .base import DTYPES, Count, NonNegative, Positive, Real, Section, key, section
 from .lora import LoraConfig
 
 SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # arguments and defaults of torch; None: must be given
@@ -22,7 +22,7 @@ SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # arguments and defaul
 
 def _full_name(dtype: object) -> str:
     name = str(dtype).removeprefix("torch.")
-    return {"fp32": "float32", "float": "float32", "bf16": "bfloat16"}.get(name, name)
+    return DTYPES.get(name, name)
 
 
 def _adamw(value: object) -> object:

@@ -24,13 +24,6 @@ from .optimizer import (
     torch_schedule,
 )
 
-
-def _precision(value: object) -> object:
-    if isinstance(value, str) and value == "float16":
-        raise ValueError("float16 is not supported, because its range is small; use bfloat16 or float32")
-    return value
-
-
 PACKERS: Table[Entry] = Table(
     "packer",
     {
@@ -48,7 +41,7 @@ PackingAlgorithm = Annotated[
     OneOf(lambda: list(PACKERS)),
     BeforeValidator(lambda value: "modified_first_fit_decreasing" if value == "modified_ffd" else value),
 ]
-Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_precision)]
+Precision = Literal["float32", "bfloat16"]
 Quantization = Literal["q8_0", "q4_0", "nf4"]
 Schedule = Annotated[list[SchedulerStage], BeforeValidator(lambda value: [value] if isinstance(value, dict) else value)]
 
@@ -98,8 +91,6 @@ class SequencePackingConfig(TokenBudget):
 
 class DraftConfig(Section):
     """Settings of the draft model of speculative decoding, which is not supported."""
-
-    is_switched = True
 
 
 class RouterReplayConfig(Section):
@@ -368,6 +359,12 @@ class ValueTokenizerConfig(TokenizerConfig):
     name: str | None = no_effect(None, "the critic reads what the policy's tokenizer wrote")
 
 
+_FROM_THE_POLICY = (
+    "backend", "model_name", "precision", "train_global_batch_size", "train_micro_batch_size",
+    "max_total_sequence_length", "gradient_blocks", "data_parallel_sharding_strategy", "overlap_grad_reduce",
+)  # fmt: skip
+
+
 class ValueConfig(TrainedModelConfig):
     """Settings of the critic: the policy's architecture with a scalar head. Keys that are null take the policy's
     values."""
@@ -380,10 +377,7 @@ class ValueConfig(TrainedModelConfig):
 
     def fill_from(self, policy: TrainedModelConfig) -> None:
         """Set the keys that are null to the values of the same keys in `policy`."""
-        names = ("backend", "model_name", "precision", "train_global_batch_size", "train_micro_batch_size")
-        names += ("max_total_sequence_length", "data_parallel_sharding_strategy")
-        names += ("gradient_blocks", "overlap_grad_reduce")
-        fill(self, **{name: getattr(policy, name) for name in names})
+        fill(self, **{name: getattr(policy, name) for name in _FROM_THE_POLICY})
         self.fill_batching()
 
 

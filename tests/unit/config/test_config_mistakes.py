@@ -40,7 +40,7 @@ BAD_FILES = {
     "infinite": ("policy:\n  model_name: m\n  max_grad_norm: .inf", "policy.max_grad_norm", 3, ["finite number"]),
     "no model": ("policy:\n  precision: float32", "policy.model_name", 1, ["is missing"]),
     "mandatory": ("policy:\n  model_name: ???", "policy.model_name", 2, ["must be given"]),
-    "float16": ("policy:\n  model_name: m\n  precision: float16", "policy.precision", 3, ["float16", "use bfloat16 or float32"]),
+    "float16": ("policy:\n  model_name: m\n  precision: float16", "policy.precision", 3, ["one of float32, bfloat16, not 'float16'"]),
     "unknown precision": ("policy:\n  model_name: m\n  precision: bfloat", "policy.precision", 3, ["must be one of", "did you mean bfloat16"]),
     "dual clip too small": ("loss_fn:\n  ratio_clip_c: 1", "loss_fn.ratio_clip_c", 2, ["greater than 1", "usually 3"]),
     "error in the loss": ("loss_fn:\n  seq_logprob_error_in_loss: true", "loss_fn.seq_logprob_error_in_loss", 2, ["force_on_policy_ratio: true"]),
@@ -409,7 +409,7 @@ def test_config_errors_are_reported_without_importing_torch_or_other_slow_packag
     run, seconds = run_and_time(code)
     assert run.returncode == 2, run.stderr
     assert "bad.yaml:2: grpo.num_promts_per_step is unknown; did you mean num_prompts_per_step?" in run.stderr
-    assert "policy.precision float16 is not supported" in run.stderr
+    assert "policy.precision must be one of float32, bfloat16, not 'float16'" in run.stderr
     _, of_the_library = run_and_time(
         "import asyncio, http.server, multiprocessing.pool, unittest.mock, xml.dom.minidom"
     )

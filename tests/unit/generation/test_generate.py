@@ -85,7 +85,7 @@ def test_text_generation_stops_at_the_models_last_position(folder):
     generator = TextGenerator(folder)
     seed = next(s for s in range(50) if EOS not in generator.generate(PROMPT, max_new_tokens=500, seed=s).token_ids)
     assert len(generator.generate(PROMPT, max_new_tokens=500, seed=seed).token_ids) == 64 - len(PROMPT)
-    with pytest.raises(ValueError, match="the prompt has 64 tokens, and the model positions for 64"):
+    with pytest.raises(ValueError, match="the prompt has 64 tokens, but the model 64 positions"):
         generator.generate("1" * 64)
 
 

@@ -106,11 +106,8 @@ def test_evaluate_returns_the_scores_of_the_reward_functions(result, model):
 def test_evaluate_with_several_responses_per_prompt_returns_pass_at_k(model):
     found = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=4, temperature=1.0, max_new_tokens=1, seed=1)
     alone = nemo_rl_cpp.evaluate(model, ROWS, starts_with, n=8, k=1, temperature=1.0, max_new_tokens=1, seed=1)
-    assert (
-        len(found.samples) == 160
-        and found.metric == "pass@4"
-        and found.score > alone.score == pytest.approx(alone.mean_reward)
-    )
+    assert len(found.samples) == 160 and found.metric == "pass@4"
+    assert found.score > alone.score == pytest.approx(alone.mean_reward)
 
 
 @pytest.mark.parametrize(("call", "words"), [

@@ -162,13 +162,10 @@ def test_gdpo_applies_each_reward_weight_once(tmp_path, monkeypatch):
 
 
 def test_gdpo_run_logs_the_weighted_total_reward(tmp_path):
-    functions = {
-        "one": lambda completions: [1.0] * len(completions),
-        "two": lambda completions: [2.0] * len(completions),
-    }
-    result = run(
-        tmp_path, ["1="], functions, num_steps=1, adv_estimator="gdpo", reward_weights={"one": 1, "two": -0.25}
-    )
+    functions = {"one": lambda completions: [1.0] * len(completions)}
+    functions["two"] = lambda completions: [2.0] * len(completions)
+    weights = {"one": 1, "two": -0.25}
+    result = run(tmp_path, ["1="], functions, num_steps=1, adv_estimator="gdpo", reward_weights=weights)
     assert result.rewards == [0.5] and result.history[0]["rewards/two"] == 2.0
 
 

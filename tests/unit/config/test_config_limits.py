@@ -95,10 +95,8 @@ def test_yaml_numbers_at_the_64_bit_limits_are_read_exactly(tmp_path):
 
 def test_long_number_literals_and_yaml_type_tags_in_a_configuration_are_read(tmp_path):
     third = "0." + "3" * 80
-    data, problems = load(
-        tmp_path,
-        f"a: {third}\nb: 0x{'0' * 70}1f\nc: '{'7' * 100}'\nd: {'7' * 100}.x\ne: !!map {{f: !!seq [!!str 1]}}\n",
-    )
+    text = f"a: {third}\nb: 0x{'0' * 70}1f\nc: '{'7' * 100}'\nd: {'7' * 100}.x\ne: !!map {{f: !!seq [!!str 1]}}\n"
+    data, problems = load(tmp_path, text)
     expected = {"a": float(third), "b": 31, "c": "7" * 100, "d": "7" * 100 + ".x", "e": {"f": ["1"]}}
     assert data == expected and not problems
 
@@ -145,10 +143,8 @@ def test_too_deeply_nested_or_too_large_overrides_are_a_short_error(tmp_path, na
 
 def test_environment_variable_that_is_not_utf8_is_reported_with_the_file_line_that_uses_it(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environb, b"NEMO_BYTES", b"caf\xe9")
-    assert (
-        "c.yaml:1: a ${oc.env:NEMO_BYTES}: the environment variable NEMO_BYTES is not UTF-8"
-        in load(tmp_path, "a: ${oc.env:NEMO_BYTES}")[1]
-    )
+    _, problems = load(tmp_path, "a: ${oc.env:NEMO_BYTES}")
+    assert "c.yaml:1: a ${oc.env:NEMO_BYTES}: the environment variable NEMO_BYTES is not UTF-8" in problems
 
 
 def test_python_dictionaries_that_are_not_configurations_are_rejected_with_the_reason():

@@ -92,18 +92,11 @@ def test_shipped_configurations_resolve_to_the_values_of_nemo_rl_except_for_list
 def test_shipped_configuration_is_found_by_each_of_its_names(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     math = ROOT / "configs/grpo_math_1B.yaml"
-    for name in (
-        "grpo_math_1B.yaml",
-        "configs/grpo_math_1B.yaml",
-        "examples/configs/grpo_math_1B.yaml",
-        "examples/configs/grpo.yaml",
-        "grpo.yaml",
-    ):
-        assert find_config(name) == math
-    assert (
-        find_config("examples/configs/recipes/llm/dapo-qwen2.5-7b.v2.yaml")
-        == ROOT / "configs/recipes/llm/dapo-qwen2.5-7b.yaml"
-    )
+    for folder in ("", "configs/", "examples/configs/"):
+        for name in ("grpo_math_1B.yaml", "grpo.yaml"):
+            assert find_config(folder + name) == math
+    dapo = "configs/recipes/llm/dapo-qwen2.5-7b"
+    assert find_config(f"examples/{dapo}.v2.yaml") == ROOT / f"{dapo}.yaml"
     (tmp_path / "grpo.yaml").write_text("a: 1\n")
     assert find_config("grpo.yaml") == Path("grpo.yaml")  # the user's own comes first
 
@@ -145,13 +138,9 @@ def test_older_name_of_a_key_in_a_child_file_overrides_its_current_name_in_the_p
 def test_optimizer_and_schedule_are_taken_from_the_enabled_training_backend():
     dtensor = load_grpo_config("grpo_math_1B.yaml", ["policy.dtensor_cfg.activation_checkpointing=true"]).policy
     assert dtensor.effective_optimizer().lr == 5e-6
-    assert dtensor.effective_scheduler() == TorchSchedule(
-        (
-            TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50}),
-            TorchStage("ConstantLR", {"factor": 1.0, "total_iters": 10**10}),
-        ),
-        (50,),
-    )
+    rises = TorchStage("LinearLR", {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 50})
+    stays = TorchStage("ConstantLR", {"factor": 1.0, "total_iters": 10**10})
+    assert dtensor.effective_scheduler() == TorchSchedule((rises, stays), (50,))
     assert (dtensor.effective_max_grad_norm(), dtensor.activation_checkpointing) == (1.0, True)
 
     megatron = load_ppo_config("ppo_math_1B_megatron.yaml", ["value.megatron_cfg.optimizer.clip_grad=0"])
@@ -189,9 +178,8 @@ def test_configuration_sections_are_read_by_attribute_and_by_key():
 
 def test_strings_and_floats_are_converted_to_integers_and_booleans_as_in_nemo_rl(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "8")
-    config = load_grpo_config(
-        "grpo_tiny.yaml", ["grpo.max_num_steps='${oc.env:STEPS}'", "grpo.seed=8.0", "grpo.val_at_end='yes'"]
-    )
+    given = ["grpo.max_num_steps='${oc.env:STEPS}'", "grpo.seed=8.0", "grpo.val_at_end='yes'"]
+    config = load_grpo_config("grpo_tiny.yaml", given)
     assert (config.grpo.max_num_steps, config.grpo.seed, config.grpo.val_at_end) == (8, 8, True)
 
 

@@ -43,11 +43,8 @@ def test_yaml_scalars_are_read_as_the_expected_types(text):
 
 
 def test_yaml_anchors_and_merge_keys_are_resolved():
-    assert load("x: &x {p: 1, q: 2}\ny:\n  <<: *x\n  q: 3\nz: *x\n") == {
-        "x": {"p": 1, "q": 2},
-        "y": {"p": 1, "q": 3},
-        "z": {"p": 1, "q": 2},
-    }
+    first = {"p": 1, "q": 2}
+    assert load("x: &x {p: 1, q: 2}\ny:\n  <<: *x\n  q: 3\nz: *x\n") == {"x": first, "y": {"p": 1, "q": 3}, "z": first}
 
 
 def test_empty_configuration_file_loads_as_an_empty_mapping():
@@ -156,12 +153,8 @@ def test_interpolation_uses_the_values_after_child_and_parent_files_are_merged()
 
 
 def test_two_parent_files_with_a_common_parent_are_not_reported_as_a_cycle():
-    write(
-        root="a: 1\n",
-        left="defaults: root.yaml\nl: 1\n",
-        right="defaults: root.yaml\nr: 1\n",
-        child="defaults: [left.yaml, right.yaml]\n",
-    )
+    write(root="a: 1\n", child="defaults: [left.yaml, right.yaml]\n")
+    write(left="defaults: root.yaml\nl: 1\n", right="defaults: root.yaml\nr: 1\n")
     assert _config.load_file("child.yaml") == {"a": 1, "l": 1, "r": 1}
 
 

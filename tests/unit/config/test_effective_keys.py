@@ -19,12 +19,14 @@ from documents.snippets import ROOT
 from nemo_rl_cpp.algorithms import build
 from nemo_rl_cpp.algorithms.parts import make_data, make_tokenizer
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
-from nemo_rl_cpp.config.base import Section, fields_of, section_type
+from nemo_rl_cpp.config.base import Section, dotted_fields, field_name, section_at, section_type
 from nemo_rl_cpp.config.fold import fold_text
 from nemo_rl_cpp.config.master import GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_cpp.config.optimizer import PARALLEL_SIZES
 from nemo_rl_cpp.environments.remote import ActorSettings
 from nemo_rl_cpp.environments.single_turn import SingleTurnEnvironment
 from nemo_rl_cpp.loggers.backends import TrackerLogger
+from nemo_rl_cpp.loggers.interface import flatten_dict
 from nemo_rl_cpp.models.generation.vllm.server import client_of
 
 sys.path.insert(0, str(ROOT / "docs" / "site"))
@@ -146,17 +148,11 @@ class Reads:
 def keys_of(model):
     """dotted key -> (section, attribute, field)."""
     found = {}
-
-    def walk(section, prefix):
-        names = {info.alias or name: name for name, info in section.model_fields.items()}
-        for name, info in fields_of(section):
-            inner = section_type(info.annotation)
-            if inner is None:
-                found[prefix + name] = (section, names[name], info)
-            else:
-                walk(inner, f"{prefix}{name}.")
-
-    walk(model, "")
+    for dotted, info in dotted_fields(model):
+        if section_type(info.annotation) is None:
+            parent, _, name = dotted.rpartition(".")
+            section = section_at(model, parent) if parent else model
+            found[dotted] = (section, field_name(section, name), info)
     return found
 
 
@@ -171,10 +167,8 @@ def reads(tmp_path_factory):
         watch.whole(section)
         return dump(section, **options)
 
-    find_spec = importlib.util.find_spec
-    patch.setattr(
-        importlib.util, "find_spec", lambda name, *more: TRACKERS if name in TRACKERS else find_spec(name, *more)
-    )
+    find = importlib.util.find_spec
+    patch.setattr(importlib.util, "find_spec", lambda name, *more: TRACKERS if name in TRACKERS else find(name, *more))
     patch.setattr(TrackerLogger, "package", staticmethod(lambda name: MagicMock()))
     patch.setattr(build, "check_trackers", lambda cfg: None)
     patch.setattr(build, "checked", lambda config, model: watch.root(check(config, model)))
@@ -208,36 +202,27 @@ def reads(tmp_path_factory):
 
 
 LOAD = {"grpo": load_grpo_config, "ppo": load_ppo_config}
-SIZES = {
-    "dtensor_cfg": ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"),
-    "megatron_cfg": (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_tensor_parallel_size",
-        "expert_model_parallel_size",
-    ),
-    "generation.vllm_cfg": ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "data_parallel_size"),
-}  # fmt: skip
+ENGINE_SIZES = ("tensor", "pipeline", "expert", "data")
 FEW = ("++data.train.num_samples=20", "++data.validation.num_samples=20")
+APART = ("policy.generation.colocated.enabled=false", "loss_fn.use_importance_sampling_correction=true")
 PROMPTED = ("data.default.processor=math_hf_data_processor",)
 
 
 def alone(model, backend):
     """The overrides that leave this of NeMo RL's backends as the only one."""
-    other = {"dtensor_cfg": "megatron_cfg", "megatron_cfg": "dtensor_cfg"}.get(backend)
+    other = {"dtensor_cfg": "megatron_cfg", "megatron_cfg": "dtensor_cfg"}[backend]
     optimizer = f"{model}.optimizer={{kwargs:{{lr:1e-3}}}}"
-    return (f"{model}.{backend}.enabled=true", f"{model}.{other}.enabled=false", optimizer) if other else ()
+    return f"{model}.{backend}.enabled=true", f"{model}.{other}.enabled=false", optimizer
 
 
 def changes(kind):
     """What no run reads: key -> (overrides before, the override that changes it)."""
     models = ["policy"] + (["value"] if kind == "ppo" else [])
     two = ("cluster.gpus_per_node=2",)  # a size that several devices are cut by
-    found = {
-        f"{model}.{backend}.{name}": ((*alone(model, backend), *two), "2")
-        for model in models
-        for backend, names in SIZES.items()
-        for name in names
-        if model == "policy" or backend != "generation.vllm_cfg"
-    }
+    found = {f"policy.generation.vllm_cfg.{name}_parallel_size": (two, "2") for name in ENGINE_SIZES}
+    for model in models:
+        for backend, names in PARALLEL_SIZES.items():
+            found |= {f"{model}.{backend}.{name}": ((*alone(model, backend), *two), "2") for name in names}
     found |= {f"{model}.dtensor_cfg.enabled": (alone(model, "megatron_cfg"), "true") for model in models}
     found |= {
         "policy.backend": ((), "hf"),
@@ -252,18 +237,9 @@ def changes(kind):
         "cluster.num_nodes": ((), "4"),
         "cluster.strict_sizes": (two, "true"),
         "cluster.executor": ((), "ray"),
-        "async_rl.sampler.max_lookahead_versions": (
-            ("async_rl={sampler:{max_lookahead_versions:1}}", "policy.generation.colocated.enabled=false",
-             "loss_fn.use_importance_sampling_correction=true"), "2",
-        ),
-        "async_rl.sampler.name": (
-            ("async_rl={sampler:{name:in_order,max_staleness_versions:2}}", "policy.generation.colocated.enabled=false",
-             "loss_fn.use_importance_sampling_correction=true"), "windowed",
-        ),
-        "async_rl.sampler.max_staleness_versions": (
-            ("async_rl={sampler:{name:windowed}}", "policy.generation.colocated.enabled=false",
-             "loss_fn.use_importance_sampling_correction=true"), "2",
-        ),
+        "async_rl.sampler.max_lookahead_versions": (("async_rl={sampler:{max_lookahead_versions:1}}", *APART), "2"),
+        "async_rl.sampler.name": (("async_rl={sampler:{name:in_order,max_staleness_versions:2}}", *APART), "windowed"),
+        "async_rl.sampler.max_staleness_versions": (("async_rl={sampler:{name:windowed}}", *APART), "2"),
         "cluster.max_restarts": (("checkpointing.enabled=false",), "1"),
         f"{kind}.skip_reference_policy_logprobs_calculation": (("loss_fn.reference_policy_kl_penalty=0.1", f"{kind}.skip_reference_policy_logprobs_calculation=false"), "true"),
         "data.use_multiple_dataloader": (("data.num_prompts_per_dataloader=32",), "true"),
@@ -293,7 +269,7 @@ def observed(kind, overrides, with_data):
     """All that a configuration says: its keys; the line about sizes, or data and environments. A text if it is refused."""
     try:
         config = LOAD[kind](f"{kind}_tiny.yaml", [*FEW, *(f"++{o}" if o[0] != "~" else o for o in overrides)])
-        keys = flat(config.model_dump())
+        keys = flatten_dict(config.model_dump(), expand_lists=False)
         if not with_data:
             return keys, fold_text(config)
         made = make_data(config, make_tokenizer(config.policy))
@@ -305,10 +281,8 @@ def observed(kind, overrides, with_data):
             ("train", made.train if isinstance(made.train, dict) else {"": made.train}), ("validation", {"": made.validation}),
         )
     }  # fmt: skip
-    environments = [
-        [(task, repr(env)) for task, env in side.items()]
-        for side in (made.environments.train, made.environments.validation)
-    ]
+    sides = made.environments.train, made.environments.validation
+    environments = [[(task, repr(env)) for task, env in side.items()] for side in sides]
     made.environments.close()
     return keys, repr(data) + re.sub("0x[0-9a-f]+", "", repr(environments))
 
@@ -320,16 +294,6 @@ def observed_but(kind, key, overrides):
         return found
     keys, said = found
     return json.dumps([{name: value for name, value in keys.items() if name != key}, said], default=str)
-
-
-def flat(tree, prefix=""):
-    return {
-        key: value
-        for name, item in tree.items()
-        for key, value in (
-            flat(item, f"{prefix}{name}.").items() if isinstance(item, dict) else [(prefix + name, item)]
-        )
-    }
 
 
 @pytest.mark.slow
@@ -344,9 +308,7 @@ def test_configuration_keys_documented_as_effective_are_read_by_a_run_or_change_
             idle.append(key)
             continue
         before, value = by_change[key]
-        *before, changed = [
-            text.replace("PROMPT", str(tmp_path / "prompt.txt")) for text in (*before, f"{key}={value}")
-        ]
+        changed = f"{key}={value}".replace("PROMPT", str(tmp_path / "prompt.txt"))
         if observed_but(kind, key, before) == observed_but(kind, key, [*before, changed]):
             idle.append(key)
     assert idle == [], " ".join(idle)
@@ -356,12 +318,8 @@ def test_configuration_keys_documented_as_effective_are_read_by_a_run_or_change_
 @pytest.mark.parametrize("kind", MASTERS)
 def test_configuration_keys_that_a_run_reads_are_not_documented_as_without_effect(reads, kind):
     keys = keys_of(MASTERS[kind])
-    wrong = {
-        key: reads.keys[key]
-        for key, (_, _, info) in keys.items()
-        if status_of(info) == "without effect" and key in reads.keys
-    }
-    assert wrong == {}
+    idle = {key for key, (_, _, info) in keys.items() if status_of(info) == "without effect"}
+    assert {key: reads.keys[key] for key in idle & reads.keys.keys()} == {}
 
 
 def test_configuration_page_documents_every_effective_key():

@@ -81,10 +81,8 @@ def test_no_file_of_a_run_contains_values_of_environment_variables_and_the_run_r
     out = capsys.readouterr().out
     assert resumed.state.step == 2 and resumed.config.logger.wandb.entity == "another-token-than-before"
     assert "Changed since: grpo.max_num_steps 1 -> 2\n" in out
-    assert (
-        "Not compared, since their values come from environment variables: logger.wandb.entity, logger.wandb.name"
-        in out
-    )
+    keys = "logger.wandb.entity, logger.wandb.name"
+    assert f"Not compared, since their values come from environment variables: {keys}" in out
 
 
 def test_saved_traceback_contains_no_values_of_environment_variables(tmp_path, monkeypatch):

@@ -16,9 +16,11 @@ def mistakes(*overrides):
     return str(error.value)
 
 
-def test_engine_vllm_is_used_only_if_its_python_interpreter_is_configured():
-    config = load_grpo_config("grpo_tiny.yaml", VLLM)
-    assert config.policy.generation.runs_vllm and fold_text(config) is None
+def test_engine_vllm_is_used_only_if_its_python_interpreter_or_its_server_is_configured():
+    for given in (VLLM, SERVER):
+        config = load_grpo_config("grpo_tiny.yaml", given)
+        assert config.policy.generation.runs_vllm and fold_text(config) is None
+        assert config.loss_fn.use_importance_sampling_correction is True and not exactness_of(config.policy).equal
     folded = load_grpo_config("grpo_tiny.yaml", VLLM[:1])
     assert not folded.policy.generation.runs_vllm and "the engine vllm" in fold_text(folded)
 
@@ -83,12 +85,6 @@ def test_settings_incompatible_with_vllm_are_rejected(vllm, overrides, text):
     assert text in mistakes(*vllm, *overrides)
 
 
-def test_key_server_url_selects_vllm_and_the_importance_sampling_correction():
-    config = load_grpo_config("grpo_tiny.yaml", SERVER)
-    assert config.policy.generation.runs_vllm and fold_text(config) is None
-    assert config.loss_fn.use_importance_sampling_correction is True and not exactness_of(config.policy).equal
-
-
 @pytest.mark.parametrize("key", [f"python={sys.executable}", "server_url=http://127.0.0.1:8000"])
 def test_vllm_keys_in_an_evaluation_are_errors(key):
     with pytest.raises(ConfigError, match="is for training: an evaluation generates with native or hf"):
@@ -98,7 +94,5 @@ def test_vllm_keys_in_an_evaluation_are_errors(key):
 def test_lowest_accepted_temperature_is_0_01_for_vllm_and_0_001_for_the_native_engine():
     low = ["policy.generation.temperature=0.01", "policy.generation.val_temperature=0"]
     assert load_grpo_config("grpo_tiny.yaml", [*VLLM, *low]).policy.generation.val_temperature == 0
-    assert (
-        load_grpo_config("grpo_tiny.yaml", ["policy.generation.temperature=0.001"]).policy.generation.temperature
-        == 0.001
-    )
+    native = load_grpo_config("grpo_tiny.yaml", ["policy.generation.temperature=0.001"])
+    assert native.policy.generation.temperature == 0.001

@@ -113,15 +113,11 @@ def test_errors_raised_by_this_package_are_reported_unchanged():
 def test_file_and_import_errors_are_reported_in_one_line(tmp_path):
     from nemo_rl_cpp.report.page import write_report
 
-    assert (
-        one_sentence(caught(write_report, tmp_path))
-        == f"{tmp_path} holds no metrics.jsonl: give the log folder of a run, such as logs/exp_001"
-    )
+    said = f"{tmp_path} holds no metrics.jsonl: give the log folder of a run, such as logs/exp_001"
+    assert one_sentence(caught(write_report, tmp_path)) == said
     assert "nowhere.txt': No such file or directory" in one_sentence(caught(open, tmp_path / "nowhere.txt"))
-    assert (
-        one_sentence(ModuleNotFoundError("No module named 'nobody.auto'", name="nobody.auto"))
-        == "the package nobody is not installed: run `pip install nobody`"
-    )
+    error = ModuleNotFoundError("No module named 'nobody.auto'", name="nobody.auto")
+    assert one_sentence(error) == "the package nobody is not installed: run `pip install nobody`"
     assert one_sentence(ModuleNotFoundError("No module named 'sklearn'", name="sklearn")).endswith(
         "run `pip install scikit-learn`"
     )

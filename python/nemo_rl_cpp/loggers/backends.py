@@ -246,7 +246,7 @@ class MLflowLogger(TrackerLogger):
         """Log to the MLflow run `run` from now on. `step` is the step from which the training run resumes; None for a
         new MLflow run."""
         self.run_id, self._experiment, self._resumed_step = run.info.run_id, run.info.experiment_id, step
-        self._id_file.write_text(self.run_id)
+        self._id_file.write_text(str(self.run_id))
 
     def truncate_after(self, step: int) -> None:
         """Record the step from which the run resumes, for `log_hyperparams`."""

@@ -23,7 +23,7 @@ from nemo_rl_cpp.algorithms.train_state import TrainState
 from nemo_rl_cpp.algorithms.validation import Validator
 from nemo_rl_cpp.checkpoints.manager import CheckpointManager
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
-from nemo_rl_cpp.config.data import DataConfig
+from nemo_rl_cpp.config.data import DataConfig, too_few_rows
 from nemo_rl_cpp.config.distillation import absolute_folder
 from nemo_rl_cpp.config.fold import exactness_text, fold_text
 from nemo_rl_cpp.config.loop import LoopConfig
@@ -98,10 +98,7 @@ def make_dataloader(
 
     def one(rows: AllTaskProcessedDataset, batch_size: int) -> StatefulDataLoader:
         if 0 < len(rows) < batch_size:
-            raise ValueError(
-                f"the data set has {len(rows)} rows, fewer than one batch of {batch_size}: lower "
-                f"{section}.num_prompts_per_step (or {section}.batch_multiplier), or take more data"
-            )
+            raise ValueError(f"data.train {too_few_rows(len(rows), batch_size, section)}")
         return StatefulDataLoader(
             rows, batch_size, shuffle=data.shuffle, drop_last=True, seed=seed, num_workers=data.num_workers
         )

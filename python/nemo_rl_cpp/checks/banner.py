@@ -108,10 +108,10 @@ def _device(config: TrainMasterConfig) -> str:
         return _threads(config)
     trainers, engines = trainers_of(config), engines_of(config)
     own = cluster.cpus_per_worker or max(1, threads_at_start(None) // cluster.processes)
-    more = f" and {engines} that only generate" if engines else ""
+    more = f" and {engines} for generation" if engines else ""
     how = "auto: the launcher's ranks" if cluster.executor == "auto" else cluster.executor
     how = "auto: rollouts beside training" if cluster.is_split else how
-    return f"{cluster.device}, {trainers} processes that train{more} ({how}), {_many(own, 'thread')} each"
+    return f"{cluster.device}, processes: {trainers} for training{more} ({how}), {_many(own, 'thread')} each"
 
 
 def _threads(config: WholeConfig) -> str:

@@ -1,11 +1,11 @@
 """Checks data sets, prompts, ground truths and the chat template, and imports users' environments and functions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 from nemo_rl_cpp.config.access import as_written
-from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig
+from nemo_rl_cpp.config.data import DataConfig, EvalDataConfig, too_few_rows
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.master import TrainMasterConfig, WholeConfig
 from nemo_rl_cpp.data.chat_template import ChatTemplateError, choose_template
@@ -28,8 +28,26 @@ def check(config: WholeConfig) -> Iterator[Finding]:
     evaluation = not isinstance(config, TrainMasterConfig)
     tokenizer, findings = _tokenizer(config, evaluation)
     yield from findings
+    counts: dict[str, int | None] = {}
     for where, section in data_sections(config.data, evaluation):
-        yield from _check_section(config, where, section, tokenizer, evaluation)
+        counts[where] = yield from _check_section(config, where, section, tokenizer, evaluation)
+    if isinstance(config, TrainMasterConfig):
+        trained = {where: count for where, count in counts.items() if where.startswith("data.train")}
+        yield from _check_counts(config, trained)
+
+
+def _check_counts(config: TrainMasterConfig, counts: dict[str, int | None]) -> Iterator[Finding]:
+    """Yield a problem if a data loader would have fewer rows than a batch. `counts` has the number of rows of each
+    training data set, None if it is not known yet."""
+    batch_size = config.loop.prompts_per_round
+    if config.data.use_multiple_dataloader:
+        batch_size = config.data.num_prompts_per_dataloader or batch_size
+    else:  # one loader for all data sets together
+        known = [count for count in counts.values() if count is not None]
+        counts = {"data.train": sum(known) if len(known) == len(counts) else None}
+    for where, count in counts.items():
+        if count is not None and 0 < count < batch_size:
+            yield Finding("error", where, too_few_rows(count, batch_size, config.algorithm))
 
 
 def _tokenizer(config: WholeConfig, evaluation: bool) -> tuple[Tokenizer | None, list[Finding]]:
@@ -75,20 +93,21 @@ def data_sections(data: DataConfig | EvalDataConfig, evaluation: bool) -> Iterat
 
 def _check_section(
     config: WholeConfig, where: str, section: dict[str, object], tokenizer: Tokenizer | None, evaluation: bool
-) -> Iterator[Finding]:
+) -> Generator[Finding, None, int | None]:
+    """Yield the problems of a data set. Return its number of rows, None if they cannot be read now."""
     from nemo_rl_cpp.data.datasets.response_datasets import load_eval_dataset, load_response_dataset
     from nemo_rl_cpp.environments.response_data import Limits, inspect_rows
 
     try:
         if not _is_quick(section):
             _check_prompt_file(section)
-            return
+            return None
         raw = (load_eval_dataset if evaluation else load_response_dataset)(section)
     except (ValueError, OSError) as error:
         yield Finding("error", where, str(error).removeprefix("data: "))
-        return
+        return None
     if tokenizer is None:
-        return
+        return len(raw.dataset)
     if evaluation:
         context = config.generation.vllm_cfg.max_model_len
         limits = Limits(section.get("max_input_seq_length"), context, "generation.vllm_cfg.max_model_len")
@@ -100,6 +119,7 @@ def _check_section(
             for finding in inspect_rows(raw, rows, tokenizer, limits, place, environment):
                 note_as_said(str(finding))
                 yield finding
+    return len(raw.dataset)
 
 
 def made_up_quickly(section: Mapping[str, object]) -> bool:

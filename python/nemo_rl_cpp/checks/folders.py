@@ -179,8 +179,9 @@ def _model_refusals(saved: Saved, section: str, config: TrainedModelConfig) -> I
         yield section, f"the checkpoint holds no {section} model"
         return
     before = ((saved.config or {}).get(section) or {}).get("model_name")
-    if _is_another(before, config.model_name):
+    if _is_another(before, config.model_name):  # its architecture may differ, too
         yield f"{section}.model_name", f"{before} -> {config.model_name} is another model"
+        return
     if config.backend == "hf":
         yield from hf_architecture_refusals(saved, section, config)
         return

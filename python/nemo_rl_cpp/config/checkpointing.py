@@ -36,7 +36,8 @@ class CheckpointingConfig(Section):
     """Metric that ranks checkpoints for keep_top_k: train:NAME or val:NAME. null: newer checkpoints rank higher."""
     higher_is_better: bool = key(True, "Whether a higher value of metric_name is better.")
     keep_top_k: Positive | None = 3
-    """Number of checkpoints to keep, the best by metric_name. The latest is always kept as well. null: keep all."""
+    """Number of checkpoints to keep, the best by metric_name among the steps that are multiples of save_period. The
+    latest is always kept as well; other steps, such as the last of an earlier run, are then removed. null: keep all."""
     save_period: Positive = key(10, "Number of steps between checkpoints.")
     checkpoint_must_save_by: str | None = None
     """Time limit of the run as DD:HH:MM:SS (days, hours, minutes, seconds). The run then writes a checkpoint and ends,

@@ -193,6 +193,14 @@ class EvalDataConfig(DatasetConfig):
         return data
 
 
+def too_few_rows(rows: int, batch_size: int, section: str) -> str:
+    """Return the error message for a data set with fewer rows than a batch; `section` is that of num_prompts_per_step."""
+    return (
+        f"has {rows} rows, fewer than one batch of {batch_size}: lower {section}.num_prompts_per_step (or "
+        f"{section}.batch_multiplier), or take more data"
+    )
+
+
 def environments_of_training(data: DataConfig) -> set[str | None]:
     """Return the names of the environments of the training datasets. The name is None for a dataset without
     environment."""

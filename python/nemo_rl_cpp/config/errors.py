@@ -147,11 +147,15 @@ def unknown_key(dotted: str, model: type[Section]) -> str:
     every = known | {spelling for spelling, canonical in model.aliases() if canonical in known}
     inside = (key.removeprefix(prefix) for key in every if key.startswith(prefix))
     here = sorted(key for key in inside if "." not in key)
+    words = (name, f"{name}_cfg") if name != "enabled" else ()  # every feature has that key
+    same = [key for key in known if key.rpartition(".")[2] in words]
+    if same:  # in the same section, else in the same part of the file, else nearest to its top
+        order = sorted(
+            same, key=lambda key: (not key.startswith(prefix), not key.startswith(section), key.count("."), key)
+        )
+        return f"is unknown here; did you mean {order[0]}?"
     if near := did_you_mean(name, here, cutoff=0.55):
         return f"is unknown; {near}"
-    same = sorted((key for key in every if key.rpartition(".")[2] == name), key=lambda key: (key.count("."), key))
-    if same:
-        return f"is unknown here; did you mean {same[0]}?"
     if far := did_you_mean(dotted, (key for key in every if not dotted.startswith(key + ".")), cutoff=0.8):
         return f"is unknown; {far}"
     place = parent or ("the file" if "cluster" in model.model_fields else "the section")

@@ -397,6 +397,12 @@ def check_trained_model(model: TrainedModelConfig, name: str, report: Report) ->
                 report.add(f"{name}.{batching}.{budget}", text, f"{name}.{key}")
     check_tokenizer(model.tokenizer, f"{name}.tokenizer", report)
     _check_moments(model, name, report)
+    unread = ("optimizer.",) if model.megatron_cfg.enabled else ("megatron_cfg.optimizer.", "megatron_cfg.scheduler.")
+    for key in sorted((f"{name}.{key}" for key in type(model).known_keys() if key.startswith(unread)), reverse=True):
+        if report.nearness(key) == 3:
+            read = f"{megatron}.optimizer" if model.megatron_cfg.enabled else f"{name}.optimizer.kwargs"
+            is_set = str(model.megatron_cfg.enabled).lower()
+            report.add(key, f"has no effect with {megatron}.enabled={is_set}: set the key of {read}, or leave this out")
     if not model.megatron_cfg.enabled:
         _check_torch_optimizer(model, name, report)
     elif (optimizer := model.megatron_cfg.optimizer).min_lr > optimizer.lr:

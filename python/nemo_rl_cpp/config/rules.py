@@ -330,6 +330,8 @@ def check_data(data: DataConfig, env: EnvConfigs, turns: int, turns_key: str, re
     check_env(env, report)
     if data.train is None or data.train == []:
         report.add("data.train", "is missing: name a data set, for example dataset_name: arithmetic")
+    if report.nearness("data.dataset_name") == 3:
+        report.add("data.dataset_name", "is read by nothing, in NeMo RL neither: set data.train.dataset_name")
     default = data.default or DatasetDefaults()
     _check_files(default, "data.default", report)
     if default.dataset_name is None or _is_known(default.dataset_name, "data.default", report):

@@ -36,7 +36,11 @@ def found(tmp_path, tokenizer_folder):
         lines += [f"{prefix}tokenizer.name={tokenizer_folder}", f"++{prefix}tokenizer.chat_template=default"]
         if load is load_grpo_config:
             lines += ["~data.train.num_digits", "data.validation=null", "++data.default.env_name=math"]
-            lines += ["policy.max_total_sequence_length=64"]
+            lines += [
+                "policy.max_total_sequence_length=64",
+                "grpo.num_prompts_per_step=1",
+                "policy.train_global_batch_size=8",
+            ]
         checked = load(config, [*lines, "++env.math.num_workers=1", *overrides])
         return [(finding.level, finding.key, finding.message) for finding in data.check(checked)]
 
@@ -49,6 +53,14 @@ def rows(*pairs):
 
 def test_preflight_check_of_valid_data_gives_no_warning_or_error(found):
     assert found(rows(("1+1=", "2"), ("2+2=", "4"))) == []
+
+
+def test_error_for_a_data_set_smaller_than_a_batch_names_the_key_to_lower(found):
+    batch = ("grpo.num_prompts_per_step=3", "policy.train_global_batch_size=24")
+    assert found(rows(*[("1+1=", "2")] * 3), *batch) == []
+    [(level, key, message)] = found(rows(*[("1+1=", "2")] * 2), *batch)
+    assert (level, key) == ("error", "data.train")
+    assert message.startswith("has 2 rows, fewer than one batch of 3: lower grpo.num_prompts_per_step")
 
 
 def test_error_for_prompts_that_would_be_cut_gives_their_number_and_the_longest_row(found):

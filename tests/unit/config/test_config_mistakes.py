@@ -294,6 +294,8 @@ PPO_CASES = {
     "GAE without it": (["ppo.adv_estimator.name=raw_reward", "ppo.adv_estimator.gae_lambda=0.5"], "ppo.adv_estimator.gae_lambda", ["no effect with adv_estimator.name raw_reward"]),
     "epochs of no critic": (["ppo.adv_estimator.name=raw_reward", "+ppo.critic_ppo_epochs=2"], "ppo.critic_ppo_epochs", ["no effect", "no critic"]),
     "two lambdas": (["ppo.adv_estimator.length_adaptive_alpha=0.05", "ppo.adv_estimator.gae_lambda_policy=0.9"], "ppo.adv_estimator.gae_lambda_policy", ["no effect with length_adaptive_alpha 0.05"]),
+    "torch's learning rate": ("policy.optimizer.kwargs.lr=1e-3", "policy.optimizer.kwargs.lr", ["no effect", "the key of policy.megatron_cfg.optimizer"]),
+    "the old place of the data set": ("data.dataset_name=gsm8k", "data.dataset_name", ["set data.train.dataset_name"]),
     "GRPO's section": ("+grpo.seed=1", "grpo", ["did you mean ppo"]),
     "on-policy ratio with several epochs": ("loss_fn.force_on_policy_ratio=true", "loss_fn.force_on_policy_ratio", ["ppo.ppo_epochs to 1, not 4"]),
 }  # fmt: skip

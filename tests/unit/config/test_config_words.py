@@ -62,6 +62,18 @@ def test_error_for_an_unknown_key_without_a_similar_key_suggests_nothing(theirs)
 
 
 @pytest.mark.parametrize(
+    "override, meant",
+    [("policy.lora.enabled=true", "policy.dtensor_cfg.lora_cfg"), ("policy.lora_cfg.dim=8", "policy.dtensor_cfg.lora_cfg"),
+     ("lora.dim=8", "policy.dtensor_cfg.lora_cfg"), ("policy.optimizer.lr=1e-4", "policy.optimizer.kwargs.lr"),
+     ("async_grpo.enabled=true", "grpo.async_grpo"), ("logger.wandb.enabled=true", "logger.wandb_enabled"),
+     ("policy.generation.vllm.precision=x", "policy.generation.vllm_cfg")],
+)  # fmt: skip
+def test_error_for_a_key_of_another_section_suggests_the_nearest_place_of_that_name(override, meant):
+    (problem,) = problems(overrides=[override])
+    assert problem.partition(" (to add")[0].endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
     "name, known, meant",
     [("use_rslora", "use_triton", None), ("layers_to_transform", "restore_from", None), ("a.b.use_rslora", "a.b.use_triton", None),
      ("num_train_epochs", "num_workers", None), ("use_tritan", "use_triton", "use_triton"), ("restor_from", "restore_from", "restore_from"),

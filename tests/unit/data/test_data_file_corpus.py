@@ -122,6 +122,8 @@ REFUSED = [
     ("broken.jsonl", jsonl(QA[0]) + b'{"input": \n', {}, [":2"]),
     ("cut_off.json", json.dumps(QA)[:-5].encode(), {}, [":1"]),
     ("not_rows.jsonl", b'{"input": "a", "output": "b"}\n[1]\n', {}, ["row 2", "expected a JSON object"]),
+    ("key_twice.jsonl", b'{"input": "a", "output": "b"}\n{"input": "c", "output": "d", "input": "e"}\n', {}, [":2", "'input' twice"]),
+    ("key_twice.json", b'[{"input": "a", "output": "b", "output": "c"}]', {}, ["'output' twice"]),
     ("python_repr.jsonl", b"{'input': 'a', 'output': 'b'}\n", {}, [":1", "not a JSON object"]),
     ("deep_nesting.json", b"[" * 100_000, {}, ["nested too deeply"]),
     ("unequal_columns.json", b'{"input": ["a", "b"], "output": ["c"]}', {}, ["columns differ in length"]),

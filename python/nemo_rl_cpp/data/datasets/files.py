@@ -131,14 +131,25 @@ def _text(path: Path) -> str:
     return text
 
 
+def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return the dictionary of a JSON object. Raise ValueError if it has a key twice: json would keep the last value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has the key {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
 def _json_rows(path: Path) -> list[Row]:
     """Return the rows of a JSON Lines file, or of a JSON file with a list of objects or an object of columns (column
     name -> values)."""
     text = _text(path)
     try:
-        whole = json.loads(text)
+        whole = json.loads(text, object_pairs_hook=_json_object)
     except json.JSONDecodeError:
         whole = None
+    except ValueError as error:
+        raise ValueError(f"data: {path}: {error}") from None
     except RecursionError:
         raise ValueError(f"data: {path}: the JSON is nested too deeply") from None
     if isinstance(whole, list):
@@ -171,9 +182,11 @@ def _json_lines(path: Path, text: str) -> Iterable[object]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield json.loads(line)
+                yield json.loads(line, object_pairs_hook=_json_object)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: not a JSON object: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
             except RecursionError:
                 raise ValueError(f"{path}:{number}: the JSON is nested too deeply") from None
 

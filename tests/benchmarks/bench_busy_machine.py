@@ -1,6 +1,6 @@
 """The step of the first run with one and two threads, alone and next to busy processes: the effect of waiting threads.
 
-    uv run python tests/benchmarks/bench_busy_machine.py [--rounds 5] [--neighbours 0 1 2] [--spins 2000] [--config FILE]
+    uv run python tests/benchmarks/bench_busy_machine.py [--rounds 5] [--neighbours 0 1 2] [--config FILE]
         [key=value ...]
 
 A side is a process with a run of configs/grpo_arithmetic_smollm2.yaml that takes one step on request. So the sides take
@@ -9,13 +9,12 @@ time. The sides:
 
     1 thread
     libgomp     two threads that wait as libgomp does by default: they spin 300,000 times, which takes milliseconds
-    bounded     two threads with the spin count of nemo_rl_cpp (or of --spins)
+    bounded     two threads with the spin count of nemo_rl_cpp
     passive     two threads that never spin
 
 Each side needs about 2.5 GB of memory."""
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -66,23 +65,20 @@ def side(config_file: str, folder: str, overrides: list[str]) -> None:
 
 def start(name: str, environment: dict[str, str], arguments: argparse.Namespace) -> Child:
     chosen = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))} | environment
-    if name == "bounded" and arguments.spins is not None:
-        chosen["GOMP_SPINCOUNT"] = str(arguments.spins)
     folder = tempfile.mkdtemp(prefix="busy_")
     command = [sys.executable, __file__, "--config", arguments.config, "--side", folder, *arguments.overrides]
     return Child(name, command, chosen)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Return {neighbours: {side: seconds of each step}}."""
+def measure(arguments: argparse.Namespace) -> None:
+    """Print the seconds of a step of each side, with each number of neighbours."""
     names = arguments.sides
     processes = {name: start(name, SIDES[name], arguments) for name in names}
-    found: dict[str, dict[str, list[float]]] = {}
     try:
         for count in arguments.neighbours:
             busy = [subprocess.Popen([sys.executable, "-c", NEIGHBOUR]) for _ in range(count)]
             try:
-                rows = found[str(count)] = {name: [] for name in names}
+                rows = {name: [] for name in names}
                 for turn in range(arguments.rounds):
                     for name in names[turn % len(names) :] + names[: turn % len(names)]:
                         rows[name].append(processes[name].ask("go"))
@@ -90,14 +86,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                 for neighbour in busy:
                     neighbour.kill()
                     neighbour.wait()
-            show(str(count), rows)
+            show(count, rows)
     finally:
         for child in processes.values():
             child.process.kill()
-    return found
 
 
-def show(count: str, rows: dict[str, list[float]]) -> None:
+def show(count: int, rows: dict[str, list[float]]) -> None:
     """Print the medians, and each side's median ratio to the faster of one and two threads in the same round."""
     load = Path("/proc/loadavg").read_text().split()[0]
     print(f"{count} busy neighbours, load {load}", flush=True)
@@ -115,15 +110,11 @@ def show(count: str, rows: dict[str, list[float]]) -> None:
 def main() -> None:
     arguments = options(
         __doc__, config={"default": "configs/grpo_arithmetic_smollm2.yaml", "help": "of a GRPO run"}, rounds=5, neighbours=[0, 1, 2],
-        sides=choices(SIDES), spins={"type": int, "help": "GOMP_SPINCOUNT of the side `bounded`"},
-        json={"type": Path, "help": "file for all seconds"}, side=HIDDEN,
-        overrides={"nargs": "*", "metavar": "key=value", "help": "of the configuration"},
+        sides=choices(SIDES), side=HIDDEN, overrides={"nargs": "*", "metavar": "key=value", "help": "of the configuration"},
     )  # fmt: skip
     if arguments.side is not None:
         return side(arguments.config, arguments.side, arguments.overrides)
-    found = measure(arguments)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1))
+    measure(arguments)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Training steps in several processes of this machine: gradients summed after or during the backward pass, or sharded.
+"""Training steps in two processes of this machine: gradients summed after or during the backward pass, or sharded.
 
-    python tests/benchmarks/bench_ranks.py [--layers 10] [--rounds 9] [--processes 2] [--precision float32]
+    python tests/benchmarks/bench_ranks.py [--layers 10] [--rounds 9] [--precision float32]
     python tests/benchmarks/bench_ranks.py --memory [--layers 30]
 
 The model has SmolLM2-135M's shapes, `--layers` layers and random weights. Each process trains its share of the samples
-in `--micro-batches` micro-batches. Times: all ways take turns in the same processes, on the same weights, and must have
+in one micro-batch. Times: all ways take turns in the same processes, on the same weights, and must have
 the same gradient norm; `waiting` is the time of a step beyond the slowest backward pass. Memory: each way runs in
 separate processes, and the result is the peak growth of a process (VmHWM) after the imports. "alone" is a single
 process, which holds all master weights and moments."""
@@ -17,6 +17,8 @@ from nemo_rl_cpp.distributed.cluster import Cluster, WorkerGroup
 from sides import choice, options
 from training_ranks import WAYS, bench
 
+PROCESSES = 2
+
 
 def group_of(args, names, processes):
     settings = ClusterConfig(executor="processes", gpus_per_node=processes, cpus_per_worker=args.threads)
@@ -25,7 +27,7 @@ def group_of(args, names, processes):
 
 
 def times(args) -> None:
-    cluster, group = group_of(args, list(WAYS), args.processes)
+    cluster, group = group_of(args, list(WAYS), PROCESSES)
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     waiting: dict[str, list[float]] = {name: [] for name in WAYS}
     for turn in range(args.rounds + 1):
@@ -48,7 +50,7 @@ def times(args) -> None:
 
 
 def memory(args) -> None:
-    for name, processes in (("alone", 1), *((name, args.processes) for name in WAYS)):
+    for name, processes in (("alone", 1), *((name, PROCESSES) for name in WAYS)):
         cluster, group = group_of(args, [name], processes)
         for _ in range(2):
             group.call_all("step", name)
@@ -58,10 +60,8 @@ def memory(args) -> None:
 
 def main() -> None:
     args = options(
-        __doc__, memory=False, layers=10, samples=8, length=128, rounds=9, processes=2,
+        __doc__, memory=False, layers=10, samples=8, length=128, rounds=9, precision=choice("float32", "bfloat16"),
         threads={"type": int, "default": 1, "help": "of each process"},
-        micro_batches={"type": int, "default": 1, "help": "of a process"}, precision=choice("float32", "bfloat16"),
-        checkpoint={"action": "store_true", "help": "activations are computed again"},
     )  # fmt: skip
     memory(args) if args.memory else times(args)
 

@@ -1,55 +1,43 @@
 """A refit between two processes over Gloo, compared with a plain broadcast of the same bytes, in turns in one run.
 
     python tests/benchmarks/bench_refit.py
-    python tests/benchmarks/bench_refit.py --buckets 4 8 32 --repeats 9
     python tests/benchmarks/bench_refit.py --changed 0.01 0.1 0.3
 
 The weights are float32 tensors of SmolLM2-135M's shapes, 538 MB. A refit includes the manifest, the digests of all
 tensors in both processes, and the copy of the weights to their place. A broadcast ends with an unchecked tensor.
-`share` is the refit's speed divided by the broadcast's. "read in place" is for processes on one machine; messages, of
-`--buckets` MB, are for other machines.
+`share` is the refit's speed divided by the broadcast's. "read in place" is for processes on one machine; messages
+are for other machines.
 
 With `--changed` the weights are bfloat16, 269 MB. These shares of them change between two refits, and `delta` sends
 only the changed weights (`policy.refit: delta`)."""
 
 import argparse
+import math
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
+from harness import smollm2
 from nemo_rl_cpp._native import C
 from nemo_rl_cpp.distributed.launch import rendezvous_store
 from nemo_rl_cpp.distributed.ranks import connect
 from nemo_rl_cpp.models.generation.interfaces import DEFAULT_BUCKET_BYTES
+from nemo_rl_cpp.models.model_folder import read_model_folder
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from sides import options
 
-HIDDEN, INTERMEDIATE, KEYS, VOCABULARY, LAYERS = 576, 1536, 192, 49152, 30
-
-
-def shapes() -> list[tuple[str, tuple[int, ...]]]:
-    """Return SmolLM2-135M's shapes."""
-    found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (VOCABULARY, HIDDEN))]
-    for layer in range(LAYERS):
-        found += [
-            (f"model.layers.{layer}.{name}.weight", shape)
-            for name, shape in (
-                ("self_attn.q_proj", (HIDDEN, HIDDEN)), ("self_attn.k_proj", (KEYS, HIDDEN)), ("self_attn.v_proj", (KEYS, HIDDEN)),
-                ("self_attn.o_proj", (HIDDEN, HIDDEN)), ("mlp.gate_proj", (INTERMEDIATE, HIDDEN)),
-                ("mlp.up_proj", (INTERMEDIATE, HIDDEN)), ("mlp.down_proj", (HIDDEN, INTERMEDIATE)),
-                ("input_layernorm", (HIDDEN,)), ("post_attention_layernorm", (HIDDEN,)),
-            )
-        ]  # fmt: skip
-    return [*found, ("model.norm.weight", (HIDDEN,))]
+SHAPES = parameter_shapes(read_model_folder(Path(smollm2())).native())
 
 
 def weights(fill: float, dtype: torch.dtype) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
     """Return one flat buffer, as in a model, and its tensors."""
-    sizes = [torch.Size(shape).numel() for _, shape in shapes()]
+    sizes = [math.prod(shape) for shape in SHAPES.values()]
     flat = torch.full((sum(sizes),), fill, dtype=dtype)
-    return flat, [(name, part.view(shape)) for (name, shape), part in zip(shapes(), flat.split(sizes))]
+    return flat, [(name, part.view(shape)) for (name, shape), part in zip(SHAPES.items(), flat.split(sizes))]
 
 
 def work(rank: int, port: int, args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
@@ -58,16 +46,16 @@ def work(rank: int, port: int, args: argparse.Namespace) -> tuple[dict[str, list
     communicator = connect(rank, 2, "127.0.0.1", port, 600.0).communicator
     flat, named = weights(float(rank == 0), torch.bfloat16 if args.changed else torch.float32)
     plain = torch.full_like(flat, float(rank == 0))
-    messages = {megabytes: f"refit, messages of {megabytes:g} MB" for megabytes in args.buckets}
+    ways = {"refit, read in place": True, f"refit, messages of {DEFAULT_BUCKET_BYTES / 1e6:g} MB": False}
     if rank == 0:
         flat.normal_(generator=torch.Generator().manual_seed(0))
-        sides = {"refit, read in place": C.RefitPublisher(communicator, DEFAULT_BUCKET_BYTES)}
-        for megabytes, name in messages.items():
-            sides[name] = C.RefitPublisher(communicator, int(megabytes * 1e6), in_place=False)
+        sides = {
+            name: C.RefitPublisher(communicator, DEFAULT_BUCKET_BYTES, in_place=in_place)
+            for name, in_place in ways.items()
+        }
         run = {name: lambda version, p=p: p.publish(named, version) for name, p in sides.items()}
     else:
-        receiver = C.RefitReceiver(communicator, named)  # the receiver works for every bucket size
-        run = dict.fromkeys(("refit, read in place", *messages.values()), receiver.receive)
+        run = dict.fromkeys(ways, C.RefitReceiver(communicator, named).receive)
     changing: dict[str, torch.Tensor] = {}  # separate weights for each, because changes are relative to the last refit
     for share in args.changed:
         name = f"delta, {share:.1%} changed"
@@ -96,14 +84,14 @@ def work(rank: int, port: int, args: argparse.Namespace) -> tuple[dict[str, list
 
 def main() -> None:
     args = options(
-        __doc__, buckets=[DEFAULT_BUCKET_BYTES / 1e6], repeats=7, threads={"type": int, "default": 1, "help": "of each process"},
+        __doc__, repeats=7, threads={"type": int, "default": 1, "help": "of each process"},
         changed={"type": float, "nargs": "*", "default": [], "help": "shares of the weights"},
     )  # fmt: skip
     store = rendezvous_store("127.0.0.1", 600.0)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         (seconds, size), _ = pool.map(partial(work, port=store.port, args=args), range(2))
     plain = statistics.median(seconds["broadcast"])
-    print(f"{size / 1e6:.0f} MB of {len(shapes())} tensors, {args.threads} thread a process, median of {args.repeats}")
+    print(f"{size / 1e6:.0f} MB of {len(SHAPES)} tensors, {args.threads} thread a process, median of {args.repeats}")
     for name, values in seconds.items():
         median = statistics.median(values)
         print(f"{name:30} {median * 1e3:8.0f} ms  [{min(values) * 1e3:.0f}, {max(values) * 1e3:.0f}]  {size / median / 1e9:.2f} GB/s  share {plain / median:.2f}")  # fmt: skip

@@ -144,15 +144,9 @@ def matrix_peak(precision: str) -> float:
     return best
 
 
-def figures(
-    name: str,
-    steps: list[list[float]],
-    rows: dict[str, list[list[float]]],
-    peaks: list[float],
-    samples: Samples,
-    folder: str,
-) -> dict:
+def figures(name: str, rows: dict[str, list[list[float]]], peaks: list[float], samples: Samples, folder: str) -> dict:
     """Return speed and memory of one side; for ours also relative to each peer, paired step by step."""
+    steps = rows[name]
     row = {"tok_s": round(TOKENS / statistics.median(s for s, _, _ in steps)), "extra_mb": round(steps[-1][1])}
     if name in PEERS:
         return row
@@ -180,7 +174,7 @@ def measure(precision: str, folder: str, arguments: argparse.Namespace) -> dict[
     for side in sides.values():
         side.close()
     samples = Samples.random(LENGTHS[arguments.lengths](), arguments.prompt, seed=0)
-    return {name: figures(name, steps, rows, peaks, samples, folder) for name, steps in rows.items()}
+    return {name: figures(name, rows, peaks, samples, folder) for name in rows}
 
 
 def main() -> None:

@@ -23,9 +23,7 @@ class Bench:
     """In a worker: one model, and a trainer for each way."""
 
     def __init__(self, args, names, ranks):
-        self.ranks, self.micro_batches, self.checkpoint, self.before = (
-            ranks, args.micro_batches, args.checkpoint, peak_mb(),
-        )  # fmt: skip
+        self.ranks, self.before = ranks, peak_mb()
         folder = ModelFolder(canonical_config(TINY_CONFIG | SMOLLM2 | {"num_hidden_layers": args.layers}), None, seed=1)
         self.model = C.DecoderModel(folder.native(), getattr(torch, args.precision), True)
         self.model.masters.normal_(std=0.02, generator=torch.Generator().manual_seed(3))
@@ -39,22 +37,16 @@ class Bench:
         count, length = args.samples, args.length
         generator = torch.Generator().manual_seed(2)
         ids = torch.randint(0, SMOLLM2["vocab_size"], (count, length), generator=generator)
-        mask = torch.ones(count, length)
-        batch = {
-            "input_ids": ids,
-            "input_lengths": torch.full((count,), length),
-            "token_mask": mask,
-            "sample_mask": torch.ones(count),
-        }
-        self.batch = RaggedBatch.of(batch)
+        lengths, ones = torch.full((count,), length), torch.ones(count, length)
+        self.batch = RaggedBatch.of(
+            {"input_ids": ids, "input_lengths": lengths, "token_mask": ones, "sample_mask": ones[:, 0]}
+        )
         each = count // ranks.size
         rows = list(range(ranks.rank * each, (ranks.rank + 1) * each))
         wanted = torch.ones(count * length, dtype=torch.bool)
         wanted[self.batch.starts] = False
-        batching = MicroBatching(
-            max_samples=each // self.micro_batches, max_tokens=0, share_prefix=False, checkpoint=args.checkpoint
-        )
-        self.native, self.plan = plan(self.batch, wanted, rows, batching)
+        batching = MicroBatching(max_samples=each, max_tokens=0, share_prefix=False)
+        self.native, (self.rows,) = plan(self.batch, wanted, rows, batching)
         self.slope = torch.where(wanted, -1.0 / count / length, 0.0)
 
     def step(self, name):
@@ -65,11 +57,9 @@ class Bench:
         began = time.perf_counter()
         trainer.zero_grad()
         out = torch.zeros(self.batch.num_tokens)
-        for i, rows in enumerate(self.plan, 1):
-            trainer.forward(self.native, rows, 1.0, False, True, self.checkpoint, out)
-            if i == len(self.plan):
-                trainer.begin_sum()
-            trainer.backward(self.slope)
+        trainer.forward(self.native, self.rows, 1.0, False, True, False, out)
+        trainer.begin_sum()
+        trainer.backward(self.slope)
         trained = time.perf_counter() - began
         norm = trainer.step(**ADAMW).grad_norm
         return trained, time.perf_counter() - began, norm

@@ -10,9 +10,8 @@ from torch import Tensor
 
 COUNT, MEAN_LENGTH, GROUP = 16, 128, 8
 TOKENS = COUNT * MEAN_LENGTH
-IDS = range(
-    16, 8192
-)  # below every benchmark's vocabulary, and above padding, whose embedding transformers does not train
+# below every benchmark's vocabulary, and above padding, whose embedding transformers does not train
+IDS = range(16, 8192)
 SORTED_ROWS = 4  # rows per micro-batch of samples with similar lengths
 
 

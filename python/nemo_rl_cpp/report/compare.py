@@ -16,7 +16,7 @@ from nemo_rl_cpp.files.durable import json_object
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.loggers.folders import HYPERPARAMS, METRICS
 from nemo_rl_cpp.loggers.interface import flatten_dict
-from nemo_rl_cpp.report.history import MetricHistory, read_metrics, validation_word
+from nemo_rl_cpp.report.history import MetricHistory, validation_word
 from nemo_rl_cpp.report.page import FACTS, Rows, render_side_by_side, text_of, tiles
 from nemo_rl_cpp.report.samples import printable
 
@@ -95,7 +95,7 @@ def compare_runs(folders: Sequence[Path | str]) -> Comparison:
     a folder has no run or is given twice."""
     found = [run_folder(Path(folder)) for folder in folders]
     names, configs = different_folders(found), [json_object(folder / HYPERPARAMS) for folder in found]
-    histories = [MetricHistory(read_metrics(folder / METRICS), config) for folder, config in zip(found, configs)]
+    histories = [MetricHistory.of_file(folder / METRICS, config) for folder, config in zip(found, configs)]
     columns = []
     for folder, history in zip(found, histories):
         facts = json_object(folder / FACTS)

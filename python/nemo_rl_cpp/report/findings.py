@@ -173,17 +173,12 @@ def exactness(h: MetricHistory) -> Found:
         return "good", title, f"In all {len(values)} steps the trained probabilities are the sampled ones."
     if worst > 1.05:
         title = f"Trainer and generator disagree: token_mult_prob_error reached {fmt(worst)}"
-        advice = (
-            "Above 1.05 the training signal is suspect: compare weights, precision and sampling parameters of the two."
-        )
+        advice = "Above 1.05 the training signal is suspect: compare weights, precision and sampling of the two."
         return "bad", title, advice
     steps = f"{differing} of {len(values)} steps"
     title = f"Trainer and generator differ slightly in {steps}: token_mult_prob_error up to {worst:.6g}"
-    return (
-        "info",
-        title,
-        "Rounding differs between the two. loss_fn.use_importance_sampling_correction=true corrects for it.",
-    )
+    advice = "Rounding differs between the two. loss_fn.use_importance_sampling_correction=true corrects for it."
+    return "info", title, advice
 
 
 @rule()

@@ -62,6 +62,15 @@ class MetricHistory:
         for row in rows:
             self.add(row)
 
+    @classmethod
+    def of_file(cls, path: Path, settings: Mapping[str, object]) -> "MetricHistory":
+        """Return the metrics in the complete lines of a metrics.jsonl, which may still grow; empty if there is none."""
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                return cls(json_rows(file), settings)
+        except FileNotFoundError:
+            return cls(settings=settings)
+
     def add(self, row: Mapping[str, object]) -> None:
         """Add a row of metrics.jsonl."""
         step = row.get("step")
@@ -130,15 +139,6 @@ class MetricHistory:
     @property
     def last_step(self) -> int:
         return max((max(points) for points in self._data.values()), default=0)
-
-
-def read_metrics(path: Path) -> list[dict[str, Plain]]:
-    """Return the complete rows of a metrics.jsonl, which may still grow, or an empty list if it does not exist."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return list(json_rows(file))
-    except FileNotFoundError:
-        return []
 
 
 def validation_word(*histories: MetricHistory) -> str:

@@ -28,7 +28,6 @@ from nemo_rl_cpp.report.history import (
     metric_data,
     packed,
     panels_of,
-    read_metrics,
     validation_word,
 )
 from nemo_rl_cpp.report.samples import SampleBook, TokenBytes, writable
@@ -49,13 +48,9 @@ class PageSection(NamedTuple):
 
 
 def document(
-    title: str,
-    header: str,
-    sections: Sequence[PageSection],
-    data: Mapping[str, Plain],
-    status: str = "finished",
+    title: str, header: str, sections: Sequence[PageSection], data: Mapping[str, Plain], status: str = "finished",
     footer: str = "",
-) -> str:
+) -> str:  # fmt: skip
     """Return the HTML of a page. `header` is HTML, `data` maps ids of elements to the data that the page's scripts
     read, `status` is the state of the run ("running", "finished", ...), and `footer` is a line of text at the end."""
     written = int(time.time())
@@ -319,13 +314,9 @@ class ReportWriter:
     always complete, even after a crash. `write_report(log_dir)` writes it from the files alone."""
 
     def __init__(
-        self,
-        log_dir: Path | str,
-        config: MasterConfig | None = None,
-        total_steps: int | None = None,
-        title: str | None = None,
-        token_bytes: TokenBytes | None = None,
-    ) -> None:
+        self, log_dir: Path | str, config: MasterConfig | None = None, total_steps: int | None = None,
+        title: str | None = None, token_bytes: TokenBytes | None = None,
+    ) -> None:  # fmt: skip
         """Read the files that the folder `log_dir` already has. Without `config`, use hyperparams.json and the facts of
         an earlier report. `token_bytes` is as in `SampleBook`."""
         self.log_dir = Path(log_dir)
@@ -375,7 +366,7 @@ class ReportWriter:
         self.update(status=status, message=message, force=True)
 
     def _write(self) -> None:
-        history = MetricHistory(read_metrics(self.log_dir / METRICS), self._facts.config)
+        history = MetricHistory.of_file(self.log_dir / METRICS, self._facts.config)
         page = render(history, replace(self._facts, samples=self._book.samples()))
         stored = {name: getattr(self._facts, name) for name in _STORED}
         write_atomic(self.log_dir / FACTS, json.dumps(to_json(stored)), durable=False)
@@ -394,21 +385,15 @@ def write_report(log_dir: Path | str) -> Path:
 def keys_set(config: MasterConfig) -> list[dict[str, Plain]]:
     """Return {"key", "value", "where"} for each configuration key that is set on the command line, in a Python call or
     in a file of the user."""
-    values, positions = written(config), config.positions
+    settings, positions = MetricHistory(settings=written(config)), config.positions
     rows: dict[str, dict[str, Plain]] = {}
     for key, where in positions.items():
         is_section = any(other.startswith((f"{key}.", f"{key}[")) for other in positions)
         place = None if is_section else _place(where)
         if place is not None:
             name = key.partition("[")[0]  # a list is shown whole
-            rows[name] = {"key": name, "value": _value_at(values, name), "where": place}
+            rows[name] = {"key": name, "value": settings.setting(name), "where": place}
     return list(rows.values())
-
-
-def _value_at(values: Plain, key: str) -> Plain:
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
 
 
 def _place(where: str) -> str | None:

@@ -90,15 +90,9 @@ def _answer(numbers, index, chance, rng):
     before = [0.0] * (len(tokens) - count)
     logprobs = [-rng.random() * 4 for _ in range(count)]
     return {
-        "content": messages(prompt, answer),
-        "rewards": float(right),
-        "input_lengths": len(tokens),
-        "truncated": index == 5,
-        "token_ids": tokens,
-        "token_loss_mask": [*[0] * len(before), *[1] * count],
-        "advantages": [1.0 if right else -0.5] * len(tokens),
-        "generation_logprobs": [*before, *logprobs],
-        "prev_logprobs": [*before, *(value + 0.01 * (index == 3) for value in logprobs)],
-        "group_id": index // 4,
+        "content": messages(prompt, answer), "rewards": float(right), "input_lengths": len(tokens), "truncated": index == 5,
+        "token_ids": tokens, "token_loss_mask": [*[0] * len(before), *[1] * count],
+        "advantages": [1.0 if right else -0.5] * len(tokens), "generation_logprobs": [*before, *logprobs],
+        "prev_logprobs": [*before, *(value + 0.01 * (index == 3) for value in logprobs)], "group_id": index // 4,
         "ground_truth": str(sum(numbers)),
-    }
+    }  # fmt: skip

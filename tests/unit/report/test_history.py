@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from nemo_rl_cpp.report.history import MetricHistory, downsample, read_metrics, validation_word
+from nemo_rl_cpp.report.history import MetricHistory, downsample, validation_word
 from synthetic_run import history_of
 
 
@@ -27,9 +27,9 @@ def test_recent_mean_and_trend_of_a_metric_match_hand_computed_values():
 
 
 def test_incomplete_rows_of_metrics_jsonl_are_skipped(tmp_path):
-    assert read_metrics(tmp_path / "none") == []
-    (tmp_path / "m").write_text('{"step": 1}\nnot json\n[1]\n{"step": 2}\n{"ste')
-    assert read_metrics(tmp_path / "m") == [{"step": 1}, {"step": 2}]
+    assert MetricHistory.of_file(tmp_path / "none", {}).names() == []
+    (tmp_path / "m").write_text('{"step": 1, "a": 1}\nnot json\n[1]\n{"step": 2, "a": 3}\n{"ste')
+    assert MetricHistory.of_file(tmp_path / "m", {}).by_step("a") == {1: 1, 2: 3}
 
 
 def test_downsampling_a_metric_keeps_every_spike_and_both_ends():

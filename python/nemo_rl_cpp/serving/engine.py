@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -129,7 +128,7 @@ class EngineThread:
         self._make_engine = make_engine
         self._engine: C.ResidentEngine | None = None
         self._changed = threading.Condition()
-        self._weights = threading.Lock()
+        self.model_lock = threading.Lock()  # held by what computes with the model: a step, or another engine
         self._new: deque[PendingRequest] = deque()
         self._leaving: list[PendingRequest] = []
         self._running: dict[int, PendingRequest] = {}
@@ -186,12 +185,6 @@ class EngineThread:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
-
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Return a context in which this engine runs no step, because another engine computes with the same model."""
-        with self._weights:
-            yield
 
     def shut_down(self, patience: float = 10.0) -> None:
         """End the thread, wait at most `patience` seconds for it, and fail its requests. Further calls do nothing."""
@@ -270,7 +263,7 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            with self._weights:
+            with self.model_lock:
                 drawn = self._engine.step()
         except Exception as error:  # noqa: BLE001 - the engine has given all its sequences up
             with self._changed:

@@ -71,14 +71,14 @@ class ServedGeneration(GenerationInterface):
     def generate(self, data: Prompts, greedy: bool = False, **beside: object) -> Answer:
         """Generate with the training loop's engine, as `NativeGeneration.generate` does with these arguments, while the
         server's requests wait."""
-        with self.model.engine.set_aside():
+        with self.model.engine.model_lock:
             return self.inner.generate(data, greedy, **beside)
 
     def generate_until(self, batch: RaggedBatch, pause: Pause, *given: object) -> Responses | None:
         """Generate with the arguments and the result of `NativeGeneration.generate_until`. If responses have reached
         the pause, close the server, because the weights are about to change; `prepare_for_generation` opens it
         again."""
-        with self.model.engine.set_aside():
+        with self.model.engine.model_lock:
             responses = self.inner.generate_until(batch, pause, *given)
         if responses is None:
             self.model.engine.close(_PATIENCE_S)
@@ -87,7 +87,7 @@ class ServedGeneration(GenerationInterface):
     def resume(self, *given: object) -> Responses | None:
         """Continue the generation that `generate_until` has paused, and return as `NativeGeneration.resume` does, which
         gets the arguments `given`. Meanwhile the server's requests wait."""
-        with self.model.engine.set_aside():
+        with self.model.engine.model_lock:
             return self.inner.resume(*given)
 
     def finish_generation(self) -> bool:

@@ -159,13 +159,9 @@ class EngineSizes:
 
 
 def engine_thread(
-    runner: C.ModelRunner,
-    tokenizer: TokenizerType,
-    sizes: EngineSizes,
-    cache_bytes: int,
-    version: int,
+    runner: C.ModelRunner, tokenizer: TokenizerType, sizes: EngineSizes, cache_bytes: int, version: int,
     is_open: bool = True,
-) -> EngineThread:
+) -> EngineThread:  # fmt: skip
     """Return a thread that makes and runs an engine for sequences of at most `sizes.max_model_len` tokens.
 
     `version`: the weights' version, which responses report until it changes. `is_open`: answer requests at once, not
@@ -207,18 +203,11 @@ def load_model(
     engine = engine_thread(
         runner, tokenizer, replace(sizes, max_model_len=longest), cache_bytes, int(version[1]) if version else 0
     )
+    names, ends = dict.fromkeys(n for n in (served_name, name) if n), end_token_ids(folder, opened.config, tokenizer)
     return ServedModel(
-        tuple(dict.fromkeys(n for n in (served_name, name) if n)),
-        tokenizer,
-        engine,
-        int(opened.config["vocab_size"]),
-        longest,
-        tuple(end_token_ids(folder, opened.config, tokenizer)),
-        Rollouts(seed),
-        limits=limits,
-        digest=f"{model.digest():016x}",
-        prompt_logprobs=prompt_scorer(model, engine),
-    )
+        tuple(names), tokenizer, engine, int(opened.config["vocab_size"]), longest, tuple(ends), Rollouts(seed), limits=limits,
+        digest=f"{model.digest():016x}", prompt_logprobs=prompt_scorer(model, engine),
+    )  # fmt: skip
 
 
 def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list[int]], list[float]]:
@@ -227,7 +216,7 @@ def prompt_scorer(model: C.DecoderModel, engine: EngineThread) -> Callable[[list
     trainer = cache(lambda: C.Trainer(model))
 
     def score(ids: list[int]) -> list[float]:
-        with engine.set_aside():
+        with engine.model_lock:
             return score_sequence(trainer(), ids, torch.zeros(len(ids), dtype=trainer().out_dtype)).tolist()
 
     return score

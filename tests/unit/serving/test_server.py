@@ -162,7 +162,7 @@ def test_server_frees_the_kv_cache_blocks_of_a_disconnected_client(http, server,
     engine = server.model.engine
     body = json.dumps(LONG | {"n": 4, "stream": stream}).encode()
     before = engine.state.generated_tokens
-    with engine.set_aside():  # so that the answers do not end before the client goes
+    with engine.model_lock:  # so that the answers do not end before the client goes
         with socket.create_connection((server.host, server.port)) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
             with engine._changed:

@@ -62,7 +62,7 @@ class Base:
     cache_bytes: int
     max_length: int
     _native: WeakValueDictionary[Shape, AdaptedModel] = field(default_factory=WeakValueDictionary)
-    _newest: AdaptedModel | None = None  # kept even if no client uses it, because the next client often asks for it
+    newest: AdaptedModel | None = None  # kept even if no client uses it, because the next client often asks for it
 
     @classmethod
     def load(cls, name: str, served_name: str | None, precision: str, sizes: EngineSizes) -> Base:
@@ -96,14 +96,9 @@ class Base:
     def adapted(self, shape: Shape) -> AdaptedModel:
         """Return the native model for adapters of this shape. There is one for each shape in use, each with a copy of
         the base model's weights."""
-        self._newest = self._native.get(shape) or AdaptedModel(self, shape)
-        self._native[shape] = self._newest
-        return self._newest
-
-    def any_adapted(self) -> AdaptedModel:
-        """Return the newest `AdaptedModel`, or make one if none exists. It serves to sample from the base model, with
-        all adapters set to zero."""
-        return self._newest or self.adapted(Shape(1, train_mlp=not self.has_experts))
+        self.newest = self._native.get(shape) or AdaptedModel(self, shape)
+        self._native[shape] = self.newest
+        return self.newest
 
     def check_tokens(self, tokens: Sequence[int], what: str, room: int = 0) -> None:
         """Raise UserError if `tokens` is empty, has a token outside the vocabulary, or is so long that `room` more

@@ -80,8 +80,8 @@ class Routes:
         return handle
 
     async def finish_session(self, request: Request) -> Response:
-        end = self.service.worker.do(lambda: self.service.end_session(request.path_params["session"]))
-        await asyncio.wrap_future(end)
+        session = request.path_params["session"]
+        await asyncio.wrap_future(self.service.worker.do(lambda: self.service.end_session(session)))
         return Response(status_code=_NO_CONTENT)
 
     # ---- futures
@@ -171,9 +171,8 @@ class Routes:
         place = self._place(request)
         self.service.store.facts(place)
         folder = self.service.store.folder(place)
-        names = [f.name for f in folder.iterdir() if f.is_file() and f.name != MANIFEST]
         urls = {}
-        for name in names:
+        for name in (f.name for f in folder.iterdir() if f.is_file() and f.name != MANIFEST):
             path = f"/api/v1/files/{place.run}/{place.kind}/{place.name}/{name}"
             urls[name] = f"{str(request.base_url).rstrip('/')}{path}?signature={self._signature(path)}"
         return _json(types.ExternalWeightsUrlsResponse(urls=urls, expires=datetime.now(UTC) + _URL_LIFE))

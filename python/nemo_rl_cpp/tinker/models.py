@@ -190,7 +190,7 @@ class Models:
     def sampler(self, path: str | None) -> Sampler:
         """Return a sampler of a checkpoint, or of the base model."""
         if path is None:
-            adapted = self.base.any_adapted()
+            adapted = self.base.newest or self.base.adapted(Shape(1, train_mlp=not self.base.has_experts))
             return Sampler(adapted, adapted.nothing)
         place = Place.of(path)
         adapted = self.base.adapted(self.store.facts(place).shape)

@@ -65,13 +65,9 @@ class Cluster:
     Raise ValueError for GPU workers outside this process."""
 
     def __init__(
-        self,
-        bundle_ct_per_node_list: list[int],
-        use_gpus: bool = True,
-        name: str = "",
-        settings: ClusterConfig | None = None,
+        self, bundle_ct_per_node_list: list[int], use_gpus: bool = True, name: str = "", settings: ClusterConfig | None = None,
         role: str = "rank",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._size, self._settings, self._role = sum(bundle_ct_per_node_list), settings or ClusterConfig(), role
         self.in_process = self._size == 1 and not self._settings.has_workers
         if not self.in_process and use_gpus:

@@ -1,7 +1,6 @@
 """Fakes that make rollouts run in milliseconds: a byte-level tokenizer, an engine without a model, an environment."""
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,17 +62,9 @@ class FakeGeneration(GenerationInterface):
     `key` is (stream, draw id, sample, position): the same key and prompt always give the same response, whatever the
     batch."""
 
-    def __init__(
-        self,
-        respond: Callable[[str, tuple], str] | None = None,
-        max_new_tokens: int = 16,
-        tokenizer: ByteTokenizer | None = None,
-        alphabet: str = "0123456789\n",
-    ) -> None:
-        self.respond = respond or self._uniform
-        self.max_new_tokens = max_new_tokens
-        self.tokenizer = tokenizer or ByteTokenizer()
-        self.alphabet = alphabet
+    def __init__(self, respond=None, max_new_tokens=16, tokenizer=None, alphabet="0123456789\n") -> None:
+        self.respond, self.tokenizer = respond or self._uniform, tokenizer or ByteTokenizer()
+        self.max_new_tokens, self.alphabet = max_new_tokens, alphabet
         self.calls: list[BatchedDataDict] = []
 
     def generate(self, data: BatchedDataDict, greedy: bool = False) -> BatchedDataDict:
@@ -145,13 +136,8 @@ def prompts(texts: list[str], task_names: list[str], infos: list[dict], **column
     """Return a batch of one-message prompts in the format of `rl_collate_fn`."""
     tokenizer = ByteTokenizer()
     logs = [[{"role": "user", "content": t, "token_ids": torch.tensor(tokenizer.encode(t))}] for t in texts]
+    lengths = torch.tensor([len(log[0]["token_ids"]) for log in logs])
     return BatchedDataDict(
-        message_log=logs,
-        length=torch.tensor([len(log[0]["token_ids"]) for log in logs]),
-        loss_multiplier=torch.ones(len(texts)),
-        extra_env_info=infos,
-        task_name=task_names,
-        idx=list(range(len(texts))),
-        stop_strings=[None] * len(texts),
-        **columns,
-    )
+        message_log=logs, length=lengths, loss_multiplier=torch.ones(len(texts)), extra_env_info=infos,
+        task_name=task_names, idx=list(range(len(texts))), stop_strings=[None] * len(texts), **columns,
+    )  # fmt: skip

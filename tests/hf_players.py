@@ -13,11 +13,8 @@ BASE = dict(
 def make(cls, config_cls=PolicyConfig, model_type=None, paths=None, cluster=None, **changes):
     values = {**BASE, **changes}
     if model_type is not None:
-        values["hf_config_overrides"] = {
-            "model_type": model_type,
-            "initializer_range": 0.1,
-            **values.get("hf_config_overrides", {}),
-        }
+        own = values.get("hf_config_overrides", {})
+        values["hf_config_overrides"] = {"model_type": model_type, "initializer_range": 0.1, **own}
     config = config_cls(**values)
     config.fill_defaults() if config_cls is PolicyConfig else config.fill_batching()
     return cls(cluster, config, tiny_tokenizer(), seed=1, **(paths or {}))

@@ -29,9 +29,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     params.model.path, params.n_ctx, params.n_parallel, params.warmup = job["file"], 256, 1, False
     params.cpuparams.n_threads = 1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = (
-        xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    )  # flash attention computes in half precision
+    # flash attention computes in half precision
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
     asked = {"n_predict": job.get("count", 16), "temperature": 0.0, "n_probs": 1, "cache_prompt": False}
     done = server.handle_completions({"prompt": job["prompt"], **asked})

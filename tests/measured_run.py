@@ -32,11 +32,8 @@ def main(folder: str, given: str) -> None:
     )  # fmt: skip
     exact = all(row["token_mult_prob_error"] == 1 for row in result.history)
     phases = {phase.name: phase.total for phase in forecast(result.config)}
-    print(
-        json.dumps(
-            {"peak": memory.peak_rss_bytes(), "forecast": max(phases.values()), "phases": phases, "exact": exact}
-        )
-    )
+    told = {"peak": memory.peak_rss_bytes(), "forecast": max(phases.values()), "phases": phases, "exact": exact}
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -16,16 +16,12 @@ MODELS = {
     "qwen2_biases": LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3_head_norms": LLAMA | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     "gemma2_windows": LLAMA | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "sliding_window": 6},
-    "granite_factors": LLAMA
-    | {
-        "model_type": "granite",
-        "architectures": ["GraniteForCausalLM"],
-        "residual_multiplier": 0.3,
-        "attention_multiplier": 0.25,
+    "granite_factors": LLAMA | {
+        "model_type": "granite", "architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.3, "attention_multiplier": 0.25,
     },
     "llama_all_biases": LLAMA | {"attention_bias": True, "mlp_bias": True},
     "many_blocks": LLAMA | {"vocab_size": 2048 * 3 + 100},
-}
+}  # fmt: skip
 
 
 def folder(name, value_head=False):

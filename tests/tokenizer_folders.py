@@ -67,14 +67,8 @@ def byte_level(special: list[str], bos: str | None = None, qwen: bool = False) -
 
 def byte_fallback() -> Tokenizer:
     """Return a BPE tokenizer like Llama 2's, with a space symbol before the text and byte fallback."""
-    names = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{n:02X}>" for n in range(256)),
-        "\u2581",
-        *sorted(set("".join(LINES)) - {" "}),
-    ]
+    letters = sorted(set("".join(LINES)) - {" "})
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "\u2581", *letters]
     merges = [("\u2581", "t"), ("t", "h"), ("h", "e"), ("e", "r"), ("\u2581t", "he")]
     vocab = {token: i for i, token in enumerate([*names, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -91,15 +85,10 @@ def byte_fallback() -> Tokenizer:
 def unigram() -> Tokenizer:
     """Return a Unigram tokenizer like SentencePiece's, with BOS."""
     special = ["<unk>", "<s>", "</s>", "<end_of_turn>"]
-    pieces = sorted(set("".join(LINES)) - {" "}) + [
-        "\u2581",
-        *(f"\u2581{word}" for word in sorted(set(" ".join(LINES).split()))),
-    ]
-    tokenizer = Tokenizer(
-        models.Unigram(
-            [(piece, 0.0) for piece in special] + [(piece, -2.0 - i / 64) for i, piece in enumerate(pieces)], 0
-        )
-    )
+    words = sorted(set(" ".join(LINES).split()))
+    pieces = [*sorted(set("".join(LINES)) - {" "}), "\u2581", *(f"\u2581{word}" for word in words)]
+    scores = [(piece, 0.0) for piece in special] + [(piece, -2.0 - i / 64) for i, piece in enumerate(pieces)]
+    tokenizer = Tokenizer(models.Unigram(scores, 0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])

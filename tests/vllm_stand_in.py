@@ -10,23 +10,13 @@ class Llama:
 
     def __init__(self, config, mode):
         import torch
+        from nemo_rl_cpp.models.hf_config import native_config
+        from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 
         self.config, self.mode = config, mode
-        d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
         self.heads, self.kv = config["num_attention_heads"], config["num_key_value_heads"]
-        self.size = config.get("head_dim") or d // self.heads
-        shapes = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
-        if not config["tie_word_embeddings"]:
-            shapes["lm_head.weight"] = (v, d)
-        for i in range(config["num_hidden_layers"]):
-            for name, shape in (
-                ("self_attn.q_proj", (self.heads * self.size, d)), ("self_attn.k_proj", (self.kv * self.size, d)),
-                ("self_attn.v_proj", (self.kv * self.size, d)), ("self_attn.o_proj", (d, self.heads * self.size)),
-                ("mlp.gate_proj", (f, d)), ("mlp.up_proj", (f, d)), ("mlp.down_proj", (d, f)), ("input_layernorm", (d,)),
-                ("post_attention_layernorm", (d,)),
-            ):  # fmt: skip
-                shapes[f"model.layers.{i}.{name}.weight"] = shape
-        self.weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self.size = config.get("head_dim") or config["hidden_size"] // self.heads
+        self.weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(native_config(config)).items()}
 
     def named_parameters(self):
         return self.weights.items()

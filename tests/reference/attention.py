@@ -40,8 +40,8 @@ def attention_backward(
     k: int,
     h: int,
     scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    window=0,
+    softcap=0.0,
     sinks=None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (d_qkv [T, (N+2K)*H], d_sinks [N]).

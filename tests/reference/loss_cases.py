@@ -125,13 +125,8 @@ def batch(rng, max_rows=5, max_len=40):
         data["curr_logprobs_unfiltered"] = near(x, 0.2)
     if rng.random() < 0.3:  # values at masked positions must not matter
         hide = ~(mask * (sample[:, None] != 0)).astype(bool)
-        for key in (
-            "advantages",
-            "prev_logprobs",
-            "generation_logprobs",
-            "reference_policy_logprobs",
-            "kl_cov_penalty",
-        ):
+        of_policies = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+        for key in ("advantages", *of_policies, "kl_cov_penalty"):
             data[key][hide] = rng.choice([1e6, -1e6, np.nan, -np.inf])
         x[hide[:, 1:]] = rng.choice([1e6, np.nan, -np.inf])
     return x, data

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from kill_resume import command, metric_rows, newest_step, run_to_end, sha256
 
+SMOLLM2, FEW = "configs/grpo_arithmetic_smollm2.yaml", "grpo.max_val_samples=16"
 RUNS = {
     "grpo": ("configs/grpo_tiny.yaml", 12, ()),
     "dapo": ("configs/dapo_tiny.yaml", 12, ()),
@@ -27,12 +28,8 @@ RUNS = {
     "vapo": ("configs/vapo_tiny.yaml", 8, ()),
     "ppo_raw_reward": ("configs/ppo_tiny_raw_reward.yaml", 8, ()),
     "multi_turn": ("configs/grpo_guess_number.yaml", 4, ()),
-    "smollm2_bfloat16": ("configs/grpo_arithmetic_smollm2.yaml", 3, ("grpo.max_val_samples=16",)),
-    "smollm2_float32": (
-        "configs/grpo_arithmetic_smollm2.yaml",
-        3,
-        ("grpo.max_val_samples=16", "policy.precision=float32"),
-    ),
+    "smollm2_bfloat16": (SMOLLM2, 3, (FEW,)),
+    "smollm2_float32": (SMOLLM2, 3, (FEW, "policy.precision=float32")),
 }
 
 

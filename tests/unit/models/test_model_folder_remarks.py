@@ -12,7 +12,7 @@ from nemo_rl_cpp.models.hf.trained import open_frozen
 from nemo_rl_cpp.models.hf_config import TINY_CONFIG
 from nemo_rl_cpp.models.model_folder import open_model_folder
 from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
-from nemo_rl_cpp.serving.model import load_model
+from nemo_rl_cpp.serving.model import EngineSizes, Limits, load_model
 from safetensors.torch import save_file
 
 
@@ -46,10 +46,14 @@ def train(path):
     nemo_rl_cpp.train_grpo(path, ["1+1="], lambda completions, **_: [0.0] * len(completions), num_steps=1)
 
 
+def serve(path):
+    return load_model(path, served_name=None, precision="float32", sizes=EngineSizes(), limits=Limits())
+
+
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
 @pytest.mark.parametrize(
     "read",
-    [nemo_rl_cpp.load, nemo_rl_cpp.TextGenerator, load_model, open_model_folder, lambda path: open_frozen(path, "float32", device="cpu"), train],
+    [nemo_rl_cpp.load, nemo_rl_cpp.TextGenerator, serve, open_model_folder, lambda path: open_frozen(path, "float32", device="cpu"), train],
     ids=["load", "generate", "serve", "open", "hf", "train"],
 )  # fmt: skip
 def test_model_folder_with_an_adapter_file_is_an_error_for_every_function_that_loads_it(folder, file, read):

@@ -242,21 +242,14 @@ class Routes:
             first = error.errors(include_url=False, include_context=False)[0]
             raise UserError(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
 
-    def guarded(self, handler: Handler, needs_key: bool = True) -> Handler:
-        """Return a handler that checks the API key, calls `handler`, and turns its exceptions into error responses."""
+    def guarded(self, handler: Handler) -> Handler:
+        """Return a handler that checks the API key before it calls `handler`."""
 
         async def handle(request: Request) -> Response:
-            given, key = request.headers.get("x-api-key", ""), self._api_key if needs_key else None
+            given, key = request.headers.get("x-api-key", ""), self._api_key
             if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
                 return _error(401, "the API key is missing or wrong")
-            try:
-                return await handler(request)
-            except NotFoundError as error:
-                return _error(404, str(error))
-            except ClientDisconnect:
-                return Response(status_code=499)
-            except ValueError as error:
-                return _error(getattr(error, "status", _INVALID), str(error))
+            return await handler(request)
 
         return handle
 
@@ -279,6 +272,12 @@ def _error(status: int, text: str) -> JSONResponse:
     return JSONResponse({"detail": text}, status)
 
 
+async def _refused(request: Request, error: Exception) -> Response:
+    """Return the response to a request that is invalid, or whose client has disconnected."""
+    status = 499 if isinstance(error, ClientDisconnect) else getattr(error, "status", _INVALID)
+    return _error(status, str(error))
+
+
 def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
     """Return the page of the list `found` that the query parameters `limit` and `offset` of the request select, and a
     `types.Cursor` with both and the length of `found`. Raise UserError for an invalid parameter."""
@@ -295,7 +294,7 @@ def _page(request: Request, found: list) -> tuple[list, types.Cursor]:
 def make_app(service: Service, api_key: str | None = None, max_body_bytes: int = 64 << 20) -> Starlette:
     """Return the Starlette application for the routes of `service`."""
     r = Routes(service, api_key, max_body_bytes)
-    checkpoint = "/training_runs/{run}/checkpoints/{kind}/{name}"
+    checkpoint = "training_runs/{run}/checkpoints/{kind}/{name}"
     posts = {
         "client/config": r.constant(types.ClientConfigResponse()),
         "client/dynamic_config": r.constant(types.ClientDynamicConfigResponse(sample_cancel_enabled=True)),
@@ -325,19 +324,19 @@ def make_app(service: Service, api_key: str | None = None, max_body_bytes: int =
         "training_runs": r.training_runs,
         "training_runs/{run}": r.training_run,
         "training_runs/{run}/checkpoints": r.checkpoints,
+        f"{checkpoint}/external_weights_urls": r.download_urls,
         "sessions": r.sessions,
         "sessions/{session}": r.session,
     }
     routes = [Route(f"/api/v1/{path}", r.guarded(handler), methods=["POST"]) for path, handler in posts.items()]
-    routes += [Route(f"/api/v1/{path}", r.guarded(handler), methods=["GET"]) for path, handler in gets.items()]
+    routes += [Route(f"/api/v1/{path}", r.guarded(handler)) for path, handler in gets.items()]
     routes += [
-        Route("/api/v1/healthz", r.guarded(r.health, needs_key=False), methods=["GET"]),
-        Route("/api/v1/files/{run}/{kind}/{name}/{file}", r.guarded(r.download, needs_key=False), methods=["GET"]),
-        Route(f"/api/v1{checkpoint}", r.guarded(r.delete_checkpoint), methods=["DELETE"]),
-        Route(f"/api/v1{checkpoint}/ttl", r.guarded(r.keep_checkpoint), methods=["PUT"]),
-        Route(f"/api/v1{checkpoint}/external_weights_urls", r.guarded(r.download_urls), methods=["GET"]),
+        Route("/api/v1/healthz", r.health),
+        Route("/api/v1/files/{run}/{kind}/{name}/{file}", r.download),
+        Route(f"/api/v1/{checkpoint}", r.guarded(r.delete_checkpoint), methods=["DELETE"]),
+        Route(f"/api/v1/{checkpoint}/ttl", r.guarded(r.keep_checkpoint), methods=["PUT"]),
     ]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys((ValueError, ClientDisconnect), _refused))
 
 
 def serve_tinker(arguments: argparse.Namespace, key: str | None) -> int:

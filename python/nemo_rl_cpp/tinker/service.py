@@ -153,6 +153,8 @@ _MOST_SNAPSHOTS = 8  # unnamed snapshots per model; older ones are dropped
 class NotFoundError(UserError):
     """Raised if a model, sampler or checkpoint does not exist on this server."""
 
+    status = 404
+
 
 @dataclass
 class Session:

@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 import tinker
+from nemo_rl_cpp.tinker.app import make_app
+from starlette.testclient import TestClient
 from test_sdk import ADAM, datum
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
@@ -125,6 +127,13 @@ def test_malformed_tinker_requests_are_rejected_with_a_reason(served, route, bod
         body = body | {"model_id": new_model(url)}
     answered, told = post(url, route, body, PROTO if route == "forward_backward" else "application/json")
     assert answered == status and told["detail"]
+
+
+def test_tinker_server_requires_its_api_key_for_every_route_except_health(served):
+    client = TestClient(make_app(served[1], "tml-key"))
+    assert client.get("/api/v1/healthz").status_code == 200
+    for headers, status in (({}, 401), ({"x-api-key": "tml-other"}, 401), ({"x-api-key": "tml-key"}, 200)):
+        assert client.get("/api/v1/get_server_capabilities", headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("body", [

@@ -54,6 +54,17 @@ std::int64_t rows_of(const LayerTensor& tensor) {
   return rows;
 }
 
+/// The name that Phi 3 has for the matrix of q, k and v, or of gate and up, which a target has that wants one adapter
+/// for all of it; empty: the tensor is none of these.
+std::string joined_name(const LayerTensor& tensor) {
+  auto name = tensor.parts.front().name;
+  if (tensor.parts.size() == 1) return {};
+  for (const auto& [part, joined] : {std::pair{".q_proj.", ".qkv_proj."}, std::pair{".gate_proj.", ".gate_up_proj."}})
+    if (const auto at = name.find(part); at != std::string::npos)
+      return name.replace(at, std::string_view(part).size(), joined);
+  return {};
+}
+
 std::vector<std::int64_t> shape_of(std::int64_t rows, std::int64_t columns) {
   return columns > 0 ? std::vector{rows, columns} : std::vector{rows};
 }
@@ -206,11 +217,14 @@ ParameterLayout::ParameterLayout(const ModelConfig& c, const LoraConfig& lora) {
       std::vector<std::string> names;
       std::int64_t begin = 0;
       const std::size_t first = adapters.size();
+      const auto take = [&](const std::string& part, std::int64_t from, std::int64_t rows) {
+        if (unknown.erase(layer_prefix(l) + part) == 0) return;
+        names.push_back(layer_prefix(l) + part);
+        adapters.push_back({l, tensor.field, from, rows, tensor.columns, 0, 0, lora.dim});
+      };
+      take(joined_name(tensor), 0, rows_of(tensor));
       for (const auto& part : tensor.parts) {
-        if (unknown.erase(layer_prefix(l) + part.name) > 0) {
-          names.push_back(layer_prefix(l) + part.name);
-          adapters.push_back({l, tensor.field, begin, part.rows, tensor.columns, 0, 0, lora.dim});
-        }
+        take(part.name, begin, part.rows);
         begin += part.rows;
       }
       b.align();

@@ -98,6 +98,31 @@ def test_float32_lora_gradients_of_experts_with_yarn_match_autograd(name, merge,
     assert_gradients_match(adapted(tmp_path, lora, torch.float32), hf, lora, 1e-5)
 
 
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "apart"])
+@pytest.mark.parametrize("name", ["llama_biases", "qwen3", "nemotron_h"])
+def test_gradients_of_megatrons_common_a_match_autograd(name, merge, tmp_path, monkeypatch):
+    hf = build(name, tmp_path, torch.float64)
+    compute_in_float64(hf, monkeypatch)
+    lora = megatrons(tmp_path, merge=merge)
+    assert_gradients_match(adapted(tmp_path, lora, torch.float64), hf, lora, 1e-10)
+
+
+def megatrons(folder, **keys) -> Lora:
+    peft = {"enabled": True, "dim": 3, "alpha": 7, **keys}
+    megatron = {"enabled": True, "peft": peft}
+    config = PolicyConfig(model_name=str(folder), dtensor_cfg={"enabled": False}, megatron_cfg=megatron)
+    return Lora.of(config, read_model_folder(folder), "policy")
+
+
+def of_single_matrices(lora, leaves):
+    """Return (A, B) of each module of transformers: of a joined adapter the common A, and the module's rows of B."""
+    found = {module if lora.layers.mlps is None else module_name(module): pair for module, pair in leaves.items()}
+    for module, parts in lora.joined.items():
+        a, b = found.pop(module)
+        found |= {part: (a, rows) for (part, _), rows in zip(parts, b.split([rows for _, rows in parts]))}
+    return found
+
+
 def assert_gradients_match(model, hf, lora, bound):
     """Compare log-probabilities and the gradients of A and B with those of torch's tape on the float64 model `hf`."""
     trainer = C.Trainer(model)
@@ -105,7 +130,7 @@ def assert_gradients_match(model, hf, lora, bound):
     weight = torch.randn(ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     pairs = factors(model, model.masters.double())
     leaves = {m: (a.requires_grad_(), b.requires_grad_()) for m, (a, b) in pairs.items()}
-    theirs = {m if lora.layers.mlps is None else module_name(m): pair for m, pair in leaves.items()}
+    theirs = of_single_matrices(lora, leaves)
     expected_logprobs = hf_logprobs(adapted_call(hf, theirs, 7 / 3), ids, mask)
     (expected_logprobs * weight[:, 1:]).sum().backward()
 
@@ -175,10 +200,10 @@ def test_lora_adapters_after_ten_adamw_steps_match_those_of_torchs_adamw(merge, 
             assert (ours - leaf).norm() <= 2e-3 * leaf.norm(), module
 
 
-def saved(tmp_path, name, **keys):
+def saved(tmp_path, name, of=lora_of, **keys):
     """(transformers' base model, the native one, the folder of its checkpoint)."""
     hf = build(name, tmp_path / "base")
-    lora = lora_of(tmp_path / "base", **keys)
+    lora = of(tmp_path / "base", **keys)
     model = adapted(tmp_path / "base", lora, torch.float32)
     whole = named_views(model.specs, model.merged()) | buffers(model)
     save_weights(model, tmp_path / "out", read_config(tmp_path / "base"), tensors=whole)
@@ -205,14 +230,20 @@ def test_saved_lora_adapter_gives_the_logits_of_the_merged_model_in_peft(targets
 
 
 @pytest.mark.parametrize(
-    "name, rslora",
-    [("qwen3", False), ("qwen3", True), ("qwen3_5", False), ("nemotron_h", False)],
-    ids=["lora", "rslora", "recurrent", "mamba"],
+    "name, rslora, of",
+    [
+        ("qwen3", False, lora_of),
+        ("qwen3", True, lora_of),
+        ("qwen3_5", False, lora_of),
+        ("nemotron_h", False, lora_of),
+        ("qwen3", False, megatrons),
+    ],
+    ids=["lora", "rslora", "recurrent", "mamba", "megatron"],
 )
-def test_unmerged_lora_adapter_gives_the_same_logits_as_peft(name, rslora, tmp_path):
+def test_unmerged_lora_adapter_gives_the_same_logits_as_peft(name, rslora, of, tmp_path):
     """PEFT computes the same formula, W x + s B (A x)."""
     peft = pytest.importorskip("peft")
-    hf, model, folder = saved(tmp_path, name, merge=False, use_rslora=rslora)
+    hf, model, folder = saved(tmp_path, name, of, merge=False, use_rslora=rslora)
     ids = torch.arange(3, 40)
     before = hf(input_ids=ids[None]).logits[0].detach()
     loaded = peft.PeftModel.from_pretrained(hf, folder / "adapter").eval()

@@ -79,7 +79,7 @@ def _adapters(model: TrainedModelConfig) -> str:
     lora, sizes = model.lora, model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return f"dim {lora.dim}"
-    layers = LayerKinds.of(sizes)
+    layers = LayerKinds.of(sizes, lora.joins)
     adapted, of = adapted_modules(lora, layers), sum(not is_experts(module) for module in layers.modules())
     of_experts = sum(map(is_experts, adapted))
     trained, all_of = count_text(adapter_sizes(lora, sizes).trained), count_text(sizes.parameters)

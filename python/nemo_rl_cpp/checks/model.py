@@ -122,7 +122,7 @@ def _check_model(use: _Use) -> Iterator[Finding]:
             replace(folder, quantization=use.quantization).check_quantization(key)
         folder.check_slices(use.slices, use.slices_key)
         if use.trained is not None:
-            folder.check_mixers(use.trained, use.key.partition(".")[0])
+            folder.check_mixers(use.trained, use.key.partition(".")[0], use.slices)
         folder.check_weights()
     except (SourceError, OSError) as error:
         yield Finding("error", use.key, f"is {use.name}: {error}")
@@ -182,7 +182,7 @@ def _check_name(use: _Use) -> Iterator[Finding]:
 def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     """Yield a warning if an adapter of `tiny-random` is to be trained, because its base model is in no folder that PEFT
     could load. Yield an error if `lora_cfg` selects no layer of the model."""
-    key = f"{section}.dtensor_cfg.lora_cfg"
+    key = model.lora_key(section)
     if model.lora is not None and model.model_name == TINY_RANDOM:
         yield Finding(
             "warning", f"{key}.enabled", f"is true, and {TINY_RANDOM} is in no folder that PEFT could load: the saved "
@@ -191,7 +191,7 @@ def _check_lora(section: str, model: TrainedModelConfig) -> Iterator[Finding]:
     sizes = None if model.lora is None else model_sizes(model.model_name, model.hf_config_overrides)
     if sizes is None:
         return
-    layers = LayerKinds.of(sizes)
+    layers = LayerKinds.of(sizes, model.lora.joins)
     adapted = adapted_modules(model.lora, layers)
     if any(module.endswith(MAMBA_OUTPUT) for module in adapted):
         yield Finding(

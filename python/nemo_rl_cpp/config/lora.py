@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from nemo_rl_cpp.argument_checks import did_you_mean
 
@@ -30,10 +30,20 @@ MATRICES = {name: module for module, names in _MATRICES_OF.items() for name in n
 """The matrices of a layer -> the module that contains them. A layer has either `self_attn` or, if it is recurrent,
 `linear_attn`. In Nemotron-H these modules and `mlp` are called `mixer`. All experts of a layer are one module, as in
 NeMo AutoModel."""
-_OF_AN_MLP = ("gate_proj", "up_proj", "down_proj")  # in a layer with experts those of the shared expert
+_OF_AN_MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")  # in a layer with experts those of the shared expert
 _OF_A_DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""The fused matrices of Phi 3 -> the matrices that they replace."""
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""The fused matrices of Phi 3, which share one adapter in Megatron's LoRA -> the matrices that they replace."""
+MEGATRON = {
+    "qkv_proj": "linear_qkv",
+    "o_proj": "linear_proj",
+    "gate_up_proj": "linear_fc1",
+    "up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+    "in_proj": "in_proj",
+    "out_proj": "out_proj",
+}
+"""The matrices that Megatron's LoRA adapts -> their names in Megatron."""
 _SIDE_BY_SIDE = (
     ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("qkv_proj",), ("o_proj",), _OF_A_DELTA_NET, ("in_proj",), ("out_proj",), ("experts",),
     ("shared_expert_gate",), ("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",),
@@ -45,11 +55,12 @@ FROZEN = ("lm_head", "model.embed_tokens", "score")
 """Matrices outside the layers. They never get adapters."""
 
 
-class LoraConfig(Section):
-    """Settings of LoRA: each adapted matrix gets two trained matrices, A [dim, in] and B [out, dim]. All weights of the
-    base model are frozen."""
+class Adapters(Section):
+    """Settings of LoRA that both backends have."""
 
     is_switched = True
+    joins: ClassVar[bool] = False
+    """Whether q, k and v have one adapter together, and gate and up another."""
     enabled: bool = False
     """Train low-rank adapters and freeze the weights. Memory: a few bytes per parameter instead of 18 to 22. Used if
     dtensor_cfg.enabled is true. See docs/lora.md."""
@@ -63,14 +74,8 @@ class LoraConfig(Section):
     exclude_modules: list[str] = []
     """With match_all_linear false, instead of target_modules: matrices that get no adapter. Names as in
     target_modules."""
-    match_all_linear: bool = True
-    """Give every matrix of every layer an adapter, except those of experts and out_proj of Mamba-2. The LM head and the
-    embedding stay frozen in any case."""
     dim: Positive = key(8, "Rank of the adapters.")
     alpha: Positive = key(32, "Scale of the adapters: the product B A is multiplied by alpha / dim.")
-    lora_A_init: Literal["xavier", "kaiming", "uniform"] = "xavier"
-    """Distribution of the initial A: xavier (normal) or kaiming (uniform). uniform is NeMo RL's name for kaiming. B
-    starts at 0."""
     merge: bool = True
     """true: compute the merged weights W + s B A after each step. false: compute s B (A x) + W x in each forward pass,
     so only one copy of W is needed, and no update is too small to be represented in policy.precision. With
@@ -78,10 +83,44 @@ class LoraConfig(Section):
     use_rslora: bool = key(False, "rsLoRA: multiply B A by alpha / sqrt(dim) instead of alpha / dim.")
 
 
+class LoraConfig(Adapters):
+    """Settings of LoRA: each adapted matrix gets two trained matrices, A [dim, in] and B [out, dim]. All weights of the
+    base model are frozen."""
+
+    match_all_linear: bool = True
+    """Give every matrix of every layer an adapter, except those of experts and out_proj of Mamba-2. The LM head and the
+    embedding stay frozen in any case."""
+    lora_A_init: Literal["xavier", "kaiming", "uniform"] = "xavier"
+    """Distribution of the initial A: xavier (normal) or kaiming (uniform). uniform is NeMo RL's name for kaiming. B
+    starts at 0."""
+
+
+class PeftConfig(Adapters):
+    """Settings of LoRA in the Megatron backend: q, k and v have one adapter together, and so have gate and up. Matrices
+    have Megatron's names."""
+
+    joins = True
+    match_all_linear: ClassVar[bool] = False
+    enabled: bool = False
+    """Train low-rank adapters and freeze the weights, if megatron_cfg.enabled is true. q, k and v have one A together,
+    and so have gate and up. See docs/lora.md."""
+    target_modules: list[str] = []
+    """Matrices that get an adapter: linear_qkv, linear_proj, linear_fc1, linear_fc2, in Mamba-2 in_proj and out_proj,
+    or names with wildcards such as `*.layers.0.*.linear_qkv`. []: all except exclude_modules, experts, and out_proj of
+    Mamba-2."""
+    exclude_modules: list[str] = key([], "Instead of target_modules: matrices that get no adapter.")
+    lora_A_init_method: Literal["xavier", "kaiming"] = key("xavier", "As lora_A_init of dtensor_cfg.lora_cfg.")
+
+    @property
+    def lora_A_init(self) -> str:
+        return self.lora_A_init_method
+
+
 def matches(pattern: str, module: str) -> bool:
     """Return whether a pattern of `target_modules` matches the name of a module, such as
     model.layers.0.self_attn.q_proj. A pattern is the whole name, the last parts of the name (q_proj), or the whole name
-    with * as a wildcard for any text."""
+    with * as a wildcard for any text. Nemotron-H's checkpoints call `model` `backbone`."""
+    pattern = re.sub(r"^backbone\.", "model.", pattern)
     if module == pattern or module.endswith(f".{pattern}"):
         return True
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), module) is not None
@@ -104,7 +143,7 @@ class LayerKinds:
 
     Attributes:
         count: the number of layers.
-        fused: whether the layers have the fused matrices of Phi 3.
+        fused: whether the layers have the fused matrices of Phi 3, or adapters for these matrices (Adapters.joins).
         recurrent: the indices of the recurrent layers.
         latent: whether keys and values are computed from a shared low-dimensional vector (multi-head latent attention).
         latent_queries: whether queries are also computed from a low-dimensional vector.
@@ -123,15 +162,18 @@ class LayerKinds:
     mlps: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, sizes: ModelSizes) -> Self:
+    def of(cls, sizes: ModelSizes, joined: bool = False) -> Self:
+        """Return the `LayerKinds` of a model with the sizes `sizes`. `joined`: Adapters.joins."""
         latent = sizes.kv_lora_rank > 0, sizes.q_lora_rank > 0
         shared = "shared_experts" if sizes.has_router_biases else "shared_expert"
         mlps = sizes.expert_layers, shared if sizes.shared_expert_size else "", sizes.mlp_layers or None
-        return cls(sizes.num_hidden_layers, sizes.fused_tensors, sizes.recurrent_layers, *latent, *mlps)
+        fused = sizes.fused_tensors or joined
+        return cls(sizes.num_hidden_layers, fused, sizes.recurrent_layers, *latent, *mlps)
 
     @classmethod
-    def of_native(cls, native: Mapping[str, Any]) -> Self:
-        """Return the `LayerKinds` of a native model, from `native`, the result of `ModelFolder.native`."""
+    def of_native(cls, native: Mapping[str, Any], joined: bool = False) -> Self:
+        """Return the `LayerKinds` of a native model, from `native`, the result of `ModelFolder.native`. `joined`:
+        Adapters.joins."""
         recurrent = native.get("recurrent", {}).get("layers", ())
         latent = native.get("latent", {"query_rank": 0})
         is_latent = "latent" in native, latent["query_rank"] > 0
@@ -139,19 +181,25 @@ class LayerKinds:
         with_experts = tuple(experts["layers"]), experts["shared"] if experts["shared_size"] else ""
         mixers = native.get("one_block")
         mlps = None if mixers is None else tuple(layer for layer, has_mixer in enumerate(mixers) if not has_mixer)
-        return cls(len(native["layers"]), native["fused_tensors"], recurrent, *is_latent, *with_experts, mlps)
+        fused = native["fused_tensors"] or joined
+        return cls(len(native["layers"]), fused, recurrent, *is_latent, *with_experts, mlps)
 
     def matrices(self, layer: int) -> Iterator[str]:
         """Yield the names of a layer's matrices (keys of MATRICES) that may have an adapter, in the order of the
         parameters."""
-        missing = {name for parts in _FUSED.values() for name in parts} if self.fused else set(_FUSED)
+        missing = {name for parts in FUSED.values() for name in parts} if self.fused else set(FUSED)
         missing |= {"k_proj", "v_proj"} if self.latent else {"kv_a_proj_with_mqa", "kv_b_proj"}
         missing |= {"q_proj"} if self.latent_queries else {"q_a_proj", "q_b_proj"}
         has_experts = layer in self.experts
         missing |= set() if has_experts else {"experts"}
-        missing |= set() if has_experts and self.shared == "shared_expert" else {"shared_expert_gate"}
+        missing |= (
+            set() if has_experts and self.shared == "shared_expert" and not self.fused else {"shared_expert_gate"}
+        )
         missing |= set(_OF_AN_MLP) if has_experts and not self.shared else set()
-        missing |= {"in_proj"} if self.mlps is None else {"gate_proj", *_OF_A_DELTA_NET}
+        if self.mlps is None:
+            missing.add("in_proj")
+        else:
+            missing = (missing - {"up_proj"}) | {"gate_proj", "gate_up_proj", *_OF_A_DELTA_NET}
         mixer = "linear_attn" if layer in self.recurrent else "self_attn"
         blocks = (mixer, "mlp") if self.mlps is None else ("mlp" if layer in self.mlps else mixer,)
         yield from (name for name, block in MATRICES.items() if block in blocks and name not in missing)
@@ -172,23 +220,32 @@ class LayerKinds:
         return list(dict.fromkeys(name for layer in range(self.count) for name in self.matrices(layer)))
 
 
-def adapted_modules(lora: LoraConfig, layers: LayerKinds) -> list[str]:
+def adapted_modules(lora: Adapters, layers: LayerKinds) -> list[str]:
     """Return the names of the modules that get adapters in a model with these layers, see `is_default`."""
     modules = list(layers.modules())
     everything, wanted, unwanted = lora.match_all_linear, lora.target_modules, lora.exclude_modules
     if wanted and not everything:
-        return [module for module in modules if any(matches(pattern, module) for pattern in wanted)]
+        return [module for module in modules if _matches_any(lora, wanted, module)]
     linear = [module for module in modules if is_default(module)]
-    return linear if everything else [m for m in linear if not any(matches(pattern, m) for pattern in unwanted)]
+    return linear if everything else [module for module in linear if not _matches_any(lora, unwanted, module)]
 
 
-def nothing_adapted(lora: LoraConfig, model_name: str, layers: LayerKinds) -> str:
+def _matches_any(lora: Adapters, patterns: list[str], module: str) -> bool:
+    """Return whether one of `patterns`, entries of target_modules or exclude_modules of `lora`, matches `module`."""
+    if lora.joins:
+        path, _, name = module.rpartition(".")
+        module = f"{path}.{MEGATRON.get(name, name)}"
+    return any(matches(pattern, module) for pattern in patterns)
+
+
+def nothing_adapted(lora: Adapters, model_name: str, layers: LayerKinds) -> str:
     """Return the error message for LoRA settings that select no matrix of the model."""
     if lora.target_modules:
         why = f"target_modules is {lora.target_modules}, which no matrix of {model_name} with its {layers.count} layers is called"
     else:
         why = f"exclude_modules is {lora.exclude_modules}, which are all matrices of {model_name} with its {layers.count} layers"
-    return f"{why}: name some of {', '.join(layers.names())}"
+    names = [MEGATRON.get(name, name) for name in layers.names()] if lora.joins else layers.names()
+    return f"{why}: name some of {', '.join(names)}"
 
 
 class AdapterSizes(NamedTuple):
@@ -203,9 +260,9 @@ class AdapterSizes(NamedTuple):
     kept: int
 
 
-def adapter_sizes(lora: LoraConfig, sizes: ModelSizes) -> AdapterSizes:
+def adapter_sizes(lora: Adapters, sizes: ModelSizes) -> AdapterSizes:
     """Return the numbers of weights that LoRA adds to a model with the sizes `sizes`."""
-    layers = LayerKinds.of(sizes)
+    layers = LayerKinds.of(sizes, lora.joins)
     modules, trained, kept = set(adapted_modules(lora, layers)), 0, 0
     for layer in range(layers.count):
         weights = {name: (sum(shape), prod(shape)) for name, shape in _shapes(sizes, layer).items()}
@@ -241,12 +298,13 @@ def _shapes(sizes: ModelSizes, layer: int) -> dict[str, tuple[int, int]]:
             latent |= {"q_a_proj": (query_rank, hidden), "q_b_proj": (query, query_rank)}
             shapes["q_proj"] = (0, 0)
     shapes |= latent
-    return shapes | {name: (sum(shapes[part][0] for part in parts), hidden) for name, parts in _FUSED.items()}
+    return shapes | {name: (sum(shapes[part][0] for part in parts), hidden) for name, parts in FUSED.items()}
 
 
 _MANY = 200  # more layers than any model has, to check patterns that name a layer
+_JOINED, _JOINED_MAMBA = LayerKinds(_MANY, fused=True), LayerKinds(_MANY, fused=True, recurrent=range(_MANY), mlps=())
 _ANY_MODEL = (
-    LayerKinds(_MANY), LayerKinds(_MANY, fused=True), LayerKinds(_MANY, recurrent=range(_MANY)),
+    LayerKinds(_MANY), _JOINED, LayerKinds(_MANY, recurrent=range(_MANY)),
     LayerKinds(_MANY, latent=True), LayerKinds(_MANY, latent=True, latent_queries=True),
     *(LayerKinds(_MANY, experts=range(_MANY), shared=name) for name in ("shared_expert", "shared_experts")),
     *(LayerKinds(_MANY, recurrent=range(_MANY), mlps=()), LayerKinds(_MANY, experts=range(_MANY), shared="shared_experts", mlps=tuple(range(_MANY)))),
@@ -256,8 +314,9 @@ _ASKING = ("dim", "alpha", "target_modules", "exclude_modules", "use_rslora")  #
 
 def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
     """Report mistakes in the LoRA settings of `model`, the section named `name` ("policy" or "value")."""
-    lora, prefix = model.lora, f"{name}.dtensor_cfg.lora_cfg"
+    lora, prefix = model.lora, model.lora_key(name)
     if lora is None:
+        prefix = f"{name}.dtensor_cfg.lora_cfg"
         if model.dtensor_cfg.lora_cfg.enabled:
             megatron = f"{name}.megatron_cfg.enabled"
             text = f"needs {name}.dtensor_cfg.enabled=true and {megatron}=false: set them so, or this to false"
@@ -268,6 +327,9 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
     if model.backend == "hf":
         text = f"is true, but the native core alone trains adapters: set {name}.backend=native, or enabled=false"
         report.add(f"{prefix}.enabled", text, f"{name}.backend")
+    if lora.joins and model.router_bias_update_rate:
+        rate = f"{name}.megatron_cfg.moe_router_bias_update_rate"
+        report.add(f"{prefix}.enabled", f"is true, but {rate} changes frozen biases of routers: set that to 0", rate)
     given = [listed for listed in ("target_modules", "exclude_modules") if getattr(lora, listed)]
     if lora.match_all_linear and given:
         every = f"{prefix}.match_all_linear"
@@ -277,7 +339,7 @@ def check_lora(model: TrainedModelConfig, name: str, report: Report) -> None:
         report.add(f"{prefix}.exclude_modules", text, f"{prefix}.target_modules")
     for listed in given:
         for pattern in getattr(lora, listed):
-            if (fault := _fault(pattern, listed)) is not None:
+            if (fault := _fault(lora, pattern, listed)) is not None:
                 report.add(f"{prefix}.{listed}", fault)
     if given == ["exclude_modules"] and not any(adapted_modules(lora, layers) for layers in _ANY_MODEL):
         report.add(f"{prefix}.exclude_modules", "leaves no matrix to adapt; name fewer")
@@ -298,13 +360,15 @@ def _check_unused(lora: LoraConfig, prefix: str, report: Report) -> None:
             report.add(f"{prefix}.{name}", text)
 
 
-def _fault(pattern: str, key: str) -> str | None:
-    """Return an error message if `pattern`, an entry of `key` (target_modules or exclude_modules), matches no module
-    that can have an adapter in any model, otherwise None. In exclude_modules it may also match the frozen head or
-    embedding."""
-    if any(matches(pattern, module) for layers in _ANY_MODEL for module in layers.modules()):
+def _fault(lora: Adapters, pattern: str, key: str) -> str | None:
+    """Return an error message if `pattern`, an entry of `key` (target_modules or exclude_modules) of `lora`, matches no
+    module that can have an adapter in any model, otherwise None. In exclude_modules it may also match the frozen head
+    or embedding."""
+    kinds = (_JOINED, _JOINED_MAMBA) if lora.joins else _ANY_MODEL
+    if any(_matches_any(lora, [pattern], module) for layers in kinds for module in layers.modules()):
         return None
     if any(matches(pattern, module) for module in FROZEN):
         return None if key == "exclude_modules" else f"names {pattern}: head and embedding stay frozen; leave it out"
-    near = did_you_mean(pattern, MATRICES)
-    return f"names {pattern}, which no matrix is called{near and f'; {near}'} (there are {', '.join(MATRICES)}; * stands for any text)"
+    names = list(dict.fromkeys(MEGATRON.values() if lora.joins else MATRICES))
+    near = did_you_mean(pattern, names)
+    return f"names {pattern}, which no matrix is called{near and f'; {near}'} (there are {', '.join(names)}; * stands for any text)"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, model_validator
 
 from .base import DTYPES, Count, NonNegative, Positive, Real, Section, key, section
-from .lora import LoraConfig
+from .lora import LoraConfig, PeftConfig
 
 SCHEDULER_KWARGS: dict[str, dict[str, float | None]] = {  # arguments and defaults of torch; None: must be given
     "LinearLR": {"start_factor": 1.0 / 3, "end_factor": 1.0, "total_iters": 5},
@@ -250,10 +250,6 @@ class DTensorConfig(Section):
 
 class MegatronCheckpointConfig(Section):
     """Settings of Megatron's checkpoint format. The section is ignored."""
-
-
-class PeftConfig(Section):
-    """Settings of LoRA in the Megatron backend, which is not supported."""
 
 
 class DDPConfig(Section):

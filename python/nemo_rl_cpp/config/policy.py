@@ -11,7 +11,7 @@ from nemo_rl_cpp.files.prompt_files import find_prompt
 from .base import Count, Entry, NonNegative, OneOf, Positive, Section, Table, fields_of, key, no_effect, section
 from .errors import Report
 from .generation import GenerationConfig
-from .lora import LoraConfig, check_lora
+from .lora import Adapters, check_lora
 from .optimizer import (
     DTensorConfig,
     MegatronConfig,
@@ -205,10 +205,15 @@ class TrainedModelConfig(Section):
         return used.activation_checkpointing
 
     @property
-    def lora(self) -> LoraConfig | None:
+    def lora(self) -> Adapters | None:
         """The LoRA settings; None if all weights are trained."""
-        is_read = self.dtensor_cfg.enabled and not self.megatron_cfg.enabled
-        return self.dtensor_cfg.lora_cfg if is_read and self.dtensor_cfg.lora_cfg.enabled else None
+        given = self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
+        is_read = self.megatron_cfg.enabled or self.dtensor_cfg.enabled
+        return given if is_read and given.enabled else None
+
+    def lora_key(self, section: str) -> str:
+        """Return the dotted key of the LoRA settings of the enabled backend; `section` is "policy" or "value"."""
+        return f"{section}.{'megatron_cfg.peft' if self.megatron_cfg.enabled else 'dtensor_cfg.lora_cfg'}"
 
     @property
     def router_bias_update_rate(self) -> float:
@@ -267,9 +272,9 @@ class TrainedModelConfig(Section):
         name, and `lora_cfg.merge`."""
         fill(self, logprob_batch_size=self.train_micro_batch_size)
         fill(self.tokenizer, name=self.model_name)
-        adapters = self.dtensor_cfg.lora_cfg
-        if self.quantization is not None and "merge" not in adapters.model_fields_set:
-            adapters.__dict__["merge"] = False
+        for adapters in (self.dtensor_cfg.lora_cfg, self.megatron_cfg.peft):
+            if self.quantization is not None and "merge" not in adapters.model_fields_set:
+                adapters.__dict__["merge"] = False
         for budget in (self.dynamic_batching, self.sequence_packing):
             fill(
                 budget,
@@ -420,7 +425,7 @@ def _check_moments(model: TrainedModelConfig, name: str, report: Report) -> None
 
 
 def _check_quantization(model: TrainedModelConfig, name: str, report: Report) -> None:
-    key, adapters = f"{name}.quantization", f"{name}.dtensor_cfg.lora_cfg.enabled"
+    key, adapters = f"{name}.quantization", f"{model.lora_key(name)}.enabled"
     if model.quantization is None:
         return
     if model.backend == "hf":
@@ -430,7 +435,7 @@ def _check_quantization(model: TrainedModelConfig, name: str, report: Report) ->
         text = f"is {model.quantization}, and quantised weights are frozen: set {adapters}=true, or null here"
         report.add(key, text, adapters)
     elif model.lora.merge:
-        merge = f"{name}.dtensor_cfg.lora_cfg.merge"
+        merge = f"{model.lora_key(name)}.merge"
         text = f"is true, but {key} {model.quantization} has no room for merged weights: set it to false, or {key}=null"
         report.add(merge, text, key)
 

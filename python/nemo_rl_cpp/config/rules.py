@@ -209,7 +209,7 @@ def _check_critic(config: PPOMasterConfig, report: Report) -> None:
             report.add("ppo.adv_estimator.uses_critic", text, chosen)
         check_trained_model(config.value, "value", report)
         if config.value.lora is not None and loop.warm_start_value_checkpoint is not None:
-            lora = "value.dtensor_cfg.lora_cfg.enabled"
+            lora = f"{config.value.lora_key('value')}.enabled"
             text = f"has all weights of a critic, but {lora} trains adapters: name it in value.model_name, not here"
             report.add(warm_start, text, lora)
         _check_batches(config, "value", report)

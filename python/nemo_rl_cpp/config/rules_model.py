@@ -200,7 +200,7 @@ def check_resources(config: TrainMasterConfig, report: Report) -> None:
         report.add(config.policy.tensor_parallel_key("policy"), text, apart)
     if (lora := config.policy.lora) is not None and not lora.merge:
         text = f"is false, but separate engines get merged weights: set it to true, or {apart} to true"
-        report.add("policy.dtensor_cfg.lora_cfg.merge", text, apart)
+        report.add(f"{config.policy.lora_key('policy')}.merge", text, apart)
     if given := config.policy.kept_activations_gb:
         text = f"is {given:g}, but separate engines keep no activations: set it to 0 or null"
         report.add("policy.kept_activations_gb", text, apart)

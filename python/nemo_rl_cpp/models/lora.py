@@ -6,7 +6,8 @@ frozen weight matrix of `model_name`. A [dim, in] and B [out, dim] are trained i
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -16,13 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_rl_cpp._native import C
-from nemo_rl_cpp.config.lora import LayerKinds, adapted_modules, is_experts, nothing_adapted
+from nemo_rl_cpp.config.lora import FUSED, LayerKinds, adapted_modules, is_experts, nothing_adapted
 from nemo_rl_cpp.config.policy import TrainedModelConfig
 from nemo_rl_cpp.distributed.ranks import Ranks
 from nemo_rl_cpp.files.yaml_text import Plain
 from nemo_rl_cpp.hub.sources import TINY_RANDOM, findable_name
 from nemo_rl_cpp.models.model_folder import ModelFolder
 from nemo_rl_cpp.models.nemotron_h import module_name, our_name
+from nemo_rl_cpp.models.parameter_shapes import parameter_shapes
 from nemo_rl_cpp.models.weight_files import (
     ADAPTER,
     BASE_FILE,
@@ -51,6 +53,17 @@ def remove_adapter(weights: Path) -> None:
             folder.rmdir()
 
 
+def _joined(modules: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Return `Lora.joined` for the adapted `modules`; `shapes` are those of the model's parameters."""
+    found = {}
+    for module in modules:
+        path, _, name = module.rpartition(".")
+        parts = [f"{path}.{part}" for part in FUSED.get(name, ())]
+        if parts:
+            found[module] = tuple((part, shapes[our_name(f"{part}.weight")][0]) for part in parts)
+    return found
+
+
 @dataclass
 class Lora:
     """The LoRA adapters of one model.
@@ -65,7 +78,10 @@ class Lora:
         base_digest: digest of the base weights; empty if this process holds only a slice of them.
         quantization: format of the base model's matrices; None: not quantised.
         base_seed: seed of the base weights, if they are random.
-        is_gpt_oss: the base model is gpt-oss."""
+        is_gpt_oss: the base model is gpt-oss.
+        key: the configuration key of the settings, for messages.
+        joined: the adapted modules that join modules of the model -> these modules and their numbers of rows
+            (Adapters.joins)."""
 
     section: str
     modules: tuple[str, ...]
@@ -81,6 +97,8 @@ class Lora:
     quantization: str | None = None
     base_seed: int = 0
     is_gpt_oss: bool = False
+    key: str = ""
+    joined: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: TrainedModelConfig, folder: ModelFolder, section: str) -> Self | None:
@@ -90,10 +108,11 @@ class Lora:
         wanted = config.lora
         if wanted is None:
             return None
-        layers = LayerKinds.of_native(folder.native())
-        modules = adapted_modules(wanted, layers)
+        native = folder.native()
+        layers = LayerKinds.of_native(native, wanted.joins)
+        modules, key = adapted_modules(wanted, layers), config.lora_key(section)
         if not modules:
-            raise ValueError(f"{section}.dtensor_cfg.lora_cfg.{nothing_adapted(wanted, config.model_name, layers)}")
+            raise ValueError(f"{key}.{nothing_adapted(wanted, config.model_name, layers)}")
         return cls(
             section,
             tuple(modules),
@@ -108,6 +127,8 @@ class Lora:
             quantization=folder.quantization,
             base_seed=folder.seed,
             is_gpt_oss=folder.config["model_type"] == "gpt_oss",
+            key=key,
+            joined={} if native["fused_tensors"] else _joined(modules, parameter_shapes(native)),
         )
 
     @property
@@ -161,8 +182,9 @@ class Lora:
         folder = weights / ADAPTER
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
-            self._peft_name(name): self._for_peft(name, view).contiguous().cpu()
+            key: self._for_peft(name, part).clone(memory_format=torch.contiguous_format).cpu()
             for name, view in named_views(layout.specs, masters).items()
+            for key, part in self._parts(name, view)
         }
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         (folder / CONFIG_FILE).write_text(json.dumps(self.peft_config(), indent=2, sort_keys=True) + "\n")
@@ -171,8 +193,22 @@ class Lora:
             base |= {"model_name": self.base, "seed": self.base_seed, "quantization": self.quantization}
         (folder / BASE_FILE).write_text(json.dumps(base) + "\n")
 
-    def _peft_name(self, name: str) -> str:
-        return PREFIX + (name if self.layers.mlps is None else module_name(name))
+    def _parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name in PEFT's file, tensor) for a tensor of the adapter and its name in the core. Of a joined adapter,
+        every module has the same A and its rows of B."""
+        name = name if self.layers.mlps is None else module_name(name)
+        module, _, matrix = name.rpartition(".lora_")
+        if module not in self.joined:
+            yield PREFIX + name, tensor
+        begin = 0
+        for part, rows in self.joined.get(module, ()):
+            yield f"{PREFIX}{part}.lora_{matrix}", tensor.narrow(1, begin, rows) if name.endswith(LORA_B) else tensor
+            begin += rows
+
+    @property
+    def _peft_modules(self) -> list[str]:
+        """Return the names of the adapted modules of transformers' model."""
+        return [part for module in self.modules for part, _ in self.joined.get(module, ((module, 0),))]
 
     def _for_peft(self, name: str, view: Tensor) -> Tensor:
         if not name.endswith(LORA_B):
@@ -212,7 +248,7 @@ class Lora:
         others = set(map(short, set(self.layers.modules()).difference(self.modules)))
         are_short = others.isdisjoint(map(short, self.modules))
         found: dict[str, list[str]] = {"target_modules": []}
-        for module in self.modules:
+        for module in self._peft_modules:
             name = short(module) if are_short else module
             if is_parameter(module):
                 weights = (first, "down_proj") if is_experts(module) else ("weight",)
@@ -227,7 +263,7 @@ class Lora:
         folder = weights / ADAPTER
         if not (folder / WEIGHTS_FILE).is_file():
             raise ValueError(
-                f"{weights} holds no adapter, so a run saved it that trains all weights: set {self.section}.dtensor_cfg.lora_cfg.enabled=false, or name "
+                f"{weights} holds no adapter, so a run saved it that trains all weights: set {self.key}.enabled=false, or name "
                 f"it by {self.section}.model_name to begin adapters of it"
             )
         specs = model.trained_layout.specs
@@ -235,14 +271,15 @@ class Lora:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as saved:
             self._check_saved(folder, saved.keys())
             for spec in specs:
-                tensor = saved.get_tensor(self._peft_name(spec.name))
-                if spec.name.endswith(LORA_B):
-                    tensor = lora_b_from_peft(tensor, self.dim, alternates_in_peft(spec.name, self.is_gpt_oss))
-                views[spec.name].copy_(own_part(spec, tensor))
+                for name, part in self._parts(spec.name, views[spec.name]):
+                    tensor = saved.get_tensor(name)
+                    if name.endswith(LORA_B):
+                        tensor = lora_b_from_peft(tensor, self.dim, alternates_in_peft(spec.name, self.is_gpt_oss))
+                    part.copy_(own_part(spec, tensor))
         model.masters_changed()
 
     def _check_saved(self, folder: Path, names: list[str]) -> None:
-        key = f"{self.section}.dtensor_cfg.lora_cfg"
+        key = self.key
         saved = json.loads((folder / CONFIG_FILE).read_text())
         now = {"dim": self.dim, "alpha": self.alpha, "use_rslora": self.use_rslora}
         before = {"dim": saved.get("r"), "alpha": saved.get("lora_alpha"), "use_rslora": saved.get("use_rslora", False)}
@@ -252,9 +289,9 @@ class Lora:
                     f"{key}.{name} is {now[name]}, but the adapter in {folder} has {before[name]}: set it back"
                 )
         modules = adapted_modules_of(names)
-        if set(modules) != set(self.modules):
+        if set(modules) != set(self._peft_modules):
             raise ValueError(
-                f"{key}.target_modules means {len(self.modules)} matrices, the adapter in {folder} has {len(modules)}, and they are not the same: "
+                f"{key}.target_modules means {len(self._peft_modules)} matrices, the adapter in {folder} has {len(modules)}, and they are not the same: "
                 "name those of the run that saved it"
             )
         digest = json.loads((folder / BASE_FILE).read_text())["digest"]

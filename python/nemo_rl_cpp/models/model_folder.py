@@ -126,10 +126,23 @@ class ModelFolder:
                     f"{key} is {count}, but {what} ({self.config['model_type']}), which slices cannot; set it to 1"
                 )
 
-    def check_mixers(self, model: TrainedModelConfig, section: str) -> None:
-        """Raise ModelFolderError if `model`, the configuration of the section `section`, requests vLLM for a kind of
-        layer (attention, gated delta net or Mamba-2) that does not support it."""
+    def check_mixers(self, model: TrainedModelConfig, section: str, slices: int) -> None:
+        """Raise ModelFolderError if `model`, the configuration of the section `section`, requests vLLM or Megatron's
+        LoRA for a kind of layer (attention, gated delta net or Mamba-2) that does not support it. `slices`: the number
+        of tensor-parallel ranks."""
         native, kind = self.native(), self.config["model_type"]
+        if model.lora is not None and model.lora.joins:
+            unlike = {
+                "latent attention": "latent" in native,
+                "gated delta nets": "recurrent" in native and "one_block" not in native,
+                "experts, which target_modules may match": "experts" in native and bool(model.lora.target_modules),
+                "tensor-parallel ranks": slices > 1,
+            }
+            if reasons := [reason for reason, holds in unlike.items() if holds]:
+                raise ModelFolderError(
+                    f"{section}.megatron_cfg.peft.enabled is true, but its adapters are not supported for {' and '.join(reasons)} ({kind}): "
+                    f"use {section}.dtensor_cfg.lora_cfg"
+                )
         mixers = {"one_block": "Mamba-2", "latent": "latent attention", "recurrent": "recurrent layers"}
         what = next((name for part, name in mixers.items() if part in native), None)
         generation = None if what is None else getattr(model, "generation", None)

@@ -62,7 +62,7 @@ _OURS = (
     (r"^backbone\.embeddings\.", "model.embed_tokens."),
     (r"^backbone\.norm_f\.", "model.norm."),
     (r"^backbone\.", "model."),
-    (r"\.mixer\.(?=[qkvo]_proj\.)", ".self_attn."),
+    (r"\.mixer\.(?=(qkv|[qkvo])_proj\.)", ".self_attn."),
     (r"\.mixer\.(?=(up_proj|down_proj|gate|experts|shared_experts|fc[12]_latent_proj)\.)", ".mlp."),
     (r"\.mixer\.", ".mamba."),
 )

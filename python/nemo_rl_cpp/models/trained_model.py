@@ -120,7 +120,7 @@ class TrainedModel:
         folder = replace(folder, quantization=config.quantization)
         folder.check_quantization(f"{self.section}.quantization")
         folder.check_slices(self.ranks.tensor_size, config.tensor_parallel_key(self.section))
-        folder.check_mixers(config, self.section)
+        folder.check_mixers(config, self.section, self.ranks.tensor_size)
         megatron = config.megatron_cfg
         if megatron.enabled and megatron.moe_router_load_balancing_type != "none" and str(self.device) != "cpu":
             raise ModelFolderError(

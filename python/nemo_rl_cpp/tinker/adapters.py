@@ -185,7 +185,8 @@ class AdaptedModel:
         if not modules:
             raise UserError("no matrix of this model would be trained: set train_attn or train_mlp")
         name = findable_name(base.names[-1])
-        self.lora = Lora("base", tuple(modules), layers, shape.rank, ALPHA, "xavier", name, value_head=False)
+        key = "base.dtensor_cfg.lora_cfg"
+        self.lora = Lora("base", tuple(modules), layers, shape.rank, ALPHA, "xavier", name, value_head=False, key=key)
         self.native = C.DecoderModel(native, DTYPES[base.precision], False)
         base.folder.fill(self.native)
         self.lora.begin(self.native, 0, None, is_whole=True)

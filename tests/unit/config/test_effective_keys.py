@@ -55,7 +55,7 @@ SEVERAL = ("{0}.async_{0}.in_flight_weight_updates=true", "cluster.executor=proc
 ONLY_GRPO = [
     SEVERAL,
     ("grpo.adv_estimator.name=reinforce_plus_plus", "policy.dtensor_cfg.lora_cfg.enabled=true"),
-    ("grpo.adv_estimator.name=gdpo",),
+    ("grpo.adv_estimator.name=gdpo", "policy.megatron_cfg.enabled=true", "++policy.dtensor_cfg.enabled=false", "++policy.megatron_cfg.peft.enabled=true"),
     ("grpo.adv_estimator.name=pass_at_k", "grpo.adv_estimator.pass_k=2"),
     ("grpo.adv_estimator.name=opd", "grpo.adv_estimator.outcome_advantage_weight=0.5", "grpo.adv_estimator.proximal_teacher_alpha=0.5",
      "on_policy_distillation={{enabled:true,teacher_model_by_agent_name:{{x:tiny-random}},default_teacher_alias:x}}"),
@@ -75,7 +75,8 @@ ONLY_PPO = [
     ("value.megatron_cfg.enabled=false", "++value.dtensor_cfg.enabled=true", "value.optimizer={{kwargs:{{lr:1e-3}}}}", "value.max_grad_norm=1.0",
      "++value.dtensor_cfg.lora_cfg.enabled=true", "policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true",
      "policy.optimizer={{kwargs:{{lr:1e-3}}}}", "++policy.dtensor_cfg.lora_cfg.enabled=true"),
-    ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false"),
+    ("value.dynamic_batching.enabled=true", "value.sequence_packing.enabled=false", "++policy.megatron_cfg.peft.enabled=true",
+     "++value.megatron_cfg.peft.enabled=true"),
     ("ppo.adv_estimator.name=opd", "ppo.adv_estimator.outcome_advantage_weight=0.5",
      "on_policy_distillation={{enabled:true,teacher_model_by_agent_name:{{x:tiny-random}},default_teacher_alias:x}}"),
 ]  # fmt: skip

@@ -279,6 +279,10 @@ def _rows(model: type[Section], name: str, prefix: str, shown: dict[str, list[st
     rows = [_row(prefix + key, info, meanings[key]) for key, info in keys.values() if key not in same]
     for key, found in inner:
         meaning, inside = _rows(found, f"{name}.{key}", f"{prefix}{key}.", shown)
+        if not inside and same and prefix and meaning.endswith(f"It has the keys of `{like}.{key}`."):
+            continue  # as the enclosing section says
+        if not inside and "It has the keys of" in meaning:
+            meaning = meaning[meaning.index("It has the keys of") :]  # which say what the section is for
         if inside or shown[f"{name}.{key}"]:
             rows += [f"| `{prefix}{key}` | section | | {_cell(meaning)} |", *inside]
     return said, rows

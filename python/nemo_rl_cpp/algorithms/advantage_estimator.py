@@ -11,6 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,29 +26,15 @@ from nemo_rl_cpp.dotted_names import PythonObjectRef, import_object, is_dotted
 
 
 def calculate_baseline_and_std_per_prompt(
-    prompts: Tensor,
-    rewards: Tensor,
-    valid_mask: Tensor,
-    leave_one_out_baseline: bool = True,
+    prompts: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool = True,
     std_rewards: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (baseline, std), both [B]: for each sample, the mean and the unbiased standard deviation of its group's
-    rewards. For a group with at most one valid sample return (the sample's own reward, 0).
-
-    Args:
-        prompts: [B, L], token ids of B prompts; samples with equal rows form a group, adjacent or not.
-        rewards: [B].
-        valid_mask: [B]; the rewards of samples with 0 do not count in their group.
-        leave_one_out_baseline: whether a sample's own reward is excluded.
-        std_rewards: [B], the rewards from which std is computed; by default `rewards`."""
-    result = ops.group_baseline(
-        rewards,
-        ops.group_ids_from_prompts(prompts),
-        valid_mask=valid_mask,
-        leave_one_out=leave_one_out_baseline,
-        std_rewards=std_rewards,
-    )
-    return result.baseline, result.std
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return (baseline, std), both [B], from `ops.group_baseline` (NeMo RL's name and arguments). Samples with equal
+    rows of `prompts` [B, L] form a group."""
+    groups = ops.group_ids_from_prompts(prompts)
+    return tuple(ops.group_baseline(
+        rewards, groups, valid_mask=valid_mask, leave_one_out=leave_one_out_baseline, std_rewards=std_rewards
+    ))  # fmt: skip
 
 
 def _groups(prompt_ids: Tensor, group_id: Tensor | None) -> Tensor:
@@ -81,6 +68,17 @@ class _Estimator(AdvantageEstimator):
         return (policy, reference) if both else (None, None)
 
 
+class _Samples(NamedTuple):
+    """The inputs of `_SampleEstimator._of_samples`."""
+
+    rewards: Tensor  # [B]
+    groups: Tensor  # int64 [B], the group of each sample
+    valid: Tensor  # [B]; the statistics of a group exclude samples with 0
+    columns: Mapping[str, Tensor] | None  # further columns of the samples
+    mask: Tensor  # [B, S], or [T] with `offsets`
+    offsets: Tensor | None  # [B + 1]
+
+
 class _SampleEstimator(_Estimator):
     """The base class of estimators that give all tokens of a sample the same advantage."""
 
@@ -92,32 +90,28 @@ class _SampleEstimator(_Estimator):
         `offsets` [B + 1] is given, return [T], the tokens of all samples one after the other; sample b begins at
         `offsets[b]`. Samples with the same `group_id` [B] (None: with the same `prompt_ids` [B, P]) are a group. The
         statistics of a group exclude samples with valid_mask 0. `repeated_batch`: further columns of the samples."""
-        advantages = self._of_samples(
-            rewards,
-            _groups(prompt_ids, group_id),
-            valid_mask,
-            repeated_batch=repeated_batch,
-            mask=mask,
-            offsets=offsets,
-        )
+        valid = torch.ones_like(rewards) if valid_mask is None else valid_mask
+        samples = _Samples(rewards, _groups(prompt_ids, group_id), valid, repeated_batch, mask, offsets)
+        advantages = self._of_samples(samples)
         if offsets is None:
             return advantages.unsqueeze(-1).expand(mask.shape)
         return advantages.repeat_interleave(offsets.diff())
 
     @abstractmethod
-    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
-        """Return the advantages [B] for `rewards` [B]. `groups` int64 [B] numbers the group of each sample. `of_batch`
-        holds the arguments `repeated_batch`, `mask` and `offsets` of `compute_advantage`."""
+    def _of_samples(self, samples: _Samples) -> Tensor:
+        """Return the advantages [B]."""
+
+
+def _baseline(samples: _Samples, leave_one_out: bool = False) -> ops.GroupBaseline:
+    return ops.group_baseline(samples.rewards, samples.groups, valid_mask=samples.valid, leave_one_out=leave_one_out)
 
 
 class GRPOAdvantageEstimator(_SampleEstimator):
     """GRPO: the reward minus the group's baseline, divided by the group's standard deviation if normalize_rewards."""
 
-    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
-        stats = ops.group_baseline(
-            rewards, groups, valid_mask=valid_mask, leave_one_out=self.config.use_leave_one_out_baseline
-        )
-        return ops.grpo_advantages(rewards, stats.baseline, stats.std, normalize=self.config.normalize_rewards)
+    def _of_samples(self, samples: _Samples) -> Tensor:
+        stats = _baseline(samples, self.config.use_leave_one_out_baseline)
+        return ops.grpo_advantages(samples.rewards, stats.baseline, stats.std, normalize=self.config.normalize_rewards)
 
 
 class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
@@ -130,13 +124,10 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
 
     part_weights: Mapping[str, float] = MappingProxyType({})
 
-    def _of_samples(
-        self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, *, repeated_batch: Mapping[str, Tensor],
-        **of_batch: object,
-    ) -> Tensor:  # fmt: skip
-        """Return the advantages [B] from the reward components in `repeated_batch`. Raise ValueError if the batch has
-        fewer than two reward components, or if the number of weights differs from the number of components."""
-        keys = sorted(key for key in repeated_batch.keys() if str(key).startswith("reward/"))
+    def _of_samples(self, samples: _Samples) -> Tensor:
+        """Return the advantages [B] from the reward components in the columns of the samples. Raise ValueError if there
+        are fewer than two components, or if the number of weights differs from the number of components."""
+        keys = sorted(key for key in samples.columns.keys() if str(key).startswith("reward/"))
         if len(keys) < 2:
             raise ValueError(
                 f"gdpo needs at least two reward components (reward/<name>); this batch has {keys}. "
@@ -151,7 +142,7 @@ class GDPOAdvantageEstimator(GRPOAdvantageEstimator):
                 "expected one each, in that order"
             )
         grpo = super()._of_samples
-        parts = torch.stack([grpo(repeated_batch[key], groups, valid_mask) for key in keys])
+        parts = torch.stack([grpo(samples._replace(rewards=samples.columns[key])) for key in keys])
         return ops.gdpo_advantages(parts, torch.tensor(weights, dtype=torch.float64))
 
 
@@ -168,21 +159,16 @@ class OPOAdvantageEstimator(_SampleEstimator):
     sum_i(length_i). This baseline minimises the variance if all tokens have equally large gradients. Lengths count
     trained tokens."""
 
-    def _of_samples(
-        self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, *, mask: Tensor, offsets: Tensor | None,
-        **of_batch: object,
-    ) -> Tensor:  # fmt: skip
-        rows = (mask != 0).to(torch.float64)
-        if offsets is not None:
-            rows = rows.split(offsets.diff().tolist())
-        lengths = torch.stack([row.sum() for row in rows])
-        if valid_mask is not None:
-            lengths = lengths * valid_mask
-        total, group = _sums_of_groups(groups, lengths)
-        weighted, _ = _sums_of_groups(groups, lengths * rewards.to(torch.float64))
-        baseline = (weighted / total)[group]
-        baseline = torch.where(total[group] > 0, baseline, rewards.to(torch.float64))
-        return (rewards - baseline).to(rewards.dtype)
+    def _of_samples(self, samples: _Samples) -> Tensor:
+        rows = (samples.mask != 0).double()
+        if samples.offsets is not None:
+            rows = rows.split(samples.offsets.diff().tolist())
+        lengths = torch.stack([row.sum() for row in rows]) * samples.valid
+        rewards = samples.rewards.double()
+        total, group = _sums_of_groups(samples.groups, lengths)
+        weighted, _ = _sums_of_groups(samples.groups, lengths * rewards)
+        baseline = torch.where(total[group] > 0, (weighted / total)[group], rewards)
+        return (samples.rewards - baseline).to(samples.rewards.dtype)
 
 
 class BestOfGroupAdvantageEstimator(_SampleEstimator):
@@ -190,18 +176,16 @@ class BestOfGroupAdvantageEstimator(_SampleEstimator):
     divided by the group's standard deviation if normalize_rewards. All other responses get 0. If several responses
     share the best reward, all get 0."""
 
-    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
+    def _of_samples(self, samples: _Samples) -> Tensor:
+        rewards, std = samples.rewards, _baseline(samples).std
         advantages = torch.zeros_like(rewards)
-        voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
-        std = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).std
-        for group in torch.unique(groups):
-            rows = ((groups == group) & (voting != 0)).nonzero().flatten()
+        for group in torch.unique(samples.groups):
+            rows = ((samples.groups == group) & (samples.valid != 0)).nonzero().flatten()
             if len(rows) < 2:
                 continue
             best, second = rewards[rows].sort(descending=True, stable=True).values[:2]
-            gap = best - second
             row = rows[rewards[rows].argmax()]
-            advantages[row] = gap / (std[row] + 1e-6) if self.config.normalize_rewards else gap
+            advantages[row] = (best - second) / (std[row] + 1e-6 if self.config.normalize_rewards else 1.0)
         return advantages
 
 
@@ -212,13 +196,12 @@ class PassAtKAdvantageEstimator(_SampleEstimator):
     With N responses, W of them wrong, and p = 1 - C(W, k) / C(N, k), a correct response gets (1 - p) / sd and a wrong
     response (1 - p - C(W - 1, k - 1) / C(N - 1, k - 1)) / sd, where sd = sqrt(p (1 - p))."""
 
-    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
-        is_right = rewards > 0
-        voting = torch.ones_like(rewards) if valid_mask is None else valid_mask
-        totals, group = _sums_of_groups(groups, voting)
-        rights, _ = _sums_of_groups(groups, voting * is_right)
+    def _of_samples(self, samples: _Samples) -> Tensor:
+        is_right = samples.rewards > 0
+        totals, group = _sums_of_groups(samples.groups, samples.valid)
+        rights, _ = _sums_of_groups(samples.groups, samples.valid * is_right)
         pairs = [self._of_group(int(n), int(n - c)) for n, c in zip(totals.tolist(), rights.tolist(), strict=True)]
-        return torch.tensor(pairs, dtype=rewards.dtype)[group, (~is_right).long()]
+        return torch.tensor(pairs, dtype=samples.rewards.dtype)[group, (~is_right).long()]
 
     def _of_group(self, total: int, wrong: int) -> tuple[float, float]:
         """Return (advantage of a correct response, advantage of a wrong response) in a group of `total` responses, of
@@ -236,8 +219,8 @@ class MaxRLAdvantageEstimator(_SampleEstimator):
     """Maximum-likelihood RL (arXiv:2602.02710): (reward - mean) / mean over the group, or 0 if the mean is not
     positive. For rewards of 0 and 1 the policy gradient is then that of log(success rate)."""
 
-    def _of_samples(self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, **of_batch: object) -> Tensor:
-        mean = ops.group_baseline(rewards, groups, valid_mask=valid_mask, leave_one_out=False).baseline
+    def _of_samples(self, samples: _Samples) -> Tensor:
+        rewards, mean = samples.rewards, _baseline(samples).baseline
         return torch.where(mean > 0, (rewards - mean) / (mean + 1e-6), 0.0).to(rewards.dtype)
 
 
@@ -245,11 +228,8 @@ class ReMaxAdvantageEstimator(_SampleEstimator):
     """ReMax (arXiv:2310.10505): the reward minus the reward of the greedy response to the same prompt, which
     `repeated_batch["reward_baseline"]` [B] holds."""
 
-    def _of_samples(
-        self, rewards: Tensor, groups: Tensor, valid_mask: Tensor | None, *, repeated_batch: Mapping[str, Tensor],
-        **of_batch: object,
-    ) -> Tensor:  # fmt: skip
-        return rewards - repeated_batch["reward_baseline"].to(rewards.dtype)
+    def _of_samples(self, samples: _Samples) -> Tensor:
+        return samples.rewards - samples.columns["reward_baseline"].to(samples.rewards.dtype)
 
 
 class OptimalTokenBaselineAdvantageEstimator(_Estimator):

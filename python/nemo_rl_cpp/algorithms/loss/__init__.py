@@ -77,6 +77,13 @@ class NativeGradient(torch.autograd.Function):
         return (None, *scaled, *(None for _ in ctx.grads))
 
 
+_UNCHANGED = (
+    "ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "use_on_policy_kl_approximation", "sapo_temperature_pos",
+    "sapo_temperature_neg", "dro_beta", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
+)  # fmt: skip
+"""The keys of `loss_fn` that the native op takes under the same names."""
+
+
 class ClippedPGLossFn:
     """Clipped policy-gradient loss with KL regularisation (NeMo RL's class of this name).
 
@@ -132,26 +139,16 @@ class ClippedPGLossFn:
             token_level_loss=self.loss_type is LossType.TOKEN_LEVEL,
             fixed_length=self._fixed_length(),
             sequence_level_ratios=self.sequence_level_importance_ratios,
-            ratio_clip_min=self.ratio_clip_min,
-            ratio_clip_max=self.ratio_clip_max,
-            ratio_clip_c=self.ratio_clip_c,
             kl_penalty=float(self.reference_policy_kl_penalty),
             kl_type=self.reference_policy_kl_type,
             kl_input_clamp=self.kl_input_clamp_value,
             kl_output_clamp=self.kl_output_clamp_value,
-            use_on_policy_kl_approximation=self.use_on_policy_kl_approximation,
             importance_sampling=kind,
             importance_level=level,
             importance_min=self.truncated_importance_sampling_ratio_min or 0.0,
             importance_max=self.truncated_importance_sampling_ratio or 0.0,
             positive_nll_weight=self.positive_example_nll_weight,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            dro_beta=self.dro_beta,
-            vespo_k_pos=self.vespo_k_pos,
-            vespo_lambda_pos=self.vespo_lambda_pos,
-            vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg,
+            **{name: getattr(self.cfg, name) for name in _UNCHANGED},
         )
 
     def _fixed_length(self) -> float:
@@ -179,9 +176,9 @@ class ClippedPGLossFn:
         `global_valid_positive_toks` is the number of valid tokens in samples with positive reward, over the global
         batch. By default it is the entry of this name in `data`, or without such an entry the number of such tokens in
         `data`. The NLL term is divided by it."""
-        positive = (
-            data.get("global_valid_positive_toks") if global_valid_positive_toks is None else global_valid_positive_toks
-        )
+        positive = global_valid_positive_toks
+        if positive is None:
+            positive = data.get("global_valid_positive_toks")
         prev = None if self.op_config.ratio_mode == "on_policy" else data[self._old_logprobs]
         counts = ops.LossCounts(global_valid_toks, global_valid_seqs, positive)
         result = ops.clipped_pg_loss(curr_logprobs.detach(), self._op_inputs(data, prev), counts, self.op_config)
@@ -285,9 +282,8 @@ class ClippedPGLossFn:
         """Return bool [B]: whether a sample's gradient is zero because its advantages are 0 (in GRPO, if all rewards of
         its group are equal). Return None if a token with advantage 0 may have a gradient, as with a KL term."""
         config, advantages = self.op_config, data.tokens.get("advantages")
-        if config.kl_penalty != 0 or config.positive_nll_weight > 0 or config.ratio_mode == "dro" or advantages is None:
-            return None
-        if self.takes_entropies:
+        other_terms = config.kl_penalty != 0 or config.positive_nll_weight > 0 or self.takes_entropies
+        if other_terms or config.ratio_mode == "dro" or advantages is None:
             return None
         learns = advantages != 0
         if config.ratio_mode == "kl_cov":
@@ -307,8 +303,6 @@ class ClippedPGLossFn:
         of valid tokens, and of valid tokens of samples with a positive reward, in the whole global batch."""
         x = _floating(next_token_logprobs)
         result = self.native(x, data, global_valid_seqs, global_valid_toks, global_valid_positive_toks)
-        if not torch.is_grad_enabled():
-            return result.loss, result.metrics
         inputs, grads = [x], [result.grad_logprobs]
         if result.grad_unfiltered is not None:
             inputs.append(data["curr_logprobs_unfiltered"])
@@ -362,8 +356,6 @@ class MseValueLossFn:
         counts are those of the global batch."""
         values = _floating(logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits)
         result = self.native(values, data, global_valid_seqs, global_valid_toks)
-        if not torch.is_grad_enabled():
-            return result.loss, result.metrics
         return NativeGradient.apply(result.loss, values, result.grad_values), result.metrics
 
 
@@ -382,7 +374,7 @@ class DistillationResult(NamedTuple):
     metrics: dict[str, float]
     grad_logprobs: Tensor
     grad_candidates: Tensor
-    grad_entropy: Tensor | None
+    grad_entropy: Tensor | None = None
     nonfinite: None = None
 
 
@@ -443,11 +435,8 @@ class TopKDistillationLossFn:
             values = divergence(student, teacher, entropies, self.cfg)
             loss = (values * mask[valid]).sum() / (float(global_valid_toks) + 1e-8)
         grads = torch.autograd.grad(loss, [student] if entropies is None else [student, entropies])
-        of_candidates = torch.zeros_like(data["curr_candidates"])
-        of_candidates[valid] = grads[0].to(of_candidates.dtype)
-        of_entropies = None
-        if entropies is not None:
-            of_entropies = torch.zeros_like(data["curr_entropies"])
-            of_entropies[valid] = grads[1].to(of_entropies.dtype)
+        wholes = [torch.zeros_like(data[name]) for name in ("curr_candidates", "curr_entropies")[: len(grads)]]
+        for whole, grad in zip(wholes, grads):
+            whole[valid] = grad.to(whole.dtype)
         metrics = {"loss": float(loss.detach()), "num_valid_samples": float(data["sample_mask"].sum())}
-        return DistillationResult(loss.detach(), metrics, torch.zeros_like(curr_logprobs), of_candidates, of_entropies)
+        return DistillationResult(loss.detach(), metrics, torch.zeros_like(curr_logprobs), *wholes)

@@ -90,8 +90,9 @@ class _SampleEstimator(_Estimator):
         `offsets` [B + 1] is given, return [T], the tokens of all samples one after the other; sample b begins at
         `offsets[b]`. Samples with the same `group_id` [B] (None: with the same `prompt_ids` [B, P]) are a group. The
         statistics of a group exclude samples with valid_mask 0. `repeated_batch`: further columns of the samples."""
-        valid = torch.ones_like(rewards) if valid_mask is None else valid_mask
-        samples = _Samples(rewards, _groups(prompt_ids, group_id), valid, repeated_batch, mask, offsets)
+        groups = _groups(prompt_ids, group_id)
+        valid = torch.ones(len(groups)) if valid_mask is None else valid_mask
+        samples = _Samples(rewards, groups, valid, repeated_batch, mask, offsets)
         advantages = self._of_samples(samples)
         if offsets is None:
             return advantages.unsqueeze(-1).expand(mask.shape)

@@ -34,6 +34,7 @@ from nemo_rl_cpp.rollouts.batches import (
     sampled_by_policy,
     spoken_by_assistant,
 )
+from nemo_rl_cpp.weight_sync import WeightSynchronizer
 
 # ---- supervised fine-tuning: placeholders for engine, rollouts and advantages, and its validation
 
@@ -50,17 +51,11 @@ class NoEngine:
         return True
 
 
-class NoRefit:
+class NoRefit(WeightSynchronizer):
     """A placeholder for the weight sync from trainer to engine, in a run without an engine."""
 
     def sync_weights(self, *, timer: Timer | None = None) -> dict[str, float | str | None]:
         return {}
-
-    def mark_stale(self) -> None:
-        pass
-
-    def verify_before_training(self) -> None:
-        pass
 
 
 def given_answers(rows: DatumBatch) -> tuple[DatumBatch, dict[str, float]]:
@@ -77,12 +72,9 @@ class EqualAdvantages:
 
     # whether `generation_logprobs` stay in the batch, because the policy generated the responses
     keeps_logprobs: bool = False
-    estimator: ClassVar[None] = None
     metrics: ClassVar[Metrics] = {}
 
     def add(self, batch: TrainBatch) -> None:
-        """Set `advantages` of the batch to 1 for all tokens. Remove `generation_logprobs` from the batch unless the
-        field `keeps_logprobs` is set."""
         batch.advantages = torch.ones(batch.num_tokens)
         if not self.keeps_logprobs:
             batch.tokens.pop("generation_logprobs", None)
@@ -138,7 +130,6 @@ class _EstimatedAdvantages:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the estimator's latest call."""
         return dict(self.estimator.last_metrics)
 
     def _inputs(self, batch: TrainBatch, **of_tokens: Tensor | None) -> dict[str, Tensor | None]:
@@ -168,11 +159,10 @@ class GroupAdvantages(_EstimatedAdvantages):
 
     def add(self, batch: TrainBatch) -> None:
         """Add `advantages` to the batch."""
-        of_tokens = {"sum_pi_squared": batch.sum_pi_squared} if "sum_pi_squared" in batch else {}
-        of_tokens |= {
-            "logprobs_policy": batch.old_logprobs,
-            "logprobs_reference": batch.tokens.get("reference_policy_logprobs"),
-        }
+        reference = batch.tokens.get("reference_policy_logprobs")
+        of_tokens = {"logprobs_policy": batch.old_logprobs, "logprobs_reference": reference}
+        if "sum_pi_squared" in batch:
+            of_tokens["sum_pi_squared"] = batch.sum_pi_squared
         advantages = self.estimator.compute_advantage(
             group_id=batch.group_id,
             valid_mask=(batch.sample_mask != 0).float() if self._voting else None,
@@ -194,8 +184,7 @@ class TokenAdvantages(_EstimatedAdvantages):
         inputs = self._inputs(
             batch, values=batch.tokens.get("values"), logprobs=batch.old_logprobs, reference_logprobs=reference
         )
-        advantages, returns = self.estimator.compute_advantage(**inputs)
-        batch.advantages = advantages
+        batch.advantages, returns = self.estimator.compute_advantage(**inputs)
         if returns is not None:
             batch.returns = returns
 

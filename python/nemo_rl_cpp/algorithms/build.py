@@ -219,7 +219,10 @@ def build_run(
     tokenizer = parts.make_tokenizer(config.policy)
     with ExitStack() as resources:  # released in reverse order: if a later part fails, or by `TrainingRun.close`
         made = data(config, tokenizer)
-        resources.push(lambda kind, error, trace: close_environments(made.environments, error))
+        # wait without limit for environments to end, but not if the user ended the run
+        resources.push(lambda kind, error, trace: made.environments.close(
+            GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None
+        ))  # fmt: skip
         checkpoints = CheckpointManager(config.checkpointing)
         resources.callback(checkpoints.shutdown)
         resume = open_checkpoints(checkpoints, config)
@@ -269,12 +272,6 @@ def build_run(
     return run
 
 
-def close_environments(environments: Environments, error: BaseException | None) -> None:
-    """End the processes of the environments. Wait until they answer, but at most GRACE_SECONDS if `error` shows that
-    the user ended the run."""
-    environments.close(GRACE_SECONDS if isinstance(error, (KeyboardInterrupt, SystemExit)) else None)
-
-
 def connect_hooks(run: TrainingRun) -> None:
     """Set the hooks that the run calls before training and after each step.
 
@@ -283,8 +280,8 @@ def connect_hooks(run: TrainingRun) -> None:
     config, log, terminal, validation = run.config, run.log, run.terminal, run.validation
     ending = Ending(run.stop, TimeoutChecker(config.checkpointing.checkpoint_must_save_by), config.loop)
     saver = Saver(
-        run.checkpoints, config, run.policy, run.critic, run.collector, validation and validation.validator,
-        run.environments.train, log.logger, run.timer, terminal,
+        run.checkpoints, config, run.models, run.collector, validation and validation.validator, run.environments.train,
+        log.logger, run.timer, terminal,
     )  # fmt: skip
     for model in run.models.values():
         model.keep_bad_batches(run.log_dir / "replay")

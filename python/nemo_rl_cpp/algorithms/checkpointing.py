@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -48,10 +48,6 @@ from nemo_rl_cpp.models.hub_upload import push_to_hub, write_card
 from nemo_rl_cpp.models.interfaces import TrainedModelInterface
 from nemo_rl_cpp.models.memory import size_text
 from nemo_rl_cpp.models.policy.train_step import NonFiniteError
-
-if TYPE_CHECKING:
-    from nemo_rl_cpp.algorithms.step import Critic, NoCritic
-
 
 SAMPLER_STATE = Path("trainer_state") / "sampler"
 READY_BATCHES = Path("trainer_state") / "ready_batches"
@@ -125,19 +121,13 @@ class Saver:
 
     manager: CheckpointManager
     config: TrainMasterConfig
-    policy: TrainedModelInterface
-    critic: Critic | NoCritic
+    models: Mapping[str, TrainedModelInterface]  # the models to save, keyed by the name of their checkpoint folder
     collector: RolloutCollector
     validator: Validator | None
     environments: Mapping[str, Environment]
     logger: Logger
     timer: Timer
     terminal: Terminal
-
-    @property
-    def models(self) -> dict[str, TrainedModelInterface]:
-        """The models to save, keyed by the name of their checkpoint folder."""
-        return {"policy": self.policy} | self.critic.models
 
     def after_step(self, result: StepResult) -> None:
         """Save a checkpoint if `CheckpointManager.save_reason` returns a reason, or if an earlier save failed because
@@ -222,9 +212,8 @@ class Saver:
         manager.metric_seen = True
 
     def _metric_of(self, result: StepResult) -> dict[str, float]:
-        """Return {`metric_name`: value} of the metric by which checkpoints are ranked; {} if none is configured. If
-        this step has no validation or lacks the metric, return {} and warn, but only once per run, and not if the run
-        was interrupted."""
+        """Return {`metric_name`: value} of the metric by which checkpoints are ranked, or {}. Warn once per run if this
+        step lacks the configured metric and the run was not interrupted."""
         manager = self.manager
         kind, _, name = (manager.metric_name or "").partition(":")
         validation = result.validation.metrics if result.validation else None

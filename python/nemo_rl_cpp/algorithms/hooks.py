@@ -208,9 +208,7 @@ def summary(run: TrainingRun, first_step: int, seconds: float) -> dict[str, str]
     for row, name in ((validations[:1], "validation, first"), (validations[-1:], "validation, last")):
         if row:
             table[name] = _validation_text(row[0])
-    if history:
-        table |= _health(history)
-    table |= run.terminal.alerts.table()
+    table |= _health(history) | run.terminal.alerts.table()
     if run.checkpoints.enabled and state.step:
         latest = run.checkpoints.checkpoint_dir / f"step_{state.step}"
         if latest.is_dir():
@@ -229,17 +227,16 @@ def _validation_text(row: Metrics) -> str:
 
 
 def _health(history: list[Metrics]) -> dict[str, str]:
+    def values(name: str) -> list[float]:
+        return [row[name] for row in history if name in row]
+
     rows: dict[str, str] = {}
-    rates = [row["tokens_per_sec"] for row in history if "tokens_per_sec" in row]
-    if rates:
+    if rates := values("tokens_per_sec"):
         rows["speed"] = f"{sum(rates) / len(rates):,.0f} tokens a second over whole steps"
-    explained = [row["critic/explained_var"] for row in history if "critic/explained_var" in row]
-    if explained:
+    if explained := values("critic/explained_var"):
         rows["explained variance"] = f"{explained[0]:.3f} -> {explained[-1]:.3f} (best {max(explained):.3f})"
-    errors = [row["token_mult_prob_error"] for row in history if "token_mult_prob_error" in row]
-    gaps = [row["max_logprob_gap"] for row in history if "max_logprob_gap" in row]
-    if errors:
+    if errors := values("token_mult_prob_error"):
         rows["generation against training"] = f"token_mult_prob_error at most {max(errors):.9g}"
-        if gaps:
+        if gaps := values("max_logprob_gap"):
             rows["generation against training"] += f", largest log-probability gap {max(gaps):.3g}"
     return rows

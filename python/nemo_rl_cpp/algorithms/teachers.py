@@ -115,10 +115,9 @@ class TopKTeachers(Teachers):
         if self.of_student:
             ids = self.policy.get_topk_logprobs(batch, self.k)["ids"]
         for model, own in self._chosen(batch, samples):
-            asked = own.copy()
             if self.of_student:
-                asked.tokens["candidate_ids"] = ids
-            scored = self.policy.get_topk_logprobs(asked, self.k, model)
+                own.tokens["candidate_ids"] = ids
+            scored = self.policy.get_topk_logprobs(own, self.k, model)
             logprobs = logprobs + scored["logprobs"]
             ids = ids if self.of_student else ids + scored["ids"]
         batch.tokens["candidate_ids"], batch.tokens["candidate_teacher_logprobs"] = ids, logprobs

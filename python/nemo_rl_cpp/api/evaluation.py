@@ -10,7 +10,7 @@ from nemo_rl_cpp.api.model import DEFAULT_NEW_TOKENS, LoadedModel, eval_config, 
 from nemo_rl_cpp.api.training import TrainResult
 from nemo_rl_cpp.argument_checks import did_you_mean, in_a_line
 from nemo_rl_cpp.config.master import EvalMasterConfig
-from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.environments.reward_environment import RewardFunction
 from nemo_rl_cpp.evals.eval import measure
 from nemo_rl_cpp.evals.results import Interval, metric_name
@@ -91,7 +91,7 @@ def evaluate(
     engine = model.generation
     limit = engine.max_model_len
     dataset = dataset_of(rows, model.tokenizer, limit, limit_name="the longest sequence of the model")
-    loader = StatefulDataLoader(dataset, len(dataset), collate_fn=eval_collate_fn)
+    loader = StatefulDataLoader(dataset, len(dataset))
     config.generation.vllm_cfg.max_model_len = limit
     usual = engine.config, engine.seed
     engine.config, engine.seed = config.generation, config.eval.seed

@@ -6,7 +6,7 @@ Python internals. Their time and memory are not limited."""
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,23 +51,13 @@ def _refuse(message: str) -> None:
     raise ChatTemplateError(f"the chat template refused the messages: {message}")
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja's own filter escapes <, > and & for HTML, which a language model must not see.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    # jinja's own filter escapes <, > and & for HTML, which a language model must not see
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -91,13 +81,9 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def render_chat_template(
-    template: str,
-    messages: Sequence[Mapping[str, object]],
-    *,
-    add_generation_prompt: bool = False,
-    tools: Sequence[Mapping[str, object]] | None = None,
+    template: str, messages: Messages, *, add_generation_prompt: bool = False, tools: Tools = None,
     variables: Mapping[str, object] | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Return the text of one conversation, rendered as by transformers. Keys of a message whose value is None are
     omitted. With `add_generation_prompt` the text ends with the start of an assistant message. `variables` are further
     variables for the template. Raise ChatTemplateError (a ValueError) if the template has an error or rejects the
@@ -259,12 +245,12 @@ def render_prompt(
 
 def _leaves_out(messages: Messages, i: int, section: str) -> str:
     role = messages[i]["role"]
-    begin = f"the chat template leaves out message {i} ({role}, {_content(messages[i])[:60]!r}): the model would never see it; "
-    if not section:
-        return f"{begin}leave it out, or put its text into the user's message"
-    return f"{begin}set {section}.chat_template to a template for these roles" + (
-        ", or put the text into prompt_file" if role == "system" else ""
-    )
+    advice = "leave it out, or put its text into the user's message"
+    if section:
+        file = ", or put the text into prompt_file" if role == "system" else ""
+        advice = f"set {section}.chat_template to a template for these roles{file}"
+    content = _content(messages[i])[:60]
+    return f"the chat template leaves out message {i} ({role}, {content!r}): the model would never see it; {advice}"
 
 
 def _apply(tokenizer: TokenizerType, messages: Messages, add_generation_prompt: bool, tools: Tools) -> str:

@@ -23,22 +23,13 @@ def rl_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     """Return the rows as a batch of prompts. `length`, `loss_multiplier` and `batch_max_length` are tensors [B], the
     other columns are lists."""
     length = torch.tensor([datum["length"] for datum in data_batch])
+    lists = {name: [datum[name] for datum in data_batch] for name in ("message_log", "extra_env_info", "idx")}
+    lists |= {name: [datum.get(name) for datum in data_batch] for name in ("task_name", "stop_strings")}
     return BatchedDataDict(
-        **eval_collate_fn(data_batch),
+        lists,
         length=length,
         loss_multiplier=torch.tensor([float(datum["loss_multiplier"]) for datum in data_batch], dtype=torch.float32),
         batch_max_length=torch.ones_like(length) * length.max(),
-    )
-
-
-def eval_collate_fn(data_batch: list[DatumSpec]) -> BatchedDataDict[DatumSpec]:
-    """Return the rows as a batch for an evaluation, in which all columns are lists."""
-    return BatchedDataDict(
-        message_log=[datum["message_log"] for datum in data_batch],
-        extra_env_info=[datum["extra_env_info"] for datum in data_batch],
-        idx=[datum["idx"] for datum in data_batch],
-        task_name=[datum.get("task_name") for datum in data_batch],
-        stop_strings=[datum.get("stop_strings") for datum in data_batch],
     )
 
 
@@ -115,10 +106,9 @@ class StatefulDataLoader:
         return self._batches(order, self._cursor, self._newest)
 
     def _batches(self, order: list[int], start: int, number: int) -> Iterator[BatchedDataDict]:
-        cuts = range(start, len(order), self.batch_size)
-        chunks = [order[at : at + self.batch_size] for at in cuts]
-        if self.drop_last:
-            chunks = [chunk for chunk in chunks if len(chunk) == self.batch_size]
+        size = self.batch_size
+        chunks = [order[at : at + size] for at in range(start, len(order), size)]
+        chunks = [chunk for chunk in chunks if len(chunk) == size or not self.drop_last]
         ahead = self._submit(chunks[0]) if chunks else None
         for i, chunk in enumerate(chunks):
             rows = ahead()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.data.interfaces import TokenizerType
@@ -33,13 +33,10 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _leaves(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the steps of the decoder in a tokenizer.json as a flat list; the steps of nested sequences are
-    included."""
-    if not decoder:
-        return []
-    if decoder["type"] == "Sequence":
+    """Return the steps of the decoder in a tokenizer.json, including those of nested sequences."""
+    if decoder and decoder["type"] == "Sequence":
         return [leaf for child in decoder.get("decoders") or [] for leaf in _leaves(child)]
-    return [decoder]
+    return [decoder] if decoder else []
 
 
 class TokenBytes:
@@ -78,24 +75,23 @@ class TokenBytes:
             return b""
         if self._byte_level:
             table = _byte_of_character()
-            if all(character in table for character in token):
-                return bytes(table[character] for character in token)
-            return token.encode("utf-8")
-        if self._byte_fallback:
-            match = _BYTE_FALLBACK.fullmatch(token)
-            if match:
-                return bytes([int(match.group(1), 16)])
+            known = all(character in table for character in token)
+            return bytes(table[character] for character in token) if known else token.encode("utf-8")
+        if self._byte_fallback and (match := _BYTE_FALLBACK.fullmatch(token)):
+            return bytes([int(match[1], 16)])
         for mark, content in self._replacements:
             token = token.replace(mark, content)
         return (self._joint + token).encode("utf-8")
 
 
-def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
-    """Return a function from token ids to bytes, for a tokenizer of this package or of transformers."""
+def bytes_of_token(tokenizer: TokenizerType, skip_special_tokens: bool = False) -> Callable[[int], bytes]:
+    """Return a function from token ids to bytes (see `TokenBytes`), for a tokenizer of this package or of
+    transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return TokenBytes(backend)
-    return lambda token_id: tokenizer.decode([token_id]).encode("utf-8")
+        return partial(TokenBytes(backend), skip_special_tokens=skip_special_tokens)
+    known = set(range(len(tokenizer))) - set(tokenizer.all_special_ids if skip_special_tokens else ())
+    return lambda token_id: tokenizer.decode([token_id]).encode("utf-8") if token_id in known else b""
 
 
 def token_bytes_table(
@@ -103,15 +99,8 @@ def token_bytes_table(
 ) -> list[bytes]:
     """Return the bytes of the ids 0..size-1 (default: len(tokenizer)). `size` is usually the model's vocabulary size;
     ids that the tokenizer lacks get b"". With `skip_special_tokens`, special tokens also get b""."""
-    count = len(tokenizer) if size is None else size
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        of = TokenBytes(backend)
-        return [of(i, skip_special_tokens) for i in range(count)]
-    known = min(count, len(tokenizer))
-    special = set(tokenizer.all_special_ids) if skip_special_tokens else set()
-    table = [b"" if i in special else tokenizer.decode([i]).encode("utf-8") for i in range(known)]
-    return table + [b""] * (count - known)
+    of = bytes_of_token(tokenizer, skip_special_tokens)
+    return [of(i) for i in range(len(tokenizer) if size is None else size)]
 
 
 _UNFINISHED = "\ufffd"
@@ -161,9 +150,8 @@ class TextStream:
                 self._window.append(token)
             self._waiting.append(len(self._window))
             text = self._decode(self._window)
-            if not (
-                text.endswith(_UNFINISHED) or is_byte_token(self._spelling(self._window[-1]) if self._window else "")
-            ):
+            in_bytes = bool(self._window) and is_byte_token(self._spelling(self._window[-1]))
+            if not in_bytes and not text.endswith(_UNFINISHED):
                 self._settle(text)
         if last and self._waiting:
             self._settle(self._decode(self._window))

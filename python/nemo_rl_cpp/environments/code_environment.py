@@ -35,13 +35,7 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
 
     def __init__(self, cfg: CodeEnvConfig | None = None) -> None:
         cfg = as_model(cfg or {}, CodeEnvConfig, "env.code")
-        self._limits = Limits(
-            time_s=cfg.time_limit_s,
-            memory_mb=cfg.memory_mb,
-            threads=cfg.max_processes,
-            output_kb=cfg.max_output_kb,
-            folder_mb=cfg.folder_mb,
-        )
+        self._limits = Limits(cfg.time_limit_s, cfg.memory_mb, cfg.max_processes, cfg.max_output_kb, cfg.folder_mb)
         self._total_time_s, self._reward = cfg.total_time_limit_s, cfg.reward
         require_sandbox()
         self._reasons: Counter[str] = Counter()
@@ -62,13 +56,9 @@ class CodeEnvironment(VerifyingEnvironment[CodeEnvMetadata]):
             parse_tests(info["ground_truth"])  # errors in the data are raised in the caller's process
             prefix, response = info.get("code_prefix"), assistant_text(log)
             programs.append(extract_code(response) if prefix is None else prefix + response)
-        verdicts = self._verify(
-            programs,
-            [info["ground_truth"] for info in metadata],
-            limits=vars(self._limits),
-            total_time_s=self._total_time_s,
-            reward=self._reward,
-        )
+        truths = [info["ground_truth"] for info in metadata]
+        settings = {"limits": vars(self._limits), "total_time_s": self._total_time_s, "reward": self._reward}
+        verdicts = self._verify(programs, truths, **settings)
         self._reasons.update(reason.partition(":")[0] for reason in verdicts.answers if reason is not None)
         return self._finish(verdicts.scores, metadata, answers=verdicts.answers)
 

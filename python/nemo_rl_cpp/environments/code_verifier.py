@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 from nemo_rl_cpp.environments.sandbox import Limits, Outcome, run_program
 from nemo_rl_cpp.environments.sandbox.inside import BOX
@@ -57,25 +56,12 @@ os.write(results, json.dumps(found).encode())
 """
 
 
-class Check(TypedDict, total=False):
-    """A test that the program `HARNESS` runs in the sandbox: a call with its arguments, an expression, or a
-    statement."""
+Check = dict[str, object]
+"""A test for `HARNESS`: {"call": name, "arguments": list}, {"expression": text} or {"statement": text}."""
 
-    call: str
-    arguments: list[object]
-    expression: str
-    statement: str
-
-
-class CheckResult(TypedDict, total=False):
-    """The result of one test that the program `HARNESS` ran, with one of three keys. `value` is the value of a call or
-    expression as a string. `passed` tells that a statement passed; it holds the run's random secret, which the tested
-    code cannot guess. `error` is the exception."""
-
-    value: str
-    passed: str
-    error: str
-
+CheckResult = dict[str, str]
+"""The result of a test from `HARNESS`: {"value": value of a call or expression as text}, {"passed": the run's random
+secret, which the tested code cannot guess} for a statement, {"error": the exception}, or {} for a failed assert."""
 
 Runner = Callable[..., Outcome]  # `run_program` with limits already applied: (source, stdin=..., files=...) -> Outcome
 
@@ -218,15 +204,10 @@ def _assert(statement: str) -> tuple[Check, object]:
         raise ValueError(
             f"ground_truth has the assert {str(statement)[:200]!r}, which is not one Python statement"
         ) from None
-    if (
-        isinstance(node, ast.Assert)
-        and isinstance(node.test, ast.Compare)
-        and [type(op) for op in node.test.ops] == [ast.Eq]
-    ):
-        try:
-            return {"expression": ast.unparse(node.test.left)}, ast.literal_eval(node.test.comparators[0])
-        except (ValueError, TypeError, RecursionError):
-            pass
+    test = node.test if isinstance(node, ast.Assert) else None
+    if isinstance(test, ast.Compare) and [type(op) for op in test.ops] == [ast.Eq]:
+        with suppress(ValueError, TypeError, RecursionError):
+            return {"expression": ast.unparse(test.left)}, ast.literal_eval(test.comparators[0])
     return {"statement": statement}, None
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from typing import TypedDict
 
 import torch
 
@@ -11,6 +10,7 @@ from nemo_rl_cpp.config.env import MathEnvConfig, MultiRewardEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
 from nemo_rl_cpp.environments.interfaces import EnvironmentReturn
 from nemo_rl_cpp.environments.single_turn import (
+    GroundTruth,
     SingleTurnEnvironment,
     VerifyingEnvironment,
     assistant_text,
@@ -23,14 +23,6 @@ from nemo_rl_cpp.environments.verifiers import (
     MultilingualMultichoiceVerifyWorker,
 )
 
-
-class MathEnvironmentMetadata(TypedDict):
-    """The entries of a sample's metadata that the math environments read."""
-
-    ground_truth: str
-    extracted_answer: str | None
-
-
 _VERIFIERS: dict[str, type] = {
     "math": HFVerifyWorker,
     "english_multichoice": EnglishMultichoiceVerifyWorker,
@@ -38,7 +30,7 @@ _VERIFIERS: dict[str, type] = {
 }
 
 
-class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
+class MathEnvironment(VerifyingEnvironment[GroundTruth]):
     """An environment that compares the text of the model's messages, joined, with `metadata["ground_truth"]`. It gives
     reward 1 if they match, otherwise 0, and ends the conversation."""
 
@@ -52,11 +44,8 @@ class MathEnvironment(VerifyingEnvironment[MathEnvironmentMetadata]):
         super().__init__(_VERIFIERS[kind], cfg, warm_up=self._verify_kwargs)
 
     def step(
-        self,
-        message_log_batch: list[LLMMessageLogType],
-        metadata: list[MathEnvironmentMetadata],
-        return_extracted_answer: bool = False,
-    ) -> EnvironmentReturn[MathEnvironmentMetadata]:
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth], return_extracted_answer: bool = False
+    ) -> EnvironmentReturn[GroundTruth]:  # fmt: skip
         """Score the responses and end the conversations. Observations are "Environment: correct" or "Environment:
         incorrect". The result's `answers` holds the answer that the verifier extracted from each response; it is None
         unless `return_extracted_answer`."""
@@ -72,7 +61,7 @@ REWARD_NAMES = ("reward/correctness", "reward/integer", "reward/format")
 _FORMAT = re.compile(r"\A<think>.*?</think>\n<answer>.*?</answer>\Z", re.DOTALL)
 
 
-class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata]):
+class MathMultiRewardEnvironment(SingleTurnEnvironment[GroundTruth]):
     """An environment for responses of the form `<think>...</think>`, a newline, `<answer>...</answer>`. It gives
     three reward components, each 1 or 0:
 
@@ -89,12 +78,10 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[MathEnvironmentMetadata])
         self._longest = as_model(cfg or {}, MultiRewardEnvConfig, "env.math_multi_reward").max_answer_chars
 
     def step(
-        self, message_log_batch: list[LLMMessageLogType], metadata: list[MathEnvironmentMetadata],
-        return_extracted_answer: bool = False,
-    ) -> EnvironmentReturn[MathEnvironmentMetadata]:  # fmt: skip
-        """Score the responses and end the conversations. Observations are "Environment: correct" or "Environment:
-        incorrect". `answers` holds the text in the last <answer> tag of each response; None unless
-        `return_extracted_answer`."""
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth], return_extracted_answer: bool = False
+    ) -> EnvironmentReturn[GroundTruth]:  # fmt: skip
+        """Score the responses as `MathEnvironment.step` does. The extracted answer is the text in the last <answer>
+        tag."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [response.rpartition("<answer>")[2].partition("</answer>")[0].strip() for response in responses]
         scores = [

@@ -174,11 +174,8 @@ def _of_math(text: str, dapo: bool) -> str | None:
         return "never"
     if not dapo and "\\boxed" not in text and len(_WORD.findall(text)) >= 3:
         return "as text"
-    if dapo or (
-        "\\boxed" not in text and _CERTAIN.fullmatch(text) and text.count("{") == text.count("}") and "\n" not in text
-    ):
-        return None
-    return _read_by_math_verify(text)
+    is_plain = "\\boxed" not in text and "\n" not in text and text.count("{") == text.count("}")
+    return None if dapo or (is_plain and _CERTAIN.fullmatch(text)) else _read_by_math_verify(text)
 
 
 def _read_by_math_verify(text: str) -> str | None:
@@ -239,11 +236,10 @@ class _Tasks:
             self.environments[name] = environment
 
     def processed(
-        self, rows: list[Indexed[Row]], tokenizer: TokenizerType, max_seq_length: int | None
+        self, rows: list[Indexed[Row]], tokenizer: TokenizerType, longest: int | None
     ) -> AllTaskProcessedDataset:
-        return AllTaskProcessedDataset(
-            merge_datasets(rows), tokenizer, None, self.processors, self.preprocessors, max_seq_length
-        )
+        merged = merge_datasets(rows)
+        return AllTaskProcessedDataset(merged, tokenizer, None, self.processors, self.preprocessors, longest)
 
 
 def _filled_sections(config: Settings, env_configs: Settings | None) -> dict[str, list[Settings]]:
@@ -281,12 +277,9 @@ class RunData:
 
 
 def load_response_data(
-    tokenizer: TokenizerType,
-    data_config: DataConfig | Settings,
-    env_configs: Settings | None = None,
-    max_total_sequence_length: int | None = None,
-    actors: ActorSettings | None = None,
-) -> RunData:
+    tokenizer: TokenizerType, data_config: DataConfig | Settings, env_configs: Settings | None = None,
+    max_total_sequence_length: int | None = None, actors: ActorSettings | None = None,
+) -> RunData:  # fmt: skip
     """Load the data sets of a run. With `env_configs` (the section `env`), also make their environments, with `actors`
     in Ray actors. Warn of prompts that will be truncated or reach `max_total_sequence_length`, and of ground truths
     that no response can match. Raise ValueError if one of these affects all rows of a section."""

@@ -110,12 +110,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
     can_be_asked_again = True
 
     def __init__(
-        self,
-        reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | Mapping[str, object],
-        weights: Sequence[float] | None = None,
-        as_parts: bool = False,
-        names: Sequence[str] | None = None,
-    ) -> None:
+        self, reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] | Mapping[str, object],
+        weights: Sequence[float] | None = None, as_parts: bool = False, names: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         if isinstance(reward_funcs, Mapping):
             if not {"functions"} <= set(reward_funcs) <= {"functions", "weights", "as_parts", "names"}:
                 raise ValueError(
@@ -141,9 +138,9 @@ class RewardFunctionEnvironment(SingleTurnEnvironment[Info]):
         self._as_parts = as_parts
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Info]) -> EnvironmentReturn[Info]:
+        infos = [info or {} for info in metadata]
         columns: Columns = {
-            key: [(info or {}).get(key) for info in metadata]
-            for key in {k: None for info in metadata for k in info or {}}
+            key: [info.get(key) for info in infos] for key in dict.fromkeys(k for i in infos for k in i)
         }
         columns["prompts"] = [prompt_text(message_log) for message_log in message_log_batch]
         columns["completions"] = [assistant_text(message_log) for message_log in message_log_batch]
@@ -214,12 +211,8 @@ def _asked_for(function: RewardFunction, name: str, columns: Columns) -> Columns
         raise ValueError(
             f"reward function {name} has no signature that Python knows: wrap it in a function of (completions)"
         ) from None
-    missing = [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in columns
-    ]
-    if missing:
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if missing := [p.name for p in required if p.name not in columns]:
         raise ValueError(
             f"reward function {name} asks for {' and '.join(missing)}, but the samples have {', '.join(sorted(columns))}; every function may ask for prompts and completions, lists of texts"
         )

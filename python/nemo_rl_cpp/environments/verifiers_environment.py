@@ -68,12 +68,8 @@ class VerifiersEnvironment(AgentEnvironment):
 
             given: dict[str, Any] = {**self._config.env, "taskset": json.loads(taskset)}
             roles = agent_config_fields(resolve_env_config(dict(given)))
-            ours = {
-                "runtime": self._config.runtime,
-                "harness": self._config.harness,
-                "max_turns": self._config.max_turns,
-            }
-            ours = {name: value for name, value in ours.items() if value is not None}
+            names = ("runtime", "harness", "max_turns")
+            ours = {name: value for name in names if (value := getattr(self._config, name)) is not None}
             for role in roles:
                 given[role] = ours | dict(given.get(role) or {})
             self._envs[taskset] = load_environment(resolve_env_config(given))

@@ -17,7 +17,7 @@ from nemo_rl_cpp.config.master import EvalMasterConfig as MasterConfig
 from nemo_rl_cpp.config.master import checked
 from nemo_rl_cpp.data.boundaries import end_token_ids
 from nemo_rl_cpp.data.checkpoint_template import differences_from_run
-from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.data.datasets import AllTaskProcessedDataset, load_eval_dataset
 from nemo_rl_cpp.data.interfaces import TokenizerType
 from nemo_rl_cpp.data.tokenizer import get_tokenizer
@@ -27,6 +27,7 @@ from nemo_rl_cpp.environments.interfaces import Environment, EnvironmentReturn, 
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.remote import answer_of, call_remote, shut_down
 from nemo_rl_cpp.environments.response_data import Limits, inspect_rows, say
+from nemo_rl_cpp.environments.single_turn import assistant_text
 from nemo_rl_cpp.errors import say_once
 from nemo_rl_cpp.evals.results import EvalResult, cons_at_k, interval_of_mean, pass_at_k, save_evaluation_data, show
 from nemo_rl_cpp.hub.sources import find_policy_weights
@@ -97,7 +98,7 @@ def make_loader(config: MasterConfig, tokenizer: TokenizerType) -> StatefulDataL
     environment = config.data.env_name, config.env.get(config.data.env_name)
     say(inspect_rows(raw, raw.dataset, tokenizer, Limits(limit), "data", environment))
     dataset = AllTaskProcessedDataset(raw.dataset, tokenizer, raw.task_spec, raw.processor, max_seq_length=limit)
-    return StatefulDataLoader(dataset, len(dataset) if size == -1 else size, collate_fn=eval_collate_fn)
+    return StatefulDataLoader(dataset, len(dataset) if size == -1 else size)
 
 
 def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngine:
@@ -111,11 +112,9 @@ def make_generation(config: MasterConfig, tokenizer: TokenizerType) -> BaseEngin
     if config.generation.backend == "hf":
         return _hf_generation(config, tokenizer, given)
     folder = open_model_folder(
-        find_policy_weights(config.generation.model_name),
-        max_length=given,
-        length_key="generation.vllm_cfg.max_model_len",
+        find_policy_weights(config.generation.model_name), max_length=given, length_key="generation.vllm_cfg.max_model_len",
         key="generation.model_name",
-    )
+    )  # fmt: skip
     if given is None:
         _limit_length(config, max_positions(folder.config))
     dtype = getattr(torch, engine.precision)
@@ -208,19 +207,18 @@ def _answer(
             answers[row] = answer
         conversations.observe(turn, scored)
     batch = conversations.finish()
-    samples = []
-    for row, log in enumerate(map(visible, batch["message_log"])):
-        samples.append(
-            {
-                "prompt": prompts[row],
-                "response": "".join(message["content"] for message in log if message["role"] == "assistant"),
-                "extracted_answer": answers[row],
-                "reward": batch["total_reward"][row].item(),
-                "message_log": log,
-                "extra_env_info": batch["extra_env_info"][row],
-                "truncated": bool(batch["truncated"][row]),
-            }
-        )
+    samples = [
+        {
+            "prompt": prompts[row],
+            "response": assistant_text(log),
+            "extracted_answer": answers[row],
+            "reward": batch["total_reward"][row].item(),
+            "message_log": log,
+            "extra_env_info": batch["extra_env_info"][row],
+            "truncated": bool(batch["truncated"][row]),
+        }
+        for row, log in enumerate(map(visible, batch["message_log"]))
+    ]
     return samples, rollout_metrics(conversations.stats) | environment_metrics({"": env})
 
 
@@ -247,11 +245,7 @@ def prompt_scores(rewards: list[float], answers: list[str | None], config: Maste
             "eval.metric=cons@k votes on answers, but no answer was found in any response (environment "
             f"{config.data.env_name}): use an environment that extracts answers, or eval.metric=pass@k"
         )
-    scores = []
-    for start in range(0, len(rewards), n):
-        own = rewards[start : start + n]
-        if votes:
-            scores.append(cons_at_k(own, answers[start : start + n], wanted.k_value))
-        else:
-            scores.append(pass_at_k(n, sum(reward == 1 for reward in own), wanted.k_value))
-    return scores
+    of_prompts = [slice(start, start + n) for start in range(0, len(rewards), n)]
+    if votes:
+        return [cons_at_k(rewards[own], answers[own], wanted.k_value) for own in of_prompts]
+    return [pass_at_k(n, rewards[own].count(1), wanted.k_value) for own in of_prompts]

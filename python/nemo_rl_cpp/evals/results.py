@@ -222,8 +222,8 @@ def compare_evaluations(folders: Sequence[Path | str]) -> Comparison:
         },
         "Keys that differ": differing_keys(configs, ("model_name",)),
     }
-    examples = []
-    changed = {"worse": _changed(list(zip(*prompts)), -1), "better": _changed(list(zip(*prompts)), 1)}
+    examples, answered = [], list(zip(*prompts))
+    changed = {"worse": _changed(answered, -1), "better": _changed(answered, 1)}
     for word, found in changed.items():
         for answers in found[:_EXAMPLES]:
             examples.append(f"\n{word}, {answers[0].mean:.3g} -> {answers[-1].mean:.3g}: {_short(answers[0].text)}")

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import tiny
+from nemo_rl_cpp.algorithms.build import connect_hooks
 from nemo_rl_cpp.config.env import ENV_REGISTRY
 from nemo_rl_cpp.config.logger import LOGGER_BACKENDS, LoggerConfig, TensorboardConfig, register_logger
 from nemo_rl_cpp.environments.interfaces import Environment
@@ -105,7 +106,7 @@ def watch(run, names):
     collector.refit = Recorder(collector.refit, names[WeightSynchronizer])
     if "value" in run.models:
         run.critic.model = Recorder(run.critic.model, names[ValueInterface])
-        run.critic.model.keep_bad_batches(run.log_dir / "replay")  # as `build_run` has done before
+        connect_hooks(run)  # which save and check the recorder's model
     run.checkpoints.owed = True  # a save was missed: the loop asks whether there is room for it
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nemo_rl_cpp.data import processors
-from nemo_rl_cpp.data.dataloader import eval_collate_fn, rl_collate_fn
+from nemo_rl_cpp.data.dataloader import rl_collate_fn
 from nemo_rl_cpp.data.interfaces import TaskDataSpec
 from nemo_rl_cpp.data.processors import (
     math_data_processor,
@@ -116,4 +116,3 @@ def test_collate_function_makes_tensors_of_lengths_and_fills_missing_fields_with
     assert batch["loss_multiplier"].tolist() == [1.0, 0.0]
     assert batch["task_name"] == ["t", None] and batch["idx"] == [0, 1] and batch["stop_strings"] == [None, ["x"]]
     assert batch["extra_env_info"][0] == {"ground_truth": "21"} and batch.size == 2
-    assert set(eval_collate_fn(data)) >= {"message_log", "extra_env_info", "idx"}

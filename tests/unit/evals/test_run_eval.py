@@ -8,7 +8,7 @@ import torch
 from fakes import ByteTokenizer, FakeGeneration, prompts
 from nemo_rl_cpp import run_eval
 from nemo_rl_cpp.config import load_eval_config
-from nemo_rl_cpp.data.dataloader import StatefulDataLoader, eval_collate_fn
+from nemo_rl_cpp.data.dataloader import StatefulDataLoader
 from nemo_rl_cpp.environments.loading import create_env
 from nemo_rl_cpp.environments.reward_environment import RewardFunctionEnvironment
 from nemo_rl_cpp.evals import eval as evaluation
@@ -178,7 +178,7 @@ def sums(metric, *overrides):
     ]
     answers = {"1": ["2\n", "3\n", "2\n"], "2": ["no idea", "no idea", "2\n"]}
     generation = FakeGeneration(lambda prompt, key: answers[prompt[0]][key[2]])
-    loader = StatefulDataLoader(rows, 2, collate_fn=eval_collate_fn)
+    loader = StatefulDataLoader(rows, 2)
     return evaluation.run_env_eval(generation, loader, create_env("arithmetic", {}), config)
 
 
@@ -220,9 +220,7 @@ def test_multi_turn_evaluation_scores_conversations_up_to_max_rollout_turns(turn
     ]  # fmt: skip
     environment = create_env("guess_number", {"higher": "+", "lower": "-", "stop_strings": list("0123456789")})
     generation = FakeGeneration(lambda prompt, key: path.get(prompt, "4"))
-    result = evaluation.run_env_eval(
-        generation, StatefulDataLoader(rows, 7, collate_fn=eval_collate_fn), environment, config
-    )
+    result = evaluation.run_env_eval(generation, StatefulDataLoader(rows, 7), environment, config)
     assert result.score == pytest.approx(score)
     assert result.metrics["avg_turns_per_sample"] == pytest.approx({3: 17, 2: 13, 1: 7}[turns] / 7)
     assert ("turns" in capsys.readouterr().out) == (turns > 1)

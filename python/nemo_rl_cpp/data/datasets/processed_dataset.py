@@ -29,12 +29,11 @@ if TYPE_CHECKING:
 
 class RawDataset:
     """The base class of all data sets. A subclass sets `task_name` and `dataset`, then calls `split_train_validation`.
-
-    `val_dataset` is None unless rows of this data set are held out for validation."""
+    `val_dataset` has the rows that are held out for validation, if any."""
 
     data_config: DatasetConfig | Mapping[str, object]
     dataset: ListDataset | Dataset
-    val_dataset: ListDataset | Dataset | None
+    val_dataset: ListDataset | Dataset | None = None
     processor: TaskDataProcessFnCallable
     task_spec: TaskDataSpec
     preprocessor: TaskDataPreProcessFnCallable | None = None
@@ -46,13 +45,10 @@ class RawDataset:
 
     def split_train_validation(self, test_size: float | int, seed: int) -> None:
         """Move `test_size` rows (a count, or a fraction; 0: none), drawn at random by `seed`, from the attribute
-        `dataset` to the attribute `val_dataset`, which is created as None if missing."""
-        if not hasattr(self, "val_dataset"):
-            self.val_dataset = None
+        `dataset` to the attribute `val_dataset`."""
         if test_size and test_size > 0:
             split = self.dataset.train_test_split(test_size=test_size, seed=seed)
-            self.dataset = split["train"]
-            self.val_dataset = split["test"]
+            self.dataset, self.val_dataset = split["train"], split["test"]
 
     def set_processor(self) -> None:
         """Set the configured processor. Raise ValueError for an unknown name, or if the prompt file does not have

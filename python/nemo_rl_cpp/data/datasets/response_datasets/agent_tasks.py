@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_cpp.data.conversation import is_list, question_and_answer
 from nemo_rl_cpp.data.datasets.files import ListDataset, load_dataset_from_path
 from nemo_rl_cpp.data.datasets.processed_dataset import RawDataset
+from nemo_rl_cpp.data.datasets.response_datasets.generated import held_out_count
 from nemo_rl_cpp.data.interfaces import Row
 
 if TYPE_CHECKING:
@@ -60,26 +61,23 @@ class VerifiersDataset(RawDataset):
         if not isinstance(settings.get("id"), str) or not settings["id"]:
             raise ValueError(f"data: taskset is {taskset!r}: give the id of a task set, or a mapping with id")
         text = json.dumps(settings, sort_keys=True)
+        common = {"taskset": text, "taskset_id": settings["id"], "taskset_limit": num_samples}
         rows = [
-            self._row(task.data.prompt_text, number, text, settings["id"], num_samples)
+            {
+                # a task may have no prompt
+                "messages": question_and_answer(task.data.prompt_text.strip() or f"task {number}", None),
+                "task_name": self.task_name,
+                "extra_env_info": common | {"task": number},
+            }
             for number, task in enumerate(tasks_of(text, num_samples))
         ]
-        held = split_validation_size
-        held = held if isinstance(held, int) else max(1, round(held * len(rows))) if held else 0
+        held = held_out_count(split_validation_size, len(rows))
         if not 0 <= held < len(rows):
             raise ValueError(
                 f"data: split_validation_size holds {held} of {len(rows)} tasks out, which leaves none to train on"
             )
         self.dataset = ListDataset(rows[: len(rows) - held])
         self.val_dataset = ListDataset(rows[len(rows) - held :]) if held else None
-
-    def _row(self, text: str, number: int, taskset: str, name: object, limit: int | None) -> Row:
-        shown = text.strip() or f"task {number}"  # a task may have no prompt
-        return {
-            "messages": question_and_answer(shown, None),
-            "task_name": self.task_name,
-            "extra_env_info": {"taskset": taskset, "taskset_id": name, "task": number, "taskset_limit": limit},
-        }
 
 
 class NemoGymDataset(RawDataset):

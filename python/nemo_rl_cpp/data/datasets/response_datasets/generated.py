@@ -14,6 +14,12 @@ Q = TypeVar("Q")  # a question
 HELD_OUT = 0.15  # the fraction of all questions that belongs to validation
 
 
+def held_out_count(size: float, rows: int) -> int:
+    """Return the number of validation rows for `split_validation_size`: a count, or a fraction of `rows` (at least 1
+    row unless it is 0)."""
+    return size if isinstance(size, int) else max(1, round(size * rows)) if size else 0
+
+
 class GeneratedDataset(RawDataset):
     """The base class of data sets whose rows a program generates. `split` is "train" or "validation". `val_dataset` has
     `split_validation_size` rows of the validation split; a fraction is relative to the number of training rows."""
@@ -23,28 +29,19 @@ class GeneratedDataset(RawDataset):
     num_shots = 0
 
     def __init__(
-        self,
-        num_samples: int | None = None,
-        split: str = "train",
-        split_validation_size: float = 0,
-        seed: int = 42,
-        **kwargs: object,
-    ):
+        self, num_samples: int | None = None, split: str = "train", split_validation_size: float = 0, seed: int = 42, **kwargs: object
+    ):  # fmt: skip
         if split not in ("train", "validation"):
             raise ValueError(f"data: split must be 'train' or 'validation' for {self.task_name}, got {split!r}")
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"data: num_samples must be at least 1, got {num_samples}")
         self.dataset = ListDataset(self.rows(split == "validation", num_samples, seed))
-        self.val_dataset = None
         if split_validation_size:
             if split == "validation":
                 raise ValueError("data: split_validation_size makes no sense with split: validation")
-            count = (
-                split_validation_size
-                if isinstance(split_validation_size, int)
-                else max(1, round(split_validation_size * len(self.dataset)))
+            self.val_dataset = ListDataset(
+                self.rows(True, held_out_count(split_validation_size, len(self.dataset)), seed)
             )
-            self.val_dataset = ListDataset(self.rows(True, count, seed))
 
     def rows(self, held_out: bool, num_samples: int | None, seed: int) -> list[Row]:
         """Return `num_samples` generated rows (None: all) of the training split, or of the validation split if
@@ -143,13 +140,8 @@ class ReasoningGymDataset(GeneratedDataset):
     environment also gets the package's entry, because some tasks have more than one correct answer."""
 
     def __init__(
-        self,
-        task: str,
-        task_options: dict[str, object] | None = None,
-        num_shots: int = 3,
-        num_samples: int = 1000,
-        **kwargs: Any,
-    ):
+        self, task: str, task_options: dict[str, object] | None = None, num_shots: int = 3, num_samples: int = 1000, **kwargs: Any
+    ):  # fmt: skip
         try:
             import reasoning_gym
         except ImportError:

@@ -28,15 +28,12 @@ class HubSource(NamedTuple):
 
 def last_boxed(text: str) -> str:
     r"""Return the content of the last `\boxed{...}`, including inner braces, or the whole text if there is none."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return text
-    start += len("\\boxed{")
+    _, box, rest = text.rpartition("\\boxed{")
     depth = 1
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
+    for end, character in enumerate(rest if box else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[start:end]
+            return rest[:end]
     return text
 
 
@@ -106,7 +103,6 @@ class HubDataset(RawDataset):
         parts = [load_hub_dataset(source.repository, subset, split or source.split) for subset in source.subsets]
         parts = [part.map(self.format_data, remove_columns=part.column_names) for part in parts]
         self.dataset = merge_datasets(parts * repeat)
-        self.val_dataset = None
         self.split_train_validation(split_validation_size, seed)
 
     def question_and_answer(self, row: Row) -> tuple[str, object]:

@@ -70,7 +70,6 @@ class ResponseDataset(RawDataset):
         self.dataset = self.dataset.map(
             self._formatted, remove_columns=[name for name in columns if name not in kept], with_indices=True
         )
-        self.val_dataset = None
         self.split_train_validation(split_validation_size, seed)
 
     def _check_columns(self, columns: list[str]) -> None:

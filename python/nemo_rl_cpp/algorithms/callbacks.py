@@ -106,12 +106,10 @@ class Callbacks:
         if first is not None:
             raise first
 
-    def _call(
-        self, callback: Callback, method: str, metrics: Metrics, checkpoint: Path | None = None, status: str = ""
-    ) -> None:
+    def _call(self, callback: Callback, method: str, metrics: Metrics, **of_event: object) -> None:
         run, function = self.run, getattr(callback, method, None)
         if function is not None:
-            event = RunEvent(run.state.step, run.config.loop.max_num_steps, dict(metrics), run, checkpoint, status)
+            event = RunEvent(run.state.step, run.config.loop.max_num_steps, dict(metrics), run, **of_event)
             with user_code(f"callback {type(callback).__name__}.{method}"):
                 call_user(function, event)
 

@@ -224,11 +224,8 @@ class Saver:
             return {manager.metric_name: float(there[name])}
         if not result.interrupted and not manager.metric_missed:
             manager.metric_missed = True
-            why = (
-                f"this step's {kind} metrics have no {name!r}"
-                if there
-                else "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
-            )
+            why = "no validation ran on this step: make save_period a multiple of val_period, or set val_at_end"
+            why = f"this step's {kind} metrics have no {name!r}" if there else why
             self.terminal.progress.print(
                 f"warning: the checkpoint is saved without checkpointing.metric_name={manager.metric_name}, by which it would "
                 f"be ranked ({why})"
@@ -274,17 +271,16 @@ class Saver:
 def publish(config: CheckpointingConfig, checkpoint: Path | None) -> dict[str, str]:
     """Upload a checkpoint to the Hub if `checkpointing.push_to_hub` is set, and return a row for the summary table. A
     failed or interrupted upload is reported in that row and raises nothing."""
-    repository, private = config.push_to_hub, config.hub_private
+    repository = config.push_to_hub
     if repository is None or checkpoint is None:
         return {}
     try:
-        return {"hub": push_to_hub(checkpoint, repository, private=private)}
+        said = push_to_hub(checkpoint, repository, private=config.hub_private)
     except ValueError as error:
-        return {"hub": f"not uploaded: {error}"}
+        said = f"not uploaded: {error}"
     except KeyboardInterrupt:  # the run is over and saved: only the upload is cancelled
-        return {
-            "hub": f"not uploaded: the upload to {repository} was interrupted; nemo_rl_cpp.push_to_hub does it again"
-        }
+        said = f"not uploaded: the upload to {repository} was interrupted; nemo_rl_cpp.push_to_hub does it again"
+    return {"hub": said}
 
 
 # ---- resuming

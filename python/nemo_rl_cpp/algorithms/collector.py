@@ -148,11 +148,8 @@ class RolloutCollector(ABC):
         if isinstance(error, (WorkerLostError, GenerationEndedError)) or self.failures_left == 0:
             raise error
         self.failures_left -= 1
-        print(
-            f"a round of rollouts failed and is done again ({type(error).__name__}: {error}); {self.failures_left} more "
-            "may fail",
-            flush=True,
-        )
+        said = f"{type(error).__name__}: {error}"
+        print(f"a round of rollouts failed and is done again ({said}); {self.failures_left} more may fail", flush=True)
 
     def leave_out(self, batches: list[CollectedState], why: str) -> None:
         """Drop the batches of a checkpoint, and print the reason `why`. Still count the epochs that ended while their
@@ -165,12 +162,8 @@ class RolloutCollector(ABC):
 def oldest_versions(logs: list[LLMMessageLogType], version: int) -> torch.Tensor:
     """Return int64 [B]: for each conversation, the oldest version of the weights that sampled one of its tokens. For a
     conversation whose messages record no version, this is `version`."""
-    return torch.tensor(
-        [
-            min((int(m["token_versions"].min()) for m in log if len(m.get("token_versions", ()))), default=version)
-            for log in logs
-        ]
-    )
+    of_messages = [[int(m["token_versions"].min()) for m in log if len(m.get("token_versions", ()))] for log in logs]
+    return torch.tensor([min(versions, default=version) for versions in of_messages])
 
 
 class SyncCollector(RolloutCollector):
@@ -287,10 +280,10 @@ class AsyncCollector(RolloutCollector):
         run ends before that step. With a `meeting` the generation pauses once until the engines have new weights; with
         None one version generates the whole batch. Called in the order of steps."""
         state, timer = self.state, Timer()
+        steps_end = state.max_num_steps is not None and step >= state.max_num_steps
+        epochs_end = state.max_num_epochs is not None and self._epochs_drawn >= state.max_num_epochs
         try:
-            if state.max_num_steps is not None and step >= state.max_num_steps:
-                return None
-            if state.max_num_epochs is not None and self._epochs_drawn >= state.max_num_epochs:
+            if steps_end or epochs_end:
                 return None
             if meeting is not None:
                 self.generation.change = WeightChange(self.pause, meeting.wait)
@@ -339,10 +332,9 @@ class AsyncCollector(RolloutCollector):
         """Queue the batches of a checkpoint for training, in order, even if there are more of them than `age` now
         allows. If a batch has other numbers of prompts or of responses per prompt than this run, drop all batches and
         print a note."""
-        sizes = [
-            torch.bincount(saved["samples"]["group_id"]).tolist() for saved in state if "group_id" in saved["samples"]
-        ]
-        if self.groups is not None and any(size != [self.groups[1]] * self.groups[0] for size in sizes):
+        ids = [saved["samples"]["group_id"] for saved in state if "group_id" in saved["samples"]]
+        expected = None if self.groups is None else [self.groups[1]] * self.groups[0]
+        if expected is not None and any(torch.bincount(each).tolist() != expected for each in ids):
             self.leave_out(state, f"they are not of {self.groups[0]} prompts with {self.groups[1]} responses each")
             self._epochs_drawn = self.state.current_epoch
             return

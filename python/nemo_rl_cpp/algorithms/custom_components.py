@@ -144,9 +144,8 @@ class OwnEstimator(AdvantageEstimator):
                 f"advantage estimator {self.name} returned no returns, which the critic learns from: return (advantages, returns), or set "
                 "ppo.adv_estimator.uses_critic to false"
             )
-        return self._checked(advantages, "advantages", mask), (
-            None if returns is None else self._checked(returns, "returns", mask)
-        )
+        checked = None if returns is None else self._checked(returns, "returns", mask)
+        return self._checked(advantages, "advantages", mask), checked
 
     def _checked(self, given: object, what: str, mask: Tensor) -> Tensor:
         said = f"advantage estimator {self.name} must return {what} as a tensor of shape [{mask.shape[0]}] or {list(mask.shape)}"
@@ -183,12 +182,9 @@ class OwnLoss(LossFunction):
         self.loss_type = getattr(self._made.component, "loss_type", LossType.TOKEN_LEVEL)
         self.reference_policy_kl_penalty = 0 if section.use_kl_in_reward else section.reference_policy_kl_penalty
 
-    def __call__(
-        self, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor, **inputs: Tensor
-    ) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, **inputs: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
         with user_code(f"loss {self.name}"):
-            counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-            given = call_user(self._made.call, data=data, **counts, **inputs)
+            given = call_user(self._made.call, **inputs)
         loss, metrics = given if isinstance(given, tuple) and len(given) == 2 else (given, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not isinstance(metrics, Mapping):
             shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
@@ -228,6 +224,4 @@ def make_loss(section: ClippedPGLossConfig, candidates: int | None = None) -> Lo
 def own_loss(given: object, section: ClippedPGLossConfig) -> LossFunction:
     """Return a `LossFunction` for `given`, an object that was passed from Python as a loss; `section` is the section
     `loss_fn`. Raise LoadingError (a ValueError) if the object cannot be used as a loss."""
-    if type(given) is ClippedPGLossFn:
-        return given
-    return OwnLoss(given, section)
+    return given if type(given) is ClippedPGLossFn else OwnLoss(given, section)

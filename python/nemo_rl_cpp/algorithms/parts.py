@@ -161,13 +161,9 @@ def make_generation(
 
 
 def make_policy(
-    config: TrainMasterConfig,
-    tokenizer: TokenizerType,
-    resume: Resume,
-    cluster: Cluster,
-    steps: int,
+    config: TrainMasterConfig, tokenizer: TokenizerType, resume: Resume, cluster: Cluster, steps: int,
     factory: Callable[..., PolicyInterface] | None = None,
-) -> PolicyInterface:
+) -> PolicyInterface:  # fmt: skip
     """Return the policy with the checkpoint's weights and optimizer, or for a new run with the weights of
     policy.model_name. `steps` is the planned number of steps; `factory` is called in place of `Policy` or
     `DistributedPolicy`. The reference model is loaded only if the KL weight is not 0."""
@@ -181,22 +177,17 @@ def make_policy(
 
         factory = HfPolicy
     weights, optimizer = CheckpointManager.get_resume_paths(resume.path, model_component="policy")
-    policy = config.policy
-    if engines_of(config):  # the activations of generation are in other processes
-        policy = policy.model_copy(update={"kept_activations_gb": 0.0})
+    changes = {}
+    if engines_of(config) or runs_vllm:  # the activations of generation are in other processes
+        changes["kept_activations_gb"] = 0.0
     if runs_vllm:  # the log-probabilities of vLLM differ from those of training
-        policy = policy.model_copy(update={"kept_activations_gb": 0.0, "reuse_generation_logprobs": "never"})
+        changes["reuse_generation_logprobs"] = "never"
     return (factory or Policy)(
-        cluster=cluster,
-        config=policy,
-        tokenizer=tokenizer,
-        weights_path=weights,
-        optimizer_path=optimizer,
-        init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0,
-        total_steps=max(steps - config.loop.first_policy_step, 0) * config.loop.policy_epochs,
-        seed=config.loop.seed,
+        cluster=cluster, config=config.policy.model_copy(update=changes) if changes else config.policy, tokenizer=tokenizer,
+        weights_path=weights, optimizer_path=optimizer, init_reference_model=config.loss_fn.reference_policy_kl_penalty != 0,
+        total_steps=max(steps - config.loop.first_policy_step, 0) * config.loop.policy_epochs, seed=config.loop.seed,
         **({"teachers": config.teachers} if config.teachers else {}),
-    )
+    )  # fmt: skip
 
 
 def make_teachers(
@@ -286,14 +277,9 @@ def make_logger(config: TrainMasterConfig, state: TrainState) -> Logger:
 
 
 def make_collector(
-    config: TrainMasterConfig,
-    policy: PolicyInterface,
-    generation: GenerationInterface,
-    tokenizer: TokenizerType,
-    loader: StatefulDataLoader | MultipleDataloaderWrapper,
-    environments: Environments,
-    state: TrainState,
-) -> RolloutCollector:
+    config: TrainMasterConfig, policy: PolicyInterface, generation: GenerationInterface, tokenizer: TokenizerType,
+    loader: StatefulDataLoader | MultipleDataloaderWrapper, environments: Environments, state: TrainState,
+) -> RolloutCollector:  # fmt: skip
     """Return the collector that generates the rollouts of a step during that step, or while earlier steps train
     (`async_grpo` or `async_ppo`)."""
     prompts = PromptSource(loader, config.loop.num_generations_per_prompt, state)
@@ -324,20 +310,13 @@ def make_collector(
     )  # fmt: skip
     if config.algorithm == "grpo" and loop.adv_estimator.name == "remax":
         roll_out = partial(with_greedy_baseline, roll_out, lambda rollouts: shape_rewards(rollouts).total_reward)
-    parts = {
-        "generation": generation,
-        "refit": create_weight_synchronizer(policy, generation, engines_of(config) == 0, version=lambda: state.step),
-        "prompts": prompts,
-        "roll_out": roll_out,
-        "sampler": GroupSampler.from_config(loop),
-        "state": state,
-        "shape_rewards": shape_rewards,
-        "change_rewards": change_rewards,
-    }
+    refit = create_weight_synchronizer(policy, generation, engines_of(config) == 0, version=lambda: state.step)
+    sampler = GroupSampler.from_config(loop)
+    parts = (generation, refit, prompts, roll_out, sampler, state, shape_rewards, change_rewards)
     if not settings.enabled:
-        return SyncCollector(**parts)
+        return SyncCollector(*parts)
     return AsyncCollector(
-        **parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps, pause=_pause(config, environments),
+        *parts, failures_left=settings.failures_allowed, age=settings.max_trajectory_age_steps, pause=_pause(config, environments),
         keeps=config.checkpointing.enabled, groups=(loop.num_prompts_per_step, loop.num_generations_per_prompt),
     )  # fmt: skip
 
@@ -363,15 +342,9 @@ def _pause(config: TrainMasterConfig, environments: Environments) -> Pause | Non
 
 
 def make_validation(
-    config: TrainMasterConfig,
-    policy: PolicyInterface,
-    loss_fn: LossFunction,
-    tokenizer: TokenizerType,
-    data: RunData,
-    collector: RolloutCollector,
-    logger: Logger,
-    timer: Timer,
-) -> Validation | None:
+    config: TrainMasterConfig, policy: PolicyInterface, loss_fn: LossFunction, tokenizer: TokenizerType, data: RunData,
+    collector: RolloutCollector, logger: Logger, timer: Timer,
+) -> Validation | None:  # fmt: skip
     """Return the validation of a run, or None without validation data. It generates responses to prompts; in supervised
     fine-tuning it computes the loss on held-out answers."""
     rows, loop, environments = data.validation, config.loop, data.environments
@@ -379,14 +352,8 @@ def make_validation(
         return None
     sizes = [size for size in (loop.val_batch_size, loop.max_val_samples, len(rows)) if size is not None]
     loader = StatefulDataLoader(rows, min(sizes))  # in the order of the data
-    parts = (
-        collector.generation,
-        loader,
-        tokenizer,
-        environments.validation or environments.train,
-        loop,
-        config.policy,
-    )
+    task_to_env = environments.validation or environments.train
+    parts = (collector.generation, loader, tokenizer, task_to_env, loop, config.policy)
     if config.algorithm == "sft":
         validator = AnswerValidator(*parts, model=policy, loss_fn=loss_fn)
     else:

@@ -124,19 +124,16 @@ def apply_length_penalty(
         for row, reward in zip(rows, penalized(rewards, lengths, params, config.bands(), too_long)):
             after[row] = reward
         if config.verbose:
-            print(
-                f"length_penalty: rewards {rewards} -> {[round(after[row], 4) for row in rows]}, lengths {lengths['total']}",
-                flush=True,
-            )
+            shown = [round(after[row], 4) for row in rows]
+            print(f"length_penalty: rewards {rewards} -> {shown}, lengths {lengths['total']}", flush=True)
     rollouts["total_reward"] = torch.tensor(after, dtype=rollouts["total_reward"].dtype)
-    size = max(1, len(before))
-    return {
-        "length_penalty/env_reward_mean": sum(before) / size,
-        "length_penalty/reward_delta_mean": sum(a - b for a, b in zip(after, before)) / size,
-        "length_penalty/wiped_correct_frac": sum(b > 0 >= a for a, b in zip(after, before)) / size,
-        "length_penalty/adjusted_frac": sum(a != b for a, b in zip(after, before)) / size,
-        "length_penalty/skipped_non_binary_frac": skipped / size,
-    }
+    pairs = list(zip(before, after))
+    sums = {
+        "env_reward_mean": sum(before), "reward_delta_mean": sum(a - b for b, a in pairs),
+        "wiped_correct_frac": sum(b > 0 >= a for b, a in pairs), "adjusted_frac": sum(a != b for b, a in pairs),
+        "skipped_non_binary_frac": skipped,
+    }  # fmt: skip
+    return {f"length_penalty/{name}": total / max(1, len(before)) for name, total in sums.items()}
 
 
 def penalized(
@@ -157,7 +154,10 @@ def penalized(
     bands = bands or {}
     right = [i for i, reward in enumerate(rewards) if reward > 0]
     additions = _additions(right, lengths, params, _gate_is_open(right, lengths, params, bands))
-    _add_pass_rate(additions, right, lengths["total"], params.pass_rate_length_penalty_weight)
+    weight, longest = params.pass_rate_length_penalty_weight, max((lengths["total"][i] for i in right), default=0)
+    if weight and longest:
+        for i in right:
+            additions[i] -= weight * len(right) / len(additions) * lengths["total"][i] / longest
     if too_long is not None:
         for i in right:
             additions[i] -= params.profiled_length_penalty * (lengths["total"][i] >= too_long)
@@ -205,9 +205,8 @@ def band_factor(length: float, band: ProfileBandChannel) -> float:
 
 def _lengths(texts: list[str], params: LengthPenaltyParams, tokenizer: TokenizerType) -> Lengths:
     def measure(text: str) -> int:
-        if params.length_type == "chars" or not text:
-            return len(text)
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        in_characters = params.length_type == "chars" or not text
+        return len(text if in_characters else tokenizer(text, add_special_tokens=False)["input_ids"])
 
     parts = [reasoning_and_answer(text) for text in texts]
     reasoning, answer = [measure(part) for part, _ in parts], [measure(part) for _, part in parts]
@@ -273,19 +272,9 @@ def _outliers(rows: list[int], lengths: Sequence[int], threshold: float) -> list
     return [i for i in rows if 0.6745 * (lengths[i] - median) / mad > threshold]
 
 
-def _add_pass_rate(additions: list[float], right: list[int], lengths: Sequence[int], weight: float) -> None:
-    longest = max((lengths[i] for i in right), default=0)
-    if weight and longest:
-        for i in right:
-            additions[i] -= weight * len(right) / len(additions) * lengths[i] / longest
-
-
 def _gate_is_open(
-    right: list[int],
-    lengths: Mapping[str, Sequence[int]],
-    params: LengthPenaltyParams,
-    bands: Mapping[str, ProfileBandChannel],
-) -> bool:
+    right: list[int], lengths: Mapping[str, Sequence[int]], params: LengthPenaltyParams, bands: Mapping[str, ProfileBandChannel]
+) -> bool:  # fmt: skip
     if not params.group_length_penalty_profile_gate:
         return True
     channel = params.group_length_penalty_profile_gate_channel
@@ -335,11 +324,8 @@ def _responses(log: LLMMessageLogType) -> LLMMessageLogType:
 
 def has_duplicated_reasoning(log: LLMMessageLogType) -> bool:
     """Return whether, in some response of a conversation, the answer repeats the reasoning word for word."""
-    for message in _responses(log):
-        reasoning, answer = reasoning_and_answer(str(message["content"]))
-        if reasoning.strip() and reasoning.strip() == answer.strip():
-            return True
-    return False
+    parts = [reasoning_and_answer(str(message["content"])) for message in _responses(log)]
+    return any(reasoning.strip() and reasoning.strip() == answer.strip() for reasoning, answer in parts)
 
 
 def has_empty_final_answer(log: LLMMessageLogType) -> bool:

@@ -129,13 +129,9 @@ def without_rewards(metrics: Metrics) -> Metrics:
 
 def baseline_metrics(baseline: torch.Tensor) -> dict[str, float]:
     """Return the percentages of samples whose reward baseline (`baseline` [B]) is exactly 0, exactly 1, and neither."""
-    zero = 100.0 * float((baseline == 0).float().mean())
-    one = 100.0 * float((baseline == 1).float().mean())
-    return {
-        "baseline_reward/pct_0": zero,
-        "baseline_reward/pct_1": one,
-        "baseline_reward/pct_mixed": 100.0 - zero - one,
-    }
+    zero, one = (100.0 * float((baseline == value).float().mean()) for value in (0, 1))
+    shares = {"pct_0": zero, "pct_1": one, "pct_mixed": 100.0 - zero - one}
+    return {f"baseline_reward/{name}": share for name, share in shares.items()}
 
 
 def rollout_table(samples: Rollouts, batch: TrainBatch) -> dict[str, list[object]]:

@@ -84,11 +84,10 @@ class Validator:
             pass_k: with several generations per prompt, the share of prompts with a positive reward.
 
         and the metrics of rollouts and environments. Raise ValueError if there are no prompts."""
-        start = time.perf_counter()
+        start, rounds = time.perf_counter(), []
         logs: list[list[dict[str, str]]] = []
         rewards: list[float] = []
         right: list[object] = []
-        rounds = []
         with generating(self.generation):
             for prompts in self._prompts():
                 rollouts, metrics = run_multi_turn_rollout(

@@ -69,9 +69,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "tool": "tool",
 }  # fmt: skip
-_WRITTEN_OUT = re.compile(
-    r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:"""
-)  # a conversation written as a JSON or Python string
+# a conversation written as a JSON or Python string
+_WRITTEN_OUT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 ChatMessage = dict[str, object]  # a message of a prompt: role, content, and further keys that the chat template reads
 
 

@@ -90,8 +90,8 @@ def bytes_of_token(tokenizer: TokenizerType, skip_special_tokens: bool = False) 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return partial(TokenBytes(backend), skip_special_tokens=skip_special_tokens)
-    known = set(range(len(tokenizer))) - set(tokenizer.all_special_ids if skip_special_tokens else ())
-    return lambda token_id: tokenizer.decode([token_id]).encode("utf-8") if token_id in known else b""
+    special = set(tokenizer.all_special_ids) if skip_special_tokens else set()
+    return lambda token_id: b"" if token_id in special else tokenizer.decode([token_id]).encode("utf-8")
 
 
 def token_bytes_table(
@@ -99,8 +99,9 @@ def token_bytes_table(
 ) -> list[bytes]:
     """Return the bytes of the ids 0..size-1 (default: len(tokenizer)). `size` is usually the model's vocabulary size;
     ids that the tokenizer lacks get b"". With `skip_special_tokens`, special tokens also get b""."""
-    of = bytes_of_token(tokenizer, skip_special_tokens)
-    return [of(i) for i in range(len(tokenizer) if size is None else size)]
+    of, count = bytes_of_token(tokenizer, skip_special_tokens), len(tokenizer) if size is None else size
+    known = count if hasattr(tokenizer, "backend_tokenizer") else len(tokenizer)
+    return [of(i) if i < known else b"" for i in range(count)]
 
 
 _UNFINISHED = "\ufffd"

@@ -58,13 +58,8 @@ class Tokenizer(SpecialTokens):
     section = "policy.tokenizer"  # the configuration section that error messages name; "" without a configuration
 
     def __init__(
-        self,
-        tokenizer: Backend,
-        config: Mapping[str, Any] | None = None,
-        *,
-        name_or_path: str = "",
-        eos_token_ids: Iterable[int] = (),
-    ):
+        self, tokenizer: Backend, config: Mapping[str, Any] | None = None, *, name_or_path: str = "", eos_token_ids: Iterable[int] = ()
+    ):  # fmt: skip
         super().__init__(tokenizer, config or {}, eos_token_ids)
         self.name_or_path = name_or_path
         self.init_kwargs = dict(config or {})
@@ -187,23 +182,14 @@ class Tokenizer(SpecialTokens):
             ids = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), len(rows[0]) if rows else 0)
             return Encoding(input_ids=ids, attention_mask=torch.ones_like(ids))
         masks = [[1] * len(row) for row in rows]
-        if isinstance(text, str):
-            return Encoding(input_ids=rows[0], attention_mask=masks[0])
-        return Encoding(input_ids=rows, attention_mask=masks)
+        one = isinstance(text, str)
+        return Encoding(input_ids=rows[0] if one else rows, attention_mask=masks[0] if one else masks)
 
     def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] | None = None,
-        chat_template: str | None = None,
-        *,
-        add_generation_prompt: bool = False,
-        tokenize: bool = True,
-        return_tensors: str | None = None,
-        return_dict: bool = False,
-        add_special_tokens: bool = False,
-        **kwargs: object,
-    ) -> Any:
+        self, conversation: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | None = None, *, add_generation_prompt: bool = False, tokenize: bool = True,
+        return_tensors: str | None = None, return_dict: bool = False, add_special_tokens: bool = False, **kwargs: object,
+    ) -> Any:  # fmt: skip
         """Return a conversation (a list of {"role", "content"} messages) as the model's prompt, as text or as ids.
 
         With `add_generation_prompt`, the prompt ends with the start of an assistant message. With `tokenize=False`,
@@ -243,11 +229,8 @@ class Tokenizer(SpecialTokens):
     # -- ids to text -------------------------------------------------------------------------------------------------
 
     def decode(
-        self,
-        token_ids: int | Iterable[int],
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool | None = None,
-    ) -> str:
+        self, token_ids: int | Iterable[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool | None = None
+    ) -> str:  # fmt: skip
         """Return the text of a list or 1-D tensor of ids. Bytes that form no character become U+FFFD. Spaces are never
         cleaned up, whatever `clean_up_tokenization_spaces` or the tokenizer's folder say; transformers ignores both for
         BPE, too."""

@@ -4,6 +4,8 @@ import importlib.util
 import re
 from typing import NotRequired, TypedDict
 
+import torch
+
 from nemo_rl_cpp.config.base import as_model
 from nemo_rl_cpp.config.env import ReasoningGymEnvConfig
 from nemo_rl_cpp.data.interfaces import LLMMessageLogType
@@ -65,11 +67,9 @@ class ReasoningGymEnvironment(VerifyingEnvironment[ReasoningGymMetadata]):
             texts.append(extract_answer(assistant_text(message_log_batch[row]), self._format, several_lines))
             name = info.get("reasoning_gym_task") or info["reasoning_gym_entry"]["metadata"]["source_dataset"]
             rows_of.setdefault(name, []).append(row)
-        scores = [0.0] * len(texts)
-        answers: list[str | None] = list(texts)
+        scores = torch.zeros(len(texts))
         for name, rows in rows_of.items():
             entries = [metadata[row]["reasoning_gym_entry"] for row in rows]
             verdicts = self._verify([texts[row] for row in rows], entries, task=name)
-            for row, score in zip(rows, verdicts.scores):
-                scores[row] = score
-        return self._finish(scores, metadata, answers=answers)
+            scores[rows] = torch.tensor(verdicts.scores)
+        return self._finish(scores, metadata, answers=list(texts))

@@ -119,13 +119,13 @@ class RayEnvironment:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        value = getattr(self._cls, name)
+        value, actor = getattr(self._cls, name), self._actor
         if not callable(value):
             return value
-        actor = self._actor
-        start = (
-            actor.end.remote if name == "shutdown" else lambda *args, **kwargs: actor.call.remote(name, args, kwargs)
-        )
+
+        def start(*args: object, **kwargs: object) -> object:
+            return actor.end.remote() if name == "shutdown" else actor.call.remote(name, args, kwargs)
+
         return RemoteMethod(start, partial(get, timeout=self.deadline))
 
     def close(self, patience: float | None = None) -> None:
@@ -156,14 +156,10 @@ def ray_environment(
     try:
         given = (options or {}).get("runtime_env") or {}
         variables = {**(given.get("env_vars") or {}), **worker_environment(1)}
-        made = {
-            "num_cpus": 0,
-            "max_restarts": settings.restarts if cls.can_be_asked_again else 0,
-            # only restarts are limited: if a node dies, Ray retries a call several times before it restarts the actor
-            "max_task_retries": -1 if cls.can_be_asked_again else 0,
-            **(options or {}),
-            "runtime_env": {**given, "env_vars": variables},
-        }
+        # only restarts are limited: if a node dies, Ray retries a call several times before it restarts the actor
+        restarts, retries = (settings.restarts, -1) if cls.can_be_asked_again else (0, 0)
+        made = {"num_cpus": 0, "max_restarts": restarts, "max_task_retries": retries, **(options or {})}
+        made["runtime_env"] = {**given, "env_vars": variables}
         make = ray.cloudpickle.dumps(partial(cls, *args, **kwargs))
         actor = ray.remote(EnvironmentActor).options(**made).remote(make, *surroundings())
         try:

@@ -33,11 +33,8 @@ class Timer:
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
         """Measure the seconds of the `with` block, even if it raises."""
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        stack = self._local.stack
-        depth = sum(other != TOTAL for other in stack)
-        in_step = TOTAL in stack
+        stack = self._local.__dict__.setdefault("stack", [])
+        depth, in_step = sum(other != TOTAL for other in stack), TOTAL in stack
         stack.append(label)
         self._tell("stage_started", label, depth)
         began = time.perf_counter()

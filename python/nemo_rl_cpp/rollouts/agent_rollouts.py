@@ -26,13 +26,13 @@ def is_agent(environment: Environment | None) -> bool:
 def are_made_by_agents(batch: DatumBatch, task_to_env: Mapping[str, Environment]) -> bool:
     """Return whether agents of the batch's environments make its rollouts. Raise ValueError if only some of the
     environments do."""
-    by_agent = {task: is_agent(task_to_env.get(task)) for task in set(batch["task_name"])}
-    if len(set(by_agent.values())) > 1:
-        agents = sorted(task for task, is_agent in by_agent.items() if is_agent)
+    tasks = set(batch["task_name"])
+    agents = sorted(task for task in tasks if is_agent(task_to_env.get(task)))
+    if agents and len(agents) < len(tasks):
         raise ValueError(
             f"the tasks {', '.join(agents)} have agents that make their rollouts, the others have not: train them in runs of their own"
         )
-    return any(by_agent.values())
+    return bool(agents)
 
 
 def run_agent_rollouts(
@@ -77,9 +77,7 @@ def run_agent_rollouts(
 def _results(
     tasks: Sequence[AgentTask], names: Sequence[str], task_to_env: Mapping[str, Environment]
 ) -> list[AgentResult]:
-    rows_of: dict[str, list[int]] = {}
-    for row, name in enumerate(names):
-        rows_of.setdefault(name, []).append(row)
+    rows_of = {name: [row for row, of in enumerate(names) if of == name] for name in dict.fromkeys(names)}
     begun = {
         name: call_remote(task_to_env[name], "run_rollouts", [tasks[row] for row in rows])
         for name, rows in rows_of.items()
@@ -97,10 +95,9 @@ def _attach(
     chains = [longest_chain(rollout.calls) for rollout in rollouts]
     counts = [bool(chain) and result.error is None and result.trained for chain, result in zip(chains, results)]
     cut = [bool(chain) and chain[-1].truncated for chain in chains]
-    lengths = [
-        len(chain[0].prompt_ids) if chain else tokens_of(log) for chain, log in zip(chains, batch["message_log"])
-    ]
-    logs = [message_log(chain, tokenizer) if chain else log for chain, log in zip(chains, batch["message_log"])]
+    prompts = list(zip(chains, batch["message_log"]))
+    lengths = [len(chain[0].prompt_ids) if chain else tokens_of(log) for chain, log in prompts]
+    logs = [message_log(chain, tokenizer) if chain else log for chain, log in prompts]
     batch["message_log"], batch["length"] = logs, torch.tensor(lengths)
     batch["loss_multiplier"] = torch.as_tensor(batch["loss_multiplier"]).float() * torch.tensor(counts).float()
     batch["truncated"] = torch.tensor(cut, dtype=torch.bool)

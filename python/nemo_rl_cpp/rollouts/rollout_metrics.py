@@ -63,15 +63,12 @@ def version_metrics(logs: Sequence[LLMMessageLogType], version: int) -> dict[str
 def environment_metrics(task_to_env: Mapping[str, Environment]) -> dict[str, float]:
     """Return the environments' metrics since the last call (`pop_metrics`). With several environments, names become
     `task/name`, and `verifier_timeouts` without a task is the sum over all tasks."""
-    environments: dict[int, tuple[str, Environment]] = {}
+    environments: dict[str, Environment] = {}  # by the first of their tasks
     for task, environment in task_to_env.items():
-        environments.setdefault(id(environment), (task, environment))
-    counting = {
-        task: (environment, call_remote(environment, "pop_metrics"))
-        for task, environment in environments.values()
-        if hasattr(environment, "pop_metrics")
-    }
-    answers = {task: answer_of(environment, result, task) for task, (environment, result) in counting.items()}
+        if all(environment is not other for other in environments.values()):
+            environments[task] = environment
+    begun = {task: call_remote(env, "pop_metrics") for task, env in environments.items() if hasattr(env, "pop_metrics")}
+    answers = {task: answer_of(environments[task], result, task) for task, result in begun.items()}
     gathered = {task: metrics for task, metrics in answers.items() if metrics}
     if len(environments) == 1:
         return dict(next(iter(gathered.values()), {}))
@@ -91,9 +88,8 @@ def combine_rollout_metrics(rounds: list[tuple[int, dict[str, float]]]) -> dict[
     `agent_errors` and `num_won`. Average `accuracy_of_X` over rounds, weighted by the number of samples with the
     property X, and all other metrics, such as rates, weighted by the number of samples. A metric is combined over the
     rounds that have it."""
-    names = dict.fromkeys(name for _, metrics in rounds for name in metrics)
     combined: dict[str, float] = {}
-    for name in names:
+    for name in dict.fromkeys(name for _, metrics in rounds for name in metrics):
         entries = [(size, metrics) for size, metrics in rounds if name in metrics]
         values = [metrics[name] for _, metrics in entries]
         last = name.rsplit("/", 1)[-1]  # of games/num_won; the part before may be a task

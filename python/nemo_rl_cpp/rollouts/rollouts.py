@@ -120,14 +120,8 @@ def _merge(parts: list[tuple[list[int], EnvironmentReturn]], size: int) -> Envir
             rewards = WeightedParts(rewards, {name: w for each in weighted for name, w in each.weights.items()})
     else:
         rewards = tensor(given, torch.float32)
-    return EnvironmentReturn(
-        observations=listed("observations"),
-        metadata=listed("metadata"),
-        next_stop_strings=listed("next_stop_strings"),
-        rewards=rewards,
-        terminateds=tensor([part.terminateds for _, part in parts]),
-        answers=listed("answers"),
-    )
+    lists = {name: listed(name) for name in ("observations", "metadata", "next_stop_strings", "answers")}
+    return EnvironmentReturn(rewards=rewards, terminateds=tensor([part.terminateds for _, part in parts]), **lists)
 
 
 class EarlyScoring:
@@ -290,10 +284,8 @@ class Conversations:
         if isinstance(rewards, WeightedParts):
             self.weights |= {name.removeprefix("reward/"): weight for name, weight in rewards.weights.items()}
         for name, values in components.items():
-            total = self.rewards.setdefault(
-                name.removeprefix("reward/"), torch.zeros(len(self.stats), dtype=torch.float32)
-            )
-            total[self.active] += values
+            none = torch.zeros(len(self.stats), dtype=torch.float32)
+            self.rewards.setdefault(name.removeprefix("reward/"), none)[self.active] += values
 
     def finish(self) -> DatumBatch:
         """Return the batch with `total_reward`, `reward/<component>`, `truncated` and the last `stop_strings`, and with
@@ -321,9 +313,8 @@ def repeat_prompts(
     (`first_draw_id` + group_id, which counts prompts over the whole run) and `sample_index` (the index of the copy).
     `stream` is a list with the argument `stream` for every copy."""
     logs = batch["message_log"]
-    repeated = type(batch)({key: value for key, value in batch.items() if key != "message_log"}).repeat_interleave(
-        num_generations
-    )
+    others = type(batch)({key: value for key, value in batch.items() if key != "message_log"})
+    repeated = others.repeat_interleave(num_generations)
     # each copy has separate messages; their token ids are shared, because nothing modifies them
     repeated["message_log"] = [[dict(message) for message in log] for log in logs for _ in range(num_generations)]
     repeated["group_id"] = torch.arange(batch.size).repeat_interleave(num_generations)
@@ -392,8 +383,7 @@ class PromptSource:
     def __init__(
         self, loader: StatefulDataLoader | MultipleDataloaderWrapper, num_generations: int, state: TrainState
     ) -> None:
-        self.loader, self.num_generations = loader, num_generations
-        self._state = state
+        self.loader, self.num_generations, self._state = loader, num_generations, state
         self._batches: Iterator[BatchedDataDict] | None = None
         self._finished_epochs = 0
 

@@ -166,7 +166,13 @@ def sums(metric, *overrides):
             *overrides,
         ],
     )
-    row = {"length": 1, "extra_env_info": {"ground_truth": "2"}, "task_name": "arithmetic", "stop_strings": ["\n"]}
+    row = {
+        "length": 1,
+        "loss_multiplier": 1.0,
+        "extra_env_info": {"ground_truth": "2"},
+        "task_name": "arithmetic",
+        "stop_strings": ["\n"],
+    }
     tokenizer = ByteTokenizer()
     rows = [
         {
@@ -214,7 +220,7 @@ def test_multi_turn_evaluation_scores_conversations_up_to_max_rollout_turns(turn
     )  # fmt: skip
     tokenizer = ByteTokenizer()
     rows = [
-        {"length": 1, "idx": i, "task_name": "guess_number", "stop_strings": list("0123456789"), "extra_env_info": {"secret": i + 1},
+        {"length": 1, "loss_multiplier": 1.0, "idx": i, "task_name": "guess_number", "stop_strings": list("0123456789"), "extra_env_info": {"secret": i + 1},
          "message_log": [{"role": "user", "content": "?", "token_ids": torch.tensor(tokenizer.encode("?"))}]}
         for i in range(7)
     ]  # fmt: skip

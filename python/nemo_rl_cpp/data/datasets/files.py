@@ -63,21 +63,15 @@ class ListDataset:
         return ListDataset(self._rows[i] for i in indices)
 
     def map(
-        self,
-        function: Callable[..., Mapping[str, object]],
-        remove_columns: Sequence[str] | None = None,
-        with_indices: bool = False,
-    ) -> ListDataset:
+        self, function: Callable[..., Mapping[str, object]], remove_columns: Sequence[str] | None = None, with_indices: bool = False
+    ) -> ListDataset:  # fmt: skip
         """Return a data set of the rows without `remove_columns`, each updated with `function(row)`, or `function(row,
         index)` if `with_indices`."""
-        removed = set(remove_columns or ())
-        return ListDataset(
-            {
-                **{k: v for k, v in row.items() if k not in removed},
-                **(function(dict(row), i) if with_indices else function(dict(row))),
-            }
-            for i, row in enumerate(self._rows)
-        )
+        rows = []
+        for i, row in enumerate(self._rows):
+            added = function(dict(row), i) if with_indices else function(dict(row))
+            rows.append({k: v for k, v in row.items() if k not in (remove_columns or ())} | dict(added))
+        return ListDataset(rows)
 
     def train_test_split(self, test_size: float | int, seed: int = 42) -> dict[str, ListDataset]:
         """Return {"train": rows, "test": rows}. `test` has `test_size` rows, or that fraction of the rows, rounded up.
@@ -256,9 +250,8 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
     the same extension. If file names begin with the name of a split (`train-00000-of-00002.parquet`), only the files of
     `split` are read. Raise ValueError if there is no file to read."""
     files = [file for folder in (path, path / "data") if folder.is_dir() for file in sorted(folder.iterdir())]
-    files = [
-        file for file in files if file.is_file() and file.suffix.lower() in READERS and not file.name.startswith(".")
-    ]
+    files = [file for file in files if file.is_file() and not file.name.startswith(".")]
+    files = [file for file in files if file.suffix.lower() in READERS]
     endings = sorted({file.suffix.lower() for file in files})
     if len(endings) > 1:  # .txt and .json may be notes and descriptions of the data
         endings = [ending for ending in endings if ending not in (".txt", ".json")]
@@ -271,18 +264,16 @@ def read_folder(path: Path, split: str | None) -> ListDataset:
     files = [file for file in files if file.suffix.lower() == endings[0]]
     of_splits = {file: found[1] for file in files if (found := _LISTED.match(file.name))}
     if of_splits:
-        wanted = split or "train"
-        others = [file.name for file in files if file not in of_splits]
-        if others:
+        wanted, splits = split or "train", sorted(set(of_splits.values()))
+        if other := next((file.name for file in files if file not in of_splits), None):
             raise ValueError(
-                f"data: the folder {str(path)!r} (data_path) holds files of splits ({', '.join(sorted(set(of_splits.values())))}) and "
-                f"{others[0]!r}, which belongs to none: name the file to read"
+                f"data: the folder {str(path)!r} (data_path) holds files of splits ({', '.join(splits)}) and {other!r}, which "
+                "belongs to none: name the file to read"
             )
         files = [file for file in files if of_splits[file] == wanted]
         if not files:
             raise ValueError(
-                f"data: the folder {str(path)!r} (data_path) holds the splits {sorted(set(of_splits.values()))}, "
-                f"but split is {wanted!r}"
+                f"data: the folder {str(path)!r} (data_path) holds the splits {splits}, but split is {wanted!r}"
             )
     elif split not in (None, "train"):
         raise ValueError(
@@ -313,9 +304,8 @@ def load_dataset_from_path(
             if not (path / data_subset).is_dir():
                 raise ValueError(f"data: the folder {str(path)!r} has no folder for the subset {data_subset!r}")
             path = path / data_subset
-        saved = any(
-            (path / name).is_file() for name in ("dataset_dict.json", "state.json")
-        )  # written by `datasets.save_to_disk`
+        written = ("dataset_dict.json", "state.json")  # by `datasets.save_to_disk`
+        saved = any((path / name).is_file() for name in written)
         return _from_disk(path, data_split) if saved else read_folder(path, data_split)
     if is_local(data_path):
         raise ValueError(

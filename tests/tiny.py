@@ -1,6 +1,6 @@
 """Runs of the tiny model (100 thousand random parameters, grpo_tiny.yaml and ppo_tiny.yaml) inside the test process."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from nemo_rl_cpp.algorithms.build import TrainingRun, build_run
 from nemo_rl_cpp.algorithms.parts import RunData, make_data
 from nemo_rl_cpp.config import load_grpo_config, load_ppo_config
 from nemo_rl_cpp.config.loader import kind_of
+from nemo_rl_cpp.models.policy.lm_policy import Policy
 
 # RoPE that distinguishes close positions, a wider model, four updates per step: learns within 120 steps
 FAST = (
@@ -24,6 +25,33 @@ SMALL_PPO = (
     "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", "policy.train_global_batch_size=32",
     "value.train_global_batch_size=32",
 )  # fmt: skip
+
+
+SAVED_AT_THE_END = ("checkpointing.enabled=true", "checkpointing.save_period=1000", "checkpointing.metric_name=null")
+EXPERTS = {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+}  # fmt: skip
+RECURRENT = {
+    "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+MAMBA2 = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "M-*-", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+    "mamba_head_dim": 16,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 16,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+def shaped(keys: dict[str, Any]) -> tuple[str, ...]:
+    """Return the overrides that give the random model these keys of config.json."""
+    return tuple(f"++policy.hf_config_overrides.{key}={value}" for key, value in keys.items())
+
+
+def workers(count: int, executor: str = "processes") -> tuple[str, ...]:
+    return (f"cluster.executor={executor}", f"cluster.gpus_per_node={count}", "cluster.cpus_per_worker=1")
 
 
 def seeds_of(quick: dict[str, tuple[int, ...]], several: Iterable[int] = range(1, 6)) -> list[Any]:
@@ -92,6 +120,33 @@ def train(folder: Path, *overrides: str, until: float | None = None, **options: 
         run.after_step.append(StopWhenLearned(run, until))
     run.train()
     return run
+
+
+def watch_training(run: TrainingRun, note: Callable[[Any], object]) -> None:
+    """Call `note` with each batch that the policy is trained on, before the training."""
+    train = run.policy.train
+
+    def watched(batch: Any, *args: Any, **given: Any) -> Any:
+        note(batch)
+        return train(batch, *args, **given)
+
+    run.policy.train = watched
+
+
+def policy_of_version(folder: Path, run: TrainingRun, version: int) -> Policy:
+    """Return a policy with the weights after `version` steps, from the checkpoints of a run that writes into `folder`."""
+    weights = folder / "checkpoints" / f"step_{version}" / "policy" / "weights" if version else None
+    seed = run.config.loop.seed
+    return Policy(None, run.config.policy, run.tokenizer, weights_path=weights, init_reference_model=False, seed=seed)
+
+
+def saved(
+    folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.yaml"
+) -> tuple[list[dict[str, Any]], Path]:
+    """Train `steps` steps, and return (the metrics of those that were made here, the checkpoint after the last one)."""
+    with make(folder, *SAVED_AT_THE_END, f"{kind_of(config)}.max_num_steps={steps}", *overrides, config=config) as run:
+        run.train()
+    return run.history, folder / "checkpoints" / f"step_{steps}"
 
 
 def learn(config: str, seed: int, folder: Path, until: float = 0.9) -> SimpleNamespace:

@@ -19,41 +19,24 @@ def overrides(function, *more):
 STEPS = 10
 
 
-class Kept:
-    """The batches that a run trains on."""
-
-    def __init__(self, run):
-        self.batches, train = [], run.policy.train
-
-        def keeping(batch, *args, **kwargs):
-            self.batches.append(
-                {name: batch.tokens[name].clone() for name in ("input_ids", "token_mask", "generation_logprobs")}
-            )
-            self.batches[-1]["rows"] = batch.offsets.tolist()
-            return train(batch, *args, **kwargs)
-
-        run.policy.train = keeping
-
-
-def trained_rows(kept):
-    return [
-        (batch["input_ids"][a:b].tolist(), batch["token_mask"][a:b].tolist())
-        for batch in kept.batches
-        for a, b in zip(batch["rows"], batch["rows"][1:])
-    ]
+def trained_rows(batches):
+    """The (token ids, token mask) of each sample."""
+    each = [(batch.rows(batch.input_ids), batch.rows(batch.token_mask)) for batch in batches]
+    return [(row.tolist(), mask.tolist()) for ids, masks in each for row, mask in zip(ids, masks)]
 
 
 def run_of(folder, function, *more):
     digit_agent.SEEN.clear()
     run = tiny.make(folder, *overrides(function, *more))
-    kept = Kept(run)
+    batches = []
+    tiny.watch_training(run, lambda batch: batches.append(batch.copy()))
     with run:
         run.train()
-    return run, kept
+    return run, batches
 
 
 def test_run_with_an_agent_function_learns_and_trains_only_on_sampled_tokens(tmp_path):
-    run, kept = run_of(tmp_path / "a", "two_turns", f"grpo.max_num_steps={STEPS}")
+    run, batches = run_of(tmp_path / "a", "two_turns", f"grpo.max_num_steps={STEPS}")
     rewards = [row["accuracy"] for row in run.history]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3, rewards
     for row in run.history:
@@ -64,21 +47,21 @@ def test_run_with_an_agent_function_learns_and_trains_only_on_sampled_tokens(tmp
     for key, version, ids in digit_agent.SEEN:
         seen.setdefault(version, {}).setdefault(key, []).append(ids)
     assert sorted(seen) == list(range(STEPS))  # the version rises with every step
-    rows = trained_rows(kept)
+    rows = trained_rows(batches)
     assert len(rows) == STEPS * 32
     for version, rollouts in seen.items():
         conversations = sorted(max(calls, key=len) for calls in rollouts.values())
         assert conversations == sorted(ids for ids, _ in rows[32 * version : 32 * (version + 1)])
     assert all(mask == [0] * (len(mask) - 3) + [1, 0, 1] for _, mask in rows)
 
-    again, kept_again = run_of(tmp_path / "b", "two_turns", "grpo.max_num_steps=3")
-    for one, other in zip(kept.batches[:3], kept_again.batches, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in ("input_ids", "generation_logprobs"))
+    again, repeated = run_of(tmp_path / "b", "two_turns", "grpo.max_num_steps=3")
+    for one, other in zip(batches[:3], repeated, strict=True):
+        assert all(torch.equal(one.tokens[name], other.tokens[name]) for name in ("input_ids", "generation_logprobs"))
     assert [row["loss"] for row in again.history] == [row["loss"] for row in run.history[:3]]
 
 
 def test_failed_agent_rollouts_are_counted_and_excluded_from_training(tmp_path, capsys):
-    run, kept = run_of(tmp_path / "a", "fails", "grpo.max_num_steps=2")
+    run, _ = run_of(tmp_path / "a", "fails", "grpo.max_num_steps=2")
     assert [row["agent_errors"] for row in run.history] == [16, 16]
     assert "KeyError" in capsys.readouterr().out
     for function, seconds, said in (

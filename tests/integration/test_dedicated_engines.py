@@ -14,16 +14,14 @@ STEPS = 3
 
 def apart(trainers: int, engines: int, executor: str = "processes") -> tuple[str, ...]:
     return (
-        f"cluster.executor={executor}", f"cluster.gpus_per_node={trainers + engines}", "cluster.cpus_per_worker=1",
-        "policy.generation.colocated.enabled=false", f"policy.generation.colocated.resources.gpus_per_node={engines}",
+        *tiny.workers(trainers + engines, executor), "policy.generation.colocated.enabled=false", f"policy.generation.colocated.resources.gpus_per_node={engines}",
         "cluster.worker_timeout_s=4",
     )  # fmt: skip
 
 
 def make(folder, *overrides, **options):
     return tiny.make(
-        folder, *tiny.SMALL, f"grpo.max_num_steps={STEPS}", "policy.gradient_blocks=2", "checkpointing.enabled=true",
-        "checkpointing.save_period=1000", "checkpointing.metric_name=null", *overrides, **options,
+        folder, *tiny.SMALL, *tiny.SAVED_AT_THE_END, f"grpo.max_num_steps={STEPS}", "policy.gradient_blocks=2", *overrides, **options,
     )  # fmt: skip
 
 
@@ -42,14 +40,9 @@ def colocated(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "where",
-    [
-        apart(1, 1),
-        (*apart(2, 1), "policy.refit_buffer_size_gb=1e-5"),
-        (*apart(1, 2), "policy.refit=delta"),
-        apart(1, 1, "ray"),
-    ],
+    [apart(1, 1), (*apart(2, 1), "policy.refit_buffer_size_gb=1e-5"), (*apart(1, 2), "policy.refit=delta"), apart(1, 1, "ray")],
     ids=["1+1", "2+1", "1+2, delta", "ray"],
-)
+)  # fmt: skip
 def test_engines_in_separate_and_in_training_processes_give_bit_identical_weights(tmp_path, colocated, where):
     weights, history = trained(tmp_path, *where)
     assert weights == colocated[0]

@@ -7,32 +7,22 @@ import tiny
 import torch
 from nemo_rl_cpp import run_grpo_math
 
-EXPERTS = {
-    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
-}  # fmt: skip
-RECURRENT = {
-    "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-}  # fmt: skip
-MAMBA2 = {
-    "model_type": "nemotron_h", "hybrid_override_pattern": "M-*-", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
-    "mamba_head_dim": 16,
-}  # fmt: skip
-NEMOTRON_3 = MAMBA2 | {
+NEMOTRON_3 = tiny.MAMBA2 | {
     "hybrid_override_pattern": "ME*E", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5, "moe_latent_size": 32,
 }  # fmt: skip
 LEARNERS = [
     pytest.param(layers, seed, marks=() if (name, seed) in (("plain", 2), ("recurrent", 2), ("mamba2", 2)) else pytest.mark.long, id=f"{name}-{seed}")
-    for name, layers, seeds in (("plain", {}, (1, 2, 3)), ("experts", EXPERTS, (2,)), ("recurrent", RECURRENT, (1, 2, 3)), ("mamba2", MAMBA2, (2,)))
+    for name, layers, seeds in (("plain", {}, (1, 2, 3)), ("experts", tiny.EXPERTS, (2,)), ("recurrent", tiny.RECURRENT, (1, 2, 3)), ("mamba2", tiny.MAMBA2, (2,)))
     for seed in seeds
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("layers, seed", LEARNERS)
 def test_grpo_learns_to_reverse_digits(tmp_path, layers, seed):
-    model = [f"++policy.hf_config_overrides.{key}={value}" for key, value in layers.items()]
-    run = tiny.train(tmp_path, *tiny.FAST, *model, f"grpo.seed={seed}", "grpo.max_num_steps=200", until=0.9)
+    run = tiny.train(
+        tmp_path, *tiny.FAST, *tiny.shaped(layers), f"grpo.seed={seed}", "grpo.max_num_steps=200", until=0.9
+    )
     rewards = [row["reward"] for row in run.history]
     assert rewards[0] < 0.2
     assert sum(rewards[-5:]) / 5 > 0.9
@@ -42,8 +32,7 @@ def test_grpo_learns_to_reverse_digits(tmp_path, layers, seed):
 
 
 BALANCED = [
-    *(f"++policy.hf_config_overrides.{key}={value}" for key, value in NEMOTRON_3.items()),
-    "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.moe_router_bias_update_rate=0.25",
+    *tiny.shaped(NEMOTRON_3), "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.moe_router_bias_update_rate=0.25",
 ]  # fmt: skip
 
 
@@ -55,28 +44,17 @@ def test_router_bias_update_balances_experts_and_does_not_depend_on_micro_batche
         return torch.stack([bias for bias, _ in run.policy.model.routers])
 
     found = biases("packed")
-    assert (
-        found.shape == (2, 6)
-        and set(found.flatten().tolist()) <= {-0.25, 0.0, 0.25}
-        and (found > 0).any()
-        and (found < 0).any()
-    )
-    assert torch.equal(
-        found, biases("single", "policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3")
-    )
+    assert found.shape == (2, 6) and {-0.25, 0.25} <= set(found.flatten().tolist()) <= {-0.25, 0.0, 0.25}
+    single = ("policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3")
+    assert torch.equal(found, biases("single", *single))
     assert torch.equal(found, biases("recomputed", "policy.megatron_cfg.activation_checkpointing=true"))
     run = tiny.train(tmp_path / "more", *tiny.SMALL, *BALANCED, "grpo.max_num_steps=3")
     assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 3
 
 
 def test_load_balancing_loss_of_experts_does_not_depend_on_micro_batches(tmp_path):
-    experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
-    wanted = [
-        *experts,
-        "++policy.hf_config_overrides.router_aux_loss_coef=0.5",
-        "policy.megatron_cfg.enabled=true",
-        "policy.dtensor_cfg.enabled=false",
-    ]
+    experts = tiny.shaped(tiny.EXPERTS | {"router_aux_loss_coef": 0.5})
+    wanted = (*experts, "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")
 
     def row(name, kind, *overrides):
         kind = f"policy.megatron_cfg.moe_router_load_balancing_type={kind}"
@@ -93,15 +71,15 @@ def test_load_balancing_loss_of_experts_does_not_depend_on_micro_batches(tmp_pat
 
 
 def test_load_balancing_loss_of_experts_falls_in_training(tmp_path):
-    experts = [f"++policy.hf_config_overrides.{key}={value}" for key, value in EXPERTS.items()]
     megatron = (
-        "enabled=true",
-        "freeze_moe_router=false",
-        "moe_router_load_balancing_type=seq_aux_loss",
-        "moe_aux_loss_coeff=1.0",
+        "enabled=true", "freeze_moe_router=false", "moe_router_load_balancing_type=seq_aux_loss", "moe_aux_loss_coeff=1.0",
         "optimizer.lr=3e-3",
-    )
-    wanted = [*experts, "policy.dtensor_cfg.enabled=false", *(f"++policy.megatron_cfg.{key}" for key in megatron)]
+    )  # fmt: skip
+    wanted = [
+        *tiny.shaped(tiny.EXPERTS),
+        "policy.dtensor_cfg.enabled=false",
+        *(f"++policy.megatron_cfg.{key}" for key in megatron),
+    ]
     run = tiny.train(tmp_path, *tiny.SMALL, *wanted, "grpo.max_num_steps=15")
     losses = [row["moe/load_balancing_loss"] for row in run.history]
     assert losses[0] > 1.5 and 1 < losses[-1] < 1.3
@@ -141,10 +119,8 @@ def test_run_ends_and_saves_the_batch_if_a_gradient_is_not_finite(tmp_path, caps
     assert run_grpo_math.main(["--config", "grpo_tiny.yaml", *tiny.SMALL, *options]) == 1
     (batch,) = tmp_path.rglob("replay/nonfinite_policy_batch.pt")
     shown, error = capsys.readouterr()
-    assert (
-        re.match(r"error: policy: the (loss|gradient).* were not updated; the batch was written to [^\n]*\n$", error)
-        and str(batch) in error
-    )
+    assert str(batch) in error
+    assert re.match(r"error: policy: the (loss|gradient).* were not updated; the batch was written to [^\n]*\n$", error)
     assert {"input_ids", "input_lengths", "token_mask", "advantages", "generation_logprobs"} <= set(torch.load(batch))
     assert "failed" in shown
 
@@ -155,12 +131,8 @@ def test_grpo_weights_are_identical_with_reused_and_recomputed_generation_logpro
     options = (*tiny.SMALL, "grpo.max_num_steps=4", f"policy.train_global_batch_size={32 // updates}")
     digests, ratios, reused = [], [], []
     for reuse, gigabytes in (("auto", "null"), ("auto", 0), ("never", "null"), ("always", "null")):
-        run = tiny.train(
-            tmp_path / f"{reuse}-{gigabytes}",
-            *options,
-            f"policy.reuse_generation_logprobs={reuse}",
-            f"policy.kept_activations_gb={gigabytes}",
-        )
+        how = (f"policy.reuse_generation_logprobs={reuse}", f"policy.kept_activations_gb={gigabytes}")
+        run = tiny.train(tmp_path / f"{reuse}-{gigabytes}", *options, *how)
         digests.append(run.policy.weight_digest())
         ratios.append([row["probs_ratio_max"] for row in run.history])
         reused.append([row["reused_forward_share"] for row in run.history])
@@ -207,9 +179,8 @@ def test_bit_flip_in_the_weights_between_generation_and_training_ends_the_run_wi
 
 @pytest.mark.parametrize("reuse", ["auto", "never"])
 def test_bit_flip_in_the_weights_raises_token_mult_prob_error_and_max_logprob_gap(tmp_path, reuse):
-    run = with_a_fault(
-        tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", f"policy.reuse_generation_logprobs={reuse}")
-    )
+    reused = f"policy.reuse_generation_logprobs={reuse}"
+    run = with_a_fault(tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=3", reused))
     run.collector.refit.verify_before_training = lambda: None  # let the fault through to the metrics
     run.train()
     clean, faulty, after = run.history
@@ -248,16 +219,12 @@ def test_generation_and_training_logprobs_are_equal_for_every_architecture(archi
     if architecture == "glm4_moe":
         made |= {"n_group": 2, "topk_group": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5}
     if architecture in ("deepseek_v3", "glm4_moe_lite"):
-        made |= {"num_key_value_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "kv_lora_rank": 16}
-        made |= {"v_head_dim": 16, "q_lora_rank": "null" if architecture == "deepseek_v3" else 24}
-        made |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
-        made |= {"topk_group": 1, "first_k_dense_replace": 1, "hidden_act": "silu"}
+        made |= tiny.LATENT | {"q_lora_rank": "null" if architecture == "deepseek_v3" else 24, "n_routed_experts": 6}
+        made |= {"n_group": 1, "hidden_act": "silu"}
     if architecture.startswith("qwen3_5"):
-        made |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        made |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        made |= tiny.RECURRENT | {"model_type": architecture}
     if architecture.startswith("nemotron_h"):
-        made = NEMOTRON_3 if architecture.endswith("moe") else MAMBA2
-    overrides = [f"policy.hf_config_overrides.{key}={value}" for key, value in made.items()]
-    run = tiny.train(tmp_path, *tiny.SMALL, *overrides, f"policy.precision={precision}", "grpo.max_num_steps=4")
+        made = NEMOTRON_3 if architecture.endswith("moe") else tiny.MAMBA2
+    run = tiny.train(tmp_path, *tiny.SMALL, *tiny.shaped(made), f"policy.precision={precision}", "grpo.max_num_steps=4")
     assert [row["max_logprob_gap"] for row in run.history] == [0.0] * 4
     assert all(row["grad_norm"] > 0 for row in run.history)

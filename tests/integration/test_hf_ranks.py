@@ -28,18 +28,7 @@ RUNS = {
         ("policy", "value"),
     ),
 }  # fmt: skip
-TWO = "cluster.executor=processes", "cluster.gpus_per_node=2", "cluster.cpus_per_worker=1"
-
-
-def trained(folder: Path, config: str, steps: int, *overrides: str) -> tuple[Path, list[dict]]:
-    """The checkpoint after so many steps, and the metrics of those that were made here."""
-    section = config.partition("_")[0]
-    with tiny.make(
-        folder, f"{section}.max_num_steps={steps}", "checkpointing.enabled=true", "checkpointing.save_period=1000",
-        "checkpointing.metric_name=null", *overrides, config=config,
-    ) as run:  # fmt: skip
-        run.train()
-        return folder / "checkpoints" / f"step_{steps}", run.history
+TWO = tiny.workers(2)
 
 
 def weights(checkpoint: Path, model: str) -> torch.Tensor:
@@ -51,13 +40,12 @@ def weights(checkpoint: Path, model: str) -> torch.Tensor:
 def test_transformers_backend_trains_the_same_weights_on_one_and_two_ranks_within_1e_6(section, tmp_path):
     """Within 1e-6 after ten steps. PPO's second run is cut after six: a checkpoint of two ranks goes on in one process."""
     config, overrides, models = RUNS[section]
-    alone, expected = trained(tmp_path / "one", config, STEPS, *overrides)
+    expected, alone = tiny.saved(tmp_path / "one", STEPS, *overrides, config=config)
+    first, more = [], TWO
     if section == "ppo":
-        _, first = trained(tmp_path / "two", config, 6, *overrides, *TWO)
-        shared, history = trained(tmp_path / "two", config, STEPS, *overrides)
-        history = first + history
-    else:
-        shared, history = trained(tmp_path / "two", config, STEPS, *overrides, *TWO)
+        (first, _), more = tiny.saved(tmp_path / "two", 6, *overrides, *TWO, config=config), ()
+    history, shared = tiny.saved(tmp_path / "two", STEPS, *overrides, *more, config=config)
+    history = first + history
     for model in models:
         one, two = weights(alone, model), weights(shared, model)
         gap = float((two - one).norm() / one.norm())

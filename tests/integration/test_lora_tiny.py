@@ -4,44 +4,31 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
-from test_several_processes import BESIDE, BLOCKS, SHARDED, trained, workers
+from test_several_processes import BESIDE, BLOCKS, KL, SHARDED, trained
 from test_tensor_parallel import TP, is_exact
-from test_tensor_parallel import trained as trained_in_slices
+from tiny import workers
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 LORA = "policy.dtensor_cfg.lora_cfg"
 ON = (f"{LORA}.enabled=true", f"{LORA}.dim=4", "policy.optimizer.kwargs.lr=1e-2")
 SOME = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=[q_proj,v_proj,up_proj]")
 RECURRENT_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-KL = ("loss_fn.reference_policy_kl_penalty=0.05", "grpo.skip_reference_policy_logprobs_calculation=false")
 BF16 = ("policy.precision=bfloat16",)
 APART = (f"++{LORA}.merge=false",)
-RECURRENT = tuple(
-    f"++policy.hf_config_overrides.{key}={value}"
-    for key, value in {
-        "model_type": "qwen3_5_text", "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    }.items()
-)  # fmt: skip
-MAMBA = tuple(
-    f"++policy.hf_config_overrides.{key}={value}"
-    for key, value in {
-        "model_type": "nemotron_h", "hybrid_override_pattern": "M-*E", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
-        "mamba_head_dim": 16, "n_routed_experts": 3, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
-    }.items()
-)  # fmt: skip
+RECURRENT = tiny.shaped(tiny.RECURRENT)
+MAMBA = tiny.shaped({
+    "model_type": "nemotron_h", "hybrid_override_pattern": "M-*E", "n_groups": 2, "mamba_num_heads": 4, "ssm_state_size": 16,
+    "mamba_head_dim": 16, "n_routed_experts": 3, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
+})  # fmt: skip
 MEGATRON = (
     "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", f"{LORA}.enabled=false",
     "++policy.megatron_cfg.peft={enabled:true,dim:4}", "policy.megatron_cfg.optimizer.lr=1e-2",
 )  # fmt: skip
 EXPERTS = (f"{LORA}.match_all_linear=false", f"{LORA}.target_modules=['*_proj','*.experts']")
-MIXTURE = tuple(
-    f"++policy.hf_config_overrides.{key}={value}"
-    for key, value in {
-        "model_type": "qwen2_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-    }.items()
-)  # fmt: skip
+MIXTURE = tiny.shaped({
+    "model_type": "qwen2_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -61,9 +48,7 @@ def test_lora_run_has_equal_generation_and_training_logprobs_and_keeps_frozen_we
         changed = {name for name, view in run.policy.state_dict().items() if not torch.equal(view, start[name])}
     parts = ("q_proj", "v_proj", "up_proj") if set(SOME) <= set(more) else ("_proj", *RECURRENT_INPUTS)
     assert changed == {name for name in start if any(f"{part}.weight" in name for part in parts)}
-    if set(KL) <= set(
-        more
-    ):  # the reference is the base model, so the first step's divergence is 0 and later ones' is not
+    if set(KL) <= set(more):  # the reference is the base model: the first step's divergence is 0, later ones' is not
         kl = [row["kl_penalty"] for row in run.history if "kl_penalty" in row]
         assert kl and kl[0] == 0 and kl[-1] > 0
 
@@ -84,10 +69,11 @@ def test_resumed_lora_run_ends_with_bit_identical_weights_and_metrics(tmp_path, 
     more += (f"++{LORA}.merge={merge}", *family)
     if config.startswith("ppo"):
         more += (f"++value.dtensor_cfg.lora_cfg.merge={merge}",)
-    straight, folder = trained(tmp_path / "straight", 4, *more, config=config)
+    straight = trained(tmp_path / "straight", 4, *more, config=config)
     for steps in (2, 4):
-        resumed, _ = trained(tmp_path / "resumed", steps, *more, config=config)
-    assert {k: v for k, v in resumed.items() if k != "metrics"} == {k: v for k, v in straight.items() if k != "metrics"}
+        resumed = trained(tmp_path / "resumed", steps, *more, config=config)
+    folder = straight.checkpoint
+    assert resumed.tensors == straight.tensors
     models = ("policy", "value") if config.startswith("ppo") else ("policy",)
     for model in models:
         adapter = load_file(folder / model / "weights" / "adapter" / "adapter_model.safetensors")
@@ -115,17 +101,17 @@ def test_resuming_with_changed_lora_settings_is_an_error(tmp_path):
 def test_lora_weights_are_bit_identical_on_one_and_two_processes(tmp_path):
     """However they add gradients: at the end, beside the backward, into shards."""
     for merging, ways in (((), (("end", ()), ("beside", BESIDE), ("shards", SHARDED))), (APART, (("apart", BESIDE),))):
-        one, _ = trained(tmp_path / f"one{len(merging)}", 2, *ON, *BF16, *BLOCKS, *merging)
+        one = trained(tmp_path / f"one{len(merging)}", 2, *ON, *BF16, *BLOCKS, *merging)
         for name, adding in ways:
-            two, _ = trained(tmp_path / name, 2, *ON, *BF16, *BLOCKS, *merging, *workers(2), *adding)
-            assert one == two, name
+            two = trained(tmp_path / name, 2, *ON, *BF16, *BLOCKS, *merging, *workers(2), *adding)
+            assert one[:2] == two[:2], name
 
 
 @pytest.mark.parametrize("merging", [(), APART], ids=["merged", "apart"])
 def test_two_tensor_parallel_ranks_train_the_same_lora_adapters_as_one_process(tmp_path, merging):
     """Also on top of one another: a run in two slices goes on in one process."""
-    one, alone = trained_in_slices(tmp_path / "1", 2, *ON, *BLOCKS, *merging)
-    two, sliced = trained_in_slices(tmp_path / "2", 2, *ON, *BLOCKS, *merging, *workers(2), *TP)
+    one, alone = tiny.saved(tmp_path / "1", 2, *tiny.SMALL, *ON, *BLOCKS, *merging)
+    two, sliced = tiny.saved(tmp_path / "2", 2, *tiny.SMALL, *ON, *BLOCKS, *merging, *workers(2), *TP)
     assert is_exact(two)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
     first, second = (
@@ -133,5 +119,5 @@ def test_two_tensor_parallel_ranks_train_the_same_lora_adapters_as_one_process(t
     )
     for name, tensor in first.items():
         assert (second[name] - tensor).norm() <= 5e-3 * tensor.norm(), name
-    go_on, _ = trained_in_slices(tmp_path / "2", 3, *ON, *BLOCKS, *merging)
+    go_on, _ = tiny.saved(tmp_path / "2", 3, *tiny.SMALL, *ON, *BLOCKS, *merging)
     assert is_exact(go_on)

@@ -12,19 +12,13 @@ def of(history, name):
 
 def recorded(run):
     """The batches that the policy is trained on, filled as the run continues."""
-    batches, train = [], run.policy.train
+    batches = []
 
-    def note_and_train(data, loss_fn):
+    def note(data):
         batches.append({key: value.clone() if torch.is_tensor(value) else value for key, value in data.items()})
-        return train(data, loss_fn)
 
-    run.policy.train = note_and_train
+    tiny.watch_training(run, note)
     return batches
-
-
-def run_to_end(run):
-    run.train()
-    return run.history
 
 
 # ---- learning
@@ -76,7 +70,7 @@ def test_rloo_advantages_match_hand_computed_values(tmp_path):
     """A sample's advantage is its reward less the mean of the other three, and nothing divides it."""
     run = tiny.make(tmp_path, *tiny.SMALL, "grpo.max_num_steps=1", config="rloo_tiny.yaml")
     batches = recorded(run)
-    run_to_end(run)
+    run.train()
     rewards = batches[0]["rewards"].double().view(8, 4)
     expected = rewards - (rewards.sum(1, keepdim=True) - rewards) / 3
     assert expected.abs().max() > 0
@@ -87,12 +81,7 @@ def test_rloo_advantages_match_hand_computed_values(tmp_path):
 
 def test_new_run_that_starts_from_a_checkpoint_uses_the_checkpoint_as_reference_model(tmp_path):
     """How the ProRLv2 guide resets the reference: a new run that begins at a checkpoint has a KL of exactly 0 there."""
-    options = (
-        *tiny.SMALL,
-        "policy.train_global_batch_size=32",
-        "checkpointing.enabled=true",
-        "checkpointing.metric_name=null",
-    )
+    options = (*tiny.SMALL, "checkpointing.enabled=true", "checkpointing.metric_name=null")
     first = tiny.train(tmp_path / "first", *options, "grpo.max_num_steps=3", config="prorlv2_tiny.yaml")
     assert first.history[0]["kl_penalty"] == 0.0 < first.history[-1]["kl_penalty"]
     weights = tmp_path / "first" / "checkpoints" / "step_3" / "policy" / "weights"
@@ -125,7 +114,7 @@ def test_dynamic_sampling_trains_only_complete_groups_whose_rewards_differ(tmp_p
         environment=HalfHopeless(),
     )  # fmt: skip
     batches = recorded(run)
-    history = run_to_end(run)
+    run.train()
     assert len(batches) == 4
     for batch in batches:
         rewards = batch["rewards"].view(8, 4)
@@ -136,10 +125,10 @@ def test_dynamic_sampling_trains_only_complete_groups_whose_rewards_differ(tmp_p
         first_digits = prompts[:, 0, 0] - 4
         assert (first_digits % 2 == 1).all()
     drawn = 0
-    for row in history:
+    for row in run.history:
         counts = [row[f"dynamic_sampling_{kind}_groups"] for kind in ("all_right", "all_wrong", "mixed")]
         assert sum(counts) == 10 * row["dynamic_sampling_num_gen_batches"]  # 8 prompts x batch_multiplier 1.25
         assert counts[1] > 0 and counts[2] >= 8
         assert row["dynamic_sampling_num_discarded_valid_samples"] == 4 * (counts[2] - 8)
         drawn += sum(counts)
-    assert run.state.draw_counter == drawn and max(of(history, "dynamic_sampling_num_gen_batches")) > 1
+    assert run.state.draw_counter == drawn and max(of(run.history, "dynamic_sampling_num_gen_batches")) > 1

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from nemo_rl_cpp.models.policy.lm_policy import Policy
-from test_rollouts_beside_training import BESIDE, TIMES
+from test_rollouts_beside_training import BESIDE, without_times
 
 STAND_IN = Path(__file__).parents[1] / "nemo_gym_stand_in"
 
@@ -55,9 +54,8 @@ def test_nemo_gym_run_learns_and_does_not_train_on_samples_that_the_agent_flags(
         assert row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0
         assert row["agent_errors"] == 0 and row["agent_calls"] == 32 and row["agent_calls_left_out"] == 0
         assert row["digit_agent/is_seven"] == row["digit_agent/reward"] == row["accuracy"]
-        assert (
-            row["global_valid_toks"] == 32 * (1 - row["digit_agent/mask_sample"]) and "digit_agent/_internal" not in row
-        )
+        assert row["global_valid_toks"] == 32 * (1 - row["digit_agent/mask_sample"])
+        assert "digit_agent/_internal" not in row
     assert (tmp_path / "ended").read_text() == "ended\n"
 
 
@@ -92,39 +90,27 @@ def test_async_nemo_gym_run_trains_on_the_sampled_tokens_and_logprobs_and_resume
     batches, pids = [], []
 
     def watch(run):
-        train = run.policy.train
         pids.extend(run.cluster.workers.pids + run.engine_cluster.workers.pids)
-
-        def watched(batch, loss_fn, **given):
-            batches.append((run.state.step, run, batch))
-            return train(batch, loss_fn, **given)
-
-        run.policy.train = watched
+        tiny.watch_training(run, lambda batch: batches.append((run.state.step, run, batch)))
 
     options = [text.format("grpo", "grpo") for text in BESIDE]
     options += [
-        "policy.precision=float32",
-        "checkpointing.save_period=1",
-        "grpo.async_grpo.in_flight_weight_updates=true",
-    ]
+        "policy.precision=float32", "checkpointing.save_period=1", "grpo.async_grpo.in_flight_weight_updates=true",
+    ]  # fmt: skip
     history = gym("grpo.max_num_steps=4", *options, watch=watch)
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1, 1]
     assert history[0]["token_mult_prob_error"] == 1 and history[0]["max_logprob_gap"] == 0
     for step, run, batch in batches:
         assert batch.weight_version.unique().tolist() == [max(0, step - 1)]
-        saved = tmp_path / "checkpoints" / f"step_{step - 1}" / "policy" / "weights"
-        own = Policy(
-            None, run.config.policy, run.tokenizer, weights_path=saved if step > 1 else None,
-            init_reference_model=False, seed=run.config.loop.seed,
-        )  # fmt: skip
+        own = tiny.policy_of_version(tmp_path, run, max(0, step - 1))
         sampled = batch.is_valid  # flagged samples are not scored
         scored = batch.ragged(own.get_logprobs(batch)["logprobs"])
         assert sampled.any() and torch.equal(scored[sampled], batch.generation_logprobs[sampled])
 
-    whole = [{k: v for k, v in row.items() if not any(t in k for t in TIMES)} for row in history]
+    whole = without_times(history)
     for folder in (tmp_path / "checkpoints").glob("step_[34]"):
         shutil.rmtree(folder)
     later = gym("grpo.max_num_steps=4", *options)
-    assert [{k: v for k, v in row.items() if not any(t in k for t in TIMES)} for row in later] == whole[2:]
+    assert without_times(later) == whole[2:]
     assert (tmp_path / "ended").read_text() == "ended\nended\n"
     assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)

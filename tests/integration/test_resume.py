@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import tiny
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
@@ -49,42 +50,21 @@ def test_killed_and_resumed_grpo_run_ends_bit_identical_to_an_uninterrupted_one(
     assert check(f"configs/{mode}_tiny.yaml", 8, kills, [*RUN, *MODES[mode]], seed=7) == []
 
 
-MAMBA2_AND_EXPERTS = [
-    f"++policy.hf_config_overrides.{key}"
-    for key in (
-        "model_type=nemotron_h", "hybrid_override_pattern=M-*E", "n_groups=2", "mamba_num_heads=4", "ssm_state_size=16", "mamba_head_dim=16",
-        "n_routed_experts=6", "moe_intermediate_size=32", "moe_shared_expert_intermediate_size=48",
-    )
-]  # fmt: skip
+OTHERS = {
+    "Mamba-2 and experts": tiny.MAMBA2 | {
+        "hybrid_override_pattern": "M-*E", "n_routed_experts": 6, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
+    },
+    "gated delta nets and experts": tiny.RECURRENT | {
+        "model_type": "qwen3_5_moe_text", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "latent attention": tiny.LATENT | {"model_type": "deepseek_v3", "q_lora_rank": 24, "n_routed_experts": 4, "n_group": 2},
+}  # fmt: skip
 
 
-DELTA_NETS_AND_EXPERTS = [
-    f"++policy.hf_config_overrides.{key}"
-    for key in (
-        "model_type=qwen3_5_moe_text", "full_attention_interval=2", "linear_num_key_heads=2", "linear_num_value_heads=4",
-        "linear_key_head_dim=16", "linear_value_head_dim=16", "num_experts=6", "num_experts_per_tok=2", "moe_intermediate_size=32",
-        "shared_expert_intermediate_size=48",
-    )
-]  # fmt: skip
-
-
-LATENT = [
-    f"++policy.hf_config_overrides.{key}"
-    for key in (
-        "model_type=deepseek_v3", "num_key_value_heads=4", "qk_rope_head_dim=16", "qk_nope_head_dim=16", "v_head_dim=16", "q_lora_rank=24",
-        "kv_lora_rank=16", "n_routed_experts=4", "num_experts_per_tok=2", "n_group=2", "topk_group=1", "moe_intermediate_size=32",
-        "first_k_dense_replace=1",
-    )
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "model",
-    [MAMBA2_AND_EXPERTS, DELTA_NETS_AND_EXPERTS, LATENT],
-    ids=["Mamba-2 and experts", "gated delta nets and experts", "latent attention"],
-)
+@pytest.mark.parametrize("model", OTHERS)
 def test_killed_and_resumed_run_of_other_architectures_ends_bit_identical_to_an_uninterrupted_one(check, model):
-    assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *model], seed=7) == []
+    assert check("configs/grpo_tiny.yaml", 8, 1, [*RUN, *tiny.shaped(OTHERS[model])], seed=7) == []
 
 
 # in the middle of the critic's warm-up, and after it; several optimizer steps an epoch

@@ -8,7 +8,6 @@ import tiny
 import torch
 from nemo_rl_cpp.config import load_grpo_config
 from nemo_rl_cpp.config.cluster import engines_of, trainers_of
-from nemo_rl_cpp.models.policy.lm_policy import Policy
 from nemo_rl_cpp.rollouts.batches import build_train_batch
 from test_dedicated_engines import apart
 from test_several_processes import tensor_digest
@@ -18,7 +17,13 @@ BESIDE = (
     *apart(1, 1), "{}.async_{}.enabled=true", "loss_fn.use_importance_sampling_correction=true", "checkpointing.enabled=true",
     "checkpointing.metric_name=null", "checkpointing.keep_top_k=null",
 )  # fmt: skip
+AGE_2 = "grpo.async_grpo.max_trajectory_age_steps=2"
+RECOMPUTE = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
 TIMES = ("seconds", "_per_s", "memory", "refit/", "utilization", "time")
+
+
+def without_times(history):
+    return [{k: v for k, v in row.items() if not any(t in k for t in TIMES)} for row in history]
 
 
 def make(folder, steps, *overrides, section="grpo", **options):
@@ -32,10 +37,9 @@ def trained(folder, steps, *overrides, **options):
     """The weights of the last checkpoint, by their SHA-256, and what the steps say but for times."""
     with make(folder, steps, *overrides, **options) as run:
         run.train()
-        history = [{k: v for k, v in row.items() if not any(t in k for t in TIMES)} for row in run.history]
     folder = folder / "checkpoints" / f"step_{steps}"
     files = sorted(path for path in folder.rglob("*.safetensors") if "trainer_state" not in path.parts)
-    return {str(path.relative_to(folder)): tensor_digest(path) for path in files}, history
+    return {str(path.relative_to(folder)): tensor_digest(path) for path in files}, without_times(run.history)
 
 
 def stop_after(folder, step, steps, *overrides):
@@ -55,12 +59,7 @@ def stop_after(folder, step, steps, *overrides):
 
 
 def test_resumed_async_run_is_bit_identical_to_the_uninterrupted_one(tmp_path):
-    options = (
-        "checkpointing.save_period=2",
-        "grpo.val_period=3",
-        "grpo.async_grpo.max_trajectory_age_steps=2",
-        "grpo.max_num_epochs=9",
-    )
+    options = ("checkpointing.save_period=2", "grpo.val_period=3", "grpo.max_num_epochs=9", AGE_2)
     whole, history = trained(tmp_path / "whole", 5, *options)
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 2, 2, 2]
     assert stop_after(tmp_path / "parts", 2, 5, *options) == [0, 1]
@@ -73,24 +72,14 @@ def test_importance_ratio_of_async_grpo_reflects_only_the_weight_updates_since_g
     stamped on the sample: nothing is in the ratio but what training changed."""
     batches = []
     with make(tmp_path, 3, "checkpointing.save_period=1", "policy.precision=float32") as run:
-        train = run.policy.train
-
-        def watched(batch, loss_fn, **given):
-            batches.append((run.state.step, batch))
-            return train(batch, loss_fn, **given)
-
-        run.policy.train = watched
+        tiny.watch_training(run, lambda batch: batches.append((run.state.step, batch)))
         run.train()
-        history, config, tokenizer = run.history, run.config, run.tokenizer
+        history = run.history
     assert [row["stale_samples"] for row in history] == [0, 32, 32] and history[0]["sampling_importance_ratio"] == 1.0
     for step, batch in batches:
         versions = batch.weight_version.unique().tolist()
         assert versions == [max(0, step - 1)]
-        saved = tmp_path / "checkpoints" / f"step_{versions[0]}" / "policy" / "weights"
-        own = Policy(
-            None, config.policy, tokenizer, weights_path=saved if versions[0] else None,
-            init_reference_model=False, seed=config.loop.seed,
-        )  # fmt: skip
+        own = tiny.policy_of_version(tmp_path, run, versions[0])
         sampled = batch.token_mask != 0
         scored = batch.ragged(own.get_logprobs(batch)["logprobs"])
         assert torch.equal(scored[sampled], batch.generation_logprobs[sampled])
@@ -102,9 +91,8 @@ def test_weights_are_equal_with_and_without_force_on_policy_ratio_if_each_batch_
     """The correction is then of the weights that train over those that generated, as without it."""
     runs = [trained(tmp_path / str(i), 3, f"loss_fn.force_on_policy_ratio={i == 1}".lower()) for i in range(2)]
     assert runs[0][0] == runs[1][0]
-    assert [row["sampling_importance_ratio"] for row in runs[0][1]] == [
-        row["sampling_importance_ratio"] for row in runs[1][1]
-    ]
+    first, second = ([row["sampling_importance_ratio"] for row in history] for _, history in runs)
+    assert first == second
 
 
 def test_stale_samples_metric_counts_samples_that_dynamic_sampling_kept_for_a_later_step(tmp_path):
@@ -128,8 +116,7 @@ IN_FLIGHT = (
 
 
 def test_run_with_in_flight_weight_updates_resumes_bit_identically_in_mid_response(tmp_path):
-    recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
-    options = (*IN_FLIGHT, recompute, "checkpointing.save_period=2", "grpo.val_period=3", "grpo.max_num_epochs=9")
+    options = (*IN_FLIGHT, RECOMPUTE, "checkpointing.save_period=2", "grpo.val_period=3", "grpo.max_num_epochs=9")
     whole, history = trained(tmp_path / "whole", 4, *options)
     assert [row["avg_trajectory_age"] for row in history] == [0, 1, 1, 1]
     assert [row["total_tokens_of_newer_weights"] for row in history] == [0, *[32 * 4] * 3]
@@ -142,20 +129,18 @@ def test_run_with_in_flight_weight_updates_resumes_bit_identically_in_mid_respon
 
 
 def test_run_that_keeps_the_kv_cache_after_weight_updates_is_bit_identical_with_one_and_two_engines(tmp_path):
-    options = (*IN_FLIGHT, "grpo.async_grpo.max_trajectory_age_steps=2", "checkpointing.save_period=1000")
+    options = (*IN_FLIGHT, AGE_2, "checkpointing.save_period=1000")
     one, history = trained(tmp_path / "one", 4, *options)
     assert [row["total_tokens_of_newer_weights"] > 0 for row in history] == [False, False, True, True]
     two, same = trained(tmp_path / "two", 4, *options, *apart(1, 2))
     assert two == one and same == history
-    recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
-    assert trained(tmp_path / "again", 4, *options, recompute)[0] != one
+    assert trained(tmp_path / "again", 4, *options, RECOMPUTE)[0] != one
 
 
 def test_each_token_records_the_weight_version_and_logprob_with_which_it_was_sampled(tmp_path):
     """With recompute_kv_cache_after_weight_updates: to the bit. So the importance ratios are those of the versions."""
     batches, options = [], ("checkpointing.save_period=1", "policy.precision=float32")
-    recompute = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
-    with make(tmp_path, 3, *IN_FLIGHT, recompute, *options) as run:
+    with make(tmp_path, 3, *IN_FLIGHT, RECOMPUTE, *options) as run:
         collect = run.collector.collect
 
         def watched(timer):
@@ -165,25 +150,17 @@ def test_each_token_records_the_weight_version_and_logprob_with_which_it_was_sam
 
         run.collector.collect = watched
         run.train()
-        history, config, tokenizer = run.history, run.config, run.tokenizer
+        history = run.history
     scorers = {}
     for step, samples in batches[1:]:
-        batch = build_train_batch(
-            samples, pad_token_id=tokenizer.pad_token_id, overlong_filtering=False, divisible_by=1
-        )
+        batch = build_train_batch(samples, pad_token_id=run.tokenizer.pad_token_id)
         sampled = batch.token_mask != 0
-        logs = [
-            torch.cat([m.get("token_versions", m["token_ids"] * 0 - 1) for m in log]) for log in samples.message_log
-        ]
-        versions = torch.cat(logs)
+        messages = [message for log in samples.message_log for message in log]
+        versions = torch.cat([m.get("token_versions", m["token_ids"] * 0 - 1) for m in messages])
         assert sorted(versions[sampled].unique().tolist()) == [step - 1, step]
         for version in (step - 1, step):
             if version not in scorers:
-                saved = tmp_path / "checkpoints" / f"step_{version}" / "policy" / "weights"
-                scorers[version] = Policy(
-                    None, config.policy, tokenizer, weights_path=saved if version else None,
-                    init_reference_model=False, seed=config.loop.seed,
-                )  # fmt: skip
+                scorers[version] = tiny.policy_of_version(tmp_path, run, version)
             scored = batch.ragged(scorers[version].get_logprobs(batch)["logprobs"])
             mine = (versions == version) & sampled
             assert torch.equal(scored[mine], batch.generation_logprobs[mine])

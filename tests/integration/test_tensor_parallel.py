@@ -4,30 +4,19 @@ checkpoints do not depend on the number of slices."""
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
+from tiny import SMALL, saved, workers
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 TP = ("policy.dtensor_cfg.tensor_parallel_size=2",)
-BLOCKS = ("policy.gradient_blocks=4",)
-PPO = ("policy.megatron_cfg.tensor_model_parallel_size=2", "ppo.policy_training_start_step=1")
+BLOCKS = ("policy.gradient_blocks=4", *SMALL)
+PPO = (
+    "policy.gradient_blocks=4",
+    "policy.megatron_cfg.tensor_model_parallel_size=2",
+    "ppo.policy_training_start_step=1",
+)
 CRITIC = ("value.megatron_cfg.tensor_model_parallel_size=2",)
-
-
-def workers(count: int) -> tuple[str, ...]:
-    return ("cluster.executor=processes", f"cluster.gpus_per_node={count}", "cluster.cpus_per_worker=1")
-
-
-def trained(folder: Path, steps: int, *overrides: str, config: str = "grpo_tiny.yaml") -> tuple[list[dict], Path]:
-    """The metrics of each step, and the last checkpoint."""
-    section = "ppo" if config.startswith("ppo") else "grpo"
-    with tiny.make(
-        folder, f"{section}.max_num_steps={steps}", "checkpointing.enabled=true", "checkpointing.save_period=1000",
-        "checkpointing.metric_name=null", *tiny.SMALL if section == "grpo" else (), *overrides, config=config,
-    ) as run:  # fmt: skip
-        run.train()
-        return run.history, folder / "checkpoints" / f"step_{steps}"
 
 
 def tensors(checkpoint: Path, model: str = "policy") -> dict[str, torch.Tensor]:
@@ -53,24 +42,20 @@ def is_exact(history: list[dict]) -> bool:
     return bool(trained) and all(row["token_mult_prob_error"] == 1 and row["max_logprob_gap"] == 0 for row in trained)
 
 
-def test_run_on_two_tensor_parallel_ranks_trains_the_same_weights_as_on_one_rank_but_for_rounding(tmp_path):
+def test_run_on_tensor_parallel_ranks_trains_the_same_weights_as_on_one_rank_but_for_rounding(tmp_path):
     """Two groups of two ranks train bit-identical weights to those of one group."""
-    one, alone = trained(tmp_path / "1", 3, *BLOCKS)
-    two, sliced = trained(tmp_path / "2", 3, *BLOCKS, *workers(2), *TP)
-    four, groups = trained(tmp_path / "4", 3, *BLOCKS, *workers(4), *TP)
-    assert is_exact(one) and is_exact(two) and is_exact(four)
+    one, alone = saved(tmp_path / "1", 3, *BLOCKS)
+    two, sliced = saved(tmp_path / "2", 3, *BLOCKS, *workers(2), *TP)
+    four, groups = saved(tmp_path / "4", 3, *BLOCKS, *workers(4), *TP)
+    quarters, in_four = saved(
+        tmp_path / "4 slices", 3, *BLOCKS, *workers(4), "policy.dtensor_cfg.tensor_parallel_size=4"
+    )
+    assert all(map(is_exact, (one, two, four, quarters)))
     assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-5)
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
     assert distance(tensors(sliced), tensors(alone)) < 1e-4 and not equal(tensors(sliced), tensors(alone))
+    assert distance(tensors(in_four), tensors(alone)) < 1e-4
     assert equal(tensors(sliced), tensors(groups)) and equal(moments(sliced), moments(groups))
-
-
-def test_run_on_four_tensor_parallel_ranks_trains_the_same_weights_as_on_one_rank_but_for_rounding(tmp_path):
-    """That workers may be Ray's actors is shown in test_several_processes."""
-    four = (*BLOCKS, "policy.dtensor_cfg.tensor_parallel_size=4")
-    _, alone = trained(tmp_path / "1", 2, *BLOCKS)
-    history, sliced = trained(tmp_path / "4", 2, *workers(4), *four)
-    assert is_exact(history) and distance(tensors(sliced), tensors(alone)) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -82,7 +67,7 @@ def test_run_on_four_tensor_parallel_ranks_trains_the_same_weights_as_on_one_ran
     ids=["bfloat16_top_p_kl", "tied_small_cache", "qwen3_top_k"],
 )  # fmt: skip
 def test_generation_and_training_logprobs_are_bit_identical_on_two_tensor_parallel_ranks(tmp_path, overrides):
-    history, _ = trained(tmp_path, 2, *workers(2), *TP, *overrides)
+    history, _ = saved(tmp_path, 2, *SMALL, *workers(2), *TP, *overrides)
     assert is_exact(history)
 
 
@@ -90,9 +75,9 @@ def test_ppo_checkpoint_resumes_with_a_different_tensor_parallel_size_of_policy_
     """Two steps with policy and critic in two slices, one with whole models, and one with the policy in two slices equal four
     steps with whole models."""
     config = "ppo_tiny.yaml"
-    _, straight = trained(tmp_path / "straight", 4, *BLOCKS, *PPO, config=config)
+    _, straight = saved(tmp_path / "straight", 4, *PPO, config=config)
     for steps, more in ((2, (*workers(2), *CRITIC)), (3, ()), (4, workers(2))):
-        history, mixed = trained(tmp_path / "mixed", steps, *BLOCKS, *PPO, *more, config=config)
+        history, mixed = saved(tmp_path / "mixed", steps, *PPO, *more, config=config)
         assert is_exact(history)
     for model in ("policy", "value"):
         assert distance(tensors(mixed, model), tensors(straight, model)) < 1e-4

@@ -14,7 +14,7 @@ from nemo_rl_cpp.algorithms.callbacks import Callbacks
 from nemo_rl_cpp.distributed.ray_workers import hold_ray, let_ray_go
 from nemo_rl_cpp.environments.loading import ENV_REGISTRY, register_env
 from test_dedicated_engines import apart
-from test_several_processes import workers
+from tiny import workers
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 STEPS = 3

@@ -24,14 +24,8 @@ def test_run_with_a_verifiers_environment_learns_and_trains_only_on_sampled_toke
 
     monkeypatch.setattr(verifiers_environment, "_metrics", watch)
     run = tiny.make(tmp_path, *OVERRIDES, "grpo.max_num_steps=20")
-    trained, train = [], run.policy.train
-
-    def keeping(batch, *args, **kwargs):
-        ids, rows = batch.input_ids.tolist(), batch.offsets.tolist()
-        trained.extend(ids[a:b] for a, b in zip(rows, rows[1:]))
-        return train(batch, *args, **kwargs)
-
-    run.policy.train = keeping
+    trained = []
+    tiny.watch_training(run, lambda batch: trained.extend(row.tolist() for row in batch.rows(batch.input_ids)))
     with run:
         run.train()
     rewards = [row["accuracy"] for row in run.history]

@@ -36,29 +36,17 @@ TOOL_CALLS = (
 )
 TEMPLATES = {
     "passthrough": PASSTHROUGH,
-    "role headers": "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}Assistant: {% endif %}",
     "marks and line breaks": turns("<|start|>{role}\n", "<|end|>\n", start="<|start|>assistant\n"),
     "header ids with bos": turns(
         "<h>{role}</h>\n\n", "<eot>", "message['content'] | trim", "<h>assistant</h>\n\n", "{{ bos_token }}"
     ),
     "zephyr-like": turns("<|{role}|>\n", "{eos}").replace("'{eos}'", "eos_token"),
-    "attributes": turns(content="message.content"),
-    "trim": turns(content="message['content'].strip()"),
-    "upper": turns(content="message['content'] | upper"),
     "html escape": turns(content="message['content'] | e"),
-    "replace": turns(content="message['content'].replace('a', 'b')"),
     "tojson": turns(content="message['content'] | tojson"),
-    "format": turns(content="'%s' | format(message['content'])"),
-    "concatenates": "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
     "tilde": "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}",
     "system first or default": (
         "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% set rest = messages[1:] %}"
         "{% else %}{{ 'You help.' }}{% set rest = messages %}{% endif %}{% for m in rest %}{{ '\n' + m.role + '>' + m.content }}{% endfor %}"
-    ),
-    "reassigned messages": (
-        "{% if messages[0].role == 'system' %}{% set lead = messages[0].content + '\n' %}{% set messages = messages[1:] %}"
-        "{% else %}{% set lead = '' %}{% endif %}{% for m in messages %}{{ (lead if loop.first else '') + m.content }}|{% endfor %}"
     ),
     "system inside the user's turn": (
         "{{ bos_token }}{% if messages[0].role == 'system' %}{% set lead = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
@@ -72,15 +60,10 @@ TEMPLATES = {
     "first message only": "Q: {{ messages[0].content }}\nA:",
     "counts messages": "{{ messages | length }} messages",
     "misspelt key": "{% for m in messages %}{{ m.role }}: {{ m.contents }}\n{% endfor %}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}. {{ m.content }}\n{% endfor %}{{ ns.n }}",
-    "macro": "{% macro turn(m) %}[{{ m.role }}] {{ m.content }}{% endmacro %}{% for m in messages %}{{ turn(m) }}\n{% endfor %}",
     "loop controls": "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}{{ m.content }};{% endfor %}",
     "stops at the tool": "{% for m in messages %}{% if m.role == 'tool' %}{% break %}{% endif %}{{ m.content }};{% endfor %}",
     "generation block": "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
-    "reverse": "{% for m in messages | reverse %}{{ m.content }}\n{% endfor %}",
-    "joined": "{{ messages | map(attribute='content') | join('\n') }}",
     "selected": "{% for m in messages | selectattr('role', 'equalto', 'user') %}{{ m.content }}{% endfor %}",
-    "loop variables": "{% for m in messages %}{{ loop.index }}/{{ loop.length }} {{ m.content }}{{ '' if loop.last else ', ' }}{% endfor %}",
     "whitespace control": "{%- for m in messages -%}\n  {{- m.role }}: {{ m.content -}}\n  {%- if not loop.last %}\n{% endif -%}\n{%- endfor -%}",
     "string tests": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}\n{% endfor %}",
     "first part": "{% for m in messages %}{{ m.role }}: {{ m.content[0].text }}\n{% endfor %}",
@@ -93,7 +76,6 @@ TEMPLATES = {
     "documents": "{% for d in documents or [] %}<{{ d.title }}>{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}",
     "variables": "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}",
     "month": "{{ strftime_now('%Y') | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-    "slices": "{% for m in messages[:1] + messages[1:] %}{{ m.content }}{% endfor %}{{ '-' * 3 }}{{ 2 ** 3 }}",
     "undefined function": "{{ messages[0].content }}{{ nothing() }}",
     "writes into messages": "{{ messages.append(1) }}{{ messages[0].content }}",
 }

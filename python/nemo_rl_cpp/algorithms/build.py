@@ -56,53 +56,39 @@ from nemo_rl_cpp.user_code import serve
 @dataclass
 class TrainingRun:
     """The parts of a training run. A mode of training, such as asynchronous rollouts, replaces parts of the run; the
-    training loop stays the same.
+    training loop stays the same."""
 
-    Attributes:
-        config: the validated configuration; `config.loop` is the section of its algorithm, such as `grpo` or `ppo`.
-        state: the counters from which a resumed run continues.
-        critic: computes values for the advantages and is trained (`Critic`), or does nothing (`NoCritic`).
-        teachers: compute log-probabilities of the sampled tokens (`Teachers`), or do nothing (`NoTeacher`).
-        collector: generates and scores the rollouts of a step, during that step or while earlier steps train.
-        environments: score the responses, in training and in validation.
-        stop: reports between steps whether the user has requested the end of the run.
-        before_training: hooks called before the first step.
-        after_step: hooks called after each step, listed in call order (`algorithms/hooks.py`).
-        validation: runs validations; None without validation data.
-        log: writes the metrics of steps to the loggers, and keeps them for `history`.
-        report: writes report.html; None: no report is written.
-        resources: processes, folder locks and the engine, which `close` releases.
-        cluster: the workers of policy, critic and engine.
-        engine_cluster: the workers of engines with a separate copy of the weights; None without such engines."""
-
-    config: TrainMasterConfig
-    state: TrainState
+    config: TrainMasterConfig  # validated; `config.loop` is the section of its algorithm, such as `grpo` or `ppo`
+    state: TrainState  # the counters from which a resumed run continues
     algorithm: Algorithm
     tokenizer: TokenizerType
-    environments: Environments
+    environments: Environments  # score the responses, in training and in validation
     policy: PolicyInterface
-    critic: Critic | NoCritic
-    teachers: Teachers | NoTeacher
-    collector: RolloutCollector
+    critic: Critic | NoCritic  # computes values for the advantages and is trained, or does nothing
+    teachers: Teachers | NoTeacher  # compute log-probabilities of the sampled tokens, or do nothing
+    collector: RolloutCollector  # generates and scores a step's rollouts, during the step or while earlier steps train
     advantages: Advantages
     loss_fn: LossFunction
-    cluster: Cluster
-    engine_cluster: Cluster | None
+    cluster: Cluster  # the workers of policy, critic and engine
+    engine_cluster: Cluster | None  # the workers of engines with a separate copy of the weights; None without such
     timer: Timer
-    log: StepLog
+    log: StepLog  # writes the metrics of steps to the loggers, and keeps them for `history`
     terminal: Terminal
-    report: ReportWriter | None
+    report: ReportWriter | None  # writes report.html
     checkpoints: CheckpointManager
-    validation: Validation | None
+    validation: Validation | None  # None without validation data
     callbacks: Callbacks
-    resources: ExitStack = field(default_factory=ExitStack)
-    stop: GracefulStop = field(default_factory=GracefulStop)
-    before_training: list[Hook] = field(default_factory=list)
-    after_step: list[Hook] = field(default_factory=list)
+    resources: ExitStack = field(default_factory=ExitStack)  # processes, folder locks and the engine, for `close`
+    stop: GracefulStop = field(
+        default_factory=GracefulStop
+    )  # reports whether the user has requested the end of the run
+    before_training: list[Hook] = field(default_factory=list)  # called before the first step
+    after_step: list[Hook] = field(
+        default_factory=list
+    )  # called after each step, in this order (`algorithms/hooks.py`)
 
     @property
     def generation(self) -> GenerationInterface:
-        """The generation engine."""
         return self.collector.generation
 
     @property

@@ -123,10 +123,8 @@ class TaskDataSpec:
 
     def copy_defaults(self, from_spec: TaskDataSpec) -> None:
         """Copy `prompt` and `system_prompt` from `from_spec`, each only if it is None here."""
-        if self.prompt is None:
-            self.prompt = from_spec.prompt
-        if self.system_prompt is None:
-            self.system_prompt = from_spec.system_prompt
+        self.prompt = from_spec.prompt if self.prompt is None else self.prompt
+        self.system_prompt = from_spec.system_prompt if self.system_prompt is None else self.system_prompt
 
 
 TaskDataProcessFnCallable = Callable[[Row, TaskDataSpec, TokenizerType, int | None, int], DatumSpec]

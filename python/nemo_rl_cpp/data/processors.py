@@ -48,27 +48,21 @@ def _datum(
 
     try:
         prompt = make(row, spec, tokenizer)
-    except ChatTemplateError as error:
-        raise ChatTemplateError(f"row {idx + 1} of the data: {error}") from error
     except ValueError as error:
-        raise ValueError(f"row {idx + 1} of the data: {error}") from error
+        kind = ChatTemplateError if isinstance(error, ChatTemplateError) else ValueError
+        raise kind(f"row {idx + 1} of the data: {error}") from error
     keep, loss_multiplier = None, 1.0
     if limit is not None and prompt.length >= limit:
         keep, loss_multiplier = min(4, limit // len(prompt.entries)), 0.0
-    datum: DatumSpec = {
-        "message_log": [
-            {"role": role, "content": content, "token_ids": torch.tensor(ids[:keep], dtype=torch.int64)}
-            for role, content, ids in prompt.entries
-        ],
-        "length": prompt.length,
-        "extra_env_info": prompt.extra_env_info,
-        "loss_multiplier": loss_multiplier,
-        "idx": idx,
-    }
-    for key in ("task_name", "stop_strings"):
-        if row.get(key) is not None:
-            datum[key] = row[key]
-    return datum
+    message_log = [
+        {"role": role, "content": content, "token_ids": torch.tensor(ids[:keep], dtype=torch.int64)}
+        for role, content, ids in prompt.entries
+    ]
+    return {
+        "message_log": message_log, "length": prompt.length, "extra_env_info": prompt.extra_env_info,
+        "loss_multiplier": loss_multiplier, "idx": idx,
+        **{key: row[key] for key in ("task_name", "stop_strings") if row.get(key) is not None},
+    }  # fmt: skip
 
 
 PROCESSOR_REGISTRY: dict[str, TaskDataProcessFnCallable] = {}  # maps the names that configurations use to processors
@@ -281,10 +275,10 @@ def sft_processor(row: Row, spec: TaskDataSpec, tokenizer: TokenizerType) -> Pro
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        said = render_prompt(tokenizer, messages[: i + 1], add_generation_prompt=False, tools=tools_of(row))
+        said = render_prompt(tokenizer, messages[: i + 1], False, tools_of(row))
         asked = render_prompt(tokenizer, messages[:i], tools=tools_of(row))
         if not said.startswith(asked):  # the template begins answers with reasoning, which this answer lacks
-            asked = render_prompt(tokenizer, messages[:i], add_generation_prompt=False, tools=tools_of(row))
+            asked = render_prompt(tokenizer, messages[:i], False, tools_of(row))
         if not asked.startswith(done) or not said.startswith(asked):
             raise ValueError(
                 "the chat template changes earlier messages when later ones follow: train the last answer alone"

@@ -28,20 +28,9 @@ class AgentTask:
     info: Mapping[str, object]
     address: ServerAddress
 
-    @property
-    def base_url(self) -> str:
-        """The base URL for an OpenAI client."""
-        return self.address.base_url
-
-    @property
-    def api_key(self) -> str:
-        """The API key for an OpenAI client."""
-        return self.address.api_key
-
-    @property
-    def model(self) -> str:
-        """The policy's model name."""
-        return self.address.model
+    base_url = property(lambda self: self.address.base_url, doc="The base URL for an OpenAI client.")
+    api_key = property(lambda self: self.address.api_key, doc="The API key for an OpenAI client.")
+    model = property(lambda self: self.address.model, doc="The policy's model name.")
 
     @property
     def headers(self) -> dict[str, str]:
@@ -153,15 +142,13 @@ class AgentFunctionEnvironment(AgentEnvironment):
 
 def _checked(result: AgentResult) -> AgentResult:
     """Return the result with its reward and metrics as floats. Raise ValueError if one of them is not finite."""
-    reward = result.reward
-    if isinstance(reward, Mapping):
-        parts: float | dict[str, float] = {
-            str(name): finite_number(value, f"the agent's reward {name}") for name, value in reward.items()
-        }
-    else:
-        parts = finite_number(reward, "the agent's reward")
-    metrics = {str(name): finite_number(value, f"the agent's metric {name}") for name, value in result.metrics.items()}
-    return replace(result, reward=parts, metrics=metrics)
+
+    def numbers(given: Mapping[str, object], what: str) -> dict[str, float]:
+        return {str(name): finite_number(value, f"the agent's {what} {name}") for name, value in given.items()}
+
+    parts = isinstance(result.reward, Mapping)
+    reward = numbers(result.reward, "reward") if parts else finite_number(result.reward, "the agent's reward")
+    return replace(result, reward=reward, metrics=numbers(result.metrics, "metric"))
 
 
 def _in_thread(function: AgentFunction, task: AgentTask) -> asyncio.Future:

@@ -59,12 +59,11 @@ class NemoGymEnvironment(AgentEnvironment):
         row["responses_create_params"] = params | {"metadata": metadata | {"extra_body": json.dumps(body)}}
         result = await asyncio.wrap_future(self._servers.run(row))
         agent = (result.get("agent_ref") or row.get("agent_ref") or {}).get("name", "nemo_gym")
-        numbers = {
-            key: value for key, value in result.items() if isinstance(value, (int, float)) and math.isfinite(value)
-        }
+        public = {key: value for key, value in result.items() if not key.startswith("_")}
+        numbers = {key: v for key, v in public.items() if isinstance(v, (int, float)) and math.isfinite(v)}
         return AgentResult(
             result.get("reward_components") or result["reward"],
-            metrics={f"{agent}/{key}": float(value) for key, value in numbers.items() if not key.startswith("_")},
+            metrics={f"{agent}/{key}": float(value) for key, value in numbers.items()},
             trained=not (result.get("mask_sample") and self._config.should_mask_flagged_samples),
         )
 
@@ -175,13 +174,10 @@ def gym_config(config: NemoGymEnvConfig, address: ServerAddress) -> dict[str, ob
     # the policy's server keeps the token ids, so NeMo Gym need not ask for them
     policy.setdefault("responses_api_models", {}).setdefault("vllm_model", {})["return_token_id_information"] = False
     ports = {"port_range_low": config.port_range_low, "port_range_high": config.port_range_high}
+    head = {"host": "127.0.0.1", "port": _free_port(config.port_range_low, config.port_range_high)}
     return own | ports | {
-        "config_paths": config.config_paths,
-        "policy_base_url": address.base_url,
-        "policy_api_key": address.api_key,
-        "policy_model_name": address.model,
-        "default_host": "127.0.0.1",
-        "head_server": {"host": "127.0.0.1", "port": _free_port(config.port_range_low, config.port_range_high)},
+        "config_paths": config.config_paths, "policy_base_url": address.base_url, "policy_api_key": address.api_key,
+        "policy_model_name": address.model, "default_host": "127.0.0.1", "head_server": head,
     }  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from nemo_rl_cpp.config.errors import ConfigError, Report
 from nemo_rl_cpp.config.loss import OWN_TERMS, TRUNCATIONS, ClippedPGLossConfig, MseValueLossConfig, check_policy_loss
 from nemo_rl_cpp.distributed.ragged_batch import RaggedBatch
 
+Count = Tensor | float | None  # of samples or tokens in the global batch; None: in the data
+
 
 class LossType(enum.Enum):
     """The number by which the sum of a loss is divided: that of the valid tokens, or of the valid sequences, in the
@@ -48,12 +50,8 @@ class LossFunction(Protocol):
 
     @abstractmethod
     def __call__(
-        self,
-        data: Mapping[str, torch.Tensor],
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-        **kwargs: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+        self, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor, **kwargs: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
         """Return (loss, metrics) of the samples of one micro-batch, padded to the longest sample.
 
         `next_token_logprobs` [b, S-1] requires grad; entry t is the log-probability of token t+1. `data` has
@@ -163,13 +161,9 @@ class ClippedPGLossFn:
         return self.loss_scale_factor
 
     def native(
-        self,
-        curr_logprobs: Tensor,
-        data: Mapping[str, Tensor],
-        global_valid_seqs: Tensor | float | None,
-        global_valid_toks: Tensor | float | None,
-        global_valid_positive_toks: Tensor | float | None = None,
-    ) -> ops.ClippedPGResult:
+        self, curr_logprobs: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Count, global_valid_toks: Count,
+        global_valid_positive_toks: Count = None,
+    ) -> ops.ClippedPGResult:  # fmt: skip
         """Return the loss, its gradient with respect to `curr_logprobs` [B, S-1], metrics, and the first (sample,
         token) whose loss is not finite.
 
@@ -234,11 +228,9 @@ class ClippedPGLossFn:
         bonus = torch.where(weights != 0, weights * entropies, 0.0).sum()
         metrics = {**result.metrics, "entropy": float(bonus)}
         metrics["loss"] -= self.entropy_coef * float(bonus)
-        return result._replace(
-            loss=(result.loss - self.entropy_coef * bonus).to(result.loss.dtype),
-            metrics=metrics,
-            grad_entropy=(-self.entropy_coef * weights).to(entropies.dtype),
-        )
+        loss = (result.loss - self.entropy_coef * bonus).to(result.loss.dtype)
+        grad = (-self.entropy_coef * weights).to(entropies.dtype)
+        return result._replace(loss=loss, metrics=metrics, grad_entropy=grad)
 
     def _op_inputs(self, data: Mapping[str, Tensor], prev_logprobs: Tensor | None) -> ops.ClippedPGInputs:
         config = self.op_config
@@ -260,12 +252,8 @@ class ClippedPGLossFn:
         )
 
     def token_loss(
-        self,
-        data: RaggedBatch,
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        global_valid_positive_toks: Tensor | None,
-    ) -> C.TokenLoss | None:
+        self, data: RaggedBatch, global_valid_seqs: Tensor, global_valid_toks: Tensor, global_valid_positive_toks: Tensor | None
+    ) -> C.TokenLoss | None:  # fmt: skip
         """Return an object that computes the loss of `native` token by token (`ops.token_loss`) for the global batch
         `data`. Return None if the settings do not allow it; the trainer then calls `native`. If `data` has no
         `prev_logprobs`, the current log-probabilities replace them."""
@@ -291,13 +279,9 @@ class ClippedPGLossFn:
         return data.by_sample((learns & (data.tokens["token_mask"] != 0)).int()) == 0
 
     def __call__(
-        self,
-        next_token_logprobs: Tensor,
-        data: Mapping[str, Tensor],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        global_valid_positive_toks: Tensor | float | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+        self, next_token_logprobs: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor,
+        global_valid_positive_toks: Count = None,
+    ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
         """Return (loss, metrics), differentiable in `next_token_logprobs` [B, S-1] and
         `data["curr_logprobs_unfiltered"]`. The three counts, by which the loss is divided, are those of valid samples,
         of valid tokens, and of valid tokens of samples with a positive reward, in the whole global batch."""
@@ -328,24 +312,15 @@ class MseValueLossFn:
         self.scale, self.cliprange = self.cfg.scale, self.cfg.cliprange
 
     def native(
-        self,
-        values: Tensor,
-        data: Mapping[str, Tensor],
-        global_valid_seqs: Tensor | float | None,
-        global_valid_toks: Tensor | float | None,
+        self, values: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Count, global_valid_toks: Count
     ) -> ops.ValueLossResult:
         """Return the loss of one micro-batch, divided by the global counts, its gradient with respect to `values` [B,
         S], metrics, and the first (sample, token) whose loss is not finite."""
+        inputs = {name: data[name] for name in ("returns", "token_mask", "sample_mask")}
         result = ops.mse_value_loss(
-            values.detach(),
-            returns=data["returns"],
-            token_mask=data["token_mask"],
-            sample_mask=data["sample_mask"],
-            old_values=data["values"] if self.cliprange else None,
-            global_valid_toks=global_valid_toks,
-            scale=self.scale,
-            cliprange=self.cliprange,
-        )
+            values.detach(), **inputs, old_values=data["values"] if self.cliprange else None,
+            global_valid_toks=global_valid_toks, scale=self.scale, cliprange=self.cliprange,
+        )  # fmt: skip
         result.metrics["num_valid_samples"] = int(values.shape[0])
         return result
 
@@ -415,13 +390,9 @@ class TopKDistillationLossFn:
         self.takes_entropies = self.cfg.zero_outside_topk and self.cfg.kl_type != "forward"
 
     def native(
-        self,
-        curr_logprobs: Tensor,
-        data: Mapping[str, Tensor],
-        global_valid_seqs: Tensor | float,
-        global_valid_toks: Tensor | float,
-        global_valid_positive_toks: Tensor | float | None = None,
-    ) -> DistillationResult:
+        self, curr_logprobs: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Count, global_valid_toks: Count,
+        global_valid_positive_toks: Count = None,
+    ) -> DistillationResult:  # fmt: skip
         """Return the loss of one micro-batch, metrics and gradients, computed without autograd. `data` holds masks, the
         student's and the teacher's log-probabilities of candidate tokens, and entropies if the loss needs them. The
         loss is divided by `global_valid_toks`; the other counts are not used. Tokens with mask 0 have no effect. The

@@ -81,12 +81,12 @@ def run_program(
     """Run the Python code `source` in the sandbox, with the standard input `stdin`, and with `files` (name -> contents)
     in its folder. Afterwards no process of the run is left. The calling process must have only one thread, because it
     forks. Raise SandboxUnavailableError if the sandbox cannot be built; then the program has not run."""
-    run = _Run(limits or Limits())
+    run, (program, given) = (
+        _Run(limits or Limits()),
+        (text.encode("utf-8", "surrogatepass") for text in (source, stdin)),
+    )
     try:
-        run.start(
-            {**(files or {}), "main.py": source.encode("utf-8", "surrogatepass")},
-            stdin.encode("utf-8", "surrogatepass"),
-        )
+        run.start({**(files or {}), "main.py": program}, given)
         run.watch()
     finally:
         run.end()

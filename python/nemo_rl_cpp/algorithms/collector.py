@@ -170,7 +170,6 @@ class SyncCollector(RolloutCollector):
     """A collector that generates the rollouts of a step during that step."""
 
     def collect(self, timer: Timer) -> Collected:
-        """Copy the current weights to the engine, generate the rollouts of this step, and end generation."""
         metrics = self.refresh(timer)
         with finished_on_error(self.generation):
             collected = self.make(self.state.step, timer)
@@ -324,7 +323,6 @@ class AsyncCollector(RolloutCollector):
             self._generates = False
 
     def state_dict(self) -> list[CollectedState]:
-        """Return the batches that are ready for later steps."""
         ready = [batch.result() for batch in self._batches]
         return [batch.state_dict() for batch in ready if batch is not None]
 

@@ -189,7 +189,6 @@ class GroupSampler:
         }
 
     def state_dict(self) -> SamplerState:
-        """Return the whole state of the sampler."""
         return {
             "cache": None if self._cache is None else dict(self._cache.data),
             "batches": self._batches,
@@ -205,7 +204,6 @@ class GroupSampler:
         return self.enabled and self.keep_surplus and (self.group_size is None or sizes == [self.group_size])
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Restore the state that `state_dict` returned."""
         self._cache = None if state["cache"] is None else Rollouts(state["cache"])
         self._batches = state["batches"]
         self._counts = dict(state["counts"])

@@ -110,7 +110,6 @@ def make_dataloader(
 
 
 def set_seed(seed: int) -> None:
-    """Seed the random number generators of Python, numpy and torch (on all devices)."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -370,7 +369,6 @@ def make_log(config: TrainMasterConfig, logger: Logger, timer: Timer, policy: Po
 
 
 def make_report(config: TrainMasterConfig, logger: Logger, tokenizer: TokenizerType) -> ReportWriter | None:
-    """Return the writer of report.html, or None if `logger.report` is false."""
     if not config.logger.report:
         return None
     steps, spelled = config.loop.max_num_steps, bytes_of_token(tokenizer)

@@ -336,7 +336,6 @@ def has_empty_final_answer(log: LLMMessageLogType) -> bool:
 
 
 def has_token(log: LLMMessageLogType, unwanted: Tensor) -> bool:
-    """Return whether a response of a conversation contains one of the token ids `unwanted`."""
     return any(bool(torch.isin(message["token_ids"], unwanted).any()) for message in _responses(log))
 
 

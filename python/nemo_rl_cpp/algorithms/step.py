@@ -132,11 +132,9 @@ class Critic:
 
     @property
     def models(self) -> dict[str, ValueInterface]:
-        """The models to save, keyed by the name of their checkpoint folder."""
         return {"value": self.model}
 
     def add_values(self, batch: TrainBatch, timer: Timer) -> None:
-        """Add `values` to the batch: the critic's value of the state before each token."""
         with timer("value_inference"):
             batch.values = self.model.get_values(batch)["values"]
 

@@ -199,8 +199,6 @@ class HfTeacher:
 
     @torch.no_grad()
     def score(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """Return, for each row of token ids, the log-probability of each token given the preceding tokens; 0 for the
-        first."""
         return [self._of_row(torch.tensor([ids], device=self.device)) for ids in rows]
 
     def _of_row(self, ids: torch.Tensor) -> list[float]:

@@ -132,7 +132,6 @@ class StatefulDataLoader:
         return lambda: [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads that tokenize batches."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None

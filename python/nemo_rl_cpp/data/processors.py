@@ -31,7 +31,6 @@ class Prompt(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of tokens of all messages."""
         return sum(len(entry.ids) for entry in self.entries)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_cpp.data.interfaces import TokenizerType
@@ -60,15 +60,11 @@ class TokenBytes:
             elif leaf["type"] == "Replace" and "String" in leaf["pattern"]:
                 self._replacements.append((leaf["pattern"]["String"], leaf["content"]))
         self._added = {int(token["id"]): token["content"] for token in spec.get("added_tokens", ())}
-        self._special = {int(token["id"]) for token in spec.get("added_tokens", ()) if token.get("special")}
         self._tokenizer = tokenizer
 
-    def __call__(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        """Return the UTF-8 bytes of a token's text. Return b"" for an id that only the model has, not the tokenizer,
-        and with `skip_special_tokens` for a special token."""
+    def __call__(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of a token's text, or b"" for an id that only the model has, not the tokenizer."""
         if token_id in self._added:
-            if skip_special_tokens and token_id in self._special:
-                return b""
             return (self._joint + self._added[token_id]).encode("utf-8")
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
@@ -84,22 +80,16 @@ class TokenBytes:
         return (self._joint + token).encode("utf-8")
 
 
-def bytes_of_token(tokenizer: TokenizerType, skip_special_tokens: bool = False) -> Callable[[int], bytes]:
-    """Return a function from token ids to bytes (see `TokenBytes`), for a tokenizer of this package or of
-    transformers."""
+def bytes_of_token(tokenizer: TokenizerType) -> Callable[[int], bytes]:
+    """Return a function from token ids to bytes, for a tokenizer of this package or of transformers."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        return partial(TokenBytes(backend), skip_special_tokens=skip_special_tokens)
-    special = set(tokenizer.all_special_ids) if skip_special_tokens else set()
-    return lambda token_id: b"" if token_id in special else tokenizer.decode([token_id]).encode("utf-8")
+    return TokenBytes(backend) if backend is not None else lambda token: tokenizer.decode([token]).encode("utf-8")
 
 
-def token_bytes_table(
-    tokenizer: TokenizerType, size: int | None = None, skip_special_tokens: bool = False
-) -> list[bytes]:
+def token_bytes_table(tokenizer: TokenizerType, size: int | None = None) -> list[bytes]:
     """Return the bytes of the ids 0..size-1 (default: len(tokenizer)). `size` is usually the model's vocabulary size;
-    ids that the tokenizer lacks get b"". With `skip_special_tokens`, special tokens also get b""."""
-    of, count = bytes_of_token(tokenizer, skip_special_tokens), len(tokenizer) if size is None else size
+    ids that the tokenizer lacks get b""."""
+    of, count = bytes_of_token(tokenizer), len(tokenizer) if size is None else size
     known = count if hasattr(tokenizer, "backend_tokenizer") else len(tokenizer)
     return [of(i) if i < known else b"" for i in range(count)]
 

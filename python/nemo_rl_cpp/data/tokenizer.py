@@ -143,15 +143,11 @@ class Tokenizer(SpecialTokens):
     def get_vocab(self) -> dict[str, int]:
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
-    def convert_ids_to_tokens(
-        self, ids: int | Iterable[int], skip_special_tokens: bool = False
-    ) -> str | list[str | None] | None:
+    def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> str | list[str | None] | None:
         """Return the tokens with these ids as the vocabulary spells them (a leading space may be written as another
         character)."""
-        if isinstance(ids, int):
-            return self.backend_tokenizer.id_to_token(ids)
-        skip = set(self.all_special_ids) if skip_special_tokens else set()
-        return [self.backend_tokenizer.id_to_token(i) for i in _as_ids(ids) if i not in skip]
+        spelling = self.backend_tokenizer.id_to_token
+        return spelling(ids) if isinstance(ids, int) else [spelling(i) for i in _as_ids(ids)]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
         found = map(self.backend_tokenizer.token_to_id, [tokens] if isinstance(tokens, str) else tokens)

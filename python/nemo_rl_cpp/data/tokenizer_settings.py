@@ -29,7 +29,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_text(token: str | Mapping[str, Any] | None) -> str | None:
-    """Return the text of a special token, which files store as a string or as a dictionary with flags."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 

@@ -80,8 +80,6 @@ class MathMultiRewardEnvironment(SingleTurnEnvironment[GroundTruth]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[GroundTruth], return_extracted_answer: bool = False
     ) -> EnvironmentReturn[GroundTruth]:  # fmt: skip
-        """Score the responses as `MathEnvironment.step` does. The extracted answer is the text in the last <answer>
-        tag."""
         responses = [assistant_text(message_log) for message_log in message_log_batch]
         answers = [response.rpartition("<answer>")[2].partition("</answer>")[0].strip() for response in responses]
         scores = [

@@ -67,12 +67,10 @@ class EnvironmentActor:
             self._environment = _told(lambda: pickle.loads(self._make)())
 
     def call(self, method: str, args: tuple, kwargs: Mapping[str, object]) -> object:
-        """Call the environment's method `method` with these arguments, and return its result."""
         self.start()
         return _told(lambda: getattr(self._environment, method)(*args, **kwargs))
 
     def end(self) -> None:
-        """End the processes that the environment started."""
         environment, self._environment = self._environment, None
         if environment is not None and hasattr(environment, "shutdown"):
             _told(environment.shutdown)

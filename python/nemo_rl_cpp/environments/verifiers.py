@@ -243,7 +243,6 @@ class ReasoningGymVerifyWorker(VerifierBase):
         self._scorers: dict[str, Callable[..., float]] = {}
 
     def warm_up(self, **kwargs: object) -> None:
-        """Import reasoning_gym, which takes seconds."""
         import_module("reasoning_gym")
 
     def judge(self, response: str, ground_truth: GymEntry, task: str | None = None) -> Verdict:

@@ -112,7 +112,6 @@ def interval_of_mean(scores: list[float]) -> Interval:
 
 
 def metric_name(wanted: EvalConfig) -> str:
-    """Return the name of the configured metric with its k, such as "pass@4"."""
     return wanted.metric.replace("@k", f"@{wanted.k_value}")
 
 

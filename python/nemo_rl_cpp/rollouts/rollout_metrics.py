@@ -117,7 +117,6 @@ class RoundMetrics:
         self._groups: list[int] = []
 
     def add(self, rollouts: Rollouts, metrics: dict[str, float]) -> None:
-        """Add the `metrics` of one round of generation, and the rewards of its `rollouts`."""
         self._rounds.append((rollouts.size, metrics))
         self._rewards += rollouts.raw_reward.tolist()
         self._groups += rollouts.group_id.tolist()

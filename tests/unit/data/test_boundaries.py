@@ -50,12 +50,7 @@ def write(folder, **files):
     (PASSTHROUGH, "12", [{"role": "user", "content": "12"}], [BOS, 5, 6]),  # nothing but contents is plain text
     (PASSTHROUGH, "12", [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}], [BOS, 5, 6]),
     (WRITES_BOS, "<bos>12=", [{"role": "user", "content": "12"}], [BOS, 5, 6, 15]),
-    (
-        "{{ messages[0].content }}=",
-        "12=",
-        [{"role": "user", "content": "12"}],
-        [5, 6, 15],
-    ),  # the template's business
+    ("{{ messages[0].content }}=", "12=", [{"role": "user", "content": "12"}], [5, 6, 15]),  # the template's business
 ])  # fmt: skip
 def test_bos_token_is_added_to_plain_text_but_not_to_chat_template_output(begins, template, text, messages, expected):
     if messages is not None:
@@ -81,14 +76,11 @@ def test_data_processors_begin_each_prompt_with_exactly_one_bos_token(begins, tm
     begins.chat_template = WRITES_BOS
     begins.save_pretrained(tmp_path)
     tokenizer = get_tokenizer({"name": str(tmp_path), "chat_template": template})
-    chat = (
-        [BOS, 5, 6, 15] if template is None else [BOS, 5, 6, 15, 15]
-    )  # null: the text; default: the template adds `=`
+    chat = [BOS, 5, 6, 15, *([15] if template else [])]  # null: the text; default: the template adds `=`
 
     def ids(process, row):
-        return [
-            message["token_ids"].tolist() for message in process(row, TaskDataSpec(), tokenizer, 100, 0)["message_log"]
-        ]
+        log = process(row, TaskDataSpec(), tokenizer, 100, 0)["message_log"]
+        return [message["token_ids"].tolist() for message in log]
 
     assert ids(raw_completion_data_processor, QA) == [[BOS, 5, 6, 15]]
     assert ids(math_hf_data_processor, QA) == [chat]
@@ -135,9 +127,8 @@ def test_tokenizers_end_token_ends_responses_if_the_model_config_names_none(tiny
 
 @pytest.mark.parametrize("value", ["</s>", 2.0, [2, "x"], True, {"id": 2}])
 def test_error_for_an_invalid_eos_token_id_names_its_file(tmp_path, value):
-    with pytest.raises(
-        ValueError, match="generation_config.json of .*eos_token_id is .*expected a token id or a list of them"
-    ):
+    words = "generation_config.json of .*eos_token_id is .*expected a token id or a list of them"
+    with pytest.raises(ValueError, match=words):
         named_ends(write(tmp_path, generation_config={"eos_token_id": value}), {})
 
 
@@ -149,17 +140,9 @@ def test_damaged_generation_config_is_an_error_that_names_the_file(tmp_path, tex
 
 
 @pytest.mark.parametrize(("base", "config", "saved"), [
-    (
-        {"eos_token_id": [5, 6], "temperature": 0.6},
-        {"eos_token_id": 5},
-        {"eos_token_id": [5, 6], "temperature": 0.6},
-    ),
+    ({"eos_token_id": [5, 6], "temperature": 0.6}, {"eos_token_id": 5}, {"eos_token_id": [5, 6], "temperature": 0.6}),
     ({"temperature": 0.6}, {"eos_token_id": 5}, {"eos_token_id": 5, "temperature": 0.6}),
-    (
-        None,
-        {"eos_token_id": [5, 6], "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8},
-        {"bos_token_id": 1, "eos_token_id": [5, 6]},
-    ),
+    (None, {"eos_token_id": [5, 6], "bos_token_id": 1, "pad_token_id": None, "hidden_size": 8}, {"bos_token_id": 1, "eos_token_id": [5, 6]}),
     (None, {}, {"eos_token_id": EOS}),
 ])  # fmt: skip
 def test_saved_generation_config_contains_the_end_tokens(tmp_path, tiny, base, config, saved):
@@ -181,11 +164,7 @@ def test_added_tokens_and_special_tokens_map_files_are_read_as_in_transformers(t
     special = {"bos_token": "<bos>", "eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>", "<tool>"]}
     write(tmp_path, added_tokens={"<|im_end|>": 17, "<|im_start|>": 16, "word": 18}, special_tokens_map=special)
     ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert (
-        (len(ours), ours.eos_token, ours.eos_token_id)
-        == (len(theirs), theirs.eos_token, theirs.eos_token_id)
-        == (20, "<|im_end|>", 17)
-    )
+    assert {(len(each), each.eos_token, each.eos_token_id) for each in (ours, theirs)} == {(20, "<|im_end|>", 17)}
     text = "<|im_start|>1<|im_end|>word<tool>2"
     assert ours.encode(text) == theirs.encode(text) == [16, 5, 17, 18, 19, 6]
     assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
@@ -217,11 +196,8 @@ def test_added_token_whose_id_cannot_exist_gives_a_warning(tiny, tmp_path):
 
     tiny.save_pretrained(write(tmp_path, added_tokens={"<late>": 99}))
     with pytest.warns(UserWarning, match=r"'<late>' has the id 16 in tokenizer.json and 99 in"):
-        assert (
-            Tokenizer.from_pretrained(tmp_path).encode("<late>")
-            == AutoTokenizer.from_pretrained(tmp_path).encode("<late>")
-            == [16]
-        )
+        ours = Tokenizer.from_pretrained(tmp_path)
+    assert ours.encode("<late>") == AutoTokenizer.from_pretrained(tmp_path).encode("<late>") == [16]
 
 
 # ---- chat templates

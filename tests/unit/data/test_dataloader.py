@@ -1,6 +1,7 @@
 """The loader: order from (seed, epoch), resuming, threads, several loaders in turn."""
 
 import json
+from itertools import islice
 
 import pytest
 from nemo_rl_cpp.data.dataloader import MultipleDataloaderWrapper, StatefulDataLoader
@@ -51,12 +52,7 @@ def test_data_loader_resumes_with_the_next_batch_at_every_position(num_workers):
     expected = [batch for _ in range(3) for batch in whole]
     for taken in range(8):
         first = loader(**options, num_workers=num_workers)
-        seen = []
-        while len(seen) < taken:
-            for batch in first:
-                seen.append(batch)
-                if len(seen) == taken:
-                    break
+        seen = list(islice((batch for _ in range(3) for batch in first), taken))
         state = json.loads(json.dumps(first.state_dict()))
         second = loader(**options)
         second.load_state_dict(state)
@@ -98,11 +94,8 @@ def test_older_iterator_of_a_data_loader_raises_after_a_newer_one_started():
 
 
 def test_invalid_data_loader_options_and_states_are_errors():
-    for options, message in (
-        ({"batch_size": 0}, "batch_size"),
-        ({"n": 0}, "empty"),
-        ({"n": 2, "drop_last": True}, "lower batch_size"),
-    ):
+    wrong = (({"batch_size": 0}, "batch_size"), ({"n": 0}, "empty"), ({"n": 2, "drop_last": True}, "lower batch_size"))
+    for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             loader(**options)
     for other, key in ((loader(n=11), "num_rows"), (loader(seed=1), "seed"), (loader(shuffle=True), "shuffle")):
@@ -139,20 +132,13 @@ class Rows:
         return self.n
 
     def __getitem__(self, i):
-        return {
-            "message_log": [],
-            "length": i + 1,
-            "loss_multiplier": 1.0,
-            "extra_env_info": None,
-            "idx": i,
-            "task_name": self.task,
-        }
+        common = {"message_log": [], "loss_multiplier": 1.0, "extra_env_info": None}
+        return {**common, "length": i + 1, "idx": i, "task_name": self.task}
 
 
 def several(expected=4, each=2, **config):
-    loaders = {
-        task: StatefulDataLoader(Rows(task, n), each, drop_last=True) for task, n in (("a", 4), ("b", 6), ("c", 2))
-    }
+    sizes = {"a": 4, "b": 6, "c": 2}
+    loaders = {task: StatefulDataLoader(Rows(task, n), each, drop_last=True) for task, n in sizes.items()}
     return MultipleDataloaderWrapper(expected, config, loaders)
 
 
@@ -162,12 +148,8 @@ def taken(batch):
 
 def test_several_data_loaders_are_read_round_robin_and_restart_at_their_end():
     batches = several()
-    assert [taken(next(batches)) for _ in range(4)] == [
-        ["a0", "a1", "b0", "b1"],
-        ["c0", "c1", "a2", "a3"],
-        ["b2", "b3", "c0", "c1"],
-        ["a0", "a1", "b4", "b5"],
-    ]
+    expected = ["a0 a1 b0 b1", "c0 c1 a2 a3", "b2 b3 c0 c1", "a0 a1 b4 b5"]
+    assert [" ".join(taken(next(batches))) for _ in range(4)] == expected
     batch = next(batches)
     assert batch["batch_max_length"].tolist() == [int(batch["length"].max())] * 4
 

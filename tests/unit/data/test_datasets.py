@@ -69,11 +69,8 @@ def test_load_response_dataset_sets_the_configured_processor_and_prompts(tmp_pat
         "prompt_file": str(tmp_path / "p.txt"), "env_name": "math",
     }  # fmt: skip
     data = load_response_dataset(config)
-    assert (
-        data.processor is math_data_processor
-        and data.task_spec.prompt == "P {}"
-        and data.task_spec.system_prompt is None
-    )
+    assert data.processor is math_data_processor
+    assert (data.task_spec.prompt, data.task_spec.system_prompt) == ("P {}", None)
     del config["processor"]
     assert load_response_dataset(config).processor is math_hf_data_processor
 
@@ -165,12 +162,8 @@ def test_environment_names_are_collected_from_all_data_sections():
 
 
 def rows_of(*tasks):
-    return ListDataset(
-        [
-            {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], "task_name": t}
-            for t in tasks
-        ]
-    )
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    return ListDataset([{"messages": messages, "task_name": task} for task in tasks])
 
 
 def naming(name):
@@ -181,13 +174,10 @@ def naming(name):
 
 
 def test_each_row_is_processed_by_the_processor_of_its_task(tiny):
-    first, second = TaskDataSpec("a"), TaskDataSpec("b")
-    second.prompt = "own"
-    default = TaskDataSpec("d")
-    default.prompt = "default"
-    data = AllTaskProcessedDataset(
-        rows_of("b", "a"), tiny, default, {"a": (first, naming("A")), "b": (second, naming("B"))}, max_seq_length=9
-    )
+    first, second, default = (TaskDataSpec(name) for name in "abd")
+    second.prompt, default.prompt = "own", "default"
+    table = {"a": (first, naming("A")), "b": (second, naming("B"))}
+    data = AllTaskProcessedDataset(rows_of("b", "a"), tiny, default, table, max_seq_length=9)
     assert len(data) == 2
     assert data[0] == {"by": "B", "prompt": "own", "limit": 9, "idx": 0}
     assert data[1] == {"by": "A", "prompt": "default", "limit": 9, "idx": 1}
@@ -204,19 +194,13 @@ def test_task_without_a_data_processor_is_an_error_unless_a_defaultdict_supplies
 
 
 def test_row_preprocessors_apply_to_every_task_or_only_to_the_task_that_they_are_given_for(tiny):
-    data = AllTaskProcessedDataset(
-        rows_of("a"),
-        tiny,
-        TaskDataSpec(),
-        math_hf_data_processor,
-        max_seq_length=5,
-        task_data_preprocessors=lambda row: {**row, "messages": [{"role": "user", "content": "2"}, row["messages"][1]]},
-    )
+    def changed(row):
+        return {**row, "messages": [{"role": "user", "content": "2"}, row["messages"][1]]}
+
+    data = AllTaskProcessedDataset(rows_of("a"), tiny, TaskDataSpec(), math_hf_data_processor, changed)
     assert data[0]["message_log"][0]["content"] == "2"
-    by_task = AllTaskProcessedDataset(
-        rows_of("a", "b"), tiny, TaskDataSpec(), math_hf_data_processor,
-        task_data_preprocessors={"a": lambda row: {**row, "task_name": "changed"}},
-    )  # fmt: skip
+    renaming = {"a": lambda row: {**row, "task_name": "changed"}}
+    by_task = AllTaskProcessedDataset(rows_of("a", "b"), tiny, TaskDataSpec(), math_hf_data_processor, renaming)
     assert [by_task[i]["task_name"] for i in range(2)] == ["changed", "b"]
     with pytest.raises(ValueError, match="default_task_data_spec"):
         AllTaskProcessedDataset(rows_of("a"), tiny, None, math_hf_data_processor)
@@ -238,9 +222,8 @@ def test_two_bos_tokens_in_sequence_are_detected_in_any_message_of_a_prompt(tiny
     """One BOS token at a later message is right: SmolLM2's begins each of its messages."""
 
     def process(row, spec, tokenizer, limit, idx):
-        return {
-            "message_log": [{"token_ids": torch.tensor(ids)} for ids in (pieces if row["task_name"] == "b" else [])]
-        }
+        given = pieces if row["task_name"] == "b" else []
+        return {"message_log": [{"token_ids": torch.tensor(ids)} for ids in given]}
 
     table = {name: (TaskDataSpec(), process) for name in "ab"}
     data = AllTaskProcessedDataset(rows_of("a", "b"), SimpleNamespace(bos_token_id=1), None, table)

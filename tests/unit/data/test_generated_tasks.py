@@ -23,11 +23,8 @@ def test_generated_arithmetic_rows_have_correct_sums_and_disjoint_validation_que
                 assert int(a) + int(b) == int(c)
                 shown.add(tuple(sorted((int(a), int(b)))))
             a, b = int(last.split(" ")[0]), int(last.split(" ")[2])
-            assert (
-                last == f"{a} + {b} = "
-                and row["messages"][1]["content"] == str(a + b)
-                and 1 <= min(a, b) <= max(a, b) <= 50
-            )
+            assert last == f"{a} + {b} = " and row["messages"][1]["content"] == str(a + b)
+            assert 1 <= min(a, b) <= max(a, b) <= 50
             assert f"{a} + {b} = {a + b}" not in shots
             asked.add(tuple(sorted((a, b))))
         sides.append((asked, shown))
@@ -58,10 +55,8 @@ def test_generated_rows_depend_only_on_the_seed():
 
     for name, options in (("arithmetic", {}), ("reverse_digits", {}), ("reasoning_gym", {"task": "gcd"})):
         assert rows(name, seed=5, **options) == rows(name, seed=5, **options) != rows(name, seed=6, **options)
-    assert (
-        rows("arithmetic", seed=42)[0]["messages"][0]["content"]
-        == "44 + 12 = 56\n18 + 7 = 25\n15 + 46 = 61\n15 + 38 = "
-    )
+    first = rows("arithmetic", seed=42)[0]["messages"][0]["content"]
+    assert first == "44 + 12 = 56\n18 + 7 = 25\n15 + 46 = 61\n15 + 38 = "
 
 
 def test_generated_questions_repeat_only_after_every_question_was_used():

@@ -80,11 +80,8 @@ def test_multiple_choice_benchmark_prompts_list_their_options(asked, name, right
 
 
 def test_last_boxed_returns_the_content_of_the_last_balanced_box():
-    assert (
-        last_boxed("no box") == "no box"
-        and last_boxed(r"\boxed{a{b}c} x") == "a{b}c"
-        and last_boxed(r"\boxed{open") == r"\boxed{open"
-    )
+    for text, content in (("no box", "no box"), (r"\boxed{a{b}c} x", "a{b}c"), (r"\boxed{open", r"\boxed{open")):
+        assert last_boxed(text) == content
 
 
 def test_data_set_name_with_a_version_number_is_not_read_as_a_dotted_class_name():
@@ -96,7 +93,5 @@ def test_data_set_name_with_a_version_number_is_not_read_as_a_dotted_class_name(
 def test_keys_of_data_default_are_applied_only_to_data_sets_that_accept_them():
     default = {"dataset_name": "ResponseDataset", "input_key": "problem", "prompt_file": "p.txt"}
     assert defaults_for({"data_path": "x"}, default) == default
-    assert defaults_for({"dataset_name": "OpenMathInstruct-2"}, default) == {
-        "dataset_name": "ResponseDataset",
-        "prompt_file": "p.txt",
-    }
+    kept = {"dataset_name": "ResponseDataset", "prompt_file": "p.txt"}
+    assert defaults_for({"dataset_name": "OpenMathInstruct-2"}, default) == kept

@@ -16,10 +16,7 @@ QUESTION = "{} \\boxed{x} {0}"
     ("Q: {0}", f"Q: {QUESTION}"),
     ("\\boxed{{{}}}", f"\\boxed{{{QUESTION}}}"),
     ("Answer in \\boxed{}.\n{}", f"Answer in \\boxed{{}}.\n{QUESTION}"),  # braces as they stand
-    (
-        "{}\nAnswer in \\boxed{} or $x^{}$ or \\frac{}{} or \\sqrt[3]{}.",
-        f"{QUESTION}\nAnswer in \\boxed{{}} or $x^{{}}$ or \\frac{{}}{{}} or \\sqrt[3]{{}}.",
-    ),
+    ("{}\nIn \\boxed{} or $x^{}$ or \\frac{}{} or \\sqrt[3]{}.", f"{QUESTION}\nIn \\boxed{{}} or $x^{{}}$ or \\frac{{}}{{}} or \\sqrt[3]{{}}."),
     ('Return {"answer": 1}. {}', f'Return {{"answer": 1}}. {QUESTION}'),
     ('{"a": {"b": 1}} {}', f'{{"a": {{"b": 1}}}} {QUESTION}'),
     ("def f(x): return {x: 1}\n{}", f"def f(x): return {{x: 1}}\n{QUESTION}"),
@@ -58,16 +55,11 @@ def test_error_for_an_ambiguous_placeholder_in_a_prompt_file_names_its_line(prom
 def test_prompt_file_is_checked_when_the_data_set_is_loaded(tmp_path, processor):
     (tmp_path / "d.jsonl").write_text('{"input": "q", "output": "a"}\n')
     (tmp_path / "prompt.txt").write_text("Think.\nWrite \\boxed{}.\n")
-    section = {
-        "dataset_name": "ResponseDataset",
-        "data_path": str(tmp_path / "d.jsonl"),
-        "prompt_file": str(tmp_path / "prompt.txt"),
-    }
+    files = {"data_path": str(tmp_path / "d.jsonl"), "prompt_file": str(tmp_path / "prompt.txt")}
+    section = {"dataset_name": "ResponseDataset", **files}
     with pytest.raises(ValueError, match=r"prompt_file: .*prompt\.txt: line 2: the only"):
         load_response_dataset({**section, "processor": processor})
-    load_response_dataset(
-        {**section, "processor": "multichoice_qa_processor"}
-    )  # which puts the question below the text
+    load_response_dataset({**section, "processor": "multichoice_qa_processor"})  # puts the question below the text
 
 
 def test_prompt_file_that_is_not_utf8_is_an_error_that_names_it(tmp_path):

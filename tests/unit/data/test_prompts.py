@@ -59,23 +59,19 @@ def test_chat_template_is_applied_once_to_system_and_user_message_together(
     chat.chat_template = template
     log = process(row, spec, chat, None, 0)["message_log"]
     bos = chat.bos_token or ""
-    assert [(m["role"], m["content"]) for m in log] == [
-        ("system", system.format(bos=bos)),
-        ("user", user.format(q=question)),
-    ]
-    whole = chat.apply_chat_template(
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}], add_generation_prompt=True
-    )
+    parts = [("system", system.format(bos=bos)), ("user", user.format(q=question))]
+    assert [(m["role"], m["content"]) for m in log] == parts
+    messages = conversation(("system", "Be brief."), ("user", question))["messages"]
+    whole = chat.apply_chat_template(messages, add_generation_prompt=True)
     assert [i for m in log for i in m["token_ids"].tolist()] == whole, "the ids are those of the whole prompt"
     assert all(len(m["token_ids"]) for m in log) and whole.count(chat.bos_token_id) == 1
 
 
 def test_chat_template_that_drops_the_system_prompt_is_rejected(chat, spec):
     chat.chat_template = SKIPS
+    words = r"row 8 of the data: .*leaves out message 0 \(system, 'Be brief.'\).*prompt_file"
     for process, row, _ in ROWS:
-        with pytest.raises(
-            ChatTemplateError, match=r"row 8 of the data: .*leaves out message 0 \(system, 'Be brief.'\).*prompt_file"
-        ):
+        with pytest.raises(ChatTemplateError, match=words):
             process(row, spec, chat, None, 7)
 
 
@@ -84,10 +80,7 @@ def test_token_across_the_end_of_the_system_message_is_counted_to_the_user_messa
     chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     spec.system_prompt = "The count"
     log = math_data_processor({"problem": "ing?", "expected_answer": ""}, spec, chat, None, 0)["message_log"]
-    assert [m["token_ids"].tolist() for m in log] == [
-        chat.convert_tokens_to_ids(["The"]),
-        chat.convert_tokens_to_ids(["Ġcounting", "?"]),
-    ]
+    assert [chat.convert_ids_to_tokens(m["token_ids"]) for m in log] == [["The"], ["Ġcounting", "?"]]
     assert [m["content"] for m in log] == ["The count", "ing?"]
 
 
@@ -95,11 +88,9 @@ def test_trailing_newline_of_a_system_prompt_file_is_stripped(chat, tmp_path):
     (tmp_path / "s.txt").write_bytes(b"Numbers only.\r\n")
     spec = TaskDataSpec("t", system_prompt_file=tmp_path / "s.txt")
     chat.chat_template = BLOCKS
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    assert (
-        "<system>Numbers only.<end>\n<user>q<end>"
-        in math_hf_data_processor(row, spec, chat, None, 0)["message_log"][0]["content"]
-    )
+    row = conversation(("user", "q"), ("assistant", "a"))
+    text = math_hf_data_processor(row, spec, chat, None, 0)["message_log"][0]["content"]
+    assert "<system>Numbers only.<end>\n<user>q<end>" in text
     raw = raw_completion_data_processor(row, spec, chat, None, 0)["message_log"][0]["content"]
     assert raw == "Numbers only.\nq", "raw text is joined literally"
 
@@ -130,39 +121,27 @@ def test_tools_of_a_row_are_passed_to_the_chat_template(chat):
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     tools = [{"type": "function", "function": {"name": "add"}}]
-    for given in (tools, '[{"type": "function", "function": {"name": "add"}}]'):
-        text = math_hf_data_processor(
-            conversation(("user", "q"), ("assistant", "a"), tools=given), TaskDataSpec(), chat, None, 0
-        )
-        assert text["message_log"][0]["content"] == '[{"type": "function", "function": {"name": "add"}}]q'
+
+    def text(given):
+        row = conversation(("user", "q"), ("assistant", "a"), tools=given)
+        return math_hf_data_processor(row, TaskDataSpec(), chat, None, 0)["message_log"][0]["content"]
+
+    written = '[{"type": "function", "function": {"name": "add"}}]'
+    assert text(tools) == text(written) == f"{written}q"
     for given in ("{", [1], 5):
         with pytest.raises(ValueError, match="'tools'"):
-            math_hf_data_processor(
-                conversation(("user", "q"), ("assistant", "a"), tools=given), TaskDataSpec(), chat, None, 0
-            )
+            text(given)
 
 
 @pytest.mark.parametrize("process, row, message", [
-    (
-        math_data_processor,
-        {"messages": []},
-        r"row 4 of the data: math_data_processor reads the key 'problem', but the row has \['messages'\]",
-    ),
+    (math_data_processor, {"messages": []}, r"row 4 of the data: math_data_processor reads the key 'problem', but the row has \['messages'\]"),
     (math_data_processor, {"problem": "q"}, "'expected_answer'"),
-    (
-        math_data_processor,
-        {"problem": None, "expected_answer": 1},
-        "'problem' must be a text that is not empty, but is None",
-    ),
+    (math_data_processor, {"problem": None, "expected_answer": 1}, "'problem' must be a text that is not empty, but is None"),
     (math_data_processor, {"problem": " ", "expected_answer": 1}, "'problem' must be a text"),
     (multichoice_qa_processor, {"question": "q", "options": {}}, "'answer'"),
     (multichoice_qa_processor, {"question": ["q"], "answer": "A"}, "'question' must be a text"),
     (math_hf_data_processor, {"problem": "q"}, "reads the key 'messages'"),
-    (
-        raw_completion_data_processor,
-        conversation(("system", "s"), ("user", "q"), ("assistant", "a")),
-        "roles system, user: .*math_hf_data_processor",
-    ),
+    (raw_completion_data_processor, conversation(("system", "s"), ("user", "q"), ("assistant", "a")), "roles system, user: .*math_hf_data_processor"),
 ])  # fmt: skip
 def test_data_rows_whose_messages_have_an_unexpected_form_are_errors(process, row, message):
     with pytest.raises(ValueError, match=message):
@@ -173,18 +152,13 @@ def test_multiple_choice_options_that_are_not_a_mapping_are_rejected():
     spec = TaskDataSpec()
     spec.prompt = "Choose."
     for options in (["x"], None, {}, {"A": None}):
+        row = {"question": "q", "options": options, "answer": "A"}
         with pytest.raises(ValueError, match="'options' must be a mapping from letters to texts"):
-            multichoice_qa_processor(
-                {"question": "q", "options": options, "answer": "A"}, spec, ByteTokenizer(), None, 0
-            )
+            multichoice_qa_processor(row, spec, ByteTokenizer(), None, 0)
 
 
-def test_chat_template_error_with_a_transformers_tokenizer_names_the_row(hf_smollm2):
-    own, hf_smollm2.chat_template = hf_smollm2.chat_template, "{{ messages[0].content + 1 }}"
-    try:
-        with pytest.raises(
-            ChatTemplateError, match="row 1 of the data: the chat template failed on these messages: TypeError"
-        ):
-            math_hf_data_processor(conversation(("user", "q"), ("assistant", "a")), TaskDataSpec(), hf_smollm2, None, 0)
-    finally:
-        hf_smollm2.chat_template = own
+def test_chat_template_error_with_a_transformers_tokenizer_names_the_row(hf_smollm2, monkeypatch):
+    monkeypatch.setattr(hf_smollm2, "chat_template", "{{ messages[0].content + 1 }}")
+    words = "row 1 of the data: the chat template failed on these messages: TypeError"
+    with pytest.raises(ChatTemplateError, match=words):
+        math_hf_data_processor(conversation(("user", "q"), ("assistant", "a")), TaskDataSpec(), hf_smollm2, None, 0)

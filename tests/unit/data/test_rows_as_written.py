@@ -19,22 +19,14 @@ pyarrow = pytest.importorskip("pyarrow")
 
 
 def tool(name):
-    return {
-        "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": {name: {"type": "string"}}}},
-    }
+    parameters = {"type": "object", "properties": {name: {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 def talk(name):
-    return [
-        {"role": "user", "content": name},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": name, "arguments": {name: "1"}}}],
-        },
-        {"role": "tool", "content": "2"},
-    ]
+    call = {"type": "function", "function": {"name": name, "arguments": {name: "1"}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [{"role": "user", "content": name}, called, {"role": "tool", "content": "2"}]
 
 
 ROWS = [
@@ -139,10 +131,8 @@ def test_arrow_column_of_type_map_is_read_as_a_mapping(tmp_path):
 
 @pytest.mark.parametrize("way", ["jsonl", "parquet", "saved data set"])
 def test_rows_read_from_files_have_only_the_tool_keys_that_were_written(tmp_path, way):
-    rows = [
-        {"messages": [*talk(name), {"role": "assistant", "content": "7"}], "tools": [tool(name)]}
-        for name in ("city", "x")
-    ]
+    answer = {"role": "assistant", "content": "7"}
+    rows = [{"messages": [*talk(name), answer], "tools": [tool(name)]} for name in ("city", "x")]
     path, given = tmp_path / f"rows.{way}", datasets.Dataset.from_list(rows)
     if way == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -60,11 +60,8 @@ def test_several_data_sets_are_merged_and_each_environment_is_created_once(smoll
     assert repr(config) == before
     assert environments == ["create math", "create digits"], "each environment once"
     assert (len(train), len(val)) == (20, 7)
-    assert {name: env.name for name, env in task_to_env.items()} == {"arithmetic": "math", "reverse_digits": "digits"}
-    assert {name: env.name for name, env in val_task_to_env.items()} == {
-        "arithmetic": "math",
-        "reverse_digits": "digits",
-    }
+    for each in (task_to_env, val_task_to_env):
+        assert {name: env.name for name, env in each.items()} == {"arithmetic": "math", "reverse_digits": "digits"}
     assert task_to_env["arithmetic"] is val_task_to_env["arithmetic"] and task_to_env["arithmetic"].config == {"a": 1}
     assert {train[i]["task_name"] for i in range(20)} == {"arithmetic", "reverse_digits"}
 
@@ -81,10 +78,8 @@ def test_keys_of_data_default_do_not_override_those_set_in_a_data_section(smollm
     default = {"prompt_file": str(tmp_path / "p.txt"), "processor": "math_hf_data_processor"}
     train = load_response_data(smollm2, data(train=ARITHMETIC, default=default)).train
     assert "<|im_start|>user\nQ " in train[0]["message_log"][0]["content"]
-    train = load_response_data(
-        smollm2,
-        data(train={**ARITHMETIC, "prompt_file": None, "processor": "raw_completion_data_processor"}, default=default),
-    ).train
+    own = {**ARITHMETIC, "prompt_file": None, "processor": "raw_completion_data_processor"}
+    train = load_response_data(smollm2, data(train=own, default=default)).train
     assert train[0]["message_log"][0]["content"][0].isdigit()
 
 

@@ -44,9 +44,8 @@ def test_random_token_ids_decode_to_the_text_of_transformers(smollm2, hf_smollm2
     draw = random.Random(1)
     rows = [[draw.randrange(len(smollm2)) for _ in range(draw.randint(1, 30))] for _ in range(200)]
     for skip in (False, True):
-        assert smollm2.batch_decode(rows, skip_special_tokens=skip) == hf_smollm2.batch_decode(
-            rows, skip_special_tokens=skip
-        )
+        ours, theirs = (each.batch_decode(rows, skip_special_tokens=skip) for each in (smollm2, hf_smollm2))
+        assert ours == theirs
 
 
 def test_special_tokens_and_vocabulary_sizes_match_transformers(smollm2, hf_smollm2):
@@ -106,7 +105,7 @@ def test_bytes_of_byte_level_tokens_concatenate_to_the_utf8_text(smollm2):
         assert b"".join(map(token_bytes, smollm2.encode(text))) == text.encode("utf-8"), repr(text)
     table = token_bytes_table(smollm2, size=49200)
     assert len(table) == 49200 and table[49152:] == [b""] * 48
-    assert table[2] == b"<|im_end|>" and token_bytes_table(smollm2, 3, skip_special_tokens=True) == [b"", b"", b""]
+    assert table[2] == b"<|im_end|>"
 
 
 def test_token_bytes_of_a_transformers_tokenizer_equal_those_of_this_package(smollm2, hf_smollm2):
@@ -248,11 +247,7 @@ def test_tiny_tokenizer_loads_in_transformers_with_the_same_16_ids(tmp_path):
     assert (ours.pad_token_id, ours.bos_token_id, ours.eos_token_id, ours.unk_token_id) == (0, 1, 2, 3)
     hostile = "1 a\n\u00e9<eos>2+"
     assert ours.encode(hostile) == theirs.encode(hostile) == [5, 3, 3, 3, 3, 2, 6, 14]
-    assert (
-        ours.decode([5, 6, 2, 0], skip_special_tokens=True)
-        == theirs.decode([5, 6, 2, 0], skip_special_tokens=True)
-        == "12"
-    )
+    assert {each.decode([5, 6, 2, 0], skip_special_tokens=True) for each in (ours, theirs)} == {"12"}
     assert [*map(bytes_of(ours), (4, 15, 2, 99))] == [b"0", b"=", b"<eos>", b""]
 
 
@@ -283,6 +278,9 @@ def test_get_tokenizer_accepts_default_named_inline_and_file_chat_templates(tmp_
 
     assert text() == text(chat_template="default") == "own:1"
     assert text(chat_template=None) == "1"
+    folder = str(tmp_path / "t")
+    assert get_tokenizer(TokenizerConfig(name=folder)).chat_template.startswith("own")  # a default is not a wish
+    assert get_tokenizer(TokenizerConfig(name=folder, chat_template=None)).chat_template == PASSTHROUGH
     assert text(chat_template="in line: {{ messages[0].content }}") == "in line: 1"
     assert text(chat_template="my.jinja", chat_template_kwargs={"mark": "!"}) == "file:1!"
     with pytest.raises(FileNotFoundError, match="chat_template"):
@@ -291,14 +289,6 @@ def test_get_tokenizer_accepts_default_named_inline_and_file_chat_templates(tmp_
         text(chat_template_kwargs="mark")
     with pytest.raises(ValueError, match="'name'"):
         get_tokenizer({})
-
-
-def test_get_tokenizer_accepts_a_tokenizer_config(tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "own"
-    tokenizer.save_pretrained(tmp_path)
-    assert get_tokenizer(TokenizerConfig(name=str(tmp_path))).chat_template == "own"  # a default is not a wish
-    assert get_tokenizer(TokenizerConfig(name=str(tmp_path), chat_template=None)).chat_template == PASSTHROUGH
 
 
 @pytest.mark.parametrize("section", ["policy.tokenizer", "tokenizer"])

@@ -327,8 +327,6 @@ class MseValueLossFn:
     def __call__(
         self, logits: Tensor, data: Mapping[str, Tensor], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return (loss, metrics) for `logits`, the critic's values [B, S] or [B, S, 1], differentiable in them. The
-        counts are those of the global batch."""
         values = _floating(logits.squeeze(-1) if logits.ndim > 2 and logits.shape[-1] == 1 else logits)
         result = self.native(values, data, global_valid_seqs, global_valid_toks)
         return NativeGradient.apply(result.loss, values, result.grad_values), result.metrics
